@@ -1,0 +1,1 @@
+"""LLM inference built around speculative decoding."""

@@ -1,0 +1,1 @@
+"""Block bookkeeping (pure Python) and the storage that the blocks name."""

@@ -1,0 +1,1 @@
+"""The nouns of the engine. Standard library only."""

@@ -1,0 +1,66 @@
+"""What one step works on: the scheduler's plan and the verifier's verdict, as the host sees them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.core.request import Request
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """One request's share of a step.
+
+    Attributes:
+        start: tokens already in the target's KV cache; the first row's position.
+        num_new_tokens: known tokens to compute (a prompt chunk, or the one last token).
+        num_draft_tokens: draft tokens to verify at most; only when this step reaches the last
+            known token.
+        block_table: the request's KV blocks, covering start + num_new_tokens + num_draft_tokens.
+        admitted: it got its slot in this step (anew, or again after a preemption).
+    """
+
+    request: Request
+    start: int
+    num_new_tokens: int
+    num_draft_tokens: int
+    block_table: Sequence[int]
+    admitted: bool
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the last row of this step predicts a new token."""
+        return self.start + self.num_new_tokens == self.request.num_tokens
+
+    @property
+    def is_prompt_chunk(self) -> bool:
+        return self.num_new_tokens > 1 or not self.reaches_end
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one step, in arrival order."""
+
+    requests: tuple[ScheduledRequest, ...]
+    preempted: tuple[Request, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_new_tokens + item.num_draft_tokens for item in self.requests)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What one scheduled request gained in a step, in host numbers.
+
+    Attributes:
+        token_ids: accepted draft tokens and then one bonus or recovered token; empty for a prompt
+            chunk that does not reach the end.
+        num_draft_tokens: draft tokens that were really verified.
+        num_accepted: how many of them were accepted.
+        drafter_computed: leading tokens that the drafter has in the shared blocks, as of now.
+    """
+
+    token_ids: tuple[int, ...]
+    num_draft_tokens: int
+    num_accepted: int
+    drafter_computed: int

@@ -1,0 +1,29 @@
+"""The numbers that bound a step, resolved once when the engine is built."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What the scheduler may plan.
+
+    Attributes:
+        max_num_seqs: requests running at once, which is also the number of slots.
+        max_num_batched_tokens: rows of one target pass, draft tokens included.
+        max_model_len: tokens of one request, prompt and output.
+        drafter_max_model_len: beyond this many tokens a request runs without drafts.
+        num_speculative_tokens: the engine's K; no request drafts more.
+        drafts_behind_prompt: the drafter can guess behind a prompt that the target has not seen
+            yet, so the step that ends a prompt may verify drafts as well.
+        cache_identity: what the blocks of drafting requests hold besides the target's layers
+            (the drafter's identity); keys the prefix index, so that blocks without a drafter's
+            layers are never taken for blocks with them.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    drafter_max_model_len: int
+    num_speculative_tokens: int
+    drafts_behind_prompt: bool
+    cache_identity: str

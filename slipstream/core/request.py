@@ -1,0 +1,87 @@
+"""One prompt being continued."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from slipstream.core.sampling_params import SamplingParams
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(eq=False)
+class Request:
+    """The host's view of one request.
+
+    Ranges over `token_ids` (prompt, then output):
+
+        0 ........ num_computed ........ num_tokens
+        | in the target's KV cache | known, not yet computed |
+
+    A decoding request has exactly one token that is not computed: the last one. `num_computed`
+    never counts draft tokens that were refused.
+
+    Args:
+        request_id: unique among the live requests.
+        token_ids: the prompt; grows by the committed tokens.
+        params: how to sample (one sample: `n` is resolved by the engine).
+        seed: resolved 64-bit seed of this sample.
+        stop_token_ids: the ids that end the output (the model's EOS ids unless `ignore_eos`).
+        max_tokens: resolved limit on output tokens, `max_model_len` considered.
+        num_speculative_tokens: most draft tokens a step, resolved (0 never drafts).
+        arrival: place in the queue; the smaller goes first.
+        bad_words: token sequences that are never completed (from `params.bad_words`).
+    """
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    stop_token_ids: frozenset[int]
+    max_tokens: int
+    num_speculative_tokens: int
+    arrival: int
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    num_prompt_tokens: int = field(init=False)
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    slot: int = -1  # place in the device state while running
+    num_computed: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was admitted
+    num_steps: int = 0  # verification steps so far; keys the noise, survives preemption
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def uses_prefix_cache(self) -> bool:
+        """Prompt logprobs need every prompt row's logits, so nothing may be skipped."""
+        return self.params.prompt_logprobs is None

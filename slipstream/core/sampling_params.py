@@ -1,0 +1,167 @@
+"""How one request is to be sampled, checked when it is made."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+
+from slipstream.core.errors import UsageError
+
+SEED_BITS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Every parameter acts at every verified position, with or without speculation.
+
+    Args:
+        n: how many samples to draw from one prompt.
+        temperature: 0 is greedy.
+        top_k: keep the k most probable tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches top_p.
+        min_p: keep tokens of at least min_p times the largest probability.
+        presence_penalty, frequency_penalty: subtracted from the logits of generated tokens.
+        repetition_penalty: divides (or multiplies, below zero) the logits of tokens seen so far,
+            prompt included.
+        logit_bias: token id -> number added to its logit.
+        allowed_token_ids: nothing else is ever sampled.
+        bad_words: texts that are never completed.
+        min_tokens: no stop token before this many output tokens.
+        max_tokens: most output tokens; None means up to `max_model_len`.
+        stop, stop_token_ids: end the output; the text of a stop string is cut unless
+            `include_stop_str_in_output`.
+        ignore_eos: the model's own end tokens do not end the output.
+        seed: the same seed gives the same text for the same drafter and K.
+        logprobs, prompt_logprobs: how many alternatives to report per token (0: the token alone),
+            of the target's raw logits, before penalties and temperature.
+        num_speculative_tokens: draft tokens per step for this request, 0 to the engine's K.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    num_speculative_tokens: int | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_numbers()
+        self._check_words()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def _check_counts(self) -> None:
+        _require(
+            _is_int(self.n) and self.n >= 1, f"n must be an integer of at least 1, not {self.n!r}"
+        )
+        _require(
+            _is_int(self.top_k) and self.top_k >= -1,
+            f"top_k must be an integer of at least 1, or 0 or -1 for all tokens, not {self.top_k!r}",
+        )
+        _require(
+            _is_int(self.min_tokens) and self.min_tokens >= 0,
+            f"min_tokens must be an integer of at least 0, not {self.min_tokens!r}",
+        )
+        _require(
+            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
+            f"max_tokens must be an integer of at least 1, or None, not {self.max_tokens!r}",
+        )
+        if self.max_tokens is not None:
+            _require(
+                self.min_tokens <= self.max_tokens,
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+            )
+        for name in ("logprobs", "prompt_logprobs", "num_speculative_tokens"):
+            value = getattr(self, name)
+            _require(
+                value is None or (_is_int(value) and value >= 0),
+                f"{name} must be an integer of at least 0, or None, not {value!r}",
+            )
+        _require(
+            self.seed is None or (_is_int(self.seed) and -(1 << 63) <= self.seed < 1 << SEED_BITS),
+            f"seed must be a 64-bit integer or None, not {self.seed!r}",
+        )
+
+    def _check_numbers(self) -> None:
+        _require(
+            _in(self.temperature, 0.0, float("inf")),
+            f"temperature must be 0 (greedy) or more, not {self.temperature!r}",
+        )
+        _require(
+            _in(self.top_p, 0.0, 1.0) and self.top_p > 0,
+            f"top_p must be above 0 and at most 1, not {self.top_p!r}; for greedy output use temperature=0",
+        )
+        _require(_in(self.min_p, 0.0, 1.0), f"min_p must be between 0 and 1, not {self.min_p!r}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(
+                _in(getattr(self, name), -2.0, 2.0),
+                f"{name} must be between -2 and 2, not {getattr(self, name)!r}",
+            )
+        _require(
+            _in(self.repetition_penalty, 0.0, float("inf")) and self.repetition_penalty > 0,
+            f"repetition_penalty must be above 0, not {self.repetition_penalty!r}",
+        )
+
+    def _check_words(self) -> None:
+        for name in ("stop", "bad_words"):
+            words = self.stop_strings if name == "stop" else self.bad_words
+            _require(
+                not isinstance(words, str)
+                and all(isinstance(word, str) and word for word in words),
+                f"{name} must hold non-empty strings",
+            )
+        for token, bias in (self.logit_bias or {}).items():
+            _require(
+                _is_int(token) and token >= 0, f"logit_bias keys must be token ids, not {token!r}"
+            )
+            _require(
+                _in(bias, -100.0, 100.0),
+                f"logit_bias of token {token} must be between -100 and 100, not {bias!r}",
+            )
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name) or ()
+            _require(
+                all(_is_int(token) and token >= 0 for token in ids),
+                f"{name} must hold token ids of at least 0",
+            )
+        _require(
+            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
+            "allowed_token_ids must not be empty; leave it out to allow every token",
+        )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UsageError(message)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _in(value: object, low: float, high: float) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return low <= value <= high and isfinite(value)

@@ -1,0 +1,1 @@
+"""The step, the scheduler, the engine and its offline front."""

@@ -1,0 +1,1 @@
+"""One table of ops: `reference` is plain torch and the truth."""

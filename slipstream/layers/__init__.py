@@ -1,0 +1,1 @@
+"""Network parts that know shapes and no device."""

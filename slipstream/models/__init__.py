@@ -1,0 +1,1 @@
+"""Checkpoints: reading them strictly, and the networks inside."""

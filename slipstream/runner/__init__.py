@@ -1,0 +1,1 @@
+"""From a batch to flat tensors and one forward pass."""

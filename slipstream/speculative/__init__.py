@@ -1,0 +1,1 @@
+"""Drafters: the protocol, one file per method, the catalogue."""
