@@ -1,1 +1,43 @@
 """LLM inference built around speculative decoding."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipstream.core.errors import CheckpointError, SlipstreamError, UsageError
+    from slipstream.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from slipstream.core.sampling_params import SamplingParams
+    from slipstream.engine.llm import LLM
+
+__version__ = "0.1.0"
+
+# Loaded on first use, so that `import slipstream` and `slipstream --help` do not import torch.
+_HOMES = {
+    "LLM": "slipstream.engine.llm",
+    "CheckpointError": "slipstream.core.errors",
+    "CompletionOutput": "slipstream.core.outputs",
+    "RequestMetrics": "slipstream.core.outputs",
+    "RequestOutput": "slipstream.core.outputs",
+    "SamplingParams": "slipstream.core.sampling_params",
+    "SlipstreamError": "slipstream.core.errors",
+    "UsageError": "slipstream.core.errors",
+}
+
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "CompletionOutput",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "SlipstreamError",
+    "UsageError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""What one step works on: the scheduler's plan and the verifier's verdict, as the host sees them."""
+"""What one step works on, as the host sees it: the scheduler's plan and what came of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

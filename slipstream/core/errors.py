@@ -1,8 +1,8 @@
 """The errors that a user can meet.
 
 SlipstreamError
-├── UsageError        a parameter, flag or request is wrong; the message names the remedy (exit code 2)
-└── CheckpointError   a model directory is missing, broken, unsupported or does not fit (exit code 1)
+├── UsageError        a parameter, flag or request is wrong (the command line exits with 2)
+└── CheckpointError   a model directory is missing, broken or does not fit (it exits with 1)
 """
 
 

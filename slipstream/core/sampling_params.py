@@ -78,7 +78,7 @@ class SamplingParams:
         )
         _require(
             _is_int(self.top_k) and self.top_k >= -1,
-            f"top_k must be an integer of at least 1, or 0 or -1 for all tokens, not {self.top_k!r}",
+            f"top_k must be an integer of at least 1, or 0 or -1 for all, not {self.top_k!r}",
         )
         _require(
             _is_int(self.min_tokens) and self.min_tokens >= 0,
@@ -111,7 +111,8 @@ class SamplingParams:
         )
         _require(
             _in(self.top_p, 0.0, 1.0) and self.top_p > 0,
-            f"top_p must be above 0 and at most 1, not {self.top_p!r}; for greedy output use temperature=0",
+            f"top_p must be above 0 and at most 1, not {self.top_p!r}; "
+            "for greedy output use temperature=0",
         )
         _require(_in(self.min_p, 0.0, 1.0), f"min_p must be between 0 and 1, not {self.min_p!r}")
         for name in ("presence_penalty", "frequency_penalty"):

@@ -1,1 +1,16 @@
 """Plain torch, written to be read. Every fast column is compared with this one."""
+
+from slipstream.kernels.reference.attention import paged_attention, rotate_and_store
+from slipstream.kernels.reference.dense import add_norm, gated_activation, linear, logits, norm
+from slipstream.kernels.table import Ops
+
+REFERENCE = Ops(
+    column="reference",
+    linear=linear,
+    logits=logits,
+    norm=norm,
+    add_norm=add_norm,
+    gated_activation=gated_activation,
+    rotate_and_store=rotate_and_store,
+    paged_attention=paged_attention,
+)

@@ -1,0 +1,45 @@
+"""The storage that blocks name: keys and values of every layer, target's and drafter's alike."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """What one model's layers need per token.
+
+    Attributes:
+        num_layers, num_kv_heads, head_dim: sizes of each layer's keys (and of its values).
+        dtype: of the stored numbers.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVCache:
+    """One model's layers over `num_blocks` blocks; block ids are shared by all models.
+
+    `layers[i]` is (keys, values), each [num_blocks, block_size, num_kv_heads, head_dim]. Pages are
+    not cleared: nothing reads a slot before it was written.
+    """
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        shape = (num_blocks, block_size, layout.num_kv_heads, layout.head_dim)
+        self.layers: list[tuple[Tensor, Tensor]] = [
+            (
+                torch.empty(shape, dtype=layout.dtype, device=device),
+                torch.empty(shape, dtype=layout.dtype, device=device),
+            )
+            for _ in range(layout.num_layers)
+        ]

@@ -1,0 +1,97 @@
+"""The engine's options, as users give them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.core.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that an engine is built from; None lets the engine derive the value and say why.
+
+    Args:
+        model: a local directory, a hub name, or a bundled demo (`demo`, `demo/draft`).
+        tokenizer: a directory with another tokenizer than the model's own.
+        revision: of a hub name.
+        speculative_config: the drafter; None is plain decoding.
+        dtype: "auto" takes the checkpoint's; or bfloat16, float16, float32.
+        device: "auto", "cpu" or "cuda".
+        load_format: "auto" reads the weights, "dummy" draws random ones from the config alone.
+        max_model_len: most tokens of a request, prompt and output.
+        max_num_seqs: most requests running at once.
+        max_num_batched_tokens: most rows of one target pass.
+        block_size: tokens in a block of KV cache.
+        kv_cache_memory: bytes for the KV cache, drafter included.
+        num_kv_blocks: its size in blocks instead.
+        enable_prefix_caching: keep the blocks of ended requests for others that begin alike.
+        skip_tokenizer_init: token ids in, token ids out.
+        seed: of requests that carry none.
+        use_fp64_gumbel: sampling noise in float64.
+        gpu_memory_utilization: share of a GPU's memory to use.
+        tensor_parallel_size: 1.
+        enforce_eager, async_scheduling, trust_remote_code: accepted from other engines' command
+            lines; what becomes of each is logged.
+    """
+
+    model: str = "demo"
+    tokenizer: str | None = None
+    revision: str | None = None
+    speculative_config: Mapping[str, Any] | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    kv_cache_memory: int | None = None
+    num_kv_blocks: int | None = None
+    enable_prefix_caching: bool = True
+    skip_tokenizer_init: bool = False
+    seed: int = 0
+    use_fp64_gumbel: bool = False
+    gpu_memory_utilization: float | None = None
+    tensor_parallel_size: int = 1
+    enforce_eager: bool | None = None
+    async_scheduling: bool | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            _require_positive(name, getattr(self, name))
+        for name in ("max_model_len", "kv_cache_memory", "num_kv_blocks"):
+            if getattr(self, name) is not None:
+                _require_positive(name, getattr(self, name))
+        if self.kv_cache_memory is not None and self.num_kv_blocks is not None:
+            raise UsageError("give kv_cache_memory or num_kv_blocks, not both")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise UsageError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}), so that every request can get a token a step"
+            )
+        if self.tensor_parallel_size != 1:
+            raise UsageError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is not supported; use 1"
+            )
+        _require_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        _require_choice("device", self.device, ("auto", "cpu", "cuda"))
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {share!r}")
+        if not isinstance(self.speculative_config, Mapping | None):
+            raise UsageError(
+                "speculative_config must be a mapping such as "
+                '{"model": "...", "num_speculative_tokens": 4}, or None'
+            )
+
+
+def _require_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} must be an integer of at least 1, not {value!r}")
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name} must be one of {', '.join(choices)}, not {value!r}")

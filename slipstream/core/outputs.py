@@ -1,0 +1,104 @@
+"""What a user gets back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate for a token's place, by the target's raw logits.
+
+    `rank` counts from 1; `decoded_token` is the candidate's own text.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+@dataclass
+class RequestMetrics:
+    """Counts and times of one request, summed over its samples.
+
+    A draft is one step's guess for one sample; AL (the acceptance length) is
+    1 + num_accepted_tokens / num_drafts. Times are seconds of a monotonic clock.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_steps: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    arrival_time: float = 0.0
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    def count_draft(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Take in the verdict on one draft."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted
+        missing = num_draft_tokens - len(self.num_accepted_tokens_per_pos)
+        self.num_accepted_tokens_per_pos.extend([0] * missing)
+        for position in range(num_accepted):
+            self.num_accepted_tokens_per_pos[position] += 1
+
+    @property
+    def acceptance_length(self) -> float:
+        """AL; 1 when nothing was drafted."""
+        return 1.0 + self.num_accepted_tokens / max(self.num_drafts, 1)
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """The share of drafts whose token at each position was accepted."""
+        return [count / max(self.num_drafts, 1) for count in self.num_accepted_tokens_per_pos]
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        if self.first_token_time is None:
+            return None
+        return self.first_token_time - self.arrival_time
+
+    @property
+    def latency(self) -> float | None:
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sample of a request, so far.
+
+    Attributes:
+        logprobs: per token, candidates by token id; None unless asked for.
+        from_draft: per token, whether it is an accepted draft token.
+        finish_reason: "stop", "length" or "abort"; None while it runs.
+        stop_reason: the stop string or stop token id that ended it, if one did.
+    """
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None
+    logprobs: Sequence[Mapping[int, Logprob]] | None
+    from_draft: Sequence[bool]
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request and its samples, so far.
+
+    `prompt` is None when the prompt was given as token ids. The first entry of `prompt_logprobs`
+    is None: nothing predicts the first token.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None
+    outputs: Sequence[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics

@@ -1,0 +1,74 @@
+"""From token ids to text as they come, and stop strings."""
+
+from collections.abc import Sequence
+
+from slipstream.models.tokenizer import Tokenizer
+
+_INCOMPLETE = "\ufffd"  # what an unfinished UTF-8 sequence decodes to
+
+
+class Detokenizer:
+    """The text of one sample.
+
+    Tokens are decoded in a window that starts a little before the new ones, because a token's text
+    may depend on its neighbours; text that ends inside a character is held back.
+
+    Args:
+        tokenizer: whose tokens they are.
+        skip_special_tokens: leave special tokens out of the text.
+        stop: strings that end the output.
+        include_stop: keep the stop string in the text.
+        min_tokens: stop strings count only behind this many tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        stop: Sequence[str],
+        include_stop: bool,
+        min_tokens: int,
+    ) -> None:
+        self.text = ""
+        self._tokenizer, self._skip_special = tokenizer, skip_special_tokens
+        self._stop, self._include_stop, self._min_tokens = stop, include_stop, min_tokens
+        self._token_ids: list[int] = []
+        self._window = 0  # decoding starts at this token
+        self._done = 0  # the text of tokens before this one is out
+
+    def push(self, token_id: int) -> str | None:
+        """Add a token; the stop string that it completed, if any (the text is then cut)."""
+        self._token_ids.append(token_id)
+        before = len(self.text)
+        shown = self._decode(self._window, self._done)
+        text = self._decode(self._window, None)
+        if len(text) > len(shown) and not text.endswith(_INCOMPLETE):
+            self.text += text[len(shown) :]
+            self._window, self._done = self._done, len(self._token_ids)
+        if len(self._token_ids) <= self._min_tokens:
+            return None
+        return self._find_stop(before)
+
+    def finish(self) -> None:
+        """Let out what was held back."""
+        shown = self._decode(self._window, self._done)
+        self.text += self._decode(self._window, None)[len(shown) :]
+        self._done = self._window = len(self._token_ids)
+
+    def _decode(self, start: int, end: int | None) -> str:
+        return self._tokenizer.decode(
+            self._token_ids[start:end], skip_special_tokens=self._skip_special
+        )
+
+    def _find_stop(self, searched: int) -> str | None:
+        """The stop string that appears first in the text, part of it beyond `searched`."""
+        found = [
+            (place, stop)
+            for stop in self._stop
+            if (place := self.text.find(stop, max(0, searched - len(stop) + 1))) >= 0
+        ]
+        if not found:
+            return None
+        place, stop = min(found)
+        self.text = self.text[: place + len(stop) if self._include_stop else place]
+        return stop

@@ -1,0 +1,198 @@
+"""The engine: requests in, outputs out, one step at a time."""
+
+from time import perf_counter
+
+from slipstream.core.batch import ScheduledRequest
+from slipstream.core.outputs import RequestMetrics
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.detokenizer import Detokenizer
+from slipstream.engine.logprobs import LogprobReader
+from slipstream.engine.metrics import EngineMetrics
+from slipstream.engine.prompts import EncodedPrompt
+from slipstream.engine.resolve import Resolved
+from slipstream.engine.samples import Sample, Submission
+from slipstream.engine.scheduler import Scheduler
+from slipstream.engine.step import Step, StepResult
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.sampling.noise import derive_seed
+
+
+class Engine:
+    """Owns the live requests and turns the crank.
+
+    Not thread-safe: one thread adds, steps and aborts.
+    """
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        scheduler: Scheduler,
+        step: Step,
+        logprobs: LogprobReader,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.resolved, self.tokenizer = resolved, tokenizer
+        self.metrics = EngineMetrics()
+        self._scheduler, self._step, self._logprobs = scheduler, step, logprobs
+        self._submissions: dict[str, Submission] = {}
+        self._owners: dict[str, tuple[Submission, Sample]] = {}  # by the sample's request id
+        self._arrivals = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self._scheduler.has_unfinished
+
+    def add(self, request_id: str, prompt: EncodedPrompt, params: SamplingParams) -> None:
+        """Queue a request; its n samples are requests of their own.
+
+        Raises:
+            UsageError: the request can never be served as it is; nothing was queued.
+        """
+        samples = [self._sample(request_id, prompt, params, index) for index in range(params.n)]
+        wants_prompt = params.prompt_logprobs is not None
+        submission = Submission(
+            request_id=request_id,
+            prompt=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            samples=samples,
+            metrics=RequestMetrics(arrival_time=perf_counter()),
+            prompt_logprobs=[None] if wants_prompt else None,
+        )
+        try:
+            for sample in samples:
+                self._scheduler.add(sample.request)
+        except Exception:
+            for sample in samples:
+                self._scheduler.abort(sample.request.request_id)
+            raise
+        self._submissions[request_id] = submission
+        for sample in samples:
+            self._owners[sample.request.request_id] = (submission, sample)
+
+    def abort(self, request_id: str) -> Submission | None:
+        """End a request at once; None when there is none of this id."""
+        submission = self._submissions.get(request_id)
+        if submission is None:
+            return None
+        for sample in submission.samples:
+            self._end(sample, FinishReason.ABORT)
+        self._close(submission)
+        return submission
+
+    def step(self) -> list[Submission]:
+        """Run one step; the requests that gained tokens or ended, each once."""
+        result = self._step.run()
+        self.metrics.count_step(result.times)
+        changed: dict[str, Submission] = {}
+        for index, (item, gained) in enumerate(
+            zip(result.batch.requests, result.committed, strict=True)
+        ):
+            owner = self._owners.get(item.request.request_id)
+            assert owner is not None, "a scheduled request has an owner until it is closed"
+            submission, sample = owner
+            self._take(submission, sample, result, index)
+            if gained.token_ids:
+                changed[submission.request_id] = submission
+        for submission in changed.values():
+            if submission.finished:
+                self._close(submission)
+        return list(changed.values())
+
+    def _take(self, submission: Submission, sample: Sample, result: StepResult, index: int) -> None:
+        """One request's share of a step's result."""
+        item, gained = result.batch.requests[index], result.committed[index]
+        if submission.prompt_logprobs is not None and sample.index == 0:
+            self._take_prompt_logprobs(submission, item, result, index)
+        candidates = None
+        if submission.params.logprobs is not None and gained.token_ids:
+            candidates = self._logprobs.of_tokens(
+                result, index, gained.token_ids, submission.params.logprobs
+            )
+        stop = sample.take(gained, candidates)
+        if stop is not None:
+            self._stop_at(sample, stop)
+        submission.count(gained)
+        self.metrics.count_tokens(gained)
+        if sample.request.finished:
+            if stop is None and sample.detokenizer is not None:
+                sample.detokenizer.finish()
+            self._step.forget([sample.request])
+
+    def _take_prompt_logprobs(
+        self, submission: Submission, item: ScheduledRequest, result: StepResult, index: int
+    ) -> None:
+        assert submission.prompt_logprobs is not None
+        assert submission.params.prompt_logprobs is not None
+        first = len(submission.prompt_logprobs)  # the first position that is still to come
+        last = min(item.start + item.num_new_tokens, len(submission.prompt_token_ids) - 1)
+        if first <= last:
+            submission.prompt_logprobs.extend(
+                self._logprobs.of_prompt(
+                    result,
+                    index,
+                    submission.prompt_token_ids[first : last + 1],
+                    first - 1 - item.start,
+                    submission.params.prompt_logprobs,
+                )
+            )
+
+    def _stop_at(self, sample: Sample, stop: str) -> None:
+        """A stop string ended the sample: drop the surplus tokens of this step."""
+        request = sample.request
+        del request.token_ids[request.num_prompt_tokens + sample.num_taken :]
+        if request.finished:  # by the last token of this step, behind or at the stop string
+            request.finish_reason, request.stop_reason = FinishReason.STOP, stop
+        else:
+            self._scheduler.finish(request, FinishReason.STOP, stop)
+
+    def _end(self, sample: Sample, reason: FinishReason) -> None:
+        if not sample.request.finished:
+            self._scheduler.finish(sample.request, reason)
+            self._step.forget([sample.request])
+            if sample.detokenizer is not None:
+                sample.detokenizer.finish()
+
+    def _close(self, submission: Submission) -> None:
+        submission.close()
+        del self._submissions[submission.request_id]
+        for sample in submission.samples:
+            del self._owners[sample.request.request_id]
+
+    def _sample(
+        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, index: int
+    ) -> Sample:
+        resolved = self.resolved
+        number = self._arrivals
+        self._arrivals += 1
+        seed = params.seed if params.seed is not None else derive_seed(resolved.seed, number + 1)
+        eos = () if params.ignore_eos else resolved.eos_token_ids
+        most = resolved.limits.max_model_len - len(prompt.token_ids)
+        drafts = params.num_speculative_tokens
+        request = Request(
+            request_id=request_id if params.n == 1 else f"{request_id}-{index}",
+            token_ids=list(prompt.token_ids),
+            params=params,
+            seed=derive_seed(seed, index),
+            stop_token_ids=frozenset(eos) | frozenset(params.stop_token_ids),
+            max_tokens=max(1, most if params.max_tokens is None else min(most, params.max_tokens)),
+            num_speculative_tokens=(
+                resolved.limits.num_speculative_tokens if drafts is None else drafts
+            ),
+            arrival=number,
+            bad_words=prompt.bad_words,
+        )
+        detokenizer = self._detokenizer(params)
+        return Sample(index, request, detokenizer, None if params.logprobs is None else [])
+
+    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return Detokenizer(
+            self.tokenizer,
+            params.skip_special_tokens,
+            params.stop_strings,
+            params.include_stop_str_in_output,
+            params.min_tokens,
+        )

@@ -1,0 +1,180 @@
+"""`LLM`: the offline front of an engine."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from slipstream.core.config import EngineConfig
+from slipstream.core.errors import UsageError
+from slipstream.core.outputs import RequestOutput
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.build import build_engine
+from slipstream.engine.metrics import EngineMetrics
+from slipstream.engine.prompts import EncodedPrompt, Message, Prompt, PromptEncoder
+from slipstream.models.chat_template import ChatTemplate
+from slipstream.models.loading import ProgressBar, no_progress_bar
+from slipstream.models.tokenizer import Tokenizer
+
+Prompts = Prompt | Sequence[Prompt]
+Params = SamplingParams | Sequence[SamplingParams]
+
+
+class LLM:
+    """Generates text from prompts, many at once.
+
+        llm = LLM("demo", speculative_config={"model": "demo/draft", "num_speculative_tokens": 4})
+        for output in llm.generate(["def main("], SamplingParams(temperature=0, max_tokens=64)):
+            print(output.outputs[0].text)
+
+    Args:
+        model: a local directory, a hub name, or a bundled demo.
+        speculative_config: the drafter; None is plain decoding.
+        progress_bar: shows how loading goes on.
+        options: any field of `EngineConfig`.
+
+    Raises:
+        UsageError: unknown or contradictory options.
+        CheckpointError: a checkpoint that is broken, unsupported or does not fit.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        speculative_config: Mapping[str, Any] | None = None,
+        progress_bar: ProgressBar = no_progress_bar,
+        **options: Any,
+    ) -> None:
+        unknown = sorted(set(options) - set(EngineConfig.__dataclass_fields__))
+        if unknown:
+            known = ", ".join(EngineConfig.__dataclass_fields__)
+            raise UsageError(f"unknown option {', '.join(unknown)}; LLM takes {known}")
+        config = EngineConfig(model=str(model), speculative_config=speculative_config, **options)
+        self.engine = build_engine(config, progress_bar)
+        self._encoder = PromptEncoder(self.engine.tokenizer, self.engine.resolved.vocab_size)
+        self._numbers = count()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; UsageError when the engine was told to do without."""
+        if self.engine.tokenizer is None:
+            raise UsageError("this engine has no tokenizer; leave skip_tokenizer_init out")
+        return self.engine.tokenizer
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """Totals since the engine started."""
+        return self.engine.metrics
+
+    def generate(
+        self, prompts: Prompts, sampling_params: Params | None = None
+    ) -> list[RequestOutput]:
+        """Run prompts to their ends; outputs come in the order of the prompts.
+
+        Args:
+            prompts: one prompt or several, each a string, {"prompt": text} or
+                {"prompt_token_ids": [ids]}.
+            sampling_params: one for all, or one per prompt.
+
+        Raises:
+            UsageError: a prompt or parameter is wrong; nothing is run.
+        """
+        return _finished(self.stream(prompts, sampling_params))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; messages are {"role": ..., "content": ...}.
+
+        Args:
+            template_options: passed to the checkpoint's chat template.
+        """
+        return _finished(self.stream_chat(messages, sampling_params, **template_options))
+
+    def stream(
+        self, prompts: Prompts, sampling_params: Params | None = None
+    ) -> Iterator[RequestOutput]:
+        """Like `generate`, but yields a snapshot of each request whenever it gains tokens.
+
+        Leaving the iteration early aborts what is unfinished.
+        """
+        given: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        params = _per_prompt(sampling_params, len(given))
+        encoded = [
+            self._encoder.encode(prompt, own) for prompt, own in zip(given, params, strict=True)
+        ]
+        return self._run(encoded, params)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | None = None,
+        **template_options: Any,
+    ) -> Iterator[RequestOutput]:
+        """Like `chat`, but yields snapshots as `stream` does."""
+        given: list[Any] = list(messages)
+        if given and isinstance(given[0], Mapping):
+            given = [given]
+        params = _per_prompt(sampling_params, len(given))
+        template = ChatTemplate(self.tokenizer)
+        # The template writes the special tokens itself.
+        encoded = [
+            self._encoder.encode(
+                template.render(conversation, **template_options), own, add_special_tokens=False
+            )
+            for conversation, own in zip(given, params, strict=True)
+        ]
+        return self._run(encoded, params)
+
+    def abort(self, request_id: str) -> None:
+        """End a request that is being streamed; one that is unknown or has ended stays so."""
+        self.engine.abort(request_id)
+
+    def _run(
+        self, prompts: Sequence[EncodedPrompt], params: Sequence[SamplingParams]
+    ) -> Iterator[RequestOutput]:
+        """Queue everything at once, or nothing; then step until these requests are done."""
+        pending: dict[str, None] = {}
+        try:
+            for prompt, own in zip(prompts, params, strict=True):
+                request_id = str(next(self._numbers))
+                self.engine.add(request_id, prompt, own)
+                pending[request_id] = None
+        except Exception:
+            self._abort_all(pending)
+            raise
+        return self._steps(pending)
+
+    def _steps(self, pending: dict[str, None]) -> Iterator[RequestOutput]:
+        try:
+            while pending and self.engine.has_unfinished:
+                for submission in self.engine.step():
+                    if submission.request_id in pending:
+                        output = submission.output()
+                        if output.finished:
+                            del pending[submission.request_id]
+                        yield output
+        finally:
+            self._abort_all(pending)
+
+    def _abort_all(self, request_ids: dict[str, None]) -> None:
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+
+
+def _per_prompt(params: Params | None, number: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * number
+    if len(params) != number:
+        raise UsageError(f"{len(params)} sampling_params were given for {number} prompts")
+    return list(params)
+
+
+def _finished(outputs: Iterator[RequestOutput]) -> list[RequestOutput]:
+    done = [output for output in outputs if output.finished]
+    return sorted(done, key=lambda output: int(output.request_id))

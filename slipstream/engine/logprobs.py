@@ -1,0 +1,70 @@
+"""Log probabilities of the target's raw logits, for the requests that ask for them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.core.outputs import Logprob
+from slipstream.engine.step import StepResult
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.sampling.logprobs import token_logprobs
+
+_PROMPT_SLICE = 64  # prompt rows whose logits are in memory at once
+
+
+class LogprobReader:
+    """Turns rows of logits into candidates by token id, with their texts."""
+
+    def __init__(self, runner: ModelRunner, tokenizer: Tokenizer | None) -> None:
+        self._runner, self._tokenizer = runner, tokenizer
+
+    def of_tokens(
+        self, result: StepResult, index: int, token_ids: Sequence[int], num_top: int
+    ) -> list[dict[int, Logprob]]:
+        """Candidates at every token that the request of batch index `index` gained."""
+        first = result.logit_starts[index]
+        return self._read(result.logits[first : first + len(token_ids)], token_ids, num_top)
+
+    def of_prompt(
+        self, result: StepResult, index: int, token_ids: Sequence[int], first: int, num_top: int
+    ) -> list[dict[int, Logprob]]:
+        """Candidates at prompt tokens, whose predicting rows start at row `first` of the request.
+
+        The logits are computed slice by slice, so a long prompt does not need them all at once.
+        """
+        start = result.forward.row_starts[index] + first
+        read: list[dict[int, Logprob]] = []
+        for offset in range(0, len(token_ids), _PROMPT_SLICE):
+            chosen = token_ids[offset : offset + _PROMPT_SLICE]
+            rows = result.forward.hidden[start + offset : start + offset + len(chosen)]
+            read.extend(self._read(self._runner.logits(rows), chosen, num_top))
+        return read
+
+    @torch.inference_mode()
+    def _read(
+        self, logits: Tensor, token_ids: Sequence[int], num_top: int
+    ) -> list[dict[int, Logprob]]:
+        chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+        found = token_logprobs(logits, chosen, num_top)
+        rows = zip(
+            token_ids,
+            found.logprobs.tolist(),
+            found.ranks.tolist(),
+            found.top_ids.tolist(),
+            found.top_logprobs.tolist(),
+            strict=True,
+        )
+        candidates: list[dict[int, Logprob]] = []
+        for token, logprob, rank, top_ids, top_logprobs in rows:
+            row = {token: Logprob(logprob, rank, self._text(token))}
+            for place, (rival, rival_logprob) in enumerate(zip(top_ids, top_logprobs, strict=True)):
+                row.setdefault(rival, Logprob(rival_logprob, place + 1, self._text(rival)))
+            candidates.append(row)
+        return candidates
+
+    def _text(self, token: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.decode([token], skip_special_tokens=False)

@@ -1,0 +1,45 @@
+"""What the engine did since it started."""
+
+from dataclasses import dataclass, field
+
+from slipstream.core.batch import Committed
+from slipstream.core.outputs import RequestMetrics
+from slipstream.engine.step import StepTimes
+
+
+@dataclass
+class EngineMetrics:
+    """Totals over all requests; times in seconds.
+
+    `speculation` counts drafts, draft tokens and accepted tokens by the definitions of
+    `RequestMetrics`.
+    """
+
+    num_steps: int = 0
+    num_output_tokens: int = 0
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+    rest_seconds: float = 0.0
+    speculation: RequestMetrics = field(default_factory=RequestMetrics)
+
+    def count_step(self, times: StepTimes) -> None:
+        self.num_steps += 1
+        self.draft_seconds += times.draft
+        self.target_seconds += times.target
+        self.rest_seconds += times.rest
+
+    def count_tokens(self, gained: Committed) -> None:
+        self.num_output_tokens += len(gained.token_ids)
+        if gained.num_draft_tokens:
+            self.speculation.count_draft(gained.num_draft_tokens, gained.num_accepted)
+
+    @property
+    def time_shares(self) -> dict[str, float]:
+        """Shares of the step time: drafting, target, the rest."""
+        total = self.draft_seconds + self.target_seconds + self.rest_seconds
+        seconds = {
+            "draft": self.draft_seconds,
+            "target": self.target_seconds,
+            "rest": self.rest_seconds,
+        }
+        return {name: value / total if total else 0.0 for name, value in seconds.items()}

@@ -1,0 +1,120 @@
+"""What the engine keeps of a request for its user: text, logprobs, counts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from slipstream.core.batch import Committed
+from slipstream.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.detokenizer import Detokenizer
+
+Candidates = Mapping[int, Logprob]
+
+
+@dataclass
+class Sample:
+    """One of the n samples of a request."""
+
+    index: int
+    request: Request
+    detokenizer: Detokenizer | None
+    logprobs: list[Candidates] | None
+    from_draft: list[bool] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+
+    def take(self, gained: Committed, candidates: Sequence[Candidates] | None) -> str | None:
+        """Take in the tokens that the scheduler kept of a step; the stop string they completed.
+
+        After a stop string `num_taken` tells how many output tokens are left.
+        """
+        start = len(self.from_draft)
+        for place, token in enumerate(self.request.token_ids[self._first(start) :]):
+            self.from_draft.append(place < gained.num_accepted)
+            if self.logprobs is not None and candidates is not None:
+                self.logprobs.append(candidates[place])
+                self.cumulative_logprob += candidates[place][token].logprob
+            if self.detokenizer is None or self._is_hidden_stop(token):
+                continue
+            stop = self.detokenizer.push(token)
+            if stop is not None:
+                return stop
+        return None
+
+    def _is_hidden_stop(self, token: int) -> bool:
+        """Whether this token ended the output and its text is not part of it."""
+        request = self.request
+        return (
+            request.finish_reason is FinishReason.STOP
+            and token in request.stop_token_ids
+            and self.num_taken == request.num_output_tokens
+            and not request.params.include_stop_str_in_output
+        )
+
+    @property
+    def num_taken(self) -> int:
+        return len(self.from_draft)
+
+    def _first(self, num_taken: int) -> int:
+        return self.request.num_prompt_tokens + num_taken
+
+    def output(self) -> CompletionOutput:
+        """A snapshot."""
+        reason = self.request.finish_reason
+        return CompletionOutput(
+            index=self.index,
+            text=self.detokenizer.text if self.detokenizer else "",
+            token_ids=list(self.request.output_token_ids),
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            from_draft=list(self.from_draft),
+            finish_reason=reason.value if reason else None,
+            stop_reason=self.request.stop_reason,
+        )
+
+
+@dataclass
+class Submission:
+    """A user's request: one prompt, one or more samples."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    samples: list[Sample]
+    metrics: RequestMetrics
+    prompt_logprobs: list[Candidates | None] | None
+
+    @property
+    def finished(self) -> bool:
+        return all(sample.request.finished for sample in self.samples)
+
+    def count(self, gained: Committed) -> None:
+        """Take one step of one sample into the metrics."""
+        if not gained.token_ids:
+            return
+        self.metrics.num_steps += 1
+        if self.metrics.first_token_time is None:
+            self.metrics.first_token_time = perf_counter()
+        if gained.num_draft_tokens:
+            self.metrics.count_draft(gained.num_draft_tokens, gained.num_accepted)
+
+    def close(self) -> None:
+        """Take in what is only known at the end."""
+        self.metrics.finished_time = perf_counter()
+        requests = [sample.request for sample in self.samples]
+        self.metrics.num_cached_tokens = sum(request.num_cached_tokens for request in requests)
+        self.metrics.num_preemptions = sum(request.num_preemptions for request in requests)
+
+    def output(self) -> RequestOutput:
+        """A snapshot."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
+            outputs=[sample.output() for sample in self.samples],
+            finished=self.finished,
+            metrics=self.metrics,
+        )

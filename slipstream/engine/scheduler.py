@@ -1,0 +1,410 @@
+"""Which requests take part in a step, with how many tokens, and what becomes of the results."""
+
+import heapq
+from bisect import insort_left, insort_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.cache.block_manager import BlockManager
+from slipstream.core.batch import Batch, Committed, ScheduledRequest
+from slipstream.core.errors import UsageError
+from slipstream.core.limits import StepLimits
+from slipstream.core.request import FinishReason, Request, RequestStatus
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    """What one request gets of the step that is being planned."""
+
+    request: Request
+    num_new_tokens: int
+    num_draft_tokens: int = 0
+    admitted: bool = False
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Known tokens that this step would leave uncomputed."""
+        return self.request.num_tokens - self.request.num_computed - self.num_new_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_new_tokens == 1 and self.request.num_computed > 0
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Rows of the target pass that are still to be given out."""
+
+    left: int
+
+    def take(self, wanted: int) -> int:
+        taken = min(wanted, self.left)
+        self.left -= taken
+        return taken
+
+
+class Scheduler:
+    """Continuous batching in arrival order.
+
+    Prompt chunks, decoding and verification share one batch. A request is admitted when the cache
+    has room for all its known tokens, so prompts never run out of blocks halfway. Who arrived
+    first goes first: when blocks run out, the running request that arrived last gives its blocks
+    up and waits again, so the earliest one always gets on.
+
+    Every `schedule` is followed by the `commit` of its batch; `finish`, `abort` and `add` may come
+    at any time, also between the two.
+    """
+
+    def __init__(self, limits: StepLimits, block_manager: BlockManager) -> None:
+        self.limits = limits
+        self._blocks = block_manager
+        self._requests: dict[str, Request] = {}  # waiting and running
+        self._waiting: list[Request] = []  # both lists are in arrival order
+        self._running: list[Request] = []
+        self._free_slots = list(range(limits.max_num_seqs))  # a heap: the smallest goes first
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        """The waiting requests in arrival order: a live view."""
+        return self._waiting
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """The running requests in arrival order: a live view."""
+        return self._running
+
+    # ------------------------------------------------------------------ requests come and go
+
+    def add(self, request: Request) -> None:
+        """Queue a request; UsageError when it could never run to its end."""
+        self._check_lengths(request)
+        self._check_blocks(request)
+        if request.num_speculative_tokens > self.limits.num_speculative_tokens:
+            raise UsageError(
+                f"num_speculative_tokens is {request.num_speculative_tokens}, but this engine "
+                f"drafts at most {self.limits.num_speculative_tokens} tokens a step; ask for "
+                "fewer, or start the engine with a larger num_speculative_tokens"
+            )
+        if request.request_id in self._requests:
+            raise UsageError(
+                f"request id {request.request_id!r} is in use by an unfinished request; "
+                "choose another"
+            )
+        self._requests[request.request_id] = request
+        insort_right(self._waiting, request, key=_arrival)
+
+    def finish(
+        self, request: Request, reason: FinishReason, stop_reason: str | int | None = None
+    ) -> None:
+        """End a waiting or running request and give back what it holds; a finished one stays
+        as it is."""
+        if request.finished:
+            return
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+            self._give_back(request)
+        else:
+            self._waiting.remove(request)
+        del self._requests[request.request_id]
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+
+    def abort(self, request_id: str) -> Request | None:
+        """End an unfinished request; None when there is none of this id."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.finish(request, FinishReason.ABORT)
+        return request
+
+    def _check_lengths(self, request: Request) -> None:
+        longest = self.limits.max_model_len - 1
+        if request.num_prompt_tokens == 0:
+            raise UsageError("the prompt is empty; give at least one token")
+        if request.num_prompt_tokens > longest:
+            raise UsageError(
+                f"the prompt has {request.num_prompt_tokens} tokens, but max_model_len is "
+                f"{self.limits.max_model_len}, which leaves room for {longest} prompt tokens and "
+                "one output token; shorten the prompt or raise max_model_len"
+            )
+
+    def _check_blocks(self, request: Request) -> None:
+        total = min(request.num_prompt_tokens + request.max_tokens, self.limits.max_model_len)
+        needed = self._blocks.blocks_for(total)
+        if needed > self._blocks.num_blocks:
+            size = self._blocks.block_size
+            raise UsageError(
+                f"the request needs {needed} blocks of KV cache for {total} tokens "
+                f"({request.num_prompt_tokens} of the prompt, {request.max_tokens} of max_tokens), "
+                f"but the cache has {self._blocks.num_blocks} blocks for "
+                f"{self._blocks.num_blocks * size} tokens; lower max_tokens, shorten the prompt or "
+                "give the cache more memory"
+            )
+
+    # ------------------------------------------------------------------ planning a step
+
+    def schedule(self) -> Batch:
+        """Plan the next step.
+
+        Rows go out in rounds, each in arrival order: one token to every running request, drafts
+        to those that decode, the rest of the prompt chunks, and then to requests that wait.
+        """
+        preempted = self._secure_known_tokens()
+        budget = _Budget(self.limits.max_num_batched_tokens)
+        shares = [_Share(request, budget.take(1)) for request in self._running[: budget.left]]
+        self._give_drafts(shares, budget)
+        self._extend_chunks(shares, budget)
+        # Who was preempted just now must not come back at once, and nobody may overtake.
+        if not preempted:
+            self._admit_waiting(shares, budget)
+            shares.sort(key=lambda share: share.request.arrival)
+        return Batch(tuple(map(self._scheduled, shares)), tuple(preempted))
+
+    def _secure_known_tokens(self) -> list[Request]:
+        """Make every running request's table cover its known tokens; who had to be preempted.
+
+        This comes before any draft gets a block, so drafts never cost another request its place.
+        """
+        preempted: list[Request] = []
+        secured = 0
+        while secured < len(self._running):
+            request = self._running[secured]
+            if self._blocks.grow(request.request_id, request.num_tokens):
+                secured += 1
+            else:
+                # The last to arrive, possibly this one. It has not been secured in this step.
+                preempted.append(self._preempt(self._running[-1]))
+        return preempted
+
+    def _preempt(self, request: Request) -> Request:
+        self._running.remove(request)
+        self._give_back(request)
+        request.status = RequestStatus.WAITING
+        request.num_computed = 0
+        request.num_preemptions += 1
+        insort_left(self._waiting, request, key=_arrival)
+        return request
+
+    def _give_drafts(self, shares: Sequence[_Share], budget: _Budget) -> None:
+        """Drafts for the requests that decode.
+
+        While prompts wait for rows, drafts take at most half of what is left: a long prompt must
+        not take speculation from everyone, nor speculation bring a prompt to a standstill.
+        """
+        prompts_wait = any(share.num_uncomputed for share in shares) or (
+            self._waiting and self._free_slots
+        )
+        drafts = _Budget(budget.left // 2 if prompts_wait else budget.left)
+        for share in shares:
+            if share.is_decoding:
+                self._draft(share, drafts)
+                budget.take(share.num_draft_tokens)
+
+    def _extend_chunks(self, shares: Sequence[_Share], budget: _Budget) -> None:
+        """The rest of the rows for prompts (and for tokens lost to a preemption)."""
+        for share in shares:
+            if share.num_uncomputed:
+                share.num_new_tokens += budget.take(share.num_uncomputed)
+                self._draft(share, budget)
+
+    def _admit_waiting(self, shares: list[_Share], budget: _Budget) -> None:
+        while self._waiting and self._free_slots and budget.left:
+            request = self._waiting[0]
+            if not self._admit(request):
+                return
+            share = _Share(request, budget.take(request.num_tokens - request.num_computed))
+            share.admitted = True
+            self._draft(share, budget)
+            shares.append(share)
+
+    def _admit(self, request: Request) -> bool:
+        """Move the first waiting request to a slot, with blocks for all its known tokens."""
+        prefix = self._cached_prefix(request)
+        # One block stays for each running request: it may need it in the next step, and would
+        # then send this one straight back.
+        if not self._blocks.can_admit(prefix, request.num_tokens, reserve=len(self._running)):
+            return False
+        first = request.num_preemptions == 0
+        queried = request.num_tokens if first and request.uses_prefix_cache else 0
+        self._blocks.admit(request.request_id, prefix, queried)
+        grown = self._blocks.grow(request.request_id, request.num_tokens)
+        assert grown, "can_admit promised the blocks"
+        request.num_computed = len(prefix) * self._blocks.block_size
+        if first:
+            request.num_cached_tokens = request.num_computed
+        del self._waiting[0]
+        insort_right(self._running, request, key=_arrival)
+        request.status = RequestStatus.RUNNING
+        request.slot = heapq.heappop(self._free_slots)
+        return True
+
+    def _cached_prefix(self, request: Request) -> list[int]:
+        if not request.uses_prefix_cache:
+            return []
+        return self._blocks.match_prefix(self._namespace(request), request.token_ids)
+
+    def _draft(self, share: _Share, budget: _Budget) -> None:
+        """Let a request that reaches its last known token verify drafts behind it, as many as
+        rows and blocks allow."""
+        if share.num_uncomputed or not (share.is_decoding or self.limits.drafts_behind_prompt):
+            return
+        request = share.request
+        room = self._blocks.capacity(request.request_id) - request.num_tokens
+        num_drafts = budget.take(max(0, min(self._most_drafts(request), room)))
+        if num_drafts:
+            grown = self._blocks.grow(request.request_id, request.num_tokens + num_drafts)
+            assert grown, "capacity promised the blocks"
+            share.num_draft_tokens = num_drafts
+
+    def _most_drafts(self, request: Request) -> int:
+        """Draft tokens that can be of use: one more token always follows the accepted ones."""
+        limits = self.limits
+        return min(
+            request.num_speculative_tokens,
+            limits.num_speculative_tokens,
+            limits.max_model_len - request.num_tokens - 1,
+            request.max_tokens - request.num_output_tokens - 1,
+            limits.drafter_max_model_len - request.num_tokens,
+        )
+
+    def _scheduled(self, share: _Share) -> ScheduledRequest:
+        request = share.request
+        return ScheduledRequest(
+            request=request,
+            start=request.num_computed,
+            num_new_tokens=share.num_new_tokens,
+            num_draft_tokens=share.num_draft_tokens,
+            block_table=self._blocks.table(request.request_id),
+            admitted=share.admitted,
+        )
+
+    # ------------------------------------------------------------------ taking in the results
+
+    def commit(self, batch: Batch, committed: Sequence[Committed]) -> None:
+        """Take in what a step gained, request by request; stop conditions are applied here.
+
+        Requests that ended since `schedule` are skipped.
+        """
+        for item, gain in zip(batch.requests, committed, strict=True):
+            if item.request.status is RequestStatus.RUNNING:
+                self._commit_one(item, gain)
+
+    def _commit_one(self, item: ScheduledRequest, gain: Committed) -> None:
+        request = item.request
+        _check_gain(item, gain)
+        ending = self._append(request, gain.token_ids)
+        # Without an ending this is num_tokens - 1: the bonus or recovered token is not computed.
+        # With one, the output may have been cut inside the accepted drafts.
+        computed = item.start + item.num_new_tokens + gain.num_accepted
+        request.num_computed = min(computed, request.num_tokens)
+        request.num_steps += bool(gain.token_ids)
+        self._index(request, gain.drafter_computed)
+        if ending is None:
+            self._blocks.rewind(request.request_id, request.num_tokens)
+        else:
+            self.finish(request, *ending)
+
+    def _append(
+        self, request: Request, token_ids: Sequence[int]
+    ) -> tuple[FinishReason, int | None] | None:
+        """Append tokens up to the first that ends the output; how it ended, if it did."""
+        for token in token_ids:
+            # A stop token counts only behind min_tokens others.
+            stops = (
+                token in request.stop_token_ids
+                and request.num_output_tokens >= request.params.min_tokens
+            )
+            request.token_ids.append(token)
+            if stops:
+                named = token in request.params.stop_token_ids
+                return FinishReason.STOP, token if named else None
+            if (
+                request.num_output_tokens >= request.max_tokens
+                or request.num_tokens >= self.limits.max_model_len
+            ):
+                return FinishReason.LENGTH, None
+        return None
+
+    def _index(self, request: Request, drafter_computed: int) -> None:
+        """Offer full blocks to later requests, as far as all that belongs in them is there."""
+        num_tokens = request.num_computed
+        if self._drafts(request):
+            num_tokens = min(num_tokens, drafter_computed)
+        self._blocks.index(
+            request.request_id, self._namespace(request), request.token_ids, num_tokens
+        )
+
+    # ------------------------------------------------------------------ common
+
+    def _drafts(self, request: Request) -> bool:
+        return min(request.num_speculative_tokens, self.limits.num_speculative_tokens) > 0
+
+    def _namespace(self, request: Request) -> str:
+        return self.limits.cache_identity if self._drafts(request) else ""
+
+    def _give_back(self, request: Request) -> None:
+        self._blocks.free(request.request_id)
+        heapq.heappush(self._free_slots, request.slot)
+        request.slot = -1
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless queues, slots and blocks agree."""
+        self._blocks.check_invariants()
+        slots = [request.slot for request in self._running]
+        assert sorted(slots + self._free_slots) == list(range(self.limits.max_num_seqs)), (
+            "a slot is lost or held twice"
+        )
+        everyone = [*self._running, *self._waiting]
+        assert {request.request_id: request for request in everyone} == self._requests
+        assert len(everyone) == len(self._requests), "a request is queued twice"
+        for queue in (self._running, self._waiting):
+            assert queue == sorted(queue, key=_arrival), "a queue is not in arrival order"
+        assert self._blocks.request_ids == {request.request_id for request in self._running}, (
+            "exactly the running requests have a table"
+        )
+        for request in self._running:
+            self._check_running(request)
+        for request in self._waiting:
+            assert request.status is RequestStatus.WAITING, f"{request.request_id}: status"
+            assert request.slot == -1, f"{request.request_id}: waits with a slot"
+            assert request.num_computed == 0, f"{request.request_id}: waits with computed tokens"
+
+    def _check_running(self, request: Request) -> None:
+        name = request.request_id
+        assert request.status is RequestStatus.RUNNING, f"{name}: status"
+        assert 0 <= request.num_computed < request.num_tokens, f"{name}: nothing left to compute"
+        assert request.num_tokens < self.limits.max_model_len, f"{name}: no room for a token"
+        assert request.num_output_tokens < request.max_tokens, f"{name}: ran past max_tokens"
+        covered = len(self._blocks.table(name)) * self._blocks.block_size
+        assert request.num_computed <= covered, f"{name}: computed tokens without a block"
+        # The next row goes to position num_computed, behind every block that others may read.
+        assert self._blocks.num_final_tokens(name) <= request.num_computed, (
+            f"{name}: a final block would be written again"
+        )
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
+
+
+def _check_gain(item: ScheduledRequest, gain: Committed) -> None:
+    """A step that reaches the end gains its accepted drafts and one token more, others nothing."""
+    assert gain.num_accepted <= gain.num_draft_tokens <= item.num_draft_tokens, (
+        f"{item.request.request_id}: {gain} does not fit {item.num_draft_tokens} planned drafts"
+    )
+    gained = gain.num_accepted + 1 if item.reaches_end else 0
+    assert len(gain.token_ids) == gained, (
+        f"{item.request.request_id}: {gain} should hold {gained} tokens"
+    )

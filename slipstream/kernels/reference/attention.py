@@ -1,0 +1,96 @@
+"""Paged attention over ragged rows, in plain torch. Shapes and meanings: `kernels/table.py`."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.reference.dense import norm
+from slipstream.kernels.table import AttentionInputs
+
+
+def rotate_and_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+    cos_sin: Tensor,
+    inputs: AttentionInputs,
+    cache: tuple[Tensor, Tensor],
+) -> Tensor:
+    if norms is not None:
+        query_weight, key_weight, eps = norms
+        query, key = norm(query, query_weight, eps), norm(key, key_weight, eps)
+    cos, sin = cos_sin[inputs.positions].unsqueeze(1).chunk(2, dim=-1)
+    store(_rotate(key, cos, sin), value, inputs.slots, cache)
+    return _rotate(query, cos, sin)
+
+
+def store(key: Tensor, value: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]) -> None:
+    """Write rows [T, Hk, D] to their slots; rows with slot -1 are dropped."""
+    written = slots >= 0
+    if not bool(written.all()):
+        slots, key, value = slots[written], key[written], value[written]
+    for pages, rows in zip(cache, (key, value), strict=True):
+        pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, rows.to(pages.dtype))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, half-split layout (Su et al. 2021), in float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def paged_attention(
+    query: Tensor,
+    cache: tuple[Tensor, Tensor],
+    inputs: AttentionInputs,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    out = torch.empty_like(query)
+    starts, lengths = inputs.query_start.tolist(), inputs.context_lens.tolist()
+    for request, length in enumerate(lengths):
+        rows = slice(starts[request], starts[request + 1])
+        keys, values = (_gather(pages, inputs.block_tables[request], length) for pages in cache)
+        mask = _mask(inputs.positions[rows], length, window)
+        out[rows] = _attend(query[rows], keys, values, mask, scale)
+    return out
+
+
+def _gather(pages: Tensor, block_table: Tensor, length: int) -> Tensor:
+    """One request's rows of a paged cache, [Hk, length, D]."""
+    blocks = -(-length // pages.shape[1])
+    rows = pages.index_select(0, block_table[:blocks])
+    return rows.view(-1, *pages.shape[2:])[:length].transpose(0, 1)
+
+
+def _mask(positions: Tensor, length: int, window: int | None) -> Tensor | None:
+    """[rows, length], true where a row may look; None where every row sees everything."""
+    if positions.shape[0] == 1 and (window is None or length <= window):
+        return None  # a single row is the last token
+    keys = torch.arange(length, device=positions.device)
+    distance = positions.unsqueeze(1) - keys
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Query [rows, Hq, D] over keys and values [Hk, length, D].
+
+    The query heads that share a key head become extra rows, so keys are never repeated.
+    """
+    rows, heads, head_dim = query.shape
+    groups = heads // keys.shape[0]
+    folded = (
+        query.view(rows, -1, groups, head_dim)
+        .permute(1, 2, 0, 3)
+        .reshape(keys.shape[0], -1, head_dim)
+    )
+    if mask is not None:
+        mask = mask.repeat(groups, 1)
+    out = F.scaled_dot_product_attention(
+        folded.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale
+    )
+    return out.view(-1, groups, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, heads, head_dim)

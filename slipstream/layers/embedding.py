@@ -1,0 +1,30 @@
+"""Token embedding and the head that shares its shape."""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.table import Ops
+from slipstream.layers.parameters import ParameterSource, Part
+
+
+class Embedding:
+    """The rows (tokens) would be split over ranks."""
+
+    def __init__(self, source: ParameterSource, name: str, vocab_size: int, width: int) -> None:
+        self.weight = source.matrix([Part(f"{name}.weight", vocab_size)], width)
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] int32 or int64 -> [T, width]."""
+        return F.embedding(token_ids, self.weight)
+
+
+class LanguageModelHead:
+    """Hidden states to float32 logits; the weight may be the embedding's own."""
+
+    def __init__(self, ops: Ops, weight: Tensor) -> None:
+        self._logits = ops.logits
+        self.weight = weight
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [T, width] -> [T, vocab_size] float32."""
+        return self._logits(hidden, self.weight)

@@ -1,0 +1,64 @@
+"""Which architectures there are, and reading the config of any of them."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, Final, cast
+
+from slipstream.core.errors import CheckpointError
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.decoder_config import DecoderConfig, InvalidSizesError
+
+# A new architecture is one file and one line here.
+ARCHITECTURES: Final = {
+    "LlamaForCausalLM": "slipstream.models.llama",
+    "MistralForCausalLM": "slipstream.models.mistral",
+    "Qwen2ForCausalLM": "slipstream.models.qwen2",
+    "Qwen3ForCausalLM": "slipstream.models.qwen3",
+}
+
+
+def read_decoder_config(source: Checkpoint | Mapping[str, Any]) -> DecoderConfig:
+    """The network that a checkpoint, or the content of a config.json, describes.
+
+    Raises CheckpointError for an architecture that is not supported and for every key that is
+    missing, of the wrong type, not supported or unknown.
+    """
+    if isinstance(source, Checkpoint):
+        reader = ConfigReader(_with_dtype(source), source.config_file)
+    else:
+        reader = ConfigReader(source, "config.json")
+    config = decoder_config(reader)
+    reader.finish()
+    return config
+
+
+def decoder_config(reader: ConfigReader) -> DecoderConfig:
+    """The same from a reader, which the caller finishes: it may take keys of its own before."""
+    reader.refuse_quantised()
+    module = importlib.import_module(ARCHITECTURES[_architecture(reader)])
+    read = cast(Callable[[ConfigReader], DecoderConfig], module.decoder_config)
+    try:
+        return read(reader)
+    except InvalidSizesError as error:
+        raise CheckpointError(f"{reader.file}: {error}") from error
+
+
+def _architecture(reader: ConfigReader) -> str:
+    supported = f"supported are {', '.join(sorted(ARCHITECTURES))}"
+    names = reader.take("architectures", list, [])
+    if len(names) != 1:
+        raise reader.error("architectures", f"must name one architecture, not {names}; {supported}")
+    if names[0] not in ARCHITECTURES:
+        raise reader.error(
+            "architectures", f"names {names[0]}, which is not supported; {supported}"
+        )
+    return str(names[0])
+
+
+def _with_dtype(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The config, completed by the dtype of the weights when it does not name one."""
+    config = checkpoint.config
+    if config.get("dtype") or config.get("torch_dtype") or checkpoint.weights_dtype is None:
+        return config
+    return {**config, "dtype": str(checkpoint.weights_dtype)}

@@ -1,0 +1,233 @@
+"""Model directories: finding them, and what lies in them."""
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import slipstream
+from slipstream.core.errors import CheckpointError
+from slipstream.models.safetensors_file import TensorEntry, read_entries
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
+# Second copies of the weights in other layouts, which would double the download.
+_HUB_IGNORED = ["consolidated*", "*/*.safetensors", "*/*.json", "original/*"]
+
+
+def resolve_checkpoint(name_or_path: str | Path, revision: str | None = None) -> Path:
+    """The directory of a bundled demo, a local directory, or a hub name (downloaded when needed).
+
+    Args:
+        revision: branch, tag or commit of a hub name.
+    """
+    name = str(name_or_path)
+    bundled = _bundled(name)
+    if bundled is not None and bundled.is_dir():
+        return bundled
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file; give the model directory that holds it")
+    if bundled is not None:
+        raise CheckpointError(
+            f"{name} is not bundled with this installation (there is: "
+            f"{', '.join(_bundled_names()) or 'no demo at all'}); give a model directory or a hub "
+            f"name"
+        )
+    if not _HUB_NAME.fullmatch(name):
+        raise CheckpointError(f"there is no model directory {path}; check the path")
+    return _download(name, revision)
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The content of a JSON file that must hold an object."""
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file} is not valid JSON ({error}); mend it or download it again"
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+class Checkpoint:
+    """One model directory. Every part is read when it is first asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.json"
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The content of config.json."""
+        if not self.config_file.is_file():
+            raise CheckpointError(
+                f"{self.path} has no config.json; give the directory of a Hugging Face checkpoint"
+            )
+        return read_json_object(self.config_file)
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """The content of generation_config.json; empty without one."""
+        file = self.path / "generation_config.json"
+        return read_json_object(file) if file.is_file() else {}
+
+    @cached_property
+    def entries(self) -> dict[str, TensorEntry]:
+        """The tensors by name, over all files."""
+        if (self.path / _SINGLE).is_file():
+            return read_entries(self.path / _SINGLE)
+        if (self.path / _INDEX).is_file():
+            return _sharded_entries(self.path, self.path / _INDEX)
+        raise CheckpointError(self._why_no_weights())
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are there at all; a config alone can still be looked at."""
+        return any((self.path / name).is_file() for name in (_SINGLE, _INDEX))
+
+    @property
+    def size_bytes(self) -> int:
+        """What the tensors take as they are stored."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    @cached_property
+    def weights_dtype(self) -> torch.dtype | None:
+        """The dtype that most of the floating-point numbers are stored in; None without any."""
+        sizes: dict[torch.dtype, int] = {}
+        for entry in self.entries.values() if self.has_weights else ():
+            if entry.dtype.is_floating_point:
+                sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
+        return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end an output: generation_config.json's, or else config.json's."""
+        for file, content in (
+            ("generation_config.json", self.generation_config),
+            ("config.json", self.config),
+        ):
+            ids = _token_ids(self.path / file, "eos_token_id", content)
+            if ids:
+                return ids
+        return ()
+
+    def _why_no_weights(self) -> str:
+        missing = f"{self.path} has neither {_SINGLE} nor {_INDEX}"
+        if any(self.path.glob("pytorch_model*.bin")) or any(self.path.glob("*.pth")):
+            return (
+                f"{missing}, only pickled weights, which could run code when loaded; convert them "
+                f"to safetensors (transformers: save_pretrained) or use a revision that has them"
+            )
+        if (self.path / "adapter_model.safetensors").is_file():
+            return f"{missing}, only a LoRA adapter; merge it into its base model first"
+        return f"{missing}; download the weights, or ask for dummy weights"
+
+
+def _bundled(name: str) -> Path | None:
+    """Where a demo of this name would be, or None for any other name."""
+    head, _, rest = name.partition("/")
+    if head != "demo" or not re.fullmatch(r"[\w-]*", rest):
+        return None
+    return _demo_directory() / (rest or "target")
+
+
+def _bundled_names() -> list[str]:
+    files = sorted(_demo_directory().glob("*/config.json"))
+    names = [file.parent.name for file in files]
+    return ["demo" if name == "target" else f"demo/{name}" for name in names]
+
+
+def _demo_directory() -> Path:
+    return Path(slipstream.__file__).parent / "demo"
+
+
+def _download(name: str, revision: str | None) -> Path:
+    unknown = f"{name} is neither a directory nor a bundled demo"
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise CheckpointError(
+            f"{unknown}, and hub names need the package huggingface_hub: install slipstream[hub], "
+            f"or give the path of a model directory"
+        ) from error
+    try:
+        directory = snapshot_download(
+            name, revision=revision, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED
+        )
+    except Exception as error:  # whatever the hub's client, its transport or the disk raises
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        at = f" at revision {revision}" if revision else ""
+        raise CheckpointError(
+            f"{unknown}, and it could not be fetched from the hub{at} ({reason}); check the name "
+            f"and the network, or give the path of a model directory"
+        ) from error
+    return Path(directory)
+
+
+def _sharded_entries(directory: Path, index_file: Path) -> dict[str, TensorEntry]:
+    weight_map = _weight_map(index_file)
+    shards = {
+        shard: _shard_entries(directory / shard, index_file)
+        for shard in sorted(set(weight_map.values()))
+    }
+    entries: dict[str, TensorEntry] = {}
+    for name, shard in weight_map.items():
+        entry = shards[shard].get(name)
+        if entry is None:
+            raise CheckpointError(
+                f"{index_file} places tensor {name} in {shard}, which does not hold it; "
+                f"download both again"
+            )
+        entries[name] = entry
+    # A tensor that the index forgot is still there: whoever loads decides what to say about it.
+    for held in shards.values():
+        for name, entry in held.items():
+            entries.setdefault(name, entry)
+    return entries
+
+
+def _weight_map(index_file: Path) -> dict[str, str]:
+    weight_map = read_json_object(index_file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index_file} has no weight_map; download it again")
+    for name, shard in weight_map.items():
+        # A shard lies beside its index: a path could point anywhere on the machine.
+        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
+            raise CheckpointError(
+                f"{index_file} places tensor {name} in {shard!r}, which is not a plain file name"
+            )
+    return weight_map
+
+
+def _shard_entries(file: Path, index_file: Path) -> dict[str, TensorEntry]:
+    if not file.is_file():
+        raise CheckpointError(
+            f"{index_file} names {file.name}, which is not there; finish the download"
+        )
+    return read_entries(file)
+
+
+def _token_ids(file: Path, key: str, content: Mapping[str, Any]) -> tuple[int, ...]:
+    value = content.get(key)
+    ids = value if isinstance(value, list) else [value]
+    if ids == [None]:
+        return ()
+    if not all(type(item) is int and item >= 0 for item in ids):
+        raise CheckpointError(f"{file}: {key} must be a token id or a list of them, not {value!r}")
+    return tuple(dict.fromkeys(ids))

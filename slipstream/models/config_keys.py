@@ -1,0 +1,156 @@
+"""The keys of config.json that the Llama family shares, in the spellings of all its years."""
+
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.decoder_config import DecoderConfig, RopeConfig
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_LAYER_TYPES = {
+    "full_attention": False,
+    "attention": False,  # an old name
+    "sliding_attention": True,
+}
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a missing key means to an architecture, as its Hugging Face config class has it.
+
+    Attributes:
+        num_kv_heads, head_dim: None stands for num_heads and hidden_size / num_heads.
+    """
+
+    max_position_embeddings: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+
+
+def read_common(reader: ConfigReader, architecture: str, defaults: Defaults) -> DecoderConfig:
+    """A decoder without biases, q/k norm and windows; an architecture replaces what it has more."""
+    reader.expect("hidden_act", "silu")
+    reader.expect("is_encoder_decoder", False)
+    hidden_size = reader.take("hidden_size", int)
+    num_heads = reader.take("num_attention_heads", int)
+    num_layers = reader.take("num_hidden_layers", int)
+    kv_heads = reader.take_optional("num_key_value_heads", int, defaults.num_kv_heads)
+    head_dim = reader.take_optional("head_dim", int, defaults.head_dim)
+    positions = reader.take("max_position_embeddings", int, defaults.max_position_embeddings)
+    return DecoderConfig(
+        architecture=architecture,
+        vocab_size=reader.take("vocab_size", int),
+        hidden_size=hidden_size,
+        intermediate_size=reader.take("intermediate_size", int),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads if kv_heads is None else kv_heads,
+        head_dim=_even_share(reader, hidden_size, num_heads) if head_dim is None else head_dim,
+        rms_norm_eps=reader.take("rms_norm_eps", float, defaults.rms_norm_eps),
+        rope=_read_rope(reader, positions, defaults.rope_theta),
+        max_position_embeddings=positions,
+        tie_word_embeddings=reader.take("tie_word_embeddings", bool, False),
+        sliding_windows=(None,) * max(num_layers, 0),
+        dtype=_read_dtype(reader),
+    )
+
+
+def read_layer_types(reader: ConfigReader, num_layers: int) -> list[bool] | None:
+    """Per layer whether it has a sliding window; None when the config does not say."""
+    names = reader.take_optional("layer_types", list)
+    if names is None:
+        return None
+    for name in names:
+        if name not in _LAYER_TYPES:
+            raise reader.error(
+                "layer_types",
+                f"holds {name!r}, but only full_attention and sliding_attention are supported",
+            )
+    if len(names) != num_layers:
+        raise reader.error(
+            "layer_types", f"has {len(names)} layers, but num_hidden_layers is {num_layers}"
+        )
+    return [_LAYER_TYPES[name] for name in names]
+
+
+def read_switched_windows(reader: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """Windows as Qwen has them: a switch, a size, and the first layer that slides or all types."""
+    switched_on = reader.take("use_sliding_window", bool, False)
+    window = reader.take_optional("sliding_window", int, 4096)
+    first = reader.take("max_window_layers", int, 28)
+    slides = read_layer_types(reader, num_layers)
+    if not switched_on:
+        window = None
+    if slides is None:
+        slides = [window is not None and index >= first for index in range(num_layers)]
+    if window is None and any(slides):
+        raise reader.error(
+            "layer_types",
+            'has sliding_attention, but "use_sliding_window" is false or "sliding_window" is null; '
+            "make them agree",
+        )
+    return tuple(window if sliding else None for sliding in slides)
+
+
+def _even_share(reader: ConfigReader, hidden_size: int, num_heads: int) -> int:
+    if num_heads <= 0 or hidden_size % num_heads:
+        raise reader.error(
+            "hidden_size",
+            f"({hidden_size}) must be a multiple of num_attention_heads ({num_heads}) when there "
+            f"is no head_dim",
+        )
+    return hidden_size // num_heads
+
+
+def _read_dtype(reader: ConfigReader) -> torch.dtype:
+    """`dtype`, or its name before transformers 5; full precision when neither is there."""
+    old = reader.take("torch_dtype", str, "float32")
+    name = reader.take("dtype", str, old).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise reader.error("dtype", f"is {name!r}, but must be one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _read_rope(reader: ConfigReader, max_positions: int, default_theta: float) -> RopeConfig:
+    """Theta beside `rope_scaling` as until transformers 4, or all within `rope_parameters`."""
+    reader.expect("partial_rotary_factor", 1.0)
+    theta = reader.take("rope_theta", float, default_theta)
+    inner = _rope_reader(reader)
+    inner.expect("partial_rotary_factor", 1.0)
+    rope = _rope_of_kind(inner, inner.take("rope_theta", float, theta), max_positions)
+    inner.finish()
+    return rope
+
+
+def _rope_reader(reader: ConfigReader) -> ConfigReader:
+    old = reader.take("rope_scaling", dict, {})
+    new = reader.take("rope_parameters", dict, {})
+    if old and new and old != new:
+        raise reader.error(
+            "rope_scaling", 'and "rope_parameters" say different things; remove one of them'
+        )
+    return reader.nested("rope_scaling" if old else "rope_parameters")
+
+
+def _rope_of_kind(inner: ConfigReader, theta: float, max_positions: int) -> RopeConfig:
+    old_kind = inner.take("type", str, "default")
+    kind = inner.take("rope_type", str, old_kind)
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, kind, inner.take("factor", float))
+    if kind == "llama3":
+        return RopeConfig(
+            theta,
+            kind,
+            inner.take("factor", float),
+            inner.take("low_freq_factor", float),
+            inner.take("high_freq_factor", float),
+            inner.take("original_max_position_embeddings", int, max_positions),
+        )
+    raise inner.error(
+        "rope_type", f"is {kind!r}, but only default, linear and llama3 are supported"
+    )

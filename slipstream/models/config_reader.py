@@ -1,0 +1,255 @@
+"""Reading a config.json so that no key which changes the maths is ever passed over."""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+from slipstream.core.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+class _Required:
+    """Marks a key without a default."""
+
+
+REQUIRED: Final = _Required()
+
+# Keys that name, describe or date the model, or that only tools look at.
+_BOOKKEEPING = {
+    "_commit_hash",
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "custom_pipelines",
+    "finetuning_task",
+    "id2label",
+    "keys_to_ignore_at_inference",
+    "label2id",
+    "license",
+    "model_name",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "problem_type",
+    "task_specific_params",
+    "tokenizer_class",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+}
+
+# Token ids and lengths that bound or delimit texts; the network does not see them.
+_TOKENS = {
+    "bos_token_id",
+    "decoder_start_token_id",
+    "eos_token_id",
+    "max_sequence_length",
+    "model_max_length",
+    "pad_token_id",
+    "prefix",
+    "sep_token_id",
+    "seq_length",
+    "tokenizer_model_max_length",
+    "unk_token_id",
+}
+
+# How another framework runs or returns things: the same numbers by another way.
+_EXECUTION = {
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_experts_implementation",
+    "_flash_attn_2_enabled",
+    "attn_implementation",
+    "cache_implementation",
+    "chunk_size_feed_forward",
+    "dtype",
+    "is_decoder",
+    "output_attentions",
+    "output_hidden_states",
+    "pretraining_tp",
+    "return_dict",
+    "tie_last_hidden_states",
+    "torch_dtype",
+    "torchscript",
+    "use_bfloat16",
+    "use_cache",
+    "use_flash_attention_2",
+    "use_flash_attn",
+}
+
+# Training only.
+_TRAINING = {
+    "attention_dropout",
+    "attn_pdrop",
+    "classifier_dropout",
+    "embd_pdrop",
+    "gradient_checkpointing",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "initializer_range",
+    "neftune_noise_alpha",
+    "resid_pdrop",
+}
+
+# Settings of generate(), which old exporters wrote into config.json; they act per request here.
+_GENERATION = {
+    "assistant_confidence_threshold",
+    "assistant_lookbehind",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_scores",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict_in_generate",
+    "suppress_tokens",
+    "target_lookbehind",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+}
+
+HARMLESS_KEYS: Final = frozenset(_BOOKKEEPING | _TOKENS | _EXECUTION | _TRAINING | _GENERATION)
+"""Keys of config.json that do not change what the network computes."""
+
+_QUANTISATION = ("quantization_config", "compression_config")
+
+
+class ConfigReader:
+    """Hands out the keys of a config and remembers which nobody asked for.
+
+    A key whose value is null is read as a key that is not there.
+
+    Args:
+        config: the content of config.json, or an object within it.
+        file: named in every message.
+        prefix: of the keys in messages, for an object within the file ("rope_scaling.").
+        harmless: keys that `finish` passes over.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        file: str | Path,
+        prefix: str = "",
+        harmless: Collection[str] = HARMLESS_KEYS,
+    ) -> None:
+        self.file = file
+        self._config, self._prefix, self._harmless = config, prefix, harmless
+        self._taken: set[str] = set()
+
+    def take(self, key: str, kind: type[T], default: T | _Required = REQUIRED) -> T:
+        """The value of `key`, which must be of type `kind`; `default` when missing or null."""
+        value = self.take_optional(key, kind)
+        if value is not None:
+            return value
+        if isinstance(default, _Required):
+            raise self.error(key, "is missing; add it, or use a complete checkpoint")
+        return default
+
+    def take_optional(self, key: str, kind: type[T], default: T | None = None) -> T | None:
+        """The value of `key`; None when null and `default` when missing (they may differ)."""
+        self._taken.add(key)
+        if key not in self._config:
+            return default
+        value = self._config[key]
+        return None if value is None else self._typed(key, value, kind)
+
+    def expect(self, key: str, value: object, default: object = REQUIRED) -> None:
+        """Refuse the config unless `key` has the one supported value.
+
+        Args:
+            default: what a missing or null key means; the supported value when not given.
+        """
+        self._taken.add(key)
+        found = self._config.get(key)
+        if found is None:
+            found = value if default is REQUIRED else default
+        if found != value:
+            raise self.error(
+                key, f"is {_shown(found)}, but only {_shown(value)} is supported; use another model"
+            )
+
+    def nested(self, key: str) -> "ConfigReader":
+        """A reader of the object under `key` (of nothing when missing), to be finished by itself."""
+        values = self.take(key, dict, {})
+        return ConfigReader(values, self.file, f"{self._prefix}{key}.", harmless=())
+
+    def refuse_quantised(self) -> None:
+        """Refuse a checkpoint with quantised weights, whatever else its config says."""
+        for key in _QUANTISATION:
+            settings = self._config.get(key)
+            if settings:
+                method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+                raise self.error(
+                    key,
+                    f"asks for {method or 'quantised'} weights: quantised checkpoints are not "
+                    f"supported yet; use the bfloat16 or float16 checkpoint of this model",
+                )
+
+    def finish(self) -> None:
+        """Refuse the config if it has a key that nobody took and that may change the maths."""
+        self.refuse_quantised()
+        for key, value in self._config.items():
+            if key in self._taken or key in self._harmless or _is_off(value):
+                continue
+            raise self.error(
+                key,
+                f"is unknown (value {_shown(value)}) and might change what the model computes; if "
+                f"it does not, remove it from the file",
+            )
+
+    def error(self, key: str, what: str) -> CheckpointError:
+        """An error about a key: the file, the key, then `what`."""
+        return CheckpointError(f'{self.file}: "{self._prefix}{key}" {what}')
+
+    def _typed(self, key: str, value: object, kind: type[T]) -> T:
+        # JSON writes 10000.0 as 10000 too, and true is an int in Python but not in JSON.
+        if kind is float and type(value) is int:
+            return cast(T, float(value))
+        if (isinstance(value, bool) and kind is not bool) or not isinstance(value, kind):
+            raise self.error(key, f"must be {_KINDS[kind]}, not {_shown(value)}")
+        return value
+
+
+_KINDS: Final[dict[type, str]] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def _is_off(value: object) -> bool:
+    """null, false, "", [] and {} switch nothing on; 0 may be a value like any other."""
+    return value is None or value is False or (isinstance(value, str | list | dict) and not value)
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."

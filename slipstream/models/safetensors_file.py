@@ -1,0 +1,264 @@
+"""Reading safetensors files: strictly, and by reading rather than mapping.
+
+A file is 8 bytes of header length (little endian), a JSON header, then the tensors' bytes without
+gaps. A mapped file would be charged to the process page by page while the weights are copied out
+of it; reading into the parameter's own memory needs no second copy.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import CheckpointError
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_SLICE_BYTES = 16 << 20  # of the temporary buffer between a file and another dtype or device
+_DAMAGED = "copy or download the file again"
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies.
+
+    Attributes:
+        offset: of its first byte from the start of the file.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+def read_entries(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file by name, none of their bytes read.
+
+    Raises CheckpointError unless the header describes exactly the bytes that follow it.
+    """
+    size, raw = _read_header(file)
+    start = _LENGTH_BYTES + len(raw)
+    header = _parse_header(file, raw)
+    header.pop("__metadata__", None)  # free text of the exporter
+    entries = {name: _entry(file, start, name, value) for name, value in header.items()}
+    _check_layout(file, entries.values(), start, size)
+    return entries
+
+
+def read_into(entry: TensorEntry, destination: Tensor, *, raw: bool = False) -> None:
+    """Fill `destination` with the tensor, converted to its dtype and brought to its device.
+
+    Args:
+        destination: contiguous, of the entry's shape; may be a slice of a larger parameter.
+        raw: read any dtype as it is stored (index tables, scales); `destination` must have it too.
+    """
+    if not destination.is_contiguous():
+        raise ValueError(f"the destination of {entry.name} must be contiguous")
+    _check_fits(entry, destination, raw)
+    flat = destination.detach().view(-1)
+    with _opened(entry.file) as file:
+        file.seek(entry.offset)
+        if destination.device.type == "cpu" and destination.dtype == entry.dtype:
+            _fill(file, entry, flat)
+        else:
+            _fill_in_slices(file, entry, flat)
+
+
+def _opened(file: Path) -> FileIO:
+    try:
+        return FileIO(file, "rb")  # unbuffered: large reads go straight to their place
+    except OSError as error:
+        raise CheckpointError(f"cannot open {file}: {error.strerror}") from error
+
+
+def _read_header(file: Path) -> tuple[int, bytes]:
+    """The size of the file and the bytes of its header."""
+    size = _size_of(file)
+    with _opened(file) as opened:
+        prefix = opened.read(_LENGTH_BYTES)
+        if len(prefix) < _LENGTH_BYTES:
+            raise CheckpointError(
+                f"{file} is truncated: it has {len(prefix)} bytes, fewer than the "
+                f"{_LENGTH_BYTES} of a safetensors header length; {_DAMAGED}"
+            )
+        length = int.from_bytes(prefix, "little")
+        # Checked before anything is allocated: a file of another format gives any number here.
+        if length > _MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{file} claims a header of {length} bytes, more than the {_MAX_HEADER_BYTES} that "
+                f"the safetensors format allows; it is damaged or of another format"
+            )
+        if _LENGTH_BYTES + length > size:
+            raise CheckpointError(
+                f"{file} is truncated: its header of {length} bytes does not fit in its "
+                f"{size} bytes; {_DAMAGED}"
+            )
+        header = opened.read(length)
+    if len(header) < length:
+        raise CheckpointError(
+            f"{file} ended after {len(header)} of its {length} header bytes; {_DAMAGED}"
+        )
+    return size, header
+
+
+def _size_of(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"cannot open {file}: {error.strerror}") from error
+
+
+def _parse_header(file: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"the header of {file} is not valid JSON ({error}); it is damaged or of another format"
+        ) from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"the header of {file} is not a JSON object; {_DAMAGED}")
+    return header
+
+
+def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    # json keeps the last of equal names, which would drop a tensor without a word.
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"{key!r} is named twice")
+        result[key] = value
+    return result
+
+
+def _entry(file: Path, start: int, name: str, value: object) -> TensorEntry:
+    where = f"tensor {name} in {file}"
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} is not described by a JSON object; {_DAMAGED}")
+    dtype = _DTYPES.get(str(value.get("dtype")))
+    if dtype is None:
+        raise CheckpointError(
+            f"{where} has dtype {value.get('dtype')!r}, which is not supported; convert the "
+            f"checkpoint to bfloat16, float16 or float32"
+        )
+    shape = _sizes(f"the shape of {where}", value.get("shape"))
+    offsets = _sizes(f"the data_offsets of {where}", value.get("data_offsets"))
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{where} has data_offsets {list(offsets)}; {_DAMAGED}")
+    nbytes, needed = offsets[1] - offsets[0], math.prod(shape) * dtype.itemsize
+    if nbytes != needed:
+        raise CheckpointError(
+            f"{where} has {nbytes} bytes, but shape {list(shape)} of {value['dtype']} needs "
+            f"{needed}; {_DAMAGED}"
+        )
+    return TensorEntry(name, dtype, shape, file, start + offsets[0], nbytes)
+
+
+def _sizes(what: str, value: object) -> tuple[int, ...]:
+    # type() rather than isinstance: true is no size.
+    if isinstance(value, list) and all(type(item) is int and item >= 0 for item in value):
+        return tuple(value)
+    raise CheckpointError(f"{what} must be a list of sizes, not {value!r}; {_DAMAGED}")
+
+
+def _check_layout(file: Path, entries: Iterable[TensorEntry], start: int, size: int) -> None:
+    """The tensors must follow each other without gap or overlap up to the end of the file."""
+    position, previous = start, "the header"
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
+        if entry.offset != position:
+            relation = "overlaps" if entry.offset < position else "leaves a gap after"
+            raise CheckpointError(
+                f"tensor {entry.name} in {file} starts at byte {entry.offset - start} of the data "
+                f"and {relation} {previous}, which ends at {position - start}; {_DAMAGED}"
+            )
+        position, previous = entry.offset + entry.nbytes, f"tensor {entry.name}"
+        if position > size:
+            raise CheckpointError(
+                f"{file} is truncated: tensor {entry.name} ends at byte {position}, but the file "
+                f"has {size}; {_DAMAGED}"
+            )
+    if position < size:
+        raise CheckpointError(
+            f"{file} has {size - position} bytes after {previous}, its last part; {_DAMAGED}"
+        )
+
+
+def _check_fits(entry: TensorEntry, destination: Tensor, raw: bool) -> None:
+    where = f"tensor {entry.name} in {entry.file}"
+    if tuple(destination.shape) != entry.shape:
+        raise CheckpointError(
+            f"{where} has shape {list(entry.shape)}, but {list(destination.shape)} is expected; "
+            f"its config.json does not describe these weights"
+        )
+    if raw and destination.dtype != entry.dtype:
+        raise CheckpointError(
+            f"{where} is stored as {_name(entry.dtype)}, but {_name(destination.dtype)} is expected"
+        )
+    if not raw and entry.dtype not in _WEIGHT_DTYPES:
+        raise CheckpointError(
+            f"{where} is stored as {_name(entry.dtype)}; weights must be bfloat16, float16 or "
+            f"float32 (quantised checkpoints are not supported yet)"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _fill(file: FileIO, entry: TensorEntry, flat: Tensor) -> None:
+    """Read the next bytes of the file into the memory of a flat tensor of the entry's dtype."""
+    if flat.numel() == 0:
+        return
+    memory = memoryview(flat.view(torch.uint8).numpy())
+    done = 0
+    while done < len(memory):  # the system reads at most 2 GiB at once
+        count = file.readinto(memory[done:])
+        if not count:
+            raise CheckpointError(
+                f"{entry.file} ended inside tensor {entry.name}; it has changed since it was "
+                f"opened, or is on a failing disk"
+            )
+        done += count
+
+
+def _fill_in_slices(file: FileIO, entry: TensorEntry, flat: Tensor) -> None:
+    """The same through a small buffer, so that a conversion never holds a second whole tensor."""
+    buffer = torch.empty(min(flat.numel(), _SLICE_BYTES // entry.dtype.itemsize), dtype=entry.dtype)
+    for begin, end in _slices(flat.numel(), max(1, buffer.numel())):
+        part = buffer[: end - begin]
+        _fill(file, entry, part)
+        flat[begin:end].copy_(part)
+
+
+def _slices(total: int, step: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, total, step):
+        yield begin, min(begin + step, total)

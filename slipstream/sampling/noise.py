@@ -1,0 +1,127 @@
+"""Random numbers of a request, keyed by (seed, position, step, purpose).
+
+No two uses share a key. Sharing noise between the draft and the residual biases the output, and
+keys without the step couple consecutive steps.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.reference.philox import WORD_MASK, Words4, philox, split_words
+
+SEED_MASK = (1 << 64) - 1
+SPLITMIX_STEP = 0x9E3779B97F4A7C15
+
+
+class Purpose(IntEnum):
+    """What a random number is for. The values are part of the key: never renumber them."""
+
+    TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+
+
+@dataclass(frozen=True, eq=False)
+class NoiseKeys:
+    """Whose noise, and for which token.
+
+    Attributes:
+        seeds: [N] int64, the 64 bits of the seed.
+        positions: [N] int64, index of the token to be sampled in its request.
+        steps: [N] int64, the request's own count of verification steps.
+    """
+
+    seeds: Tensor
+    positions: Tensor
+    steps: Tensor
+
+
+def uniform(keys: NoiseKeys, purpose: Purpose | Tensor) -> Tensor:
+    """One number in [0, 1) for each key, a multiple of 2^-24.
+
+    Args:
+        keys: of N rows.
+        purpose: one for all rows, or [N] int64.
+
+    Returns:
+        [N] float32.
+    """
+    index = torch.zeros(1, dtype=torch.int64, device=keys.seeds.device)
+    word = _words(keys, purpose, index)[0].squeeze(-1)
+    return (word >> 8).to(torch.float32) * 2.0**-24
+
+
+def gumbel(
+    keys: NoiseKeys, purpose: Purpose | Tensor, vocab_size: int, fp64: bool = False
+) -> Tensor:
+    """Gumbel noise for each key and token: argmax(log w + noise) samples from the weights w.
+
+    The noise is -log(-log1p(-u)), in which the winning tail belongs to small u, where floats are
+    densest. It is always finite.
+
+    Args:
+        keys: of N rows.
+        purpose: one for all rows, or [N] int64.
+        vocab_size: V.
+        fp64: 63 random bits and float64 arithmetic instead of 32 bits and float32.
+
+    Returns:
+        [N, V] float32 (float64 with `fp64`).
+    """
+    tokens_per_counter = 2 if fp64 else 4
+    num_counters = -(-vocab_size // tokens_per_counter)
+    index = torch.arange(num_counters, dtype=torch.int64, device=keys.seeds.device)
+    words = _words(keys, purpose, index)
+    u = _open_uniforms_fp64(words) if fp64 else _open_uniforms(words)
+    u = u.flatten(1)[:, :vocab_size]  # token v: counter v // 4, word v % 4 (fp64: v // 2, v % 2)
+    return u.neg_().log1p_().neg_().log_().neg_()
+
+
+def derive_seed(seed: int, sample_index: int) -> int:
+    """The 64-bit seed of sample `sample_index` of a request; sample 0 keeps the seed itself.
+
+    One output of SplitMix64 (Steele et al. 2014), started from the mixed seed: distinct for all
+    samples of a seed, and unrelated for neighbouring seeds.
+    """
+    if sample_index == 0:
+        return seed
+    return _mix(_mix(seed & SEED_MASK) + sample_index * SPLITMIX_STEP)
+
+
+def _words(keys: NoiseKeys, purpose: Purpose | Tensor, index: Tensor) -> Words4:
+    """Four words [N, C] for the C counters `index` of every key."""
+    if isinstance(purpose, Tensor):
+        kinds = purpose.unsqueeze(-1)
+    else:
+        kinds = torch.full((1, 1), int(purpose), dtype=torch.int64, device=index.device)
+    # The target's own noise depends on seed and position alone, so that plain decoding does not
+    # depend on how many tokens earlier steps gave.
+    steps = torch.where(kinds == Purpose.TARGET, 0, keys.steps.unsqueeze(-1))
+    positions = keys.positions.unsqueeze(-1)
+    counter = (index.unsqueeze(0), positions & WORD_MASK, steps & WORD_MASK, kinds)
+    return philox(counter, split_words(keys.seeds.unsqueeze(-1)))
+
+
+def _open_uniforms(words: Words4) -> Tensor:
+    """[N, C, 4] float32 in (0, 1), from one word each."""
+    values = torch.stack([word.to(torch.float32) for word in words], dim=-1)
+    return values.add_(0.5).mul_(2.0**-32).clamp_max_(1 - 2.0**-24)
+
+
+def _open_uniforms_fp64(words: Words4) -> Tensor:
+    """[N, C, 2] float64 in (0, 1), from two words each."""
+    pairs = ((words[0], words[1]), (words[2], words[3]))
+    values = torch.stack([((high << 31) | (low >> 1)).double() for high, low in pairs], dim=-1)
+    return values.add_(0.5).mul_(2.0**-63).clamp_max_(1 - 2.0**-53)
+
+
+def _mix(value: int) -> int:
+    """The finaliser of SplitMix64: a bijection on 64-bit numbers."""
+    value &= SEED_MASK
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & SEED_MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & SEED_MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,97 @@
+"""Every drafting method: its name and its module. A new method is one line here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from slipstream.core.errors import UsageError
+from slipstream.speculative.drafter import LoadedDrafter, NoDrafter
+from slipstream.speculative.options import Options, TargetModel
+
+METHODS = {
+    "draft_model": "slipstream.speculative.draft_model",
+    "ngram": "slipstream.speculative.ngram",
+}
+
+DEFAULT_NUM_SPECULATIVE_TOKENS = 4
+
+_VERIFICATION = ("rejection", "standard")
+
+
+class Method(Protocol):
+    """What the module of a drafting method offers."""
+
+    def read_options(self, options: Options) -> Any:
+        """The method's own frozen config."""
+
+    def load(self, config: Any, target: TargetModel) -> LoadedDrafter:
+        """Its weights, checked against the target."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """A resolved `speculative_config`: the drafter and the most tokens it guesses a step."""
+
+    method: str | None
+    num_speculative_tokens: int
+    drafter: LoadedDrafter
+
+
+def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Speculation:
+    """Load what `config` names; None, or K = 0, is plain decoding.
+
+    Raises:
+        UsageError: an unknown key, method or value.
+        CheckpointError: the drafter's checkpoint is broken or does not fit the target.
+    """
+    if config is None:
+        return Speculation(None, 0, NoDrafter())
+    options = Options(config)
+    name = _method(options)
+    count = _num_speculative_tokens(options)
+    _check_common(options)
+    method: Method = cast(Method, import_module(METHODS[name]))
+    method_config = method.read_options(options)
+    options.finish(name)
+    if count == 0:
+        return Speculation(None, 0, NoDrafter())
+    return Speculation(name, count, method.load(method_config, target))
+
+
+def _method(options: Options) -> str:
+    name = options.take_str("method", None)
+    model = options.peek("model")
+    if name is None and model is None:
+        raise UsageError(
+            f"speculative_config needs method (one of {', '.join(METHODS)}) or model, the "
+            "drafter's checkpoint"
+        )
+    name = name or (model if model in METHODS else "draft_model")
+    if name not in METHODS:
+        raise UsageError(
+            f"speculative_config: unknown method {name!r}; known methods: {', '.join(METHODS)}"
+        )
+    return name
+
+
+def _num_speculative_tokens(options: Options) -> int:
+    count = options.take("num_speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise UsageError(
+            "speculative_config: num_speculative_tokens must be an integer, 0 (plain decoding) or "
+            f"more, not {count!r}"
+        )
+    return count
+
+
+def _check_common(options: Options) -> None:
+    verification = options.take_str("rejection_sample_method", "rejection")
+    if verification not in _VERIFICATION:
+        raise UsageError(
+            f"speculative_config: rejection_sample_method {verification!r} is not supported; use "
+            f"{' or '.join(_VERIFICATION)}"
+        )
+    eager = options.take("enforce_eager", True)  # nothing is captured, so it is always honoured
+    if not isinstance(eager, bool):
+        raise UsageError(f"speculative_config: enforce_eager must be true or false, not {eager!r}")

@@ -1,0 +1,62 @@
+"""Reading `speculative_config` strictly: every key is honoured or refused."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.errors import UsageError
+from slipstream.models.loading import LoadOptions
+
+
+@dataclass(frozen=True)
+class TargetModel:
+    """What a drafter may want to know of the model that it drafts for."""
+
+    path: Path
+    vocab_size: int
+    load: LoadOptions
+
+
+class Options:
+    """The keys of a `speculative_config`, each to be taken once; hyphens equal underscores."""
+
+    def __init__(self, mapping: Mapping[str, Any]) -> None:
+        self._left = {key.replace("-", "_"): value for key, value in mapping.items()}
+        self._known: set[str] = set()
+
+    def take(self, key: str, default: Any = None) -> Any:
+        self._known.add(key)
+        value = self._left.pop(key, None)
+        return default if value is None else value
+
+    def peek(self, key: str) -> Any:
+        return self._left.get(key)
+
+    def take_int(self, key: str, default: int | None) -> int | None:
+        value = self.take(key, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UsageError(f"speculative_config: {key} must be an integer, not {value!r}")
+        return value
+
+    def take_str(self, key: str, default: str | None) -> str | None:
+        value = self.take(key, default)
+        if value is not None and not isinstance(value, str):
+            raise UsageError(f"speculative_config: {key} must be a string, not {value!r}")
+        return value
+
+    def take_only(self, key: str, supported: Any, remedy: str) -> None:
+        """A key of other engines that is honoured for one value only."""
+        value = self.take(key, supported)
+        if value != supported:
+            raise UsageError(f"speculative_config: {key}={value!r} is not supported; {remedy}")
+
+    def finish(self, method: str) -> None:
+        if self._left:
+            unknown = ", ".join(sorted(self._left))
+            known = ", ".join(sorted(self._known))
+            raise UsageError(
+                f"speculative_config: unknown key {unknown} for method {method}; it takes {known}"
+            )

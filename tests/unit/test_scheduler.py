@@ -1,0 +1,651 @@
+"""Scheduler: who takes part in a step, and what a commit changes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from slipstream.cache.block_manager import BlockManager
+from slipstream.core.batch import Batch, Committed
+from slipstream.core.errors import UsageError
+from slipstream.core.limits import StepLimits
+from slipstream.core.request import FinishReason, Request, RequestStatus
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.scheduler import Scheduler
+
+SIZE = 4
+EOS = 1000
+
+
+def scheduler(num_blocks: int = 100, caching: bool = True, **limits: Any) -> Scheduler:
+    chosen = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+        "drafter_max_model_len": 64,
+        "num_speculative_tokens": 3,
+        "drafts_behind_prompt": False,
+        "cache_identity": "drafter",
+    }
+    return Scheduler(StepLimits(**(chosen | limits)), BlockManager(num_blocks, SIZE, caching))
+
+
+def request(
+    name: str, prompt: int | Sequence[int], max_tokens: int = 16, drafts: int = 3, **params: Any
+) -> Request:
+    """A request named like "a" or "b7"; its first letter is its place in the queue.
+
+    A prompt given as a number has that many tokens, unlike those of other requests.
+    """
+    arrival = ord(name[0])
+    tokens = [arrival] * prompt if isinstance(prompt, int) else list(prompt)
+    stops = frozenset({EOS, *params.get("stop_token_ids", ())})
+    sampling = SamplingParams(max_tokens=max_tokens, **params)
+    return Request(name, tokens, sampling, 0, stops, max_tokens, drafts, arrival)
+
+
+def plan(batch: Batch) -> dict[str, tuple[int, int, int]]:
+    """request id -> (start, new tokens, draft tokens), in batch order."""
+    return {
+        item.request.request_id: (item.start, item.num_new_tokens, item.num_draft_tokens)
+        for item in batch.requests
+    }
+
+
+def commit(
+    engine: Scheduler, batch: Batch, gains: Mapping[str, Sequence[int]] | None = None
+) -> None:
+    """Commit the given tokens (of which all but the last are accepted drafts), or else one token
+    per request that reaches the end."""
+    committed = []
+    for item in batch.requests:
+        tokens: Sequence[int] = (7,) if item.reaches_end else ()
+        tokens = tuple((gains or {}).get(item.request.request_id, tokens))
+        accepted = max(0, len(tokens) - 1)
+        computed = item.start + item.num_new_tokens + accepted
+        committed.append(Committed(tokens, item.num_draft_tokens, accepted, computed))
+    engine.commit(batch, committed)
+    engine.check_invariants()
+
+
+def step(engine: Scheduler, gains: Mapping[str, Sequence[int]] | None = None) -> Batch:
+    batch = engine.schedule()
+    engine.check_invariants()
+    commit(engine, batch, gains)
+    return batch
+
+
+def step_plan(
+    engine: Scheduler, gains: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, tuple[int, int, int]]:
+    """One step, and what was planned for it."""
+    batch = engine.schedule()
+    planned = plan(batch)
+    commit(engine, batch, gains)
+    return planned
+
+
+def ids(requests: Sequence[Request]) -> list[str]:
+    return [each.request_id for each in requests]
+
+
+# ---------------------------------------------------------------------- add
+
+
+def test_a_prompt_must_leave_room_for_one_token() -> None:
+    engine = scheduler(max_model_len=8)
+    engine.add(request("a", 7, max_tokens=1))
+    with pytest.raises(UsageError, match=r"8 tokens, but max_model_len is 8.*7 prompt tokens"):
+        engine.add(request("b", 8, max_tokens=1))
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(UsageError, match="empty"):
+        scheduler().add(request("a", 0))
+
+
+def test_a_request_that_no_cache_state_could_hold_is_refused() -> None:
+    engine = scheduler(num_blocks=5)
+    engine.add(request("a", 10, max_tokens=10))
+    with pytest.raises(UsageError, match=r"6 blocks.*21 tokens.*5 blocks.*20 tokens.*max_tokens"):
+        engine.add(request("b", 10, max_tokens=11))
+
+
+def test_max_model_len_bounds_what_a_request_may_need() -> None:
+    engine = scheduler(num_blocks=5, max_model_len=20)
+    engine.add(request("a", 10, max_tokens=50))
+    step(engine)
+
+
+def test_more_drafts_than_the_engine_makes_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"is 4, .* at most 3"):
+        scheduler().add(request("a", 4, drafts=4))
+
+
+def test_a_live_request_id_cannot_be_used_twice() -> None:
+    engine = scheduler()
+    engine.add(request("a", 4))
+    with pytest.raises(UsageError, match="'a' is in use"):
+        engine.add(request("a", 5))
+    engine.abort("a")
+    engine.add(request("a", 5))
+    engine.check_invariants()
+
+
+def test_a_refused_request_leaves_no_trace() -> None:
+    engine = scheduler()
+    with pytest.raises(UsageError):
+        engine.add(request("a", 0))
+    assert not engine.has_unfinished
+    engine.check_invariants()
+
+
+# ---------------------------------------------------------------------- prompts, chunks, drafts
+
+
+def test_a_prompt_runs_in_one_step_and_then_decodes_with_drafts() -> None:
+    engine = scheduler()
+    a = request("a", 10)
+    engine.add(a)
+    first = engine.schedule()
+    assert plan(first) == {"a": (0, 10, 0)}
+    assert first.requests[0].admitted
+    assert (a.status, a.slot) == (RequestStatus.RUNNING, 0)
+    commit(engine, first)
+    second = engine.schedule()
+    assert plan(second) == {"a": (10, 1, 3)}
+    assert not second.requests[0].admitted
+    assert len(second.requests[0].block_table) * SIZE >= 14
+
+
+def test_prompt_chunks_fill_what_the_decoding_requests_leave() -> None:
+    engine = scheduler(max_num_batched_tokens=12)
+    engine.add(request("a", 3))
+    step(engine)
+    engine.add(request("b", 30))
+    assert step_plan(engine) == {"a": (3, 1, 3), "b": (0, 8, 0)}
+    assert step_plan(engine) == {"a": (4, 1, 3), "b": (8, 8, 0)}
+
+
+def test_every_running_request_gets_a_token_before_any_gets_drafts() -> None:
+    engine = scheduler(max_num_batched_tokens=4)
+    for name in "abcd":
+        engine.add(request(name, 1))
+    step(engine)
+    assert step_plan(engine) == {name: (1, 1, 0) for name in "abcd"}
+    engine.abort("c")
+    assert step_plan(engine) == {"a": (2, 1, 1), "b": (2, 1, 0), "d": (2, 1, 0)}
+
+
+def test_an_early_long_prompt_does_not_starve_those_who_decode() -> None:
+    engine = scheduler(max_num_batched_tokens=8)
+    engine.add(request("b", 4))
+    step(engine)
+    engine.add(request("a", 40))  # arrived first, reached the scheduler later
+    assert step_plan(engine) == {"a": (0, 4, 0), "b": (4, 1, 3)}
+    for _ in range(3):
+        planned = step_plan(engine)
+        assert list(planned) == ["a", "b"]
+        assert planned["b"][1] == 1
+        assert planned["a"][1] >= 4
+
+
+def test_drafts_take_at_most_half_while_a_prompt_waits_for_rows() -> None:
+    engine = scheduler(max_num_batched_tokens=10)
+    for name in "abc":
+        engine.add(request(name, 2))
+    step(engine)
+    assert sum(drafts for _, _, drafts in step_plan(engine).values()) == 7
+    engine.add(request("d", 30))
+    planned = step_plan(engine)
+    assert sum(drafts for _, _, drafts in planned.values()) == 3
+    assert planned["d"] == (0, 4, 0)
+
+
+def test_a_step_never_exceeds_the_row_budget() -> None:
+    engine = scheduler(max_num_batched_tokens=7)
+    for name in "abcd":
+        engine.add(request(name, 9))
+    for _ in range(20):
+        assert step(engine).num_tokens <= 7
+
+
+def test_more_running_requests_than_rows_are_served_in_arrival_order() -> None:
+    engine = scheduler(max_num_batched_tokens=2)
+    for name in "abc":
+        engine.add(request(name, 1, max_tokens=4))
+    for _ in range(2):
+        step(engine)
+    assert engine.num_running == 2
+    while engine.has_unfinished:
+        step(engine)
+
+
+def test_a_prompt_chunk_has_no_drafts() -> None:
+    engine = scheduler(max_num_batched_tokens=6)
+    engine.add(request("a", 8))
+    assert step_plan(engine) == {"a": (0, 6, 0)}
+    assert step_plan(engine) == {"a": (6, 2, 0)}
+    assert step_plan(engine) == {"a": (8, 1, 3)}
+
+
+def test_a_drafter_that_needs_no_features_drafts_behind_the_prompt() -> None:
+    engine = scheduler(max_num_batched_tokens=10, drafts_behind_prompt=True)
+    engine.add(request("a", 15))
+    assert step_plan(engine) == {"a": (0, 10, 0)}
+    assert step_plan(engine, {"a": [7, 7]}) == {"a": (10, 5, 3)}
+    assert step_plan(engine) == {"a": (16, 1, 3)}
+
+
+def test_a_prompt_of_one_token_is_not_decoding_yet() -> None:
+    engine = scheduler()
+    engine.add(request("a", 1))
+    assert step_plan(engine) == {"a": (0, 1, 0)}
+    assert step_plan(engine) == {"a": (1, 1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked", "max_tokens", "expected"),
+    [
+        ({}, 2, 16, 2),
+        ({}, 0, 16, 0),
+        ({}, 3, 4, 2),  # one output token is there, one more follows the drafts
+        ({}, 3, 2, 0),
+        ({"max_model_len": 12}, 3, 16, 2),
+        ({"max_model_len": 10}, 3, 16, 0),
+        ({"drafter_max_model_len": 10}, 3, 16, 1),
+        ({"drafter_max_model_len": 5}, 3, 16, 0),
+        ({"max_num_batched_tokens": 3}, 3, 16, 2),
+    ],
+)
+def test_drafts_stay_within_every_limit(
+    limits: dict[str, int], asked: int, max_tokens: int, expected: int
+) -> None:
+    engine = scheduler(**limits)
+    engine.add(request("a", 8, max_tokens=max_tokens, drafts=asked))
+    while engine.running == [] or engine.running[0].num_tokens < 9:
+        step(engine)
+    assert plan(engine.schedule()) == {"a": (8, 1, expected)}
+
+
+def test_drafts_shrink_to_the_blocks_that_are_left() -> None:
+    engine = scheduler(num_blocks=4, caching=False)
+    engine.add(request("a", 6, max_tokens=8))
+    engine.add(request("b", 4, max_tokens=8))
+    step(engine)
+    # a: 7 known tokens in two blocks; b: 5 in two. Nothing is left, so a drafts within its block.
+    assert plan(engine.schedule()) == {"a": (6, 1, 1), "b": (4, 1, 3)}
+
+
+def test_drafts_never_cost_another_request_its_place() -> None:
+    engine = scheduler(num_blocks=4, caching=False)
+    engine.add(request("a", 7, max_tokens=9))
+    engine.add(request("b", 4, max_tokens=9))
+    step(engine)
+    # b's fifth token takes the last block before a can put drafts into it.
+    batch = engine.schedule()
+    assert plan(batch) == {"a": (7, 1, 0), "b": (4, 1, 3)}
+    assert not batch.preempted
+
+
+# ---------------------------------------------------------------------- admission
+
+
+def test_requests_wait_for_slots_and_take_the_smallest_free_one() -> None:
+    engine = scheduler(max_num_seqs=2)
+    members = {name: request(name, 4) for name in "abcd"}
+    for each in members.values():
+        engine.add(each)
+    step(engine)
+    assert (ids(engine.running), ids(engine.waiting)) == (["a", "b"], ["c", "d"])
+    engine.abort("a")
+    step(engine)
+    assert [members[name].slot for name in "abc"] == [-1, 1, 0]
+    assert ids(engine.waiting) == ["d"]
+
+
+def test_nobody_overtakes_in_the_queue() -> None:
+    engine = scheduler(num_blocks=4, caching=False)
+    engine.add(request("a", 10, max_tokens=2))
+    engine.add(request("b", 10, max_tokens=2))
+    engine.add(request("c", 1, max_tokens=2))
+    assert list(step_plan(engine)) == ["a"]
+    assert ids(engine.waiting) == ["b", "c"]
+
+
+def test_a_prompt_is_admitted_only_when_all_of_it_has_blocks() -> None:
+    engine = scheduler(num_blocks=6, max_num_batched_tokens=4, caching=False)
+    engine.add(request("a", 16, max_tokens=1))
+    engine.add(request("b", 8, max_tokens=1))
+    for _ in range(4):
+        assert list(step_plan(engine)) == ["a"]
+    assert list(step_plan(engine)) == ["b"]
+
+
+def test_admission_leaves_a_block_for_each_running_request() -> None:
+    engine = scheduler(num_blocks=4, caching=False)
+    engine.add(request("a", 8, max_tokens=8))
+    step(engine)
+    engine.add(request("b", 4, max_tokens=2))
+    assert list(step_plan(engine)) == ["a"]
+    assert ids(engine.waiting) == ["b"]
+
+
+def test_a_prefix_hit_skips_the_cached_tokens() -> None:
+    engine = scheduler()
+    engine.add(request("a", range(10), max_tokens=1))
+    step(engine)
+    b = request("b", [*range(8), 50, 51])
+    engine.add(b)
+    assert step_plan(engine) == {"b": (8, 2, 0)}
+    assert b.num_cached_tokens == 8
+
+
+def test_a_hit_that_leaves_one_token_decodes_at_once() -> None:
+    engine = scheduler()
+    engine.add(request("a", range(9), max_tokens=1))
+    step(engine)
+    engine.add(request("b", range(9)))
+    assert step_plan(engine) == {"b": (8, 1, 3)}
+
+
+def test_requests_with_and_without_drafts_share_no_blocks() -> None:
+    engine = scheduler()
+    engine.add(request("a", range(9), max_tokens=1, drafts=0))
+    step(engine)
+    engine.add(request("b", range(9), max_tokens=1))
+    assert step_plan(engine) == {"b": (0, 9, 0)}
+    engine.add(request("c", range(9), max_tokens=1, drafts=0))
+    assert step_plan(engine) == {"c": (8, 1, 0)}
+
+
+def test_prompt_logprobs_need_every_row() -> None:
+    engine = scheduler()
+    engine.add(request("a", range(9), max_tokens=1))
+    step(engine)
+    b = request("b", range(9), max_tokens=1, prompt_logprobs=1)
+    engine.add(b)
+    assert step_plan(engine) == {"b": (0, 9, 0)}
+    assert b.num_cached_tokens == 0
+    assert engine._blocks.num_queried_tokens == 9
+
+
+def test_blocks_are_shared_only_as_far_as_the_drafter_has_come() -> None:
+    engine = scheduler()
+    engine.add(request("a", range(12)))
+    batch = engine.schedule()
+    engine.commit(batch, [Committed((7,), 0, 0, drafter_computed=5)])
+    engine.check_invariants()
+    engine.add(request("b", range(12)))
+    assert step_plan(engine)["b"] == (4, 8, 0)
+
+
+def test_a_request_that_never_drafts_shares_all_that_is_computed() -> None:
+    engine = scheduler()
+    engine.add(request("a", range(12), drafts=0))
+    batch = engine.schedule()
+    engine.commit(batch, [Committed((7,), 0, 0, drafter_computed=0)])
+    engine.add(request("b", range(12), drafts=0))
+    assert step_plan(engine)["b"] == (8, 4, 0)
+
+
+# ---------------------------------------------------------------------- preemption
+
+
+def preempting() -> tuple[Scheduler, Request, Request]:
+    """Two requests in a cache of five blocks; in the next step both need a third block."""
+    engine = scheduler(num_blocks=5, caching=False, num_speculative_tokens=0)
+    a, b = (request(name, 7, max_tokens=9, drafts=0) for name in "ab")
+    engine.add(a)
+    engine.add(b)
+    step(engine)
+    step(engine)
+    assert (a.num_tokens, b.num_tokens) == (9, 9)
+    return engine, a, b
+
+
+def test_the_last_arrived_is_preempted_and_starts_anew() -> None:
+    engine, a, b = preempting()
+    batch = engine.schedule()
+    assert plan(batch) == {"a": (8, 1, 0)}
+    assert batch.preempted == (b,)
+    assert (b.status, b.num_computed, b.slot, b.num_preemptions) == (
+        RequestStatus.WAITING,
+        0,
+        -1,
+        1,
+    )
+    assert b.num_tokens == 9  # what it said stands
+    assert b.num_steps == 2
+    commit(engine, batch)
+    while not a.finished:
+        assert list(step_plan(engine)) == ["a"]
+    batch = engine.schedule()
+    assert plan(batch) == {"b": (0, 9, 0)}
+    assert batch.requests[0].admitted
+    commit(engine, batch)
+    while engine.has_unfinished:
+        step(engine)
+    assert b.output_token_ids == [7] * 9
+
+
+def test_a_preempted_request_goes_to_the_front_of_the_queue() -> None:
+    engine, _, _ = preempting()
+    engine.add(request("c", 1, drafts=0))
+    batch = engine.schedule()
+    assert ids(engine.waiting) == ["b", "c"]
+    assert list(plan(batch)) == ["a"]  # nobody is admitted in a step that preempted
+
+
+def test_a_request_gives_way_itself_when_it_arrived_last() -> None:
+    engine = scheduler(num_blocks=6, caching=False, num_speculative_tokens=0)
+    a, b = request("a", 11, max_tokens=9, drafts=0), request("b", 7, max_tokens=9, drafts=0)
+    engine.add(a)
+    engine.add(b)
+    step(engine)
+    assert (a.num_tokens, b.num_tokens) == (12, 8)
+    step(engine)
+    # a takes the sixth block for its 13th token; b finds none for its ninth.
+    batch = engine.schedule()
+    assert batch.preempted == (b,)
+    assert list(plan(batch)) == ["a"]
+
+
+def test_a_preempted_request_finds_its_own_blocks_again() -> None:
+    engine = scheduler(num_blocks=5, num_speculative_tokens=0)
+    a, b = (request(name, 7, max_tokens=9, drafts=0) for name in "ab")
+    engine.add(a)
+    engine.add(b)
+    while not b.num_preemptions:
+        step(engine)
+    engine.abort("a")
+    batch = engine.schedule()
+    (item,) = batch.requests
+    assert item.start == 8
+    assert b.num_cached_tokens == 0  # of the first admission
+    commit(engine, batch)
+
+
+# ---------------------------------------------------------------------- commit
+
+
+def started(engine: Scheduler, prompt: int = 4, **options: Any) -> Request:
+    """A request whose prompt is computed and that has one output token."""
+    a = request("a", prompt, **options)
+    engine.add(a)
+    step(engine)
+    return a
+
+
+def test_commit_appends_and_counts() -> None:
+    engine = scheduler()
+    a = started(engine)
+    assert (a.num_computed, a.num_tokens, a.num_steps) == (4, 5, 1)
+    step(engine, {"a": [10, 11, 12]})
+    assert a.output_token_ids == [7, 10, 11, 12]
+    assert (a.num_computed, a.num_tokens, a.num_steps) == (7, 8, 2)
+
+
+def test_a_chunk_that_ends_nowhere_is_no_verification_step() -> None:
+    engine = scheduler(max_num_batched_tokens=4)
+    a = request("a", 6)
+    engine.add(a)
+    step(engine)
+    assert (a.num_computed, a.num_steps) == (4, 0)
+    step(engine)
+    assert (a.num_computed, a.num_steps) == (6, 1)
+
+
+def test_refused_drafts_give_their_blocks_back() -> None:
+    engine = scheduler()
+    a = started(engine, prompt=6)
+    batch = engine.schedule()
+    assert plan(batch) == {"a": (6, 1, 3)}
+    assert len(engine._blocks.table("a")) == 3
+    commit(engine, batch, {"a": [9]})
+    assert a.num_tokens == 8
+    assert len(engine._blocks.table("a")) == 2
+    assert engine._blocks.num_available == 98
+
+
+def test_accepted_drafts_keep_their_blocks() -> None:
+    engine = scheduler()
+    a = started(engine, prompt=6)
+    step(engine, {"a": [9, 9, 9, 9]})
+    assert (a.num_tokens, a.num_computed) == (11, 10)
+    assert len(engine._blocks.table("a")) == 3
+
+
+def test_an_eos_inside_accepted_drafts_cuts_the_rest() -> None:
+    engine = scheduler()
+    a = started(engine)
+    step(engine, {"a": [10, EOS, 11]})
+    assert a.output_token_ids == [7, 10, EOS]
+    assert (a.status, a.finish_reason, a.stop_reason) == (
+        RequestStatus.FINISHED,
+        FinishReason.STOP,
+        None,
+    )
+    assert a.num_computed <= a.num_tokens
+    assert not engine.has_unfinished
+
+
+def test_a_stop_token_of_the_user_is_named() -> None:
+    engine = scheduler()
+    a = started(engine, stop_token_ids=[55])
+    step(engine, {"a": [55]})
+    assert (a.finish_reason, a.stop_reason) == (FinishReason.STOP, 55)
+
+
+def test_a_stop_token_before_min_tokens_is_just_a_token() -> None:
+    engine = scheduler()
+    a = started(engine, min_tokens=3)
+    step(engine, {"a": [EOS, 10]})
+    assert not a.finished
+    step(engine, {"a": [EOS, 11]})
+    assert a.output_token_ids == [7, EOS, 10, EOS]
+    assert a.finish_reason is FinishReason.STOP
+
+
+def test_max_tokens_ends_the_output() -> None:
+    engine = scheduler()
+    a = started(engine, max_tokens=4)
+    step(engine, {"a": [10, 11, 12]})
+    assert a.output_token_ids == [7, 10, 11, 12]
+    assert (a.finish_reason, a.stop_reason) == (FinishReason.LENGTH, None)
+
+
+def test_max_model_len_ends_the_output() -> None:
+    engine = scheduler(max_model_len=8)
+    a = started(engine)
+    step(engine, {"a": [10, 11, 12]})
+    assert a.num_tokens == 8
+    assert a.finish_reason is FinishReason.LENGTH
+
+
+def test_a_stop_token_in_the_last_place_counts_as_a_stop() -> None:
+    engine = scheduler()
+    a = started(engine, max_tokens=2)
+    step(engine, {"a": [EOS]})
+    assert a.finish_reason is FinishReason.STOP
+
+
+def test_a_finished_request_gives_everything_back_and_leaves_its_prefix() -> None:
+    engine = scheduler(num_blocks=5)
+    a = started(engine, prompt=9, max_tokens=1)
+    assert a.finished
+    assert (engine.num_running, a.slot) == (0, -1)
+    assert engine._blocks.num_available == 5
+    assert len(engine._blocks.match_prefix("drafter", [ord("a")] * 9)) == 2
+
+
+def test_requests_that_ended_since_schedule_are_skipped() -> None:
+    engine = scheduler()
+    members = [request(name, 4) for name in "abc"]
+    for each in members:
+        engine.add(each)
+    batch = engine.schedule()
+    engine.abort("a")
+    engine.finish(members[1], FinishReason.STOP, "stop string")
+    commit(engine, batch)
+    assert [len(each.output_token_ids) for each in members] == [0, 0, 1]
+    assert members[0].finish_reason is FinishReason.ABORT
+    assert members[1].stop_reason == "stop string"
+
+
+def test_a_new_request_may_take_the_id_of_one_that_ended_in_mid_step() -> None:
+    engine = scheduler()
+    engine.add(request("a", 4))
+    batch = engine.schedule()
+    engine.abort("a")
+    again = request("a", 6)
+    engine.add(again)
+    commit(engine, batch)
+    assert again.num_tokens == 6
+    assert step_plan(engine) == {"a": (0, 6, 0)}
+
+
+def test_a_result_that_does_not_fit_the_plan_is_an_error() -> None:
+    engine = scheduler()
+    engine.add(request("a", 4))
+    batch = engine.schedule()
+    with pytest.raises(AssertionError, match="planned drafts"):
+        engine.commit(batch, [Committed((7, 7), 1, 1, 4)])
+    with pytest.raises(AssertionError, match="should hold 1 tokens"):
+        engine.commit(batch, [Committed((), 0, 0, 4)])
+    with pytest.raises(ValueError, match="zip"):
+        engine.commit(batch, [])
+
+
+# ---------------------------------------------------------------------- finish and abort
+
+
+def test_finish_works_for_waiting_and_running_requests_and_only_once() -> None:
+    engine = scheduler(max_num_seqs=1)
+    a, b = request("a", 4), request("b", 4)
+    engine.add(a)
+    engine.add(b)
+    step(engine)
+    for each in (a, b):
+        engine.finish(each, FinishReason.STOP, "x")
+        engine.finish(each, FinishReason.ABORT)
+        assert (each.finish_reason, each.stop_reason) == (FinishReason.STOP, "x")
+        engine.check_invariants()
+    assert not engine.has_unfinished
+
+
+def test_abort_knows_only_unfinished_requests() -> None:
+    engine = scheduler()
+    a = request("a", 4)
+    engine.add(a)
+    assert engine.abort("b") is None
+    assert engine.abort("a") is a
+    assert engine.abort("a") is None
+    assert a.finish_reason is FinishReason.ABORT
+
+
+def test_an_idle_scheduler_plans_an_empty_step() -> None:
+    engine = scheduler()
+    assert engine.schedule() == Batch(())
+    engine.commit(Batch(()), [])
+    assert (engine.num_waiting, engine.num_running, engine.has_unfinished) == (0, 0, False)
