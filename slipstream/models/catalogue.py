@@ -50,9 +50,7 @@ def _architecture(reader: ConfigReader) -> str:
     if len(names) != 1:
         raise reader.error("architectures", f"must name one architecture, not {names}; {supported}")
     if names[0] not in ARCHITECTURES:
-        raise reader.error(
-            "architectures", f"names {names[0]}, which is not supported; {supported}"
-        )
+        raise reader.error("architectures", f"names {names[0]}; {supported}")
     return str(names[0])
 
 

@@ -194,7 +194,7 @@ class ConfigReader:
             )
 
     def nested(self, key: str) -> "ConfigReader":
-        """A reader of the object under `key` (of nothing when missing), to be finished by itself."""
+        """A reader of the object under `key`, nothing when missing; to be finished by itself."""
         values = self.take(key, dict, {})
         return ConfigReader(values, self.file, f"{self._prefix}{key}.", harmless=())
 

@@ -21,6 +21,6 @@ def decoder_config(reader: ConfigReader) -> DecoderConfig:
     if slides is not None and any(sliding != (window is not None) for sliding in slides):
         raise reader.error(
             "layer_types",
-            f'disagrees with "sliding_window", which {ARCHITECTURE} has in all layers',
+            'disagrees with "sliding_window", which counts for all layers',
         )
     return replace(config, sliding_windows=(window,) * config.num_layers)

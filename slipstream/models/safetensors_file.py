@@ -238,7 +238,7 @@ def _fill(file: FileIO, entry: TensorEntry, flat: Tensor) -> None:
     """Read the next bytes of the file into the memory of a flat tensor of the entry's dtype."""
     if flat.numel() == 0:
         return
-    memory = memoryview(flat.view(torch.uint8).numpy())
+    memory = flat.view(torch.uint8).numpy().data
     done = 0
     while done < len(memory):  # the system reads at most 2 GiB at once
         count = file.readinto(memory[done:])

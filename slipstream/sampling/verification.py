@@ -92,6 +92,7 @@ def sample_draft(
         positions: [R] int64, of the tokens to be drafted.
         num_legal_tokens: ids from here on are padding and are never drafted.
         greedy_only: the argmax for all requests.
+        use_fp64_gumbel: sample with 63-bit noise and float64 logarithms.
         use_fp64_gumbel: as in `verify`.
 
     Returns:

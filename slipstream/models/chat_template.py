@@ -1,0 +1,187 @@
+"""Messages to one prompt, by the template that comes with a checkpoint.
+
+Templates are programs by strangers: they run in a sandbox and see plain data only.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import jinja2
+
+Message = Mapping[str, Any]
+
+_FILE = "chat_template.jinja"
+_MORE_FILES = "additional_chat_templates"
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer's directory, or one given instead.
+
+    chat_template.jinja counts before `chat_template` of tokenizer_config.json. Of several named
+    templates "tool_use" is taken for a request with tools and "default" for any other.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
+        self._path, self._special_tokens = tokenizer.path, tokenizer.special_tokens
+        self._sources = _sources(tokenizer) if template is None else {"default": template}
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is any template (base models have none)."""
+        return bool(self._sources)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt of a conversation; encode it without adding special tokens.
+
+        Args:
+            messages: objects with role and content; content may be a list of text parts.
+            add_generation_prompt: end with the opening of the assistant's answer.
+            tools: JSON schemas of functions that the model may call.
+            kwargs: further variables of the template ("enable_thinking", ...).
+        """
+        template = self._template(self._choose(tools is not None))
+        variables: dict[str, Any] = {
+            **self._special_tokens,
+            "documents": None,
+            **_plain("chat template options", kwargs),
+            "messages": _plain("messages", _checked(messages)),
+            "tools": _plain("tools", tools),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return template.render(variables)
+        except Exception as error:  # the template's own, jinja's, or of Python operations within
+            raise UsageError(
+                f"the chat template of {self._path} refuses these messages: {error}"
+            ) from error
+
+    def _choose(self, with_tools: bool) -> str:
+        if with_tools and "tool_use" in self._sources:
+            return "tool_use"
+        if "default" in self._sources:
+            return "default"
+        if self._sources:
+            raise UsageError(
+                f"{self._path} has chat templates named {', '.join(sorted(self._sources))} but no "
+                f"default; give a chat template"
+            )
+        raise UsageError(
+            f"{self._path} has no chat template: complete texts instead of messages, or put a "
+            f"{_FILE} into it"
+        )
+
+    def _template(self, name: str) -> "jinja2.Template":
+        if name not in self._compiled:
+            self._compiled[name] = self._compile(name)
+        return self._compiled[name]
+
+    def _compile(self, name: str) -> "jinja2.Template":
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            return self._environment.from_string(self._sources[name])
+        except TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the chat template {name!r} of {self._path} is not valid: line {error.lineno}: "
+                f"{error.message}; mend it or give another"
+            ) from error
+
+    @cached_property
+    def _environment(self) -> "jinja2.Environment":
+        from slipstream.models.chat_environment import make_environment
+
+        return make_environment()
+
+
+def _sources(tokenizer: Tokenizer) -> dict[str, str]:
+    files = {file.stem: file for file in sorted((tokenizer.path / _MORE_FILES).glob("*.jinja"))}
+    if (tokenizer.path / _FILE).is_file():
+        files["default"] = tokenizer.path / _FILE
+    if files:
+        return {name: _read(file) for name, file in files.items()}
+    value = tokenizer.settings.get("chat_template")
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, list) and all(_is_named_template(item) for item in value):
+        return {item["name"]: item["template"] for item in value}
+    raise CheckpointError(
+        f'{tokenizer.path / "tokenizer_config.json"}: "chat_template" must be a text or a list of '
+        f'objects with "name" and "template"'
+    )
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {file}: {error}") from error
+
+
+def _is_named_template(item: object) -> bool:
+    return isinstance(item, Mapping) and all(
+        isinstance(item.get(key), str) for key in ("name", "template")
+    )
+
+
+def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise UsageError("messages must be a list of at least one {role, content} object")
+    return [_checked_message(index, message) for index, message in enumerate(messages)]
+
+
+def _checked_message(index: int, message: object) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise UsageError(f"{where} must be an object with role and content, not {message!r}")
+    # Protocols send null for what is not there; templates test whether a key is there.
+    result = {key: value for key, value in message.items() if value is not None}
+    role = result.get("role")
+    if not isinstance(role, str) or not role:
+        raise UsageError(f"{where} must have a role, such as user or assistant")
+    if "content" in result:
+        result["content"] = _text(f"{where}.content", result["content"])
+    elif not result.get("tool_calls"):
+        raise UsageError(f"{where} must have a content (only a message with tool_calls may not)")
+    return result
+
+
+def _text(where: str, content: object) -> str:
+    """The text itself, or text parts one under the other: templates of text models want a text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise UsageError(f"{where} must be a text or a list of text parts, not {content!r}")
+    texts = []
+    for index, part in enumerate(content):
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str) or part.get("type", "text") != "text":
+            raise UsageError(
+                f'{where}[{index}] must be {{"type": "text", "text": ...}}: this model reads text '
+                f"only"
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _plain(what: str, value: object) -> Any:
+    """A copy made of JSON types alone: methods of richer objects would be open to the template."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"{what} must be plain JSON data: {error}") from error

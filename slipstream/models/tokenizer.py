@@ -1,0 +1,159 @@
+"""Text to token ids and back, as the checkpoint's tokenizer.json says."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.models.checkpoint import read_json_object
+
+if TYPE_CHECKING:
+    import tokenizers
+
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class Tokenizer:
+    """The tokenizer of a model directory.
+
+    `clean_up_tokenization_spaces` of tokenizer_config.json is never applied: it takes spaces out
+    of what the model said (transformers has it off by default and refuses it for BPE). Truncation
+    and padding that tokenizer.json may ask for are off: a prompt is encoded as it is.
+
+    Attributes:
+        path: the model directory.
+        settings: the content of tokenizer_config.json; empty without one.
+        special_tokens: text of the named special tokens ("bos_token", ...), for chat templates.
+        special_token_ids: what `skip_special_tokens` leaves out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.settings = _optional(self.path / "tokenizer_config.json")
+        self.special_tokens = _special_tokens(self.path, self.settings)
+        self._backend = _load(self.path)
+        self._mark_special()
+        added = self._backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(id for id, token in added.items() if token.special)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            add_special_tokens: also what the post-processor adds around it, such as a first token.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"the text is not valid Unicode: it has half of a surrogate pair at character "
+                f"{error.start}; send the whole character"
+            ) from error
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; ids that no token has are left out."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are, added ones included (a model may have more rows)."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token, added ones included, and its id."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None for an id that no token has."""
+        return self._backend.id_to_token(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it."""
+        return self._backend.token_to_id(token)
+
+    @cached_property
+    def bos_token_id(self) -> int | None:
+        """The id of the token that begins a text."""
+        return self._named_id("bos_token")
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        """The id of the token that ends a text (generation may end at more: the checkpoint's)."""
+        return self._named_id("eos_token")
+
+    @cached_property
+    def pad_token_id(self) -> int | None:
+        """The id of the token that fills up batches."""
+        return self._named_id("pad_token")
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.token_to_id(token)
+
+    def _mark_special(self) -> None:
+        """Named tokens are special even where tokenizer.json has them as words like any other."""
+        named = [
+            token
+            for token in dict.fromkeys(self.special_tokens.values())
+            if self.token_to_id(token) is not None  # a new one would have no row in the model
+        ]
+        self._backend.add_special_tokens(named)
+
+
+def _load(path: Path) -> "tokenizers.Tokenizer":
+    import tokenizers
+
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(
+            f"{path} has no tokenizer.json; make one with transformers "
+            f"(AutoTokenizer.from_pretrained(...).save_pretrained(...)), or name a directory that "
+            f"has it as the tokenizer"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(
+            f"{file} cannot be read ({error}); download it again, or update the package tokenizers"
+        ) from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    return read_json_object(file) if file.is_file() else {}
+
+
+def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The named tokens; special_tokens_map.json counts where the settings are of the old kind."""
+    result = _named_tokens(path / "tokenizer_config.json", settings)
+    if "added_tokens_decoder" not in settings:
+        old_file = path / "special_tokens_map.json"
+        result |= _named_tokens(old_file, _optional(old_file))
+    return result
+
+
+def _named_tokens(file: Path, content: Mapping[str, Any]) -> dict[str, str]:
+    result = {}
+    for name in NAMED_TOKENS:
+        value = content.get(name)
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if text is None and value is None:
+            continue
+        if not isinstance(text, str):
+            raise CheckpointError(
+                f'{file}: "{name}" must be a text or an object with "content", not {value!r}'
+            )
+        result[name] = text
+    return result
