@@ -157,6 +157,7 @@ class BlockManager:
             return
         table = self._tables[request_id]
         num_full = num_tokens // self.block_size
+        assert num_tokens <= len(token_ids), f"{request_id}: more tokens than there are"
         assert num_full <= len(table.blocks), f"{request_id}: tokens without a block"
         for number in range(table.num_final, num_full):
             parent = table.tip if number else self._index.root(namespace)

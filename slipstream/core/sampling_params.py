@@ -1,6 +1,6 @@
 """How one request is to be sampled, checked when it is made."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
@@ -60,6 +60,10 @@ class SamplingParams:
     num_speculative_tokens: int | None = field(default=None)
 
     def __post_init__(self) -> None:
+        # Elsewhere None is how these are left out.
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, ())
         self._check_counts()
         self._check_numbers()
         self._check_words()
@@ -126,31 +130,37 @@ class SamplingParams:
         )
 
     def _check_words(self) -> None:
-        for name in ("stop", "bad_words"):
-            words = self.stop_strings if name == "stop" else self.bad_words
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        for name, words in (("stop", stop), ("bad_words", self.bad_words)):
             _require(
-                not isinstance(words, str)
-                and all(isinstance(word, str) and word for word in words),
+                _is_collection(words) and all(isinstance(word, str) and word for word in words),
                 f"{name} must hold non-empty strings",
             )
-        for token, bias in (self.logit_bias or {}).items():
-            _require(
-                _is_int(token) and token >= 0, f"logit_bias keys must be token ids, not {token!r}"
-            )
-            _require(
-                _in(bias, -100.0, 100.0),
-                f"logit_bias of token {token} must be between -100 and 100, not {bias!r}",
-            )
+        self._check_bias()
         for name in ("stop_token_ids", "allowed_token_ids"):
-            ids = getattr(self, name) or ()
+            ids = getattr(self, name)
             _require(
-                all(_is_int(token) and token >= 0 for token in ids),
+                ids is None or (_is_collection(ids) and all(_is_token_id(token) for token in ids)),
                 f"{name} must hold token ids of at least 0",
             )
         _require(
             self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
             "allowed_token_ids must not be empty; leave it out to allow every token",
         )
+
+    def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        _require(
+            isinstance(self.logit_bias, Mapping),
+            f"logit_bias must map token ids to numbers, not {self.logit_bias!r}",
+        )
+        for token, bias in self.logit_bias.items():
+            _require(_is_token_id(token), f"logit_bias keys must be token ids, not {token!r}")
+            _require(
+                _in(bias, -100.0, 100.0),
+                f"logit_bias of token {token} must be between -100 and 100, not {bias!r}",
+            )
 
 
 def _require(condition: bool, message: str) -> None:
@@ -162,7 +172,18 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_collection(value: object) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str)
+
+
 def _in(value: object, low: float, high: float) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return low <= value <= high and isfinite(value)
+    try:
+        return low <= value <= high and isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False

@@ -82,10 +82,6 @@ class PromptEncoder:
             raise UsageError(
                 "this engine has no tokenizer (skip_tokenizer_init); give prompt_token_ids"
             )
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UsageError(f"the prompt is not valid Unicode text: {error}") from None
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_ids(self, name: str, ids: Sequence[int] | Mapping[int, float]) -> None:

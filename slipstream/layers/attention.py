@@ -35,7 +35,7 @@ class Attention:
         self._ops, self._shape, self._cos_sin = ops, shape, cos_sin
         query_rows = shape.num_heads * shape.head_dim
         kv_rows = shape.num_kv_heads * shape.head_dim
-        self._split = (query_rows, kv_rows, kv_rows)
+        self._split = [query_rows, kv_rows, kv_rows]
         self._scale = shape.head_dim**-0.5
         parts = [
             Part(f"{name}.q_proj", query_rows),
@@ -56,9 +56,9 @@ class Attention:
 
     def __call__(self, x: Tensor, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]) -> Tensor:
         """x [T, width] -> [T, width]; writes this layer's keys and values into `cache`."""
+        head_dim = self._shape.head_dim
         query, key, value = (
-            part.unflatten(-1, (-1, self._shape.head_dim))
-            for part in torch.split(self.qkv(x), self._split, dim=-1)
+            part.view(len(x), -1, head_dim) for part in torch.split(self.qkv(x), self._split, -1)
         )
         query = self._ops.rotate_and_store(
             query, key, value, self._norms, self._cos_sin, inputs, cache

@@ -59,7 +59,7 @@ class ChatTemplate:
             "documents": None,
             **_plain("chat template options", kwargs),
             "messages": _plain("messages", _checked(messages)),
-            "tools": _plain("tools", tools),
+            "tools": _plain("tools", _checked_tools(tools)),
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -143,6 +143,16 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise UsageError("messages must be a list of at least one {role, content} object")
     return [_checked_message(index, message) for index, message in enumerate(messages)]
+
+
+def _checked_tools(tools: object) -> object:
+    if tools is None or (
+        isinstance(tools, Sequence)
+        and not isinstance(tools, str)
+        and all(isinstance(tool, Mapping) for tool in tools)
+    ):
+        return tools
+    raise UsageError("tools must be a list of JSON schemas of functions")
 
 
 def _checked_message(index: int, message: object) -> dict[str, Any]:

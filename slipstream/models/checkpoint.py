@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-import slipstream
 from slipstream.core.errors import CheckpointError
 from slipstream.models.safetensors_file import TensorEntry, read_entries
 
@@ -31,8 +30,8 @@ def resolve_checkpoint(name_or_path: str | Path, revision: str | None = None) ->
     bundled = _bundled(name)
     if bundled is not None and bundled.is_dir():
         return bundled
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    path = Path(name).expanduser()
+    if name and path.is_dir():  # an empty name would be the working directory
         return path
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the model directory that holds it")
@@ -43,7 +42,7 @@ def resolve_checkpoint(name_or_path: str | Path, revision: str | None = None) ->
             f"name"
         )
     if not _HUB_NAME.fullmatch(name):
-        raise CheckpointError(f"there is no model directory {path}; check the path")
+        raise CheckpointError(f"there is no model directory {name!r}; check the path")
     return _download(name, revision)
 
 
@@ -154,7 +153,7 @@ def _bundled_names() -> list[str]:
 
 
 def _demo_directory() -> Path:
-    return Path(slipstream.__file__).parent / "demo"
+    return Path(__file__).parent.parent / "demo"
 
 
 def _download(name: str, revision: str | None) -> Path:

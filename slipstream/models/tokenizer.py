@@ -41,6 +41,7 @@ class Tokenizer:
         self.settings = _optional(self.path / "tokenizer_config.json")
         self.special_tokens = _special_tokens(self.path, self.settings)
         self._backend = _load(self.path)
+        self._check_added_tokens()
         self._mark_special()
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(id for id, token in added.items() if token.special)
@@ -101,13 +102,30 @@ class Tokenizer:
         return None if token is None else self.token_to_id(token)
 
     def _mark_special(self) -> None:
-        """Named tokens are special even where tokenizer.json has them as words like any other."""
-        named = [
-            token
-            for token in dict.fromkeys(self.special_tokens.values())
-            if self.token_to_id(token) is not None  # a new one would have no row in the model
-        ]
-        self._backend.add_special_tokens(named)
+        """Tokens with a role are special even where tokenizer.json has them as plain words."""
+        from tokenizers import AddedToken
+
+        added = self._backend.get_added_tokens_decoder()
+        for token in (*self.special_tokens.values(), *_extra_special_tokens(self.settings)):
+            index = self.token_to_id(token)
+            if index is None:  # a new token would have no row in the model
+                continue
+            known = added.get(index) or AddedToken(token, normalized=False)
+            if not known.special:
+                known.special = True
+                self._backend.add_special_tokens([known])
+
+    def _check_added_tokens(self) -> None:
+        """The settings repeat the added tokens; a second opinion on an id would garble prompts."""
+        declared = self.settings.get("added_tokens_decoder")
+        for index, token in declared.items() if isinstance(declared, dict) else ():
+            text = token.get("content") if isinstance(token, dict) else None
+            if not isinstance(text, str) or str(self.token_to_id(text)) != index:
+                raise CheckpointError(
+                    f"{self.path / 'tokenizer_config.json'} gives id {index} to {text!r}, but "
+                    f"tokenizer.json has {self.token_to_id(str(text))} for it; save the tokenizer "
+                    f"again with transformers"
+                )
 
 
 def _load(path: Path) -> "tokenizers.Tokenizer":
@@ -142,6 +160,14 @@ def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
         old_file = path / "special_tokens_map.json"
         result |= _named_tokens(old_file, _optional(old_file))
     return result
+
+
+def _extra_special_tokens(settings: Mapping[str, Any]) -> list[str]:
+    """Special tokens without a name, under their name of transformers 5 or the one before."""
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    tokens = extra.values() if isinstance(extra, dict) else extra
+    texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _named_tokens(file: Path, content: Mapping[str, Any]) -> dict[str, str]:

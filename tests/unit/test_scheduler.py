@@ -434,7 +434,21 @@ def test_a_preempted_request_goes_to_the_front_of_the_queue() -> None:
     engine.add(request("c", 1, drafts=0))
     batch = engine.schedule()
     assert ids(engine.waiting) == ["b", "c"]
-    assert list(plan(batch)) == ["a"]  # nobody is admitted in a step that preempted
+    assert list(plan(batch)) == ["a"]
+
+
+def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
+    engine = scheduler(num_blocks=5, caching=False, num_speculative_tokens=0)
+    for name in "bc":
+        engine.add(request(name, 7, max_tokens=9, drafts=0))
+    step(engine)
+    step(engine)
+    engine.add(request("a", 1, drafts=0))  # arrived first, reached the scheduler later
+    batch = engine.schedule()
+    assert (ids(batch.preempted), ids(engine.waiting)) == (["c"], ["a", "c"])
+    assert list(plan(batch)) == ["b"]
+    commit(engine, batch)
+    assert list(step_plan(engine)) == ["a", "b"]
 
 
 def test_a_request_gives_way_itself_when_it_arrived_last() -> None:
@@ -519,14 +533,14 @@ def test_accepted_drafts_keep_their_blocks() -> None:
 def test_an_eos_inside_accepted_drafts_cuts_the_rest() -> None:
     engine = scheduler()
     a = started(engine)
-    step(engine, {"a": [10, EOS, 11]})
+    step(engine, {"a": [10, EOS, 11, 12]})
     assert a.output_token_ids == [7, 10, EOS]
     assert (a.status, a.finish_reason, a.stop_reason) == (
         RequestStatus.FINISHED,
         FinishReason.STOP,
         None,
     )
-    assert a.num_computed <= a.num_tokens
+    assert a.num_computed == a.num_tokens == 7  # the cache holds what is left, EOS included
     assert not engine.has_unfinished
 
 
@@ -540,10 +554,10 @@ def test_a_stop_token_of_the_user_is_named() -> None:
 def test_a_stop_token_before_min_tokens_is_just_a_token() -> None:
     engine = scheduler()
     a = started(engine, min_tokens=3)
-    step(engine, {"a": [EOS, 10]})
+    step(engine, {"a": [EOS, EOS]})
     assert not a.finished
     step(engine, {"a": [EOS, 11]})
-    assert a.output_token_ids == [7, EOS, 10, EOS]
+    assert a.output_token_ids == [7, EOS, EOS, EOS]
     assert a.finish_reason is FinishReason.STOP
 
 

@@ -1,0 +1,122 @@
+"""Flags that choose the drafter, shared by the commands that run an engine."""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from slipstream.core.errors import UsageError
+
+DEMO, DEMO_DRAFT = "demo", "demo/draft"
+_DEMO_TOKENS = 4
+_NGRAM = "ngram"  # a method and not a checkpoint, wherever a drafter is named
+
+_PANEL = "Drafting"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterFlags:
+    """Three ways to say it: short flags, one JSON object, or not at all."""
+
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            "--drafter",
+            "--spec-model",
+            help="The draft model's checkpoint, or ngram. [demo/draft for the demo]",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--num-speculative-tokens",
+            "-k",
+            "--spec-tokens",
+            help="Most draft tokens a step. [4]",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    spec_method: Annotated[
+        str | None,
+        typer.Option(
+            help="draft_model or ngram. [found from the drafter]", rich_help_panel=_PANEL
+        ),
+    ] = None
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            "--speculative-config",
+            "-sc",
+            metavar="<json>",
+            help='All of it: \'{"model": "...", "num_speculative_tokens": 4, "max_model_len": 8192}\'',
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    no_speculation: Annotated[
+        bool,
+        typer.Option(
+            "--no-speculation", help="Plain decoding, for comparison.", rich_help_panel=_PANEL
+        ),
+    ] = False
+
+    def config(self, model: str) -> dict[str, Any] | None:
+        """The engine's `speculative_config`; None is plain decoding.
+
+        Raises:
+            UsageError: flags that contradict each other, or JSON that is no object.
+        """
+        self._check()
+        if self.no_speculation:
+            return None
+        if self.speculative_config is not None:
+            return read_object("--speculative-config", self.speculative_config)
+        names = {"method": self.spec_method, "model": self.drafter}
+        if self.drafter == _NGRAM and self.spec_method in (None, _NGRAM):
+            names = {"method": _NGRAM, "model": None}
+        if self.drafter is None and self.spec_method is None and model == DEMO:
+            names["model"] = DEMO_DRAFT
+        config: dict[str, Any] = {key: name for key, name in names.items() if name is not None}
+        if not config:
+            self._refuse_lonely_count()
+            return None
+        if self.num_speculative_tokens is not None:
+            config["num_speculative_tokens"] = self.num_speculative_tokens
+        elif config.get("model") == DEMO_DRAFT:
+            config["num_speculative_tokens"] = _DEMO_TOKENS
+        return config
+
+    def _check(self) -> None:
+        short = {
+            "--drafter": self.drafter is not None,
+            "-k": self.num_speculative_tokens is not None,
+            "--spec-method": self.spec_method is not None,
+        }
+        given = [flag for flag, present in short.items() if present]
+        if self.speculative_config is not None:
+            if self.no_speculation:
+                _contradict("--speculative-config", "--no-speculation")
+            if given:
+                _contradict(given[0], "--speculative-config")
+        if self.no_speculation and given:
+            _contradict(given[0], "--no-speculation")
+
+    def _refuse_lonely_count(self) -> None:
+        if self.num_speculative_tokens is not None:
+            raise UsageError("-k says how much to draft but nothing drafts; add --drafter")
+
+
+def read_object(flag: str, text: str) -> dict[str, Any] | None:
+    """The JSON object that a flag holds; null is None."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{flag} is not JSON: {error}; it was {text!r}") from None
+    if value is not None and not isinstance(value, dict):
+        raise UsageError(f'{flag} must be a JSON object such as {{"key": 1}}, not {text}')
+    return value
+
+
+def _contradict(one: str, other: str) -> None:
+    raise UsageError(f"{one} and {other} contradict each other; give one of them")

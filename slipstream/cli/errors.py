@@ -1,0 +1,81 @@
+"""What a user sees when something goes wrong, and the exit codes.
+
+0 fine; 1 a checkpoint or the engine failed; 2 the command line is wrong; 130 interrupted.
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import TextIOWrapper
+from typing import Any, cast
+
+import typer
+
+from slipstream.core.errors import SlipstreamError, UsageError
+
+FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
+
+# What the parser raises. Some versions of Typer carry their own copy of click, so the class is
+# taken from the one name of it that all of them export.
+_ParserError = cast("type[Exception]", typer.BadParameter.__bases__[0])
+
+
+@dataclass
+class Run:
+    """What the flags of any command tell the error policy."""
+
+    debug: bool = False
+
+
+def run(app: typer.Typer, arguments: Sequence[str]) -> int:
+    """Run a command line; its exit code. Nothing but an exit request escapes."""
+    _survive_narrow_encodings()
+    state = Run()
+    try:
+        result = app(
+            list(arguments), prog_name="slipstream", standalone_mode=False, obj=state
+        )
+    except Exception as error:
+        return _report(error, state)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return result if isinstance(result, int) else 0
+
+
+def say(message: str) -> None:
+    """One line on stderr."""
+    print(f"slipstream: {message}", file=sys.stderr)
+
+
+def _report(error: Exception, state: Run) -> int:
+    if isinstance(error, typer.Abort):  # Ctrl-C, in older versions of Typer
+        return INTERRUPTED
+    if state.debug:
+        traceback.print_exception(error)
+    if isinstance(error, _ParserError):
+        say(_parser_message(error))
+        return WRONG_USAGE
+    if isinstance(error, UsageError):
+        say(str(error))
+        return WRONG_USAGE
+    if isinstance(error, SlipstreamError):
+        say(str(error))
+        return FAILED
+    hint = "" if state.debug else "; run again with --debug for the traceback"
+    say(f"internal error: {type(error).__name__}: {error}{hint}")
+    return FAILED
+
+
+def _parser_message(error: Any) -> str:
+    message = error.format_message().rstrip(".")
+    if error.ctx is None:
+        return str(message)
+    return f"{message}; see {error.ctx.command_path} --help"
+
+
+def _survive_narrow_encodings() -> None:
+    """A model may write what a terminal of another encoding cannot show: escape it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

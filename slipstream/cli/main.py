@@ -1,0 +1,64 @@
+"""The `slipstream` command.
+
+The modules of the commands import the engine (and so torch) only when a command runs.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from slipstream import __version__
+from slipstream.cli.chat import chat
+from slipstream.cli.errors import run
+from slipstream.cli.flag_groups import flattened
+from slipstream.cli.generate import generate
+from slipstream.cli.inspect import inspect
+from slipstream.cli.run_flags import DebugFlag
+
+
+def _hyphenated(name: str) -> str:
+    """Flags of other engines' command lines are spelled with underscores as often as not."""
+    return name.replace("_", "-")
+
+
+app = typer.Typer(
+    name="slipstream",
+    help="LLM inference built around speculative decoding: the same words, sooner.",
+    # Applied by the parser to names of flags and commands alone, never to their values.
+    context_settings={"token_normalize_func": _hyphenated, "help_option_names": ["-h", "--help"]},
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(flattened(generate))
+app.command()(flattened(chat))
+app.command()(flattened(inspect))
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"slipstream {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and leave."
+        ),
+    ] = False,
+    debug: DebugFlag = False,
+) -> None:
+    del version, debug  # their callbacks did the work
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command line and leave with its exit code."""
+    sys.exit(run(app, sys.argv[1:] if arguments is None else arguments))

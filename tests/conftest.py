@@ -1,0 +1,29 @@
+"""Shared by all tests."""
+
+import os
+
+# Set before torch starts its pool: tiny tensors gain nothing from threads, and a pool that shares
+# its cores with other processes can be fifty times slower than none.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tests.checkpoints import write_qwen3
+
+torch.set_num_threads(1)
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random two-layer Qwen3 of 96 tokens."""
+    return str(write_qwen3(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture(scope="session")
+def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The first layer of `tiny_target`: agrees with it most of the time."""
+    return str(write_qwen3(tmp_path_factory.mktemp("draft"), keep_layers=1))

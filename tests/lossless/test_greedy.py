@@ -1,0 +1,116 @@
+"""Greedy output with speculation is token for token the plain output, in float32."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import LLM, RequestOutput, SamplingParams
+from slipstream.speculative.catalogue import METHODS
+from tests import fake_drafters
+from tests.lossless.pairwise import Case, every_case, pairwise_cases
+
+AXES: dict[str, list[Any]] = {
+    "drafter": ["draft_model", "self", "ngram", "perfect", "wrong"],
+    "k": [1, 3, 7],
+    "batch": [1, 8],
+    "rows": [512, 24],  # 24: prompts come in chunks, mixed with decoding
+    "blocks": [400, 16],  # 16 blocks of 8 tokens: requests are preempted
+    "prefix": [False, True],  # the same prompts were run before
+    "penalties": [False, True],
+}
+SMALL = pairwise_cases(AXES)
+WHOLE = [case for case in every_case(AXES) if case not in SMALL]
+MAX_TOKENS = 40
+
+
+def case_name(case: Case) -> str:
+    return "-".join(f"{name}={value}" for name, value in case.items())
+
+
+@pytest.mark.parametrize("case", SMALL, ids=case_name)
+def test_greedy_output_is_the_plain_output(
+    case: Case, tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(case, tiny_target, tiny_draft, monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", WHOLE, ids=case_name)
+def test_greedy_output_is_the_plain_output_in_every_case(
+    case: Case, tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(case, tiny_target, tiny_draft, monkeypatch)
+
+
+def check(
+    case: Case, tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METHODS, "fake", "tests.fake_drafters")
+    prompts = make_prompts(case["batch"])
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=MAX_TOKENS,
+        ignore_eos=True,
+        repetition_penalty=1.3 if case["penalties"] else 1.0,
+        presence_penalty=0.4 if case["penalties"] else 0.0,
+    )
+    plain = make_llm(tiny_target, None, {**case, "rows": 512, "blocks": 400})
+    expected = tokens(plain.generate(prompts, params))
+    remember(prompts, expected)
+
+    llm = make_llm(tiny_target, speculative_config(case, tiny_target, tiny_draft), case)
+    if case["prefix"]:
+        llm.generate(prompts, params)
+    outputs = llm.generate(prompts, params)
+    assert tokens(outputs) == expected
+    assert all(output.metrics.num_drafts > 0 for output in outputs)
+    if case["blocks"] == 16 and case["batch"] == 8:
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    if case["prefix"] and case["blocks"] == 400:
+        assert all(output.metrics.num_cached_tokens > 0 for output in outputs)
+
+
+def speculative_config(case: Case, target: str, draft: str) -> dict[str, Any]:
+    drafters = {
+        "draft_model": {"model": draft},
+        "self": {"model": target},
+        "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+        "perfect": {"method": "fake", "model": "perfect"},
+        "wrong": {"method": "fake", "model": "wrong"},
+    }
+    return {**drafters[case["drafter"]], "num_speculative_tokens": case["k"]}
+
+
+def make_llm(target: str, speculative: dict[str, Any] | None, case: Case) -> LLM:
+    return LLM(
+        target,
+        speculative_config=speculative,
+        skip_tokenizer_init=True,
+        max_num_seqs=6,  # fewer than the largest batch: some wait
+        max_num_batched_tokens=case["rows"],
+        num_kv_blocks=case["blocks"],
+        block_size=8,
+        max_model_len=128,
+    )
+
+
+def make_prompts(number: int) -> list[Any]:
+    """Mixed lengths; each has a stretch that comes twice, so that n-grams are found."""
+    generator = torch.Generator().manual_seed(number)
+    prompts = []
+    for length in (26, 33, 9, 61, 47, 12, 70, 18)[:number]:
+        ids = torch.randint(1, 96, (length,), generator=generator).tolist()
+        prompts.append({"prompt_token_ids": ids[:8] + ids})
+    return prompts
+
+
+def remember(prompts: list[Any], expected: list[list[int]]) -> None:
+    fake_drafters.ANSWERS.clear()
+    for prompt, answer in zip(prompts, expected, strict=True):
+        ids = prompt["prompt_token_ids"]
+        fake_drafters.ANSWERS[tuple(ids)] = [*ids, *answer]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
