@@ -30,7 +30,9 @@ QWEN3: dict[str, Any] = {
 }
 
 
-def write_qwen3(folder: Path, seed: int = 0, keep_layers: int | None = None, **changes: Any) -> Path:
+def write_qwen3(
+    folder: Path, seed: int = 0, keep_layers: int | None = None, **changes: Any
+) -> Path:
     """A Qwen3 checkpoint with random weights whose logits are spread out.
 
     The same seed gives the same tensors whatever `keep_layers` is, so a model cut after its first

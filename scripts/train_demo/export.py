@@ -54,6 +54,13 @@ def _load_trained(plan: Plan, work: Path, name: str) -> tuple[Network, int]:
     return network, int(saved["step"])
 
 
+def last_training_loss(log: Path, lines: int = 20) -> float:
+    """The mean of the last losses of a training log: single batches differ too much."""
+    entries = log.read_text("utf-8").splitlines()[-lines:]
+    losses = [float(json.loads(entry)["loss"]) for entry in entries]
+    return round(sum(losses) / len(losses), 4)
+
+
 def export(
     plan: Plan,
     streams: Streams,
@@ -80,6 +87,7 @@ def export(
         "parameters": {name: parameter_count(network) for name, network in networks.items()},
         "figures": evaluate(networks["target"], networks["draft"], streams, sets, plan),
         "steps": steps,
+        "last_training_loss": {name: last_training_loss(work / f"{name}.jsonl") for name in shapes},
         "plan": plan.as_dict(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",

@@ -40,9 +40,7 @@ class DrafterFlags:
     ] = None
     spec_method: Annotated[
         str | None,
-        typer.Option(
-            help="draft_model or ngram. [found from the drafter]", rich_help_panel=_PANEL
-        ),
+        typer.Option(help="draft_model or ngram. [found from the drafter]", rich_help_panel=_PANEL),
     ] = None
     speculative_config: Annotated[
         str | None,
@@ -50,7 +48,7 @@ class DrafterFlags:
             "--speculative-config",
             "-sc",
             metavar="<json>",
-            help='All of it: \'{"model": "...", "num_speculative_tokens": 4, "max_model_len": 8192}\'',
+            help='All of it: \'{"model": "...", "num_speculative_tokens": 4}\'',
             rich_help_panel=_PANEL,
         ),
     ] = None

@@ -105,7 +105,9 @@ class EngineFlags:
     ] = EngineConfig.gpu_memory_utilization
     tensor_parallel_size: Annotated[
         int,
-        typer.Option("--tensor-parallel-size", "-tp", help="1.", rich_help_panel=_PANEL),
+        typer.Option(
+            "--tensor-parallel-size", "-tp", help="Only 1 so far.", rich_help_panel=_PANEL
+        ),
     ] = EngineConfig.tensor_parallel_size
     enforce_eager: Annotated[
         bool | None,

@@ -33,9 +33,7 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
     _survive_narrow_encodings()
     state = Run()
     try:
-        result = app(
-            list(arguments), prog_name="slipstream", standalone_mode=False, obj=state
-        )
+        result = app(list(arguments), prog_name="slipstream", standalone_mode=False, obj=state)
     except Exception as error:
         return _report(error, state)
     except KeyboardInterrupt:

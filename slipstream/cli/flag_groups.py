@@ -12,7 +12,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     A default instance of the dataclass sets the defaults of its flags for this command.
     """
     signature = inspect.signature(command, eval_str=True)
-    groups = {
+    groups: dict[str, Any] = {
         name: parameter.annotation
         for name, parameter in signature.parameters.items()
         if is_dataclass(parameter.annotation)
@@ -23,9 +23,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         command(**values)
 
-    flat = [
-        flag for parameter in signature.parameters.values() for flag in _flags_of(parameter)
-    ]
+    flat = [flag for parameter in signature.parameters.values() for flag in _flags_of(parameter)]
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     call.__annotations__ = {flag.name: flag.annotation for flag in flat}
     call.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]

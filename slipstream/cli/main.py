@@ -14,6 +14,7 @@ from slipstream.cli.chat import chat
 from slipstream.cli.errors import run
 from slipstream.cli.flag_groups import flattened
 from slipstream.cli.generate import generate
+from slipstream.cli.help_page import GroupedHelp
 from slipstream.cli.inspect import inspect
 from slipstream.cli.run_flags import DebugFlag
 
@@ -30,11 +31,11 @@ app = typer.Typer(
     context_settings={"token_normalize_func": _hyphenated, "help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
 )
-app.command()(flattened(generate))
-app.command()(flattened(chat))
-app.command()(flattened(inspect))
+app.command(cls=GroupedHelp)(flattened(generate))
+app.command(cls=GroupedHelp)(flattened(chat))
+app.command(cls=GroupedHelp)(flattened(inspect))
 
 
 def _show_version(wanted: bool) -> None:

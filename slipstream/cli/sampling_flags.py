@@ -32,42 +32,50 @@ class SamplingFlags:
         float,
         typer.Option(help="At least this share of the largest.", rich_help_panel=_PANEL),
     ] = SamplingParams.min_p
-    presence_penalty: Annotated[
-        float, typer.Option(help="-2 to 2.", rich_help_panel=_PANEL)
-    ] = SamplingParams.presence_penalty
-    frequency_penalty: Annotated[
-        float, typer.Option(help="-2 to 2.", rich_help_panel=_PANEL)
-    ] = SamplingParams.frequency_penalty
+    presence_penalty: Annotated[float, typer.Option(help="-2 to 2.", rich_help_panel=_PANEL)] = (
+        SamplingParams.presence_penalty
+    )
+    frequency_penalty: Annotated[float, typer.Option(help="-2 to 2.", rich_help_panel=_PANEL)] = (
+        SamplingParams.frequency_penalty
+    )
     repetition_penalty: Annotated[
         float, typer.Option(help="Above 0; 1 does nothing.", rich_help_panel=_PANEL)
     ] = SamplingParams.repetition_penalty
     logit_bias: Annotated[
         str | None,
         typer.Option(
-            metavar="<json>", help='By token id: \'{"42": -100}\'', rich_help_panel=_PANEL
+            metavar="<json>", help="By token id: '{\"42\": -100}'", rich_help_panel=_PANEL
         ),
     ] = None
     allowed_token_ids: Annotated[
         list[int] | None,
-        typer.Option(help="Sample nothing else (repeatable).", rich_help_panel=_PANEL),
+        typer.Option(
+            metavar="<id>", help="Sample nothing else (repeatable).", rich_help_panel=_PANEL
+        ),
     ] = None
     bad_words: Annotated[
         list[str] | None,
-        typer.Option(help="Never write this (repeatable).", rich_help_panel=_PANEL),
+        typer.Option(
+            metavar="<text>", help="Never write this (repeatable).", rich_help_panel=_PANEL
+        ),
     ] = None
     min_tokens: Annotated[
         int, typer.Option(help="No stop before this many.", rich_help_panel=_PANEL)
     ] = SamplingParams.min_tokens
-    max_tokens: Annotated[
-        int, typer.Option(help="Most output tokens.", rich_help_panel=_PANEL)
-    ] = 128
+    max_tokens: Annotated[int, typer.Option(help="Most output tokens.", rich_help_panel=_PANEL)] = (
+        128
+    )
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="Stop at this text (repeatable).", rich_help_panel=_PANEL),
+        typer.Option(
+            metavar="<text>", help="Stop at this text (repeatable).", rich_help_panel=_PANEL
+        ),
     ] = None
     stop_token_ids: Annotated[
         list[int] | None,
-        typer.Option(help="Stop at this token (repeatable).", rich_help_panel=_PANEL),
+        typer.Option(
+            metavar="<id>", help="Stop at this token (repeatable).", rich_help_panel=_PANEL
+        ),
     ] = None
     include_stop_str_in_output: Annotated[
         bool,

@@ -43,6 +43,11 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self._scheduler.has_unfinished
 
+    @property
+    def scheduler(self) -> Scheduler:
+        """For looking at; the engine alone schedules."""
+        return self._scheduler
+
     def add(self, request_id: str, prompt: EncodedPrompt, params: SamplingParams) -> None:
         """Queue a request; its n samples are requests of their own.
 

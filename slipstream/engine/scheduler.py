@@ -57,7 +57,7 @@ class Scheduler:
 
     def __init__(self, limits: StepLimits, block_manager: BlockManager) -> None:
         self.limits = limits
-        self._blocks = block_manager
+        self.block_manager = block_manager
         self._requests: dict[str, Request] = {}  # waiting and running
         self._waiting: list[Request] = []  # both lists are in arrival order
         self._running: list[Request] = []
@@ -142,14 +142,14 @@ class Scheduler:
 
     def _check_blocks(self, request: Request) -> None:
         total = min(request.num_prompt_tokens + request.max_tokens, self.limits.max_model_len)
-        needed = self._blocks.blocks_for(total)
-        if needed > self._blocks.num_blocks:
-            size = self._blocks.block_size
+        needed = self.block_manager.blocks_for(total)
+        if needed > self.block_manager.num_blocks:
+            size = self.block_manager.block_size
             raise UsageError(
                 f"the request needs {needed} blocks of KV cache for {total} tokens "
                 f"({request.num_prompt_tokens} of the prompt, {request.max_tokens} of max_tokens), "
-                f"but the cache has {self._blocks.num_blocks} blocks for "
-                f"{self._blocks.num_blocks * size} tokens; lower max_tokens, shorten the prompt or "
+                f"but the cache has {self.block_manager.num_blocks} blocks for "
+                f"{self.block_manager.num_blocks * size} tokens; lower max_tokens, shorten the prompt or "
                 "give the cache more memory"
             )
 
@@ -181,7 +181,7 @@ class Scheduler:
         secured = 0
         while secured < len(self._running):
             request = self._running[secured]
-            if self._blocks.grow(request.request_id, request.num_tokens):
+            if self.block_manager.grow(request.request_id, request.num_tokens):
                 secured += 1
             else:
                 # The last to arrive, possibly this one. It has not been secured in this step.
@@ -234,14 +234,14 @@ class Scheduler:
         prefix = self._cached_prefix(request)
         # One block stays for each running request: it may need it in the next step, and would
         # then send this one straight back.
-        if not self._blocks.can_admit(prefix, request.num_tokens, reserve=len(self._running)):
+        if not self.block_manager.can_admit(prefix, request.num_tokens, reserve=len(self._running)):
             return False
         first = request.num_preemptions == 0
         queried = request.num_tokens if first and request.uses_prefix_cache else 0
-        self._blocks.admit(request.request_id, prefix, queried)
-        grown = self._blocks.grow(request.request_id, request.num_tokens)
+        self.block_manager.admit(request.request_id, prefix, queried)
+        grown = self.block_manager.grow(request.request_id, request.num_tokens)
         assert grown, "can_admit promised the blocks"
-        request.num_computed = len(prefix) * self._blocks.block_size
+        request.num_computed = len(prefix) * self.block_manager.block_size
         if first:
             request.num_cached_tokens = request.num_computed
         del self._waiting[0]
@@ -253,7 +253,7 @@ class Scheduler:
     def _cached_prefix(self, request: Request) -> list[int]:
         if not request.uses_prefix_cache:
             return []
-        return self._blocks.match_prefix(self._namespace(request), request.token_ids)
+        return self.block_manager.match_prefix(self._namespace(request), request.token_ids)
 
     def _draft(self, share: _Share, budget: _Budget) -> None:
         """Let a request that reaches its last known token verify drafts behind it, as many as
@@ -261,10 +261,10 @@ class Scheduler:
         if share.num_uncomputed or not (share.is_decoding or self.limits.drafts_behind_prompt):
             return
         request = share.request
-        room = self._blocks.capacity(request.request_id) - request.num_tokens
+        room = self.block_manager.capacity(request.request_id) - request.num_tokens
         num_drafts = budget.take(max(0, min(self._most_drafts(request), room)))
         if num_drafts:
-            grown = self._blocks.grow(request.request_id, request.num_tokens + num_drafts)
+            grown = self.block_manager.grow(request.request_id, request.num_tokens + num_drafts)
             assert grown, "capacity promised the blocks"
             share.num_draft_tokens = num_drafts
 
@@ -286,7 +286,7 @@ class Scheduler:
             start=request.num_computed,
             num_new_tokens=share.num_new_tokens,
             num_draft_tokens=share.num_draft_tokens,
-            block_table=self._blocks.table(request.request_id),
+            block_table=self.block_manager.table(request.request_id),
             admitted=share.admitted,
         )
 
@@ -312,7 +312,7 @@ class Scheduler:
         request.num_steps += bool(gain.token_ids)
         self._index(request, gain.drafter_computed)
         if ending is None:
-            self._blocks.rewind(request.request_id, request.num_tokens)
+            self.block_manager.rewind(request.request_id, request.num_tokens)
         else:
             self.finish(request, *ending)
 
@@ -342,7 +342,7 @@ class Scheduler:
         num_tokens = request.num_computed
         if self._drafts(request):
             num_tokens = min(num_tokens, drafter_computed)
-        self._blocks.index(
+        self.block_manager.index(
             request.request_id, self._namespace(request), request.token_ids, num_tokens
         )
 
@@ -355,13 +355,13 @@ class Scheduler:
         return self.limits.cache_identity if self._drafts(request) else ""
 
     def _give_back(self, request: Request) -> None:
-        self._blocks.free(request.request_id)
+        self.block_manager.free(request.request_id)
         heapq.heappush(self._free_slots, request.slot)
         request.slot = -1
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless queues, slots and blocks agree."""
-        self._blocks.check_invariants()
+        self.block_manager.check_invariants()
         slots = [request.slot for request in self._running]
         assert sorted(slots + self._free_slots) == list(range(self.limits.max_num_seqs)), (
             "a slot is lost or held twice"
@@ -371,9 +371,9 @@ class Scheduler:
         assert len(everyone) == len(self._requests), "a request is queued twice"
         for queue in (self._running, self._waiting):
             assert queue == sorted(queue, key=_arrival), "a queue is not in arrival order"
-        assert self._blocks.request_ids == {request.request_id for request in self._running}, (
-            "exactly the running requests have a table"
-        )
+        assert self.block_manager.request_ids == {
+            request.request_id for request in self._running
+        }, "exactly the running requests have a table"
         for request in self._running:
             self._check_running(request)
         for request in self._waiting:
@@ -387,10 +387,10 @@ class Scheduler:
         assert 0 <= request.num_computed < request.num_tokens, f"{name}: nothing left to compute"
         assert request.num_tokens < self.limits.max_model_len, f"{name}: no room for a token"
         assert request.num_output_tokens < request.max_tokens, f"{name}: ran past max_tokens"
-        covered = len(self._blocks.table(name)) * self._blocks.block_size
+        covered = len(self.block_manager.table(name)) * self.block_manager.block_size
         assert request.num_computed <= covered, f"{name}: computed tokens without a block"
         # The next row goes to position num_computed, behind every block that others may read.
-        assert self._blocks.num_final_tokens(name) <= request.num_computed, (
+        assert self.block_manager.num_final_tokens(name) <= request.num_computed, (
             f"{name}: a final block would be written again"
         )
 

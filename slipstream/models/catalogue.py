@@ -47,11 +47,11 @@ def decoder_config(reader: ConfigReader) -> DecoderConfig:
 def _architecture(reader: ConfigReader) -> str:
     supported = f"supported are {', '.join(sorted(ARCHITECTURES))}"
     names = reader.take("architectures", list, [])
-    if len(names) != 1:
+    if len(names) != 1 or not isinstance(names[0], str):
         raise reader.error("architectures", f"must name one architecture, not {names}; {supported}")
     if names[0] not in ARCHITECTURES:
         raise reader.error("architectures", f"names {names[0]}; {supported}")
-    return str(names[0])
+    return names[0]
 
 
 def _with_dtype(checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -107,10 +107,13 @@ def _even_share(reader: ConfigReader, hidden_size: int, num_heads: int) -> int:
 
 def _read_dtype(reader: ConfigReader) -> torch.dtype:
     """`dtype`, or its name before transformers 5; full precision when neither is there."""
-    old = reader.take("torch_dtype", str, "float32")
-    name = reader.take("dtype", str, old).removeprefix("torch.")
+    old, new = (reader.take(key, str, "") for key in ("torch_dtype", "dtype"))
+    name = (new or old or "float32").removeprefix("torch.")
     if name not in _DTYPES:
-        raise reader.error("dtype", f"is {name!r}, but must be one of {', '.join(_DTYPES)}")
+        raise reader.error(
+            "dtype" if new else "torch_dtype",
+            f"is {name!r}, but must be one of {', '.join(_DTYPES)}; convert the checkpoint",
+        )
     return _DTYPES[name]
 
 
@@ -136,8 +139,10 @@ def _rope_reader(reader: ConfigReader) -> ConfigReader:
 
 
 def _rope_of_kind(inner: ConfigReader, theta: float, max_positions: int) -> RopeConfig:
-    old_kind = inner.take("type", str, "default")
-    kind = inner.take("rope_type", str, old_kind)
+    old_kind, new_kind = (inner.take(key, str, "") for key in ("type", "rope_type"))
+    kind = new_kind or old_kind or "default"
+    if old_kind not in ("", kind):
+        raise inner.error("type", f'is {old_kind!r}, but "rope_type" is {kind!r}; remove one')
     if kind == "default":
         return RopeConfig(theta)
     if kind == "linear":
@@ -152,5 +157,6 @@ def _rope_of_kind(inner: ConfigReader, theta: float, max_positions: int) -> Rope
             inner.take("original_max_position_embeddings", int, max_positions),
         )
     raise inner.error(
-        "rope_type", f"is {kind!r}, but only default, linear and llama3 are supported"
+        "rope_type" if new_kind else "type",
+        f"is {kind!r}, but only default, linear and llama3 are supported",
     )

@@ -43,9 +43,7 @@ def test_greedy_output_is_the_plain_output_in_every_case(
     check(case, tiny_target, tiny_draft, monkeypatch)
 
 
-def check(
-    case: Case, tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check(case: Case, tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, "fake", "tests.fake_drafters")
     prompts = make_prompts(case["batch"])
     params = SamplingParams(

@@ -18,7 +18,7 @@ EOS = 1000
 
 
 def scheduler(num_blocks: int = 100, caching: bool = True, **limits: Any) -> Scheduler:
-    chosen = {
+    chosen: dict[str, Any] = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
         "max_model_len": 64,
@@ -259,7 +259,7 @@ def test_a_prompt_of_one_token_is_not_decoding_yet() -> None:
     ],
 )
 def test_drafts_stay_within_every_limit(
-    limits: dict[str, int], asked: int, max_tokens: int, expected: int
+    limits: dict[str, Any], asked: int, max_tokens: int, expected: int
 ) -> None:
     engine = scheduler(**limits)
     engine.add(request("a", 8, max_tokens=max_tokens, drafts=asked))

@@ -1,0 +1,154 @@
+"""`slipstream chat`: a conversation on the terminal, or one message per line of a pipe."""
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from slipstream.cli.conversation import Conversation
+from slipstream.cli.drafter_flags import DEMO, DrafterFlags
+from slipstream.cli.engine_flags import EngineFlags, ModelArgument
+from slipstream.cli.errors import WRONG_USAGE, say
+from slipstream.cli.open_llm import open_llm
+from slipstream.cli.prompts import decode, stdin_is_piped
+from slipstream.cli.run_flags import RunFlags
+from slipstream.cli.sampling_flags import SamplingFlags
+from slipstream.cli.terminal import QUIET_STYLE, shows_live, stderr_console, stdout_console
+from slipstream.cli.views import LiveView, PlainView
+from slipstream.core.errors import UsageError
+from slipstream.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+_SAMPLING = SamplingFlags(temperature=0.7, max_tokens=512)
+_COMMANDS = {
+    "/clear": "forget the conversation",
+    "/exit": "leave; Ctrl-D does too",
+    "/help": "these lines; Ctrl-C stops an answer",
+}
+
+
+def chat(
+    *,
+    model: ModelArgument = DEMO,
+    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
+    drafter: DrafterFlags,
+    sampling: SamplingFlags = _SAMPLING,
+    engine: EngineFlags,
+    run: RunFlags,
+) -> None:
+    """Talk to a model: on a terminal, or with one message per line of a pipe."""
+    config = engine.config(model, drafter.config(model))
+    params = sampling.params()
+    llm, _ = open_llm(config, run.verbose)
+    _require_template(llm)
+    conversation = Conversation(llm, params, system)
+    if stdin_is_piped():
+        _answer_lines(conversation, params)
+    else:
+        Talk(conversation, llm, params).run()
+
+
+class Talk:
+    """A conversation with a person."""
+
+    def __init__(self, conversation: Conversation, llm: "LLM", params: SamplingParams) -> None:
+        self._conversation, self._llm, self._params = conversation, llm, params
+        self._console = stdout_console()
+        self._prompt = _prompt(self._console)
+
+    def run(self) -> None:
+        """Until the person leaves."""
+        self._quietly("Type a message; /help shows the commands.")
+        for text in self._lines():
+            if text == "/exit":
+                return
+            if text == "/clear":
+                self._conversation.clear()
+                self._quietly("The conversation is forgotten.")
+            elif text.startswith("/") and text[1:].isalpha():
+                self._help()
+            else:
+                self._ask(text)
+
+    def _lines(self) -> Iterator[str]:
+        while True:
+            try:
+                text = input(self._prompt).strip()
+            except KeyboardInterrupt:
+                print()
+                self._quietly("/exit or Ctrl-D leaves.")
+            except EOFError:
+                print()
+                return
+            except UnicodeDecodeError:
+                say("this line is not valid UTF-8; set the terminal to UTF-8")
+            else:
+                if text:
+                    yield text
+
+    def _ask(self, text: str) -> None:
+        try:
+            if shows_live(self._console):
+                with LiveView(self._console, self._llm.tokenizer, self._params) as view:
+                    status = self._conversation.ask(text, view)
+            else:
+                status = self._conversation.ask(text, PlainView(self._params))
+        except UsageError as error:
+            say(f"{error}; the last message is dropped")
+            return
+        self._quietly(f"{status.summary()}\n")
+
+    def _help(self) -> None:
+        for command, meaning in _COMMANDS.items():
+            self._quietly(f"{command:8}{meaning}")
+
+    def _quietly(self, text: str) -> None:
+        self._console.print(text, style=QUIET_STYLE)
+
+
+def _answer_lines(conversation: Conversation, params: SamplingParams) -> None:
+    """Every line is a message; one that is refused is told at the end by the exit code as well."""
+    refused, read = False, 0
+    errors = stderr_console()
+    for line in sys.stdin.buffer:
+        text = decode(line, "stdin", read).strip()
+        read += len(line)
+        if not text:
+            continue
+        try:
+            status = conversation.ask(text, PlainView(params))
+        except UsageError as error:
+            say(f"{error}; the message is dropped")
+            refused = True
+        else:
+            errors.print(status.summary(), style=QUIET_STYLE, soft_wrap=True)
+    if refused:
+        raise typer.Exit(WRONG_USAGE)
+
+
+def _require_template(llm: "LLM") -> None:
+    """Said before the first message is typed."""
+    from slipstream.models.chat_template import ChatTemplate
+
+    if not ChatTemplate(llm.tokenizer).exists:
+        raise UsageError(
+            f"{llm.tokenizer.path} has no chat template, so it cannot chat; use generate, or put a "
+            "chat_template.jinja into it"
+        )
+
+
+def _prompt(console: Console) -> str:
+    """Importing readline gives line editing and history to input()."""
+    try:
+        import readline
+    except ImportError:  # not on every platform
+        return "you: "
+    del readline
+    if console.color_system is None:
+        return "you: "
+    # The marks tell readline which characters take no room.
+    return "\x01\x1b[1m\x02you:\x01\x1b[0m\x02 "

@@ -1,0 +1,95 @@
+"""What a checkpoint is, from its headers and configs; no weights are read."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipstream.models.checkpoint import Checkpoint
+    from slipstream.models.decoder_config import DecoderConfig
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """A checkpoint with its config read.
+
+    Attributes:
+        num_parameters: of the network, a tied head counted once; stored ones where there are files.
+        num_bytes: as stored; None without weights.
+    """
+
+    checkpoint: "Checkpoint"
+    config: "DecoderConfig"
+    num_parameters: int | None
+    num_bytes: int | None
+    has_chat_template: bool
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        from slipstream.cache.kv_cache import KVLayout
+
+        shape = self.config
+        layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype)
+        return layout.bytes_per_token
+
+    def document(self) -> dict[str, Any]:
+        """For --json, and the source of what is shown."""
+        shape = self.config
+        return {
+            "path": str(self.checkpoint.path),
+            "architecture": shape.architecture,
+            "num_parameters": self.num_parameters,
+            "num_bytes": self.num_bytes,
+            "dtype": str(shape.dtype).removeprefix("torch."),
+            "num_layers": shape.num_layers,
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_heads": shape.num_heads,
+            "num_kv_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
+            "vocab_size": shape.vocab_size,
+            "max_position_embeddings": shape.max_position_embeddings,
+            "tie_word_embeddings": shape.tie_word_embeddings,
+            "eos_token_ids": list(self.checkpoint.eos_token_ids),
+            "has_chat_template": self.has_chat_template,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "kv_bytes_per_block": self.kv_bytes_per_token * BLOCK_SIZE,
+            "kernels": kernel_column(),
+        }
+
+
+def read_facts(name: str) -> CheckpointFacts:
+    """Raises CheckpointError for what is no checkpoint, or of an architecture that is not known."""
+    from slipstream.models.catalogue import read_decoder_config
+    from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
+
+    checkpoint = Checkpoint(resolve_checkpoint(name))
+    config = read_decoder_config(checkpoint)
+    entries = checkpoint.entries.values() if checkpoint.has_weights else ()
+    return CheckpointFacts(
+        checkpoint,
+        config,
+        sum(prod(entry.shape) for entry in entries) or None,
+        sum(entry.nbytes for entry in entries) or None,
+        _has_chat_template(checkpoint),
+    )
+
+
+def kernel_column() -> str:
+    """The kernels that this machine would use."""
+    import torch
+
+    from slipstream.kernels.table import ops_for
+
+    return ops_for(torch.device("cuda" if torch.cuda.is_available() else "cpu")).column
+
+
+def _has_chat_template(checkpoint: "Checkpoint") -> bool:
+    from slipstream.models.chat_template import ChatTemplate
+    from slipstream.models.tokenizer import Tokenizer
+
+    if not (checkpoint.path / "tokenizer.json").is_file():
+        return False
+    return ChatTemplate(Tokenizer(checkpoint.path)).exists

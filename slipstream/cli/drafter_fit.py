@@ -1,0 +1,79 @@
+"""Whether a checkpoint can draft for a target, and whether that can pay."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slipstream.cli.checkpoint_facts import CheckpointFacts
+from slipstream.core.errors import CheckpointError
+
+_LARGE = 0.25  # of the target; a chain of drafts then costs about one target pass
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The verdict.
+
+    Attributes:
+        problems: each alone forbids it.
+        notes: what to know when it is used.
+        relative_size: parameters over those of the target.
+    """
+
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    relative_size: float | None
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    def document(self) -> dict[str, Any]:
+        """For --json."""
+        return {"fits": self.fits, **asdict(self)}
+
+
+def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
+    """Compare vocabularies, sizes and context lengths."""
+    problems, notes = [], []
+    mismatch = _vocabulary_problem(draft, target)
+    if mismatch:
+        problems.append(mismatch)
+    share = _relative_size(draft, target)
+    if share is not None and share >= 1:
+        problems.append(
+            f"it has {share:.2f} times the parameters of the target, so drafting costs more than "
+            "it can save; choose a smaller one"
+        )
+    elif share is not None and share > _LARGE:
+        notes.append(
+            f"it has {share:.0%} of the target's parameters, which is much for a drafter: keep "
+            "num_speculative_tokens small"
+        )
+    ours, theirs = draft.config.max_position_embeddings, target.config.max_position_embeddings
+    if ours < theirs:
+        notes.append(
+            f"it reads {ours} tokens and the target {theirs}: longer requests run without drafts "
+            f"beyond {ours}"
+        )
+    return Fit(tuple(problems), tuple(notes), share)
+
+
+def _vocabulary_problem(draft: CheckpointFacts, target: CheckpointFacts) -> str | None:
+    from slipstream.speculative.vocabulary import require_same_vocabulary
+
+    try:
+        require_same_vocabulary(
+            target.checkpoint.path,
+            target.config.vocab_size,
+            draft.checkpoint.path,
+            draft.config.vocab_size,
+        )
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _relative_size(draft: CheckpointFacts, target: CheckpointFacts) -> float | None:
+    if draft.num_parameters is None or target.num_parameters is None:
+        return None
+    return draft.num_parameters / target.num_parameters

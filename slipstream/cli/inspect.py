@@ -1,0 +1,91 @@
+"""`slipstream inspect`: what is this checkpoint, and does it fit that target?"""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from slipstream.cli.checkpoint_facts import BLOCK_SIZE, CheckpointFacts, read_facts
+from slipstream.cli.drafter_fit import Fit, check_fit
+from slipstream.cli.errors import FAILED
+from slipstream.cli.run_flags import DebugFlag
+from slipstream.cli.terminal import QUIET_STYLE, stdout_console
+
+
+def inspect(
+    *,
+    path: Annotated[str, typer.Argument(help="A local directory, a hub name or a bundled demo.")],
+    target: Annotated[
+        str | None, typer.Option(help="Tell whether PATH can draft for this model.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Tell what a checkpoint is without loading its weights.
+
+    With --target the exit code is 1 when it does not fit as a drafter.
+    """
+    del debug  # its callback did the work
+    facts = read_facts(path)
+    fit = None if target is None else check_fit(facts, read_facts(target))
+    if as_json:
+        document = facts.document()
+        if fit is not None:
+            document["drafter"] = {"target": target, **fit.document()}
+        print(json.dumps(document, ensure_ascii=False, indent=2))
+    else:
+        _show(stdout_console(), facts, fit, str(target))
+    if fit is not None and not fit.fits:
+        raise typer.Exit(FAILED)
+
+
+def _show(console: Console, facts: CheckpointFacts, fit: Fit | None, target: str) -> None:
+    for name, value in _rows(facts.document()).items():
+        console.print(Text.assemble((f"{name:17}", QUIET_STYLE), value), soft_wrap=True)
+    if fit is None:
+        return
+    console.print(f"\n{'fits' if fit.fits else 'does not fit'} {target} as a drafter", style="bold")
+    for line in (*fit.problems, *fit.notes):
+        console.print(f"- {line}", soft_wrap=True)
+
+
+def _rows(facts: dict[str, Any]) -> dict[str, str]:
+    """What `--json` tells, in words."""
+    yes_no = {True: "yes", False: "no"}
+    number, size = facts["num_parameters"], facts["num_bytes"]
+    weights = "no weights" if number is None else f"{_short(number)} ({_bytes(size)})"
+    heads, kv_heads = facts["num_heads"], facts["num_kv_heads"]
+    per_token, per_block = facts["kv_bytes_per_token"], facts["kv_bytes_per_block"]
+    eos = ", ".join(map(str, facts["eos_token_ids"])) or "none"
+    return {
+        "path": facts["path"],
+        "architecture": facts["architecture"],
+        "parameters": weights,
+        "dtype": facts["dtype"],
+        "layers": str(facts["num_layers"]),
+        "hidden size": f"{facts['hidden_size']}, feed-forward {facts['intermediate_size']}",
+        "heads": f"{heads} of {facts['head_dim']}, {kv_heads} for keys and values",
+        "vocabulary": f"{facts['vocab_size']} tokens",
+        "context": f"{facts['max_position_embeddings']} tokens",
+        "tied embeddings": yes_no[facts["tie_word_embeddings"]],
+        "EOS ids": eos,
+        "chat template": yes_no[facts["has_chat_template"]],
+        "KV cache": f"{_bytes(per_token)} a token, {_bytes(per_block)} a block of {BLOCK_SIZE}",
+        "kernels here": facts["kernels"],
+    }
+
+
+def _short(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
+def _bytes(number: int) -> str:
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if number >= 1 << shift:
+            return f"{number / (1 << shift):.2f} {unit}"
+    return f"{number} bytes"

@@ -1,0 +1,101 @@
+"""Loading a model under the eyes of a user."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from slipstream.cli.terminal import stderr_console
+from slipstream.core.config import EngineConfig
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+    from slipstream.engine.resolve import Resolved
+    from slipstream.models.loading import Progress as Report
+
+
+def open_llm(config: EngineConfig, verbose: bool) -> tuple["LLM", float]:
+    """The engine and the seconds that it took to load."""
+    console = stderr_console()
+    _log_to(console, verbose)
+    from slipstream.engine.llm import LLM
+
+    began = perf_counter()
+    with Bars(console) as bars:
+        llm = LLM(progress_bar=bars.bar, **vars(config))
+    seconds = perf_counter() - began
+    if verbose:
+        console.print(resolved_table(llm.engine.resolved))
+    return llm, seconds
+
+
+class Bars:
+    """One bar per model that is being loaded; they leave no trace."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("loading {task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> "Bars":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def bar(self, name: str, size: int) -> AbstractContextManager["Report"]:
+        """A bar of `size` bytes."""
+        return self._bar(name, size)
+
+    @contextmanager
+    def _bar(self, name: str, size: int) -> Iterator["Report"]:
+        task = self._progress.add_task(name, total=size)
+        yield lambda count: self._progress.advance(task, count)
+
+
+def resolved_table(resolved: "Resolved") -> Table:
+    """The engine's numbers, and why they are what they are where they were derived."""
+    limits = resolved.limits
+    rows = {
+        "device": str(resolved.device),
+        "dtype": str(resolved.dtype).removeprefix("torch."),
+        "method": resolved.method or "plain decoding",
+        "num_speculative_tokens": str(limits.num_speculative_tokens),
+        "max_model_len": str(limits.max_model_len),
+        "drafter_max_model_len": str(limits.drafter_max_model_len),
+        "max_num_seqs": str(limits.max_num_seqs),
+        "max_num_batched_tokens": str(limits.max_num_batched_tokens),
+        "num_kv_blocks": str(resolved.num_blocks),
+        "seed": str(resolved.seed),
+    }
+    reasons = {name: (value, why) for name, value, why in resolved.reasons}
+    table = Table(box=None, pad_edge=False)
+    for heading in ("option", "value", "why"):
+        table.add_column(heading)
+    for name, value in rows.items():
+        table.add_row(name, *reasons.pop(name, (value, "")))
+    for name, (value, why) in reasons.items():
+        table.add_row(name, value, why)
+    return table
+
+
+def _log_to(console: Console, verbose: bool) -> None:
+    logger = logging.getLogger("slipstream")
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    handler = RichHandler(console=console, show_time=False, show_path=False)
+    # The table tells what was derived, and in better order.
+    handler.addFilter(lambda record: record.module != "resolve")
+    logger.handlers = [handler]

@@ -1,0 +1,141 @@
+"""The text of one sample as a terminal shows it: in colours, line after line."""
+
+from typing import TYPE_CHECKING
+
+from rich.cells import chop_cells
+from rich.text import Text
+
+from slipstream.cli.terminal import ACCEPTED_STYLE, QUIET_STYLE
+from slipstream.core.outputs import CompletionOutput
+from slipstream.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.models.tokenizer import Tokenizer
+
+_TAB = 8
+_PROMPT_LINES = 12
+
+# A model's text must not steer the terminal: control characters become their pictures.
+_VISIBLE = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+}
+
+
+class TokenColours:
+    """Which characters of a sample's text came from accepted draft tokens.
+
+    A character belongs to the token that completed it.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", params: SamplingParams) -> None:
+        from slipstream.engine.detokenizer import Detokenizer
+
+        # Stop strings are left to the engine: its text is the one that is shown.
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, (), False, 0)
+        self._num_tokens = 0
+        self.drafted: list[tuple[int, int]] = []  # [start, end) of characters, ascending
+
+    def take(self, sample: CompletionOutput) -> None:
+        """Take in the tokens since the last time."""
+        for index in range(self._num_tokens, len(sample.token_ids)):
+            start = len(self._detokenizer.text)
+            self._detokenizer.push(sample.token_ids[index])
+            end = len(self._detokenizer.text)
+            if sample.from_draft[index] and end > start:
+                self._note(start, end)
+        self._num_tokens = len(sample.token_ids)
+
+    def forget(self, before: int) -> None:
+        """Drop what lies before this character."""
+        self.drafted = [span for span in self.drafted if span[1] > before]
+
+    def _note(self, start: int, end: int) -> None:
+        if self.drafted and self.drafted[-1][1] == start:
+            start, _ = self.drafted.pop()
+        self.drafted.append((start, end))
+
+
+class Page:
+    """Prompt and answer as one text, handed out in lines that are done and a last one that is not.
+
+    Args:
+        prompt: shown quietly before the answer, its last lines only; may be empty.
+        held_back: characters at the end that a stop string may still take away.
+    """
+
+    def __init__(self, colours: TokenColours, prompt: str, held_back: int) -> None:
+        self._colours, self._held_back = colours, held_back
+        self._prompt = _last_lines(prompt)
+        self._text = self._prompt
+        self._done = 0
+
+    def take(self, sample: CompletionOutput) -> None:
+        """Take in a later snapshot of the sample."""
+        self._colours.take(sample)
+        self._text = self._prompt + sample.text
+
+    def take_lines(self) -> Text | None:
+        """The lines that were completed since the last time."""
+        end = self._text.rfind("\n", self._done, max(self._done, len(self._text) - self._held_back))
+        if end < 0:
+            return None
+        lines = self._styled(self._done, end)
+        self._settle(end + 1)
+        return lines
+
+    def rows(self, width: int) -> list[Text]:
+        """What is not handed out yet, cut where a terminal of this width would break it."""
+        return [
+            row
+            for line in self._styled(self._done, len(self._text)).split("\n", allow_blank=True)
+            for row in _folded(line, width)
+        ]
+
+    def take_rows(self, width: int, count: int) -> Text | None:
+        """The first `count` rows of the rest as one line that fills them exactly."""
+        if "\n" in self._text[self._done :] or "\t" in self._text[self._done :]:
+            return None  # rows and characters do not correspond, and such a rest is never long
+        pieces = chop_cells(self._text[self._done :].translate(_VISIBLE), width)
+        end = self._done + sum(map(len, pieces[:count]))
+        line = self._styled(self._done, end)
+        self._settle(end)
+        return line
+
+    def take_rest(self) -> Text | None:
+        """Everything that is left; nothing more will come."""
+        rest = self._styled(self._done, len(self._text)) if self._done < len(self._text) else None
+        self._settle(len(self._text))
+        return rest
+
+    def _settle(self, end: int) -> None:
+        self._done = end
+        self._colours.forget(end - len(self._prompt))
+
+    def _styled(self, start: int, end: int) -> Text:
+        text = Text(self._text[start:end].translate(_VISIBLE), tab_size=_TAB)
+        offset = len(self._prompt)
+        if start < offset:
+            text.stylize(QUIET_STYLE, 0, offset - start)
+        for begin, stop in self._colours.drafted:
+            if stop + offset > start and begin + offset < end:
+                text.stylize(ACCEPTED_STYLE, max(begin + offset - start, 0), stop + offset - start)
+        return text
+
+
+def _last_lines(prompt: str) -> str:
+    lines = prompt.split("\n")
+    if len(lines) <= _PROMPT_LINES:
+        return prompt
+    return "\n".join(["…", *lines[-_PROMPT_LINES:]])
+
+
+def _folded(line: Text, width: int) -> list[Text]:
+    line = line.copy()
+    line.expand_tabs(_TAB)
+    offsets, end = [], 0
+    for piece in chop_cells(line.plain, width)[:-1]:
+        end += len(piece)
+        offsets.append(end)
+    return list(line.divide(offsets))

@@ -1,0 +1,72 @@
+"""How fast it goes and how well the drafter guesses, in one line."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from slipstream.core.outputs import RequestMetrics
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+    from slipstream.engine.metrics import EngineMetrics
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the engine did while this command (or this answer) was running."""
+
+    num_tokens: int
+    seconds: float
+    speculation: RequestMetrics
+    time_shares: Mapping[str, float]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def line(self) -> str:
+        """`42.0 tokens/s · AL 3.21 · accepted 0.85 0.71 0.60 · draft 31% target 60% rest 9%`."""
+        parts = [f"{self.tokens_per_second:.1f} tokens/s"]
+        if self.speculation.num_drafts:
+            shares = " ".join(f"{share:.2f}" for share in self.speculation.acceptance_per_position)
+            parts += [f"AL {self.speculation.acceptance_length:.2f}", f"accepted {shares}"]
+        if any(self.time_shares.values()):
+            times = self.time_shares
+            parts.append(
+                f"draft {times['draft']:.0%} target {times['target']:.0%} rest {times['rest']:.0%}"
+            )
+        return " · ".join(parts)
+
+    def summary(self) -> str:
+        """The same once it is over."""
+        return f"{self.num_tokens} tokens in {self.seconds:.2f} s · {self.line()}"
+
+
+class Meter:
+    """Reads an engine's totals relative to the moment when it was made."""
+
+    def __init__(self, llm: "LLM") -> None:
+        self._llm, self._before, self._began = llm, deepcopy(llm.metrics), perf_counter()
+
+    def read(self, num_tokens: int) -> Status:
+        """The status, `num_tokens` having been written."""
+        gained = _difference(self._llm.metrics, self._before)
+        return Status(
+            num_tokens, perf_counter() - self._began, gained.speculation, gained.time_shares
+        )
+
+
+def _difference(now: "EngineMetrics", before: "EngineMetrics") -> "EngineMetrics":
+    gained = deepcopy(now)
+    for field in fields(gained):
+        if field.name != "speculation":
+            setattr(gained, field.name, getattr(now, field.name) - getattr(before, field.name))
+    old, new = before.speculation, gained.speculation
+    new.num_drafts -= old.num_drafts
+    new.num_draft_tokens -= old.num_draft_tokens
+    new.num_accepted_tokens -= old.num_accepted_tokens
+    for position, count in enumerate(old.num_accepted_tokens_per_pos):
+        new.num_accepted_tokens_per_pos[position] -= count
+    return gained

@@ -1,0 +1,153 @@
+"""The ways in which a command shows a text while it is written."""
+
+import sys
+from collections.abc import Callable
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.rule import Rule
+from rich.text import Text
+
+from slipstream.cli.page import Page, TokenColours
+from slipstream.cli.status import Status
+from slipstream.cli.terminal import QUIET_STYLE
+from slipstream.core.outputs import CompletionOutput
+from slipstream.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.models.tokenizer import Tokenizer
+
+_REDRAW_SECONDS = 1 / 12  # often enough to look alive, seldom enough to cost nothing
+_STATUS_ROWS = 3
+
+
+class View(Protocol):
+    """Shows one text after another."""
+
+    def begin(self, heading: str | None, prompt: str) -> None:
+        """A new text is about to come."""
+
+    def show(self, sample: CompletionOutput, status: Callable[[], Status]) -> None:
+        """The text so far."""
+
+    def end(self) -> None:
+        """The text is complete, or nothing more of it will come."""
+
+
+class NoView:
+    """Shows nothing."""
+
+    def begin(self, heading: str | None, prompt: str) -> None:
+        """Nothing to prepare."""
+
+    def show(self, sample: CompletionOutput, status: Callable[[], Status]) -> None:
+        """Nothing to see."""
+
+    def end(self) -> None:
+        """Nothing to finish."""
+
+
+class PlainView:
+    """Writes the text and nothing else; for pipes and files."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._held_back = held_back(params)
+        self._written, self._text = 0, ""
+        self._first = True
+
+    def begin(self, heading: str | None, prompt: str) -> None:
+        if heading is not None:
+            print("" if self._first else "\n", f"== {heading} ==", sep="")
+        self._written, self._text, self._first = 0, "", False
+
+    def show(self, sample: CompletionOutput, status: Callable[[], Status]) -> None:
+        self._text = sample.text
+        self._write(len(self._text) - self._held_back)
+
+    def end(self) -> None:
+        self._write(len(self._text))
+        print(flush=True)
+
+    def _write(self, end: int) -> None:
+        if end > self._written:
+            sys.stdout.write(self._text[self._written : end])
+            sys.stdout.flush()
+            self._written = end
+
+
+class LiveView:
+    """Writes lines into the scrollback as they are completed; the last one and the status follow.
+
+    So a redraw costs the same however long the text is, and the text stays when all is over.
+    """
+
+    def __init__(self, console: Console, tokenizer: "Tokenizer", params: SamplingParams) -> None:
+        self._console, self._tokenizer, self._params = console, tokenizer, params
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._page: Page | None = None
+        self._next_draw = 0.0
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+        self._live.stop()
+
+    def begin(self, heading: str | None, prompt: str) -> None:
+        if heading is not None:
+            self._console.print(Rule(Text(heading), style=QUIET_STYLE))
+        colours = TokenColours(self._tokenizer, self._params)
+        self._page = Page(colours, prompt, held_back(self._params))
+        self._draw(self._page, "")
+
+    def show(self, sample: CompletionOutput, status: Callable[[], Status]) -> None:
+        page = self._page
+        finished = sample.finish_reason is not None
+        if page is None or (perf_counter() < self._next_draw and not finished):
+            # What is skipped here comes with the next drawing, or with the end.
+            return
+        page.take(sample)
+        self._draw(page, status().line())
+        self._next_draw = perf_counter() + _REDRAW_SECONDS
+
+    def end(self) -> None:
+        if self._page is not None:
+            self._live.update(Group())
+            self._scroll(self._page.take_rest())
+            self._live.refresh()
+            self._page = None
+
+    def _draw(self, page: Page, status: str) -> None:
+        width = self._console.width
+        room = max(self._console.height - _STATUS_ROWS, 1)
+        done = page.take_lines()
+        rows = page.rows(width)
+        surplus = page.take_rows(width, len(rows) - room) if len(rows) > room else None
+        line = Text(status, style=QUIET_STYLE, no_wrap=True)
+        line.truncate(width, overflow="ellipsis")
+        self._live.update(Group(*rows[-room:], Text(""), line))
+        for text in (done, surplus):
+            self._scroll(text)
+        self._live.refresh()
+
+    def _scroll(self, text: Text | None) -> None:
+        """Print above the live part; the terminal breaks long lines, so they can be copied."""
+        if text is not None:
+            self._console.print(text, soft_wrap=True)
+
+
+def held_back(params: SamplingParams) -> int:
+    """How many characters at the end of a text a stop string may still take away."""
+    if params.include_stop_str_in_output:
+        return 0
+    return max((len(stop) - 1 for stop in params.stop_strings), default=0)

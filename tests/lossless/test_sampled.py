@@ -1,0 +1,145 @@
+"""Sampled output through the whole engine has exactly the target's distribution.
+
+The big samples run at the verifier (test_verifier_distribution.py); here the engine's own parts are
+in play: positions and steps that key the noise, catch-up of the drafter, penalties across steps.
+"""
+
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from slipstream import LLM, SamplingParams
+from tests.checkpoints import write_qwen3
+
+VOCAB = 6
+PROMPT = [1, 4, 2, 4, 2]
+SAMPLES = 3000
+LENGTH = 4
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,  # else the last token itself is far too likely
+}
+Distribution = dict[tuple[int, ...], float]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A target and a draft, its first layer, that disagree now and then."""
+    target = write_qwen3(tmp_path_factory.mktemp("target"), seed=3, **SHAPE)
+    draft = write_qwen3(tmp_path_factory.mktemp("draft"), seed=3, keep_layers=1, **SHAPE)
+    return str(target), str(draft)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"drafter": None},
+    "draft_model": {"drafter": "draft"},
+    "greedy_drafts": {"drafter": "draft", "draft_sample_method": "greedy"},
+    "ngram": {"drafter": "ngram"},
+    "truncated": {"drafter": "draft", "params": {"temperature": 0.7, "top_p": 0.9}},
+    "penalties": {
+        "drafter": "draft",
+        "params": {"frequency_penalty": 0.7, "presence_penalty": 0.3, "logit_bias": {2: 0.8}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sampled_output_has_the_targets_distribution(name: str, pair: tuple[str, str]) -> None:
+    case = CASES[name]
+    params: dict[str, Any] = {"temperature": 1.0, **case.get("params", {})}
+    exact = exact_distribution(pair[0], params)
+    drawn = draw(pair, case, params)
+    for places in ((0, 1), (1, 2), (2, 3)):
+        assert p_value(drawn, exact, places) > 0.001, places
+
+
+def test_the_statistic_sees_a_wrong_distribution(pair: tuple[str, str]) -> None:
+    exact = exact_distribution(pair[0], {"temperature": 1.0})
+    drawn = draw(pair, CASES["draft_model"], {"temperature": 0.8})
+    assert p_value(drawn, exact, (1, 2)) < 1e-6
+
+
+def draw(
+    pair: tuple[str, str], case: dict[str, Any], params: dict[str, Any]
+) -> Counter[tuple[int, ...]]:
+    """How often each output came, over requests with different seeds."""
+    target, draft = pair
+    speculative = {
+        None: None,
+        "draft": {"model": draft},
+        "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
+    }[case["drafter"]]
+    if speculative is not None:
+        speculative["num_speculative_tokens"] = 2
+        if "draft_sample_method" in case:
+            speculative["draft_sample_method"] = case["draft_sample_method"]
+    llm = LLM(target, speculative_config=speculative, skip_tokenizer_init=True, num_kv_blocks=300)
+    sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True, **params)
+    outputs = llm.generate([{"prompt_token_ids": PROMPT}] * SAMPLES, sampling)
+    if speculative is not None:
+        assert sum(output.metrics.num_accepted_tokens for output in outputs) > SAMPLES / 10
+    return Counter(tuple(output.outputs[0].token_ids) for output in outputs)
+
+
+def exact_distribution(target: str, params: dict[str, Any]) -> Distribution:
+    """The probability of every output, by plain forward passes and NumPy."""
+    llm = LLM(target, skip_tokenizer_init=True, num_kv_blocks=2000)
+    prefixes = [p for size in range(LENGTH) for p in product(range(VOCAB), repeat=size)]
+    outputs = llm.generate(
+        [{"prompt_token_ids": [*PROMPT, *prefix]} for prefix in prefixes],
+        SamplingParams(temperature=0, max_tokens=1, logprobs=VOCAB),
+    )
+    rows: dict[tuple[int, ...], np.ndarray] = {}
+    for prefix, output in zip(prefixes, outputs, strict=True):
+        logprobs = output.outputs[0].logprobs
+        assert logprobs is not None
+        logits = np.array([logprobs[0][token].logprob for token in range(VOCAB)])
+        rows[prefix] = processed(logits, prefix, params)
+    return {
+        text: float(np.prod([rows[text[:i]][text[i]] for i in range(LENGTH)]))
+        for text in product(range(VOCAB), repeat=LENGTH)
+    }
+
+
+def processed(logits: np.ndarray, output: tuple[int, ...], params: dict[str, Any]) -> np.ndarray:
+    """One row's distribution, written independently of the engine."""
+    logits = logits.copy()
+    counts = Counter(output)
+    for token, count in counts.items():
+        logits[token] -= params.get("frequency_penalty", 0.0) * count
+        logits[token] -= params.get("presence_penalty", 0.0)
+    for token, bias in params.get("logit_bias", {}).items():
+        logits[token] += bias
+    weights = np.exp((logits - logits.max()) / params["temperature"])
+    weights /= weights.sum()
+    order = np.argsort(-weights)
+    before = np.cumsum(weights[order]) - weights[order]
+    weights[order[before >= params.get("top_p", 1.0)]] = 0.0
+    return weights / weights.sum()
+
+
+def p_value(drawn: Counter[tuple[int, ...]], exact: Distribution, places: tuple[int, int]) -> float:
+    """Chi-square of the pairs of tokens at two places; rare pairs are counted together."""
+    observed: Counter[tuple[int, ...]] = Counter()
+    expected: Counter[tuple[int, ...]] = Counter()
+    for text, count in drawn.items():
+        observed[tuple(text[place] for place in places)] += count
+    for text, probability in exact.items():
+        expected[tuple(text[place] for place in places)] += probability * SAMPLES
+    assert all(expected[pair] > 0 for pair in observed), "a token of probability 0 came out"
+    common = [pair for pair, count in expected.items() if count >= 5]
+    rest = SAMPLES - sum(expected[pair] for pair in common)
+    columns = [(observed[pair], expected[pair]) for pair in common]
+    if rest > 1:
+        columns.append((SAMPLES - sum(observed[pair] for pair in common), rest))
+    seen, wanted = zip(*columns, strict=True)
+    return float(chisquare(seen, np.array(wanted) * sum(seen) / sum(wanted)).pvalue)

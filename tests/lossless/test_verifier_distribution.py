@@ -1,0 +1,412 @@
+"""What leaves the verifier has exactly the target's distribution, within a step and across steps.
+
+Target and drafter are tables: logits of the next token given the last one. A loop like the
+engine's drafts, verifies and commits for thousands of requests at once; the counts of what came
+out are compared (chi-square) with the exact distribution, which an oracle in numpy works out from
+the table and the sampling parameters. The same statistics must find verifiers that are broken.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.sampling import verification
+from slipstream.sampling.noise import Purpose, derive_seed, gumbel
+from slipstream.sampling.rows import SampleRows
+from slipstream.sampling.state import SamplingState
+
+VOCAB = 8
+LENGTH = 3  # output tokens that are looked at
+NUM_REQUESTS = 8192  # at once
+NUM_ROUNDS = 25  # with other seeds: 204,800 samples
+PROMPT = (2, 5)
+LEAST_EXPECTED = 5.0  # cells that expect less are taken together
+
+Floats = npt.NDArray[np.float64]
+Alter = Callable[[Tensor, Tensor], Tensor]
+
+
+def tables() -> tuple[Tensor, Tensor]:
+    """Target and drafter, [last token, next token] float32: alike, but far from equal."""
+    generator = torch.Generator().manual_seed(11)
+    target = torch.randn(VOCAB, VOCAB, generator=generator) * 1.2
+    return target, target * 0.6 + torch.randn(VOCAB, VOCAB, generator=generator) * 0.7
+
+
+TARGET, DRAFT = tables()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to sample and to draft."""
+
+    num_draft_tokens: int
+    params: dict[str, Any] = field(default_factory=dict)
+    one_hot: bool = False
+    ragged: bool = False  # a request's draft is as long as its number says, 0 to K
+    fp64: bool = False
+    alter: Alter | None = None  # changes draft tokens behind the verifier's back
+
+    def lengths(self) -> list[int]:
+        k = self.num_draft_tokens
+        return [index % (k + 1) if self.ragged else k for index in range(NUM_REQUESTS)]
+
+
+# The exact distribution
+
+
+def oracle(logits: Floats, params: SamplingParams, context: Sequence[int]) -> Floats:
+    """[V], what a token behind `context` (prompt and output) is sampled from."""
+    logits = logits.copy()
+    counts = Counter(context[len(PROMPT) :])
+    for token in set(context):
+        factor = params.repetition_penalty
+        logits[token] *= 1 / factor if logits[token] > 0 else factor
+    for token, count in counts.items():
+        logits[token] -= params.presence_penalty + params.frequency_penalty * count
+    for token, bias in (params.logit_bias or {}).items():
+        logits[token] += bias
+    p = np.exp((logits - logits.max()) / params.temperature)
+    p[p < params.min_p] = 0  # here the largest is still 1
+    if params.top_k > 0:
+        p[p < np.sort(p)[-params.top_k]] = 0
+    ordered = np.sort(p)[::-1]
+    reached = np.cumsum(ordered) >= np.float64(np.float32(params.top_p)) * p.sum()
+    if params.top_p < 1:
+        p[p < ordered[np.argmax(reached)]] = 0
+    return p / p.sum()
+
+
+def exact_conditionals(params: SamplingParams, length: int) -> list[Floats]:
+    """For n = 0..length: [V] * n + [V], the next token given the first n."""
+    found = []
+    for n in range(length + 1):
+        table = np.zeros([VOCAB] * (n + 1))
+        for prefix in product(range(VOCAB), repeat=n):
+            context = (*PROMPT, *prefix)
+            table[prefix] = oracle(TARGET[context[-1]].double().numpy(), params, context)
+        found.append(table)
+    return found
+
+
+# The loop
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What came out.
+
+    Attributes:
+        tokens: [M, LENGTH] int64, the first output tokens.
+        first_step: [M] int64, how many tokens the first step gave.
+        after: [M, 1 + K + 1] int64: the tokens of the first step, and behind them the one that the
+            second step began with.
+        accepted: how many first draft tokens were accepted, of `drafted`.
+    """
+
+    tokens: Tensor
+    first_step: Tensor
+    after: Tensor
+    accepted: int
+    drafted: int
+
+
+def requests(params: dict[str, Any]) -> SamplingState:
+    state = SamplingState(NUM_REQUESTS, VOCAB, "cpu")
+    chosen = SamplingParams(**params)
+    for slot in range(NUM_REQUESTS):
+        request = Request(str(slot), list(PROMPT), chosen, 0, frozenset(), 100, 3, slot)
+        state.admit(slot, request)
+    return state
+
+
+def restart(state: SamplingState, number: int) -> None:
+    """The same requests again, with other seeds."""
+    seeds = [derive_seed(number, 1 + slot) for slot in range(NUM_REQUESTS)]
+    state.seeds.copy_(torch.tensor(np.array(seeds, dtype=np.uint64).view(np.int64)))
+    state.steps.zero_()
+    state.num_output_tokens.zero_()
+    if state.output_counts is not None:
+        state.output_counts.zero_()
+
+
+def propose(
+    case: Case, state: SamplingState, last: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Draft tokens [R, K] and their probabilities [R, K, V]."""
+    slots = torch.arange(NUM_REQUESTS)
+    tokens: list[Tensor] = []
+    probs: list[Tensor] = []
+    for index in range(case.num_draft_tokens):
+        logits = DRAFT[tokens[-1] if tokens else last]
+        picked, q = verification.sample_draft(
+            logits,
+            slots,
+            range(NUM_REQUESTS),
+            positions + index,
+            state,
+            VOCAB,
+            greedy_only=case.one_hot,
+        )
+        if q is not None:
+            probs.append(q)
+        tokens.append(case.alter(picked, logits) if case.alter else picked)
+    if not tokens:
+        return slots.new_empty(NUM_REQUESTS, 0), None
+    return torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None
+
+
+def step(case: Case, state: SamplingState, last: Tensor, positions: Tensor) -> verification.Verdict:
+    drafted, probs = propose(case, state, last, positions)
+    rows = SampleRows.build(
+        range(NUM_REQUESTS),
+        positions,
+        drafted,
+        case.lengths(),
+        [case.one_hot] * NUM_REQUESTS,
+        probs,
+        "cpu",
+    )
+    behind = torch.cat((last.unsqueeze(1), drafted), 1)[rows.request, rows.offset]
+    verdict = verification.verify(TARGET[behind], rows, state, use_fp64_gumbel=case.fp64)
+    state.commit(rows.slots, verdict.token_ids, verdict.num_tokens)
+    return verdict
+
+
+def run_round(case: Case, state: SamplingState) -> Emitted:
+    slots = torch.arange(NUM_REQUESTS)
+    width = case.num_draft_tokens + 1
+    tokens = torch.full((NUM_REQUESTS, LENGTH + 2 * width), -1)
+    length = torch.zeros(NUM_REQUESTS, dtype=torch.int64)
+    last = torch.full((NUM_REQUESTS,), PROMPT[-1])
+    verdicts = []
+    while len(verdicts) < 2 or int(length.min()) < LENGTH:
+        verdict = step(case, state, last, length + len(PROMPT))
+        # A request far ahead of the slowest one writes in the last columns, which nobody reads.
+        places = length.unsqueeze(1) + torch.arange(width)
+        tokens.scatter_(1, places.clamp_max(tokens.shape[1] - 1), verdict.token_ids)
+        last = verdict.token_ids[slots, verdict.num_tokens - 1]
+        length += verdict.num_tokens
+        verdicts.append(verdict)
+    drafted = torch.tensor(case.lengths()) > 0
+    return Emitted(
+        tokens=tokens[:, :LENGTH],
+        first_step=verdicts[0].num_tokens,
+        after=tokens[:, : width + 1],
+        accepted=int((verdicts[0].num_accepted > 0).sum()),
+        drafted=int(drafted.sum()),
+    )
+
+
+def run(case: Case, num_rounds: int = NUM_ROUNDS) -> Emitted:
+    state = requests(case.params)
+    rounds = []
+    for number in range(num_rounds):
+        restart(state, number)
+        rounds.append(run_round(case, state))
+    return Emitted(
+        tokens=torch.cat([emitted.tokens for emitted in rounds]),
+        first_step=torch.cat([emitted.first_step for emitted in rounds]),
+        after=torch.cat([emitted.after for emitted in rounds]),
+        accepted=sum(emitted.accepted for emitted in rounds),
+        drafted=sum(emitted.drafted for emitted in rounds),
+    )
+
+
+# The statistics
+
+
+def chi_square(observed: Floats, expected: Floats) -> tuple[float, int]:
+    """(statistic, degrees of freedom) of counts whose total was given."""
+    assert observed.sum() == pytest.approx(expected.sum())
+    # A token that has no probability came out: nothing else needs to be known.
+    if observed[expected == 0].any():
+        return float("inf"), 1
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    small = expected < LEAST_EXPECTED
+    if small.any():
+        observed = np.append(observed[~small], observed[small].sum())
+        expected = np.append(expected[~small], expected[small].sum())
+    return float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
+
+
+def counts(tokens: Tensor) -> Floats:
+    """[M, n] -> [V] * n, how often each n-tuple occurred."""
+    n = tokens.shape[1]
+    index = (tokens * VOCAB ** torch.arange(n - 1, -1, -1)).sum(-1)
+    found = torch.bincount(index, minlength=VOCAB**n).double().numpy()
+    return found.reshape([VOCAB] * n)
+
+
+def joint_p_values(emitted: Emitted, conditionals: list[Floats]) -> Iterator[float]:
+    """The first position alone, and pairs of consecutive positions."""
+    first = conditionals[0]
+    second = first[:, None] * conditionals[1]
+    third = second[:, :, None] * conditionals[2]
+    total = len(emitted.tokens)
+    for tokens, expected in (
+        (emitted.tokens[:, :1], first),
+        (emitted.tokens[:, :2], second),
+        (emitted.tokens[:, 1:3], third.sum(0)),
+    ):
+        yield float(stats.chi2.sf(*chi_square(counts(tokens).ravel(), expected.ravel() * total)))
+
+
+def across_p_value(emitted: Emitted, conditionals: list[Floats]) -> float:
+    """The first token of step 2 given all tokens of step 1, and given how many these are.
+
+    Given its past, each token has an exact distribution, so that counts by (tokens in step 1, its
+    last token, the token behind it) have exact expectations, whatever step 1 did.
+    """
+    statistic, freedom = 0.0, 0
+    for count in emitted.first_step.unique().tolist():
+        chosen = emitted.after[emitted.first_step == count][:, : count + 1]
+        found = counts(chosen)
+        expected = found.sum(-1, keepdims=True) * conditionals[count]
+        earlier = tuple(range(found.ndim - 2))  # all but the pair across the border
+        observed, expected = found.sum(earlier), expected.sum(earlier)
+        for last in range(VOCAB):
+            if observed[last].sum() < 50:
+                continue
+            part, degrees = chi_square(observed[last], expected[last])
+            statistic, freedom = statistic + part, freedom + degrees
+    return float(stats.chi2.sf(statistic, freedom))
+
+
+def p_values(case: Case, num_rounds: int = NUM_ROUNDS) -> tuple[list[float], Emitted]:
+    emitted = run(case, num_rounds)
+    params = SamplingParams(**case.params)
+    conditionals = exact_conditionals(params, max(LENGTH - 1, case.num_draft_tokens + 1))
+    values = [*joint_p_values(emitted, conditionals), across_p_value(emitted, conditionals)]
+    return values, emitted
+
+
+PENALTIES = {"presence_penalty": 0.6, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
+NUCLEUS = {"temperature": 0.7, "top_p": 0.9}
+BIAS = {"logit_bias": {1: 1.5, 4: -2.0, 6: -100.0}}
+
+CASES = {
+    "plain decoding": Case(0, NUCLEUS),
+    "temperature 1, K=1": Case(1),
+    "temperature 1, K=2": Case(2),
+    "temperature 1, K=3": Case(3),
+    "temperature 1, K=3, one-hot": Case(3, one_hot=True),
+    "temperature 1, K=3, ragged, fp64": Case(3, ragged=True, fp64=True),
+    "top_p, K=2": Case(2, NUCLEUS),
+    "top_p, K=2, one-hot": Case(2, NUCLEUS, one_hot=True),
+    "penalties, K=2": Case(2, PENALTIES),
+    "penalties, K=2, one-hot, ragged": Case(2, PENALTIES, one_hot=True, ragged=True),
+    "logit_bias, K=2": Case(2, BIAS),
+    "logit_bias, K=1, one-hot": Case(1, BIAS, one_hot=True),
+    "everything, K=2, ragged": Case(
+        2, {**PENALTIES, **BIAS, "temperature": 1.4, "top_k": 6, "min_p": 0.02}, ragged=True
+    ),
+}
+
+
+def acceptance(case: Case) -> float:
+    """The exact probability that a first draft token is accepted."""
+    params = SamplingParams(**case.params)
+    last = PROMPT[-1]
+    p = oracle(TARGET[last].double().numpy(), params, PROMPT)
+    draft = DRAFT[last].double().numpy()
+    if case.one_hot:
+        return float(p[draft.argmax()])
+    # The drafter applies temperature and truncation, but no processors.
+    names = ("temperature", "top_k", "top_p", "min_p")
+    truncated = SamplingParams(**{name: getattr(params, name) for name in names})
+    return float(np.minimum(p, oracle(draft, truncated, PROMPT)).sum())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lossless(name: str) -> None:
+    case = CASES[name]
+    values, emitted = p_values(case)
+    if emitted.drafted:  # to refuse every draft would be lossless too
+        rate = acceptance(case)
+        error = (rate * (1 - rate) / emitted.drafted) ** 0.5
+        assert emitted.accepted / emitted.drafted == pytest.approx(rate, abs=5 * error + 1e-9)
+    assert min(values) > 0.001, values
+
+
+# Verifiers that are broken
+
+
+def accept_always(monkeypatch: pytest.MonkeyPatch) -> Case:
+    monkeypatch.setattr(verification, "_is_accepted", lambda u, p, q: torch.ones_like(p) > 0)
+    return Case(1)
+
+
+def share_noise(monkeypatch: pytest.MonkeyPatch) -> Case:
+    """The residual is sampled with the noise that the draft token was sampled with."""
+
+    def shared(keys: Any, purpose: Any, vocab_size: int, fp64: bool = False) -> Tensor:
+        if isinstance(purpose, Tensor):
+            purpose = torch.where(purpose == Purpose.RESIDUAL, int(Purpose.DRAFT), purpose)
+        return gumbel(keys, purpose, vocab_size, fp64)
+
+    monkeypatch.setattr(verification, "_is_accepted", lambda u, p, q: u <= p / q)
+    monkeypatch.setattr(verification, "gumbel", shared)
+    return Case(1)
+
+
+def sample_target_after_refusal(monkeypatch: pytest.MonkeyPatch) -> Case:
+    monkeypatch.setattr(verification, "_residual", lambda target, draft, one_hot: target)
+    return Case(2)
+
+
+def sample_target_after_one_hot_refusal(monkeypatch: pytest.MonkeyPatch) -> Case:
+    monkeypatch.setattr(verification, "_residual", lambda target, draft, one_hot: target)
+    return Case(2, one_hot=True)
+
+
+def alter_the_draft(monkeypatch: pytest.MonkeyPatch) -> Case:
+    """The tokens are not samples of the stored q."""
+    return Case(2, alter=lambda tokens, logits: logits.argmax(-1))
+
+
+def draft_at_another_temperature(monkeypatch: pytest.MonkeyPatch) -> Case:
+    """The tokens are samples, of a distribution that is not quite the stored one."""
+    generator = torch.Generator().manual_seed(0)
+
+    def resample(tokens: Tensor, logits: Tensor) -> Tensor:
+        return torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator).squeeze(1)
+
+    return Case(1, alter=resample)
+
+
+def forget_the_drafted_prefix(monkeypatch: pytest.MonkeyPatch) -> Case:
+    monkeypatch.setattr(
+        "slipstream.sampling.logits._count_drafted_prefix", lambda counts, rows, index: None
+    )
+    return Case(2, PENALTIES)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        accept_always,
+        share_noise,
+        sample_target_after_refusal,
+        sample_target_after_one_hot_refusal,
+        alter_the_draft,
+        draft_at_another_temperature,
+        forget_the_drafted_prefix,
+    ],
+)
+def test_broken_verifiers_are_found(
+    monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], Case]
+) -> None:
+    values, _ = p_values(broken(monkeypatch))
+    assert min(values) < 1e-6, values

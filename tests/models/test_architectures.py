@@ -1,0 +1,580 @@
+"""Every architecture's config, read as transformers reads it: the networks that it builds tell."""
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from slipstream.core.errors import CheckpointError
+from slipstream.layers.rope import rope_table
+from slipstream.models.catalogue import ARCHITECTURES, read_decoder_config
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.decoder_config import DecoderConfig, InvalidSizesError, RopeConfig
+
+Json = dict[str, Any]
+
+TINY: Json = {
+    "vocab_size": 32,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+CLASSES: dict[str, Any] = {
+    "LlamaForCausalLM": transformers.LlamaForCausalLM,
+    "MistralForCausalLM": transformers.MistralForCausalLM,
+    "Qwen2ForCausalLM": transformers.Qwen2ForCausalLM,
+    "Qwen3ForCausalLM": transformers.Qwen3ForCausalLM,
+}
+LLAMA3: Json = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SLIDES = ["full_attention", "sliding_attention", "full_attention"]
+
+ROPES: list[Json] = [
+    {},
+    {"rope_theta": 500000},
+    {"rope_theta": 1e6, "rope_scaling": None},
+    {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2}},
+    {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 2.5}},
+    {"rope_theta": 1e6, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    {"rope_theta": 1e6, "rope_scaling": {"rope_type": "llama3", "type": "llama3", **LLAMA3}},
+    {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+    {"rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}},
+    {"rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3", **LLAMA3}},
+    {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+    {"rope_scaling": {"rope_theta": 1e6, "rope_type": "default"}, "rope_parameters": None},
+]
+VARIANTS: dict[str, list[Json]] = {
+    "LlamaForCausalLM": [
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"head_dim": 10},
+        {"num_key_value_heads": None},
+        {"num_key_value_heads": ...},
+        {"tie_word_embeddings": True},
+        {"rms_norm_eps": ..., "max_position_embeddings": ..., "hidden_act": ...},
+    ],
+    "MistralForCausalLM": [
+        {"sliding_window": None},
+        {"sliding_window": 8},
+        {"sliding_window": ...},
+        {"head_dim": 10},
+        {"head_dim": None},
+        {"num_attention_heads": 8, "num_key_value_heads": ..., "head_dim": 4},
+        {"rms_norm_eps": ..., "max_position_embeddings": ...},
+    ],
+    "Qwen2ForCausalLM": [
+        {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1},
+        {"use_sliding_window": True, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": SLIDES},
+        {"layer_types": ["full_attention"] * 3},
+        {"attention_bias": False},
+        {"head_dim": 10},
+        {"rms_norm_eps": ..., "max_position_embeddings": ...},
+    ],
+    "Qwen3ForCausalLM": [
+        {"attention_bias": True},
+        {"head_dim": 10},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": SLIDES},
+        {"tie_word_embeddings": True},
+        {"num_attention_heads": 32, "num_key_value_heads": ...},
+        {"rms_norm_eps": ..., "max_position_embeddings": ...},
+    ],
+}
+CASES = [
+    pytest.param(name, change, id=f"{name}-{json.dumps(change, default=lambda _: 'missing')}")
+    for name in CLASSES
+    for change in [*VARIANTS[name], *ROPES]
+]
+
+
+def tiny(architecture: str, **changes: Any) -> Json:
+    """A small config.json; a key changed to ... is left out."""
+    model_type = CLASSES[architecture].config_class.model_type
+    content = {**TINY, "architectures": [architecture], "model_type": model_type, **changes}
+    return {key: value for key, value in content.items() if value is not ...}
+
+
+def built_by_transformers(content: Json) -> DecoderConfig:
+    """What the network has that transformers builds from the same config.json."""
+    network_class = CLASSES[content["architectures"][0]]
+    config = network_class.config_class.from_dict(copy.deepcopy(content))
+    with torch.device("meta"):
+        network = network_class(config)
+    layers = network.model.layers
+    attention, mlp = layers[0].self_attn, layers[0].mlp
+    head_dim = attention.head_dim
+    return DecoderConfig(
+        architecture=network_class.__name__,
+        vocab_size=network.model.embed_tokens.weight.shape[0],
+        hidden_size=network.model.embed_tokens.weight.shape[1],
+        intermediate_size=mlp.up_proj.weight.shape[0],
+        num_layers=len(layers),
+        num_heads=attention.q_proj.weight.shape[0] // head_dim,
+        num_kv_heads=attention.k_proj.weight.shape[0] // head_dim,
+        head_dim=head_dim,
+        rms_norm_eps=network.model.norm.variance_epsilon,
+        rope=RopeConfig(theta=1.0),  # compared by its table
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=network.lm_head.weight is network.model.embed_tokens.weight
+        or config.tie_word_embeddings,
+        sliding_windows=tuple(window_of(layer, config) for layer in layers),
+        dtype=config.dtype or torch.float32,
+        qkv_bias=all_alike(attention.q_proj, attention.k_proj, attention.v_proj),
+        o_bias=all_alike(attention.o_proj),
+        mlp_bias=all_alike(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+        qk_norm=hasattr(attention, "q_norm"),
+    )
+
+
+def window_of(layer: Any, config: Any) -> int | None:
+    if config.model_type == "mistral":
+        return config.sliding_window
+    return getattr(layer.self_attn, "sliding_window", None)
+
+
+def all_alike(*projections: Any) -> bool:
+    (has_bias,) = {projection.bias is not None for projection in projections}
+    return has_bias
+
+
+def rotations(content: Json, head_dim: int) -> torch.Tensor:
+    """[positions, head_dim] of transformers: cosines, then sines."""
+    network_class = CLASSES[content["architectures"][0]]
+    config = network_class.config_class.from_dict(copy.deepcopy(content))
+    rotary = type(network_class(config).model.rotary_emb)(config)
+    cos, sin = rotary(torch.zeros(1), torch.arange(50)[None])
+    half = head_dim // 2
+    return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
+
+
+@pytest.mark.parametrize(("architecture", "change"), CASES)
+def test_the_network_is_the_one_that_transformers_builds(architecture: str, change: Json) -> None:
+    content = tiny(architecture, **change)
+    found = read_decoder_config(content)
+    assert replace(found, rope=RopeConfig(theta=1.0)) == built_by_transformers(content)
+    table = rope_table(found.head_dim, found.rope, 50, torch.device("cpu"))
+    torch.testing.assert_close(table, rotations(content, found.head_dim), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_diff", [True, False])
+@pytest.mark.parametrize("architecture", CLASSES)
+def test_what_transformers_saves_can_be_read(architecture: str, use_diff: bool) -> None:
+    content = tiny(architecture, dtype="bfloat16", rope_theta=1e6)
+    config = CLASSES[architecture].config_class.from_dict(copy.deepcopy(content))
+    saved = json.loads(config.to_json_string(use_diff=use_diff))
+    assert read_decoder_config(saved) == read_decoder_config(content)
+
+
+@pytest.mark.parametrize("architecture", CLASSES)
+def test_old_and_new_spellings_read_the_same(architecture: str) -> None:
+    old = tiny(
+        architecture,
+        torch_dtype="bfloat16",
+        rope_theta=1e6,
+        rope_scaling={"type": "llama3", **LLAMA3},
+    )
+    new = tiny(
+        architecture,
+        dtype="bfloat16",
+        rope_parameters={"rope_type": "llama3", "rope_theta": 1e6, **LLAMA3},
+        layer_types=None,
+    )
+    assert read_decoder_config(old) == read_decoder_config(new)
+
+
+def test_llama3_scaling_falls_back_on_the_context_length() -> None:
+    scaling = {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": None}
+    config = read_decoder_config(tiny("LlamaForCausalLM", rope_scaling=scaling))
+    assert config.rope.original_max_position_embeddings == 64
+
+
+# What is refused
+
+UNSUPPORTED: list[tuple[str, Any]] = [
+    ("hidden_act", "gelu"),
+    ("model_type", "other"),
+    ("is_encoder_decoder", True),
+    ("partial_rotary_factor", 0.5),
+    ("rope_scaling", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
+    ("rope_scaling", {"type": "dynamic", "factor": 4.0}),
+    ("rope_scaling", {"type": "longrope", "factor": 4.0}),
+    ("rope_parameters", {"rope_type": "yarn", "factor": 4.0}),
+    ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
+    ("rope_parameters", {"rope_type": "default", "mrope_section": [1, 2]}),
+    ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
+    ("rope_scaling", {"type": "linear"}),
+    ("rope_scaling", {"type": "llama3", "factor": 8.0}),
+    ("rope_scaling", {"rope_type": "linear", "type": "llama3", "factor": 8.0}),
+    ("dtype", "float8_e4m3fn"),
+    ("torch_dtype", "int8"),
+    ("quantization_config", {"quant_method": "awq"}),
+    ("attn_logit_softcapping", 50.0),
+    ("final_logit_softcapping", 30.0),
+    ("logit_scale", 0.0625),
+    ("logits_scaling", 8.0),
+    ("embedding_multiplier", 12.0),
+    ("residual_multiplier", 0.22),
+    ("query_pre_attn_scalar", 256),
+    ("num_experts", 8),
+    ("num_local_experts", 8),
+    ("use_qk_norm", True),
+    ("attention_sinks", True),
+    ("num_nextn_predict_layers", 1),
+    ("per_layer_config", {"0": {"num_key_value_heads": 1}}),
+    ("layer_types", ["linear_attention"] * 3),
+    ("layer_types", ["full_attention"] * 2),
+    ("layer_types", "full_attention"),
+]
+
+
+@pytest.mark.parametrize("architecture", CLASSES)
+@pytest.mark.parametrize(("key", "value"), UNSUPPORTED)
+def test_other_maths_are_refused_by_name(architecture: str, key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf'^config\.json: "{key}["\.]'):
+        read_decoder_config(tiny(architecture, **{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "changes"),
+    [
+        ("LlamaForCausalLM", "sliding_window", {"sliding_window": 8}),
+        ("LlamaForCausalLM", "layer_types", {"layer_types": SLIDES}),
+        ("MistralForCausalLM", "attention_bias", {"attention_bias": True}),
+        ("MistralForCausalLM", "mlp_bias", {"mlp_bias": True}),
+        ("MistralForCausalLM", "layer_types", {"sliding_window": 8, "layer_types": SLIDES}),
+        ("MistralForCausalLM", "layer_types", {"layer_types": ["full_attention"] * 3}),
+        ("Qwen2ForCausalLM", "mlp_bias", {"mlp_bias": True}),
+        ("Qwen2ForCausalLM", "use_mrope", {"use_mrope": True}),
+        ("Qwen2ForCausalLM", "layer_types", {"sliding_window": 8, "layer_types": SLIDES}),
+        (
+            "Qwen3ForCausalLM",
+            "layer_types",
+            {"use_sliding_window": True, "sliding_window": None, "layer_types": SLIDES},
+        ),
+        ("Qwen3ForCausalLM", "mlp_bias", {"mlp_bias": True}),
+        ("Qwen3ForCausalLM", "use_sliding_window", {"use_sliding_window": "yes"}),
+    ],
+)
+def test_what_one_architecture_has_not(architecture: str, key: str, changes: Json) -> None:
+    with pytest.raises(CheckpointError, match=f'"{key}"'):
+        read_decoder_config(tiny(architecture, **changes))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    ],
+)
+@pytest.mark.parametrize("architecture", CLASSES)
+def test_sizes_are_needed_and_sane(architecture: str, key: str) -> None:
+    with pytest.raises(CheckpointError, match=f'"{key}" is missing'):
+        read_decoder_config(tiny(architecture, **{key: ...}))
+    with pytest.raises(CheckpointError, match=f'"{key}" must be an integer'):
+        read_decoder_config(tiny(architecture, **{key: "24"}))
+    for value in (0, -4):
+        with pytest.raises(CheckpointError, match="must be"):
+            read_decoder_config(tiny(architecture, **{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 3}, r'"num_attention_heads" \(4\) must be a multiple of'),
+        ({"num_key_value_heads": 0}, '"num_key_value_heads" must be above 0'),
+        ({"hidden_size": 26}, r'"hidden_size" \(26\) must be a multiple of num_attention_heads'),
+        ({"head_dim": 5}, '"head_dim" must be even'),
+        ({"head_dim": 0}, '"head_dim" must be above 0'),
+        ({"rms_norm_eps": 0.0}, '"rms_norm_eps" must be above 0'),
+        ({"rms_norm_eps": float("nan")}, '"rms_norm_eps" must be above 0'),
+        ({"rope_theta": float("inf")}, '"rope_theta" must be above 0'),
+        ({"rope_theta": -1.0}, '"rope_theta" must be above 0'),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, '"factor" must be above 0'),
+        (
+            {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
+            '"high_freq_factor" .* must be above "low_freq_factor"',
+        ),
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "default"},
+            },
+            '"rope_scaling" and "rope_parameters" say different things',
+        ),
+        ({"architectures": None}, '"architectures" must name one architecture'),
+        ({"architectures": ["a", "b"]}, '"architectures" must name one architecture'),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "names GPT2LMHeadModel; supported are LlamaForCausalLM, Mistral.*, Qwen2.*, Qwen3",
+        ),
+        ({"architectures": [["x"]]}, '"architectures"'),
+    ],
+)
+def test_contradictions(changes: Json, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_decoder_config(tiny("LlamaForCausalLM", **changes))
+    assert str(caught.value).startswith("config.json: ")
+
+
+def test_windows_are_positive() -> None:
+    with pytest.raises(CheckpointError, match='"sliding_window" must be above 0'):
+        read_decoder_config(tiny("MistralForCausalLM", sliding_window=0))
+
+
+def test_a_decoder_config_checks_its_windows() -> None:
+    config = read_decoder_config(tiny("LlamaForCausalLM"))
+    with pytest.raises(InvalidSizesError, match="2 layer types"):
+        replace(config, sliding_windows=(None, None))
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_without_a_dtype_the_weights_tell(tmp_path: Path, stored: torch.dtype) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny("LlamaForCausalLM")))
+    assert read_decoder_config(Checkpoint(tmp_path)).dtype == torch.float32  # no weights yet
+    save_file(
+        {"a": torch.ones(8, dtype=stored), "b": torch.ones(1)}, tmp_path / "model.safetensors"
+    )
+    assert read_decoder_config(Checkpoint(tmp_path)).dtype == stored
+
+
+def test_messages_name_the_file(tmp_path: Path) -> None:
+    content = tiny("LlamaForCausalLM", num_key_value_heads=3)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError) as caught:
+        read_decoder_config(Checkpoint(tmp_path))
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+
+
+def test_the_catalogue_is_complete() -> None:
+    assert set(ARCHITECTURES) == set(CLASSES)
+
+
+# Published checkpoints: their whole config.json
+
+LLAMA31_8B: Json = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+LLAMA32_1B: Json = {
+    **LLAMA31_8B,
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "rope_scaling": {**LLAMA31_8B["rope_scaling"], "factor": 32.0},
+    "tie_word_embeddings": True,
+}
+QWEN25_7B: Json = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.1",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+QWEN25_05B: Json = {
+    **QWEN25_7B,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_window_layers": 21,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+QWEN3_8B: Json = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_06B: Json = {
+    **QWEN3_8B,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "tie_word_embeddings": True,
+}
+MISTRAL_7B: Json = {
+    "architectures": ["MistralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32768,
+}
+MISTRAL_NEMO: Json = {
+    **MISTRAL_7B,
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "max_position_embeddings": 131072,
+    "num_hidden_layers": 40,
+    "vocab_size": 131072,
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (LLAMA31_8B, (4096, 14336, 32, 32, 8, 128, 128256, 500000.0, "llama3", 8.0, False)),
+        (LLAMA32_1B, (2048, 8192, 16, 32, 8, 64, 128256, 500000.0, "llama3", 32.0, True)),
+        (QWEN25_05B, (896, 4864, 24, 14, 2, 64, 151936, 1e6, "default", 1.0, True)),
+        (QWEN25_7B, (3584, 18944, 28, 28, 4, 128, 152064, 1e6, "default", 1.0, False)),
+        (QWEN3_06B, (1024, 3072, 28, 16, 8, 128, 151936, 1e6, "default", 1.0, True)),
+        (QWEN3_8B, (4096, 12288, 36, 32, 8, 128, 151936, 1e6, "default", 1.0, False)),
+        (MISTRAL_7B, (4096, 14336, 32, 32, 8, 128, 32768, 1e6, "default", 1.0, False)),
+        (MISTRAL_NEMO, (5120, 14336, 40, 32, 8, 128, 131072, 1e6, "default", 1.0, False)),
+    ],
+)
+def test_published_configs(content: Json, expected: tuple[Any, ...]) -> None:
+    config = read_decoder_config(content)
+    assert (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_layers,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.vocab_size,
+        config.rope.theta,
+        config.rope.kind,
+        config.rope.factor,
+        config.tie_word_embeddings,
+    ) == expected
+    name = content["architectures"][0]
+    assert (config.qkv_bias, config.o_bias) == (name == "Qwen2ForCausalLM", False)
+    assert config.qk_norm == (name == "Qwen3ForCausalLM")
+    assert set(config.sliding_windows) == {None}
+    assert config.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("content", [LLAMA31_8B, QWEN25_7B, QWEN3_8B, MISTRAL_7B])
+def test_published_configs_saved_anew(content: Json) -> None:
+    network_class = CLASSES[content["architectures"][0]]
+    config = network_class.config_class.from_dict(copy.deepcopy(content))
+    saved = json.loads(config.to_json_string())
+    assert "rope_parameters" in saved
+    assert read_decoder_config(saved) == read_decoder_config(content)
+
+
+def test_a_drafter_may_take_keys_of_its_own_before() -> None:
+    from slipstream.models import catalogue
+
+    reader = ConfigReader(tiny("LlamaForCausalLM", pard_token=5), "config.json")
+    assert reader.take("pard_token", int) == 5
+    catalogue.decoder_config(reader)
+    reader.finish()
