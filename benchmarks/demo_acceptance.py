@@ -1,0 +1,114 @@
+"""How far the demo draft's guesses get on text that no demo model saw, and that nothing changes.
+
+    python -m benchmarks.demo_acceptance [--dtype bfloat16] [--prompts 80] [-k 4]
+
+For every drafter it runs the shipped held-out prompts greedily and at temperature 1, and prints
+AL, acceptance per position, tokens/s and the ratio to plain decoding in the same run. Greedy
+outputs are compared with plain ones; where one differs, the gap between the two largest logits at
+the first difference is printed (in bf16 two tokens can tie). The last line is one JSON document.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from slipstream import LLM, RequestOutput, SamplingParams
+
+HELD_OUT = Path(__file__).parent.parent / "slipstream" / "demo" / "prompts" / "held_out.jsonl"
+WHOLE_DRAFTS = 25  # behind the first token, so that AL is not lowered by a last draft cut short
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cli.add_argument("--dtype", default="bfloat16")
+    cli.add_argument("--prompts", type=int, default=80)
+    cli.add_argument("-k", type=int, default=4)
+    cli.add_argument("--batch", type=int, default=8)
+    options = cli.parse_args()
+    drafters: dict[str, dict[str, Any]] = {
+        "demo/draft": {"model": "demo/draft"},
+        "ngram": {"method": "ngram"},
+        "demo (itself)": {"model": "demo"},
+    }
+    rows = []
+    for temperature in (0.0, 1.0):
+        plain, plain_rate = _run(None, temperature, options)
+        print(f"temperature {temperature:g}: plain {plain_rate:.0f} tokens/s")
+        for name, config in drafters.items():
+            config = {**config, "num_speculative_tokens": options.k}
+            outputs, rate = _run(config, temperature, options)
+            row = _row(name, temperature, outputs, rate / plain_rate)
+            if temperature == 0:
+                row["differing"] = _differences(plain, outputs)
+            rows.append(row)
+            print(f"  {json.dumps(row)}")
+    print(json.dumps({"dtype": options.dtype, "k": options.k, "rows": rows}))
+
+
+def _run(
+    config: dict[str, Any] | None, temperature: float, options: argparse.Namespace
+) -> tuple[list[RequestOutput], float]:
+    """The outputs, and output tokens per second."""
+    llm = LLM(
+        "demo",
+        speculative_config=config,
+        dtype=options.dtype,
+        max_num_seqs=options.batch,
+        enable_prefix_caching=False,
+    )
+    entries = [json.loads(line) for line in HELD_OUT.read_text().splitlines()][: options.prompts]
+    max_tokens = 1 + WHOLE_DRAFTS * (options.k + 1)
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, logprobs=1)
+    texts = [entry for entry in entries if "prompt" in entry]
+    chats = [entry["messages"] for entry in entries if "messages" in entry]
+    began = time.perf_counter()
+    outputs = llm.generate([entry["prompt"] for entry in texts], params)
+    outputs += llm.chat(chats, params) if chats else []
+    seconds = time.perf_counter() - began
+    return outputs, sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
+
+
+def _row(
+    name: str, temperature: float, outputs: list[RequestOutput], ratio: float
+) -> dict[str, Any]:
+    metrics = [output.metrics for output in outputs]
+    drafts = sum(m.num_drafts for m in metrics)
+    width = max(len(m.num_accepted_tokens_per_pos) for m in metrics)
+    per_position = [
+        sum((*m.num_accepted_tokens_per_pos, *[0] * width)[place] for m in metrics) / drafts
+        for place in range(width)
+    ]
+    return {
+        "drafter": name,
+        "temperature": temperature,
+        "AL": round(1 + sum(m.num_accepted_tokens for m in metrics) / drafts, 3),
+        "per_position": [round(share, 3) for share in per_position],
+        "times_plain": round(ratio, 2),
+    }
+
+
+def _differences(plain: list[RequestOutput], drafted: list[RequestOutput]) -> list[dict[str, Any]]:
+    """Each output that is not the plain one, with the gap of the two best tokens where it parts."""
+    found = []
+    for expected, output in zip(plain, drafted, strict=True):
+        ours, theirs = output.outputs[0].token_ids, expected.outputs[0].token_ids
+        if list(ours) == list(theirs):
+            continue
+        place = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+        logprobs = expected.outputs[0].logprobs
+        assert logprobs is not None
+        other = output.outputs[0].logprobs
+        assert other is not None
+        gap = logprobs[place][theirs[place]].logprob - max(
+            c.logprob for token, c in other[place].items() if token == ours[place]
+        )
+        found.append({"request": output.request_id, "place": place, "gap": round(gap, 5)})
+    return found
+
+
+if __name__ == "__main__":
+    main()
