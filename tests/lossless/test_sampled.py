@@ -6,7 +6,6 @@ in play: positions and steps that key the noise, catch-up of the drafter, penalt
 
 from collections import Counter
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np

@@ -1,0 +1,52 @@
+"""Running command lines in this process."""
+
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from slipstream.cli.errors import run
+from slipstream.cli.main import app
+from tests.cli.fake_llm import FakeLLM
+
+
+@dataclass
+class Ran:
+    """What a command line did."""
+
+    code: int
+    out: str
+    err: str
+
+
+class _Input(io.TextIOWrapper):
+    """A stand-in for stdin without a file behind it."""
+
+
+CommandLine = Callable[..., Ran]
+
+
+@pytest.fixture
+def slipstream(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> CommandLine:
+    """Runs `slipstream ARGUMENTS` with `stdin` piped in (None: a terminal, or none at all)."""
+
+    def call(*arguments: str, stdin: bytes | None = None) -> Ran:
+        piped = None if stdin is None else _Input(io.BytesIO(stdin), encoding="utf-8")
+        monkeypatch.setattr(sys, "stdin", piped)
+        capfd.readouterr()
+        code = run(app, arguments)
+        sys.stdout.flush()
+        captured = capfd.readouterr()
+        return Ran(code, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
+    """Commands get a `FakeLLM`; `fake_llm.made` has those of this test."""
+    monkeypatch.setattr("slipstream.engine.llm.LLM", FakeLLM)
+    monkeypatch.setattr(FakeLLM, "made", [])
+    return FakeLLM

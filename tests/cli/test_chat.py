@@ -1,0 +1,140 @@
+"""Conversations."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from slipstream.cli.interrupt import interrupt_noted
+from slipstream.core.outputs import RequestOutput
+from tests.cli.conftest import CommandLine
+from tests.cli.fake_llm import ByteTokenizer, FakeLLM
+
+
+@pytest.fixture(autouse=True)
+def short_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLLM, "reply", "a reply")
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | BaseException) -> None:
+    """What a person types, Ctrl-D at the end."""
+    left = iter(lines)
+
+    def read(_: str = "") -> str:
+        line = next(left, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+
+
+def said(fake_llm: type[FakeLLM]) -> list[list[str]]:
+    """The messages of each conversation that was sent, as role initial and content."""
+    return [
+        [f"{message['role'][0]}:{message['content']}" for message in conversation]
+        for conversation in fake_llm.made[-1].conversations
+    ]
+
+
+def test_each_line_of_a_pipe_is_a_message(slipstream: CommandLine, fake_llm: type[FakeLLM]) -> None:
+    ran = slipstream("chat", "--system", "be brief", stdin=b"hello\n\n/help\n")
+    assert ran.code == 0
+    assert ran.out == "a reply\na reply\n"
+    assert said(fake_llm) == [
+        ["s:be brief", "u:hello"],
+        ["s:be brief", "u:hello", "a:a reply", "u:/help"],
+    ]
+    assert ran.err.count("tokens/s") == 2
+
+
+def test_a_status_counts_its_own_answer_only(
+    slipstream: CommandLine, fake_llm: type[FakeLLM]
+) -> None:
+    ran = slipstream("chat", stdin=b"one\ntwo\n")
+    for line in ran.err.splitlines():
+        assert line.startswith("7 tokens in")
+        assert "AL 4.00 · accepted 1.00 1.00 1.00 0.00" in line
+
+
+def test_a_refused_message_is_dropped_and_the_talk_goes_on(
+    slipstream: CommandLine, fake_llm: type[FakeLLM]
+) -> None:
+    ran = slipstream("chat", stdin=b"hello\n" + b"x" * 50 + b"\nbye\n")
+    assert ran.code == 2
+    assert "max_model_len" in ran.err
+    assert said(fake_llm)[-1] == ["u:hello", "a:a reply", "u:bye"]
+
+
+def test_invalid_utf8_names_the_byte(slipstream: CommandLine, fake_llm: type[FakeLLM]) -> None:
+    ran = slipstream("chat", stdin=b"hello\nab\xff\n")
+    assert ran.code == 2
+    assert "byte 8" in ran.err
+
+
+def test_commands(
+    slipstream: CommandLine, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed(monkeypatch, "hi", "/help", " ", "/clear", "/etc/hosts, what is it?", "/exit", "never")
+    ran = slipstream("chat")
+    assert ran.code == 0
+    assert "/clear" in ran.out
+    assert said(fake_llm) == [["u:hi"], ["u:/etc/hosts, what is it?"]]
+
+
+def test_ctrl_c_at_the_prompt_stays_and_ctrl_d_leaves(
+    slipstream: CommandLine, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed(monkeypatch, KeyboardInterrupt(), "hi", "y" * 50)
+    ran = slipstream("chat")
+    assert ran.code == 0
+    assert said(fake_llm)[0] == ["u:hi"]
+    assert "max_model_len" in ran.err
+
+
+def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(
+    slipstream: CommandLine, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_run = FakeLLM._run
+
+    def interrupted_run(self: FakeLLM, *arguments: object) -> Iterator[RequestOutput]:
+        for output in plain_run(self, *arguments):
+            if len(self.conversations) == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield output
+
+    monkeypatch.setattr(FakeLLM, "_run", interrupted_run)
+    typed(monkeypatch, "hi", "go on")
+    ran = slipstream("chat")
+    assert ran.code == 0
+    assert fake_llm.made[-1].aborted == ["0"]
+    assert said(fake_llm)[1] == ["u:hi", "a:a rep", "u:go on"]
+
+
+def test_a_second_ctrl_c_interrupts() -> None:
+    with interrupt_noted() as interrupted:
+        assert not interrupted()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_model_without_chat_template_is_told_at_once(
+    slipstream: CommandLine, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "settings", {})
+    ran = slipstream("chat", stdin=b"hi\n")
+    assert ran.code == 2
+    assert "chat template" in ran.err
+    assert said(fake_llm) == []
+
+
+def test_the_demo_chats(slipstream: CommandLine) -> None:
+    line = ["chat", "--max-tokens", "8", "--temperature", "0", "--max-model-len", "64"]
+    ran = slipstream(*line, stdin=b"Add numbers.\n" + b"much too long " * 30 + b"\nAnd now?\n")
+    assert ran.code == 2
+    assert "max_model_len" in ran.err
+    assert ran.err.count("tokens/s") == 2

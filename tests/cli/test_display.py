@@ -1,0 +1,214 @@
+"""What a terminal shows while a text is written."""
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from slipstream.cli.page import Page, TokenColours
+from slipstream.cli.play import Player
+from slipstream.cli.status import Meter
+from slipstream.cli.views import LiveView, held_back
+from slipstream.core.outputs import CompletionOutput
+from slipstream.core.sampling_params import SamplingParams
+from tests.cli.fake_llm import ByteTokenizer, FakeLLM
+
+PARAMS = SamplingParams(max_tokens=500)
+
+
+def sample(text: str, drafted: str = "", reason: str | None = None) -> CompletionOutput:
+    """One byte a token; `drafted` has a d for each that a drafter guessed."""
+    ids = list(text.encode())
+    return CompletionOutput(
+        index=0,
+        text=text,
+        token_ids=ids,
+        cumulative_logprob=None,
+        logprobs=None,
+        from_draft=[mark == "d" for mark in drafted.ljust(len(ids))],
+        finish_reason=reason,
+        stop_reason=None,
+    )
+
+
+def page(prompt: str = "", held: int = 0) -> Page:
+    return Page(TokenColours(ByteTokenizer(), PARAMS), prompt, held)
+
+
+def green(text: Text | None) -> str:
+    """The accepted characters, the others as dots."""
+    assert text is not None
+    marks = ["."] * len(text.plain)
+    for span in text.spans:
+        if "green" in str(span.style):
+            marks[span.start : span.end] = text.plain[span.start : span.end]
+    return "".join(marks)
+
+
+def test_accepted_tokens_are_coloured() -> None:
+    shown = page()
+    shown.take(sample("abc", "d d"))
+    assert green(shown.rows(80)[0]) == "a.c"
+    shown.take(sample("abcdef", "d ddd"))
+    assert green(shown.take_rest()) == "a.cde."
+
+
+def test_a_character_belongs_to_the_token_that_completes_it() -> None:
+    shown = page()
+    shown.take(sample("ä€b", "d  d d"))
+    assert green(shown.take_rest()) == "..b"
+    shown = page()
+    shown.take(sample("ä€b", " d  d"))
+    assert green(shown.take_rest()) == "ä€."
+
+
+def test_lines_are_handed_out_once_and_colours_stay_in_place() -> None:
+    shown = page(prompt="say: ")
+    shown.take(sample("one\ntw", "dddddd"))
+    lines = shown.take_lines()
+    assert lines is not None
+    assert lines.plain == "say: one"
+    assert green(lines) == ".....one"
+    assert shown.take_lines() is None
+    shown.take(sample("one\ntwo\nthree", "dddddd"))
+    assert green(shown.take_lines()) == "tw."
+    assert green(shown.take_rest()) == "....."
+    assert shown.take_rest() is None
+
+
+def test_a_stop_string_can_take_back_what_is_held() -> None:
+    params = SamplingParams(stop=("b\nc", "x"))
+    assert held_back(params) == 2
+    assert held_back(SamplingParams(stop="abc", include_stop_str_in_output=True)) == 0
+    shown = page(held=2)
+    shown.take(sample("ab\n"))
+    assert shown.take_lines() is None
+    shown.take(sample("a", reason="stop"))
+    rest = shown.take_rest()
+    assert rest is not None
+    assert rest.plain == "a"
+
+
+def test_control_characters_cannot_steer_the_terminal() -> None:
+    shown = page()
+    shown.take(sample("\x1b[31mred\x07\r\x9b[bold]\x7f"))
+    rest = shown.take_rest()
+    assert rest is not None
+    assert rest.plain == "␛[31mred␇␍\ufffd[bold]␡"
+
+
+def test_rows_are_cut_where_the_terminal_breaks_them() -> None:
+    shown = page()
+    shown.take(sample("abcdefg"))
+    assert [row.plain for row in shown.rows(3)] == ["abc", "def", "g"]
+    first = shown.take_rows(3, 2)
+    assert first is not None
+    assert first.plain == "abcdef"
+    assert [row.plain for row in shown.rows(3)] == ["g"]
+    shown = page()
+    shown.take(sample("日本語"))
+    assert [row.plain for row in shown.rows(4)] == ["日本", "語"]
+
+
+def test_only_the_end_of_a_long_prompt_is_shown() -> None:
+    rows = page(prompt="\n".join(map(str, range(100)))).rows(10)
+    assert [row.plain for row in rows] == ["…", *map(str, range(88, 100))]
+
+
+@pytest.fixture
+def terminal() -> Console:
+    return Console(
+        file=io.StringIO(),
+        force_terminal=True,
+        width=40,
+        height=10,
+        color_system=None,
+        markup=False,
+    )
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_live_view_leaves_the_text_in_the_scrollback(terminal: Console) -> None:
+    llm = FakeLLM(seed=0)
+    reply = "\n".join(f"line {number} [bold] :smile:" for number in range(30)) + "\nend"
+    llm.reply = reply
+    with LiveView(terminal, llm.tokenizer, PARAMS) as view:
+        player = Player(["p>", "q>"], 1, view, Meter(llm))
+        player.play(llm.stream(["p>", "q>"], SamplingParams(max_tokens=None)))
+    screen = Screen()
+    screen.feed(written(terminal))
+    text = screen.text()
+    for prompt, number in (("p>", 1), ("q>", 2)):
+        assert prompt + reply in text
+        assert f"prompt {number} of 2" in text
+    assert "tokens/s" not in text  # the status line is gone; the caller prints a summary
+
+
+def test_a_line_longer_than_the_screen(terminal: Console) -> None:
+    llm = FakeLLM(seed=0)
+    llm.reply = "abcdefghij" * 100
+    with LiveView(terminal, llm.tokenizer, PARAMS) as view:
+        view.begin(None, "")
+        for length in range(5, 1001, 5):
+            view._next_draw = 0.0  # draw every time
+            view.show(sample(llm.reply[:length]), lambda: Meter(llm).read(1))
+    screen = Screen()
+    screen.feed(written(terminal))
+    assert screen.text().replace("\n", "").strip() == llm.reply
+
+
+def test_an_interrupted_view_keeps_what_it_showed(terminal: Console) -> None:
+    llm = FakeLLM(seed=0)
+
+    def interrupted() -> None:
+        with LiveView(terminal, llm.tokenizer, PARAMS) as view:
+            view.begin(None, "")
+            view.show(sample("begun, not"), lambda: Meter(llm).read(1))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    screen = Screen()
+    screen.feed(written(terminal))
+    assert screen.text().strip() == "begun, not"
+
+
+class Screen:
+    """Enough of a terminal to replay what a live display writes."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = [""]
+        self._row = 0
+
+    def feed(self, output: str) -> None:
+        place = 0
+        while place < len(output):
+            if output.startswith("\x1b[", place):
+                end = next(i for i in range(place + 2, len(output)) if output[i].isalpha())
+                self._control(output[place + 2 : end], output[end])
+                place = end + 1
+                continue
+            self._write(output[place])
+            place += 1
+
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self._lines)
+
+    def _control(self, argument: str, kind: str) -> None:
+        if kind == "A":
+            self._row -= int(argument or 1)
+        elif kind == "K":
+            self._lines[self._row] = ""
+
+    def _write(self, character: str) -> None:
+        if character == "\n":
+            self._row += 1
+            if self._row == len(self._lines):
+                self._lines.append("")
+        elif character != "\r":
+            self._lines[self._row] += character

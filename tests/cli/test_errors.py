@@ -1,0 +1,170 @@
+"""Exit codes, and what goes to stderr."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.core.errors import CheckpointError
+from tests.cli.conftest import CommandLine
+from tests.cli.fake_llm import FakeLLM
+
+
+def break_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(FakeLLM, "stream", fail)
+
+
+def test_a_broken_checkpoint_is_exit_code_1(
+    slipstream: CommandLine, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_with(monkeypatch, CheckpointError("the file is broken; mend it"))
+    ran = slipstream("generate", "--prompt", "x")
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err == "slipstream: the file is broken; mend it\n"
+
+
+def test_an_unexpected_error_is_one_sentence(
+    slipstream: CommandLine, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_with(monkeypatch, RuntimeError("boom"))
+    ran = slipstream("generate", "--prompt", "x")
+    assert ran.code == 1
+    assert ran.err == (
+        "slipstream: internal error: RuntimeError: boom; run again with --debug for the traceback\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "line", [["--debug", "generate", "--prompt", "x"], ["generate", "--prompt", "x", "--debug"]]
+)
+def test_debug_shows_the_traceback(
+    slipstream: CommandLine,
+    fake_llm: type[FakeLLM],
+    monkeypatch: pytest.MonkeyPatch,
+    line: list[str],
+) -> None:
+    break_with(monkeypatch, RuntimeError("boom"))
+    ran = slipstream(*line)
+    assert ran.code == 1
+    assert "Traceback (most recent call last)" in ran.err
+    assert ran.err.endswith("internal error: RuntimeError: boom\n")
+
+
+def test_debug_does_not_outlive_its_run(
+    slipstream: CommandLine, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_with(monkeypatch, RuntimeError("boom"))
+    slipstream("generate", "--prompt", "x", "--debug")
+    assert "Traceback" not in slipstream("generate", "--prompt", "x").err
+
+
+def test_an_interrupt_is_exit_code_130(
+    slipstream: CommandLine, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_with(monkeypatch, KeyboardInterrupt())
+    ran = slipstream("generate", "--prompt", "x")
+    assert (ran.code, ran.err) == (130, "")
+
+
+def test_a_missing_model_directory(slipstream: CommandLine, tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere")
+    for command in (["generate", missing, "--prompt", "x"], ["inspect", missing]):
+        ran = slipstream(*command)
+        assert ran.code == 1
+        assert missing in ran.err
+        assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ('{"method": "ngram", "typo": 1}', "unknown key typo"),
+        ('{"method": "ngram", "num_speculative_tokens": -1}', "num_speculative_tokens"),
+        ('{"method": "telepathy"}', "telepathy"),
+        ("{}", "speculative_config needs method"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens"),
+    ],
+)
+def test_speculative_config_is_read_strictly(
+    slipstream: CommandLine, tiny_target: str, config: str, named: str
+) -> None:
+    ran = slipstream("generate", tiny_target, "--prompt", "x", "--speculative-config", config)
+    assert ran.code == 2
+    assert named in ran.err
+
+
+def test_a_negative_k(slipstream: CommandLine) -> None:
+    ran = slipstream("generate", "--prompt", "x", "-k", "-1")
+    assert ran.code == 2
+    assert "num_speculative_tokens" in ran.err
+
+
+def test_an_empty_prompt(slipstream: CommandLine) -> None:
+    ran = slipstream("generate", "--prompt", "")
+    assert ran.code == 2
+    assert "empty" in ran.err
+
+
+def test_a_prompt_beyond_the_context(slipstream: CommandLine) -> None:
+    ran = slipstream("generate", "--prompt", "x y " * 100, "--max-model-len", "50")
+    assert ran.code == 2
+    assert "max_model_len" in ran.err
+    assert ran.out == ""
+
+
+def test_version_and_bare_command(slipstream: CommandLine) -> None:
+    assert slipstream("--version").out == "slipstream 0.1.0\n"
+    bare = slipstream()
+    assert bare.code == 0
+    assert "generate" in bare.out
+
+
+def run_python(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, *arguments], input=stdin, capture_output=True, check=False, timeout=120
+    )
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys\n"
+        "from slipstream.cli.errors import run\n"
+        "from slipstream.cli.main import app\n"
+        "for line in (['--help'], ['generate', '--help'], ['generate', '--oops'], ['--version']):\n"
+        "    run(app, line)\n"
+        "heavy = {'torch', 'numpy', 'tokenizers', 'jinja2'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_the_process_leaves_with_the_exit_code() -> None:
+    done = run_python("-m", "slipstream", "generate", "--oops")
+    assert done.returncode == 2
+    assert done.stderr.decode().startswith("slipstream: No such option: --oops")
+
+
+def test_an_interrupted_process_says_nothing_more() -> None:
+    line = [sys.executable, "-m", "slipstream", "generate", "--ignore-eos", "--max-tokens", "2000"]
+    with subprocess.Popen(
+        [*line, "--prompt", "import os"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)  # it has begun to write
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        errors = process.stderr.read().decode()
+    assert process.returncode == 130
+    assert errors == ""

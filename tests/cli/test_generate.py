@@ -1,0 +1,120 @@
+"""What `generate` prints."""
+
+import json
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from tests.cli.conftest import CommandLine
+from tests.cli.fake_llm import FakeLLM
+
+SAMPLE_KEYS = {"text", "token_ids", "finish_reason", "stop_reason"}
+METRIC_KEYS = {
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_accepted_tokens_per_pos",
+    "acceptance_length",
+    "num_steps",
+    "num_cached_tokens",
+    "time_to_first_token_s",
+    "latency_s",
+    "tokens_per_s",
+}
+ENGINE_KEYS = {
+    "model",
+    "method",
+    "num_speculative_tokens",
+    "max_model_len",
+    "device",
+    "dtype",
+    "kernels",
+    "load_time_s",
+    "time_shares",
+}
+
+
+def test_a_pipe_gets_the_text_alone(slipstream: CommandLine, fake_llm: type[FakeLLM]) -> None:
+    ran = slipstream("generate", "--prompt", "x")
+    assert ran.out == FakeLLM.reply + "\n"
+    assert ran.err.count("\n") == 1
+    for part in ("28 tokens in", "tokens/s", "AL 4.00", "accepted 1.00 1.00 1.00 0.00"):
+        assert part in ran.err
+    assert "draft 25% target 75% rest 0%" in ran.err
+
+
+def test_several_prompts_come_in_order_under_headings(
+    slipstream: CommandLine, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeLLM, "reply", "text")
+    assert slipstream("generate", "--prompt", "x", "--prompt", "y").out == (
+        "== prompt 1 of 2 ==\ntext\n\n== prompt 2 of 2 ==\ntext\n"
+    )
+    assert slipstream("generate", "--prompt", "x", "-n", "2", "--temperature", "1").out == (
+        "== sample 1 of 2 ==\ntext\n\n== sample 2 of 2 ==\ntext\n"
+    )
+
+
+def test_json(slipstream: CommandLine, fake_llm: type[FakeLLM]) -> None:
+    ran = slipstream("generate", "--prompt", "x", "--prompt", "y", "--json")
+    assert (ran.code, ran.err) == (0, "")
+    document = json.loads(ran.out)
+    assert set(document) == {"outputs", "engine"}
+    assert set(document["engine"]) == ENGINE_KEYS
+    assert document["engine"]["dtype"] == "bfloat16"
+    assert document["engine"]["time_shares"] == {"draft": 0.25, "target": 0.75, "rest": 0.0}
+    assert [output["prompt"] for output in document["outputs"]] == ["x", "y"]
+    for output in document["outputs"]:
+        assert set(output) == {"prompt", "metrics"} | SAMPLE_KEYS
+        assert output["text"] == FakeLLM.reply
+        assert bytes(output["token_ids"]).decode() == FakeLLM.reply
+        assert output["finish_reason"] == "length"
+        metrics = output["metrics"]
+        assert set(metrics) == METRIC_KEYS
+        assert metrics["acceptance_length"] == 4.0
+        assert metrics["time_to_first_token_s"] == 0.5
+        assert metrics["tokens_per_s"] == len(output["token_ids"]) / 2.0
+
+
+def test_json_with_samples_and_logprobs(slipstream: CommandLine, fake_llm: type[FakeLLM]) -> None:
+    ran = slipstream(
+        "generate", "--prompt", "x", "--json", "-n", "2", "--logprobs", "1", "--max-tokens", "2"
+    )
+    output = json.loads(ran.out)["outputs"][0]
+    assert len(output["samples"]) == 2
+    for sample in output["samples"]:
+        assert set(sample) == SAMPLE_KEYS | {"logprobs", "cumulative_logprob"}
+    assert output["cumulative_logprob"] == -1.0
+    assert output["logprobs"][0] == [{"token_id": 72, "token": "H", "logprob": -0.5, "rank": 1}]
+    assert "prompt_logprobs" not in output
+    ran = slipstream("generate", "--prompt", "x", "--json", "--prompt-logprobs", "0")
+    assert json.loads(ran.out)["outputs"][0]["prompt_logprobs"] == [None]
+
+
+def test_verbose_shows_numbers_and_reasons(
+    slipstream: CommandLine, fake_llm: type[FakeLLM]
+) -> None:
+    ran = slipstream("generate", "--prompt", "x", "--verbose")
+    assert ran.out == FakeLLM.reply + "\n"
+    rows = [line.split() for line in ran.err.splitlines()]
+    assert ["num_kv_blocks", "8", "because"] in rows
+    assert ["async_scheduling", "False", "turns"] in rows
+    assert ["max_model_len", "64"] in rows
+
+
+def test_the_demo_speaks_the_same_with_and_without_its_draft(slipstream: CommandLine) -> None:
+    line = ["generate", "--prompt", "import os\n", "--max-tokens", "12", "--json"]
+    fast, plain = slipstream(*line), slipstream(*line, "--no-speculation")
+    fast_document, plain_document = json.loads(fast.out), json.loads(plain.out)
+    assert fast_document["outputs"][0]["text"] == plain_document["outputs"][0]["text"]
+    assert fast_document["outputs"][0]["metrics"]["num_drafts"] > 0
+    assert plain_document["outputs"][0]["metrics"]["num_drafts"] == 0
+    assert plain_document["engine"]["method"] is None
+
+
+def test_the_text_is_that_of_the_api(slipstream: CommandLine) -> None:
+    llm = LLM("demo")
+    params = SamplingParams(temperature=0, max_tokens=12, stop=("(",))
+    expected = llm.generate("def f", params)[0].outputs[0].text
+    ran = slipstream("generate", "--prompt", "def f", "--max-tokens", "12", "--stop", "(")
+    assert ran.out == expected + "\n"

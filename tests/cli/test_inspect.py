@@ -1,0 +1,92 @@
+"""`slipstream inspect`."""
+
+import json
+from pathlib import Path
+
+from tests.checkpoints import write_qwen3
+from tests.cli.conftest import CommandLine
+
+
+def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> None:
+    ran = slipstream("inspect", tiny_target, "--json")
+    assert ran.code == 0
+    document = json.loads(ran.out)
+    layer = 2 * 48 + 2 * 16 + 48 * (96 + 32 + 32 + 96) + 3 * 48 * 80
+    assert document == {
+        "path": tiny_target,
+        "architecture": "Qwen3ForCausalLM",
+        "num_parameters": 96 * 48 + 48 + 2 * layer,
+        "num_bytes": 4 * (96 * 48 + 48 + 2 * layer),
+        "dtype": "float32",
+        "num_layers": 2,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 96,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "eos_token_ids": [0],
+        "has_chat_template": False,
+        "kv_bytes_per_token": 2 * 2 * 2 * 16 * 4,
+        "kv_bytes_per_block": 16 * 2 * 2 * 2 * 16 * 4,
+        "kernels": document["kernels"],
+    }
+    words = slipstream("inspect", tiny_target).out
+    for part in ("Qwen3ForCausalLM", "512 bytes a token", "8.00 KiB a block of 16", "tied"):
+        assert part in words
+
+
+def test_a_config_alone_can_be_looked_at(slipstream: CommandLine, tmp_path: Path) -> None:
+    folder = write_qwen3(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    assert json.loads(slipstream("inspect", str(folder), "--json").out)["num_parameters"] is None
+    assert "no weights" in slipstream("inspect", str(folder)).out
+
+
+def test_the_bundled_draft_fits_the_demo(slipstream: CommandLine) -> None:
+    ran = slipstream("inspect", "demo/draft", "--target", "demo", "--json")
+    assert ran.code == 0
+    fit = json.loads(ran.out)["drafter"]
+    assert fit["fits"] is True
+    assert fit["target"] == "demo"
+    assert 0 < fit["relative_size"] < 0.25
+    assert "fits demo as a drafter" in slipstream("inspect", "demo/draft", "--target", "demo").out
+
+
+def test_a_target_does_not_fit_its_draft(slipstream: CommandLine) -> None:
+    ran = slipstream("inspect", "demo", "--target", "demo/draft")
+    assert ran.code == 1
+    assert "does not fit demo/draft" in ran.out
+    assert "parameters" in ran.out
+
+
+def test_another_vocabulary_does_not_fit(
+    slipstream: CommandLine, tiny_target: str, tmp_path: Path
+) -> None:
+    draft = str(write_qwen3(tmp_path / "draft", keep_layers=1, vocab_size=64))
+    ran = slipstream("inspect", draft, "--target", tiny_target, "--json")
+    assert ran.code == 1
+    fit = json.loads(ran.out)["drafter"]
+    assert fit["fits"] is False
+    assert "vocabulary" in fit["problems"][0]
+
+
+def test_a_large_drafter_of_short_context_gets_notes(
+    slipstream: CommandLine, tiny_target: str, tmp_path: Path
+) -> None:
+    draft = str(write_qwen3(tmp_path / "draft", keep_layers=1, max_position_embeddings=100))
+    ran = slipstream("inspect", draft, "--target", tiny_target, "--json")
+    assert ran.code == 0
+    notes = " ".join(json.loads(ran.out)["drafter"]["notes"])
+    assert "parameters" in notes
+    assert "beyond 100" in notes
+
+
+def test_an_unknown_architecture(slipstream: CommandLine, tmp_path: Path) -> None:
+    folder = write_qwen3(tmp_path / "model", architectures=["GPT9"])
+    ran = slipstream("inspect", str(folder))
+    assert ran.code == 1
+    assert "GPT9" in ran.err
+    assert ran.err.count("\n") == 1

@@ -1,0 +1,128 @@
+"""Every key of a speculative_config is honoured or refused, with the remedy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream import LLM, CheckpointError, SamplingParams, UsageError
+from slipstream.speculative.vocabulary import require_same_vocabulary
+from tests.checkpoints import write_qwen3
+
+
+def make(target: str, config: Any) -> LLM:
+    return LLM(target, speculative_config=config, skip_tokenizer_init=True, num_kv_blocks=16)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "needs method"),
+    ({"num_speculative_tokens": 3}, "needs method"),
+    ({"method": "teleport"}, "unknown method 'teleport'; known methods: draft_model, ngram"),
+    ({"method": "ngram", "num_speculative_tokens": -1}, "0 .plain decoding. or more, not -1"),
+    ({"method": "ngram", "num_speculative_tokens": True}, "must be an integer"),
+    ({"method": "ngram", "num_speculative_tokens": "auto"}, "must be an integer"),
+    ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "between 1 and"),
+    ({"method": "ngram", "prompt_lookup_max": 0}, "between 1 and"),
+    ({"method": "ngram", "model": "x"}, "leave it out"),
+    ({"method": "ngram", "max_model_len": 5}, "unknown key max_model_len for method ngram"),
+    ({"method": "draft_model"}, "needs model"),
+    ({"model": "DRAFT", "prompt_lookup_max": 3}, "unknown key prompt_lookup_max"),
+    ({"model": "DRAFT", "parallel_drafting": True}, "parallel_drafting=True is not supported"),
+    ({"model": "DRAFT", "draft_tensor_parallel_size": 2}, "not supported; a draft model runs"),
+    ({"model": "DRAFT", "draft_vocab_size": 32}, "draft_vocab_size=32 is not supported"),
+    ({"model": "DRAFT", "quantization": "fp8"}, "quantization='fp8' is not supported"),
+    ({"model": "DRAFT", "dtype": "int3"}, "dtype must be one of"),
+    ({"model": "DRAFT", "max_model_len": 0}, "max_model_len must be positive"),
+    ({"model": "DRAFT", "draft_sample_method": "best"}, "probabilistic or greedy"),
+    ({"model": "DRAFT", "rejection_sample_method": "block"}, "use rejection or standard"),
+    ({"model": "DRAFT", "enforce_eager": "yes"}, "true or false"),
+    ({"model": 3}, "model must be a string"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), WRONG, ids=[str(case[0]) for case in WRONG])
+def test_a_wrong_key_or_value_is_refused(
+    config: dict[str, Any], message: str, tiny_target: str, tiny_draft: str
+) -> None:
+    config = {key: tiny_draft if value == "DRAFT" else value for key, value in config.items()}
+    with pytest.raises(UsageError, match=message):
+        make(tiny_target, config)
+
+
+def test_hyphens_equal_underscores(tiny_target: str, tiny_draft: str) -> None:
+    llm = make(
+        tiny_target,
+        {
+            "model": tiny_draft,
+            "method": "draft_model",
+            "num-speculative-tokens": 2,
+            "max-model-len": 100,
+            "rejection-sample-method": "standard",
+            "draft_tensor_parallel_size": 1,
+            "parallel_drafting": False,
+        },
+    )
+    assert llm.engine.resolved.limits.num_speculative_tokens == 2
+    assert llm.engine.resolved.limits.drafter_max_model_len == 100
+
+
+def test_k_of_zero_is_plain_decoding(tiny_target: str) -> None:
+    llm = make(tiny_target, {"model": "/nowhere", "num_speculative_tokens": 0})
+    output = llm.generate({"prompt_token_ids": [1, 2]}, SamplingParams(max_tokens=4))[0]
+    assert output.metrics.num_drafts == 0
+
+
+def test_the_config_must_be_a_mapping(tiny_target: str) -> None:
+    with pytest.raises(UsageError, match="must be a mapping"):
+        make(tiny_target, "ngram")
+
+
+def test_vocabularies_may_differ_by_padding(tiny_target: str, tmp_path: Path) -> None:
+    target = Path(tiny_target)
+    draft = write_qwen3(tmp_path / "draft", vocab_size=112, keep_layers=1)
+    tokenizers = with_tokenizers(tmp_path, ["a", "b"], ["a", "b"])
+    require_same_vocabulary(tokenizers[0], 96, tokenizers[1], 112)
+    with pytest.raises(CheckpointError, match="has 112 entries and the target's 96"):
+        make(str(target), {"model": str(draft)})
+
+
+def test_a_padded_draft_never_guesses_its_padding(tiny_target: str, tmp_path: Path) -> None:
+    """The draft has more rows than the target, all of them legal but for the padding."""
+    target = write_qwen3(tmp_path / "target")
+    draft = write_qwen3(tmp_path / "draft", vocab_size=112, seed=5, keep_layers=1)
+    for folder in (target, draft):
+        write_tokenizer(folder, [f"t{i}" for i in range(96)])
+    prompt = {"prompt_token_ids": [5, 9, 14]}
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, max_tokens=60, ignore_eos=True, seed=3)
+        output = make(str(target), {"model": str(draft)}).generate(prompt, params)[0]
+        assert output.metrics.num_drafts > 0
+        assert max(output.outputs[0].token_ids) < 96
+        if temperature == 0:
+            plain = make(str(target), None).generate(prompt, params)[0]
+            assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+def test_another_vocabulary_is_refused_naming_the_tokens(tmp_path: Path) -> None:
+    target, draft = with_tokenizers(tmp_path, ["a", "b", "c"], ["a", "x", "c", "d"])
+    with pytest.raises(CheckpointError) as error:
+        require_same_vocabulary(target, 96, draft, 96)
+    assert "2 ids differ" in str(error.value)
+    assert "id 1 is 'b' in the target and 'x' in the drafter" in str(error.value)
+    assert "id 3 is None in the target and 'd' in the drafter" in str(error.value)
+
+
+def with_tokenizers(folder: Path, target: list[str], draft: list[str]) -> tuple[Path, Path]:
+    return write_tokenizer(folder / "t", target), write_tokenizer(folder / "d", draft)
+
+
+def write_tokenizer(folder: Path, tokens: list[str]) -> Path:
+    folder.mkdir(exist_ok=True)
+    model = {"type": "WordLevel", "vocab": {t: i for i, t in enumerate(tokens)}, "unk_token": "a"}
+    content = {"version": "1.0", "added_tokens": [], "model": model, "note": len(tokens)}
+    del content["note"]
+    text = json.dumps({**content, "normalizer": None, "pre_tokenizer": None})
+    # A space more, so that equal vocabularies do not mean equal files.
+    (folder / "tokenizer.json").write_text(text + " " * (folder.name == "draft"))
+    return folder
