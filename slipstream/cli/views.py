@@ -88,6 +88,7 @@ class LiveView:
         self._console, self._tokenizer, self._params = console, tokenizer, params
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._page: Page | None = None
+        self._skipped: CompletionOutput | None = None  # the latest, if it was not drawn
         self._next_draw = 0.0
 
     def __enter__(self) -> Self:
@@ -111,21 +112,24 @@ class LiveView:
         self._draw(self._page, "")
 
     def show(self, sample: CompletionOutput, status: Callable[[], Status]) -> None:
-        page = self._page
-        finished = sample.finish_reason is not None
-        if page is None or (perf_counter() < self._next_draw and not finished):
-            # What is skipped here comes with the next drawing, or with the end.
+        if self._page is None:
             return
-        page.take(sample)
-        self._draw(page, status().line())
+        if perf_counter() < self._next_draw:
+            self._skipped = sample
+            return
+        self._skipped = None
+        self._page.take(sample)
+        self._draw(self._page, status().line())
         self._next_draw = perf_counter() + _REDRAW_SECONDS
 
     def end(self) -> None:
         if self._page is not None:
+            if self._skipped is not None:
+                self._page.take(self._skipped)
             self._live.update(Group())
             self._scroll(self._page.take_rest())
             self._live.refresh()
-            self._page = None
+            self._page = self._skipped = None
 
     def _draw(self, page: Page, status: str) -> None:
         width = self._console.width

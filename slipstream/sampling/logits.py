@@ -145,8 +145,9 @@ def _nucleus_threshold(weights: Tensor, top_p: Tensor, truncation: Truncation) -
     """
     mass = (weights * MASS_UNITS).to(torch.int64)
     wanted = (mass.sum(-1, keepdim=True) * top_p.double().unsqueeze(-1)).ceil_().to(torch.int64)
-    if truncation.every_top_k:
-        threshold = _search_largest(weights, wanted, truncation.largest_top_k)
+    candidates = truncation.largest_top_k if truncation.every_top_k else weights.shape[-1]
+    if candidates <= DIGITS:  # a histogram would be larger than what it counts
+        threshold = _search_largest(weights, wanted, candidates)
     else:
         threshold = _search_bits(weights, mass, wanted)
     return torch.where(top_p.unsqueeze(-1) < 1, threshold, 0.0)

@@ -30,6 +30,7 @@ VOCAB = 8
 LENGTH = 3  # output tokens that are looked at
 NUM_REQUESTS = 8192  # at once
 NUM_ROUNDS = 25  # with other seeds: 204,800 samples
+NUM_ROUNDS_BROKEN = 8  # no more are needed to find a broken verifier
 PROMPT = (2, 5)
 LEAST_EXPECTED = 5.0  # cells that expect less are taken together
 
@@ -209,7 +210,7 @@ def run_round(case: Case, state: SamplingState) -> Emitted:
     )
 
 
-def run(case: Case, num_rounds: int = NUM_ROUNDS) -> Emitted:
+def run(case: Case, num_rounds: int) -> Emitted:
     state = requests(case.params)
     rounds = []
     for number in range(num_rounds):
@@ -284,7 +285,7 @@ def across_p_value(emitted: Emitted, conditionals: list[Floats]) -> float:
     return float(stats.chi2.sf(statistic, freedom))
 
 
-def p_values(case: Case, num_rounds: int = NUM_ROUNDS) -> tuple[list[float], Emitted]:
+def p_values(case: Case, num_rounds: int) -> tuple[list[float], Emitted]:
     emitted = run(case, num_rounds)
     params = SamplingParams(**case.params)
     conditionals = exact_conditionals(params, max(LENGTH - 1, case.num_draft_tokens + 1))
@@ -332,7 +333,7 @@ def acceptance(case: Case) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_lossless(name: str) -> None:
     case = CASES[name]
-    values, emitted = p_values(case)
+    values, emitted = p_values(case, NUM_ROUNDS)
     if emitted.drafted:  # to refuse every draft would be lossless too
         rate = acceptance(case)
         error = (rate * (1 - rate) / emitted.drafted) ** 0.5
@@ -408,5 +409,5 @@ def forget_the_drafted_prefix(monkeypatch: pytest.MonkeyPatch) -> Case:
 def test_broken_verifiers_are_found(
     monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], Case]
 ) -> None:
-    values, _ = p_values(broken(monkeypatch))
+    values, _ = p_values(broken(monkeypatch), NUM_ROUNDS_BROKEN)
     assert min(values) < 1e-6, values

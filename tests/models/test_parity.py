@@ -222,6 +222,7 @@ MISTRAL = [
         "Mistral",
         "gqa7-llama3-window",
         {**shape(14, 2, 56, 6), "rope_parameters": LLAMA3, "sliding_window": 5},
+        seed=4,
     ),
     Case(
         "Mistral",
@@ -396,9 +397,6 @@ def test_logits_equal_those_of_transformers_at_every_position(checkpoint: Path) 
 def test_greedy_text_equals_that_of_transformers(checkpoint: Path) -> None:
     """Batched, in chunks, with and without a prefix in the cache."""
     model, prompts = oracle(checkpoint), make_prompts()
-    expected = [oracle_text(model, prompt) for prompt in prompts]
-    assert all(len(set(text)) > 4 for text in expected), "the text is worth comparing"
-
     llm = LLM(
         str(checkpoint),
         skip_tokenizer_init=True,
@@ -408,36 +406,40 @@ def test_greedy_text_equals_that_of_transformers(checkpoint: Path) -> None:
         kv_cache_memory=8 << 20,
     )
     first = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy(NEW_TOKENS))
-    assert [list(output.outputs[0].token_ids) for output in first] == expected
-    assert all(output.metrics.num_cached_tokens == 0 for output in first)
+    texts = [list(output.outputs[0].token_ids) for output in first]
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert_greedy(model, prompt, text)
+    assert [output.metrics.num_cached_tokens for output in first] == [0, 0, 0]
 
     # The second time around the prompts come back, two of them with a part of their answers.
     given = (0, 20, 3)
     again = [
         {"prompt_token_ids": prompt + text[:count]}
-        for prompt, text, count in zip(prompts, expected, given, strict=True)
+        for prompt, text, count in zip(prompts, texts, given, strict=True)
     ]
     second = llm.generate(again, [greedy(NEW_TOKENS - count) for count in given])
-    texts = [list(output.outputs[0].token_ids) for output in second]
-    assert texts == [text[count:] for text, count in zip(expected, given, strict=True)]
+    assert [list(output.outputs[0].token_ids) for output in second] == [
+        text[count:] for text, count in zip(texts, given, strict=True)
+    ]
     assert [output.metrics.num_cached_tokens for output in second] == [80, 16, 40]
+
+
+def assert_greedy(model: Any, prompt: list[int], text: list[int]) -> None:
+    """Every token of `text` is what the model finds most probable behind the tokens before it.
+
+    So, token by token, the text is the one that the model writes; one pass shows it.
+    """
+    assert len(text) == NEW_TOKENS
+    logits = oracle_logits(model, prompt + text)[len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == text
+    # That says something: nowhere is there a near tie, and the text does not go in circles.
+    best, next_best = logits.topk(2).values.unbind(-1)
+    assert (best - next_best).min() > 10 * TOLERANCE
+    assert len(set(text)) >= 12
 
 
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens)
-
-
-def oracle_text(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        use_cache=False,  # no cache that could go wrong
-    )
-    text: list[int] = out[0, len(prompt) :].tolist()
-    return text
 
 
 @pytest.mark.parametrize(("case", "dtype"), HALF_CASES, ids=str)
