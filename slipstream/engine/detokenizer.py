@@ -30,8 +30,10 @@ class Detokenizer:
         min_tokens: int,
     ) -> None:
         self.text = ""
+        self._ended = False
         self._tokenizer, self._skip_special = tokenizer, skip_special_tokens
         self._stop, self._include_stop, self._min_tokens = stop, include_stop, min_tokens
+        self._longest_stop = max(map(len, stop), default=0)
         self._token_ids: list[int] = []
         self._window = 0  # decoding starts at this token
         self._done = 0  # the text of tokens before this one is out
@@ -51,9 +53,20 @@ class Detokenizer:
 
     def finish(self) -> None:
         """Let out what was held back."""
+        self._ended = True
         shown = self._decode(self._window, self._done)
         self.text += self._decode(self._window, None)[len(shown) :]
         self._done = self._window = len(self._token_ids)
+
+    @property
+    def settled_text(self) -> str:
+        """The text that will stay: without an end that may turn out to begin a stop string."""
+        if self._ended or self._include_stop:
+            return self.text
+        for size in range(min(self._longest_stop - 1, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-size:]) for stop in self._stop):
+                return self.text[:-size]
+        return self.text
 
     def _decode(self, start: int, end: int | None) -> str:
         return self._tokenizer.decode(
@@ -69,6 +82,7 @@ class Detokenizer:
         ]
         if not found:
             return None
+        self._ended = True
         place, stop = min(found)
         self.text = self.text[: place + len(stop) if self._include_stop else place]
         return stop

@@ -115,11 +115,12 @@ class Engine:
             candidates = self._logprobs.of_tokens(
                 result, index, gained.token_ids, submission.params.logprobs
             )
+        before = sample.num_taken
         stop = sample.take(gained, candidates)
         if stop is not None:
             self._stop_at(sample, stop)
         submission.count(gained)
-        self.metrics.count_tokens(gained)
+        self.metrics.count_tokens(gained, sample.num_taken - before)
         if sample.request.finished:
             if stop is None and sample.detokenizer is not None:
                 sample.detokenizer.finish()

@@ -99,6 +99,8 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a snapshot of each request whenever it gains tokens.
 
+        Request ids count up in the order of the prompts, over the life of this LLM. Text is only
+        shown once it will stay: what may begin a stop string waits.
         Leaving the iteration early aborts what is unfinished.
         """
         given: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)

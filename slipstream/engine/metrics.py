@@ -28,8 +28,9 @@ class EngineMetrics:
         self.target_seconds += times.target
         self.rest_seconds += times.rest
 
-    def count_tokens(self, gained: Committed) -> None:
-        self.num_output_tokens += len(gained.token_ids)
+    def count_tokens(self, gained: Committed, num_kept: int) -> None:
+        """Take in one request's share of a step, of which stop conditions left `num_kept`."""
+        self.num_output_tokens += num_kept
         if gained.num_draft_tokens:
             self.speculation.count_draft(gained.num_draft_tokens, gained.num_accepted)
 

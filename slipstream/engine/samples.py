@@ -64,7 +64,7 @@ class Sample:
         reason = self.request.finish_reason
         return CompletionOutput(
             index=self.index,
-            text=self.detokenizer.text if self.detokenizer else "",
+            text=self.detokenizer.settled_text if self.detokenizer else "",
             token_ids=list(self.request.output_token_ids),
             cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
             logprobs=None if self.logprobs is None else list(self.logprobs),

@@ -40,7 +40,7 @@ Alter = Callable[[Tensor, Tensor], Tensor]
 
 def tables() -> tuple[Tensor, Tensor]:
     """Target and drafter, [last token, next token] float32: alike, but far from equal."""
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(17)
     target = torch.randn(VOCAB, VOCAB, generator=generator) * 1.2
     return target, target * 0.6 + torch.randn(VOCAB, VOCAB, generator=generator) * 0.7
 
@@ -261,7 +261,9 @@ def joint_p_values(emitted: Emitted, conditionals: list[Floats]) -> Iterator[flo
         (emitted.tokens[:, :2], second),
         (emitted.tokens[:, 1:3], third.sum(0)),
     ):
-        yield float(stats.chi2.sf(*chi_square(counts(tokens).ravel(), expected.ravel() * total)))
+        statistic, freedom = chi_square(counts(tokens).ravel(), expected.ravel() * total)
+        assert freedom > 0, "nothing is left to chance"
+        yield float(stats.chi2.sf(statistic, freedom))
 
 
 def across_p_value(emitted: Emitted, conditionals: list[Floats]) -> float:
@@ -295,7 +297,7 @@ def p_values(case: Case, num_rounds: int) -> tuple[list[float], Emitted]:
 
 PENALTIES = {"presence_penalty": 0.6, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
 NUCLEUS = {"temperature": 0.7, "top_p": 0.9}
-BIAS = {"logit_bias": {1: 1.5, 4: -2.0, 6: -100.0}}
+BIAS = {"logit_bias": {1: 1.5, 4: 1.0, 6: -100.0}}
 
 CASES = {
     "plain decoding": Case(0, NUCLEUS),

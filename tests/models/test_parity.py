@@ -143,7 +143,13 @@ QWEN2 = [
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
-    Case("Qwen2", "head-dim-llama3-old", {**shape(2, 2, 40, 12), "rope_parameters": LLAMA3}, "9KB"),
+    Case(
+        "Qwen2",
+        "head-dim-llama3-old",
+        {**shape(2, 2, 40, 12), "rope_parameters": LLAMA3},
+        "9KB",
+        True,
+    ),
     Case(
         "Qwen2",
         "switched-off-window-old",
@@ -307,8 +313,6 @@ def age(file: Path) -> None:
     config["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
     config["torch_dtype"] = config.pop("dtype")
     config.pop("layer_types", None)
-    if config["head_dim" if "head_dim" in config else "hidden_size"] is None:
-        del config["head_dim"]
     file.write_text(json.dumps(config))
 
 

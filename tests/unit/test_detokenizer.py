@@ -82,3 +82,16 @@ def test_special_tokens_are_left_out() -> None:
         running.push(token)
     running.finish()
     assert running.text == "ok"
+
+
+def test_what_may_begin_a_stop_string_is_not_shown_yet() -> None:
+    running = detokenizer(("return x",))
+    shown = []
+    for token in TOKENIZER.encode("def f():\n    return y"):
+        running.push(token)
+        assert running.text.startswith(running.settled_text)
+        assert all(running.settled_text.startswith(before) for before in shown)
+        shown.append(running.settled_text)
+    assert not any(text.endswith("return ") for text in shown)
+    running.finish()
+    assert running.settled_text == "def f():\n    return y"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
@@ -275,6 +276,29 @@ def test_steps_change_acceptance_but_not_plain_tokens() -> None:
     after = verify(logits[:200], plain, state), verify(logits, drafted, state)
     assert torch.equal(before[0].token_ids, after[0].token_ids)
     assert not torch.equal(before[1].num_accepted, after[1].num_accepted)
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, 40_000])  # two ways to search for top_p
+def test_nothing_waits_for_the_device(vocab_size: int) -> None:
+    """Fake tensors have no values: whatever asks for one, or for a shape that needs one, fails."""
+    kinds: list[dict[str, Any]] = [
+        GREEDY,
+        {"top_k": 3, "top_p": 0.9},
+        {"top_p": 0.9, "min_p": 0.1},
+        {"presence_penalty": 1.0, "logit_bias": {3: 1.0}, "min_tokens": 2},
+    ]
+    for chosen in (kinds, kinds[:1], kinds[1:2], kinds[2:]):
+        state = make_state(chosen, vocab_size)
+        probs = torch.zeros(len(chosen), 2, vocab_size)
+        rows = make_rows([[1, 2], *[[3]] * (len(chosen) - 1)], probs)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            logits = torch.zeros(rows.num_rows, vocab_size)
+            verdict = verify(logits, rows, state)
+            state.commit(rows.slots, verdict.token_ids, verdict.num_tokens)
+            sample_draft(
+                logits[rows.first_row], rows.slots, rows.host_slots, rows.positions, state, 5
+            )
+        assert verdict.token_ids.shape == (len(chosen), 3)
 
 
 # Drafts

@@ -82,15 +82,20 @@ def _attend(
     The query heads that share a key head become extra rows, so keys are never repeated.
     """
     rows, heads, head_dim = query.shape
-    groups = heads // keys.shape[0]
+    kv_heads = keys.shape[0]
+    groups = heads // kv_heads
     folded = (
-        query.view(rows, -1, groups, head_dim)
+        query.view(rows, kv_heads, groups, head_dim)
         .permute(1, 2, 0, 3)
-        .reshape(keys.shape[0], -1, head_dim)
+        .reshape(kv_heads, groups * rows, head_dim)
     )
     if mask is not None:
         mask = mask.repeat(groups, 1)
     out = F.scaled_dot_product_attention(
         folded.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale
     )
-    return out.view(-1, groups, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
+    return (
+        out.view(kv_heads, groups, rows, head_dim)
+        .permute(2, 0, 1, 3)
+        .reshape(rows, heads, head_dim)
+    )

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Weight rows converted to float32 at a time: small enough to stay in a core's cache.
-LOGITS_ROWS = 256
+# Weights converted to float32 at a time: few enough to stay in a core's cache.
+LOGITS_SLICE = 1 << 18
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -18,9 +18,9 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
     # torch rounds a bf16 product to bf16, which makes ties; so convert slices and keep float32.
     x = x.float()
     out = torch.empty(x.shape[0], weight.shape[0], device=x.device)
-    for start in range(0, weight.shape[0], LOGITS_ROWS):
-        rows = weight[start : start + LOGITS_ROWS]
-        out[:, start : start + LOGITS_ROWS] = F.linear(x, rows.float())
+    step = max(1, LOGITS_SLICE // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        out[:, start : start + step] = F.linear(x, weight[start : start + step].float())
     return out
 
 
