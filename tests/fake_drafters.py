@@ -43,16 +43,19 @@ class FakeDrafter:
         self._shift, self._vocab_size = (0 if right else 1), vocab_size
 
     def build(self, resources: DrafterResources) -> Drafter:
+        self._device = resources.state.device
         return self
 
     def propose(self, batch: Batch) -> Draft:
         guesses = [self._guess(item.request, item.num_draft_tokens) for item in batch.requests]
         width = max(map(len, guesses), default=0)
+        if width == 0:
+            return Draft.empty(len(guesses), self._device)
         padded = [guess + [0] * (width - len(guess)) for guess in guesses]
         return Draft(
-            torch.tensor(padded, dtype=torch.int64).view(len(guesses), width),
-            torch.tensor([len(guess) for guess in guesses]),
-            torch.ones(len(guesses), dtype=torch.bool),
+            torch.tensor(padded, dtype=torch.int64, device=self._device).view(-1, width),
+            torch.tensor([len(guess) for guess in guesses], device=self._device),
+            torch.ones(len(guesses), dtype=torch.bool, device=self._device),
         )
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:

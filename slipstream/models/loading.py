@@ -67,9 +67,10 @@ class CheckpointSource:
             name for name in self._unused if name not in ignored and not name.endswith(_DERIVED)
         )
         if surplus:
+            more = f" and {len(surplus) - 3} more" if len(surplus) > 3 else ""
             raise CheckpointError(
-                f"{self._checkpoint.path} holds {len(surplus)} tensors that this architecture does "
-                f"not use ({', '.join(surplus[:3])}, ...); its config.json names another model"
+                f"{self._checkpoint.path} holds tensors that this architecture does not use "
+                f"({', '.join(surplus[:3])}{more}); its config.json names another model"
             )
 
     def _fill(self, parts: Sequence[Part], tail: tuple[int, ...]) -> Tensor:

@@ -119,7 +119,7 @@ def probabilities(
     if truncation.largest_top_k:
         below = logits < _kth_largest(logits, top_k, truncation.largest_top_k)
         weights.masked_fill_(below, 0.0)
-    if bool((top_p < 1).any()):
+    if truncation.top_p:
         weights.masked_fill_(weights < _nucleus_threshold(weights, top_p, truncation), 0.0)
     # The sum is at least 1, but for rows of zeros.
     return weights.div_(weights.sum(-1, keepdim=True).clamp_min_(1.0))

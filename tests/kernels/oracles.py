@@ -13,7 +13,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    out = (x.double().unsqueeze(1) * weight.double()).sum(-1)
+    out = x.double() @ weight.double().T
     return out if bias is None else out + bias.double()
 
 

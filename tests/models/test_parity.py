@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from slipstream import LLM, SamplingParams
 from slipstream.cache.kv_cache import KVCache, KVLayout
+from slipstream.engine.prompts import Prompt
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import LoadOptions, load_decoder
@@ -254,9 +255,9 @@ HALF_CASES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _quiet() -> Iterator[None]:
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     yield
-    transformers_logging.enable_progress_bar()
+    transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
@@ -417,7 +418,7 @@ def test_greedy_text_equals_that_of_transformers(checkpoint: Path) -> None:
 
     # The second time around the prompts come back, two of them with a part of their answers.
     given = (0, 20, 3)
-    again = [
+    again: list[Prompt] = [
         {"prompt_token_ids": prompt + text[:count]}
         for prompt, text, count in zip(prompts, texts, given, strict=True)
     ]

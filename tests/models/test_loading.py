@@ -1,0 +1,360 @@
+"""Weights come into memory whole, in their places, and from nowhere else."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream import LLM, SamplingParams
+from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.layers.parameters import Part
+from slipstream.models import loading, safetensors_file
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.decoder import Decoder
+from slipstream.models.loading import (
+    CheckpointSource,
+    DummySource,
+    LoadOptions,
+    Progress,
+    dtype_named,
+    load_decoder,
+)
+from slipstream.models.safetensors_file import TensorEntry
+from tests.checkpoints import QWEN3, VOCAB_SIZE, write_qwen3
+
+CPU = torch.device("cpu")
+EMBEDDING = "model.embed_tokens.weight"
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+LAYER = "model.layers.0."
+ATTENTION = LAYER + "self_attn."
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_qwen3(tmp_path / "model")
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
+    chosen = {"load_format": "auto", "max_positions": 64, **options}
+    return load_decoder(Checkpoint(folder), LoadOptions(dtype, CPU, **chosen))
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
+    return tensors
+
+
+def store(folder: Path, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors")
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def parameters(network: Decoder) -> dict[str, Tensor]:
+    """Every parameter of a network, by a name of this test's own."""
+    found = {"embedding": network.embedding.weight, "head": network.head.weight}
+    found["norm"] = network.norm.weight
+    for index, layer in enumerate(network.layers):
+        attention, mlp = layer.attention, layer.mlp
+        found |= {
+            f"{index}.input_norm": layer.input_norm.weight,
+            f"{index}.qkv": attention.qkv.weight,
+            f"{index}.output": attention.output.weight,
+            f"{index}.mlp_norm": layer.mlp_norm.weight,
+            f"{index}.gate_up": mlp.gate_up.weight,
+            f"{index}.down": mlp.down.weight,
+        }
+    return found
+
+
+# What does not fit is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (EMBEDDING, "[96, 48]"),
+        (QUERY, "[96, 48]"),
+        (ATTENTION + "v_proj.weight", "[32, 48]"),
+        (ATTENTION + "k_norm.weight", "[16]"),
+        (LAYER + "mlp.down_proj.weight", "[48, 80]"),
+        ("model.norm.weight", "[48]"),
+    ],
+)
+def test_a_missing_tensor_is_named_with_its_shape(folder: Path, name: str, shape: str) -> None:
+    tensors = stored(folder)
+    del tensors[name]
+    store(folder, tensors)
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert f"{folder} has no tensor {name}," in str(caught.value)
+    assert shape in str(caught.value)
+
+
+def test_an_untied_head_must_be_there(folder: Path) -> None:
+    configure(folder, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"no tensor lm_head\.weight.*\[96, 48\]"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "asked"),
+    [
+        (EMBEDDING, (VOCAB_SIZE + 1, 48), [VOCAB_SIZE, 48]),
+        (QUERY, (96, 47), [96, 48]),
+        (ATTENTION + "k_proj.weight", (48, 32), [32, 48]),  # transposed
+        (ATTENTION + "q_norm.weight", (16, 1), [16]),
+        ("model.norm.weight", (), [48]),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named_with_both(
+    folder: Path, name: str, shape: tuple[int, ...], asked: list[int]
+) -> None:
+    store(folder, {**stored(folder), name: torch.zeros(shape)})
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert f"tensor {name} in {folder} has shape {list(shape)}," in str(caught.value)
+    assert str(asked) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ATTENTION + "q_proj.bias",
+        LAYER + "self_attn.sinks",
+        "model.layers.2.mlp.up_proj.weight",  # of a layer that config.json does not count
+        "lm_head.bias",
+        "score.weight",
+    ],
+)
+def test_a_surplus_tensor_is_refused_by_name(folder: Path, name: str) -> None:
+    store(folder, {**stored(folder), name: torch.zeros(4)})
+    with pytest.raises(CheckpointError, match="does not use") as caught:
+        load(folder)
+    assert f"({name});" in str(caught.value)
+
+
+def test_of_many_surplus_tensors_some_are_named(folder: Path) -> None:
+    configure(folder, num_hidden_layers=1)
+    with pytest.raises(CheckpointError, match=r"layers\.1\..*, .*layers\.1\..* and 8 more\)"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [ATTENTION + "rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "lm_head.weight"],
+)
+def test_what_follows_from_the_rest_may_be_there(folder: Path, name: str) -> None:
+    store(folder, {**stored(folder), name: torch.full((3, 2), 7.0)})
+    network = load(folder)
+    assert network.head.weight is network.embedding.weight
+
+
+def test_a_head_of_its_own_is_used_when_untied(tmp_path: Path) -> None:
+    folder = write_qwen3(tmp_path / "untied", tie_word_embeddings=False)
+    network = load(folder)
+    torch.testing.assert_close(network.head.weight, stored(folder)["lm_head.weight"])
+    assert not torch.equal(network.head.weight, network.embedding.weight)
+
+
+def test_quantised_weights_are_refused(folder: Path) -> None:
+    tensors = stored(folder)
+    store(folder, {**tensors, QUERY: tensors[QUERY].to(torch.int8)})
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight.*stored as int8"):
+        load(folder)
+
+
+# What fits is put in its place
+
+
+def test_parts_are_stacked_in_their_order(folder: Path) -> None:
+    network, tensors = load(folder), stored(folder)
+    for index, layer in enumerate(network.layers):
+        name = f"model.layers.{index}."
+        query, key, value = (tensors[f"{name}self_attn.{p}_proj.weight"] for p in "qkv")
+        qkv = layer.attention.qkv.weight
+        assert qkv.shape == (96 + 32 + 32, 48)
+        assert torch.equal(qkv[:96], query)
+        assert torch.equal(qkv[96:128], key)
+        assert torch.equal(qkv[128:], value)
+        gate_up = layer.mlp.gate_up.weight
+        assert torch.equal(gate_up[:80], tensors[name + "mlp.gate_proj.weight"])
+        assert torch.equal(gate_up[80:], tensors[name + "mlp.up_proj.weight"])
+        assert torch.equal(layer.mlp.down.weight, tensors[name + "mlp.down_proj.weight"])
+
+
+def test_biases_are_stacked_as_their_weights_are(folder: Path) -> None:
+    tensors = stored(folder)
+    biases = {
+        f"model.layers.{index}.self_attn.{part}_proj.bias": torch.randn(size)
+        for index in range(2)
+        for part, size in (("q", 96), ("k", 32), ("v", 32), ("o", 48))
+    }
+    store(folder, {**tensors, **biases})
+    configure(folder, attention_bias=True)
+    for index, layer in enumerate(load(folder).layers):
+        own = [biases[f"model.layers.{index}.self_attn.{part}_proj.bias"] for part in "qkvo"]
+        assert layer.attention.qkv.bias is not None
+        assert layer.attention.output.bias is not None
+        assert torch.equal(layer.attention.qkv.bias, torch.cat(own[:3]))
+        assert torch.equal(layer.attention.output.bias, own[3])
+
+
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kept", ["float32", "bfloat16", "float16"])
+def test_numbers_are_converted_to_the_dtype_that_was_asked_for(
+    tmp_path: Path, kept: str, wanted: torch.dtype
+) -> None:
+    folder = write_qwen3(tmp_path / kept, torch_dtype=kept)
+    network, tensors = load(folder, wanted), stored(folder)
+    assert {parameter.dtype for parameter in parameters(network).values()} == {wanted}
+    assert torch.equal(network.embedding.weight, tensors[EMBEDDING].to(wanted))
+    assert torch.equal(network.layers[1].attention.qkv.weight[:96], tensors[QUERY].to(wanted))
+
+
+def test_the_same_numbers_come_through_a_buffer_of_any_size(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = parameters(load(folder, torch.bfloat16))
+    monkeypatch.setattr(safetensors_file, "_SLICE_BYTES", 4 * 37)
+    for name, parameter in parameters(load(folder, torch.bfloat16)).items():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def test_files_are_read_straight_into_the_parameters(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tensor is in memory twice while a model loads."""
+    read: dict[int, int] = {}  # address of a destination's storage -> bytes read into it
+
+    def spy(entry: TensorEntry, destination: Tensor) -> None:
+        storage = destination.untyped_storage().data_ptr()
+        read[storage] = read.get(storage, 0) + entry.nbytes
+        safetensors_file.read_into(entry, destination)
+
+    monkeypatch.setattr(loading, "read_into", spy)
+    network = load(folder)
+    for name, parameter in parameters(network).items():
+        assert read.get(parameter.data_ptr()) == parameter.nbytes, name
+    assert sum(read.values()) == Checkpoint(folder).size_bytes
+
+
+def test_the_progress_bar_is_told_of_every_byte(folder: Path) -> None:
+    told: list[int] = []
+    opened: list[tuple[str, int]] = []
+
+    @contextmanager
+    def progress_bar(name: str, size: int) -> Iterator[Progress]:
+        opened.append((name, size))
+        yield told.append
+
+    load(folder, progress_bar=progress_bar)
+    assert opened == [("model", Checkpoint(folder).size_bytes)]
+    assert sum(told) == opened[0][1]
+    assert len(told) == len(stored(folder))
+
+
+def test_a_part_can_be_asked_for_alone(folder: Path) -> None:
+    """As drafters do, whose layers have other names."""
+    source = CheckpointSource(Checkpoint(folder), torch.float32, CPU)
+    tensors = stored(folder)
+    parts = [Part(LAYER + "mlp_norm", 1)]
+    with pytest.raises(CheckpointError, match=r"mlp_norm.*\[1\]"):
+        source.vector(parts)
+    norms = [LAYER + "input_layernorm.weight", "model.norm.weight"]
+    vector = source.vector([Part(name, 48) for name in norms])
+    assert torch.equal(vector, torch.cat([tensors[name] for name in norms]))
+    source.finish(ignored=sorted(set(tensors) - set(norms)))
+    with pytest.raises(CheckpointError, match=f"and {len(tensors) - len(norms) - 3} more"):
+        source.finish()
+
+
+# Without weights
+
+
+@pytest.fixture
+def config_only(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, "attention_bias": True}))
+    return tmp_path
+
+
+def test_dummy_weights_need_a_config_alone(config_only: Path) -> None:
+    network = load(config_only, load_format="dummy")
+    assert network.layers[0].attention.qkv.weight.shape == (160, 48)
+    for name, parameter in parameters(network).items():
+        if "norm" in name:
+            assert bool((parameter == 1).all()), name
+        else:
+            assert 0.015 < parameter.std() < 0.025, name
+    bias = network.layers[0].attention.qkv.bias
+    assert bias is not None
+    assert not bias.any()
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        load(config_only)
+
+
+def test_dummy_weights_follow_from_their_seed(config_only: Path) -> None:
+    first, same, other = (
+        parameters(load(config_only, load_format="dummy", seed=seed)) for seed in (1, 1, 2)
+    )
+    assert all(torch.equal(same[name], parameter) for name, parameter in first.items())
+    assert not any(
+        torch.equal(other[name], parameter)
+        for name, parameter in first.items()
+        if "norm" not in name
+    )
+    assert not torch.equal(first["0.qkv"], first["1.qkv"])
+
+
+def test_an_engine_runs_on_dummy_weights(config_only: Path) -> None:
+    llm = LLM(
+        str(config_only),
+        load_format="dummy",
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        kv_cache_memory=1 << 20,
+    )
+    assert llm.engine.resolved.dtype == torch.bfloat16
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    (output,) = llm.generate({"prompt_token_ids": [1, 2, 3]}, params)
+    assert len(output.outputs[0].token_ids) == 5
+
+
+@pytest.mark.parametrize("names", [["a.norm.weight"], ["a.bias", "b.bias"]], ids=str)
+def test_dummy_vectors(names: Sequence[str]) -> None:
+    source = DummySource(torch.float32, CPU)
+    vector = source.vector([Part(name, 3) for name in names])
+    expected = 1.0 if names[0].endswith("norm.weight") else 0.0
+    assert vector.tolist() == [expected] * 3 * len(names)
+
+
+# Names of dtypes
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("bfloat16", torch.bfloat16),
+        ("bf16", torch.bfloat16),
+        ("half", torch.float16),
+        ("fp16", torch.float16),
+        ("float32", torch.float32),
+        ("fp32", torch.float32),
+    ],
+)
+def test_names_of_dtypes(name: str, dtype: torch.dtype) -> None:
+    assert dtype_named(name) == dtype
+
+
+def test_an_unknown_dtype() -> None:
+    with pytest.raises(UsageError, match="bfloat16, float16, float32, not 'int4'"):
+        dtype_named("int4")
