@@ -31,7 +31,11 @@ QWEN3: dict[str, Any] = {
 
 
 def write_qwen3(
-    folder: Path, seed: int = 0, keep_layers: int | None = None, **changes: Any
+    folder: Path,
+    seed: int = 0,
+    keep_layers: int | None = None,
+    logit_scale: float = 2.0,
+    **changes: Any,
 ) -> Path:
     """A Qwen3 checkpoint with random weights whose logits are spread out.
 
@@ -40,7 +44,7 @@ def write_qwen3(
     """
     config = {**QWEN3, **changes}
     generator = torch.Generator().manual_seed(seed)
-    weights = _weights(config, generator)
+    weights = _weights(config, generator, logit_scale)
     if keep_layers is not None:
         config["num_hidden_layers"] = keep_layers
         weights = {name: value for name, value in weights.items() if _layer(name) < keep_layers}
@@ -50,7 +54,9 @@ def write_qwen3(
     return folder
 
 
-def _weights(config: dict[str, Any], generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _weights(
+    config: dict[str, Any], generator: torch.Generator, logit_scale: float
+) -> dict[str, torch.Tensor]:
     width, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query = config["num_attention_heads"] * head_dim
     key = config["num_key_value_heads"] * head_dim
@@ -64,8 +70,8 @@ def _weights(config: dict[str, Any], generator: torch.Generator) -> dict[str, to
         return torch.full((size,), value, dtype=dtype)
 
     weights = {
-        # Rows of length 2: logits with a standard deviation of about 2, so argmaxes are clear.
-        "model.embed_tokens.weight": matrix(config["vocab_size"], width, 2.0),
+        # Logits have a standard deviation of about `logit_scale`.
+        "model.embed_tokens.weight": matrix(config["vocab_size"], width, logit_scale),
         "model.norm.weight": ones(width),
     }
     for index in range(config["num_hidden_layers"]):
@@ -85,7 +91,7 @@ def _weights(config: dict[str, Any], generator: torch.Generator) -> dict[str, to
             name + "mlp.down_proj.weight": matrix(width, inner, late),
         }
     if not config["tie_word_embeddings"]:
-        weights["lm_head.weight"] = matrix(config["vocab_size"], width, 2.0)
+        weights["lm_head.weight"] = matrix(config["vocab_size"], width, logit_scale)
     return weights
 
 

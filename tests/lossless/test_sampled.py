@@ -33,8 +33,10 @@ Distribution = dict[tuple[int, ...], float]
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A target and a draft, its first layer, that disagree now and then."""
-    target = write_qwen3(tmp_path_factory.mktemp("target"), seed=3, **SHAPE)
-    draft = write_qwen3(tmp_path_factory.mktemp("draft"), seed=3, keep_layers=1, **SHAPE)
+    target = write_qwen3(tmp_path_factory.mktemp("target"), seed=3, logit_scale=0.8, **SHAPE)
+    draft = write_qwen3(
+        tmp_path_factory.mktemp("draft"), seed=3, keep_layers=1, logit_scale=0.8, **SHAPE
+    )
     return str(target), str(draft)
 
 

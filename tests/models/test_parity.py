@@ -399,6 +399,14 @@ def test_logits_equal_those_of_transformers_at_every_position(checkpoint: Path) 
             torch.testing.assert_close(logits, truth, atol=TOLERANCE, rtol=0)
 
 
+def test_logits_do_not_depend_on_the_rest_of_the_batch(checkpoint: Path) -> None:
+    network, prompts = load(checkpoint), make_prompts()
+    together = runner_logits(network, prompts, (MAX_POSITIONS,))
+    for prompt, logits in zip(prompts, together, strict=True):
+        (alone,) = runner_logits(network, [prompt], (MAX_POSITIONS,))
+        torch.testing.assert_close(alone, logits, atol=TOLERANCE / 10, rtol=0)
+
+
 def test_greedy_text_equals_that_of_transformers(checkpoint: Path) -> None:
     """Batched, in chunks, with and without a prefix in the cache."""
     model, prompts = oracle(checkpoint), make_prompts()

@@ -367,7 +367,7 @@ def test_prompt_logprobs_need_every_row() -> None:
     engine.add(b)
     assert step_plan(engine) == {"b": (0, 9, 0)}
     assert b.num_cached_tokens == 0
-    assert engine._blocks.num_queried_tokens == 9
+    assert engine.block_manager.num_queried_tokens == 9
 
 
 def test_blocks_are_shared_only_as_far_as_the_drafter_has_come() -> None:
@@ -515,11 +515,11 @@ def test_refused_drafts_give_their_blocks_back() -> None:
     a = started(engine, prompt=6)
     batch = engine.schedule()
     assert plan(batch) == {"a": (6, 1, 3)}
-    assert len(engine._blocks.table("a")) == 3
+    assert len(engine.block_manager.table("a")) == 3
     commit(engine, batch, {"a": [9]})
     assert a.num_tokens == 8
-    assert len(engine._blocks.table("a")) == 2
-    assert engine._blocks.num_available == 98
+    assert len(engine.block_manager.table("a")) == 2
+    assert engine.block_manager.num_available == 98
 
 
 def test_accepted_drafts_keep_their_blocks() -> None:
@@ -527,7 +527,7 @@ def test_accepted_drafts_keep_their_blocks() -> None:
     a = started(engine, prompt=6)
     step(engine, {"a": [9, 9, 9, 9]})
     assert (a.num_tokens, a.num_computed) == (11, 10)
-    assert len(engine._blocks.table("a")) == 3
+    assert len(engine.block_manager.table("a")) == 3
 
 
 def test_an_eos_inside_accepted_drafts_cuts_the_rest() -> None:
@@ -589,8 +589,8 @@ def test_a_finished_request_gives_everything_back_and_leaves_its_prefix() -> Non
     a = started(engine, prompt=9, max_tokens=1)
     assert a.finished
     assert (engine.num_running, a.slot) == (0, -1)
-    assert engine._blocks.num_available == 5
-    assert len(engine._blocks.match_prefix("drafter", [ord("a")] * 9)) == 2
+    assert engine.block_manager.num_available == 5
+    assert len(engine.block_manager.match_prefix("drafter", [ord("a")] * 9)) == 2
 
 
 def test_requests_that_ended_since_schedule_are_skipped() -> None:
