@@ -8,12 +8,16 @@ from slipstream.core.sampling_params import SamplingParams
 
 
 class RequestStatus(Enum):
+    """Where a request is."""
+
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
 
 
 class FinishReason(Enum):
+    """Why an output ended: a stop token or string, a limit, or its user."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"

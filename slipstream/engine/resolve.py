@@ -11,7 +11,7 @@ from slipstream.core.errors import UsageError
 from slipstream.core.limits import StepLimits
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import dtype_named
-from slipstream.runner.memory import default_cache_bytes
+from slipstream.runner.memory import default_cache_bytes, uses_gpu_memory
 from slipstream.speculative.catalogue import Speculation
 
 logger = logging.getLogger("slipstream")
@@ -163,11 +163,12 @@ def _fit_model_len(config: EngineConfig, longest: int, capacity: int, reasons: R
 
 
 def _note_accepted_flags(config: EngineConfig, device: torch.device, reasons: Reasons) -> None:
+    """Say what becomes of options that other engines have and this device has no use for."""
     if config.enforce_eager is not None:
         reasons.add("enforce_eager", True, "no graphs are captured on this device")
     if config.async_scheduling:
         reasons.add("async_scheduling", False, "host and device take turns on this device")
     if config.trust_remote_code:
         reasons.add("trust_remote_code", False, "no code of a checkpoint is ever run")
-    if config.gpu_memory_utilization is not None and device.type == "cpu":
+    if config.gpu_memory_utilization is not None and not uses_gpu_memory(device):
         reasons.add("gpu_memory_utilization", "unused", "on a CPU, kv_cache_memory sets the cache")

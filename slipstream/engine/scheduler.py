@@ -10,6 +10,7 @@ from slipstream.core.batch import Batch, Committed, ScheduledRequest
 from slipstream.core.errors import UsageError
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import FinishReason, Request, RequestStatus
+from slipstream.engine.admission import check_fits
 
 
 @dataclass(slots=True, eq=False)
@@ -89,14 +90,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; UsageError when it could never run to its end."""
-        self._check_lengths(request)
-        self._check_blocks(request)
-        if request.num_speculative_tokens > self.limits.num_speculative_tokens:
-            raise UsageError(
-                f"num_speculative_tokens is {request.num_speculative_tokens}, but this engine "
-                f"drafts at most {self.limits.num_speculative_tokens} tokens a step; ask for "
-                "fewer, or start the engine with a larger num_speculative_tokens"
-            )
+        check_fits(request, self.limits, self.block_manager)
         if request.request_id in self._requests:
             raise UsageError(
                 f"request id {request.request_id!r} is in use by an unfinished request; "
@@ -128,30 +122,6 @@ class Scheduler:
         if request is not None:
             self.finish(request, FinishReason.ABORT)
         return request
-
-    def _check_lengths(self, request: Request) -> None:
-        longest = self.limits.max_model_len - 1
-        if request.num_prompt_tokens == 0:
-            raise UsageError("the prompt is empty; give at least one token")
-        if request.num_prompt_tokens > longest:
-            raise UsageError(
-                f"the prompt has {request.num_prompt_tokens} tokens, but max_model_len is "
-                f"{self.limits.max_model_len}, which leaves room for {longest} prompt tokens and "
-                "one output token; shorten the prompt or raise max_model_len"
-            )
-
-    def _check_blocks(self, request: Request) -> None:
-        total = min(request.num_prompt_tokens + request.max_tokens, self.limits.max_model_len)
-        needed = self.block_manager.blocks_for(total)
-        if needed > self.block_manager.num_blocks:
-            size = self.block_manager.block_size
-            raise UsageError(
-                f"the request needs {needed} blocks of KV cache for {total} tokens "
-                f"({request.num_prompt_tokens} of the prompt, {request.max_tokens} of max_tokens), "
-                f"but the cache has {self.block_manager.num_blocks} blocks for "
-                f"{self.block_manager.num_blocks * size} tokens; lower max_tokens, shorten the prompt or "
-                "give the cache more memory"
-            )
 
     # ------------------------------------------------------------------ planning a step
 

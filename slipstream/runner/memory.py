@@ -9,12 +9,17 @@ GPU_MEMORY_UTILIZATION = 0.9
 _GPU_RESERVE = 1 << 30  # activations and logits of the largest step
 
 
+def uses_gpu_memory(device: torch.device) -> bool:
+    """Whether a share of a GPU's memory means anything for this device."""
+    return device.type == "cuda"
+
+
 def default_cache_bytes(device: torch.device, utilization: float | None) -> tuple[int, str]:
     """Bytes for the cache when the user names none, and why.
 
     To be called when the weights are in memory.
     """
-    if device.type == "cuda":
+    if uses_gpu_memory(device):
         free, total = torch.cuda.mem_get_info(device)
         share = utilization or GPU_MEMORY_UTILIZATION
         budget = free - int(total * (1 - share)) - _GPU_RESERVE

@@ -18,9 +18,12 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
     # torch rounds a bf16 product to bf16, which makes ties; so convert slices and keep float32.
     x = x.float()
     out = torch.empty(x.shape[0], weight.shape[0], device=x.device)
-    step = max(1, LOGITS_SLICE // weight.shape[1])
-    for start in range(0, weight.shape[0], step):
-        out[:, start : start + step] = F.linear(x, weight[start : start + step].float())
+    # One buffer for all slices: fresh memory costs more than the conversion.
+    buffer = torch.empty(max(1, LOGITS_SLICE // weight.shape[1]), weight.shape[1], device=x.device)
+    for start in range(0, weight.shape[0], len(buffer)):
+        rows = weight[start : start + len(buffer)]
+        converted = buffer[: len(rows)].copy_(rows)
+        out[:, start : start + len(rows)] = F.linear(x, converted)
     return out
 
 

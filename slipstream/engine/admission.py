@@ -1,0 +1,43 @@
+"""What can never be served is refused when it comes, with the numbers and the remedy."""
+
+from slipstream.cache.block_manager import BlockManager
+from slipstream.core.errors import UsageError
+from slipstream.core.limits import StepLimits
+from slipstream.core.request import Request
+
+
+def check_fits(request: Request, limits: StepLimits, blocks: BlockManager) -> None:
+    """Raise UsageError when the request could not run to its end, even alone."""
+    _check_lengths(request, limits)
+    _check_blocks(request, limits, blocks)
+    if request.num_speculative_tokens > limits.num_speculative_tokens:
+        raise UsageError(
+            f"num_speculative_tokens is {request.num_speculative_tokens}, but this engine drafts "
+            f"at most {limits.num_speculative_tokens} tokens a step; ask for fewer, or start the "
+            "engine with a larger num_speculative_tokens"
+        )
+
+
+def _check_lengths(request: Request, limits: StepLimits) -> None:
+    longest = limits.max_model_len - 1
+    if request.num_prompt_tokens == 0:
+        raise UsageError("the prompt is empty; give at least one token")
+    if request.num_prompt_tokens > longest:
+        raise UsageError(
+            f"the prompt has {request.num_prompt_tokens} tokens, but max_model_len is "
+            f"{limits.max_model_len}, which leaves room for {longest} prompt tokens and one "
+            "output token; shorten the prompt or raise max_model_len"
+        )
+
+
+def _check_blocks(request: Request, limits: StepLimits, blocks: BlockManager) -> None:
+    total = min(request.num_prompt_tokens + request.max_tokens, limits.max_model_len)
+    needed = blocks.blocks_for(total)
+    if needed > blocks.num_blocks:
+        raise UsageError(
+            f"the request needs {needed} blocks of KV cache for {total} tokens "
+            f"({request.num_prompt_tokens} of the prompt, {request.max_tokens} of max_tokens), "
+            f"but the cache has {blocks.num_blocks} blocks for "
+            f"{blocks.num_blocks * blocks.block_size} tokens; lower max_tokens, shorten the prompt "
+            "or give the cache more memory"
+        )
