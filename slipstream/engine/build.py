@@ -70,9 +70,7 @@ def assemble(
     resources = DrafterResources(state, sampling, resolved.num_blocks, config.use_fp64_gumbel)
     blocks = BlockManager(resolved.num_blocks, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(limits, blocks)
-    step = Step(
-        scheduler, runner, drafter.build(resources), state, sampling, config.use_fp64_gumbel
-    )
+    step = Step(scheduler, runner, drafter.build(resources), state, sampling, resolved.verification)
     return Engine(resolved, scheduler, step, LogprobReader(runner, tokenizer), tokenizer)
 
 

@@ -12,6 +12,7 @@ from slipstream.core.limits import StepLimits
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import dtype_named
 from slipstream.runner.memory import default_cache_bytes, uses_gpu_memory
+from slipstream.sampling.verification import Verification
 from slipstream.speculative.catalogue import Speculation
 
 logger = logging.getLogger("slipstream")
@@ -33,6 +34,7 @@ class Resolved:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     method: str | None
+    verification: Verification
     seed: int
     reasons: tuple[tuple[str, str, str], ...] = field(default=())
 
@@ -121,6 +123,7 @@ def resolve(
         vocab_size=shape.vocab_size,
         eos_token_ids=eos_token_ids,
         method=speculation.method,
+        verification=Verification(config.use_fp64_gumbel, speculation.synthetic_rates),
         seed=config.seed,
         reasons=reasons.rows,
     )

@@ -14,7 +14,7 @@ from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward, ModelRunner, Rows
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState
-from slipstream.sampling.verification import Verdict, verify
+from slipstream.sampling.verification import Verdict, Verification, verify
 from slipstream.speculative.drafter import Draft, Drafter
 
 
@@ -56,11 +56,11 @@ class Step:
         drafter: Drafter,
         state: DeviceState,
         sampling: SamplingState,
-        use_fp64_gumbel: bool = False,
+        verification: Verification,
     ) -> None:
         self._scheduler, self._runner, self._drafter = scheduler, runner, drafter
         self._state, self._sampling = state, sampling
-        self._use_fp64_gumbel = use_fp64_gumbel
+        self._verification = verification
 
     @torch.inference_mode()
     def run(self) -> StepResult:
@@ -135,7 +135,7 @@ class Step:
             draft.probs,
             self._state.device,
         )
-        verdict = verify(logits, rows, self._sampling, self._use_fp64_gumbel)
+        verdict = verify(logits, rows, self._sampling, self._verification)
         ends = [item.reaches_end for item in batch.requests]
         if all(ends):
             return verdict

@@ -37,8 +37,25 @@ class Verdict:
     num_accepted: Tensor
 
 
+@dataclass(frozen=True)
+class Verification:
+    """How drafts are judged.
+
+    Attributes:
+        use_fp64_gumbel: sample with 63-bit noise and float64 logarithms.
+        synthetic_rates: for benchmarks only: the chance that each position is accepted when all
+            before it were, whatever the target says (`synthetic.py`); None judges by the target.
+    """
+
+    use_fp64_gumbel: bool = False
+    synthetic_rates: tuple[float, ...] | None = None
+
+
+LOSSLESS = Verification()
+
+
 def verify(
-    logits: Tensor, rows: SampleRows, state: SamplingState, use_fp64_gumbel: bool = False
+    logits: Tensor, rows: SampleRows, state: SamplingState, how: Verification = LOSSLESS
 ) -> Verdict:
     """Judge every request's draft, greedy and sampled requests side by side.
 
@@ -49,7 +66,7 @@ def verify(
         logits: [N, V] float32, the target's raw logits.
         rows: whose rows these are, and the drafts.
         state: parameters, seeds and step counters of the requests.
-        use_fp64_gumbel: sample with 63-bit noise and float64 logarithms.
+        how: exactly, unless a benchmark says otherwise.
 
     Returns:
         The verdict for the R requests of `rows`.
@@ -57,15 +74,13 @@ def verify(
     logits = process(logits, rows, state)
     sampled = state.users(rows.host_slots, Uses.SAMPLING)
     if not sampled:
-        return _verify_greedy(logits, rows)
+        return _verify_greedy(logits, rows, state, how)
     if len(sampled) == rows.num_requests:
-        return _verify_sampled(logits, rows, state, use_fp64_gumbel)
+        return _verify_sampled(logits, rows, state, how)
     greedy = sorted(set(range(rows.num_requests)) - set(sampled))
     return _interleave(
-        _verify_greedy(logits[rows.rows_of(greedy)], rows.select(greedy)),
-        _verify_sampled(
-            logits[rows.rows_of(sampled)], rows.select(sampled), state, use_fp64_gumbel
-        ),
+        _verify_greedy(logits[rows.rows_of(greedy)], rows.select(greedy), state, how),
+        _verify_sampled(logits[rows.rows_of(sampled)], rows.select(sampled), state, how),
         torch.tensor(greedy + sampled, dtype=torch.int64, device=logits.device),
     )
 
@@ -132,17 +147,27 @@ def _sample_draft(
     return _sample(probs, keys, Purpose.DRAFT, fp64), probs
 
 
-def _verify_greedy(logits: Tensor, rows: SampleRows) -> Verdict:
+def _verify_greedy(
+    logits: Tensor, rows: SampleRows, state: SamplingState, how: Verification
+) -> Verdict:
     choice = logits.argmax(-1)  # [N]
-    accepted = rows.draft_tokens == choice[rows.draft_rows()]
-    num_accepted = _accepted_prefix(accepted & rows.draft_mask())
+    if how.synthetic_rates is None:
+        accepted = (rows.draft_tokens == choice[rows.draft_rows()]) & rows.draft_mask()
+    else:
+        accepted = _accept_synthetic(rows, state, how.synthetic_rates)
+    num_accepted = _accepted_prefix(accepted)
     return _verdict(rows, num_accepted, choice[rows.first_row + num_accepted])
 
 
-def _verify_sampled(logits: Tensor, rows: SampleRows, state: SamplingState, fp64: bool) -> Verdict:
+def _verify_sampled(
+    logits: Tensor, rows: SampleRows, state: SamplingState, how: Verification
+) -> Verdict:
     target = _distribution(logits, rows.row_slots, rows.host_slots, state)
-    num_accepted = _accepted_prefix(_accept(target, rows, state))
-    last_token = _sample_last(target, rows, num_accepted, state, fp64)
+    accepted = _accept(target, rows, state)
+    if how.synthetic_rates is not None:
+        accepted = _accept_synthetic(rows, state, how.synthetic_rates)
+    num_accepted = _accepted_prefix(accepted)
+    last_token = _sample_last(target, rows, num_accepted, state, how.use_fp64_gumbel)
     return _verdict(rows, num_accepted, last_token)
 
 
@@ -162,17 +187,28 @@ def _distribution(
 
 def _accept(target: Tensor, rows: SampleRows, state: SamplingState) -> Tensor:
     """[R, K] bool, whether each draft token, by itself, is accepted under target [N, V]."""
-    column = torch.arange(rows.max_draft_tokens, device=target.device)
+    u = _acceptance_noise(rows, state)
+    drafted = rows.draft_tokens
+    legal = rows.draft_mask() & (drafted >= 0) & (drafted < target.shape[-1])
+    safe = torch.where(legal, drafted, 0)
+    return legal & _is_accepted(u, target[rows.draft_rows(), safe], _draft_probability(rows, safe))
+
+
+def _acceptance_noise(rows: SampleRows, state: SamplingState) -> Tensor:
+    """[R, K] float32, a uniform number for every draft token."""
+    column = torch.arange(rows.max_draft_tokens, device=rows.slots.device)
     keys = NoiseKeys(
         seeds=state.seeds[rows.slots].repeat_interleave(rows.max_draft_tokens),
         positions=(rows.positions.unsqueeze(-1) + column).view(-1),
         steps=state.steps[rows.slots].repeat_interleave(rows.max_draft_tokens),
     )
-    u = uniform(keys, Purpose.ACCEPT).view(rows.draft_tokens.shape)
-    drafted = rows.draft_tokens
-    legal = rows.draft_mask() & (drafted >= 0) & (drafted < target.shape[-1])
-    safe = torch.where(legal, drafted, 0)
-    return legal & _is_accepted(u, target[rows.draft_rows(), safe], _draft_probability(rows, safe))
+    return uniform(keys, Purpose.ACCEPT).view(rows.draft_tokens.shape)
+
+
+def _accept_synthetic(rows: SampleRows, state: SamplingState, rates: tuple[float, ...]) -> Tensor:
+    """[R, K] bool, drawn with the benchmark's rates."""
+    chances = torch.tensor(rates, device=rows.slots.device)[: rows.max_draft_tokens]
+    return (_acceptance_noise(rows, state) < chances) & rows.draft_mask()
 
 
 def _is_accepted(u: Tensor, p: Tensor, q: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 from slipstream.core.errors import UsageError
 from slipstream.speculative.drafter import LoadedDrafter, NoDrafter
 from slipstream.speculative.options import Options, TargetModel
+from slipstream.speculative.verification_options import read_verification
 
 METHODS = {
     "draft_model": "slipstream.speculative.draft_model",
@@ -15,8 +16,6 @@ METHODS = {
 }
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
-
-_VERIFICATION = ("rejection", "standard")
 
 
 class Method(Protocol):
@@ -31,11 +30,15 @@ class Method(Protocol):
 
 @dataclass(frozen=True)
 class Speculation:
-    """A resolved `speculative_config`: the drafter and the most tokens it guesses a step."""
+    """A resolved `speculative_config`: the drafter and the most tokens it guesses a step.
+
+    `synthetic_rates` are a benchmark's conditional acceptance rates; None verifies for real.
+    """
 
     method: str | None
     num_speculative_tokens: int
     drafter: LoadedDrafter
+    synthetic_rates: tuple[float, ...] | None = None
 
 
 def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Speculation:
@@ -50,13 +53,14 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
     options = Options(config)
     name = _method(options)
     count = _num_speculative_tokens(options)
-    _check_common(options)
+    rates = read_verification(options, count)
+    _check_eager(options)
     method: Method = cast(Method, import_module(METHODS[name]))
     method_config = method.read_options(options)
     options.finish(name)
     if count == 0:
         return Speculation(None, 0, NoDrafter())
-    return Speculation(name, count, method.load(method_config, target))
+    return Speculation(name, count, method.load(method_config, target), rates)
 
 
 def _method(options: Options) -> str:
@@ -85,13 +89,7 @@ def _num_speculative_tokens(options: Options) -> int:
     return count
 
 
-def _check_common(options: Options) -> None:
-    verification = options.take_str("rejection_sample_method", "rejection")
-    if verification not in _VERIFICATION:
-        raise UsageError(
-            f"speculative_config: rejection_sample_method {verification!r} is not supported; use "
-            f"{' or '.join(_VERIFICATION)}"
-        )
+def _check_eager(options: Options) -> None:
     eager = options.take("enforce_eager", True)  # nothing is captured, so it is always honoured
     if not isinstance(eager, bool):
         raise UsageError(f"speculative_config: enforce_eager must be true or false, not {eager!r}")

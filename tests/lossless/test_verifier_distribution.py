@@ -25,6 +25,7 @@ from slipstream.sampling import verification
 from slipstream.sampling.noise import Purpose, derive_seed, gumbel
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState
+from slipstream.sampling.verification import Verification
 
 VOCAB = 8
 LENGTH = 3  # output tokens that are looked at
@@ -180,7 +181,7 @@ def step(case: Case, state: SamplingState, last: Tensor, positions: Tensor) -> v
         "cpu",
     )
     behind = torch.cat((last.unsqueeze(1), drafted), 1)[rows.request, rows.offset]
-    verdict = verification.verify(TARGET[behind], rows, state, use_fp64_gumbel=case.fp64)
+    verdict = verification.verify(TARGET[behind], rows, state, Verification(case.fp64))
     state.commit(rows.slots, verdict.token_ids, verdict.num_tokens)
     return verdict
 

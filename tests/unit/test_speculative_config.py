@@ -15,6 +15,7 @@ def make(target: str, config: Any) -> LLM:
     return LLM(target, speculative_config=config, skip_tokenizer_init=True, num_kv_blocks=16)
 
 
+SYNTHETIC = {"model": "DRAFT", "rejection_sample_method": "synthetic"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "needs method"),
     ({"num_speculative_tokens": 3}, "needs method"),
@@ -35,7 +36,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": "DRAFT", "dtype": "int3"}, "dtype must be one of"),
     ({"model": "DRAFT", "max_model_len": 0}, "max_model_len must be positive"),
     ({"model": "DRAFT", "draft_sample_method": "best"}, "probabilistic or greedy"),
-    ({"model": "DRAFT", "rejection_sample_method": "block"}, "use rejection or standard"),
+    ({"model": "DRAFT", "rejection_sample_method": "block"}, "use rejection, standard"),
+    ({"model": "DRAFT", "rejection_sample_method": "synthetic"}, "needs either"),
+    ({"model": "DRAFT", "synthetic_acceptance_length": 2}, "makes the output meaningless"),
+    ({**SYNTHETIC, "synthetic_acceptance_length": 5.5}, "between 1 and 5"),
+    ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.6, 0.1, 0]}, "that never rise"),
+    ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5]}, "must be 4 numbers"),
     ({"model": "DRAFT", "enforce_eager": "yes"}, "true or false"),
     ({"model": 3}, "model must be a string"),
 ]

@@ -15,7 +15,7 @@ from slipstream.sampling.logits import probabilities
 from slipstream.sampling.noise import NoiseKeys, Purpose, gumbel
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState
-from slipstream.sampling.verification import Verdict, sample_draft, verify
+from slipstream.sampling.verification import Verdict, Verification, sample_draft, verify
 
 VOCAB = 6
 GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 1.0}
@@ -249,7 +249,7 @@ def test_plain_sampling_is_the_target_noise(fp64: bool) -> None:
     """Without a draft: argmax(log p + noise), keyed by seed and position alone."""
     state = make_state([SAMPLED] * 50)
     logits = torch.randn(50, VOCAB, generator=torch.Generator().manual_seed(1))
-    got = verify(logits, make_rows([[]] * 50), state, use_fp64_gumbel=fp64).token_ids[:, 0]
+    got = verify(logits, make_rows([[]] * 50), state, Verification(fp64)).token_ids[:, 0]
     keys = NoiseKeys(state.seeds, torch.full((50,), 3), torch.zeros(50, dtype=torch.int64))
     p = logits.softmax(-1).to(torch.float64 if fp64 else torch.float32)
     assert torch.equal(got, (p.log() + gumbel(keys, Purpose.TARGET, VOCAB, fp64)).argmax(-1))

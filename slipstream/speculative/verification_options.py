@@ -1,0 +1,61 @@
+"""The keys of a `speculative_config` that say how drafts are judged."""
+
+from itertools import pairwise
+from typing import Any
+
+from slipstream.core.errors import UsageError
+from slipstream.sampling.synthetic import conditional_rates, rates_for_length
+from slipstream.speculative.options import Options
+
+_LOSSLESS = ("rejection", "standard")
+_SYNTHETIC = "synthetic"
+
+
+def read_verification(options: Options, count: int) -> tuple[float, ...] | None:
+    """None for lossless verification, or a benchmark's conditional rates for `count` positions."""
+    method = options.take_str("rejection_sample_method", _LOSSLESS[0])
+    length = options.take("synthetic_acceptance_length")
+    rates = options.take("synthetic_acceptance_rates")
+    if method == _SYNTHETIC:
+        return conditional_rates(_rates(length, rates, count))
+    if method not in _LOSSLESS:
+        raise UsageError(
+            f"speculative_config: rejection_sample_method {method!r} is not supported; use "
+            f"{', '.join(_LOSSLESS)}, or {_SYNTHETIC} in a benchmark"
+        )
+    if length is not None or rates is not None:
+        raise UsageError(
+            "speculative_config: synthetic_acceptance_length and synthetic_acceptance_rates need "
+            f'rejection_sample_method "{_SYNTHETIC}", which makes the output meaningless'
+        )
+    return None
+
+
+def _rates(length: Any, rates: Any, count: int) -> tuple[float, ...]:
+    if (length is None) == (rates is None):
+        raise UsageError(
+            f'speculative_config: rejection_sample_method "{_SYNTHETIC}" needs either '
+            "synthetic_acceptance_length or synthetic_acceptance_rates"
+        )
+    if rates is None:
+        if not _is_number(length) or not 1 <= length <= count + 1:
+            raise UsageError(
+                f"speculative_config: synthetic_acceptance_length must be between 1 and "
+                f"{count + 1} (num_speculative_tokens + 1), not {length!r}"
+            )
+        return rates_for_length(float(length), count)
+    if (
+        not isinstance(rates, list | tuple)
+        or len(rates) != count
+        or not all(_is_number(rate) and 0 <= rate <= 1 for rate in rates)
+        or any(later > earlier for earlier, later in pairwise(rates))
+    ):
+        raise UsageError(
+            f"speculative_config: synthetic_acceptance_rates must be {count} numbers between 0 and "
+            f"1 that never rise, one per position, not {rates!r}"
+        )
+    return tuple(float(rate) for rate in rates)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
