@@ -134,6 +134,7 @@ class Step:
             draft.one_hot,
             draft.probs,
             self._state.device,
+            draft.vocabulary,
         )
         verdict = verify(logits, rows, self._sampling, self._verification)
         ends = [item.reaches_end for item in batch.requests]

@@ -22,8 +22,12 @@ class LanguageModelHead:
     """Hidden states to float32 logits; the weight may be the embedding's own."""
 
     def __init__(self, ops: Ops, weight: Tensor) -> None:
-        self._logits = ops.logits
+        self._ops, self._logits = ops, ops.logits
         self.weight = weight
+
+    def over(self, token_ids: Tensor) -> "LanguageModelHead":
+        """A head for these tokens alone, in this order; its weight is a copy."""
+        return LanguageModelHead(self._ops, self.weight[token_ids])
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [T, width] -> [T, vocab_size] float32."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slipstream.cache.kv_cache import KVCache
 from slipstream.kernels.table import AttentionInputs
+from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.decoder import Decoder
 from slipstream.runner.device_state import DeviceState
 
@@ -41,14 +42,21 @@ class Forward:
 
 
 class ModelRunner:
-    """Expands requests to flat rows, runs the network, and turns hidden states into logits."""
+    """Expands requests to flat rows, runs the network, and turns hidden states into logits.
 
-    def __init__(self, network: Decoder, cache: KVCache, state: DeviceState) -> None:
+    Args:
+        head: in place of the network's own, one over some of its tokens.
+    """
+
+    def __init__(
+        self,
+        network: Decoder,
+        cache: KVCache,
+        state: DeviceState,
+        head: LanguageModelHead | None = None,
+    ) -> None:
         self._network, self._cache, self._state = network, cache, state
-
-    @property
-    def vocab_size(self) -> int:
-        return self._network.config.vocab_size
+        self._head = head or network.head
 
     @torch.inference_mode()
     def forward(self, rows: Rows) -> Forward:
@@ -59,8 +67,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, hidden_size] -> [T, vocab_size] float32."""
-        return self._network.head(hidden)
+        """hidden [T, hidden_size] -> [T, vocab_size (of the head)] float32."""
+        return self._head(hidden)
 
     def _expand(self, rows: Rows) -> tuple[Tensor, AttentionInputs, list[int]]:
         state, device = self._state, self._state.device

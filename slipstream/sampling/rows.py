@@ -27,6 +27,8 @@ class SampleRows:
         one_hot: [R] bool, the draft was not sampled: its probability counts as 1.
         draft_probs: [R, K, Vq] float32, the distributions that the draft tokens were sampled
             from; None when every request's draft is one-hot.
+        draft_vocabulary: [Vq] int64, rising, the token id of each column of `draft_probs`; None
+            when they are the ids from 0 on.
         host_slots: `slots` on the host.
         host_num_draft_tokens: `num_draft_tokens` on the host.
     """
@@ -42,6 +44,7 @@ class SampleRows:
     draft_probs: Tensor | None
     host_slots: tuple[int, ...]
     host_num_draft_tokens: tuple[int, ...]
+    draft_vocabulary: Tensor | None = None
 
     @classmethod
     def build(
@@ -53,6 +56,7 @@ class SampleRows:
         one_hot: Sequence[bool] | Tensor,
         draft_probs: Tensor | None,
         device: torch.device | str,
+        draft_vocabulary: Tensor | None = None,
     ) -> "SampleRows":
         """Lay the rows out.
 
@@ -77,6 +81,7 @@ class SampleRows:
             draft_probs=draft_probs,
             host_slots=tuple(host_slots),
             host_num_draft_tokens=host_num_draft_tokens,
+            draft_vocabulary=draft_vocabulary,
         )
 
     @property
@@ -140,6 +145,7 @@ class SampleRows:
             draft_probs=None if self.draft_probs is None else self.draft_probs[index],
             host_slots=tuple(self.host_slots[r] for r in requests),
             host_num_draft_tokens=host_num_draft_tokens,
+            draft_vocabulary=self.draft_vocabulary,
         )
 
 

@@ -220,8 +220,11 @@ def _draft_probability(rows: SampleRows, drafted: Tensor) -> Tensor:
     """[R, K] float32, the probability that each of `drafted` [R, K] had; 1 for one-hot drafts."""
     if rows.draft_probs is None or rows.max_draft_tokens == 0:
         return torch.ones_like(drafted, dtype=torch.float32)
-    known = drafted < rows.draft_probs.shape[-1]
-    index = torch.where(known, drafted, 0).unsqueeze(-1)
+    index = drafted
+    if rows.draft_vocabulary is not None:
+        index = torch.searchsorted(rows.draft_vocabulary, drafted)
+    known = index < rows.draft_probs.shape[-1]
+    index = torch.where(known, index, 0).unsqueeze(-1)
     probability = rows.draft_probs.gather(-1, index).squeeze(-1) * known
     return torch.where(rows.one_hot.unsqueeze(-1), 1.0, probability)
 
@@ -239,7 +242,8 @@ def _sample_last(
     weights = target
     if rows.max_draft_tokens:
         draft = _last_draft_probs(rows, num_accepted)
-        residual = _residual(target, draft, torch.where(rows.one_hot, refused, PADDING))
+        one_hot_token = torch.where(rows.one_hot, refused, PADDING)
+        residual = _residual(target, draft, rows.draft_vocabulary, one_hot_token)
         # Where p and q are equal up to rounding nothing is left, and p is as good.
         usable = is_refused & (residual.sum(-1) > 0)
         weights = torch.where(usable.unsqueeze(-1), residual, target)
@@ -265,16 +269,21 @@ def _last_draft_probs(rows: SampleRows, num_accepted: Tensor) -> Tensor | None:
     return rows.draft_probs[batch, place].masked_fill_(rows.one_hot.unsqueeze(-1), 0.0)
 
 
-def _residual(target: Tensor, draft: Tensor | None, one_hot_token: Tensor) -> Tensor:
+def _residual(
+    target: Tensor, draft: Tensor | None, vocabulary: Tensor | None, one_hot_token: Tensor
+) -> Tensor:
     """max(p - q, 0), not scaled, [R, V].
 
     Args:
         target: [R, V], p.
-        draft: [R, Vq], q of sampled drafts, or None; beyond Vq tokens q is 0.
+        draft: [R, Vq], q of sampled drafts, or None; where it has no column q is 0.
+        vocabulary: [Vq], the token ids of its columns; None for those from 0 on.
         one_hot_token: [R] int64, the token of one-hot drafts, -1 for others.
     """
     residual = target.clone()
-    if draft is not None:
+    if draft is not None and vocabulary is not None:
+        residual.index_add_(-1, vocabulary, draft, alpha=-1).clamp_min_(0.0)
+    elif draft is not None:
         width = min(draft.shape[-1], target.shape[-1])
         residual[:, :width] -= draft[:, :width]
         residual.clamp_min_(0.0)

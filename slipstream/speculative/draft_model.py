@@ -21,6 +21,11 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.loading import dtype_named, load_decoder
 from slipstream.runner.model_runner import ModelRunner, Rows
 from slipstream.sampling.verification import Verdict, sample_draft
+from slipstream.speculative.draft_vocabulary import (
+    DraftVocabularyConfig,
+    choose_draft_vocabulary,
+    read_draft_vocabulary,
+)
 from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.vocabulary import require_same_vocabulary
@@ -35,6 +40,7 @@ class DraftModelConfig:
     dtype: str | None
     max_model_len: int | None
     greedy_only: bool  # draft_sample_method: greedy
+    vocabulary: DraftVocabularyConfig | None
 
 
 def read_options(options: Options) -> DraftModelConfig:
@@ -44,7 +50,6 @@ def read_options(options: Options) -> DraftModelConfig:
         raise UsageError("speculative_config: method draft_model needs model, a checkpoint")
     options.take_only("parallel_drafting", False, "leave it out")
     options.take_only("draft_tensor_parallel_size", 1, "a draft model runs on one device")
-    options.take_only("draft_vocab_size", None, "leave it out to draft over the whole vocabulary")
     options.take_only("quantization", None, "leave it out")
     sampling = options.take_str("draft_sample_method", "probabilistic")
     if sampling not in ("probabilistic", "greedy"):
@@ -61,6 +66,7 @@ def read_options(options: Options) -> DraftModelConfig:
         dtype=options.take_str("dtype", None),
         max_model_len=max_model_len,
         greedy_only=sampling == "greedy",
+        vocabulary=read_draft_vocabulary(options),
     )
 
 
@@ -73,8 +79,13 @@ def load(config: DraftModelConfig, target: TargetModel) -> "LoadedDraftModel":
     )
     dtype = dtype_named(config.dtype) if config.dtype else target.load.dtype
     network = load_decoder(checkpoint, replace(target.load, dtype=dtype))
+    vocabulary: Tensor | None = None
+    if config.vocabulary is not None:
+        legal = min(target.vocab_size, network_config.vocab_size)
+        chosen = choose_draft_vocabulary(config.vocabulary, target.path, legal)
+        vocabulary = torch.tensor(chosen, device=target.load.device)
     identity = f"draft_model:{checkpoint.path}:{dtype}"
-    return LoadedDraftModel(config, network, target, dtype, identity)
+    return LoadedDraftModel(config, network, target, dtype, identity, vocabulary)
 
 
 class LoadedDraftModel:
@@ -87,8 +98,9 @@ class LoadedDraftModel:
         target: TargetModel,
         dtype: torch.dtype,
         identity: str,
+        vocabulary: Tensor | None,
     ) -> None:
-        self._config, self._network = config, network
+        self._config, self._network, self._vocabulary = config, network, vocabulary
         shape = network.config
         self._num_legal_tokens = min(target.vocab_size, shape.vocab_size)
         longest = config.max_model_len or shape.max_position_embeddings
@@ -101,9 +113,15 @@ class LoadedDraftModel:
     def build(self, resources: DrafterResources) -> Drafter:
         state = resources.state
         cache = KVCache(self.layout, resources.num_blocks, state.block_size, state.device)
-        runner = ModelRunner(self._network, cache, state)
+        head = None if self._vocabulary is None else self._network.head.over(self._vocabulary)
+        runner = ModelRunner(self._network, cache, state, head)
         return DraftModelDrafter(
-            runner, resources, self.limits, self._num_legal_tokens, self._config.greedy_only
+            runner,
+            resources,
+            self.limits,
+            self._num_legal_tokens,
+            self._config.greedy_only,
+            self._vocabulary,
         )
 
 
@@ -121,7 +139,9 @@ class DraftModelDrafter:
         limits: DrafterLimits,
         num_legal_tokens: int,
         greedy_only: bool,
+        vocabulary: Tensor | None,
     ) -> None:
+        self._vocabulary = vocabulary
         self._runner, self._resources = runner, resources
         self._state, self._sampling = resources.state, resources.sampling
         self._num_legal_tokens, self._greedy_only = num_legal_tokens, greedy_only
@@ -182,6 +202,8 @@ class DraftModelDrafter:
                 greedy_only=self._greedy_only,
                 use_fp64_gumbel=self._resources.use_fp64_gumbel,
             )
+            if self._vocabulary is not None:
+                picked = self._vocabulary[picked]
             tokens[alive, index] = picked
             if q is not None:
                 if probs is None:
@@ -213,6 +235,7 @@ class DraftModelDrafter:
             num_tokens=torch.tensor(counts, device=tokens.device),
             one_hot=torch.tensor(certain, device=tokens.device),
             probs=probs,
+            vocabulary=self._vocabulary,
         )
 
     def _catch_up(self, slots: Tensor) -> None:

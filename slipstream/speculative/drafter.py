@@ -27,14 +27,17 @@ class Draft:
         token_ids: [R, K] int64; only the first num_tokens[r] of a row count.
         num_tokens: [R] int64, from 0 to the number that was scheduled.
         one_hot: [R] bool, true where the guess is certain (greedy, n-gram) and q is 1.
-        probs: [R, K, V] float32, the q that each token was sampled from, or None when every row
+        probs: [R, K, Vq] float32, the q that each token was sampled from, or None when every row
             is one-hot.
+        vocabulary: [Vq] int64, rising: the token id of each column of `probs`; None when they are
+            the ids from 0 on.
     """
 
     token_ids: Tensor
     num_tokens: Tensor
     one_hot: Tensor
     probs: Tensor | None = None
+    vocabulary: Tensor | None = None
 
     @staticmethod
     def empty(num_requests: int, device: torch.device) -> "Draft":

@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {"drafter": None},
     "draft_model": {"drafter": "draft"},
     "greedy_drafts": {"drafter": "draft", "draft_sample_method": "greedy"},
+    "subset": {"drafter": "draft", "draft_vocab_size": 4},
     "ngram": {"drafter": "ngram"},
     "truncated": {"drafter": "draft", "params": {"temperature": 0.7, "top_p": 0.9}},
     "penalties": {
@@ -81,8 +82,9 @@ def draw(
     }[case["drafter"]]
     if speculative is not None:
         speculative["num_speculative_tokens"] = 2
-        if "draft_sample_method" in case:
-            speculative["draft_sample_method"] = case["draft_sample_method"]
+        for key in ("draft_sample_method", "draft_vocab_size"):
+            if key in case:
+                speculative[key] = case[key]
     llm = LLM(target, speculative_config=speculative, skip_tokenizer_init=True, num_kv_blocks=300)
     sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True, **params)
     outputs = llm.generate([{"prompt_token_ids": PROMPT}] * SAMPLES, sampling)

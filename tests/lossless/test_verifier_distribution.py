@@ -366,12 +366,12 @@ def share_noise(monkeypatch: pytest.MonkeyPatch) -> Case:
 
 
 def sample_target_after_refusal(monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr(verification, "_residual", lambda target, draft, one_hot: target)
+    monkeypatch.setattr(verification, "_residual", lambda target, *_: target)
     return Case(2)
 
 
 def sample_target_after_one_hot_refusal(monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr(verification, "_residual", lambda target, draft, one_hot: target)
+    monkeypatch.setattr(verification, "_residual", lambda target, *_: target)
     return Case(2, one_hot=True)
 
 

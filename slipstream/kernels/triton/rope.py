@@ -1,0 +1,104 @@
+"""Query/key norm, rotary embedding and the cache write in one kernel."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.table import AttentionInputs
+
+HEADS_PER_PROGRAM = 8
+
+
+@triton.jit
+def _rotated(source, row, row_stride, head, heads, weight, eps, cos, sin, head_dim, half, pairs):
+    """Heads of one row, normed where there is a weight and turned: two [heads, half] float32."""
+    inside = (head < heads)[:, None] & (pairs < half)[None, :]
+    start = source + row * row_stride + head[:, None] * head_dim + pairs[None, :]
+    first = tl.load(start, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(start + half, mask=inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        squares = tl.sum(first * first + second * second, axis=1)
+        scale = (1.0 / tl.sqrt(squares / head_dim + eps))[:, None]
+        # Rounded to the model's dtype, as between two layers.
+        one = tl.load(weight + pairs, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
+        two = tl.load(weight + half + pairs, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
+        first = (first * scale * one).to(source.dtype.element_ty).to(tl.float32)
+        second = (second * scale * two).to(source.dtype.element_ty).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    query, key, value, query_weight, key_weight, eps, cos_sin, positions, slots,
+    out, keys, values, query_stride, key_stride, value_stride, place_stride, query_heads, kv_heads,
+    head_dim: tl.constexpr, block_heads: tl.constexpr, block_pairs: tl.constexpr,
+):  # fmt: skip
+    """One program: `block_heads` heads of one row. Programs behind the query's do keys and values.
+
+    query, key, value: [T, heads, head_dim] with a row stride of their own (they are views of one
+    matmul's result); out is contiguous; keys and values are pages seen as [places, Hk, head_dim].
+    """
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    query_groups = tl.cdiv(query_heads, block_heads)
+    half: tl.constexpr = head_dim // 2
+    pairs = tl.arange(0, block_pairs)
+    turn = cos_sin + tl.load(positions + row) * head_dim + pairs
+    cos = tl.load(turn, mask=pairs < half, other=0.0)[None, :]
+    sin = tl.load(turn + half, mask=pairs < half, other=0.0)[None, :]
+    if group < query_groups:
+        head = group * block_heads + tl.arange(0, block_heads)
+        first, second = _rotated(
+            query, row, query_stride, head, query_heads, query_weight, eps, cos, sin,
+            head_dim, half, pairs,
+        )  # fmt: skip
+        inside = (head < query_heads)[:, None] & (pairs < half)[None, :]
+        target = out + (row * query_heads + head[:, None]) * head_dim + pairs[None, :]
+        tl.store(target, first.to(out.dtype.element_ty), mask=inside)
+        tl.store(target + half, second.to(out.dtype.element_ty), mask=inside)
+    else:
+        slot = tl.load(slots + row)
+        head = (group - query_groups) * block_heads + tl.arange(0, block_heads)
+        first, second = _rotated(
+            key, row, key_stride, head, kv_heads, key_weight, eps, cos, sin, head_dim, half, pairs
+        )
+        inside = (head < kv_heads)[:, None] & (pairs < half)[None, :] & (slot >= 0)
+        place = slot * place_stride + head[:, None] * head_dim + pairs[None, :]
+        tl.store(keys + place, first.to(keys.dtype.element_ty), mask=inside)
+        tl.store(keys + place + half, second.to(keys.dtype.element_ty), mask=inside)
+        source = value + row * value_stride + head[:, None] * head_dim + pairs[None, :]
+        for part in tl.static_range(2):
+            moved = tl.load(source + part * half, mask=inside, other=0.0)
+            tl.store(values + place + part * half, moved.to(values.dtype.element_ty), mask=inside)
+
+
+def rotate_and_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+    cos_sin: Tensor,
+    inputs: AttentionInputs,
+    cache: tuple[Tensor, Tensor],
+) -> Tensor:
+    rows, query_heads, head_dim = query.shape
+    kv_heads = key.shape[1]
+    for heads in (query, key, value):
+        assert heads.stride()[1:] == (head_dim, 1)
+    assert cos_sin.is_contiguous()
+    assert all(pages.is_contiguous() for pages in cache)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if not rows:
+        return out
+    query_weight, key_weight, eps = norms or (None, None, 0.0)
+    per_program = HEADS_PER_PROGRAM
+    grid = (rows, triton.cdiv(query_heads, per_program) + triton.cdiv(kv_heads, per_program))
+    _rotate_and_store_kernel[grid](
+        query, key, value, query_weight, key_weight, eps, cos_sin, inputs.positions, inputs.slots,
+        out, *cache, query.stride(0), key.stride(0), value.stride(0), kv_heads * head_dim,
+        query_heads, kv_heads,
+        head_dim=head_dim, block_heads=per_program,
+        block_pairs=triton.next_power_of_2(head_dim // 2), num_warps=4,
+    )  # fmt: skip
+    return out
