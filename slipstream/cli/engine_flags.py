@@ -85,6 +85,10 @@ class EngineFlags:
         int | None,
         typer.Option(help="Size of the KV cache in blocks instead.", rich_help_panel=_PANEL),
     ] = EngineConfig.num_kv_blocks
+    threads: Annotated[
+        int | None,
+        typer.Option(help="CPU threads. [by model size and cores]", rich_help_panel=_PANEL),
+    ] = EngineConfig.threads
     enable_prefix_caching: Annotated[
         bool,
         typer.Option(help="Reuse the KV cache of a common beginning.", rich_help_panel=_PANEL),

@@ -25,6 +25,7 @@ class EngineConfig:
         block_size: tokens in a block of KV cache.
         kv_cache_memory: bytes for the KV cache, drafter included.
         num_kv_blocks: its size in blocks instead.
+        threads: of torch's CPU ops, for the whole process.
         enable_prefix_caching: keep the blocks of ended requests for others that begin alike.
         skip_tokenizer_init: token ids in, token ids out.
         seed: of requests that carry none.
@@ -48,6 +49,7 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_memory: int | None = None
     num_kv_blocks: int | None = None
+    threads: int | None = None
     enable_prefix_caching: bool = True
     skip_tokenizer_init: bool = False
     seed: int = 0
@@ -61,7 +63,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _require_positive(name, getattr(self, name))
-        for name in ("max_model_len", "kv_cache_memory", "num_kv_blocks"):
+        for name in ("max_model_len", "kv_cache_memory", "num_kv_blocks", "threads"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
         if self.kv_cache_memory is not None and self.num_kv_blocks is not None:

@@ -12,6 +12,7 @@ from slipstream.core.limits import StepLimits
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import dtype_named
 from slipstream.runner.memory import default_cache_bytes, uses_gpu_memory
+from slipstream.runner.threads import set_threads
 from slipstream.sampling.verification import Verification
 from slipstream.speculative.catalogue import Speculation
 
@@ -97,6 +98,8 @@ def resolve(
         layouts.append(drafter.layout)
     bytes_per_block = config.block_size * sum(layout.bytes_per_token for layout in layouts)
     longest = resolve_model_len(config, shape)
+    weight_bytes = shape.num_matrix_parameters * dtype.itemsize
+    reasons.add("threads", *set_threads(device, config.threads, weight_bytes))
     num_blocks = _num_blocks(config, bytes_per_block, longest, device, reasons)
     max_model_len = _fit_model_len(config, longest, num_blocks * config.block_size, reasons)
     _note_accepted_flags(config, device, reasons)

@@ -47,6 +47,14 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
 
+    @property
+    def num_matrix_parameters(self) -> int:
+        """Parameters of the matrices, which are all but a few."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        layer = self.hidden_size * (attention + 3 * self.intermediate_size)
+        vocabulary = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return vocabulary + self.num_layers * layer
+
     def __post_init__(self) -> None:
         self._check_sizes()
         self._check_windows()

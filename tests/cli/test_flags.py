@@ -240,7 +240,7 @@ GENERATE_FLAGS = """
     --no-speculation --num-kv-blocks --num-speculative-tokens --presence-penalty --prompt
     --prompt-file --prompt-logprobs --repetition-penalty --revision --seed --skip-special-tokens
     --spec-method --spec-model --spec-tokens --speculative-config --stop --stop-token-ids
-    --temperature --tensor-parallel-size --tokenizer --top-k --top-p --trust-remote-code
+    --temperature --tensor-parallel-size --threads --tokenizer --top-k --top-p --trust-remote-code
     --use-fp64-gumbel --verbose -h -k -n -sc -t -tp -v
 """
 CHAT_ONLY = {"--system"}

@@ -1,0 +1,116 @@
+"""Derived numbers, each with its reason; what cannot be is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import LLM, UsageError
+from slipstream.runner.threads import set_threads
+from tests.checkpoints import write_qwen3
+
+CPU = torch.device("cpu")
+
+
+def make(target: str, **options: Any) -> LLM:
+    return LLM(target, skip_tokenizer_init=True, **options)
+
+
+def reason(llm: LLM, name: str) -> tuple[str, str]:
+    return next((value, why) for key, value, why in llm.engine.resolved.reasons if key == name)
+
+
+def test_the_cache_is_no_larger_than_the_requests_can_use(tiny_target: str) -> None:
+    llm = make(tiny_target, max_num_seqs=4)
+    assert llm.engine.resolved.num_blocks == 4 * 256 // 16
+    assert "can use" in reason(llm, "num_kv_blocks")[1]
+
+
+def test_the_cache_keeps_to_its_memory(tiny_target: str, tiny_draft: str) -> None:
+    per_token = 4 * 2 * 2 * 16  # float32, keys and values, 2 heads of 16
+    config = {"model": tiny_draft}
+    llm = make(tiny_target, speculative_config=config, kv_cache_memory=16 * per_token * 3 * 10)
+    assert llm.engine.resolved.bytes_per_block == 16 * per_token * 3  # 2 + 1 layers
+    assert llm.engine.resolved.num_blocks == 10
+
+
+def test_a_derived_max_model_len_shrinks_to_the_cache(tiny_target: str) -> None:
+    assert make(tiny_target, num_kv_blocks=5).engine.resolved.limits.max_model_len == 80
+    llm = make(tiny_target, num_kv_blocks=5, max_model_len=200)
+    assert llm.engine.resolved.limits.max_model_len == 200
+    with pytest.raises(UsageError, match=r"needs 7 blocks .* has 5 blocks for 80 tokens"):
+        llm.generate({"prompt_token_ids": [1] * 90})
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"max_model_len": 257}, "more than the 256 positions"),
+    ({"max_model_len": 0}, "max_model_len must be an integer of at least 1"),
+    ({"max_num_seqs": 0}, "max_num_seqs must be"),
+    ({"block_size": 2.5}, "block_size must be"),
+    ({"threads": 0}, "threads must be"),
+    ({"kv_cache_memory": 1}, "less than one block"),
+    ({"kv_cache_memory": 1 << 20, "num_kv_blocks": 4}, "not both"),
+    ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "must be at least max_num_seqs"),
+    ({"tensor_parallel_size": 2}, "use 1"),
+    ({"dtype": "int8"}, "dtype must be one of"),
+    ({"device": "tpu"}, "device must be one of"),
+    ({"load_format": "gguf"}, "load_format must be one of"),
+    ({"gpu_memory_utilization": 1.5}, "above 0 and at most 1"),
+    ({"max_tokens": 5}, "unknown option max_tokens; LLM takes"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=[str(case[0]) for case in WRONG])
+def test_options_that_cannot_be_are_refused(
+    options: dict[str, Any], message: str, tiny_target: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        make(tiny_target, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(tiny_target: str) -> None:
+    with pytest.raises(UsageError, match="no GPU; use device=cpu"):
+        make(tiny_target, device="cuda")
+
+
+def test_flags_of_other_engines_are_told_their_effect(tiny_target: str) -> None:
+    llm = make(
+        tiny_target,
+        enforce_eager=True,
+        async_scheduling=True,
+        trust_remote_code=True,
+        gpu_memory_utilization=0.8,
+        device="cpu",
+        num_kv_blocks=8,
+    )
+    told = {name for name, _, _ in llm.engine.resolved.reasons}
+    assert {
+        "enforce_eager",
+        "async_scheduling",
+        "trust_remote_code",
+        "gpu_memory_utilization",
+    } <= told
+
+
+def test_threads_follow_the_model_unless_they_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        assert set_threads(CPU, None, 1 << 20)[0] == 1
+        assert set_threads(CPU, None, 1 << 30)[0] >= 1
+        assert set_threads(CPU, 2, 1 << 20)[0] == torch.get_num_threads() == 2
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        assert set_threads(CPU, None, 1 << 20) == (2, "OMP_NUM_THREADS")
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_dummy_weights_need_a_config_alone(tmp_path: Path) -> None:
+    folder = write_qwen3(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    llm = make(str(folder), load_format="dummy", num_kv_blocks=8)
+    assert len(llm.generate({"prompt_token_ids": [1, 2]})[0].outputs[0].token_ids) > 0
