@@ -98,7 +98,7 @@ class Talk:
             else:
                 status = self._conversation.ask(text, PlainView(self._params))
         except UsageError as error:
-            say(f"{error}; the last message is dropped")
+            say(f"{error}; the last message is dropped (/clear begins anew)")
             return
         self._quietly(f"{status.summary()}\n")
 

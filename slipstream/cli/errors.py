@@ -1,6 +1,7 @@
 """What a user sees when something goes wrong, and the exit codes.
 
-0 fine; 1 a checkpoint or the engine failed; 2 the command line is wrong; 130 interrupted.
+0 fine; 1 a checkpoint or the engine failed, or nobody reads the output any more (a closed pipe);
+2 the command line is wrong; 130 interrupted.
 """
 
 import sys
@@ -30,6 +31,9 @@ class Run:
 
 def run(app: typer.Typer, arguments: Sequence[str]) -> int:
     """Run a command line; its exit code. Nothing but an exit request escapes."""
+    if sys.stdout is None:
+        say("stdout is closed, so there is nowhere to write; leave it open or redirect it")
+        return FAILED
     _survive_narrow_encodings()
     state = Run()
     try:
@@ -59,6 +63,9 @@ def _report(error: Exception, state: Run) -> int:
         return WRONG_USAGE
     if isinstance(error, SlipstreamError):
         say(str(error))
+        return FAILED
+    if isinstance(error, OSError):
+        say(f"cannot read or write: {error}")
         return FAILED
     hint = "" if state.debug else "; run again with --debug for the traceback"
     say(f"internal error: {type(error).__name__}: {error}{hint}")

@@ -21,7 +21,7 @@ def gather_prompts(texts: Sequence[str], files: Sequence[str], model: str) -> li
     Raises:
         UsageError: nothing was given, or it cannot be read.
     """
-    prompts = [*texts, *map(read_prompt, files)]
+    prompts = [*map(_argument, texts), *map(read_prompt, files)]
     if prompts:
         return prompts
     if stdin_is_piped():
@@ -30,6 +30,11 @@ def gather_prompts(texts: Sequence[str], files: Sequence[str], model: str) -> li
     if built_in is None:
         raise UsageError("there is no prompt; give --prompt TEXT or --prompt-file FILE, or pipe it")
     return [built_in]
+
+
+def _argument(text: str) -> str:
+    """A text of the command line as UTF-8, whatever the locale took its bytes for."""
+    return decode(os.fsencode(text), "--prompt")
 
 
 def read_prompt(file: str) -> str:

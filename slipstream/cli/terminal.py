@@ -23,4 +23,9 @@ def shows_live(console: Console) -> bool:
 
     Rich takes a pipe for a terminal when FORCE_COLOR is set, so the stream itself is asked too.
     """
-    return sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal
+    return (
+        sys.stdout is not None
+        and sys.stdout.isatty()
+        and console.is_terminal
+        and not console.is_dumb_terminal
+    )

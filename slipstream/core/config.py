@@ -61,6 +61,10 @@ class EngineConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_choices()
+
+    def _check_numbers(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _require_positive(name, getattr(self, name))
         for name in ("max_model_len", "kv_cache_memory", "num_kv_blocks", "threads"):
@@ -73,14 +77,21 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}), so that every request can get a token a step"
             )
+        if not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 64:
+            raise UsageError(f"seed must be a 64-bit integer, not {self.seed!r}")
+
+    def _check_choices(self) -> None:
         if self.tensor_parallel_size != 1:
             raise UsageError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is not supported; use 1"
+                f"tensor_parallel_size={self.tensor_parallel_size!r} is not supported; use 1"
             )
+        for name in ("enable_prefix_caching", "skip_tokenizer_init", "use_fp64_gumbel"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} must be true or false, not {getattr(self, name)!r}")
         _require_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _require_choice("device", self.device, ("auto", "cpu", "cuda"))
         share = self.gpu_memory_utilization
-        if share is not None and not 0 < share <= 1:
+        if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
             raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {share!r}")
         if not isinstance(self.speculative_config, Mapping | None):
             raise UsageError(

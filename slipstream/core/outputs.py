@@ -1,7 +1,7 @@
 """What a user gets back."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,10 @@ class RequestMetrics:
         self.num_accepted_tokens_per_pos.extend([0] * missing)
         for position in range(num_accepted):
             self.num_accepted_tokens_per_pos[position] += 1
+
+    def snapshot(self) -> "RequestMetrics":
+        """A copy that later steps leave alone."""
+        return replace(self, num_accepted_tokens_per_pos=[*self.num_accepted_tokens_per_pos])
 
     @property
     def acceptance_length(self) -> float:

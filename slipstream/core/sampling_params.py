@@ -30,7 +30,9 @@ class SamplingParams:
         stop, stop_token_ids: end the output; the text of a stop string is cut unless
             `include_stop_str_in_output`.
         ignore_eos: the model's own end tokens do not end the output.
-        seed: the same seed gives the same text for the same drafter and K.
+        seed: the same seed gives the same text for the same drafter and K, and without
+            speculation whatever else runs; where load cuts drafts short (rows or blocks run out,
+            the request is preempted) a drafted text may be another of the same distribution.
         logprobs, prompt_logprobs: how many alternatives to report per token (0: the token alone),
             of the target's raw logits, before penalties and temperature.
         num_speculative_tokens: draft tokens per step for this request, 0 to the engine's K.

@@ -8,6 +8,7 @@ from slipstream.core.request import Request
 
 def check_fits(request: Request, limits: StepLimits, blocks: BlockManager) -> None:
     """Raise UsageError when the request could not run to its end, even alone."""
+    _check_choice(request)
     _check_lengths(request, limits)
     _check_blocks(request, limits, blocks)
     if request.num_speculative_tokens > limits.num_speculative_tokens:
@@ -15,6 +16,21 @@ def check_fits(request: Request, limits: StepLimits, blocks: BlockManager) -> No
             f"num_speculative_tokens is {request.num_speculative_tokens}, but this engine drafts "
             f"at most {limits.num_speculative_tokens} tokens a step; ask for fewer, or start the "
             "engine with a larger num_speculative_tokens"
+        )
+
+
+def _check_choice(request: Request) -> None:
+    """Some token must stay allowed, or none could be sampled."""
+    allowed = request.params.allowed_token_ids
+    if allowed is None:
+        return
+    left = set(allowed) - {word[0] for word in request.bad_words if len(word) == 1}
+    if request.params.min_tokens:
+        left -= request.stop_token_ids
+    if not left:
+        raise UsageError(
+            "allowed_token_ids leave no token once bad_words, and stop tokens before min_tokens, "
+            "are ruled out; allow more tokens"
         )
 
 

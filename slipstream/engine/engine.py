@@ -3,6 +3,7 @@
 from time import perf_counter
 
 from slipstream.core.batch import ScheduledRequest
+from slipstream.core.errors import UsageError
 from slipstream.core.outputs import RequestMetrics
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
@@ -54,6 +55,8 @@ class Engine:
         Raises:
             UsageError: the request can never be served as it is; nothing was queued.
         """
+        if request_id in self._submissions:
+            raise UsageError(f"request id {request_id!r} is in use; choose another")
         samples = [self._sample(request_id, prompt, params, index) for index in range(params.n)]
         wants_prompt = params.prompt_logprobs is not None
         submission = Submission(
@@ -65,12 +68,14 @@ class Engine:
             metrics=RequestMetrics(arrival_time=perf_counter()),
             prompt_logprobs=[None] if wants_prompt else None,
         )
+        added: list[Request] = []
         try:
             for sample in samples:
                 self._scheduler.add(sample.request)
-        except Exception:
-            for sample in samples:
-                self._scheduler.abort(sample.request.request_id)
+                added.append(sample.request)
+        except UsageError:
+            for request in added:
+                self._scheduler.finish(request, FinishReason.ABORT)
             raise
         self._submissions[request_id] = submission
         for sample in samples:
@@ -88,6 +93,8 @@ class Engine:
 
     def step(self) -> list[Submission]:
         """Run one step; the requests that gained tokens or ended, each once."""
+        if not self.has_unfinished:
+            return []
         result = self._step.run()
         self.metrics.count_step(result.times)
         changed: dict[str, Submission] = {}
@@ -172,12 +179,14 @@ class Engine:
         resolved = self.resolved
         number = self._arrivals
         self._arrivals += 1
-        seed = params.seed if params.seed is not None else derive_seed(resolved.seed, number + 1)
+        seed = params.seed
+        if seed is None:  # a stream of its own, apart from the samples of any request's seed
+            seed = derive_seed(derive_seed(resolved.seed, 1), number + 1)
         eos = () if params.ignore_eos else resolved.eos_token_ids
         most = resolved.limits.max_model_len - len(prompt.token_ids)
         drafts = params.num_speculative_tokens
         request = Request(
-            request_id=request_id if params.n == 1 else f"{request_id}-{index}",
+            request_id=request_id if params.n == 1 else f"{request_id}/{index}",
             token_ids=list(prompt.token_ids),
             params=params,
             seed=derive_seed(seed, index),

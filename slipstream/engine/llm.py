@@ -1,7 +1,9 @@
 """`LLM`: the offline front of an engine."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from slipstream.core.config import EngineConfig
@@ -39,7 +41,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str = "demo",
+        model: str | Path = "demo",
         *,
         speculative_config: Mapping[str, Any] | None = None,
         progress_bar: ProgressBar = no_progress_bar,
@@ -49,10 +51,14 @@ class LLM:
         if unknown:
             known = ", ".join(EngineConfig.__dataclass_fields__)
             raise UsageError(f"unknown option {', '.join(unknown)}; LLM takes {known}")
+        if not isinstance(model, str | Path):
+            raise UsageError(f"model must be a directory, a hub name or a demo, not {model!r}")
         config = EngineConfig(model=str(model), speculative_config=speculative_config, **options)
         self.engine = build_engine(config, progress_bar)
         self._encoder = PromptEncoder(self.engine.tokenizer, self.engine.resolved.vocab_size)
         self._numbers = count()
+        # Outputs of live requests that their stream has not yielded: streams may be interleaved.
+        self._mail: dict[str, deque[RequestOutput]] = {}
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -101,9 +107,10 @@ class LLM:
 
         Request ids count up in the order of the prompts, over the life of this LLM. Text is only
         shown once it will stay: what may begin a stop string waits.
-        Leaving the iteration early aborts what is unfinished.
+        Requests are queued at the first `next`; leaving the iteration early aborts what is
+        unfinished. Several streams of one LLM may be open at once: their requests share steps.
         """
-        given: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        given: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else _listed(prompts)
         params = _per_prompt(sampling_params, len(given))
         encoded = [
             self._encoder.encode(prompt, own) for prompt, own in zip(given, params, strict=True)
@@ -117,7 +124,7 @@ class LLM:
         **template_options: Any,
     ) -> Iterator[RequestOutput]:
         """Like `chat`, but yields snapshots as `stream` does."""
-        given: list[Any] = list(messages)
+        given: list[Any] = _listed(messages)
         if given and isinstance(given[0], Mapping):
             given = [given]
         params = _per_prompt(sampling_params, len(given))
@@ -132,39 +139,51 @@ class LLM:
         return self._run(encoded, params)
 
     def abort(self, request_id: str) -> None:
-        """End a request that is being streamed; one that is unknown or has ended stays so."""
-        self.engine.abort(request_id)
+        """End a request that is being streamed; its stream yields what there is of it.
+
+        A request that is unknown or has ended stays as it is.
+        """
+        submission = self.engine.abort(request_id)
+        if submission is not None and request_id in self._mail:
+            self._mail[request_id].append(submission.output())
 
     def _run(
         self, prompts: Sequence[EncodedPrompt], params: Sequence[SamplingParams]
     ) -> Iterator[RequestOutput]:
-        """Queue everything at once, or nothing; then step until these requests are done."""
-        pending: dict[str, None] = {}
+        """Queue everything or nothing, when first asked for an output; step until it is done."""
+        mine: dict[str, None] = {}
         try:
             for prompt, own in zip(prompts, params, strict=True):
                 request_id = str(next(self._numbers))
                 self.engine.add(request_id, prompt, own)
-                pending[request_id] = None
-        except Exception:
-            self._abort_all(pending)
-            raise
-        return self._steps(pending)
-
-    def _steps(self, pending: dict[str, None]) -> Iterator[RequestOutput]:
-        try:
-            while pending and self.engine.has_unfinished:
-                for submission in self.engine.step():
-                    if submission.request_id in pending:
-                        output = submission.output()
-                        if output.finished:
-                            del pending[submission.request_id]
-                        yield output
+                self._mail[request_id] = deque()
+                mine[request_id] = None
+            while mine:
+                for output in self._collect(mine):
+                    if output.finished:
+                        del mine[output.request_id], self._mail[output.request_id]
+                    yield output
         finally:
-            self._abort_all(pending)
+            for request_id in mine:
+                self.engine.abort(request_id)
+                del self._mail[request_id]
 
-    def _abort_all(self, request_ids: dict[str, None]) -> None:
-        for request_id in request_ids:
-            self.engine.abort(request_id)
+    def _collect(self, mine: Iterable[str]) -> list[RequestOutput]:
+        """What came for these requests, by anyone's steps; steps when nothing has."""
+        if not any(self._mail[request_id] for request_id in mine):
+            for submission in self.engine.step():
+                if submission.request_id in self._mail:
+                    self._mail[submission.request_id].append(submission.output())
+        outputs = [output for request_id in mine for output in self._mail[request_id]]
+        for request_id in mine:
+            self._mail[request_id].clear()
+        return outputs
+
+
+def _listed(given: Any) -> list[Any]:
+    if not isinstance(given, Iterable):
+        raise UsageError(f"give a prompt, a conversation, or a list of them, not {given!r}")
+    return list(given)
 
 
 def _per_prompt(params: Params | None, number: int) -> list[SamplingParams]:
@@ -172,9 +191,14 @@ def _per_prompt(params: Params | None, number: int) -> list[SamplingParams]:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * number
-    if len(params) != number:
-        raise UsageError(f"{len(params)} sampling_params were given for {number} prompts")
-    return list(params)
+    listed: list[Any] = list(params) if isinstance(params, Sequence) else [params]
+    if not all(isinstance(own, SamplingParams) for own in listed):
+        raise UsageError(
+            f"sampling_params must be SamplingParams, or a list of them, not {params!r}"
+        )
+    if len(listed) != number:
+        raise UsageError(f"{len(listed)} sampling_params were given for {number} prompts")
+    return listed
 
 
 def _finished(outputs: Iterator[RequestOutput]) -> list[RequestOutput]:

@@ -1,7 +1,8 @@
 """The forms in which users give prompts, turned into token ids."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypedDict
 
 from slipstream.core.errors import UsageError
@@ -60,6 +61,7 @@ class PromptEncoder:
         self._check_ids("prompt_token_ids", token_ids)
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
         if self._tokenizer is None and params.stop_strings:
             raise UsageError("stop strings need a tokenizer; leave skip_tokenizer_init out")
         return EncodedPrompt(text, token_ids, self._bad_words(params))
@@ -71,7 +73,7 @@ class PromptEncoder:
         if set(given) == {"prompt"} and isinstance(given["prompt"], str):
             return self._read(given["prompt"], add_special_tokens)
         if set(given) == {"prompt_token_ids"}:
-            return None, list(given["prompt_token_ids"])
+            return None, _token_ids(given["prompt_token_ids"])
         raise UsageError(
             'a prompt is a string, {"prompt": text} or {"prompt_token_ids": [ids]}; '
             "for chat messages use chat"
@@ -86,8 +88,6 @@ class PromptEncoder:
 
     def _check_ids(self, name: str, ids: Sequence[int] | Mapping[int, float]) -> None:
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise UsageError(f"{name} must hold integers, not {token!r}")
             if not 0 <= token < self._vocab_size:
                 raise UsageError(
                     f"{name} holds {token}, but token ids go from 0 to {self._vocab_size - 1}"
@@ -104,3 +104,15 @@ class PromptEncoder:
             for text in (word, " " + word.lstrip()):
                 sequences[tuple(self._tokenizer.encode(text, add_special_tokens=False))] = None
         return tuple(sequence for sequence in sequences if sequence)
+
+
+def _token_ids(given: Any) -> list[int]:
+    """Token ids of any kind of integer, from a list, an array or a tensor."""
+    listed = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(listed, Iterable) or isinstance(listed, str | Mapping):
+        raise UsageError(f"prompt_token_ids must be a list of token ids, not {given!r}")
+    ids = list(listed)
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise UsageError(f"prompt_token_ids must hold integers, not {token!r}")
+    return [int(token) for token in ids]

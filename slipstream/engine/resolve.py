@@ -11,7 +11,7 @@ from slipstream.core.errors import UsageError
 from slipstream.core.limits import StepLimits
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import dtype_named
-from slipstream.runner.memory import default_cache_bytes, uses_gpu_memory
+from slipstream.runner.memory import default_cache_bytes, require_memory, uses_gpu_memory
 from slipstream.runner.threads import set_threads
 from slipstream.sampling.verification import Verification
 from slipstream.speculative.catalogue import Speculation
@@ -102,6 +102,7 @@ def resolve(
     reasons.add("threads", *set_threads(device, config.threads, weight_bytes))
     num_blocks = _num_blocks(config, bytes_per_block, longest, device, reasons)
     max_model_len = _fit_model_len(config, longest, num_blocks * config.block_size, reasons)
+    _require_memory(config, device, num_blocks * bytes_per_block, max_model_len)
     _note_accepted_flags(config, device, reasons)
     most = drafter.limits.max_speculative_tokens
     if most is not None and speculation.num_speculative_tokens > most:
@@ -166,6 +167,16 @@ def _fit_model_len(config: EngineConfig, longest: int, capacity: int, reasons: R
         return longest
     reasons.add("max_model_len", capacity, f"of the model's {longest} the cache holds these")
     return capacity
+
+
+def _require_memory(
+    config: EngineConfig, device: torch.device, cache_bytes: int, max_model_len: int
+) -> None:
+    """Say at once what cannot be allocated, by the name of the option that asked for it."""
+    remedy = "lower kv_cache_memory or num_kv_blocks"
+    require_memory(device, cache_bytes, "the KV cache", remedy)
+    state_bytes = config.max_num_seqs * max_model_len * 4  # a token id each
+    require_memory(device, state_bytes, "the state of the requests", "lower max_num_seqs")
 
 
 def _note_accepted_flags(config: EngineConfig, device: torch.device, reasons: Reasons) -> None:

@@ -113,8 +113,8 @@ class Submission:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
             outputs=[sample.output() for sample in self.samples],
             finished=self.finished,
-            metrics=self.metrics,
+            metrics=self.metrics.snapshot(),
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slipstream.core.errors import CheckpointError
+from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.safetensors_file import TensorEntry, read_entries
 
 _SINGLE = "model.safetensors"
@@ -28,11 +28,12 @@ def resolve_checkpoint(name_or_path: str | Path, revision: str | None = None) ->
     """
     name = str(name_or_path)
     bundled = _bundled(name)
-    if bundled is not None and bundled.is_dir():
-        return bundled
     path = Path(name).expanduser()
-    if name and path.is_dir():  # an empty name would be the working directory
-        return path
+    local = bundled if bundled is not None and bundled.is_dir() else path
+    if name and local.is_dir():  # an empty name would be the working directory
+        if revision is not None:
+            raise UsageError(f"{name} is a directory here, so it has no revision; leave it out")
+        return local
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the model directory that holds it")
     if bundled is not None:

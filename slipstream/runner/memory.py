@@ -4,6 +4,8 @@ from pathlib import Path
 
 import torch
 
+from slipstream.core.errors import UsageError
+
 CPU_CACHE_BYTES = 2 << 30
 GPU_MEMORY_UTILIZATION = 0.9
 _GPU_RESERVE = 1 << 30  # activations and logits of the largest step
@@ -28,6 +30,16 @@ def default_cache_bytes(device: torch.device, utilization: float | None) -> tupl
     if half < CPU_CACHE_BYTES:
         return half, "half of the memory that is available"
     return CPU_CACHE_BYTES, "the default of 2 GiB; kv_cache_memory changes it"
+
+
+def require_memory(device: torch.device, needed: int, what: str, remedy: str) -> None:
+    """Raise UsageError when `needed` bytes are not there, before anything is allocated."""
+    free = torch.cuda.mem_get_info(device)[0] if uses_gpu_memory(device) else _available_bytes()
+    if needed > free:
+        raise UsageError(
+            f"{what} needs {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB of memory are free; "
+            f"{remedy}"
+        )
 
 
 def _available_bytes() -> int:

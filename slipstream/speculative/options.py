@@ -22,7 +22,12 @@ class Options:
     """The keys of a `speculative_config`, each to be taken once; hyphens equal underscores."""
 
     def __init__(self, mapping: Mapping[str, Any]) -> None:
-        self._left = {key.replace("-", "_"): value for key, value in mapping.items()}
+        self._left: dict[str, Any] = {}
+        for key, value in mapping.items():
+            name = key.replace("-", "_") if isinstance(key, str) else key
+            if not isinstance(name, str) or name in self._left:
+                raise UsageError(f"speculative_config: key {key!r} is no name, or comes twice")
+            self._left[name] = value
         self._known: set[str] = set()
 
     def take(self, key: str, default: Any = None) -> Any:
