@@ -12,6 +12,11 @@ from hypothesis import settings
 
 from tests.checkpoints import write_qwen3
 
+# Triton reads this when it is first imported, which some test modules do through transformers:
+# without a GPU its kernels are tested under its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 torch.set_num_threads(1)
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci")

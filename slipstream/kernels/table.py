@@ -5,11 +5,15 @@ device. `reference` (plain torch) serves every device and defines what is right.
 column once, when the network is built, and never ask which device they are on.
 """
 
+import functools
+import logging
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger("slipstream")
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,8 @@ class AttentionInputs:
         block_tables: [R, max_blocks] int32.
         positions: [T] int64, of each row.
         slots: [T] int64, where each row's key and value go; -1 writes nothing.
+        max_rows: no request has more rows, as far as the host knows; None if it does not. A hint
+            for how many programs to start: results do not depend on it.
     """
 
     query_start: Tensor
@@ -29,6 +35,7 @@ class AttentionInputs:
     block_tables: Tensor
     positions: Tensor
     slots: Tensor
+    max_rows: int | None = None
 
 
 class LinearOp(Protocol):
@@ -113,9 +120,16 @@ class Ops:
     paged_attention: PagedAttentionOp
 
 
+@functools.cache
 def ops_for(device: torch.device) -> Ops:
     """The fastest column that serves `device`."""
-    del device  # the reference column is the only one so far, and it serves them all
     from slipstream.kernels.reference import REFERENCE
 
-    return REFERENCE
+    if device.type != "cuda":
+        return REFERENCE
+    try:
+        from slipstream.kernels.triton import TRITON
+    except ImportError as error:
+        logger.warning("Triton cannot be imported (%s): plain torch kernels serve the GPU.", error)
+        return REFERENCE
+    return TRITON

@@ -88,5 +88,6 @@ class ModelRunner:
             block_tables=state.block_tables[rows.slots],
             positions=positions,
             slots=blocks * state.block_size + positions % state.block_size,
+            max_rows=max(rows.lengths),
         )
         return state.token_ids[slots, positions], inputs, row_starts

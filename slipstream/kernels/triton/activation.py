@@ -11,8 +11,8 @@ BLOCK = 1024
 @triton.jit
 def _gated_kernel(gate_up, out, row_stride, width, block: tl.constexpr):
     """silu(gate) * up for one row's `block` columns; float32 inside, one rounding."""
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * block + tl.arange(0, block)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
     source = gate_up + row * row_stride + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
@@ -26,8 +26,6 @@ def gated_activation(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        for first in range(0, rows, 65535):  # the most programs that the second axis holds
-            part = gate_up[first : first + 65535]
-            grid = (triton.cdiv(width, BLOCK), part.shape[0])
-            _gated_kernel[grid](part, out[first:], gate_up.stride(0), width, BLOCK, num_warps=4)
+        grid = (rows, triton.cdiv(width, BLOCK))
+        _gated_kernel[grid](gate_up, out, gate_up.stride(0), width, BLOCK, num_warps=4)
     return out

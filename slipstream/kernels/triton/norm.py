@@ -23,7 +23,7 @@ def _norm_kernel(x, residual, weight, out, total, row_stride, eps, width, block:
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + row * width + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + eps)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
     normed = value * scale * scales.to(tl.float32)
     tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=inside)
 

@@ -19,7 +19,7 @@ def _rotated(source, row, row_stride, head, heads, weight, eps, cos, sin, head_d
     second = tl.load(start + half, mask=inside, other=0.0).to(tl.float32)
     if weight is not None:
         squares = tl.sum(first * first + second * second, axis=1)
-        scale = (1.0 / tl.sqrt(squares / head_dim + eps))[:, None]
+        scale = tl.rsqrt(squares / head_dim + eps)[:, None]
         # Rounded to the model's dtype, as between two layers.
         one = tl.load(weight + pairs, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
         two = tl.load(weight + half + pairs, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
@@ -63,7 +63,8 @@ def _rotate_and_store_kernel(
         first, second = _rotated(
             key, row, key_stride, head, kv_heads, key_weight, eps, cos, sin, head_dim, half, pairs
         )
-        inside = (head < kv_heads)[:, None] & (pairs < half)[None, :] & (slot >= 0)
+        stored_heads = tl.where(slot >= 0, kv_heads, 0)
+        inside = (head < stored_heads)[:, None] & (pairs < half)[None, :]
         place = slot * place_stride + head[:, None] * head_dim + pairs[None, :]
         tl.store(keys + place, first.to(keys.dtype.element_ty), mask=inside)
         tl.store(keys + place + half, second.to(keys.dtype.element_ty), mask=inside)
@@ -84,13 +85,11 @@ def rotate_and_store(
 ) -> Tensor:
     rows, query_heads, head_dim = query.shape
     kv_heads = key.shape[1]
-    for heads in (query, key, value):
-        assert heads.stride()[1:] == (head_dim, 1)
-    assert cos_sin.is_contiguous()
-    assert all(pages.is_contiguous() for pages in cache)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not rows:
         return out
+    assert all(heads[0].is_contiguous() for heads in (query, key, value))
+    assert all(whole.is_contiguous() for whole in (cos_sin, *cache))
     query_weight, key_weight, eps = norms or (None, None, 0.0)
     per_program = HEADS_PER_PROGRAM
     grid = (rows, triton.cdiv(query_heads, per_program) + triton.cdiv(kv_heads, per_program))

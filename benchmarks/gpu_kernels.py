@@ -1,0 +1,336 @@
+"""The triton column on a GPU: each op against the reference, and its time inside a CUDA graph.
+
+    PYTHONPATH=. python3 -m benchmarks.gpu_kernels [--sweep]
+
+Shapes are those of Qwen3-8B in bf16. An op is called on many sets of inputs in turn, together far
+larger than the L2 cache, in one graph; a row is the median time of the graph over its calls.
+
+    error   ||out - reference|| / ||reference||, the reference in float32 on the same numbers
+    limit   the bytes that must move (keys and values; all inputs and outputs) at 4.35 TB/s, or the
+            multiplications at 800 TFLOP/s for a prompt chunk
+    share   limit / measured
+
+`--sweep` times attention with other tiles instead. The last line is one JSON document.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.reference import REFERENCE
+from slipstream.kernels.table import AttentionInputs
+from slipstream.kernels.triton import TRITON
+from slipstream.kernels.triton import attention as tuned
+from slipstream.kernels.triton.attention import Tiles
+from slipstream.layers.rope import RopeConfig, rope_table
+
+BYTES_PER_US = 4.35e6
+FLOPS_PER_US = 800e6
+WIDTH, INNER = 4096, 12288
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
+MAX_LEN = 40960
+POOL_TOKENS = 32 * 32768
+KV_BYTES = 2 * KV_HEADS * HEAD_DIM * 2  # of one token
+MOST_CALLS = 48
+DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attention of `requests`, each with `rows` new rows that end a context of `context`."""
+
+    name: str
+    requests: int
+    rows: int
+    context: int
+    table_tokens: int | None = None  # the block table's width, if it is wider than the context
+
+
+CASES = [
+    *(
+        Case(f"decode R={requests} context={context // 1024}k", requests, 1, context)
+        for context in (1024, 8192, 32768)
+        for requests in (1, 8, 32)
+    ),
+    Case("decode R=32 context=1k, wide table", 32, 1, 1024, MAX_LEN),
+    Case("verify 5 rows R=1 context=1k", 1, 5, 1024),
+    Case("verify 5 rows R=32 context=1k", 32, 5, 1024),
+    Case("verify 5 rows R=1 context=8k", 1, 5, 8192),
+    Case("verify 5 rows R=8 context=8k", 8, 5, 8192),
+    Case("verify 9 rows R=8 context=8k", 8, 9, 8192),
+    Case("prompt of 2048", 1, 2048, 2048),
+    Case("chunk of 2048 at 8k", 1, 2048, 8192),
+]
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cli.add_argument("--sweep", action="store_true")
+    options = cli.parse_args()
+    torch.manual_seed(0)
+    # Normal numbers, drawn once: zeros would be faster than real data.
+    shape = (POOL_TOKENS // BLOCK_SIZE, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    pool = (
+        torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_(),
+        torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_(),
+    )
+    rows = _sweep(pool) if options.sweep else [*_dense_rows(), *_attention_rows(pool, CASES)]
+    print(f"{'op':48}{'us':>9}{'torch':>9}{'limit':>9}{'share':>7}  error")
+    for row in rows:
+        baseline = f"{row['torch_us']:9.2f}" if row.get("torch_us") else " " * 9
+        print(
+            f"{row['op']:48}{row['us']:9.2f}{baseline}{row['limit_us']:9.2f}"
+            f"{row['limit_us'] / row['us']:7.0%}  {row['error']:.1e}"
+        )
+    short = [{k: v if k == "op" else float(f"{v:.4g}") for k, v in row.items()} for row in rows]
+    print(json.dumps({"device": torch.cuda.get_device_name(), "rows": short}))
+
+
+# Attention
+
+
+def _attention_rows(pool: tuple[Tensor, Tensor], cases: Sequence[Case]) -> list[Row]:
+    return [_attention(pool, case) for case in cases]
+
+
+def _attention(pool: tuple[Tensor, Tensor], case: Case) -> Row:
+    blocks = case.context // BLOCK_SIZE * case.requests
+    calls = max(1, min(MOST_CALLS, pool[0].shape[0] // blocks))
+    if case.rows > 64:
+        calls = 4  # bound by arithmetic
+    order = torch.randperm(pool[0].shape[0], device=DEVICE).int()
+    inputs = [_inputs(case, order[i * blocks : (i + 1) * blocks]) for i in range(calls)]
+    query = torch.randn(case.requests * case.rows, HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE)
+    scale = HEAD_DIM**-0.5
+
+    def run() -> None:
+        for each in inputs:
+            TRITON.paged_attention(query, pool, each, scale, None)
+
+    limit = case.requests * case.context * KV_BYTES / BYTES_PER_US
+    if case.rows > 64:
+        seen = case.rows * (case.context - case.rows) + case.rows * (case.rows + 1) / 2
+        limit = 4 * case.requests * seen * HEADS * HEAD_DIM / FLOPS_PER_US
+    out = TRITON.paged_attention(query, pool, inputs[0], scale, None)
+    error = _error(out, _attention_truth(query, pool, inputs[0], case, scale))
+    return {"op": case.name, "us": _graph_us(run, calls), "limit_us": limit, "error": error}
+
+
+def _inputs(case: Case, blocks: Tensor) -> AttentionInputs:
+    tables = blocks.view(case.requests, -1)
+    if case.table_tokens:
+        unused = case.table_tokens // BLOCK_SIZE - tables.shape[1]
+        tables = torch.nn.functional.pad(tables, (0, unused), value=1 << 30)
+    positions = torch.arange(case.context - case.rows, case.context, device=DEVICE)
+    return AttentionInputs(
+        query_start=torch.arange(case.requests + 1, device=DEVICE) * case.rows,
+        context_lens=torch.full((case.requests,), case.context, device=DEVICE),
+        block_tables=tables.contiguous(),
+        positions=positions.repeat(case.requests),
+        slots=torch.full((case.requests * case.rows,), -1, device=DEVICE),
+        max_rows=case.rows,
+    )
+
+
+def _attention_truth(
+    query: Tensor, pool: tuple[Tensor, Tensor], inputs: AttentionInputs, case: Case, scale: float
+) -> Tensor:
+    """Request by request in float32, each on a cache that holds it alone."""
+    outs = []
+    blocks = case.context // BLOCK_SIZE
+    for request in range(case.requests):
+        table = inputs.block_tables[request, :blocks].long()
+        rows = slice(request * case.rows, (request + 1) * case.rows)
+        alone = replace(
+            inputs,
+            query_start=torch.tensor([0, case.rows]),
+            context_lens=torch.tensor([case.context]),
+            block_tables=torch.arange(blocks, device=DEVICE)[None],
+            positions=inputs.positions[rows],
+        )
+        cache = pool[0][table].float(), pool[1][table].float()
+        outs.append(REFERENCE.paged_attention(query[rows].float(), cache, alone, scale, None))
+    return torch.cat(outs)
+
+
+def _sweep(pool: tuple[Tensor, Tensor]) -> list[Row]:
+    """The same cases with other tiles; a configuration that does not fit is left out."""
+    rows: list[Row] = []
+    names = ("decode R=1 context=1k", "decode R=1 context=32k", "decode R=32 context=8k")
+    short = [case for case in CASES if case.name in (*names, "verify 5 rows R=8 context=8k")]
+    chunks = [case for case in CASES if case.rows > 64]
+    for lines, tokens, warps, stages, programs in (
+        (32, 64, 4, 3, 1024), (32, 64, 4, 5, 1024), (32, 64, 4, 7, 1024), (32, 128, 4, 3, 1024),
+        (32, 128, 8, 5, 1024), (32, 64, 2, 5, 1024), (32, 32, 2, 7, 1024), (32, 32, 4, 7, 1024),
+        (16, 64, 4, 5, 1024), (16, 128, 4, 5, 1024), (32, 64, 4, 5, 528), (32, 64, 4, 5, 4096),
+    ):  # fmt: skip
+        tuned.short_tiles = _always(Tiles(lines, tokens, warps, stages))
+        tuned.PROGRAMS = programs
+        rows += _tried(pool, short, f"{lines}x{tokens} w{warps} s{stages} p{programs}")
+    for lines, tokens, warps, stages in (
+        (128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 8, 7), (128, 128, 8, 3), (128, 128, 8, 5),
+        (64, 64, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3), (128, 64, 4, 3),
+    ):  # fmt: skip
+        tuned.chunk_tiles = _always(Tiles(lines, tokens, warps, stages))
+        rows += _tried(pool, chunks, f"{lines}x{tokens} w{warps} s{stages}")
+    return sorted(rows, key=lambda row: (row["op"].split(" | ")[0], row["us"]))
+
+
+def _always(tiles: Tiles) -> Callable[..., Tiles]:
+    return lambda *_: tiles
+
+
+def _tried(pool: tuple[Tensor, Tensor], cases: Sequence[Case], label: str) -> list[Row]:
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        return [{**row, "op": f"{row['op']} | {label}"} for row in _attention_rows(pool, cases)]
+    except OutOfResources as error:
+        print(f"{label}: {error}")
+        return []
+
+
+# Norms, activation, rotation
+
+
+def _dense_rows() -> list[Row]:
+    rows = []
+    for tokens in (1, 8, 64):
+        rows += [_add_norm(tokens), _gated(tokens), _rotate(tokens)]
+    return rows
+
+
+def _add_norm(tokens: int) -> Row:
+    xs = [_randn(tokens, WIDTH) for _ in range(MOST_CALLS)]
+    residuals = [_randn(tokens, WIDTH) for _ in range(MOST_CALLS)]
+    weight = _randn(WIDTH)
+
+    def run(op: Callable[..., Any]) -> Callable[[], None]:
+        def each() -> None:
+            for x, residual in zip(xs, residuals, strict=True):
+                op(x, residual, weight, 1e-6)
+
+        return each
+
+    out, total = TRITON.add_norm(xs[0], residuals[0], weight, 1e-6)
+    truth = REFERENCE.norm(total.float(), weight.float(), 1e-6)
+    assert torch.equal(total, xs[0] + residuals[0])
+    plain = REFERENCE.norm(xs[0].float(), weight.float(), 1e-6)
+    assert _error(TRITON.norm(xs[0], weight, 1e-6), plain) < 1e-2
+    return {
+        "op": f"add + norm {WIDTH} T={tokens}",
+        "us": _graph_us(run(TRITON.add_norm), MOST_CALLS),
+        "torch_us": _graph_us(run(REFERENCE.add_norm), MOST_CALLS),
+        "limit_us": 4 * tokens * WIDTH * 2 / BYTES_PER_US,
+        "error": _error(out, truth),
+    }
+
+
+def _gated(tokens: int) -> Row:
+    xs = [_randn(tokens, 2 * INNER) for _ in range(MOST_CALLS)]
+
+    def run(op: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+        def each() -> None:
+            for x in xs:
+                op(x)
+
+        return each
+
+    truth = REFERENCE.gated_activation(xs[0].float())
+    return {
+        "op": f"silu(gate) * up {INNER} T={tokens}",
+        "us": _graph_us(run(TRITON.gated_activation), MOST_CALLS),
+        "torch_us": _graph_us(run(REFERENCE.gated_activation), MOST_CALLS),
+        "limit_us": 3 * tokens * INNER * 2 / BYTES_PER_US,
+        "error": _error(TRITON.gated_activation(xs[0]), truth),
+    }
+
+
+def _rotate(tokens: int) -> Row:
+    heads = HEADS + 2 * KV_HEADS
+    wholes = [_randn(tokens, heads * HEAD_DIM) for _ in range(MOST_CALLS)]
+    norms = (_randn(HEAD_DIM), _randn(HEAD_DIM), 1e-6)
+    table = rope_table(HEAD_DIM, RopeConfig(1e6), MAX_LEN, DEVICE)
+    pages = torch.zeros(2, tokens, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE)
+    cache = pages[0], pages[1]
+    inputs = AttentionInputs(
+        query_start=torch.tensor([0, tokens], device=DEVICE),
+        context_lens=torch.tensor([tokens], device=DEVICE),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32, device=DEVICE),
+        positions=torch.randint(MAX_LEN, (tokens,), device=DEVICE),
+        slots=torch.randperm(tokens * BLOCK_SIZE, device=DEVICE)[:tokens],
+    )
+
+    def run() -> None:
+        for whole in wholes:
+            TRITON.rotate_and_store(*_heads(whole), norms, table, inputs, cache)
+
+    out = TRITON.rotate_and_store(*_heads(wholes[0]), norms, table, inputs, cache)
+    found = torch.cat((out.flatten(), pages.flatten()))
+    exact = torch.zeros_like(pages, dtype=torch.float32)
+    wide = (norms[0].float(), norms[1].float(), norms[2])
+    truth = REFERENCE.rotate_and_store(
+        *_heads(wholes[0].float()), wide, table, inputs, (exact[0], exact[1])
+    )
+    return {
+        "op": f"norm + rope + store T={tokens}",
+        "us": _graph_us(run, MOST_CALLS),
+        "limit_us": 2 * tokens * heads * HEAD_DIM * 2 / BYTES_PER_US,
+        "error": _error(found, torch.cat((truth.flatten(), exact.flatten()))),
+    }
+
+
+def _heads(whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = [heads * HEAD_DIM for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    parts = torch.split(whole, sizes, -1)
+    query, key, value = (part.view(len(whole), -1, HEAD_DIM) for part in parts)
+    return query, key, value
+
+
+# Measuring
+
+
+def _randn(*sizes: int) -> Tensor:
+    return torch.randn(sizes, dtype=DTYPE, device=DEVICE)
+
+
+def _error(out: Tensor, truth: Tensor) -> float:
+    """NaN, as a missing write in a poisoned cache would give, stays NaN."""
+    return float((out.float() - truth.float()).norm() / truth.float().norm())
+
+
+def _graph_us(run: Callable[[], None], calls: int, repeats: int = 15) -> float:
+    """Microseconds of one of the `calls` that `run` makes, inside a graph."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for repeat in range(repeats + 3):
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if repeat >= 3:
+            times.append(start.elapsed_time(end))
+    return float(statistics.median(times)) / calls * 1e3
+
+
+if __name__ == "__main__":
+    main()
