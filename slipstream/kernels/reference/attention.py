@@ -27,8 +27,8 @@ def rotate_and_store(
 
 def store(key: Tensor, value: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]) -> None:
     """Write rows [T, Hk, D] to their slots; rows with slot -1 are dropped."""
-    written = slots >= 0
-    if not bool(written.all()):
+    if int(slots.min()) < 0:
+        written = slots >= 0
         slots, key, value = slots[written], key[written], value[written]
     for pages, rows in zip(cache, (key, value), strict=True):
         pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, rows.to(pages.dtype))

@@ -5,10 +5,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 # Weights converted to float32 at a time: few enough to stay in a core's cache.
-LOGITS_SLICE = 1 << 18
+LOGITS_SLICE = 1 << 19
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.shape[0] == 1 and x.dtype == torch.bfloat16 and x.device.type == "cpu":
+        # On CPUs torch's product with a vector reads bf16 weights half as fast again as with a
+        # matrix of one row; both accumulate in float32.
+        row = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
+        return row.unsqueeze(0)
     return F.linear(x, weight, bias)
 
 
@@ -18,7 +23,7 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
     # torch rounds a bf16 product to bf16, which makes ties; so convert slices and keep float32.
     x = x.float()
     out = torch.empty(x.shape[0], weight.shape[0], device=x.device)
-    # One buffer for all slices: fresh memory costs more than the conversion.
+    # One buffer for all slices, since fresh memory costs more than the conversion.
     buffer = torch.empty(max(1, LOGITS_SLICE // weight.shape[1]), weight.shape[1], device=x.device)
     for start in range(0, weight.shape[0], len(buffer)):
         rows = weight[start : start + len(buffer)]
