@@ -91,9 +91,9 @@ class Step:
         times = StepTimes(drafting, target, perf_counter() - began - drafting - target)
         return StepResult(batch, committed, logits, logit_starts, forward, times)
 
-    def forget(self, batch_requests: Sequence[Request]) -> None:
+    def forget(self, requests: Sequence[Request]) -> None:
         """Tell the drafter of requests that ended."""
-        self._drafter.forget(batch_requests)
+        self._drafter.forget(requests)
 
     def _admit(self, batch: Batch) -> None:
         self._drafter.forget(batch.preempted)
