@@ -38,86 +38,128 @@ class AttentionInputs:
     max_rows: int | None = None
 
 
-class LinearOp(Protocol):
-    """x [T, K], weight [N, K], bias [N] or None -> [T, N] in the dtype of x."""
+@dataclass(frozen=True, eq=False)
+class Float8Matrix:
+    """A weight [N, K] in e4m3 with a float32 scale for each of its rows [N].
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+    Its products also round the other factor: each row of x is scaled so that its largest number
+    becomes the largest of e4m3.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+Weight = Tensor | Float8Matrix
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """An RMS norm over the last axis: weight [H], and what is added to the mean square."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """One attention layer.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: Hq, Hk and D.
+        norms: of queries and keys, over D; None where there are none.
+        cos_sin: [max_positions, D] float32: D/2 cosines, then D/2 sines, for the half-split layout.
+        scale: of the scores.
+        window: tokens a row sees, itself included; None sees all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norms: tuple[Norm, Norm] | None
+    cos_sin: Tensor
+    scale: float
+    window: int | None
+
+
+class LinearOp(Protocol):
+    """x [T, K], weight [N, K], bias [N] or None -> [T, N].
+
+    What comes out is only for the ops of the same column that take an `addend`: a column may leave
+    the sum over parts of K to them, and return [parts, T, N] float32.
+    """
+
+    def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor: ...
+
+
+class NormLinearOp(Protocol):
+    """addend, residual [T, H] -> (linear(norm(residual + addend)), residual + addend).
+
+    Without a residual the addend [T, H] is the sum. The first result is [T, N] in its dtype.
+    """
+
+    def __call__(
+        self,
+        addend: Tensor,
+        residual: Tensor | None,
+        norm: Norm,
+        weight: Weight,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class AddNormOp(Protocol):
+    """addend, residual [T, H] -> norm(residual + addend), [T, H] in the residual's dtype."""
+
+    def __call__(self, addend: Tensor, residual: Tensor, norm: Norm) -> Tensor: ...
 
 
 class LogitsOp(Protocol):
     """x [T, K], weight [V, K] -> [T, V] float32, never rounded below the accumulator."""
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor, weight: Weight) -> Tensor: ...
 
 
-class NormOp(Protocol):
-    """RMS norm over the last axis, computed in float32: x [..., H], weight [H] -> like x."""
+class AttendOp(Protocol):
+    """Causal self-attention of ragged rows over paged keys and values.
 
-    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-
-class AddNormOp(Protocol):
-    """x, residual [T, H] -> (norm(x + residual), x + residual)."""
-
-    def __call__(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class GatedActivationOp(Protocol):
-    """gate_up [T, 2I], gate first -> silu(gate) * up, [T, I]."""
-
-    def __call__(self, gate_up: Tensor) -> Tensor: ...
-
-
-class RotateAndStoreOp(Protocol):
-    """Norm queries and keys per head (where weights are given), rotate them, store keys and values.
-
-    query [T, Hq, D], key and value [T, Hk, D]; cos_sin [max_positions, D] float32 (D/2 cosines,
-    then D/2 sines, the half-split layout); caches [num_blocks, block_size, Hk, D].
-    Returns the rotated queries [T, Hq, D].
+    qkv [T, (Hq + 2 Hk) D]: queries, keys, values. Queries and keys are normed and rotated, keys and
+    values stored at the rows' slots of the caches [num_blocks, block_size, Hk, D]; then a row at
+    position p sees the cached tokens 0..p of its request, or the last `window` of them.
+    Returns [T, Hq D].
     """
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        norms: tuple[Tensor, Tensor, float] | None,
-        cos_sin: Tensor,
+        qkv: Tensor,
+        heads: Heads,
         inputs: AttentionInputs,
         cache: tuple[Tensor, Tensor],
-    ) -> Tensor: ...
-
-
-class PagedAttentionOp(Protocol):
-    """Causal attention of ragged query rows over paged keys and values -> [T, Hq, D].
-
-    A row at position p sees the cached tokens 0..p of its request, or the last `window` of them.
-    """
-
-    def __call__(
-        self,
-        query: Tensor,
-        cache: tuple[Tensor, Tensor],
-        inputs: AttentionInputs,
-        scale: float,
-        window: int | None,
     ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Ops:
-    """One column of the table."""
+    """One column of the table.
+
+    Attributes:
+        column: its name.
+        linear: a matmul.
+        norm_linear: a matmul behind a norm.
+        norm_gated_linear: the same; of what comes out, [T, 2I] with the gate first, it returns
+            silu(gate) * up, [T, I].
+        add_norm: a norm that no matmul of a layer follows.
+        attend: attention.
+        logits: the head's matmul.
+    """
 
     column: str
     linear: LinearOp
-    logits: LogitsOp
-    norm: NormOp
+    norm_linear: NormLinearOp
+    norm_gated_linear: NormLinearOp
     add_norm: AddNormOp
-    gated_activation: GatedActivationOp
-    rotate_and_store: RotateAndStoreOp
-    paged_attention: PagedAttentionOp
+    attend: AttendOp
+    logits: LogitsOp
 
 
 @functools.cache

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs, Ops
-from slipstream.layers.linear import ColumnLinear, RowLinear
-from slipstream.layers.norm import RMSNorm
+from slipstream.kernels.table import AttentionInputs, Heads, Norm, Ops
+from slipstream.layers.linear import column_linear, row_linear
+from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
 
 
@@ -15,7 +14,6 @@ from slipstream.layers.parameters import ParameterSource, Part
 class AttentionShape:
     """The sizes and switches of one attention layer."""
 
-    width: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -30,38 +28,55 @@ class Attention:
     """Query, key and value stacked into one matrix; grouped heads; optional q/k norm and window."""
 
     def __init__(
-        self, ops: Ops, source: ParameterSource, name: str, shape: AttentionShape, cos_sin: Tensor
+        self,
+        ops: Ops,
+        source: ParameterSource,
+        name: str,
+        norm: Norm,
+        shape: AttentionShape,
+        cos_sin: Tensor,
     ) -> None:
-        self._ops, self._shape, self._cos_sin = ops, shape, cos_sin
+        self._ops, self.norm = ops, norm
+        width = len(norm.weight)
         query_rows = shape.num_heads * shape.head_dim
         kv_rows = shape.num_kv_heads * shape.head_dim
-        self._split = [query_rows, kv_rows, kv_rows]
-        self._scale = shape.head_dim**-0.5
         parts = [
             Part(f"{name}.q_proj", query_rows),
             Part(f"{name}.k_proj", kv_rows),
             Part(f"{name}.v_proj", kv_rows),
         ]
-        self.qkv = ColumnLinear(ops, source, parts, shape.width, shape.qkv_bias)
-        output = [Part(f"{name}.o_proj", shape.width)]
-        self.output = RowLinear(ops, source, output, query_rows, shape.output_bias)
-        self._norms: tuple[Tensor, Tensor, float] | None = None
+        self.qkv = column_linear(source, parts, width, shape.qkv_bias)
+        self.output = row_linear(source, f"{name}.o_proj", width, query_rows, shape.output_bias)
+        norms: tuple[Norm, Norm] | None = None
         if shape.qk_norm:
+            head_dim, eps = shape.head_dim, shape.norm_eps
             norms = (
-                RMSNorm(ops, source, f"{name}.{part}", shape.head_dim, shape.norm_eps)
-                for part in ("q_norm", "k_norm")
+                rms_norm(source, f"{name}.q_norm", head_dim, eps),
+                rms_norm(source, f"{name}.k_norm", head_dim, eps),
             )
-            query_norm, key_norm = norms
-            self._norms = (query_norm.weight, key_norm.weight, shape.norm_eps)
+        self._heads = Heads(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            norms=norms,
+            cos_sin=cos_sin,
+            scale=shape.head_dim**-0.5,
+            window=shape.window,
+        )
 
-    def __call__(self, x: Tensor, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]) -> Tensor:
-        """x [T, width] -> [T, width]; writes this layer's keys and values into `cache`."""
-        head_dim = self._shape.head_dim
-        query, key, value = (
-            part.view(len(x), -1, head_dim) for part in torch.split(self.qkv(x), self._split, -1)
+    def __call__(
+        self,
+        addend: Tensor,
+        residual: Tensor | None,
+        inputs: AttentionInputs,
+        cache: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """(this layer's addend, the stream before it), from those of the layer before.
+
+        Writes the layer's keys and values into `cache`.
+        """
+        qkv, residual = self._ops.norm_linear(
+            addend, residual, self.norm, self.qkv.weight, self.qkv.bias
         )
-        query = self._ops.rotate_and_store(
-            query, key, value, self._norms, self._cos_sin, inputs, cache
-        )
-        mixed = self._ops.paged_attention(query, cache, inputs, self._scale, self._shape.window)
-        return self.output(mixed.flatten(-2))
+        mixed = self._ops.attend(qkv, self._heads, inputs, cache)
+        return self._ops.linear(mixed, self.output.weight, self.output.bias), residual

@@ -1,31 +1,37 @@
 """Matrix layers, named by how tensor parallelism would split them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.table import Ops
+from slipstream.kernels.table import Weight
 from slipstream.layers.parameters import ParameterSource, Part
 
 
+@dataclass(frozen=True, eq=False)
 class Linear:
-    """y = x W^T + b. Several checkpoint tensors may be stacked into one W."""
+    """y = x W^T + b, W [rows, columns]."""
 
-    def __init__(
-        self, ops: Ops, source: ParameterSource, names: Sequence[Part], columns: int, bias: bool
-    ) -> None:
-        self._linear = ops.linear
-        self.weight = source.matrix([Part(f"{p.name}.weight", p.rows) for p in names], columns)
-        self.bias = source.vector([Part(f"{p.name}.bias", p.rows) for p in names]) if bias else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, columns] -> [T, rows]."""
-        return self._linear(x, self.weight, self.bias)
+    weight: Weight
+    bias: Tensor | None
 
 
-class ColumnLinear(Linear):
-    """The rows of each part of W would be split over ranks; each rank keeps its share of y."""
+def column_linear(
+    source: ParameterSource, parts: Sequence[Part], columns: int, bias: bool
+) -> Linear:
+    """Several checkpoint tensors stacked into one W. The rows of each would be split over ranks;
+    each rank keeps its share of y."""
+    return _linear(source, parts, columns, bias)
 
 
-class RowLinear(Linear):
+def row_linear(source: ParameterSource, name: str, rows: int, columns: int, bias: bool) -> Linear:
     """The columns of W would be split over ranks; the ranks' y are summed, the bias added once."""
+    return _linear(source, [Part(name, rows)], columns, bias)
+
+
+def _linear(source: ParameterSource, parts: Sequence[Part], columns: int, bias: bool) -> Linear:
+    weight = source.matrix([Part(f"{part.name}.weight", part.rows) for part in parts], columns)
+    if not bias:
+        return Linear(weight, None)
+    return Linear(weight, source.vector([Part(f"{part.name}.bias", part.rows) for part in parts]))

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from slipstream.kernels.table import AttentionInputs, Ops
 from slipstream.layers.attention import Attention, AttentionShape
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.mlp import GatedMLP
-from slipstream.layers.norm import RMSNorm
+from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource
 from slipstream.layers.rope import rope_table
 from slipstream.models.decoder_config import DecoderConfig
@@ -26,7 +25,6 @@ class DecoderLayer:
         name = f"model.layers.{index}"
         width, eps = config.hidden_size, config.rms_norm_eps
         shape = AttentionShape(
-            width=width,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -36,24 +34,19 @@ class DecoderLayer:
             norm_eps=eps,
             window=config.sliding_windows[index],
         )
-        self.input_norm = RMSNorm(ops, source, f"{name}.input_layernorm", width, eps)
-        self.attention = Attention(ops, source, f"{name}.self_attn", shape, cos_sin)
-        self.mlp_norm = RMSNorm(ops, source, f"{name}.post_attention_layernorm", width, eps)
+        norm = rms_norm(source, f"{name}.input_layernorm", width, eps)
+        self.attention = Attention(ops, source, f"{name}.self_attn", norm, shape, cos_sin)
+        norm = rms_norm(source, f"{name}.post_attention_layernorm", width, eps)
         self.mlp = GatedMLP(
-            ops, source, f"{name}.mlp", width, config.intermediate_size, config.mlp_bias
+            ops, source, f"{name}.mlp", norm, config.intermediate_size, config.mlp_bias
         )
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, inputs: AttentionInputs, cache: LayerCache
+        self, addend: Tensor, residual: Tensor | None, inputs: AttentionInputs, cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
-        """Returns (this layer's last addend, the residual stream before it)."""
-        if residual is None:
-            normed, residual = self.input_norm(x), x
-        else:
-            normed, residual = self.input_norm.add(x, residual)
-        x = self.attention(normed, inputs, cache)
-        normed, residual = self.mlp_norm.add(x, residual)
-        return self.mlp(normed), residual
+        """(this layer's last addend, the residual stream before it), from the last layer's."""
+        addend, residual = self.attention(addend, residual, inputs, cache)
+        return self.mlp(addend, residual)
 
 
 class Decoder:
@@ -71,7 +64,8 @@ class Decoder:
         self.layers = [
             DecoderLayer(ops, source, config, index, cos_sin) for index in range(config.num_layers)
         ]
-        self.norm = RMSNorm(ops, source, "model.norm", width, config.rms_norm_eps)
+        self._ops = ops
+        self.norm = rms_norm(source, "model.norm", width, config.rms_norm_eps)
         head = self.embedding if config.tie_word_embeddings else None
         head = head or Embedding(source, "lm_head", config.vocab_size, width)
         self.head = LanguageModelHead(ops, head.weight)
@@ -80,8 +74,9 @@ class Decoder:
         self, token_ids: Tensor, inputs: AttentionInputs, caches: Sequence[LayerCache]
     ) -> Tensor:
         """token_ids [T] -> [T, hidden_size]; `caches` has one (keys, values) per layer."""
-        x, residual = self.embedding(token_ids), None
+        addend: Tensor = self.embedding(token_ids)
+        residual: Tensor | None = None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, residual = layer(x, residual, inputs, cache)
-        assert isinstance(residual, torch.Tensor), "a decoder has at least one layer"
-        return self.norm.add(x, residual)[0]
+            addend, residual = layer(addend, residual, inputs, cache)
+        assert residual is not None, "a decoder has at least one layer"
+        return self._ops.add_norm(addend, residual, self.norm)

@@ -1,11 +1,10 @@
 """Plain torch, written to be read. Every fast column is compared with this one."""
 
+from slipstream.kernels.composition import Parts, compose
 from slipstream.kernels.reference.attention import paged_attention, rotate_and_store
 from slipstream.kernels.reference.dense import add_norm, gated_activation, linear, logits, norm
-from slipstream.kernels.table import Ops
 
-REFERENCE = Ops(
-    column="reference",
+PARTS = Parts(
     linear=linear,
     logits=logits,
     norm=norm,
@@ -14,3 +13,4 @@ REFERENCE = Ops(
     rotate_and_store=rotate_and_store,
     paged_attention=paged_attention,
 )
+REFERENCE = compose("reference", PARTS)

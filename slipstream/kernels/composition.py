@@ -1,0 +1,102 @@
+"""A column of the table from its smallest parts, for columns that do not fuse them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.table import AttentionInputs, Heads, LinearOp, LogitsOp, Norm, Ops, Weight
+
+AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+QueryKeyNorms = tuple[Tensor, Tensor, float]
+RotateAndStore = Callable[
+    [
+        Tensor,
+        Tensor,
+        Tensor,
+        QueryKeyNorms | None,
+        Tensor,
+        AttentionInputs,
+        tuple[Tensor, Tensor],
+    ],
+    Tensor,
+]
+PagedAttention = Callable[
+    [Tensor, tuple[Tensor, Tensor], AttentionInputs, float, int | None], Tensor
+]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a column is made of.
+
+    Attributes:
+        linear: x [T, K], weight [N, K], bias [N] or None -> [T, N] in the dtype of x.
+        logits: the same in float32, without bias.
+        norm: RMS norm, computed in float32: x [..., H], weight [H] -> like x.
+        add_norm: x, residual [T, H] -> (norm(x + residual), x + residual).
+        gated_activation: gate_up [T, 2I], gate first -> silu(gate) * up, [T, I].
+        rotate_and_store: query [T, Hq, D], key and value [T, Hk, D] -> the rotated query; keys and
+            values are stored.
+        paged_attention: query [T, Hq, D] over the cache, scale, window -> [T, Hq, D].
+    """
+
+    linear: LinearOp
+    logits: LogitsOp
+    norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_norm: AddNorm
+    gated_activation: Callable[[Tensor], Tensor]
+    rotate_and_store: RotateAndStore
+    paged_attention: PagedAttention
+
+
+def compose(column: str, parts: Parts) -> Ops:
+    """Every op as a chain of parts."""
+
+    def added(addend: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return parts.norm(addend, norm.weight, norm.eps), addend
+        return parts.add_norm(addend, residual, norm.weight, norm.eps)
+
+    def norm_linear(
+        addend: Tensor, residual: Tensor | None, norm: Norm, weight: Weight, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        normed, residual = added(addend, residual, norm)
+        return parts.linear(normed, weight, bias), residual
+
+    def norm_gated_linear(
+        addend: Tensor, residual: Tensor | None, norm: Norm, weight: Weight, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        normed, residual = added(addend, residual, norm)
+        return parts.gated_activation(parts.linear(normed, weight, bias)), residual
+
+    def add_norm(addend: Tensor, residual: Tensor, norm: Norm) -> Tensor:
+        return added(addend, residual, norm)[0]
+
+    def attend(
+        qkv: Tensor, heads: Heads, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        query, key, value = split_heads(qkv, heads)
+        norms = query_key_norms(heads)
+        query = parts.rotate_and_store(query, key, value, norms, heads.cos_sin, inputs, cache)
+        return parts.paged_attention(query, cache, inputs, heads.scale, heads.window).flatten(-2)
+
+    return Ops(column, parts.linear, norm_linear, norm_gated_linear, add_norm, attend, parts.logits)
+
+
+def split_heads(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Views: queries [T, Hq, D], keys and values [T, Hk, D]."""
+    sizes = [count * heads.head_dim for count in (heads.num_heads, *[heads.num_kv_heads] * 2)]
+    query, key, value = (
+        part.view(len(qkv), -1, heads.head_dim) for part in torch.split(qkv, sizes, -1)
+    )
+    return query, key, value
+
+
+def query_key_norms(heads: Heads) -> QueryKeyNorms | None:
+    """(query weight, key weight, eps), as the smaller parts take them."""
+    if heads.norms is None:
+        return None
+    of_query, of_key = heads.norms
+    return of_query.weight, of_key.weight, of_query.eps
