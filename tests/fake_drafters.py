@@ -6,12 +6,13 @@ A test adds it to the catalogue under a name of its own; `model` says which of t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from slipstream.cache.kv_cache import KVLayout
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
+from slipstream.runner.model_runner import Forward
+from slipstream.runner.turn import Guesses, Turn
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources
 from slipstream.speculative.options import Options, TargetModel
@@ -36,36 +37,33 @@ def load(config: FakeConfig, target: TargetModel) -> "FakeDrafter":
 class FakeDrafter:
     """PerfectDrafter (`right`) or WrongDrafter: the answer's own tokens, or others."""
 
-    limits = DrafterLimits(drafts_behind_prompt=True)
+    limits = DrafterLimits(drafts_behind_prompt=True, on_device=False)
     layout: KVLayout | None = None
 
     def __init__(self, right: bool, vocab_size: int) -> None:
         self._shift, self._vocab_size = (0 if right else 1), vocab_size
 
     def build(self, resources: DrafterResources) -> Drafter:
-        self._device = resources.state.device
+        self._state = resources.state
         return self
 
-    def propose(self, batch: Batch) -> Draft:
-        guesses = [self._guess(item.request, item.num_draft_tokens) for item in batch.requests]
-        width = max(map(len, guesses), default=0)
-        if width == 0:
-            return Draft.empty(len(guesses), self._device)
-        padded = [guess + [0] * (width - len(guess)) for guess in guesses]
-        return Draft(
-            torch.tensor(padded, dtype=torch.int64, device=self._device).view(-1, width),
-            torch.tensor([len(guess) for guess in guesses], device=self._device),
-            torch.ones(len(guesses), dtype=torch.bool, device=self._device),
-        )
+    def prepare(self, batch: Batch) -> Guesses:
+        return [self._guess(item.request, item.num_draft_tokens) for item in batch.requests]
 
-    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
-        assert len(verdict.num_tokens) == len(batch.requests)
+    def propose(self, turn: Turn) -> Draft:
+        return Draft.of_guesses(turn)
+
+    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
+        assert len(verdict.num_tokens) == turn.num_requests
+
+    def read_prompts(self, batch: Batch, forward: Forward) -> None:
+        assert any(item.is_prompt_chunk for item in batch.requests)
 
     def forget(self, requests: Sequence[Request]) -> None:
         """Nothing is kept."""
 
-    def cached_tokens(self, requests: Sequence[Request]) -> Sequence[int]:
-        return [request.num_tokens for request in requests]
+    def cached_tokens(self, slots: Tensor) -> Tensor:
+        return self._state.num_computed[slots]
 
     def _guess(self, request: Request, count: int) -> list[int]:
         answer = ANSWERS[tuple(request.token_ids[: request.num_prompt_tokens])]

@@ -42,6 +42,13 @@ class DrafterFlags:
         str | None,
         typer.Option(help="draft_model or ngram. [found from the drafter]", rich_help_panel=_PANEL),
     ] = None
+    drafter_quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="fp8 rounds the draft model's matrices as they are loaded. [none]",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
     speculative_config: Annotated[
         str | None,
         typer.Option(
@@ -77,12 +84,14 @@ class DrafterFlags:
             names["model"] = DEMO_DRAFT
         config: dict[str, Any] = {key: name for key, name in names.items() if name is not None}
         if not config:
-            self._refuse_lonely_count()
+            self._refuse_what_has_no_drafter()
             return None
         if self.num_speculative_tokens is not None:
             config["num_speculative_tokens"] = self.num_speculative_tokens
         elif config.get("model") == DEMO_DRAFT:
             config["num_speculative_tokens"] = _DEMO_TOKENS
+        if self.drafter_quantization is not None:
+            config["quantization"] = self.drafter_quantization
         return config
 
     def _check(self) -> None:
@@ -90,6 +99,7 @@ class DrafterFlags:
             "--drafter": self.drafter is not None,
             "-k": self.num_speculative_tokens is not None,
             "--spec-method": self.spec_method is not None,
+            "--drafter-quantization": self.drafter_quantization is not None,
         }
         given = [flag for flag, present in short.items() if present]
         if self.speculative_config is not None:
@@ -100,9 +110,11 @@ class DrafterFlags:
         if self.no_speculation and given:
             _contradict(given[0], "--no-speculation")
 
-    def _refuse_lonely_count(self) -> None:
+    def _refuse_what_has_no_drafter(self) -> None:
         if self.num_speculative_tokens is not None:
             raise UsageError("-k says how much to draft but nothing drafts; add --drafter")
+        if self.drafter_quantization is not None:
+            raise UsageError("--drafter-quantization is given but nothing drafts; add --drafter")
 
 
 def read_object(flag: str, text: str) -> dict[str, Any] | None:

@@ -50,9 +50,26 @@ class EngineFlags:
     load_format: Annotated[
         str,
         typer.Option(
-            help="auto or safetensors; dummy draws random weights.", rich_help_panel=_PANEL
+            help="auto or safetensors; dummy draws random weights, twin such that a drafter of the "
+            "model's first layers is accepted.",
+            rich_help_panel=_PANEL,
         ),
     ] = EngineConfig.load_format
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="fp8 rounds the model's matrices as they are loaded. [none]",
+            rich_help_panel=_PANEL,
+        ),
+    ] = EngineConfig.quantization
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="A request's numbers never depend on the requests beside it; slower.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = EngineConfig.batch_invariant
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -64,8 +81,8 @@ class EngineFlags:
         typer.Option(help="Most requests running at once.", rich_help_panel=_PANEL),
     ] = EngineConfig.max_num_seqs
     max_num_batched_tokens: Annotated[
-        int,
-        typer.Option(help="Most rows of one target pass.", rich_help_panel=_PANEL),
+        int | None,
+        typer.Option(help="Most rows of one target pass. [by device]", rich_help_panel=_PANEL),
     ] = EngineConfig.max_num_batched_tokens
     block_size: Annotated[
         int,

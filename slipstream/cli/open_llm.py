@@ -97,5 +97,5 @@ def _log_to(console: Console, verbose: bool) -> None:
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     handler = RichHandler(console=console, show_time=False, show_path=False)
     # The table tells what was derived, and in better order.
-    handler.addFilter(lambda record: record.module != "resolve")
+    handler.addFilter(lambda record: record.module != "reasons")
     logger.handlers = [handler]

@@ -11,12 +11,14 @@ class ScheduledRequest:
     """One request's share of a step.
 
     Attributes:
-        start: tokens already in the target's KV cache; the first row's position.
+        start: tokens already in the target's KV cache, as far as the host knows: where a step is
+            planned before the last one's results are here, the first row may stand further on.
         num_new_tokens: known tokens to compute (a prompt chunk, or the one last token).
         num_draft_tokens: draft tokens to verify at most; only when this step reaches the last
             known token.
         block_table: the request's KV blocks, covering start + num_new_tokens + num_draft_tokens.
         admitted: it got its slot in this step (anew, or again after a preemption).
+        reaches_end: the last row of this step's known tokens predicts a new token.
     """
 
     request: Request
@@ -25,11 +27,7 @@ class ScheduledRequest:
     num_draft_tokens: int
     block_table: Sequence[int]
     admitted: bool
-
-    @property
-    def reaches_end(self) -> bool:
-        """Whether the last row of this step predicts a new token."""
-        return self.start + self.num_new_tokens == self.request.num_tokens
+    reaches_end: bool
 
     @property
     def is_prompt_chunk(self) -> bool:
@@ -42,6 +40,11 @@ class Batch:
 
     requests: tuple[ScheduledRequest, ...]
     preempted: tuple[Request, ...] = ()
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request only goes on: no prompt, nobody new."""
+        return all(not (item.is_prompt_chunk or item.admitted) for item in self.requests)
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,16 @@ from typing import Any
 
 from slipstream.core.errors import UsageError
 
+LOAD_FORMATS = ("auto", "safetensors", "dummy", "twin")
+QUANTIZATIONS = ("fp8",)
+
+_OPTIONAL_NUMBERS = (
+    *("max_model_len", "max_num_batched_tokens", "kv_cache_memory", "num_kv_blocks", "threads"),
+)
+_SWITCHES = (
+    *("batch_invariant", "enable_prefix_caching", "skip_tokenizer_init", "use_fp64_gumbel"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -18,7 +28,11 @@ class EngineConfig:
         speculative_config: the drafter; None is plain decoding.
         dtype: "auto" takes the checkpoint's; or bfloat16, float16, float32.
         device: "auto", "cpu" or "cuda".
-        load_format: "auto" reads the weights, "dummy" draws random ones from the config alone.
+        load_format: "auto" and "safetensors" read the weights; "dummy" draws random ones from the
+            config alone, "twin" such that a drafter of the target's first layers is accepted.
+        quantization: "fp8" rounds the target's matrices to e4m3 as they are loaded; the drafter has
+            a key of its own in `speculative_config`.
+        batch_invariant: a request's numbers do not depend on the requests beside it, at a cost.
         max_model_len: most tokens of a request, prompt and output.
         max_num_seqs: most requests running at once.
         max_num_batched_tokens: most rows of one target pass.
@@ -43,9 +57,11 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
+    quantization: str | None = None
+    batch_invariant: bool = False
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     block_size: int = 16
     kv_cache_memory: int | None = None
     num_kv_blocks: int | None = None
@@ -65,16 +81,17 @@ class EngineConfig:
         self._check_choices()
 
     def _check_numbers(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in ("max_num_seqs", "block_size"):
             _require_positive(name, getattr(self, name))
-        for name in ("max_model_len", "kv_cache_memory", "num_kv_blocks", "threads"):
+        for name in _OPTIONAL_NUMBERS:
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
         if self.kv_cache_memory is not None and self.num_kv_blocks is not None:
             raise UsageError("give kv_cache_memory or num_kv_blocks, not both")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        rows = self.max_num_batched_tokens
+        if rows is not None and rows < self.max_num_seqs:
             raise UsageError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_batched_tokens ({rows}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}), so that every request can get a token a step"
             )
         if not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 64:
@@ -85,10 +102,12 @@ class EngineConfig:
             raise UsageError(
                 f"tensor_parallel_size={self.tensor_parallel_size!r} is not supported; use 1"
             )
-        for name in ("enable_prefix_caching", "skip_tokenizer_init", "use_fp64_gumbel"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        _require_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        _require_choice("load_format", self.load_format, LOAD_FORMATS)
+        if self.quantization is not None:
+            require_quantization("quantization", self.quantization)
         _require_choice("device", self.device, ("auto", "cpu", "cuda"))
         share = self.gpu_memory_utilization
         if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
@@ -98,6 +117,15 @@ class EngineConfig:
                 "speculative_config must be a mapping such as "
                 '{"model": "...", "num_speculative_tokens": 4}, or None'
             )
+
+
+def require_quantization(name: str, value: object) -> None:
+    """Raise UsageError for a precision that weights cannot be rounded to."""
+    if value not in QUANTIZATIONS:
+        raise UsageError(
+            f"{name} must be {' or '.join(QUANTIZATIONS)}, or be left out to multiply by the "
+            f"weights as they are, not {value!r}"
+        )
 
 
 def _require_positive(name: str, value: object) -> None:

@@ -65,6 +65,7 @@ class Request:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was admitted
     num_steps: int = 0  # verification steps so far; keys the noise, survives preemption
     num_preemptions: int = 0
+    steps_in_flight: int = 0  # planned, with results not taken in yet
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)

@@ -1,25 +1,33 @@
 """Putting an engine together."""
 
+from dataclasses import replace
+
 from slipstream.cache.block_manager import BlockManager
 from slipstream.cache.kv_cache import KVCache, KVLayout
 from slipstream.core.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.logprobs import LogprobReader
+from slipstream.engine.reasons import Reasons
 from slipstream.engine.resolve import (
     Resolved,
+    require_precision,
     resolve,
-    resolve_device,
     resolve_dtype,
     resolve_model_len,
 )
+from slipstream.engine.round import Round
 from slipstream.engine.scheduler import Scheduler
+from slipstream.engine.sizing import WeightRoom
 from slipstream.engine.step import Step
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import LoadOptions, ProgressBar, load_decoder, no_progress_bar
+from slipstream.models.precision import weight_bytes
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.runner.capability import choose_device
 from slipstream.runner.device_state import DeviceState
+from slipstream.runner.graphs import GraphRunner, Recorder, captures_graphs
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.sampling.state import SamplingState
 from slipstream.speculative.catalogue import load_drafter
@@ -36,42 +44,79 @@ def build_engine(config: EngineConfig, progress_bar: ProgressBar = no_progress_b
     """
     checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision))
     shape = read_decoder_config(checkpoint)
-    device = resolve_device(config)
+    reasons = Reasons()
+    device, why = choose_device(config.device)
+    reasons.add("device", device, why)
+    require_precision(config, device)
     dtype = resolve_dtype(config, shape.dtype)
+    room = WeightRoom(device, reasons)
     options = LoadOptions(
         dtype=dtype,
         device=device,
         load_format=config.load_format,
         max_positions=resolve_model_len(config, shape),
         seed=config.seed,
+        quantization=config.quantization,
+        batch_invariant=config.batch_invariant,
+        twin_of=shape,
         progress_bar=progress_bar,
+        memory_check=room.check,
     )
-    target = TargetModel(checkpoint.path, shape.vocab_size, options)
+    size = weight_bytes(shape, dtype, config.quantization)
+    beside = replace(options, memory_check=room.beside(size))
+    target = TargetModel(checkpoint.path, shape.vocab_size, beside)
     speculation = load_drafter(config.speculative_config, target)
     network = load_decoder(checkpoint, options)
-    resolved = resolve(config, shape, checkpoint.eos_token_ids, dtype, device, speculation)
-    return assemble(resolved, config, network, speculation.drafter, _tokenizer(config, checkpoint))
+    eos = checkpoint.eos_token_ids
+    resolved = resolve(config, shape, eos, dtype, device, speculation, reasons)
+    tokenizer = _tokenizer(config, checkpoint)
+    return assemble(resolved, config, network, speculation.drafter, tokenizer, progress_bar)
 
 
 def assemble(
     resolved: Resolved,
     config: EngineConfig,
     network: Decoder,
-    drafter: LoadedDrafter,
+    loaded_drafter: LoadedDrafter,
     tokenizer: Tokenizer | None,
+    progress_bar: ProgressBar = no_progress_bar,
 ) -> Engine:
     """The engine around loaded models."""
     limits, device, shape = resolved.limits, resolved.device, network.config
     state = DeviceState(limits.max_num_seqs, limits.max_model_len, config.block_size, device)
-    sampling = SamplingState(limits.max_num_seqs, shape.vocab_size, device)
+    sampling = SamplingState(state.num_slots, shape.vocab_size, device)
     layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, resolved.dtype)
     cache = KVCache(layout, resolved.num_blocks, config.block_size, device)
     runner = ModelRunner(network, cache, state)
     resources = DrafterResources(state, sampling, resolved.num_blocks, config.use_fp64_gumbel)
+    drafter = loaded_drafter.build(resources)
     blocks = BlockManager(resolved.num_blocks, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(limits, blocks)
-    step = Step(scheduler, runner, drafter.build(resources), state, sampling, resolved.verification)
+    round = Round(runner, drafter, state, sampling, resolved.verification, limits)
+    on_device = loaded_drafter.limits.on_device
+    graphs = _captured(round, not on_device, state, sampling, resolved, config, progress_bar)
+    runs_ahead = on_device and config.async_scheduling is not False
+    step = Step(scheduler, round, drafter, state, sampling, graphs, runs_ahead)
     return Engine(resolved, scheduler, step, LogprobReader(runner, tokenizer), tokenizer)
+
+
+def _captured(
+    round: Round,
+    guessed: bool,
+    state: DeviceState,
+    sampling: SamplingState,
+    resolved: Resolved,
+    config: EngineConfig,
+    progress_bar: ProgressBar,
+) -> GraphRunner | None:
+    """The graphs of what plain requests need; None where nothing is captured."""
+    if not captures_graphs(resolved.device, bool(config.enforce_eager)):
+        return None
+    width = resolved.limits.num_speculative_tokens
+    graphs = GraphRunner(state, sampling, width, Recorder(resolved.device))
+    with progress_bar("graphs", graphs.num_lean()) as progress:
+        graphs.capture_all("round", round, guessed, progress)
+    return graphs
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

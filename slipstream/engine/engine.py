@@ -14,7 +14,7 @@ from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.resolve import Resolved
 from slipstream.engine.samples import Sample, Submission
 from slipstream.engine.scheduler import Scheduler
-from slipstream.engine.step import Step, StepResult
+from slipstream.engine.step import Launched, Step, StepResult
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.sampling.noise import derive_seed
 
@@ -39,6 +39,7 @@ class Engine:
         self._submissions: dict[str, Submission] = {}
         self._owners: dict[str, tuple[Submission, Sample]] = {}  # by the sample's request id
         self._arrivals = 0
+        self._launched: Launched | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -92,18 +93,25 @@ class Engine:
         return submission
 
     def step(self) -> list[Submission]:
-        """Run one step; the requests that gained tokens or ended, each once."""
-        if not self.has_unfinished:
-            return []
-        result = self._step.run()
+        """Take in one step; the requests that gained tokens or ended, each once.
+
+        On a GPU the step after it may be under way already when this returns.
+        """
+        launched, self._launched = self._launched, None
+        if launched is None:
+            if not self.has_unfinished:
+                return []
+            launched = self._step.launch(self._scheduler.schedule())
+        self._launched = self._step.launch_ahead(launched)
+        result = self._step.finish(launched)
         self.metrics.count_step(result.times)
         changed: dict[str, Submission] = {}
         for index, (item, gained) in enumerate(
             zip(result.batch.requests, result.committed, strict=True)
         ):
-            owner = self._owners.get(item.request.request_id)
-            assert owner is not None, "a scheduled request has an owner until it is closed"
-            submission, sample = owner
+            if not result.live[index]:
+                continue
+            submission, sample = self._owners[item.request.request_id]
             self._take(submission, sample, result, index)
             if gained.token_ids:
                 changed[submission.request_id] = submission

@@ -1,6 +1,5 @@
 """From options to numbers: what the engine will really do, and why."""
 
-import logging
 from dataclasses import dataclass, field
 
 import torch
@@ -9,14 +8,21 @@ from slipstream.cache.kv_cache import KVLayout
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.limits import StepLimits
+from slipstream.engine.reasons import Reasons
+from slipstream.engine.sizing import size_cache
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import dtype_named
-from slipstream.runner.memory import default_cache_bytes, require_memory, uses_gpu_memory
+from slipstream.runner.capability import (
+    default_batched_tokens,
+    invariance_note,
+    quantization_note,
+    require_quantization,
+)
+from slipstream.runner.graphs import captures_graphs
+from slipstream.runner.memory import StepSizes, device_memory, uses_gpu_memory
 from slipstream.runner.threads import set_threads
 from slipstream.sampling.verification import Verification
 from slipstream.speculative.catalogue import Speculation
-
-logger = logging.getLogger("slipstream")
 
 
 @dataclass(frozen=True)
@@ -40,18 +46,21 @@ class Resolved:
     reasons: tuple[tuple[str, str, str], ...] = field(default=())
 
 
-def resolve_device(config: EngineConfig) -> torch.device:
-    """The device to run on; UsageError when it is not there."""
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device=cuda, but torch sees no GPU; use device=cpu")
-    return torch.device(config.device)
-
-
 def resolve_dtype(config: EngineConfig, checkpoint_dtype: torch.dtype) -> torch.dtype:
     """The dtype of parameters and cache."""
     return checkpoint_dtype if config.dtype == "auto" else dtype_named(config.dtype)
+
+
+def require_precision(config: EngineConfig, device: torch.device) -> None:
+    """Raise UsageError for matrices that the device cannot multiply by."""
+    if config.quantization is not None:
+        require_quantization(device, "quantization")
+    if _drafter_quantization(config) is not None:
+        require_quantization(device, "drafter quantization")
+
+
+def _drafter_quantization(config: EngineConfig) -> object:
+    return (config.speculative_config or {}).get("quantization")
 
 
 def resolve_model_len(config: EngineConfig, shape: DecoderConfig) -> int:
@@ -67,21 +76,6 @@ def resolve_model_len(config: EngineConfig, shape: DecoderConfig) -> int:
     return config.max_model_len
 
 
-class Reasons:
-    """Collects what was derived and why, and logs it."""
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[str, str, str]] = []
-
-    def add(self, name: str, value: object, why: str) -> None:
-        self._rows.append((name, str(value), why))
-        logger.info("%s = %s (%s)", name, value, why)
-
-    @property
-    def rows(self) -> tuple[tuple[str, str, str], ...]:
-        return tuple(self._rows)
-
-
 def resolve(
     config: EngineConfig,
     shape: DecoderConfig,
@@ -89,9 +83,9 @@ def resolve(
     dtype: torch.dtype,
     device: torch.device,
     speculation: Speculation,
+    reasons: Reasons,
 ) -> Resolved:
-    """Size the cache and fix the limits."""
-    reasons = Reasons()
+    """Size the cache and fix the limits; the weights are in memory."""
     layouts = [KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)]
     drafter = speculation.drafter
     if drafter.layout is not None:
@@ -100,9 +94,20 @@ def resolve(
     longest = resolve_model_len(config, shape)
     weight_bytes = shape.num_matrix_parameters * dtype.itemsize
     reasons.add("threads", *set_threads(device, config.threads, weight_bytes))
-    num_blocks = _num_blocks(config, bytes_per_block, longest, device, reasons)
+    rows = _max_num_batched_tokens(config, device, reasons)
+    step = StepSizes(
+        network=shape,
+        itemsize=dtype.itemsize,
+        max_num_batched_tokens=rows,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=longest,
+        num_speculative_tokens=speculation.num_speculative_tokens,
+        draft_probabilities=drafter.layout is not None,
+        graphs=captures_graphs(device, bool(config.enforce_eager)),
+    )
+    num_blocks = size_cache(config, device_memory(device), step, bytes_per_block, reasons)
     max_model_len = _fit_model_len(config, longest, num_blocks * config.block_size, reasons)
-    _require_memory(config, device, num_blocks * bytes_per_block, max_model_len)
+    _note_precision(config, device, reasons)
     _note_accepted_flags(config, device, reasons)
     most = drafter.limits.max_speculative_tokens
     if most is not None and speculation.num_speculative_tokens > most:
@@ -111,7 +116,7 @@ def resolve(
         )
     limits = StepLimits(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=rows,
         max_model_len=max_model_len,
         drafter_max_model_len=drafter.limits.max_model_len or max_model_len,
         num_speculative_tokens=speculation.num_speculative_tokens,
@@ -133,29 +138,24 @@ def resolve(
     )
 
 
-def _num_blocks(
-    config: EngineConfig,
-    bytes_per_block: int,
-    max_model_len: int,
-    device: torch.device,
-    reasons: Reasons,
-) -> int:
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
-    per_request = -(-max_model_len // config.block_size)
-    wanted = config.max_num_seqs * per_request
-    budget, why = default_cache_bytes(device, config.gpu_memory_utilization)
-    if config.kv_cache_memory is not None:
-        budget, why = config.kv_cache_memory, "kv_cache_memory"
-    num_blocks = min(wanted, budget // bytes_per_block)
-    if num_blocks < 1:
-        raise UsageError(
-            f"kv_cache_memory of {budget} bytes is less than one block of {bytes_per_block} bytes; "
-            "give it more, or a smaller block_size"
-        )
-    enough = "as many as max_num_seqs requests of max_model_len can use"
-    reasons.add("num_kv_blocks", num_blocks, enough if num_blocks == wanted else why)
-    return num_blocks
+def _max_num_batched_tokens(config: EngineConfig, device: torch.device, reasons: Reasons) -> int:
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    rows, why = default_batched_tokens(device)
+    if rows < config.max_num_seqs:
+        rows, why = config.max_num_seqs, "max_num_seqs, so that every request can get a token"
+    reasons.add("max_num_batched_tokens", rows, why)
+    return rows
+
+
+def _note_precision(config: EngineConfig, device: torch.device, reasons: Reasons) -> None:
+    if config.quantization is not None:
+        reasons.add("quantization", config.quantization, quantization_note(device))
+    drafter = _drafter_quantization(config)
+    if drafter is not None:
+        reasons.add("drafter quantization", drafter, quantization_note(device))
+    if config.batch_invariant:
+        reasons.add("batch_invariant", True, invariance_note(device))
 
 
 def _fit_model_len(config: EngineConfig, longest: int, capacity: int, reasons: Reasons) -> int:
@@ -169,22 +169,14 @@ def _fit_model_len(config: EngineConfig, longest: int, capacity: int, reasons: R
     return capacity
 
 
-def _require_memory(
-    config: EngineConfig, device: torch.device, cache_bytes: int, max_model_len: int
-) -> None:
-    """Say at once what cannot be allocated, by the name of the option that asked for it."""
-    remedy = "lower kv_cache_memory or num_kv_blocks"
-    require_memory(device, cache_bytes, "the KV cache", remedy)
-    state_bytes = config.max_num_seqs * max_model_len * 4  # a token id each
-    require_memory(device, state_bytes, "the state of the requests", "lower max_num_seqs")
-
-
 def _note_accepted_flags(config: EngineConfig, device: torch.device, reasons: Reasons) -> None:
     """Say what becomes of options that other engines have and this device has no use for."""
+    captures = captures_graphs(device, False)
     if config.enforce_eager is not None:
-        reasons.add("enforce_eager", True, "no graphs are captured on this device")
-    if config.async_scheduling:
-        reasons.add("async_scheduling", False, "host and device take turns on this device")
+        why = "enforce_eager" if captures else "no graphs are captured on this device"
+        reasons.add("enforce_eager", config.enforce_eager or not captures, why)
+    if config.async_scheduling and not captures_graphs(device, bool(config.enforce_eager)):
+        reasons.add("async_scheduling", False, "without graphs, host and device take turns")
     if config.trust_remote_code:
         reasons.add("trust_remote_code", False, "no code of a checkpoint is ever run")
     if config.gpu_memory_utilization is not None and not uses_gpu_memory(device):

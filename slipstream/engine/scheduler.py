@@ -11,6 +11,7 @@ from slipstream.core.errors import UsageError
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.engine.admission import check_fits
+from slipstream.engine.invariants import arrival, check_places, check_queues
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +53,8 @@ class Scheduler:
     first goes first: when blocks run out, the running request that arrived last gives its blocks
     up and waits again, so the earliest one always gets on.
 
-    Every `schedule` is followed by the `commit` of its batch; `finish`, `abort` and `add` may come
-    at any time, also between the two.
+    Every `schedule` is followed by the `commit` of its batch, with `schedule_ahead` between the two
+    at most once; `finish`, `abort` and `add` may come at any time, also between them.
     """
 
     def __init__(self, limits: StepLimits, block_manager: BlockManager) -> None:
@@ -97,7 +98,7 @@ class Scheduler:
                 "choose another"
             )
         self._requests[request.request_id] = request
-        insort_right(self._waiting, request, key=_arrival)
+        insort_right(self._waiting, request, key=arrival)
 
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: str | int | None = None
@@ -140,7 +141,46 @@ class Scheduler:
         if not preempted:
             self._admit_waiting(shares, budget)
             shares.sort(key=lambda share: share.request.arrival)
-        return Batch(tuple(map(self._scheduled, shares)), tuple(preempted))
+        for share in shares:
+            share.request.steps_in_flight += 1
+        items = (self._scheduled(share, share.num_uncomputed == 0) for share in shares)
+        return Batch(tuple(items), tuple(preempted))
+
+    def schedule_ahead(self, batch: Batch) -> Batch | None:
+        """Plan the step behind `batch`, whose results are not known yet.
+
+        Only where that changes nothing that those results could decide: all running requests
+        decode, nobody waits for a place, and blocks are there for the longest that they can get.
+        Whoever is sure to end is left out; others may turn out to have ended, and what this step
+        gives them is then surplus.
+
+        Returns:
+            None where the plan has to wait for the results.
+        """
+        items = [item for item in batch.requests if not item.request.finished]
+        if not batch.is_decode or len(items) != len(self._running):
+            return None
+        if self._waiting and self._free_slots:
+            return None
+        budget = _Budget(self.limits.max_num_batched_tokens - len(items))
+        ahead: list[ScheduledRequest] = []
+        for item in items:
+            request = item.request
+            if request.num_output_tokens + 1 >= request.max_tokens:
+                continue
+            if request.num_tokens + 1 >= self.limits.max_model_len:
+                continue
+            num_drafts = budget.take(max(0, self._most_drafts(request, surely_gained=1)))
+            most = request.num_tokens + item.num_draft_tokens + 1 + num_drafts
+            most = min(most, self.limits.max_model_len)
+            if not self.block_manager.grow(request.request_id, most):
+                return None
+            ahead.append(self._scheduled(_Share(request, 1, num_drafts), reaches_end=True))
+        if not ahead:
+            return None
+        for item in ahead:
+            item.request.steps_in_flight += 1
+        return Batch(tuple(ahead))
 
     def _secure_known_tokens(self) -> list[Request]:
         """Make every running request's table cover its known tokens; who had to be preempted.
@@ -164,7 +204,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.num_computed = 0
         request.num_preemptions += 1
-        insort_left(self._waiting, request, key=_arrival)
+        insort_left(self._waiting, request, key=arrival)
         return request
 
     def _give_drafts(self, shares: Sequence[_Share], budget: _Budget) -> None:
@@ -215,7 +255,7 @@ class Scheduler:
         if first:
             request.num_cached_tokens = request.num_computed
         del self._waiting[0]
-        insort_right(self._running, request, key=_arrival)
+        insort_right(self._running, request, key=arrival)
         request.status = RequestStatus.RUNNING
         request.slot = heapq.heappop(self._free_slots)
         return True
@@ -238,18 +278,22 @@ class Scheduler:
             assert grown, "capacity promised the blocks"
             share.num_draft_tokens = num_drafts
 
-    def _most_drafts(self, request: Request) -> int:
-        """Draft tokens that can be of use: one more token always follows the accepted ones."""
+    def _most_drafts(self, request: Request, surely_gained: int = 0) -> int:
+        """Draft tokens that can be of use: one more token always follows the accepted ones.
+
+        `surely_gained`: tokens that a step in flight will give at least.
+        """
         limits = self.limits
+        num_tokens = request.num_tokens + surely_gained
         return min(
             request.num_speculative_tokens,
             limits.num_speculative_tokens,
-            limits.max_model_len - request.num_tokens - 1,
-            request.max_tokens - request.num_output_tokens - 1,
-            limits.drafter_max_model_len - request.num_tokens,
+            limits.max_model_len - num_tokens - 1,
+            request.max_tokens - request.num_output_tokens - surely_gained - 1,
+            limits.drafter_max_model_len - num_tokens,
         )
 
-    def _scheduled(self, share: _Share) -> ScheduledRequest:
+    def _scheduled(self, share: _Share, reaches_end: bool) -> ScheduledRequest:
         request = share.request
         return ScheduledRequest(
             request=request,
@@ -258,6 +302,7 @@ class Scheduler:
             num_draft_tokens=share.num_draft_tokens,
             block_table=self.block_manager.table(request.request_id),
             admitted=share.admitted,
+            reaches_end=reaches_end,
         )
 
     # ------------------------------------------------------------------ taking in the results
@@ -268,6 +313,7 @@ class Scheduler:
         Requests that ended since `schedule` are skipped.
         """
         for item, gain in zip(batch.requests, committed, strict=True):
+            item.request.steps_in_flight -= 1
             if item.request.status is RequestStatus.RUNNING:
                 self._commit_one(item, gain)
 
@@ -277,14 +323,14 @@ class Scheduler:
         ending = self._append(request, gain.token_ids)
         # Without an ending this is num_tokens - 1: the bonus or recovered token is not computed.
         # With one, the output may have been cut inside the accepted drafts.
-        computed = item.start + item.num_new_tokens + gain.num_accepted
+        computed = request.num_computed + item.num_new_tokens + gain.num_accepted
         request.num_computed = min(computed, request.num_tokens)
         request.num_steps += bool(gain.token_ids)
         self._index(request, gain.drafter_computed)
-        if ending is None:
-            self.block_manager.rewind(request.request_id, request.num_tokens)
-        else:
+        if ending is not None:
             self.finish(request, *ending)
+        elif not request.steps_in_flight:  # or that step may still write to these blocks
+            self.block_manager.rewind(request.request_id, request.num_tokens)
 
     def _append(
         self, request: Request, token_ids: Sequence[int]
@@ -331,42 +377,8 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless queues, slots and blocks agree."""
-        self.block_manager.check_invariants()
-        slots = [request.slot for request in self._running]
-        assert sorted(slots + self._free_slots) == list(range(self.limits.max_num_seqs)), (
-            "a slot is lost or held twice"
-        )
-        everyone = [*self._running, *self._waiting]
-        assert {request.request_id: request for request in everyone} == self._requests
-        assert len(everyone) == len(self._requests), "a request is queued twice"
-        for queue in (self._running, self._waiting):
-            assert queue == sorted(queue, key=_arrival), "a queue is not in arrival order"
-        assert self.block_manager.request_ids == {
-            request.request_id for request in self._running
-        }, "exactly the running requests have a table"
-        for request in self._running:
-            self._check_running(request)
-        for request in self._waiting:
-            assert request.status is RequestStatus.WAITING, f"{request.request_id}: status"
-            assert request.slot == -1, f"{request.request_id}: waits with a slot"
-            assert request.num_computed == 0, f"{request.request_id}: waits with computed tokens"
-
-    def _check_running(self, request: Request) -> None:
-        name = request.request_id
-        assert request.status is RequestStatus.RUNNING, f"{name}: status"
-        assert 0 <= request.num_computed < request.num_tokens, f"{name}: nothing left to compute"
-        assert request.num_tokens < self.limits.max_model_len, f"{name}: no room for a token"
-        assert request.num_output_tokens < request.max_tokens, f"{name}: ran past max_tokens"
-        covered = len(self.block_manager.table(name)) * self.block_manager.block_size
-        assert request.num_computed <= covered, f"{name}: computed tokens without a block"
-        # The next row goes to position num_computed, behind every block that others may read.
-        assert self.block_manager.num_final_tokens(name) <= request.num_computed, (
-            f"{name}: a final block would be written again"
-        )
-
-
-def _arrival(request: Request) -> int:
-    return request.arrival
+        check_queues(self._running, self._waiting, self._requests)
+        check_places(self._running, self._free_slots, self.limits, self.block_manager)
 
 
 def _check_gain(item: ScheduledRequest, gain: Committed) -> None:

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from slipstream.core.batch import Batch, Committed
 from slipstream.core.request import Request
+from slipstream.engine.round import NUM_COUNTS, NUM_TIMES, Outcome, Proposal, Round
 from slipstream.engine.scheduler import Scheduler
 from slipstream.runner.device_state import DeviceState
-from slipstream.runner.model_runner import Forward, ModelRunner, Rows
-from slipstream.sampling.rows import SampleRows
-from slipstream.sampling.state import SamplingState
-from slipstream.sampling.verification import Verdict, Verification, verify
-from slipstream.speculative.drafter import Draft, Drafter
+from slipstream.runner.graphs import GraphRunner
+from slipstream.runner.model_runner import Forward
+from slipstream.runner.transfer import Download
+from slipstream.runner.turn import Plan
+from slipstream.sampling.state import SamplingState, Uses
+from slipstream.speculative.drafter import Drafter
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class StepResult:
 
     Attributes:
         committed: per scheduled request, what it gained (before stop conditions cut it).
+        live: per scheduled request, whether it had not ended before; if it had, the rest of what
+            is here about it is surplus.
         logits: [N, V] float32, the target's raw logits; request r owns rows
             logit_starts[r] .. logit_starts[r] + its draft tokens.
         forward: the target's pass.
@@ -40,134 +44,157 @@ class StepResult:
 
     batch: Batch
     committed: Sequence[Committed]
+    live: Sequence[bool]
     logits: Tensor
     logit_starts: Sequence[int]
     forward: Forward
     times: StepTimes
 
 
+@dataclass(frozen=True, eq=False)
+class Launched:
+    """A step whose device work is under way."""
+
+    batch: Batch
+    outcome: Outcome
+    numbers: Download
+    began: float
+    padded: bool  # every request has as many rows of logits
+
+
 class Step:
-    """Schedule, propose, forward, verify, commit. Plain decoding is the same with empty drafts."""
+    """Schedule, propose, forward, verify, commit. Plain decoding is the same with empty drafts.
+
+    Where graphs are captured, the step of a decoding batch is one replay, and the next such step
+    may be launched before the last one's results are here.
+
+    Args:
+        graphs: of rounds; None where nothing is captured.
+        runs_ahead: whether to launch steps early; needs a drafter that needs nothing of the host.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        round: Round,
         drafter: Drafter,
         state: DeviceState,
         sampling: SamplingState,
-        verification: Verification,
+        graphs: GraphRunner | None,
+        runs_ahead: bool,
     ) -> None:
-        self._scheduler, self._runner, self._drafter = scheduler, runner, drafter
-        self._state, self._sampling = state, sampling
-        self._verification = verification
+        self._scheduler, self._round, self._drafter = scheduler, round, drafter
+        self._state, self._sampling, self._graphs = state, sampling, graphs
+        self._runs_ahead = runs_ahead
+        self._ended = 0.0
 
     @torch.inference_mode()
-    def run(self) -> StepResult:
+    def launch(self, batch: Batch) -> Launched:
+        """Put the step's work on the device."""
         began = perf_counter()
-        batch = self._scheduler.schedule()
-        self._admit(batch)
-
-        proposing = perf_counter()
-        draft = self._drafter.propose(batch)
-        slots = self._slots(batch)
-        self._state.write_draft(slots, draft.token_ids, draft.num_tokens)
-
-        drafted = perf_counter()
-        num_drafts: list[int] = draft.num_tokens.tolist()
-        forward = self._forward(batch, slots, num_drafts)
-        logits, logit_starts = self._logits(forward, num_drafts)
-        verdict = self._verify(batch, draft, logits)
-
-        verified = perf_counter()
-        self._commit(batch, slots, verdict)
-        self._drafter.observe(batch, verdict, forward.hidden)
-        observed = perf_counter()
-        committed = self._committed(batch, verdict, num_drafts)
-        self._scheduler.commit(batch, committed)
-
-        drafting = (drafted - proposing) + (observed - verified)
-        target = verified - drafted
-        times = StepTimes(drafting, target, perf_counter() - began - drafting - target)
-        return StepResult(batch, committed, logits, logit_starts, forward, times)
-
-    def forget(self, requests: Sequence[Request]) -> None:
-        """Tell the drafter of requests that ended."""
-        self._drafter.forget(requests)
-
-    def _admit(self, batch: Batch) -> None:
         self._drafter.forget(batch.preempted)
         self._state.apply(batch)
         for item in batch.requests:
             if item.admitted:
                 self._sampling.admit(item.request.slot, item.request)
+        plan = self._plan(batch)
+        outcome, padded = self._run(batch, plan)
+        if any(item.is_prompt_chunk for item in batch.requests):
+            self._drafter.read_prompts(batch, outcome.forward)
+        numbers = Download(outcome.numbers[: len(batch.requests)])
+        return Launched(batch, outcome, numbers, began, padded)
 
-    def _slots(self, batch: Batch) -> Tensor:
-        slots = [item.request.slot for item in batch.requests]
-        return torch.tensor(slots, device=self._state.device)
+    def launch_ahead(self, last: Launched) -> Launched | None:
+        """Launch the step behind `last`, whose results are not here yet; None if that needs them
+        (or the host needs what a further step would overwrite)."""
+        if not (last.padded and self._runs_ahead):
+            return None
+        if any(item.request.params.logprobs is not None for item in last.batch.requests):
+            return None
+        batch = self._scheduler.schedule_ahead(last.batch)
+        return None if batch is None else self.launch(batch)
 
-    def _forward(self, batch: Batch, slots: Tensor, num_drafts: Sequence[int]) -> Forward:
-        """One pass of the target over prompt chunks, last tokens and draft tokens."""
-        lengths = [
-            item.num_new_tokens + drafts
-            for item, drafts in zip(batch.requests, num_drafts, strict=True)
-        ]
-        return self._runner.forward(Rows(slots, self._state.num_computed[slots], lengths))
+    def finish(self, launched: Launched) -> StepResult:
+        """Wait for the step's results and take them in."""
+        batch = launched.batch
+        live = [not item.request.finished for item in batch.requests]
+        rows = launched.numbers.wait()
+        committed = [_committed(row[:-NUM_TIMES]) for row in rows]
+        self._scheduler.commit(batch, committed)
+        times = self._times(launched, rows[0][-NUM_TIMES:])
+        starts = _logit_starts(committed, launched)
+        outcome = launched.outcome
+        return StepResult(batch, committed, live, outcome.logits, starts, outcome.forward, times)
 
-    def _logits(self, forward: Forward, num_drafts: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Logits of each request's last 1 + drafts rows, and where each request's begin."""
-        rows: list[int] = []
-        starts: list[int] = []
-        for end, drafts in zip(forward.row_starts[1:], num_drafts, strict=True):
-            starts.append(len(rows))
-            rows.extend(range(end - 1 - drafts, end))
-        return self._runner.logits(forward.hidden[rows]), starts
+    def forget(self, requests: Sequence[Request]) -> None:
+        """Tell the drafter of requests that ended."""
+        self._drafter.forget(requests)
 
-    def _verify(self, batch: Batch, draft: Draft, logits: Tensor) -> Verdict:
-        """The verdict on every request; those whose prompt is not at its end gain nothing."""
-        host_slots = tuple(item.request.slot for item in batch.requests)
-        rows = SampleRows.build(
-            host_slots,
-            self._state.num_tokens[list(host_slots)],
-            draft.token_ids,
-            draft.num_tokens,
-            draft.one_hot,
-            draft.probs,
-            self._state.device,
-            draft.vocabulary,
+    def _times(self, launched: Launched, stamps: Sequence[int]) -> StepTimes:
+        """The step's time runs from its launch, or from the end of the one before, to its end."""
+        ended = perf_counter()
+        seconds = ended - max(launched.began, self._ended)
+        self._ended = ended
+        began, drafted, judged = stamps
+        draft, target = (drafted - began) / 1e9, (judged - drafted) / 1e9
+        return StepTimes(draft, target, max(0.0, seconds - draft - target))
+
+    def _plan(self, batch: Batch) -> Plan:
+        """The batch in numbers, with the guesses of a drafter that runs on the host."""
+        items = batch.requests
+        guesses = self._drafter.prepare(batch)
+        drafts = [item.num_draft_tokens for item in items]
+        if guesses is not None:
+            drafts = [len(guess) for guess in guesses]
+        return Plan(
+            slots=[item.request.slot for item in items],
+            num_new_tokens=[item.num_new_tokens for item in items],
+            num_draft_tokens=drafts,
+            at_end=[item.reaches_end for item in items],
+            width=max(drafts),
+            uses=self._sampling.uses([item.request.slot for item in items]),
+            guesses=guesses,
         )
-        verdict = verify(logits, rows, self._sampling, self._verification)
-        ends = [item.reaches_end for item in batch.requests]
-        if all(ends):
-            return verdict
-        at_end = torch.tensor(ends, device=logits.device)
-        return replace(
-            verdict,
-            num_tokens=verdict.num_tokens * at_end,
-            num_accepted=verdict.num_accepted * at_end,
-        )
 
-    def _commit(self, batch: Batch, slots: Tensor, verdict: Verdict) -> None:
-        """On the device: append what was accepted; refused tokens lose their slots."""
-        new = torch.tensor([item.num_new_tokens for item in batch.requests], device=slots.device)
-        computed = self._state.num_computed[slots] + new + verdict.num_accepted
-        self._state.commit(slots, computed, verdict.token_ids, verdict.num_tokens)
-        self._sampling.commit(slots, verdict.token_ids, verdict.num_tokens)
+    def _run(self, batch: Batch, plan: Plan) -> tuple[Outcome, bool]:
+        """The round, and whether it was a replay."""
+        if self._graphs is None or Uses.BAD_WORDS in plan.uses:
+            return self._round(plan.on(self._state.device)), False
+        if batch.is_decode:
+            return self._graphs.run("round", self._round, plan), True
+        # Prompt chunks have all sizes; the drafts beside them need not wait for their launches.
+        turn = plan.on(self._state.device)
+        if not plan.width or plan.guesses is not None:
+            return self._round(turn), False
+        proposal = self._graphs.run("propose", self._round.propose, plan)
+        return self._round.judge(turn, _first(proposal, turn.num_requests)), False
 
-    def _committed(
-        self, batch: Batch, verdict: Verdict, num_drafts: Sequence[int]
-    ) -> tuple[Committed, ...]:
-        """The verdict in host numbers."""
-        requests = [item.request for item in batch.requests]
-        rows = zip(
-            verdict.token_ids.tolist(),
-            verdict.num_tokens.tolist(),
-            verdict.num_accepted.tolist(),
-            num_drafts,
-            self._drafter.cached_tokens(requests),
-            strict=True,
-        )
-        return tuple(
-            Committed(tuple(tokens[:count]), drafts, accepted, cached)
-            for tokens, count, accepted, drafts, cached in rows
-        )
+
+def _first(proposal: Proposal, requests: int) -> Proposal:
+    """The rows of so many requests, without the padding of a captured batch."""
+    draft = proposal.draft
+    kept = replace(
+        draft,
+        token_ids=draft.token_ids[:requests],
+        num_tokens=draft.num_tokens[:requests],
+        one_hot=draft.one_hot[:requests],
+        probs=None if draft.probs is None else draft.probs[:requests],
+    )
+    return replace(proposal, draft=kept)
+
+
+def _committed(row: Sequence[int]) -> Committed:
+    """One request's share of `Outcome.numbers`, without times."""
+    *tokens, count, accepted, drafts, cached = row
+    return Committed(tuple(tokens[:count]), drafts, accepted, cached)
+
+
+def _logit_starts(committed: Sequence[Committed], launched: Launched) -> list[int]:
+    """The first row of logits of each request."""
+    if launched.padded:
+        width = launched.outcome.numbers.shape[1] - NUM_COUNTS - NUM_TIMES
+        return [index * width for index in range(len(committed))]
+    starts = [0]
+    for gain in committed:
+        starts.append(starts[-1] + gain.num_draft_tokens + 1)
+    return starts[:-1]

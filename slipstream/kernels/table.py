@@ -8,7 +8,7 @@ column once, when the network is built, and never ask which device they are on.
 import functools
 import logging
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class AttentionInputs:
         slots: [T] int64, where each row's key and value go; -1 writes nothing.
         max_rows: no request has more rows, as far as the host knows; None if it does not. A hint
             for how many programs to start: results do not depend on it.
+        max_context: no request has a longer context, as far as the host knows; None if it does not.
+            A hint like `max_rows`.
     """
 
     query_start: Tensor
@@ -36,6 +38,7 @@ class AttentionInputs:
     positions: Tensor
     slots: Tensor
     max_rows: int | None = None
+    max_context: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,15 +166,23 @@ class Ops:
 
 
 @functools.cache
-def ops_for(device: torch.device) -> Ops:
-    """The fastest column that serves `device`."""
+def ops_for(device: torch.device, batch_invariant: bool = False) -> Ops:
+    """The fastest column that serves `device`.
+
+    Args:
+        batch_invariant: the fastest of those whose rows' bits depend on nothing beside the row.
+            The reference column does not promise that: torch picks a matmul by its row count.
+    """
     from slipstream.kernels.reference import REFERENCE
 
     if device.type != "cuda":
         return REFERENCE
     try:
-        from slipstream.kernels.triton import TRITON
+        from slipstream.kernels import triton
     except ImportError as error:
         logger.warning("Triton cannot be imported (%s): plain torch kernels serve the GPU.", error)
         return REFERENCE
-    return TRITON
+    if batch_invariant:
+        # The Triton column gets its invariant sibling in a change of its own.
+        return cast(Ops, getattr(triton, "TRITON_INVARIANT", triton.TRITON))
+    return triton.TRITON

@@ -1,9 +1,10 @@
 """Token embedding and the head that shares its shape."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.table import Ops
+from slipstream.kernels.table import Float8Matrix, Ops, Weight
 from slipstream.layers.parameters import ParameterSource, Part
 
 
@@ -11,7 +12,7 @@ class Embedding:
     """The rows (tokens) would be split over ranks."""
 
     def __init__(self, source: ParameterSource, name: str, vocab_size: int, width: int) -> None:
-        self.weight = source.matrix([Part(f"{name}.weight", vocab_size)], width)
+        self.weight = source.table([Part(f"{name}.weight", vocab_size)], width)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] int32 or int64 -> [T, width]."""
@@ -21,14 +22,33 @@ class Embedding:
 class LanguageModelHead:
     """Hidden states to float32 logits; the weight may be the embedding's own."""
 
-    def __init__(self, ops: Ops, weight: Tensor) -> None:
+    def __init__(self, ops: Ops, weight: Weight) -> None:
         self._ops, self._logits = ops, ops.logits
         self.weight = weight
 
     def over(self, token_ids: Tensor) -> "LanguageModelHead":
         """A head for these tokens alone, in this order; its weight is a copy."""
-        return LanguageModelHead(self._ops, self.weight[token_ids])
+        return LanguageModelHead(self._ops, _rows(self.weight, token_ids))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [T, width] -> [T, vocab_size] float32."""
         return self._logits(hidden, self.weight)
+
+
+def own_head(ops: Ops, source: ParameterSource, name: str, like: Embedding) -> LanguageModelHead:
+    """A head with a matrix of its own, of the embedding's shape."""
+    vocab_size, width = like.weight.shape
+    return LanguageModelHead(ops, source.matrix([Part(f"{name}.weight", vocab_size)], width))
+
+
+def tied_head(ops: Ops, source: ParameterSource, embedding: Embedding) -> LanguageModelHead:
+    """A head with the embedding's numbers."""
+    return LanguageModelHead(ops, source.tied(embedding.weight))
+
+
+def _rows(weight: Weight, index: Tensor) -> Weight:
+    if not isinstance(weight, Float8Matrix):
+        return weight[index]
+    # Not every device can index float8, but each can index bytes.
+    values = weight.values.view(torch.uint8)[index].view(weight.values.dtype)
+    return Float8Matrix(values, weight.scales[index])

@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from slipstream.kernels.table import Weight
+
 
 @dataclass(frozen=True)
 class Part:
@@ -22,8 +24,14 @@ class ParameterSource(Protocol):
     straight into its place.
     """
 
-    def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
-        """[sum of rows, columns] in the model's dtype."""
+    def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
+        """[sum of rows, columns], a factor of products, in the precision that they work in."""
+
+    def table(self, parts: Sequence[Part], columns: int) -> Tensor:
+        """[sum of rows, columns] in the model's dtype, whose rows are looked up."""
+
+    def tied(self, table: Tensor) -> Weight:
+        """The factor of products that has the numbers of a table; the table itself if it can be."""
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         """[sum of rows] in the model's dtype."""

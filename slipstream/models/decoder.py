@@ -6,7 +6,7 @@ from torch import Tensor
 
 from slipstream.kernels.table import AttentionInputs, Ops
 from slipstream.layers.attention import Attention, AttentionShape
-from slipstream.layers.embedding import Embedding, LanguageModelHead
+from slipstream.layers.embedding import Embedding, own_head, tied_head
 from slipstream.layers.mlp import GatedMLP
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource
@@ -66,9 +66,11 @@ class Decoder:
         ]
         self._ops = ops
         self.norm = rms_norm(source, "model.norm", width, config.rms_norm_eps)
-        head = self.embedding if config.tie_word_embeddings else None
-        head = head or Embedding(source, "lm_head", config.vocab_size, width)
-        self.head = LanguageModelHead(ops, head.weight)
+        self.head = (
+            tied_head(ops, source, self.embedding)
+            if config.tie_word_embeddings
+            else own_head(ops, source, "lm_head", self.embedding)
+        )
 
     def __call__(
         self, token_ids: Tensor, inputs: AttentionInputs, caches: Sequence[LayerCache]

@@ -1,14 +1,54 @@
-"""How much memory the KV cache may take."""
+"""How much memory there is, what a step takes of it, and what is left for the KV cache."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from slipstream.core.errors import UsageError
+from slipstream.models.decoder_config import DecoderConfig
 
 CPU_CACHE_BYTES = 2 << 30
 GPU_MEMORY_UTILIZATION = 0.9
-_GPU_RESERVE = 1 << 30  # activations and logits of the largest step
+
+# float32 copies of the target's logits: as computed, processed, and one while it is sampled from.
+LOGITS_COPIES = 3
+# Captured graphs of the default buckets, which share one pool, beside logits of their own.
+GRAPH_BYTES = 512 << 20
+# Splits of long contexts and matmuls, libraries' workspaces, and what the allocator cannot join.
+WORKSPACE_BYTES = 512 << 20
+_FLOAT32 = 4
+# Of a request that penalties, logit_bias or allowed_token_ids act on, per token of the vocabulary.
+_SAMPLING_STATE = 4 + 1 + 4
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of a device.
+
+    Attributes:
+        free: that could be allocated now.
+        total: of the device.
+        is_gpu: whether they are a GPU's own.
+    """
+
+    free: int
+    total: int
+    is_gpu: bool
+
+    @property
+    def name(self) -> str:
+        return "the GPU's memory" if self.is_gpu else "memory"
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """The memory of `device` as it is now."""
+    if uses_gpu_memory(device):
+        torch.cuda.empty_cache()  # what is only kept for later allocations is free
+        free, total = torch.cuda.mem_get_info(device)
+        return DeviceMemory(free, total, is_gpu=True)
+    return DeviceMemory(_available_bytes(), _meminfo("MemTotal") or 0, is_gpu=False)
 
 
 def uses_gpu_memory(device: torch.device) -> bool:
@@ -16,30 +56,164 @@ def uses_gpu_memory(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def default_cache_bytes(device: torch.device, utilization: float | None) -> tuple[int, str]:
+@dataclass(frozen=True)
+class StepSizes:
+    """What the tensors of the largest step are as large as.
+
+    Attributes:
+        network: the target.
+        itemsize: bytes of a number of its activations.
+        max_num_batched_tokens: rows of the largest target pass.
+        max_num_seqs, max_model_len: requests, and the tokens of each.
+        num_speculative_tokens: K.
+        draft_probabilities: whether the drafter says what it sampled from.
+        graphs: whether steps are captured.
+    """
+
+    network: DecoderConfig
+    itemsize: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    num_speculative_tokens: int
+    draft_probabilities: bool
+    graphs: bool
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes that something takes: its name, how they come about, and what makes them fewer."""
+
+    name: str
+    size: int
+    why: str
+    remedy: str = ""
+
+
+def step_items(sizes: StepSizes) -> tuple[Item, ...]:
+    """What a GPU must hold beside weights and KV cache."""
+    vocabulary, requests = sizes.network.vocab_size, sizes.max_num_seqs
+    judged = requests * (sizes.num_speculative_tokens + 1)
+    logits = LOGITS_COPIES * judged * vocabulary * _FLOAT32
+    fewer = f"a smaller max_num_seqs than {requests}"
+    items = [
+        Item(
+            "logits",
+            logits,
+            f"{LOGITS_COPIES} float32 copies of {judged} rows of {vocabulary} tokens",
+            fewer,
+        ),
+        Item(
+            "activations",
+            sizes.max_num_batched_tokens * _numbers_per_row(sizes.network) * sizes.itemsize,
+            f"of {sizes.max_num_batched_tokens} rows",
+            f"a smaller max_num_batched_tokens than {sizes.max_num_batched_tokens}",
+        ),
+        Item(
+            "request state",
+            requests * (sizes.max_model_len * _FLOAT32 + vocabulary * _SAMPLING_STATE),
+            f"of {requests} requests of {sizes.max_model_len} tokens",
+            fewer,
+        ),
+        Item("workspace", WORKSPACE_BYTES, "kernels and libraries, an estimate"),
+    ]
+    if sizes.draft_probabilities and sizes.num_speculative_tokens:
+        drafts = requests * sizes.num_speculative_tokens
+        why = f"float32, {drafts} draft tokens over {vocabulary} tokens"
+        remedy = f"fewer num_speculative_tokens than {sizes.num_speculative_tokens}"
+        size = drafts * vocabulary * _FLOAT32
+        items.append(Item("draft probabilities", size, why, remedy))
+    if sizes.graphs:
+        why = "logits of their own, and an estimate for the rest"
+        items.append(Item("graphs", GRAPH_BYTES + logits, why, "enforce_eager"))
+    return tuple(items)
+
+
+def _numbers_per_row(network: DecoderConfig) -> int:
+    """Of one layer, all of whose tensors may live at once, and of the residual stream."""
+    queries = network.num_heads * network.head_dim
+    keys_and_values = 2 * network.num_kv_heads * network.head_dim
+    attention = 2 * (queries + keys_and_values) + queries
+    return attention + 3 * network.intermediate_size + 4 * network.hidden_size
+
+
+def default_cache_bytes(
+    memory: DeviceMemory, utilization: float | None, reserved: int = 0
+) -> tuple[int, str]:
     """Bytes for the cache when the user names none, and why.
 
-    To be called when the weights are in memory.
+    Args:
+        memory: when the weights are in it.
+        utilization: share of a GPU that may be used in all; None takes the default.
+        reserved: what steps need of a GPU beside weights and cache.
     """
-    if uses_gpu_memory(device):
-        free, total = torch.cuda.mem_get_info(device)
+    if memory.is_gpu:
         share = utilization or GPU_MEMORY_UTILIZATION
-        budget = free - int(total * (1 - share)) - _GPU_RESERVE
-        return max(0, budget), f"{share:.0%} of the GPU's memory, less weights and activations"
-    half = _available_bytes() // 2
+        budget = memory.free - int(memory.total * (1 - share)) - reserved
+        return max(0, budget), f"{share:.0%} of the GPU's memory, less weights and a step's tensors"
+    half = memory.free // 2
     if half < CPU_CACHE_BYTES:
         return half, "half of the memory that is available"
     return CPU_CACHE_BYTES, "the default of 2 GiB; kv_cache_memory changes it"
 
 
-def require_memory(device: torch.device, needed: int, what: str, remedy: str) -> None:
+def require_memory(memory: DeviceMemory, needed: int, what: str, remedy: str) -> None:
     """Raise UsageError when `needed` bytes are not there, before anything is allocated."""
-    free = torch.cuda.mem_get_info(device)[0] if uses_gpu_memory(device) else _available_bytes()
-    if needed > free:
+    if needed > memory.free:
         raise UsageError(
-            f"{what} needs {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB of memory are free; "
-            f"{remedy}"
+            f"{what} needs {gigabytes(needed)}, but {gigabytes(memory.free)} of {memory.name} are "
+            f"free; {remedy}"
         )
+
+
+def require_cache(
+    memory: DeviceMemory, cache: int, least: int, items: Sequence[Item], remedies: Sequence[str]
+) -> None:
+    """Raise UsageError when a cache of `cache` bytes has no room for the `least` that is useful.
+
+    Args:
+        items: what took the rest; the largest ones' remedies are named.
+        remedies: what else would help.
+    """
+    if cache >= least:
+        return
+    largest = sorted(items, key=lambda item: -item.size)
+    ways = dict.fromkeys((*remedies, *(item.remedy for item in largest if item.remedy)))
+    taken = ", ".join(f"{item.name} {gigabytes(item.size)}" for item in largest)
+    raise UsageError(
+        f"no room for a KV cache: {gigabytes(memory.free)} of {memory.name} are free beside the "
+        f"weights, and steps need {gigabytes(sum(item.size for item in items))} of it ({taken}); "
+        f"what helps: {', '.join(ways)}"
+    )
+
+
+def require_weights(
+    memory: DeviceMemory, name: str, size: int, rounded: int | None, pending: int = 0
+) -> None:
+    """Raise UsageError when a model's weights are larger than what is free.
+
+    Args:
+        rounded: what they would take in fp8; None when they are.
+        pending: bytes of another model that is to be loaded afterwards.
+    """
+    needed = size + pending
+    if needed <= memory.free:
+        return
+    beside = f" and {gigabytes(pending)} for the target" if pending else ""
+    ways = ["a smaller model"]
+    if rounded is not None and rounded + pending <= memory.free:
+        ways.insert(0, f"quantization=fp8, which takes {gigabytes(rounded)}")
+    if memory.is_gpu:
+        ways.append("a larger GPU, or device=cpu")
+    raise UsageError(
+        f"the weights of {name} need {gigabytes(size)}{beside}, but {gigabytes(memory.free)} of "
+        f"{memory.name} are free; what would fit: {', '.join(ways)}"
+    )
+
+
+def gigabytes(size: int) -> str:
+    """As it is shown."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e9:.3f} GB"
 
 
 def _available_bytes() -> int:
@@ -47,8 +221,18 @@ def _available_bytes() -> int:
     available = _meminfo("MemAvailable") or 4 * CPU_CACHE_BYTES
     limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:
-        available = min(available, max(0, limit - used))
+        available = min(available, max(0, limit - used + _reclaimable("/sys/fs/cgroup")))
     return available
+
+
+def _reclaimable(group: str) -> int:
+    """Cached file contents, which count as used and go when memory is needed."""
+    try:
+        lines = Path(group, "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    cached = ("inactive_file", "active_file")
+    return sum(int(line.split()[1]) for line in lines if line.split()[0] in cached)
 
 
 def _meminfo(key: str) -> int | None:

@@ -1,27 +1,26 @@
 """Which rows of logits belong to whom."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.sampling_table import JudgedRows
+
 
 @dataclass(frozen=True, eq=False)
 class SampleRows:
-    """The logits rows of one step, ragged: 1 + k rows for a request with k draft tokens.
+    """The logits rows of one step: 1 + k of them judge a request with k draft tokens.
 
     Row `first_row[r] + i` predicts the token at `positions[r] + i`, given the i draft tokens
     before it. An empty draft (k = 0) is plain decoding. A draft token of -1 ends the draft, as
-    though it had been that short.
+    though it had been that short. Ragged rows are 1 + k for each request, one behind the other;
+    uniform rows are 1 + K for each, and those behind a shorter draft are computed for nothing.
 
     Attributes:
-        request: [N] int64, batch index of each row.
-        offset: [N] int64, the row's i.
         slots: [R] int64, slots in the `SamplingState`.
         positions: [R] int64, number of known tokens, which is the position of the next one.
-        first_row: [R] int64.
         draft_tokens: [R, K] int64; what stands behind `num_draft_tokens` is ignored.
         num_draft_tokens: [R] int64.
         one_hot: [R] bool, the draft was not sampled: its probability counts as 1.
@@ -29,73 +28,78 @@ class SampleRows:
             from; None when every request's draft is one-hot.
         draft_vocabulary: [Vq] int64, rising, the token id of each column of `draft_probs`; None
             when they are the ids from 0 on.
-        host_slots: `slots` on the host.
-        host_num_draft_tokens: `num_draft_tokens` on the host.
+        ragged_rows: N where rows are ragged; None where they are uniform.
+        allowed: [N, ceil(V / 32)] int32 or None: bit v % 32 of word v // 32 says whether a grammar
+            allows token v in that row.
     """
 
-    request: Tensor
-    offset: Tensor
     slots: Tensor
     positions: Tensor
-    first_row: Tensor
     draft_tokens: Tensor
     num_draft_tokens: Tensor
     one_hot: Tensor
-    draft_probs: Tensor | None
-    host_slots: tuple[int, ...]
-    host_num_draft_tokens: tuple[int, ...]
+    draft_probs: Tensor | None = None
     draft_vocabulary: Tensor | None = None
+    ragged_rows: int | None = None
+    allowed: Tensor | None = None
 
     @classmethod
     def build(
         cls,
-        host_slots: Sequence[int],
-        positions: Sequence[int] | Tensor,
-        draft_tokens: Sequence[Sequence[int]] | Tensor,
-        num_draft_tokens: Sequence[int] | Tensor,
-        one_hot: Sequence[bool] | Tensor,
-        draft_probs: Tensor | None,
-        device: torch.device | str,
+        slots: Tensor,
+        positions: Tensor,
+        draft_tokens: Tensor,
+        num_draft_tokens: Tensor,
+        one_hot: Tensor,
+        draft_probs: Tensor | None = None,
         draft_vocabulary: Tensor | None = None,
+        num_rows: int | None = None,
     ) -> "SampleRows":
-        """Lay the rows out.
+        """Lay the rows out, without waiting for the device.
 
-        `num_draft_tokens` is needed on the host, because it says how many rows there are; a
-        tensor on another device is waited for.
+        Args:
+            num_rows: the sum of `num_draft_tokens` and R, for ragged rows; None for uniform ones.
         """
-        if isinstance(num_draft_tokens, Tensor):
-            num_draft_tokens = num_draft_tokens.tolist()
-        host_num_draft_tokens = tuple(num_draft_tokens)
-        drafts = torch.as_tensor(draft_tokens, dtype=torch.int64, device=device)
-        lengths = torch.tensor(host_num_draft_tokens, dtype=torch.int64, device=device)
-        request, offset, first_row = _layout(lengths, sum(host_num_draft_tokens) + len(host_slots))
         return cls(
-            request=request,
-            offset=offset,
-            slots=torch.tensor(tuple(host_slots), dtype=torch.int64, device=device),
-            positions=torch.as_tensor(positions, dtype=torch.int64, device=device),
-            first_row=first_row,
-            draft_tokens=drafts,
-            num_draft_tokens=lengths,
-            one_hot=torch.as_tensor(one_hot, dtype=torch.bool, device=device),
+            slots=slots,
+            positions=positions,
+            draft_tokens=draft_tokens,
+            num_draft_tokens=num_draft_tokens,
+            one_hot=one_hot,
             draft_probs=draft_probs,
-            host_slots=tuple(host_slots),
-            host_num_draft_tokens=host_num_draft_tokens,
             draft_vocabulary=draft_vocabulary,
+            ragged_rows=num_rows,
         )
 
     @property
     def num_requests(self) -> int:
-        return len(self.host_slots)
+        return self.slots.shape[0]
 
     @property
     def num_rows(self) -> int:
-        return self.request.shape[0]
+        if self.ragged_rows is not None:
+            return self.ragged_rows
+        return self.num_requests * (self.max_draft_tokens + 1)
 
     @property
     def max_draft_tokens(self) -> int:
         """K."""
         return self.draft_tokens.shape[1]
+
+    @property
+    def request(self) -> Tensor:
+        """[N] int64, batch index of each row."""
+        return self._layout[0]
+
+    @property
+    def offset(self) -> Tensor:
+        """[N] int64, the row's i."""
+        return self._layout[1]
+
+    @property
+    def first_row(self) -> Tensor:
+        """[R] int64."""
+        return self._layout[2]
 
     @property
     def row_slots(self) -> Tensor:
@@ -113,43 +117,29 @@ class SampleRows:
         column = torch.minimum(column, self.num_draft_tokens.unsqueeze(-1))
         return self.first_row.unsqueeze(-1) + column
 
-    def host_rows_of(self, requests: Sequence[int]) -> list[int]:
-        """The rows of these requests (batch indices), in the order given."""
-        first = (0, *accumulate(k + 1 for k in self.host_num_draft_tokens))
-        return [row for r in requests for row in range(first[r], first[r + 1])]
-
-    def rows_of(self, requests: Sequence[int]) -> Tensor:
-        """`host_rows_of` as an int64 tensor."""
-        return torch.tensor(
-            self.host_rows_of(requests), dtype=torch.int64, device=self.slots.device
-        )
-
-    def select(self, requests: Sequence[int]) -> "SampleRows":
-        """Only these requests (batch indices), as a batch of their own.
-
-        Its logits are those of `rows_of(requests)`.
-        """
-        index = torch.tensor(tuple(requests), dtype=torch.int64, device=self.slots.device)
-        host_num_draft_tokens = tuple(self.host_num_draft_tokens[r] for r in requests)
-        lengths = self.num_draft_tokens[index]
-        request, offset, first_row = _layout(lengths, sum(host_num_draft_tokens) + len(requests))
-        return SampleRows(
-            request=request,
-            offset=offset,
-            slots=self.slots[index],
-            positions=self.positions[index],
-            first_row=first_row,
-            draft_tokens=self.draft_tokens[index],
-            num_draft_tokens=lengths,
-            one_hot=self.one_hot[index],
-            draft_probs=None if self.draft_probs is None else self.draft_probs[index],
-            host_slots=tuple(self.host_slots[r] for r in requests),
-            host_num_draft_tokens=host_num_draft_tokens,
+    def judged(self) -> JudgedRows:
+        """The same for fused ops, which need no layout of uniform rows."""
+        return JudgedRows(
+            layout=None if self.ragged_rows is None else self._layout,
+            slots=self.slots,
+            positions=self.positions,
+            draft_tokens=self.draft_tokens,
+            num_draft_tokens=self.num_draft_tokens,
+            one_hot=self.one_hot,
+            draft_probs=self.draft_probs,
             draft_vocabulary=self.draft_vocabulary,
+            allowed=self.allowed,
         )
 
+    # Worked out when it is first asked for: a graph of fused ops does without.
+    @cached_property
+    def _layout(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self.ragged_rows is not None:
+            return _ragged(self.num_draft_tokens, self.ragged_rows)
+        return _uniform(self.draft_tokens)
 
-def _layout(num_draft_tokens: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+
+def _ragged(num_draft_tokens: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """(request [N], offset [N], first_row [R]) for draft lengths [R]."""
     device = num_draft_tokens.device
     counts = num_draft_tokens + 1
@@ -158,3 +148,10 @@ def _layout(num_draft_tokens: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Te
         torch.arange(counts.shape[0], device=device), counts, output_size=num_rows
     )
     return request, torch.arange(num_rows, device=device) - first_row[request], first_row
+
+
+def _uniform(draft_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with K + 1 rows for each request; draft_tokens [R, K]."""
+    requests, width = draft_tokens.shape[0], draft_tokens.shape[1] + 1
+    row = torch.arange(requests * width, device=draft_tokens.device)
+    return row // width, row % width, torch.arange(requests, device=row.device) * width

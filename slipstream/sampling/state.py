@@ -1,6 +1,7 @@
 """How the running requests are to be sampled: one row of every tensor per request slot."""
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable
 from enum import Enum
 
 import torch
@@ -9,15 +10,24 @@ from torch.nn.functional import pad
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.kernels.sampling_table import SamplingSlots, sampling_ops_for, send
 
 SIGN_BIT = 1 << 63
 # Numbers beyond this mean the same, and float32 arithmetic on them could overflow.
 LARGE = 1e30
 MOST_TOKENS = 1 << 62
+# A slot's numbers as they lie in memory: six int64, then six float32 in the place of three.
+NUM_INTS = NUM_FLOATS = 6
+NUMBERS = struct.Struct(f"={NUM_INTS}q{NUM_FLOATS}f")
+FEWEST_STOP_IDS = 8
 
 
 class Uses(Enum):
-    """What a request needs beyond the argmax. A batch without a use pays nothing for it."""
+    """What a request needs beyond the argmax. A batch without a use pays nothing for it.
+
+    A batch is sampled by the uses of all its requests together: what one needs is computed for
+    every row, and changes nothing where it is not needed.
+    """
 
     SAMPLING = "temperature above 0"
     TOP_K = "top_k"
@@ -32,8 +42,9 @@ class Uses(Enum):
 class SamplingState:
     """Sampling parameters and what was generated so far, on the device, indexed by slot.
 
-    Tensors over the vocabulary are allocated when the first request needs them. Rows of slots that
-    do not use a tensor hold leftovers.
+    Tensors over the vocabulary are allocated when the first request needs them. Parameters of a
+    request that does not need a thing are neutral, so that the thing may be done to its rows too;
+    `output_counts` and `prompt_mask` hold leftovers there, which neutral penalties multiply away.
 
     Attributes:
         temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty:
@@ -46,15 +57,23 @@ class SamplingState:
         output_counts: [S, V] int32 or None, how often each token was generated.
         prompt_mask: [S, V] bool or None, which tokens the prompt holds.
         bias: [S, V] float32 or None, logit_bias, and -inf outside allowed_token_ids.
+        ints, floats: [S, 6], the numbers above, packed.
+        generation: rises whenever one of these tensors is replaced: whoever keeps their addresses
+            (a captured graph) must then look again.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str) -> None:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        # Packed, so that an admission is one copy for each kind of number.
-        self._floats = torch.zeros(6, max_num_seqs, dtype=torch.float32, device=device)
-        self._ints = torch.zeros(6, max_num_seqs, dtype=torch.int64, device=device)
+        self.generation = 0
+        # Packed, so that an admission is one copy.
+        self._numbers = torch.zeros(
+            max_num_seqs, NUMBERS.size // 8, dtype=torch.int64, device=device
+        )
+        # In the order of `SamplingSlots`.
+        self.ints = self._numbers[:, :NUM_INTS]
+        self.floats = self._numbers.view(torch.float32)[:, 2 * NUM_INTS :]
         (
             self.temperature,
             self.top_p,
@@ -62,7 +81,7 @@ class SamplingState:
             self.presence_penalty,
             self.frequency_penalty,
             self.repetition_penalty,
-        ) = self._floats.unbind(0)
+        ) = self.floats.unbind(1)
         (
             self.top_k,
             self.seeds,
@@ -70,33 +89,41 @@ class SamplingState:
             self.min_tokens,
             self.num_output_tokens,
             self.num_prompt_tokens,
-        ) = self._ints.unbind(0)
-        self.stop_ids = torch.full((max_num_seqs, 1), -1, dtype=torch.int64, device=device)
+        ) = self.ints.unbind(1)
+        shape = (max_num_seqs, FEWEST_STOP_IDS)
+        self.stop_ids = torch.full(shape, -1, dtype=torch.int64, device=device)
         self.output_counts: Tensor | None = None
         self.prompt_mask: Tensor | None = None
         self.bias: Tensor | None = None
         self._requests: list[Request | None] = [None] * max_num_seqs
-        self._top_k = [0] * max_num_seqs
         self._slots: dict[Uses, set[int]] = {use: set() for use in Uses}
+        # What the device holds, so that only what changes is copied.
+        self._stop_ids: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self._biased: set[int] = set()
 
     def admit(self, slot: int, request: Request) -> None:
-        """Give the slot to a request, with everything it has generated so far."""
-        self.release(slot)
+        """Give the slot to a request, with everything it has generated so far.
+
+        What was in the slot is forgotten. Does not wait for the device.
+        """
         self._requests[slot] = request
         uses = _uses(request)
-        for use in uses:
-            self._slots[use].add(slot)
+        for use, slots in self._slots.items():
+            (slots.add if use in uses else slots.discard)(slot)
         params = request.params
-        self._top_k[slot] = self._kept_tokens(params)
-        self._floats[:, slot] = torch.tensor(_float_parameters(params), dtype=torch.float32).to(
-            self.device
+        numbers = NUMBERS.pack(*self._int_parameters(request), *_float_parameters(params))
+        self._numbers[slot] = send(
+            torch.frombuffer(bytearray(numbers), dtype=torch.int64), self.device
         )
-        self._ints[:, slot] = torch.tensor(self._int_parameters(slot, request)).to(self.device)
         self._fill_stop_ids(slot, sorted(request.stop_token_ids))
         if Uses.PENALTIES in uses:
             self._fill_history(slot, request)
         if Uses.BIAS in uses:
             self._fill_bias(slot, params)
+        elif slot in self._biased:
+            assert self.bias is not None
+            self.bias[slot].zero_()
+            self._biased.discard(slot)
 
     def release(self, slot: int) -> None:
         """The slot's request has left; nothing is computed for the slot any more."""
@@ -104,30 +131,47 @@ class SamplingState:
         for slots in self._slots.values():
             slots.discard(slot)
 
-    def commit(self, slots: Tensor, token_ids: Tensor, num_tokens: Tensor) -> None:
+    def commit(
+        self, slots: Tensor, token_ids: Tensor, num_tokens: Tensor, uses: frozenset[Uses]
+    ) -> None:
         """Take over what a verification step gave.
 
         Args:
             slots: [R] int64.
             token_ids: [R, K+1] int64; what stands behind `num_tokens` is ignored.
             num_tokens: [R] int64; 0 leaves the slot as it was.
+            uses: of the batch.
         """
+        ops = sampling_ops_for(self.device)
+        if ops is not None:
+            ops.commit(slots, token_ids, num_tokens, self.tensors(Uses.PENALTIES in uses))
+            return
         self.steps.index_add_(0, slots, (num_tokens > 0).to(torch.int64))
         self.num_output_tokens.index_add_(0, slots, num_tokens)
-        if self.output_counts is None or not self._slots[Uses.PENALTIES]:
+        if Uses.PENALTIES not in uses:
             return
+        assert self.output_counts is not None
         column = torch.arange(token_ids.shape[1], device=token_ids.device)
         given = column < num_tokens.unsqueeze(-1)
         # A flat scatter_add counts a token that occurs twice in a row of `token_ids` twice.
         cells = slots.unsqueeze(-1) * self.vocab_size + torch.where(given, token_ids, 0)
         self.output_counts.view(-1).scatter_add_(0, cells.view(-1), given.to(torch.int32).view(-1))
 
-    def users(self, host_slots: Sequence[int], use: Uses) -> list[int]:
-        """Batch indices of the requests (given by their slots) that have this use."""
-        slots = self._slots[use]
-        if not slots:
-            return []
-        return [index for index, slot in enumerate(host_slots) if slot in slots]
+    def tensors(self, history: bool = True) -> SamplingSlots:
+        """For fused ops; `history`: with what penalties look at."""
+        return SamplingSlots(
+            ints=self.ints,
+            floats=self.floats,
+            stop_ids=self.stop_ids,
+            output_counts=self.output_counts if history else None,
+            prompt_mask=self.prompt_mask if history else None,
+            bias=self.bias,
+        )
+
+    def uses(self, host_slots: Iterable[int]) -> frozenset[Uses]:
+        """What any of the requests in these slots needs."""
+        asked = set(host_slots)
+        return frozenset(use for use, slots in self._slots.items() if not slots.isdisjoint(asked))
 
     def request(self, slot: int) -> Request:
         """The request that holds the slot."""
@@ -135,19 +179,11 @@ class SamplingState:
         assert request is not None, f"slot {slot} is free"
         return request
 
-    def largest_top_k(self, host_slots: Sequence[int]) -> int:
-        """The largest top_k of those that restrict anything; 0 when none does."""
-        return max(
-            (self._top_k[host_slots[i]] for i in self.users(host_slots, Uses.TOP_K)), default=0
-        )
-
-    def _kept_tokens(self, params: SamplingParams) -> int:
-        return min(params.top_k, self.vocab_size) if params.top_k > 0 else self.vocab_size
-
-    def _int_parameters(self, slot: int, request: Request) -> list[int]:
+    def _int_parameters(self, request: Request) -> list[int]:
         seed = request.seed & (2 * SIGN_BIT - 1)
+        top_k = request.params.top_k
         return [
-            self._top_k[slot],
+            min(top_k, self.vocab_size) if top_k > 0 else self.vocab_size,
             seed - 2 * SIGN_BIT if seed & SIGN_BIT else seed,
             request.num_steps,
             min(request.params.min_tokens, MOST_TOKENS),
@@ -157,35 +193,57 @@ class SamplingState:
 
     def _fill_stop_ids(self, slot: int, stop_ids: list[int]) -> None:
         stop_ids = [token for token in stop_ids if token < self.vocab_size]
-        missing = len(stop_ids) - self.stop_ids.shape[1]
-        if missing > 0:
-            self.stop_ids = pad(self.stop_ids, (0, missing), value=-1)
-        padding = [-1] * (self.stop_ids.shape[1] - len(stop_ids))
-        self.stop_ids[slot] = torch.tensor(stop_ids + padding).to(self.device)
+        if stop_ids == self._stop_ids[slot]:
+            return
+        width = self.stop_ids.shape[1]
+        while width < len(stop_ids):
+            width *= 2
+        if width > self.stop_ids.shape[1]:
+            self.stop_ids = pad(self.stop_ids, (0, width - self.stop_ids.shape[1]), value=-1)
+            self.generation += 1
+        padded = torch.tensor(stop_ids + [-1] * (width - len(stop_ids)))
+        self.stop_ids[slot] = send(padded, self.device)
+        self._stop_ids[slot] = stop_ids
 
-    def _fill_history(self, slot: int, request: Request) -> None:
+    def allocate_all(self) -> None:
+        """Make every tensor over the vocabulary, for a graph that must find all of them."""
+        self._history()
+        self._biases()
+
+    def _history(self) -> tuple[Tensor, Tensor]:
+        """(output_counts, prompt_mask)."""
         if self.output_counts is None or self.prompt_mask is None:
             shape = (self.max_num_seqs, self.vocab_size)
             self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
             self.prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        ids = torch.tensor(request.token_ids, dtype=torch.int64)
-        output = ids[request.num_prompt_tokens :]
-        counts = torch.bincount(output, minlength=self.vocab_size)
-        self.output_counts[slot] = counts.to(self.device, torch.int32)
-        self.prompt_mask[slot] = False
-        self.prompt_mask[slot, ids[: request.num_prompt_tokens].to(self.device)] = True
+            self.generation += 1
+        return self.output_counts, self.prompt_mask
 
-    def _fill_bias(self, slot: int, params: SamplingParams) -> None:
+    def _biases(self) -> Tensor:
         if self.bias is None:
             shape = (self.max_num_seqs, self.vocab_size)
             self.bias = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            self.generation += 1
+        return self.bias
+
+    def _fill_history(self, slot: int, request: Request) -> None:
+        output_counts, prompt_mask = self._history()
+        ids = send(torch.tensor(request.token_ids, dtype=torch.int64), self.device)
+        prompt, output = ids[: request.num_prompt_tokens], ids[request.num_prompt_tokens :]
+        prompt_mask[slot].zero_().index_fill_(0, prompt, True)
+        ones = torch.ones_like(output, dtype=torch.int32)
+        output_counts[slot].zero_().index_add_(0, output, ones)
+
+    def _fill_bias(self, slot: int, params: SamplingParams) -> None:
+        biases = self._biases()
         bias = torch.zeros(self.vocab_size)
         if params.allowed_token_ids is not None:
             bias.fill_(-torch.inf)
             bias[list(params.allowed_token_ids)] = 0.0
         for token, value in (params.logit_bias or {}).items():
             bias[token] += value
-        self.bias[slot] = bias.to(self.device)
+        biases[slot] = send(bias, self.device)
+        self._biased.add(slot)
 
 
 def _uses(request: Request) -> set[Uses]:

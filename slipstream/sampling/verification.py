@@ -6,14 +6,14 @@ min(1, p(x) / q(x)); after the first refusal a token is sampled from max(p - q, 
 What leaves has exactly the distribution p. Plain decoding is the verification of an empty draft.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.sampling.logits import Truncation, probabilities, process
+from slipstream.kernels.sampling_table import Needs, sampling_ops_for
+from slipstream.sampling.logits import ban_words, probabilities, process
 from slipstream.sampling.noise import NoiseKeys, Purpose, gumbel, uniform
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState, Uses
@@ -55,46 +55,65 @@ LOSSLESS = Verification()
 
 
 def verify(
-    logits: Tensor, rows: SampleRows, state: SamplingState, how: Verification = LOSSLESS
+    logits: Tensor,
+    rows: SampleRows,
+    state: SamplingState,
+    uses: frozenset[Uses],
+    how: Verification = LOSSLESS,
 ) -> Verdict:
     """Judge every request's draft, greedy and sampled requests side by side.
 
     Greedy requests (temperature 0) accept while the draft token is the argmax. Nothing here
-    changes the state: `SamplingState.commit` takes the verdict over.
+    changes the state: `SamplingState.commit` takes the verdict over. What a request gets does not
+    depend on the others, nor on whether rows are ragged or uniform.
 
     Args:
         logits: [N, V] float32, the target's raw logits.
         rows: whose rows these are, and the drafts.
         state: parameters, seeds and step counters of the requests.
+        uses: of these requests; with `Uses.BAD_WORDS` the host waits for the device, else never.
         how: exactly, unless a benchmark says otherwise.
 
     Returns:
         The verdict for the R requests of `rows`.
     """
-    logits = process(logits, rows, state)
-    sampled = state.users(rows.host_slots, Uses.SAMPLING)
-    if not sampled:
-        return _verify_greedy(logits, rows, state, how)
-    if len(sampled) == rows.num_requests:
-        return _verify_sampled(logits, rows, state, how)
-    greedy = sorted(set(range(rows.num_requests)) - set(sampled))
-    return _interleave(
-        _verify_greedy(logits[rows.rows_of(greedy)], rows.select(greedy), state, how),
-        _verify_sampled(logits[rows.rows_of(sampled)], rows.select(sampled), state, how),
-        torch.tensor(greedy + sampled, dtype=torch.int64, device=logits.device),
-    )
+    ops = sampling_ops_for(state.device)
+    if ops is not None and not how.use_fp64_gumbel:
+        if Uses.BAD_WORDS in uses:  # first instead of last: nothing undoes them
+            logits = ban_words(logits, rows, state)
+        rates = (how.synthetic_rates or ())[: rows.max_draft_tokens]
+        found = ops.verify(logits, rows.judged(), state.tensors(), _needs(uses), rates)
+        return Verdict(*found)
+    logits = process(logits, rows, state, uses)
+    choice = logits.argmax(-1)  # [N]
+    accepted = rows.draft_mask() & (rows.draft_tokens == choice[rows.draft_rows()])
+    is_sampled = state.temperature[rows.slots] > 0
+    target = None
+    if Uses.SAMPLING in uses:
+        target = _distribution(logits, rows.row_slots, state, uses)
+        by_chance = _accept(target, rows, state)
+        accepted = torch.where(is_sampled.unsqueeze(-1), by_chance, accepted)
+    if how.synthetic_rates is not None:
+        accepted = _accept_synthetic(rows, state, how.synthetic_rates)
+    num_accepted = _accepted_prefix(accepted)
+    last_token = choice[rows.first_row + num_accepted]
+    if target is not None:
+        drawn = _sample_last(target, rows, num_accepted, state, how.use_fp64_gumbel)
+        last_token = torch.where(is_sampled, drawn, last_token)
+    return _verdict(rows, num_accepted, last_token)
 
 
 def sample_draft(
     logits: Tensor,
     slots: Tensor,
-    host_slots: Sequence[int],
     positions: Tensor,
     state: SamplingState,
+    uses: frozenset[Uses],
     num_legal_tokens: int,
     greedy_only: bool = False,
     use_fp64_gumbel: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    probs_out: Tensor | None = None,
+) -> Tensor:
     """Sample one draft token for each request.
 
     Requests with a temperature are sampled from their temperature, min_p, top_k and top_p (but
@@ -103,85 +122,60 @@ def sample_draft(
 
     Args:
         logits: [R, V] of the drafter, any float dtype.
-        slots: [R] int64, and the same on the host.
+        slots: [R] int64.
         positions: [R] int64, of the tokens to be drafted.
+        uses: of these requests.
         num_legal_tokens: ids from here on are padding and are never drafted.
         greedy_only: the argmax for all requests.
         use_fp64_gumbel: sample with 63-bit noise and float64 logarithms.
-        use_fp64_gumbel: as in `verify`.
+        probs_out: [R, min(V, num_legal_tokens)] float32, of any row stride: receives the very
+            numbers that the tokens were sampled from; zeros for greedy requests. It is given when
+            any request is sampled, and only then.
 
     Returns:
-        tokens: [R] int64.
-        probs: [R, min(V, num_legal_tokens)] float32, the very numbers that the tokens were sampled
-            from; zeros for greedy requests, None when all are.
+        [R] int64.
     """
+    is_plain = greedy_only or Uses.SAMPLING not in uses
+    assert (probs_out is None) == is_plain, "probs_out belongs to batches that are sampled"
+    ops = sampling_ops_for(state.device)
+    if ops is not None and not use_fp64_gumbel:
+        slot_tensors, needs = state.tensors(), _needs(uses)
+        return ops.draft(logits, slots, positions, slot_tensors, needs, num_legal_tokens, probs_out)
     logits = logits[:, :num_legal_tokens].float()
-    sampled = [] if greedy_only else state.users(host_slots, Uses.SAMPLING)
-    if not sampled:
-        return logits.argmax(-1), None
-    if len(sampled) == len(host_slots):
-        return _sample_draft(logits, slots, host_slots, positions, state, use_fp64_gumbel)
-    index = torch.tensor(sampled, dtype=torch.int64, device=logits.device)
-    tokens, probs = logits.argmax(-1), torch.zeros_like(logits)
-    tokens[index], probs[index] = _sample_draft(
-        logits[index],
-        slots[index],
-        [host_slots[i] for i in sampled],
-        positions[index],
-        state,
-        use_fp64_gumbel,
-    )
-    return tokens, probs
-
-
-def _sample_draft(
-    logits: Tensor,
-    slots: Tensor,
-    host_slots: Sequence[int],
-    positions: Tensor,
-    state: SamplingState,
-    fp64: bool,
-) -> tuple[Tensor, Tensor]:
-    probs = _distribution(logits, slots, host_slots, state)
+    choice = logits.argmax(-1)
+    if probs_out is None:
+        return choice
+    is_sampled = state.temperature[slots] > 0
+    probs = _distribution(logits, slots, state, uses)
     keys = NoiseKeys(state.seeds[slots], positions, state.steps[slots])
-    return _sample(probs, keys, Purpose.DRAFT, fp64), probs
+    drawn = _sample(probs, keys, Purpose.DRAFT, use_fp64_gumbel)
+    probs_out.copy_(torch.where(is_sampled.unsqueeze(-1), probs, 0.0))
+    return torch.where(is_sampled, drawn, choice)
 
 
-def _verify_greedy(
-    logits: Tensor, rows: SampleRows, state: SamplingState, how: Verification
-) -> Verdict:
-    choice = logits.argmax(-1)  # [N]
-    if how.synthetic_rates is None:
-        accepted = (rows.draft_tokens == choice[rows.draft_rows()]) & rows.draft_mask()
-    else:
-        accepted = _accept_synthetic(rows, state, how.synthetic_rates)
-    num_accepted = _accepted_prefix(accepted)
-    return _verdict(rows, num_accepted, choice[rows.first_row + num_accepted])
-
-
-def _verify_sampled(
-    logits: Tensor, rows: SampleRows, state: SamplingState, how: Verification
-) -> Verdict:
-    target = _distribution(logits, rows.row_slots, rows.host_slots, state)
-    accepted = _accept(target, rows, state)
-    if how.synthetic_rates is not None:
-        accepted = _accept_synthetic(rows, state, how.synthetic_rates)
-    num_accepted = _accepted_prefix(accepted)
-    last_token = _sample_last(target, rows, num_accepted, state, how.use_fp64_gumbel)
-    return _verdict(rows, num_accepted, last_token)
+def _needs(uses: frozenset[Uses]) -> Needs:
+    return Needs(
+        sampling=Uses.SAMPLING in uses,
+        top_k=Uses.TOP_K in uses,
+        top_p=Uses.TOP_P in uses,
+        min_p=Uses.MIN_P in uses,
+        penalties=Uses.PENALTIES in uses,
+        bias=Uses.BIAS in uses,
+        min_tokens=Uses.MIN_TOKENS in uses,
+    )
 
 
 def _distribution(
-    logits: Tensor, slots: Tensor, host_slots: Sequence[int], state: SamplingState
+    logits: Tensor, slots: Tensor, state: SamplingState, uses: frozenset[Uses]
 ) -> Tensor:
-    """[n, V], what rows with these slots [n], which all occur in `host_slots`, are sampled from."""
+    """[n, V], what rows with these slots [n] are sampled from."""
     return probabilities(
         logits,
         state.temperature[slots],
         state.top_k[slots],
         state.top_p[slots],
         state.min_p[slots],
-        Truncation.of(state, host_slots),
+        uses,
     )
 
 
@@ -207,8 +201,9 @@ def _acceptance_noise(rows: SampleRows, state: SamplingState) -> Tensor:
 
 def _accept_synthetic(rows: SampleRows, state: SamplingState, rates: tuple[float, ...]) -> Tensor:
     """[R, K] bool, drawn with the benchmark's rates."""
-    chances = torch.tensor(rates, device=rows.slots.device)[: rows.max_draft_tokens]
-    return (_acceptance_noise(rows, state) < chances) & rows.draft_mask()
+    noise = _acceptance_noise(rows, state)
+    accepted = [column < rate for column, rate in zip(noise.unbind(-1), rates, strict=False)]
+    return torch.stack(accepted, -1) & rows.draft_mask() if accepted else noise > 1
 
 
 def _is_accepted(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
@@ -315,18 +310,4 @@ def _verdict(rows: SampleRows, num_accepted: Tensor, last_token: Tensor) -> Verd
         token_ids=torch.where(column < count, drafted, behind),
         num_tokens=num_accepted + 1,
         num_accepted=num_accepted,
-    )
-
-
-def _interleave(first: Verdict, second: Verdict, places: Tensor) -> Verdict:
-    """Both verdicts as one; `places` [R] holds the batch index of each of their rows."""
-
-    def merge(a: Tensor, b: Tensor) -> Tensor:
-        both = torch.cat((a, b))
-        return torch.empty_like(both).index_copy_(0, places, both)
-
-    return Verdict(
-        token_ids=merge(first.token_ids, second.token_ids),
-        num_tokens=merge(first.num_tokens, second.num_tokens),
-        num_accepted=merge(first.num_accepted, second.num_accepted),
     )

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.kv_cache import KVCache, KVLayout
-from slipstream.core.batch import Batch, ScheduledRequest
+from slipstream.core.batch import Batch
 from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import dtype_named, load_decoder
-from slipstream.runner.model_runner import ModelRunner, Rows
+from slipstream.runner.model_runner import Forward, ModelRunner, Rows
+from slipstream.runner.turn import Turn
+from slipstream.sampling.state import Uses
 from slipstream.sampling.verification import Verdict, sample_draft
 from slipstream.speculative.draft_vocabulary import (
     DraftVocabularyConfig,
@@ -30,6 +32,9 @@ from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, Drafte
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.vocabulary import require_same_vocabulary
 
+# Known tokens whose keys and values may be missing when a draft begins.
+MOST_MISSING = 2
+
 
 @dataclass(frozen=True)
 class DraftModelConfig:
@@ -38,6 +43,7 @@ class DraftModelConfig:
     model: str
     revision: str | None
     dtype: str | None
+    quantization: str | None
     max_model_len: int | None
     greedy_only: bool  # draft_sample_method: greedy
     vocabulary: DraftVocabularyConfig | None
@@ -50,7 +56,6 @@ def read_options(options: Options) -> DraftModelConfig:
         raise UsageError("speculative_config: method draft_model needs model, a checkpoint")
     options.take_only("parallel_drafting", False, "leave it out")
     options.take_only("draft_tensor_parallel_size", 1, "a draft model runs on one device")
-    options.take_only("quantization", None, "leave it out")
     sampling = options.take_str("draft_sample_method", "probabilistic")
     if sampling not in ("probabilistic", "greedy"):
         raise UsageError(
@@ -64,6 +69,7 @@ def read_options(options: Options) -> DraftModelConfig:
         model=model,
         revision=options.take_str("revision", None),
         dtype=options.take_str("dtype", None),
+        quantization=options.take_quantization(),
         max_model_len=max_model_len,
         greedy_only=sampling == "greedy",
         vocabulary=read_draft_vocabulary(options),
@@ -78,13 +84,14 @@ def load(config: DraftModelConfig, target: TargetModel) -> "LoadedDraftModel":
         target.path, target.vocab_size, checkpoint.path, network_config.vocab_size
     )
     dtype = dtype_named(config.dtype) if config.dtype else target.load.dtype
-    network = load_decoder(checkpoint, replace(target.load, dtype=dtype))
+    load = replace(target.load, dtype=dtype, quantization=config.quantization)
+    network = load_decoder(checkpoint, load)
     vocabulary: Tensor | None = None
     if config.vocabulary is not None:
         legal = min(target.vocab_size, network_config.vocab_size)
         chosen = choose_draft_vocabulary(config.vocabulary, target.path, legal)
         vocabulary = torch.tensor(chosen, device=target.load.device)
-    identity = f"draft_model:{checkpoint.path}:{dtype}"
+    identity = f"draft_model:{checkpoint.path}:{dtype}:{config.quantization}"
     return LoadedDraftModel(config, network, target, dtype, identity, vocabulary)
 
 
@@ -129,7 +136,8 @@ class DraftModelDrafter:
     """Drafts with its own network over the shared blocks.
 
     `_computed[slot]` counts the leading tokens whose keys and values this model has; it never
-    exceeds what the target has once a step is over.
+    exceeds what the target has once a step is over. Behind a step that drafted at most two known
+    tokens are missing: the bonus token and, when all was accepted, the last draft token.
     """
 
     def __init__(
@@ -148,114 +156,92 @@ class DraftModelDrafter:
         assert limits.max_model_len is not None
         self._max_model_len = limits.max_model_len
         self._computed = torch.zeros_like(self._state.num_computed)
+        # On the host: no more known tokens of a slot are missing when the next step begins.
+        self._missing = [0] * self._state.num_slots
 
-    def propose(self, batch: Batch) -> Draft:
+    def prepare(self, batch: Batch) -> None:
+        behind: list[int] = []
         for item in batch.requests:
+            slot = item.request.slot
             if item.admitted:
-                self._computed[item.request.slot] = min(item.start, self._max_model_len)
-        drafting = [item for item in batch.requests if item.num_draft_tokens]
-        if not drafting:
-            return Draft.empty(len(batch.requests), self._state.device)
-        tokens, probs = self._chain(drafting)
-        return self._spread(batch, drafting, tokens, probs)
+                self._computed[slot] = min(item.start, self._max_model_len)
+            if item.is_prompt_chunk:  # `read_prompts` will catch up
+                self._missing[slot] = 1
+            elif not item.num_draft_tokens:
+                self._missing[slot] += 1
+            else:
+                if self._missing[slot] > MOST_MISSING:
+                    behind.append(slot)
+                self._missing[slot] = MOST_MISSING
+        if behind:
+            self._catch_up(torch.tensor(behind, device=self._state.device))
 
-    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
-        items = [item for item in batch.requests if item.request.num_speculative_tokens]
-        if not items:
-            return
-        slots = self._slots(items)
+    def propose(self, turn: Turn) -> Draft:
+        """One ragged pass over what is missing, then single rows."""
+        state, slots = self._state, turn.slots
+        known, wanted = state.num_tokens[slots], turn.num_draft_tokens
+        tokens = slots.new_zeros((turn.num_requests, turn.width))
+        probs = self._probabilities(turn)
+        starts = self._computed[slots]
+        lengths, most = torch.where(wanted > 0, known - starts, 0), turn.most_rows(MOST_MISSING)
+        for index in range(turn.width):
+            forward = self._runner.forward(Rows(slots, starts, lengths, most))
+            picked = sample_draft(
+                self._runner.logits(forward.last()),
+                slots,
+                known + index,
+                self._sampling,
+                turn.uses,
+                self._num_legal_tokens,
+                greedy_only=self._greedy_only,
+                use_fp64_gumbel=self._resources.use_fp64_gumbel,
+                probs_out=None if probs is None else probs[:, index],
+            )
+            if self._vocabulary is not None:
+                picked = self._vocabulary[picked]
+            tokens[:, index] = picked
+            state.propose(slots, index, picked)
+            starts, most = known + index, turn.most_rows(1)
+            lengths = (wanted > index + 1).to(torch.int64)
+        computed = torch.where(wanted > 0, known + wanted - 1, self._computed[slots])
+        self._computed.index_copy_(0, slots, computed)
+        certain = self._sampling.temperature[slots] == 0
+        one_hot = torch.ones_like(certain) if self._greedy_only else certain
+        return Draft(tokens, wanted, one_hot, probs, self._vocabulary)
+
+    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
+        slots = turn.slots
         computed = torch.minimum(self._computed[slots], self._state.num_computed[slots])
-        self._computed[slots] = computed
-        chunks = [i for i, item in enumerate(items) if item.is_prompt_chunk]
-        if chunks:
-            self._catch_up(slots[chunks])
+        self._computed.index_copy_(0, slots, computed)
+
+    def read_prompts(self, batch: Batch, forward: Forward) -> None:
+        slots = [
+            item.request.slot
+            for item in batch.requests
+            if item.is_prompt_chunk and item.request.num_speculative_tokens
+        ]
+        if slots:
+            self._catch_up(torch.tensor(slots, device=self._state.device))
 
     def forget(self, requests: Sequence[Request]) -> None:
         """A slot's counter is set anew when the slot is next given out."""
 
-    def cached_tokens(self, requests: Sequence[Request]) -> Sequence[int]:
-        slots = torch.tensor([request.slot for request in requests], device=self._state.device)
-        cached: list[int] = self._computed[slots].tolist()
-        return cached
+    def cached_tokens(self, slots: Tensor) -> Tensor:
+        return self._computed[slots]
 
-    def _chain(self, drafting: Sequence[ScheduledRequest]) -> tuple[Tensor, Tensor | None]:
-        """Draft for every item: (tokens [D, K] int64, probs [D, K, V] float32 or None)."""
-        slots = self._slots(drafting)
-        wanted = [item.num_draft_tokens for item in drafting]
-        num_tokens = self._state.num_tokens[slots]
-        tokens = torch.zeros((len(wanted), max(wanted)), dtype=torch.int64, device=slots.device)
-        probs: Tensor | None = None
-        starts = self._computed[slots]
-        lengths: list[int] = (num_tokens - starts).tolist()
-        for index in range(max(wanted)):
-            alive = [i for i, count in enumerate(wanted) if count > index]
-            rows = Rows(slots[alive], starts[alive], [lengths[i] for i in alive])
-            forward = self._runner.forward(rows)
-            last = forward.hidden[[end - 1 for end in forward.row_starts[1:]]]
-            picked, q = sample_draft(
-                self._runner.logits(last),
-                slots[alive],
-                [drafting[i].request.slot for i in alive],
-                num_tokens[alive] + index,
-                self._sampling,
-                self._num_legal_tokens,
-                greedy_only=self._greedy_only,
-                use_fp64_gumbel=self._resources.use_fp64_gumbel,
-            )
-            if self._vocabulary is not None:
-                picked = self._vocabulary[picked]
-            tokens[alive, index] = picked
-            if q is not None:
-                if probs is None:
-                    probs = q.new_zeros((*tokens.shape, q.shape[-1]))
-                probs[alive, index] = q
-            self._state.propose(slots[alive], index, picked)
-            starts, lengths = num_tokens + index, [1] * len(wanted)
-        wanted_tokens = torch.tensor(wanted, device=slots.device)
-        self._computed[slots] = num_tokens + wanted_tokens - 1
-        return tokens, probs
-
-    def _spread(
-        self,
-        batch: Batch,
-        drafting: Sequence[ScheduledRequest],
-        tokens: Tensor,
-        probs: Tensor | None,
-    ) -> Draft:
-        """From the items that draft to one row per scheduled request."""
-        rows = [i for i, item in enumerate(batch.requests) if item.num_draft_tokens]
-        if len(rows) < len(batch.requests):
-            total = len(batch.requests)
-            tokens = _placed(tokens, rows, total)
-            probs = None if probs is None else _placed(probs, rows, total)
-        counts = [item.num_draft_tokens for item in batch.requests]
-        certain = [self._greedy_only or item.request.params.greedy for item in batch.requests]
-        return Draft(
-            token_ids=tokens,
-            num_tokens=torch.tensor(counts, device=tokens.device),
-            one_hot=torch.tensor(certain, device=tokens.device),
-            probs=probs,
-            vocabulary=self._vocabulary,
-        )
+    def _probabilities(self, turn: Turn) -> Tensor | None:
+        """[R, K, Vq], to be filled with what the drafts are sampled from, if any is."""
+        if self._greedy_only or Uses.SAMPLING not in turn.uses:
+            return None
+        columns = self._num_legal_tokens if self._vocabulary is None else len(self._vocabulary)
+        shape = (turn.num_requests, turn.width, columns)
+        return torch.empty(shape, dtype=torch.float32, device=self._state.device)
 
     def _catch_up(self, slots: Tensor) -> None:
         """Compute what the target has computed and this model has not."""
         starts = self._computed[slots]
         ends = self._state.num_computed[slots].clamp(max=self._max_model_len)
-        lengths: list[int] = (ends - starts).clamp(min=0).tolist()
-        behind = [i for i, length in enumerate(lengths) if length]
-        if not behind:
-            return
-        rows = Rows(slots[behind], starts[behind], [lengths[i] for i in behind])
-        self._runner.forward(rows)
-        self._computed[slots] = starts + torch.tensor(lengths, device=slots.device)
-
-    def _slots(self, items: Sequence[ScheduledRequest]) -> Tensor:
-        return torch.tensor([item.request.slot for item in items], device=self._state.device)
-
-
-def _placed(rows: Tensor, places: Sequence[int], total: int) -> Tensor:
-    """[len(places), ...] -> [total, ...], zeros elsewhere."""
-    out = rows.new_zeros((total, *rows.shape[1:]))
-    out[list(places)] = rows
-    return out
+        lengths = (ends - starts).clamp(min=0)
+        if lengths.any():
+            self._runner.forward(Rows(slots, starts, lengths, None))
+            self._computed[slots] = starts + lengths

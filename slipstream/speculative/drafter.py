@@ -15,13 +15,15 @@ from slipstream.cache.kv_cache import KVLayout
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.runner.device_state import DeviceState
+from slipstream.runner.model_runner import Forward
+from slipstream.runner.turn import Guesses, Turn
 from slipstream.sampling.state import SamplingState
 from slipstream.sampling.verification import Verdict
 
 
 @dataclass(frozen=True)
 class Draft:
-    """The guesses of one step, one row per scheduled request.
+    """The guesses of one step, one row per request of the turn.
 
     Attributes:
         token_ids: [R, K] int64; only the first num_tokens[r] of a row count.
@@ -40,12 +42,18 @@ class Draft:
     vocabulary: Tensor | None = None
 
     @staticmethod
-    def empty(num_requests: int, device: torch.device) -> "Draft":
+    def empty(turn: Turn) -> "Draft":
+        """No guesses."""
         return Draft(
-            token_ids=torch.zeros((num_requests, 0), dtype=torch.int64, device=device),
-            num_tokens=torch.zeros(num_requests, dtype=torch.int64, device=device),
-            one_hot=torch.ones(num_requests, dtype=torch.bool, device=device),
+            token_ids=turn.slots.new_zeros((turn.num_requests, 0)),
+            num_tokens=torch.zeros_like(turn.slots),
+            one_hot=torch.ones_like(turn.at_end),
         )
+
+    @staticmethod
+    def of_guesses(turn: Turn) -> "Draft":
+        """What the host guessed."""
+        return Draft(turn.guesses, turn.num_draft_tokens, torch.ones_like(turn.at_end))
 
 
 @dataclass(frozen=True)
@@ -57,37 +65,51 @@ class DrafterLimits:
         max_model_len: beyond this many tokens it does not draft, or None for no limit.
         drafts_behind_prompt: it can guess behind a prompt that the target has not seen yet.
         cache_identity: names what it keeps in the shared blocks; empty when nothing.
+        on_device: it needs nothing of the host's to guess, so a step may begin before the host
+            knows what the last one gave.
     """
 
     max_speculative_tokens: int | None = None
     max_model_len: int | None = None
     drafts_behind_prompt: bool = False
     cache_identity: str = ""
+    on_device: bool = True
 
 
 class Drafter(Protocol):
-    """Runs ahead of the target."""
+    """Runs ahead of the target.
 
-    def propose(self, batch: Batch) -> Draft:
-        """Guess at most `num_draft_tokens` tokens for each scheduled request.
+    A step asks it four things in this order. `prepare` and `read_prompts` run on the host;
+    `propose` and `observe` are device work that may be captured in a graph: they look at tensors
+    only and, unless the turn is exact, wait for none.
+    """
+
+    def prepare(self, batch: Batch) -> Guesses | None:
+        """Before the device's part of a step.
 
         Requests marked `admitted` are new to this drafter (or come back after a preemption): it
         owns their first `start` tokens in the shared blocks, from the prefix cache, and no more.
+
+        Returns:
+            At most `num_draft_tokens` guesses for each scheduled request, from a drafter that runs
+            on the host; None from others.
         """
 
-    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
-        """Take in what was committed; the device state already holds it.
+    def propose(self, turn: Turn) -> Draft:
+        """Guess at most `num_draft_tokens` tokens for each request of the turn."""
 
-        Args:
-            features: [T, hidden_size], the target's hidden states of this step, after its final
-                norm, row by row as they were computed.
-        """
+    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
+        """Take in what was committed; the device state already holds it."""
+
+    def read_prompts(self, batch: Batch, forward: Forward) -> None:
+        """Take in the prompt chunks of a step that had some, once all else is done."""
 
     def forget(self, requests: Sequence[Request]) -> None:
         """Drop what is kept for requests that finished or were preempted (their slot is gone)."""
 
-    def cached_tokens(self, requests: Sequence[Request]) -> Sequence[int]:
-        """Leading tokens of each running request whose blocks hold this drafter's part as well."""
+    def cached_tokens(self, slots: Tensor) -> Tensor:
+        """[R] int64: leading tokens of the requests in these slots whose blocks hold this
+        drafter's part as well."""
 
 
 @dataclass(frozen=True)
@@ -120,17 +142,23 @@ class NoDrafter:
     layout: KVLayout | None = None
 
     def build(self, resources: DrafterResources) -> Drafter:
-        self._device = resources.state.device
+        self._state = resources.state
         return self
 
-    def propose(self, batch: Batch) -> Draft:
-        return Draft.empty(len(batch.requests), self._device)
+    def prepare(self, batch: Batch) -> Guesses | None:
+        """Nothing to prepare."""
 
-    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
+    def propose(self, turn: Turn) -> Draft:
+        return Draft.empty(turn)
+
+    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
         """Nothing to learn."""
+
+    def read_prompts(self, batch: Batch, forward: Forward) -> None:
+        """Nothing to read."""
 
     def forget(self, requests: Sequence[Request]) -> None:
         """Nothing to drop."""
 
-    def cached_tokens(self, requests: Sequence[Request]) -> Sequence[int]:
-        return [request.num_tokens for request in requests]
+    def cached_tokens(self, slots: Tensor) -> Tensor:
+        return self._state.num_computed[slots]

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from slipstream.core.config import require_quantization
 from slipstream.core.errors import UsageError
 from slipstream.models.loading import LoadOptions
 
@@ -51,6 +52,13 @@ class Options:
         if value is not None and not isinstance(value, str):
             raise UsageError(f"speculative_config: {key} must be a string, not {value!r}")
         return value
+
+    def take_quantization(self) -> str | None:
+        """The precision of the drafter's matrices; None leaves them as they are."""
+        value = self.take("quantization")
+        if value is not None:
+            require_quantization("speculative_config: quantization", value)
+        return cast(str | None, value)
 
     def take_only(self, key: str, supported: Any, remedy: str) -> None:
         """A key of other engines that is honoured for one value only."""

@@ -31,10 +31,11 @@ def test_nothing_given_is_the_demo_with_its_draft(
 def test_every_engine_flag_arrives(slipstream: CommandLine, fake_llm: type[FakeLLM]) -> None:
     line = (
         "generate some/model --prompt x --tokenizer t --revision r --dtype float32 --device cpu "
-        "--load-format dummy --max-model-len 99 --max-num-seqs 3 --max-num-batched-tokens 77 "
-        "--block-size 8 --kv-cache-memory 512M --no-enable-prefix-caching --engine-seed 5 "
-        "--use-fp64-gumbel --gpu-memory-utilization 0.5 -tp 1 --enforce-eager "
-        "--no-async-scheduling --trust-remote-code"
+        "--load-format dummy --quantization fp8 --batch-invariant --max-model-len 99 "
+        "--max-num-seqs 3 --max-num-batched-tokens 77 --block-size 8 --kv-cache-memory 512M "
+        "--no-enable-prefix-caching --engine-seed 5 --use-fp64-gumbel "
+        "--gpu-memory-utilization 0.5 -tp 1 --enforce-eager --no-async-scheduling "
+        "--trust-remote-code"
     )
     assert slipstream(*line.split()).code == 0
     assert options_of(fake_llm) == vars(
@@ -45,6 +46,8 @@ def test_every_engine_flag_arrives(slipstream: CommandLine, fake_llm: type[FakeL
             dtype="float32",
             device="cpu",
             load_format="dummy",
+            quantization="fp8",
+            batch_invariant=True,
             max_model_len=99,
             max_num_seqs=3,
             max_num_batched_tokens=77,
@@ -153,6 +156,14 @@ def test_the_line_of_the_draft_model_pull_request(
             "m --spec-method draft_model --spec-model d --spec-tokens 5",
             {"method": "draft_model", "model": "d", "num_speculative_tokens": 5},
         ),
+        (
+            "m --drafter d --drafter-quantization fp8",
+            {"model": "d", "quantization": "fp8"},
+        ),
+        (
+            "--drafter-quantization fp8",
+            {"model": "demo/draft", "num_speculative_tokens": 4, "quantization": "fp8"},
+        ),
         ("--speculative-config null", None),
         ("-k 0", {"model": "demo/draft", "num_speculative_tokens": 0}),
     ],
@@ -178,6 +189,9 @@ def test_ways_to_choose_a_drafter(
         ("--drafter d --no-speculation", ["--drafter", "--no-speculation"]),
         ("-k 3 --no-speculation", ["-k", "--no-speculation"]),
         ("m -k 3", ["-k", "--drafter"]),
+        ("m --drafter-quantization fp8", ["--drafter-quantization", "--drafter"]),
+        ("-sc {} --drafter-quantization fp8", ["--drafter-quantization", "--speculative-config"]),
+        ("--quantization int3", ["quantization", "fp8"]),
         ("-sc {oops", ["--speculative-config", "not JSON"]),
         ("-sc [1]", ["--speculative-config", "JSON object"]),
         ("--logit-bias [1]", ["--logit-bias", "JSON object"]),
@@ -231,17 +245,17 @@ def test_a_given_method_is_not_overruled_by_the_demo() -> None:
 
 
 GENERATE_FLAGS = """
-    --allowed-token-ids --async-scheduling --bad-words --block-size --debug --device --drafter
-    --dtype --enable-prefix-caching --enforce-eager --engine-seed --frequency-penalty
-    --gpu-memory-utilization --help --ignore-eos --include-stop-str-in-output --json
-    --kv-cache-memory --load-format --logit-bias --logprobs --max-model-len
-    --max-num-batched-tokens --max-num-seqs --max-tokens --min-p --min-tokens --n
+    --allowed-token-ids --async-scheduling --bad-words --batch-invariant --block-size --debug
+    --device --drafter --drafter-quantization --dtype --enable-prefix-caching --enforce-eager
+    --engine-seed --frequency-penalty --gpu-memory-utilization --help --ignore-eos
+    --include-stop-str-in-output --json --kv-cache-memory --load-format --logit-bias --logprobs
+    --max-model-len --max-num-batched-tokens --max-num-seqs --max-tokens --min-p --min-tokens --n
     --no-async-scheduling --no-enable-prefix-caching --no-enforce-eager --no-skip-special-tokens
     --no-speculation --num-kv-blocks --num-speculative-tokens --presence-penalty --prompt
-    --prompt-file --prompt-logprobs --repetition-penalty --revision --seed --skip-special-tokens
-    --spec-method --spec-model --spec-tokens --speculative-config --stop --stop-token-ids
-    --temperature --tensor-parallel-size --threads --tokenizer --top-k --top-p --trust-remote-code
-    --use-fp64-gumbel --verbose -h -k -n -sc -t -tp -v
+    --prompt-file --prompt-logprobs --quantization --repetition-penalty --revision --seed
+    --skip-special-tokens --spec-method --spec-model --spec-tokens --speculative-config --stop
+    --stop-token-ids --temperature --tensor-parallel-size --threads --tokenizer --top-k --top-p
+    --trust-remote-code --use-fp64-gumbel --verbose -h -k -n -sc -t -tp -v
 """
 CHAT_ONLY = {"--system"}
 GENERATE_ONLY = {

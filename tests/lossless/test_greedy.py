@@ -9,6 +9,7 @@ from slipstream import LLM, RequestOutput, SamplingParams
 from slipstream.speculative.catalogue import METHODS
 from tests import fake_drafters
 from tests.lossless.pairwise import Case, every_case, pairwise_cases
+from tests.padded_steps import use_padded_steps
 
 AXES: dict[str, list[Any]] = {
     "drafter": ["draft_model", "self", "subset", "ngram", "perfect", "wrong"],
@@ -18,6 +19,7 @@ AXES: dict[str, list[Any]] = {
     "blocks": [400, 16],  # 16 blocks of 8 tokens: requests are preempted
     "prefix": [False, True],  # the same prompts were run before
     "penalties": [False, True],
+    "steps": ["exact", "padded"],  # as on a CPU, and as where steps are captured
 }
 SMALL = pairwise_cases(AXES)
 WHOLE = [case for case in every_case(AXES) if case not in SMALL]
@@ -57,6 +59,8 @@ def check(case: Case, tiny_target: str, tiny_draft: str, monkeypatch: pytest.Mon
     expected = tokens(plain.generate(prompts, params))
     remember(prompts, expected)
 
+    if case["steps"] == "padded":
+        use_padded_steps(monkeypatch)
     llm = make_llm(tiny_target, speculative_config(case, tiny_target, tiny_draft), case)
     if case["prefix"]:
         llm.generate(prompts, params)

@@ -57,6 +57,7 @@ class Case:
     params: dict[str, Any] = field(default_factory=dict)
     one_hot: bool = False
     ragged: bool = False  # a request's draft is as long as its number says, 0 to K
+    uniform_rows: bool = False
     fp64: bool = False
     alter: Alter | None = None  # changes draft tokens behind the verifier's back
 
@@ -148,41 +149,40 @@ def propose(
 ) -> tuple[Tensor, Tensor | None]:
     """Draft tokens [R, K] and their probabilities [R, K, V]."""
     slots = torch.arange(NUM_REQUESTS)
-    tokens: list[Tensor] = []
-    probs: list[Tensor] = []
+    tokens = slots.new_empty(NUM_REQUESTS, case.num_draft_tokens)
+    probs = None if case.one_hot else torch.empty(NUM_REQUESTS, case.num_draft_tokens, VOCAB)
     for index in range(case.num_draft_tokens):
-        logits = DRAFT[tokens[-1] if tokens else last]
-        picked, q = verification.sample_draft(
+        logits = DRAFT[tokens[:, index - 1] if index else last]
+        picked = verification.sample_draft(
             logits,
             slots,
-            range(NUM_REQUESTS),
             positions + index,
             state,
+            state.uses([0]),
             VOCAB,
             greedy_only=case.one_hot,
+            probs_out=None if probs is None else probs[:, index],
         )
-        if q is not None:
-            probs.append(q)
-        tokens.append(case.alter(picked, logits) if case.alter else picked)
-    if not tokens:
-        return slots.new_empty(NUM_REQUESTS, 0), None
-    return torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None
+        tokens[:, index] = case.alter(picked, logits) if case.alter else picked
+    return tokens, probs
 
 
 def step(case: Case, state: SamplingState, last: Tensor, positions: Tensor) -> verification.Verdict:
     drafted, probs = propose(case, state, last, positions)
+    lengths = case.lengths()
     rows = SampleRows.build(
-        range(NUM_REQUESTS),
+        torch.arange(NUM_REQUESTS),
         positions,
         drafted,
-        case.lengths(),
-        [case.one_hot] * NUM_REQUESTS,
+        torch.tensor(lengths),
+        torch.full((NUM_REQUESTS,), case.one_hot),
         probs,
-        "cpu",
+        num_rows=None if case.uniform_rows else sum(lengths) + NUM_REQUESTS,
     )
     behind = torch.cat((last.unsqueeze(1), drafted), 1)[rows.request, rows.offset]
-    verdict = verification.verify(TARGET[behind], rows, state, Verification(case.fp64))
-    state.commit(rows.slots, verdict.token_ids, verdict.num_tokens)
+    uses = state.uses([0])  # all requests are alike
+    verdict = verification.verify(TARGET[behind], rows, state, uses, Verification(case.fp64))
+    state.commit(rows.slots, verdict.token_ids, verdict.num_tokens, uses)
     return verdict
 
 
@@ -307,6 +307,7 @@ CASES = {
     "temperature 1, K=3": Case(3),
     "temperature 1, K=3, one-hot": Case(3, one_hot=True),
     "temperature 1, K=3, ragged, fp64": Case(3, ragged=True, fp64=True),
+    "temperature 1, K=3, ragged drafts of uniform rows": Case(3, ragged=True, uniform_rows=True),
     "top_p, K=2": Case(2, NUCLEUS),
     "top_p, K=2, one-hot": Case(2, NUCLEUS, one_hot=True),
     "penalties, K=2": Case(2, PENALTIES),
@@ -392,7 +393,7 @@ def draft_at_another_temperature(monkeypatch: pytest.MonkeyPatch) -> Case:
 
 def forget_the_drafted_prefix(monkeypatch: pytest.MonkeyPatch) -> Case:
     monkeypatch.setattr(
-        "slipstream.sampling.logits._count_drafted_prefix", lambda counts, rows, index: None
+        "slipstream.sampling.logits._count_drafted_prefix", lambda counts, rows: None
     )
     return Case(2, PENALTIES)
 

@@ -14,17 +14,11 @@ from torch import Tensor
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.layers.parameters import Part
-from slipstream.models import loading, safetensors_file
+from slipstream.models import parameter_sources, safetensors_file
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
-from slipstream.models.loading import (
-    CheckpointSource,
-    DummySource,
-    LoadOptions,
-    Progress,
-    dtype_named,
-    load_decoder,
-)
+from slipstream.models.loading import LoadOptions, Progress, dtype_named, load_decoder
+from slipstream.models.parameter_sources import CheckpointSource, DummySource
 from slipstream.models.safetensors_file import TensorEntry
 from tests.checkpoints import QWEN3, VOCAB_SIZE, write_qwen3
 
@@ -66,10 +60,10 @@ def parameters(network: Decoder) -> dict[str, Tensor]:
     for index, layer in enumerate(network.layers):
         attention, mlp = layer.attention, layer.mlp
         found |= {
-            f"{index}.input_norm": layer.input_norm.weight,
+            f"{index}.input_norm": layer.attention.norm.weight,
             f"{index}.qkv": attention.qkv.weight,
             f"{index}.output": attention.output.weight,
-            f"{index}.mlp_norm": layer.mlp_norm.weight,
+            f"{index}.mlp_norm": layer.mlp.norm.weight,
             f"{index}.gate_up": mlp.gate_up.weight,
             f"{index}.down": mlp.down.weight,
         }
@@ -241,7 +235,7 @@ def test_files_are_read_straight_into_the_parameters(
         read[storage] = read.get(storage, 0) + entry.nbytes
         safetensors_file.read_into(entry, destination)
 
-    monkeypatch.setattr(loading, "read_into", spy)
+    monkeypatch.setattr(parameter_sources, "read_into", spy)
     network = load(folder)
     for name, parameter in parameters(network).items():
         assert read.get(parameter.data_ptr()) == parameter.nbytes, name

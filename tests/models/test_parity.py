@@ -374,7 +374,7 @@ def runner_logits(
             lengths.append(min(chunks[turn % len(chunks)], len(prompts[slot]) - done[slot]))
             turn += 1
         starts = torch.tensor([done[slot] for slot in slots])
-        forward = runner.forward(Rows(torch.tensor(slots), starts, lengths))
+        forward = runner.forward(Rows(torch.tensor(slots), starts, torch.tensor(lengths), None))
         rows = runner.logits(forward.hidden)
         for slot, first, length in zip(slots, forward.row_starts, lengths, strict=False):
             logits[slot].append(rows[first : first + length])

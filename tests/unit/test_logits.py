@@ -1,5 +1,6 @@
 """Logits processors and truncations against a row-by-row oracle in plain Python."""
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.sampling import logits as logits_module
-from slipstream.sampling.logits import Truncation, probabilities, process
+from slipstream.sampling import thresholds
+from slipstream.sampling.logits import probabilities, process
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState, Uses
 
@@ -59,15 +60,18 @@ def make_batch(
     # Garbage behind a short draft must not count.
     padded = [[*draft, *[VOCAB - 1] * (longest - len(draft))] for draft in drafts]
     rows = SampleRows.build(
-        slots,
-        [request.num_tokens for request in requests],
+        torch.tensor(slots),
+        torch.tensor([request.num_tokens for request in requests]),
         torch.tensor(padded, dtype=torch.int64).view(len(requests), longest),
-        [len(draft) for draft in drafts],
-        [True] * len(requests),
-        None,
-        "cpu",
+        torch.tensor([len(draft) for draft in drafts]),
+        torch.ones(len(requests), dtype=torch.bool),
+        num_rows=sum(map(len, drafts)) + len(drafts),
     )
     return state, rows
+
+
+def processed(logits: Tensor, rows: SampleRows, state: SamplingState) -> Tensor:
+    return process(logits, rows, state, state.uses(rows.slots.tolist()))
 
 
 def processed_row(logits: list[float], request: Request, draft: Sequence[int]) -> list[float]:
@@ -99,7 +103,7 @@ def check_process(requests: Sequence[Request], drafts: Sequence[Sequence[int]]) 
     generator = torch.Generator().manual_seed(3)
     raw = torch.randn(rows.num_rows, VOCAB, generator=generator) * 3
     before = raw.clone()
-    got = process(raw, rows, state)
+    got = processed(raw, rows, state)
     assert torch.equal(raw, before)
     row = 0
     for request, draft in zip(requests, drafts, strict=True):
@@ -167,7 +171,7 @@ def test_mixed_batches(seed: int) -> None:
 def test_nothing_to_do_returns_the_input() -> None:
     state, rows = make_batch([make_request([1], top_k=3, top_p=0.5)] * 2, [[1], []])
     logits = torch.zeros(rows.num_rows, VOCAB)
-    assert process(logits, rows, state) is logits
+    assert processed(logits, rows, state) is logits
     assert state.output_counts is None
     assert state.bias is None
 
@@ -176,20 +180,20 @@ def test_rows_of_plain_requests_keep_their_bits() -> None:
     requests = [make_request([1]), make_request([1], [2], **PROCESSED["everything"])]
     state, rows = make_batch(requests, [[1, 2], [3]])
     logits = torch.randn(rows.num_rows, VOCAB)
-    assert torch.equal(process(logits, rows, state)[:3], logits[:3])
+    assert torch.equal(processed(logits, rows, state)[:3], logits[:3])
 
 
 def test_illegal_draft_tokens_are_not_counted() -> None:
     request = make_request([1], [2], frequency_penalty=1.0)
     state, rows = make_batch([request], [[-1, VOCAB + 3, 4]])
-    out = process(torch.zeros(4, VOCAB), rows, state)
+    out = processed(torch.zeros(4, VOCAB), rows, state)
     assert torch.equal(out[2], out[0])
     assert (out[3] - out[0]).tolist() == [0.0] * 4 + [-1.0] + [0.0] * (VOCAB - 5)
 
 
 def test_bad_words_beyond_the_vocabulary() -> None:
     state, rows = make_batch([make_request([1], bad_words=[[VOCAB], [1, 3]])], [[]])
-    out = process(torch.zeros(1, VOCAB), rows, state)
+    out = processed(torch.zeros(1, VOCAB), rows, state)
     assert out[0].tolist() == [0.0] * 3 + [-INF] + [0.0] * (VOCAB - 4)
 
 
@@ -199,7 +203,7 @@ def test_committed_tokens_equal_a_fresh_admission() -> None:
     state, rows = make_batch(old, [[], [], []])
     given = torch.tensor([[2, 2, 1, -1], [5, 9, 9, 9], [6, 6, -1, -1]])
     counts = torch.tensor([3, 0, 2])
-    state.commit(rows.slots, given, counts)
+    state.commit(rows.slots, given, counts, state.uses(rows.slots.tolist()))
     new = []
     for request, tokens, count in zip(old, given.tolist(), counts.tolist(), strict=True):
         output = [*request.output_token_ids, *tokens[:count]]
@@ -216,27 +220,76 @@ def test_committed_tokens_equal_a_fresh_admission() -> None:
     assert state.output_counts[users[0], 2] == 2
 
 
-def test_a_slot_is_reused() -> None:
+@pytest.mark.parametrize("released", [False, True])
+def test_a_slot_is_reused(released: bool) -> None:
     state = SamplingState(2, VOCAB, "cpu")
     state.admit(1, make_request([1, 2], [3, 3], seed=-5, **PROCESSED["everything"]))
-    assert state.users([0, 1], Uses.PENALTIES) == [1]
+    assert Uses.PENALTIES in state.uses([0, 1])
+    assert Uses.PENALTIES not in state.uses([0])
     assert state.seeds[1] == -5
-    state.release(1)
-    assert all(not state.users([0, 1], use) for use in Uses)
+    if released:
+        state.release(1)
+        assert state.uses([0, 1]) == frozenset()
     state.admit(1, make_request([4], [5], presence_penalty=1.0, seed=(1 << 64) - 1))
     assert state.seeds[1] == -1
     assert state.output_counts is not None
     assert state.prompt_mask is not None
     assert state.output_counts[1].tolist() == [0] * 5 + [1] + [0] * 6
     assert state.prompt_mask[1].nonzero().flatten().tolist() == [4]
-    assert not state.users([0, 1], Uses.BIAS)
+    assert state.uses([0, 1]) == {Uses.SAMPLING, Uses.PENALTIES}
+    assert state.stop_ids[1].tolist() == [-1] * 8
+
+
+def test_leftovers_of_a_slot_change_nothing() -> None:
+    """Processors run over all rows of a batch; what a slot held before must not show."""
+    state = SamplingState(2, VOCAB, "cpu")
+    state.admit(0, make_request([1, 2], [3, 3], **PROCESSED["everything"]))
+    state.admit(0, make_request([1, 3], [2]))
+    state.admit(1, make_request([1, 3], [2], **PROCESSED["everything"]))
+    rows = SampleRows.build(
+        torch.tensor([0, 1]), torch.tensor([3, 3]), torch.tensor([[3], [2]]),
+        torch.tensor([1, 1]), torch.tensor([True, True]),
+    )  # fmt: skip
+    logits = torch.randn(4, VOCAB)
+    logits[:2, 3] = -0.0
+    uses = state.uses([0, 1]) - {Uses.BAD_WORDS}
+    assert {Uses.PENALTIES, Uses.BIAS, Uses.MIN_TOKENS} <= uses
+    out = process(logits, rows, state, uses)
+    assert torch.equal(out[:2].view(torch.int32), logits[:2].view(torch.int32))
+    assert not torch.equal(out[2:], logits[2:])
 
 
 def test_stop_ids_grow() -> None:
     state = SamplingState(2, VOCAB, "cpu")
+    before = state.stop_ids
     state.admit(0, make_request([1], stop=[3]))
     state.admit(1, make_request([1], stop=[5, 4, VOCAB + 1]))
-    assert state.stop_ids.tolist() == [[3, -1], [4, 5]]
+    assert state.stop_ids.tolist() == [[3, *[-1] * 7], [4, 5, *[-1] * 6]]
+    assert state.stop_ids is before
+    state.admit(0, make_request([1], stop=range(1, 10)))
+    assert state.stop_ids[0].tolist() == [*range(1, 10), *[-1] * 7]
+    assert state.stop_ids[1].tolist() == [4, 5, *[-1] * 14]
+
+
+def test_the_generation_rises_when_a_tensor_is_replaced() -> None:
+    state = SamplingState(2, VOCAB, "cpu")
+    generations = [state.generation]
+    for params in (
+        {"top_k": 3, "stop": [1]},
+        {"presence_penalty": 1.0},
+        {"presence_penalty": 1.0},
+        {"logit_bias": {1: 1.0}},
+        {"logit_bias": {2: 1.0}, "frequency_penalty": 1.0},
+        {"stop": range(9)},
+        {"stop": range(10)},
+    ):
+        names = ("ints", "floats", "stop_ids", "output_counts", "prompt_mask", "bias")
+        before = [getattr(state, name) for name in names]
+        state.admit(len(generations) % 2, make_request([1], **params))
+        replaced = any(a is not getattr(state, n) for a, n in zip(before, names, strict=True))
+        assert replaced == (state.generation > generations[-1])
+        generations.append(state.generation)
+    assert generations == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_extreme_parameters_make_no_nan() -> None:
@@ -247,7 +300,7 @@ def test_extreme_parameters_make_no_nan() -> None:
     ]
     state, rows = make_batch(requests, [[], []])
     raw = torch.tensor([[5.0, 0.0, -7.0, -INF] * 3] * 2)
-    out = process(raw, rows, state)
+    out = processed(raw, rows, state)
     probs = probabilities(out, *parameters(state, rows))
     torch.testing.assert_close(probs.sum(-1), torch.ones(2))
     assert torch.equal(probs == 0, torch.isinf(out) | (probs < 1e-30))
@@ -255,9 +308,10 @@ def test_extreme_parameters_make_no_nan() -> None:
 
 def test_a_batch_without_rows() -> None:
     state = SamplingState(2, VOCAB, "cpu")
-    rows = SampleRows.build([], [], torch.zeros(0, 2), [], [], None, "cpu")
+    none = torch.zeros(0, dtype=torch.int64)
+    rows = SampleRows.build(none, none, none.view(0, 2), none, none > 0, num_rows=0)
     logits = torch.zeros(0, VOCAB)
-    assert process(logits, rows, state) is logits
+    assert processed(logits, rows, state) is logits
     assert probabilities(logits, *parameters(state, rows)).shape == (0, VOCAB)
 
 
@@ -267,32 +321,26 @@ def parameters(state: SamplingState, rows: SampleRows) -> tuple[Tensor, Tensor, 
 
 
 def test_layout() -> None:
-    rows = SampleRows.build(
-        [4, 0, 2], [5, 6, 7], [[1, 2], [0, 0], [3, 0]], [2, 0, 1], [True] * 3, None, "cpu"
+    arguments = (
+        torch.tensor([4, 0, 2]),
+        torch.tensor([5, 6, 7]),
+        torch.tensor([[1, 2], [0, 0], [3, 0]]),
+        torch.tensor([2, 0, 1]),
+        torch.ones(3, dtype=torch.bool),
     )
+    rows = SampleRows.build(*arguments, num_rows=6)
     assert rows.request.tolist() == [0, 0, 0, 1, 2, 2]
     assert rows.offset.tolist() == [0, 1, 2, 0, 0, 1]
     assert rows.first_row.tolist() == [0, 3, 4]
     assert rows.row_slots.tolist() == [4, 4, 4, 0, 2, 2]
     assert rows.draft_rows().tolist() == [[0, 1], [3, 3], [4, 5]]
     assert rows.draft_mask().tolist() == [[True, True], [False, False], [True, False]]
-    assert rows.rows_of([2, 0]).tolist() == [4, 5, 0, 1, 2]
-    part = rows.select([2, 0])
-    assert part.host_slots == (2, 4)
-    assert part.request.tolist() == [0, 0, 1, 1, 1]
-    assert part.offset.tolist() == [0, 1, 0, 1, 2]
-    assert part.draft_tokens.tolist() == [[3, 0], [1, 2]]
-    assert part.positions.tolist() == [7, 5]
-    on_device = SampleRows.build(
-        [4, 0, 2],
-        rows.positions,
-        rows.draft_tokens,
-        rows.num_draft_tokens,
-        rows.one_hot,
-        None,
-        "cpu",
-    )
-    assert on_device.host_num_draft_tokens == (2, 0, 1)
+    uniform = SampleRows.build(*arguments)
+    assert uniform.request.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert uniform.offset.tolist() == [0, 1, 2] * 3
+    assert uniform.first_row.tolist() == [0, 3, 6]
+    assert uniform.draft_rows().tolist() == [[0, 1], [3, 3], [6, 7]]
+    assert uniform.draft_mask().tolist() == rows.draft_mask().tolist()
 
 
 # Temperature and truncation
@@ -357,39 +405,55 @@ def test_probabilities(batch: list[tuple[list[float], float, int, float, float]]
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 5.0, 30.0])
 @pytest.mark.parametrize("share", [1e-6, 0.3, 0.9, 0.9999])
-def test_both_nucleus_searches_agree(spread: float, share: float) -> None:
+def test_both_searches_agree(spread: float, share: float) -> None:
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(4, 5000, generator=generator) * spread
+    logits[1] = logits[1].round()  # ties, some of them of 0 and -0
     weights = torch.exp(logits - logits.amax(-1, keepdim=True))
-    mass = (weights * logits_module.MASS_UNITS).to(torch.int64)
-    wanted = (mass.sum(-1, keepdim=True).double() * share).ceil().to(torch.int64)
-    by_bits = logits_module._search_bits(weights, mass, wanted)
-    by_order = logits_module._search_largest(weights, wanted, 5000)
-    assert torch.equal(by_bits, by_order)
-    # The definition: enough at the threshold, too little above it.
-    assert ((mass * (weights >= by_bits)).sum(-1, keepdim=True) >= wanted).all()
-    assert ((mass * (weights > by_bits)).sum(-1, keepdim=True) < wanted).all()
+    mass = (weights * thresholds.MASS_UNITS).to(torch.int64)
+    for values, masses in ((weights, mass), (logits, torch.ones_like(mass))):
+        wanted = (masses.sum(-1, keepdim=True).double() * share).ceil().to(torch.int64)
+        by_bits = thresholds._search_bits(values, masses, wanted)
+        by_order = thresholds._search_order(values, masses, wanted)
+        assert torch.equal(by_bits, by_order)
+        # The definition: enough at the threshold, too little above it.
+        assert ((masses * (values >= by_bits)).sum(-1, keepdim=True) >= wanted).all()
+        assert ((masses * (values > by_bits)).sum(-1, keepdim=True) < wanted).all()
 
 
-def test_truncation_from_the_host_equals_that_from_the_tensors() -> None:
-    requests = [
-        make_request([1], top_k=3, top_p=0.8),
-        make_request([1], top_k=2, top_p=0.4, min_p=0.1),
-        make_request([1], temperature=0, top_k=9),
-    ]
-    state, rows = make_batch(requests, [[], [], []])
-    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
-    sampled = rows.select([0, 1])
-    truncation = Truncation.of(state, sampled.host_slots)
-    assert truncation == Truncation(largest_top_k=3, every_top_k=True, top_p=True, min_p=True)
-    assert not Truncation.of(state, rows.host_slots).every_top_k
-    arguments = parameters(state, sampled)
-    assert truncation == Truncation.found_in(*arguments[1:], VOCAB)
-    by_host = probabilities(logits[:2], *arguments, truncation)
-    assert torch.equal(by_host, probabilities(logits[:2], *arguments))
-    # A batch with a row that keeps all takes the other search, with the same result.
-    mixed = probabilities(logits, *parameters(state, rows))
-    assert torch.equal(mixed[:2], by_host)
+@pytest.mark.parametrize("vocab_size", [5, 1000, 2048, 2049, 7001])
+def test_the_kth_largest(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(40, vocab_size, generator=generator)
+    logits[::2] = (logits[::2] * 2).round()
+    logits[3, 2:] = -INF
+    top_k = torch.randint(-1, vocab_size + 3, (40,), generator=generator)
+    got = thresholds.kth_largest(logits, top_k).squeeze(-1)
+    ordered = logits.sort(-1, descending=True).values
+    for row, k in enumerate(top_k.tolist()):
+        assert got[row] == (ordered[row, k - 1] if 0 < k < vocab_size else -INF)
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, 3000])
+def test_truncations_that_are_not_used_are_skipped_with_the_same_result(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(4, vocab_size, generator=generator)
+    ones = torch.ones(4)
+    given = {
+        Uses.TOP_K: torch.tensor([3, 0, 2, 5]),
+        Uses.TOP_P: torch.tensor([0.8, 1.0, 0.4, 0.3]),
+        Uses.MIN_P: torch.tensor([0.0, 0.01, 0.02, 0.3]),
+    }
+    neutral = {Uses.TOP_K: torch.zeros(4).long(), Uses.TOP_P: ones, Uses.MIN_P: ones * 0}
+    for count in range(4):
+        for uses in itertools.combinations(given, count):
+            chosen = {use: given[use] if use in uses else neutral[use] for use in given}
+            got = probabilities(logits, ones, *chosen.values(), frozenset(uses))
+            assert torch.equal(got, probabilities(logits, ones, *chosen.values()))
+            # A row that keeps all has the bits that it has where nobody truncates.
+            plain = probabilities(logits, ones, *neutral.values(), frozenset())
+            if Uses.MIN_P not in uses:
+                assert torch.equal(got[1], plain[1])
 
 
 def test_ties_of_the_last_candidate_stay_together() -> None:

@@ -1,25 +1,34 @@
-"""The incremental index finds what a rescan of the whole text would find."""
+"""The suffix lookup finds what a rescan of the whole text would find."""
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.speculative.ngram import NgramConfig, NgramIndex
+from slipstream.kernels.reference.suffix_lookup import suffix_lookup
 
-TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=60), min_size=1, max_size=4)
 
 
-@given(TEXTS, st.integers(1, 3), st.integers(0, 3), st.integers(1, 8), st.data())
-def test_the_index_finds_what_a_rescan_finds(
-    text: list[int], smallest: int, more: int, count: int, data: st.DataObject
+@given(TEXTS, st.integers(1, 3), st.integers(0, 3), st.integers(1, 8))
+def test_the_lookup_finds_what_a_rescan_finds(
+    texts: list[list[int]], smallest: int, more: int, count: int
 ) -> None:
-    index = NgramIndex(NgramConfig(smallest, smallest + more))
-    known = 0
-    while known < len(text):
-        known = data.draw(st.integers(known + 1, len(text)))
-        index.extend(text[:known])
-        assert index.guess(text[:known], count) == rescan(
-            text[:known], smallest, smallest + more, count
-        )
+    assert looked_up(texts, count, smallest, smallest + more) == [
+        rescan(text, smallest, smallest + more, count) for text in texts
+    ]
+
+
+def looked_up(texts: list[list[int]], count: int, smallest: int, largest: int) -> list[list[int]]:
+    """Texts in the rows of a wider table, in another order."""
+    width = max(map(len, texts)) + 3
+    table = torch.full((len(texts) + 2, width), 1, dtype=torch.int32)
+    slots = list(range(len(texts), 0, -1))
+    for slot, text in zip(slots, texts, strict=True):
+        table[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
+    known = torch.tensor([len(text) for text in texts])
+    tokens, found = suffix_lookup(table, torch.tensor(slots), known, count, smallest, largest)
+    rows = zip(tokens.tolist(), found.tolist(), strict=True)
+    return [row if is_found else [] for row, is_found in rows]
 
 
 def rescan(text: list[int], smallest: int, largest: int, count: int) -> list[int]:
@@ -33,14 +42,4 @@ def rescan(text: list[int], smallest: int, largest: int, count: int) -> list[int
 
 
 def test_a_repeating_text_is_guessed_beyond_its_end() -> None:
-    index = NgramIndex(NgramConfig(2, 3))
-    text = [1, 2, 3, 1, 2, 3]
-    index.extend(text)
-    assert index.guess(text, 7) == [1, 2, 3, 1, 2, 3, 1]
-
-
-def test_each_token_is_indexed_once() -> None:
-    index = NgramIndex(NgramConfig(1, 1))
-    index.extend([1, 2, 3])
-    index.extend([1, 2, 3])
-    assert len(index._places) == 2  # 3 has no successor yet
+    assert looked_up([[1, 2, 3, 1, 2, 3]], 7, 2, 3) == [[1, 2, 3, 1, 2, 3, 1]]

@@ -56,6 +56,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "int8"}, "dtype must be one of"),
     ({"device": "tpu"}, "device must be one of"),
     ({"load_format": "gguf"}, "load_format must be one of"),
+    ({"quantization": "int3"}, "quantization must be fp8, or be left out .* not 'int3'"),
+    ({"batch_invariant": "yes"}, "batch_invariant must be true or false"),
     ({"gpu_memory_utilization": 1.5}, "above 0 and at most 1"),
     ({"max_tokens": 5}, "unknown option max_tokens; LLM takes"),
 ]
@@ -71,7 +73,7 @@ def test_options_that_cannot_be_are_refused(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused(tiny_target: str) -> None:
-    with pytest.raises(UsageError, match="no GPU; use device=cpu"):
+    with pytest.raises(UsageError, match=r"no GPU.*; use device=cpu"):
         make(tiny_target, device="cuda")
 
 
@@ -92,6 +94,31 @@ def test_flags_of_other_engines_are_told_their_effect(tiny_target: str) -> None:
         "trust_remote_code",
         "gpu_memory_utilization",
     } <= told
+
+
+def test_what_precision_means_here_is_told(tiny_target: str, tiny_draft: str) -> None:
+    llm = make(
+        tiny_target,
+        device="cpu",
+        num_kv_blocks=8,
+        quantization="fp8",
+        batch_invariant=True,
+        speculative_config={"model": tiny_draft, "quantization": "fp8"},
+    )
+    for name in ("quantization", "drafter quantization"):
+        assert reason(llm, name)[0] == "fp8"
+        assert "slow on a CPU" in reason(llm, name)[1]
+    assert "not promised on a CPU yet" in reason(llm, "batch_invariant")[1]
+
+
+def test_the_rows_of_a_step_follow_the_device_and_the_requests(tiny_target: str) -> None:
+    llm = make(tiny_target, device="cpu", num_kv_blocks=8)
+    assert llm.engine.resolved.limits.max_num_batched_tokens == 2048
+    assert "CPU" in reason(llm, "max_num_batched_tokens")[1]
+    llm = make(tiny_target, device="cpu", num_kv_blocks=8, max_num_seqs=3000)
+    assert llm.engine.resolved.limits.max_num_batched_tokens == 3000
+    llm = make(tiny_target, device="cpu", num_kv_blocks=8, max_num_batched_tokens=100)
+    assert llm.engine.resolved.limits.max_num_batched_tokens == 100
 
 
 def test_threads_follow_the_model_unless_they_are_given(

@@ -38,7 +38,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"model": "DRAFT", "draft_vocab_size": 9, "draft_vocab_text": "/no/text"},
         "cannot be read .*; give a text file",
     ),
-    ({"model": "DRAFT", "quantization": "fp8"}, "quantization='fp8' is not supported"),
+    (
+        {"model": "DRAFT", "quantization": "awq"},
+        "quantization must be fp8, or be left out .* not 'awq'",
+    ),
+    ({"model": "DRAFT", "quantization": 8}, "quantization must be fp8"),
+    ({"method": "ngram", "quantization": "fp8"}, "unknown key quantization for method ngram"),
     ({"model": "DRAFT", "dtype": "int3"}, "dtype must be one of"),
     ({"model": "DRAFT", "max_model_len": 0}, "max_model_len must be positive"),
     ({"model": "DRAFT", "draft_sample_method": "best"}, "probabilistic or greedy"),

@@ -11,11 +11,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.sampling import verification
-from slipstream.sampling.logits import probabilities
+from slipstream.sampling.logits import probabilities, process
 from slipstream.sampling.noise import NoiseKeys, Purpose, gumbel
 from slipstream.sampling.rows import SampleRows
-from slipstream.sampling.state import SamplingState
-from slipstream.sampling.verification import Verdict, Verification, sample_draft, verify
+from slipstream.sampling.state import SamplingState, Uses
+from slipstream.sampling.verification import (
+    LOSSLESS,
+    Verdict,
+    Verification,
+    _distribution,
+    sample_draft,
+    verify,
+)
 
 VOCAB = 6
 GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 1.0}
@@ -24,19 +31,23 @@ GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 1.0}
 def make_state(params: Sequence[dict[str, Any]], vocab_size: int = VOCAB) -> SamplingState:
     state = SamplingState(len(params), vocab_size, "cpu")
     for slot, arguments in enumerate(params):
-        request = Request(
-            request_id=str(slot),
-            token_ids=[0, 1, 2],
-            params=SamplingParams(**arguments),
-            seed=100 + slot,
-            stop_token_ids=frozenset(),
-            max_tokens=100,
-            num_speculative_tokens=4,
-            arrival=slot,
-        )
-        request.num_steps = slot + 1
-        state.admit(slot, request)
+        state.admit(slot, make_request(slot, arguments))
     return state
+
+
+def make_request(slot: int, params: dict[str, Any]) -> Request:
+    request = Request(
+        request_id=str(slot),
+        token_ids=[0, 1, 2],
+        params=SamplingParams(**params),
+        seed=100 + slot,
+        stop_token_ids=frozenset({2} if params.get("min_tokens") else ()),
+        max_tokens=100,
+        num_speculative_tokens=4,
+        arrival=slot,
+    )
+    request.num_steps = slot + 1
+    return request
 
 
 def make_rows(
@@ -44,18 +55,25 @@ def make_rows(
     probs: Tensor | None = None,
     slots: Sequence[int] | None = None,
     one_hot: Sequence[bool] | None = None,
+    uniform_rows: bool = False,
 ) -> SampleRows:
     longest = max(map(len, drafts))
     padded = [[*draft, *[0] * (longest - len(draft))] for draft in drafts]
     return SampleRows.build(
-        range(len(drafts)) if slots is None else slots,
-        [3] * len(drafts),
+        torch.tensor(range(len(drafts)) if slots is None else slots),
+        torch.full((len(drafts),), 3),
         torch.tensor(padded, dtype=torch.int64).view(len(drafts), longest),
-        [len(draft) for draft in drafts],
-        [probs is None] * len(drafts) if one_hot is None else one_hot,
+        torch.tensor([len(draft) for draft in drafts]),
+        torch.tensor([probs is None] * len(drafts) if one_hot is None else one_hot),
         probs,
-        "cpu",
+        num_rows=None if uniform_rows else sum(map(len, drafts)) + len(drafts),
     )
+
+
+def judge(
+    logits: Tensor, rows: SampleRows, state: SamplingState, how: Verification = LOSSLESS
+) -> Verdict:
+    return verify(logits, rows, state, state.uses(rows.slots.tolist()), how)
 
 
 def certain(*tokens: int, vocab_size: int = VOCAB) -> Tensor:
@@ -103,7 +121,7 @@ def test_a_sure_target(
     params: dict[str, Any], draft: list[int], target: list[int], expected: list[int]
 ) -> None:
     rows = make_rows([draft])
-    verdict = verify(certain(*target), rows, make_state([params]))
+    verdict = judge(certain(*target), rows, make_state([params]))
     assert verdict.token_ids.tolist() == [expected]
     assert verdict.num_tokens.item() == sum(token >= 0 for token in expected)
     check_invariants(verdict, rows)
@@ -112,7 +130,7 @@ def test_a_sure_target(
 def test_greedy_uses_processed_logits() -> None:
     state = make_state([GREEDY | {"logit_bias": {4: 100.0}}, GREEDY | {"repetition_penalty": 9.0}])
     logits = torch.tensor([[0.0, 5, 0, 3, 0, 0]] * 4)
-    verdict = verify(logits, make_rows([[4], [3]]), state)
+    verdict = judge(logits, make_rows([[4], [3]]), state)
     # The second request has seen 1 in its prompt; once 3 is drafted, nothing unseen is above 0.
     assert verdict.token_ids.tolist()[0] == [4, 4]
     assert verdict.token_ids.tolist()[1][0] == 3
@@ -128,17 +146,82 @@ def test_ragged_batch_of_both_kinds_equals_single_requests() -> None:
     one_hot = [False, True, False, False, True]
     rows = make_rows(drafts, probs, one_hot=one_hot)
     logits = torch.randn(rows.num_rows, VOCAB, generator=generator)
-    together = verify(logits, rows, state)
+    together = judge(logits, rows, state)
     check_invariants(together, rows)
     for index, draft in enumerate(drafts):
         width = len(draft)
-        alone = verify(
-            logits[rows.rows_of([index])],
+        alone = judge(
+            logits[rows.request == index],
             make_rows([draft], probs[index : index + 1, :width], [index], [one_hot[index]]),
             state,
         )
         assert together.num_accepted[index] == alone.num_accepted[0]
         assert torch.equal(together.token_ids[index, : width + 1], alone.token_ids[0])
+
+
+def mixed_batch(
+    seed: int, vocab_size: int
+) -> tuple[SamplingState, list[list[int]], Tensor, list[bool], Tensor]:
+    """(state, drafts, probs, one_hot, logits [R, K + 1, V]) with every kind of request."""
+    generator = torch.Generator().manual_seed(seed)
+    state = make_state(KINDS * 6, vocab_size)
+    num = len(KINDS) * 6
+    logits = torch.randn(num, 4, vocab_size, generator=generator) * 2
+    # The drafts are what the target may well accept, of every length, and some end early.
+    drafts = logits[:, :3].argmax(-1)
+    drafts[torch.rand(num, 3, generator=generator) < 0.2] = 1
+    drafts[torch.rand(num, 3, generator=generator) < 0.05] = -1
+    lengths = torch.randint(4, (num,), generator=generator).tolist()
+    probs = torch.rand(num, 3, vocab_size, generator=generator).softmax(-1)
+    one_hot = (torch.rand(num, generator=generator) < 0.5).tolist()
+    cut = [draft[:length] for draft, length in zip(drafts.tolist(), lengths, strict=True)]
+    return state, cut, probs, one_hot, logits
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("vocab_size", [VOCAB, 3000])
+def test_requests_side_by_side_equal_single_ones(seed: int, vocab_size: int) -> None:
+    """Greedy, sampled, truncated and penalised ones, bit for bit, ragged and uniform alike."""
+    state, drafts, probs, one_hot, logits = mixed_batch(seed, vocab_size)
+    ragged = make_rows(drafts, probs, one_hot=one_hot)
+    uniform_rows = make_rows(drafts, probs, one_hot=one_hot, uniform_rows=True)
+    assert uniform_rows.num_rows == logits.shape[0] * 4 > ragged.num_rows
+    by_layout = [
+        judge(logits[ragged.request, ragged.offset], ragged, state),
+        judge(logits.flatten(0, 1), uniform_rows, state),
+    ]
+    check_invariants(by_layout[0], ragged)
+    for name in ("token_ids", "num_tokens", "num_accepted"):
+        assert torch.equal(getattr(by_layout[0], name), getattr(by_layout[1], name))
+    accepted = by_layout[0].num_accepted
+    assert 0 < accepted.sum() < ragged.num_draft_tokens.sum()
+    for index, draft in enumerate(drafts):
+        alone = judge(
+            logits[index, : len(draft) + 1],
+            make_rows([draft], probs[index : index + 1, : len(draft)], [index], [one_hot[index]]),
+            state,
+        )
+        together = by_layout[0].token_ids[index, : len(draft) + 1]
+        assert torch.equal(together, alone.token_ids[0])
+        assert accepted[index] == alone.num_accepted[0]
+
+
+def test_the_distribution_of_a_row_does_not_depend_on_the_others() -> None:
+    state, drafts, probs, one_hot, logits = mixed_batch(9, 3000)
+    rows = make_rows(drafts, probs, one_hot=one_hot)
+    raw = logits[rows.request, rows.offset]
+    processed = process(raw, rows, state, frozenset(Uses) - {Uses.BAD_WORDS})
+    together = _distribution(processed, rows.row_slots, state, frozenset(Uses))
+    for index, draft in enumerate(drafts):
+        alone_rows = make_rows([draft], None, [index])
+        uses = state.uses([index])
+        mine = rows.request == index
+        alone = process(raw[mine], alone_rows, state, uses)
+        # As integers: a 0 that became a -0 is a change.
+        assert torch.equal(processed[mine].view(torch.int32), alone.view(torch.int32))
+        if Uses.SAMPLING in uses:
+            probs_alone = _distribution(alone, alone_rows.row_slots, state, uses)
+            assert torch.equal(together[mine], probs_alone)
 
 
 def test_verify_changes_neither_logits_nor_drafts_nor_state() -> None:
@@ -147,10 +230,10 @@ def test_verify_changes_neither_logits_nor_drafts_nor_state() -> None:
     rows = make_rows([[1, 2], [3, 4]], probs, one_hot=[False, True])
     logits = torch.randn(6, VOCAB)
     kept = [t.clone() for t in (logits, probs, rows.draft_tokens, state.steps, state.seeds)]
-    first = verify(logits, rows, state)
+    first = judge(logits, rows, state)
     after = [logits, probs, rows.draft_tokens, state.steps, state.seeds]
     assert all(torch.equal(a, b) for a, b in zip(kept, after, strict=True))
-    assert torch.equal(verify(logits, rows, state).token_ids, first.token_ids)
+    assert torch.equal(judge(logits, rows, state).token_ids, first.token_ids)
 
 
 @pytest.mark.parametrize("one_hot", [True, False])
@@ -159,7 +242,7 @@ def test_zero_probability_is_never_accepted(monkeypatch: pytest.MonkeyPatch, one
     logits = torch.zeros(2, VOCAB)
     logits[:, 3] = -torch.inf
     probs = None if one_hot else torch.full((1, 1, VOCAB), 1 / VOCAB)
-    verdict = verify(logits, make_rows([[3]], probs), make_state([SAMPLED]))
+    verdict = judge(logits, make_rows([[3]], probs), make_state([SAMPLED]))
     assert verdict.num_accepted.item() == 0
     assert verdict.token_ids[0, 0] != 3
 
@@ -169,7 +252,7 @@ def test_acceptance_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     probs = torch.tensor([[[0.5, 0.5, 0.0, 0.0]]])
     for u, accepted in ((0.5, 0), (0.5 - 2**-24, 1)):
         fix_uniform(monkeypatch, u)
-        verdict = verify(logits, make_rows([[1]], probs), make_state([SAMPLED], 4))
+        verdict = judge(logits, make_rows([[1]], probs), make_state([SAMPLED], 4))
         assert verdict.num_accepted.item() == accepted
 
 
@@ -179,7 +262,7 @@ def test_one_hot_draft_is_accepted_with_the_target_probability(
     logits = torch.zeros(2, 4)
     for u, accepted in ((0.25, 0), (0.25 - 2**-24, 1)):
         fix_uniform(monkeypatch, u)
-        verdict = verify(logits, make_rows([[1]]), make_state([SAMPLED], 4))
+        verdict = judge(logits, make_rows([[1]]), make_state([SAMPLED], 4))
         assert verdict.num_accepted.item() == accepted
 
 
@@ -188,7 +271,7 @@ def test_a_refused_token_of_a_one_hot_draft_is_not_sampled(
 ) -> None:
     fix_uniform(monkeypatch, 1 - 2**-24)
     state = make_state([SAMPLED] * 300, 4)
-    verdict = verify(torch.zeros(600, 4), make_rows([[1]] * 300), state)
+    verdict = judge(torch.zeros(600, 4), make_rows([[1]] * 300), state)
     assert verdict.num_accepted.sum() == 0
     assert sorted(verdict.token_ids[:, 0].unique().tolist()) == [0, 2, 3]
 
@@ -198,7 +281,7 @@ def test_the_residual_is_where_the_target_exceeds_the_draft(
 ) -> None:
     fix_uniform(monkeypatch, 1 - 2**-24)
     probs = torch.tensor([[[0.1, 0.4, 0.4, 0.1]]]).expand(200, 1, 4)
-    verdict = verify(
+    verdict = judge(
         torch.zeros(400, 4), make_rows([[1]] * 200, probs), make_state([SAMPLED] * 200, 4)
     )
     assert verdict.num_accepted.sum() == 0
@@ -211,7 +294,7 @@ def test_an_empty_residual_samples_the_target(monkeypatch: pytest.MonkeyPatch) -
     logits[:, 0] = -torch.inf
     state = make_state([SAMPLED] * 200, 4)
     probs = logits[:200].softmax(-1).unsqueeze(1)
-    verdict = verify(logits, make_rows([[1]] * 200, probs), state)
+    verdict = judge(logits, make_rows([[1]] * 200, probs), state)
     assert sorted(verdict.token_ids[:, 0].unique().tolist()) == [1, 2, 3]
 
 
@@ -221,13 +304,13 @@ def test_draft_vocabulary_of_another_width(monkeypatch: pytest.MonkeyPatch, widt
     fix_uniform(monkeypatch, 1 - 2**-24)
     probs = torch.zeros(200, 1, width)
     probs[:, :, :2] = 0.5
-    verdict = verify(
+    verdict = judge(
         torch.zeros(400, VOCAB), make_rows([[1]] * 200, probs), make_state([SAMPLED] * 200)
     )
     assert verdict.num_accepted.sum() == 0
     assert sorted(verdict.token_ids[:, 0].unique().tolist()) == [2, 3, 4, 5]
     # A draft token that q does not know can only be wrong bookkeeping; it must not crash.
-    verify(torch.zeros(2, VOCAB), make_rows([[5]], probs[:1]), make_state([SAMPLED]))
+    judge(torch.zeros(2, VOCAB), make_rows([[5]], probs[:1]), make_state([SAMPLED]))
 
 
 def test_a_padded_draft_equals_a_shorter_one() -> None:
@@ -238,8 +321,8 @@ def test_a_padded_draft_equals_a_shorter_one() -> None:
     short = make_rows([[token] for token in drafted])
     padded = make_rows([[token, -1] for token in drafted])
     first = logits.view(100, 3, VOCAB)[:, :2].reshape(200, VOCAB)
-    expected = verify(first, short, state)
-    got = verify(logits, padded, state)
+    expected = judge(first, short, state)
+    got = judge(logits, padded, state)
     assert torch.equal(got.num_accepted, expected.num_accepted)
     assert torch.equal(got.token_ids[:, :2], expected.token_ids)
 
@@ -249,7 +332,7 @@ def test_plain_sampling_is_the_target_noise(fp64: bool) -> None:
     """Without a draft: argmax(log p + noise), keyed by seed and position alone."""
     state = make_state([SAMPLED] * 50)
     logits = torch.randn(50, VOCAB, generator=torch.Generator().manual_seed(1))
-    got = verify(logits, make_rows([[]] * 50), state, Verification(fp64)).token_ids[:, 0]
+    got = judge(logits, make_rows([[]] * 50), state, Verification(fp64)).token_ids[:, 0]
     keys = NoiseKeys(state.seeds, torch.full((50,), 3), torch.zeros(50, dtype=torch.int64))
     p = logits.softmax(-1).to(torch.float64 if fp64 else torch.float32)
     assert torch.equal(got, (p.log() + gumbel(keys, Purpose.TARGET, VOCAB, fp64)).argmax(-1))
@@ -259,11 +342,11 @@ def test_the_bonus_token_equals_the_plain_token(monkeypatch: pytest.MonkeyPatch)
     fix_uniform(monkeypatch, 0.0)
     state = make_state([SAMPLED] * 50)
     logits = torch.randn(100, VOCAB, generator=torch.Generator().manual_seed(4))
-    drafted = verify(logits, make_rows([[2]] * 50), state)
+    drafted = judge(logits, make_rows([[2]] * 50), state)
     assert (drafted.num_accepted == 1).all()
     plain = make_rows([[]] * 50)
     object.__setattr__(plain, "positions", plain.positions + 1)
-    expected = verify(logits.view(50, 2, VOCAB)[:, 1], plain, state)
+    expected = judge(logits.view(50, 2, VOCAB)[:, 1], plain, state)
     assert torch.equal(drafted.token_ids[:, 1], expected.token_ids[:, 0])
 
 
@@ -271,34 +354,105 @@ def test_steps_change_acceptance_but_not_plain_tokens() -> None:
     state = make_state([SAMPLED] * 200)
     logits = torch.zeros(400, VOCAB)
     plain, drafted = make_rows([[]] * 200), make_rows([[1]] * 200)
-    before = verify(logits[:200], plain, state), verify(logits, drafted, state)
+    before = judge(logits[:200], plain, state), judge(logits, drafted, state)
     state.steps += 1
-    after = verify(logits[:200], plain, state), verify(logits, drafted, state)
+    after = judge(logits[:200], plain, state), judge(logits, drafted, state)
     assert torch.equal(before[0].token_ids, after[0].token_ids)
     assert not torch.equal(before[1].num_accepted, after[1].num_accepted)
 
 
-@pytest.mark.parametrize("vocab_size", [VOCAB, 40_000])  # two ways to search for top_p
-def test_nothing_waits_for_the_device(vocab_size: int) -> None:
+KINDS: list[dict[str, Any]] = [
+    GREEDY,
+    {"top_k": 3, "top_p": 0.9},
+    {"top_p": 0.9, "min_p": 0.1},
+    {"presence_penalty": 1.0, "logit_bias": {3: 1.0}, "min_tokens": 2},
+    GREEDY | {"frequency_penalty": 1.5, "repetition_penalty": 0.7},
+    SAMPLED,
+    {"allowed_token_ids": [0, 3, 5], "temperature": 0.6, "top_k": 2},
+]
+CHOICES = (KINDS, KINDS[:1], KINDS[1:2], KINDS[2:4], KINDS[5:6])
+
+
+def take_a_step(state: SamplingState, vocab_size: int, how: Verification, one_row: bool) -> Verdict:
+    """Build, draft, verify, commit: all that a captured step does."""
+    num, device = state.max_num_seqs, state.device
+    uses = state.uses(range(num))
+    slots = torch.arange(num, device=device)
+    lengths = torch.where(slots == 0, 2, 1) - int(one_row)
+    probs = torch.zeros(num, 2 - int(one_row), vocab_size, device=device)
+    rows = SampleRows.build(
+        slots,
+        slots + 3,
+        slots.unsqueeze(-1).expand(num, probs.shape[1]),
+        lengths,
+        slots > 2,
+        probs if Uses.SAMPLING in uses else None,
+        num_rows=2 * num + 1 - int(one_row) * num,
+    )
+    logits = torch.zeros(rows.num_rows, vocab_size, device=device)
+    for index in range(rows.max_draft_tokens):
+        out = probs[:, index, :5] if Uses.SAMPLING in uses else None
+        sample_draft(logits[rows.first_row], slots, rows.positions, state, uses, 5, probs_out=out)
+    verdict = verify(logits, rows, state, uses, how)
+    state.commit(slots, verdict.token_ids, verdict.num_tokens, uses)
+    uniform_rows = SampleRows.build(
+        slots, slots + 3, rows.draft_tokens, lengths, rows.one_hot, rows.draft_probs
+    )
+    return verify(
+        torch.zeros(uniform_rows.num_rows, vocab_size, device=device), uniform_rows, state, uses
+    )
+
+
+HOWS = [LOSSLESS, Verification(True), Verification(synthetic_rates=(0.5, 0.2))]
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, 40_000])  # two ways to search for thresholds
+@pytest.mark.parametrize("how", HOWS, ids=["lossless", "fp64", "synthetic"])
+def test_nothing_waits_for_the_device(vocab_size: int, how: Verification) -> None:
     """Fake tensors have no values: whatever asks for one, or for a shape that needs one, fails."""
-    kinds: list[dict[str, Any]] = [
-        GREEDY,
-        {"top_k": 3, "top_p": 0.9},
-        {"top_p": 0.9, "min_p": 0.1},
-        {"presence_penalty": 1.0, "logit_bias": {3: 1.0}, "min_tokens": 2},
-    ]
-    for chosen in (kinds, kinds[:1], kinds[1:2], kinds[2:]):
-        state = make_state(chosen, vocab_size)
-        probs = torch.zeros(len(chosen), 2, vocab_size)
-        rows = make_rows([[1, 2], *[[3]] * (len(chosen) - 1)], probs)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            logits = torch.zeros(rows.num_rows, vocab_size)
-            verdict = verify(logits, rows, state)
-            state.commit(rows.slots, verdict.token_ids, verdict.num_tokens)
-            sample_draft(
-                logits[rows.first_row], rows.slots, rows.host_slots, rows.positions, state, 5
-            )
-        assert verdict.token_ids.shape == (len(chosen), 3)
+    for chosen in CHOICES:
+        for one_row in (False, True):
+            state = make_state(chosen, vocab_size)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                verdict = take_a_step(state, vocab_size, how, one_row)
+            assert verdict.token_ids.shape == (len(chosen), 2 if one_row else 3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("vocab_size", [VOCAB, 40_000])
+@pytest.mark.parametrize("how", HOWS, ids=["lossless", "fp64", "synthetic"])
+def test_nothing_waits_for_a_real_device(vocab_size: int, how: Verification) -> None:
+    for chosen in CHOICES:
+        requests = [make_request(slot, kind) for slot, kind in enumerate(chosen)]
+        state = SamplingState(len(chosen), vocab_size, "cuda")
+        for again in range(2):  # what the first admission allocates is there the second time
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for slot, request in enumerate(requests):
+                    state.admit(slot, request)
+                for one_row in (False, True):
+                    take_a_step(state, vocab_size, how, one_row)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert again in (0, 1)
+        # Capture forbids more: it must run, and replay what it would have done.
+        graph = torch.cuda.CUDAGraph()
+        before = state.steps.clone()
+        with torch.cuda.graph(graph):
+            captured = take_a_step(state, vocab_size, how, False)
+        assert torch.equal(state.steps, before)
+        graph.replay()
+        assert torch.equal(state.steps, before + 1)
+        kept = captured.token_ids.clone()
+        for slot, request in enumerate(requests):
+            state.admit(slot, request)
+        graph.replay()
+        for slot, request in enumerate(requests):
+            state.admit(slot, request)
+        again_eager = take_a_step(state, vocab_size, how, False).token_ids
+        assert torch.equal(captured.token_ids, again_eager)
+        assert kept.shape == again_eager.shape
 
 
 # Drafts
@@ -309,9 +463,16 @@ def draft(
 ) -> tuple[Tensor, Tensor | None]:
     slots = torch.arange(len(logits))
     positions = torch.full((len(logits),), 3)
-    return sample_draft(
-        logits, slots, slots.tolist(), positions, state, legal, greedy_only=greedy_only
+    uses = state.uses(slots.tolist())
+    probs = None
+    if Uses.SAMPLING in uses and not greedy_only:  # into a view of something wider, as in a step
+        whole = torch.full((len(logits), 3, min(legal, logits.shape[1])), torch.nan)
+        probs = whole[:, 1]
+    tokens = sample_draft(
+        logits, slots, positions, state, uses, legal, greedy_only=greedy_only, probs_out=probs
     )
+    assert probs is None or whole[:, ::2].isnan().all()
+    return tokens, probs
 
 
 def test_greedy_drafts() -> None:
@@ -342,15 +503,19 @@ def test_mixed_drafts_equal_single_ones() -> None:
     tokens, probs = draft(state, logits)
     assert probs is not None
     for index in range(3):
-        slot = torch.tensor([index])
-        alone, alone_probs = sample_draft(
-            logits[index : index + 1], slot, [index], torch.tensor([3]), state, VOCAB
+        uses = state.uses([index])
+        alone_probs = torch.zeros(1, VOCAB)
+        alone = sample_draft(
+            logits[index : index + 1],
+            torch.tensor([index]),
+            torch.tensor([3]),
+            state,
+            uses,
+            VOCAB,
+            probs_out=alone_probs if Uses.SAMPLING in uses else None,
         )
         assert tokens[index] == alone[0]
-        if alone_probs is None:
-            assert not probs[index].any()
-        else:
-            assert torch.equal(probs[index], alone_probs[0])
+        assert torch.equal(probs[index], alone_probs[0])
 
 
 def test_padding_is_never_drafted() -> None:

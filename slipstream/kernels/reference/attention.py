@@ -27,7 +27,7 @@ def rotate_and_store(
 
 def store(key: Tensor, value: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]) -> None:
     """Write rows [T, Hk, D] to their slots; rows with slot -1 are dropped."""
-    if int(slots.min()) < 0:
+    if bool((slots < 0).any()):
         written = slots >= 0
         slots, key, value = slots[written], key[written], value[written]
     for pages, rows in zip(cache, (key, value), strict=True):
@@ -51,6 +51,8 @@ def paged_attention(
     starts, lengths = inputs.query_start.tolist(), inputs.context_lens.tolist()
     for request, length in enumerate(lengths):
         rows = slice(starts[request], starts[request + 1])
+        if rows.start == rows.stop:
+            continue
         keys, values = (_gather(pages, inputs.block_tables[request], length) for pages in cache)
         mask = _mask(inputs.positions[rows], length, window)
         out[rows] = _attend(query[rows], keys, values, mask, scale)

@@ -4,15 +4,19 @@ Every kernel also runs under Triton's interpreter (`TRITON_INTERPRET=1`, CPU ten
 it is tested where there is no GPU.
 """
 
+from dataclasses import replace
+
 from slipstream.kernels.composition import Parts, compose
 from slipstream.kernels.reference import dense
+from slipstream.kernels.table import Ops
 from slipstream.kernels.triton.activation import gated_activation
 from slipstream.kernels.triton.attention import paged_attention
+from slipstream.kernels.triton.linear import Linears
 from slipstream.kernels.triton.norm import add_norm, norm
 from slipstream.kernels.triton.rope import rotate_and_store
 
 PARTS = Parts(
-    linear=dense.linear,  # the library's matmuls, for now
+    linear=dense.linear,
     logits=dense.logits,
     norm=norm,
     add_norm=add_norm,
@@ -20,4 +24,18 @@ PARTS = Parts(
     rotate_and_store=rotate_and_store,
     paged_attention=paged_attention,
 )
-TRITON = compose("triton", PARTS)
+
+
+def _column(name: str, linears: Linears) -> Ops:
+    return replace(
+        compose(name, PARTS),
+        linear=linears.linear,
+        norm_linear=linears.norm_linear,
+        norm_gated_linear=linears.norm_gated_linear,
+        add_norm=linears.add_norm,
+        logits=linears.logits,
+    )
+
+
+TRITON = _column("triton", Linears())
+TRITON_INVARIANT = _column("triton, batch invariant", Linears(invariant=True))

@@ -1,62 +1,177 @@
-"""Root mean square norms: one program per row, float32 inside, one rounding at the end."""
+"""Root mean square norms: one program per row, float32 inside, one rounding at the end.
+
+The sum with the residual is rounded to the model's dtype before it is normed: what the next layer
+adds to and what this one sees are the same numbers.
+"""
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.table import Norm
+from slipstream.kernels.triton import launch
+from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
+
+FLOAT8_MAX = tl.constexpr(448.0)  # of e4m3
+# The smallest normal number: a row of zeros has a scale too.
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a matmul multiplies: values [T, K] and by how much each row is scaled, [T] float32."""
+
+    values: Tensor
+    scales: Tensor | None
+
 
 @triton.jit
-def _norm_kernel(x, residual, weight, out, total, row_stride, eps, width, block: tl.constexpr):
-    """Rows of `x` (plus `residual`, where there is one) over `width` columns, kept in registers.
+def _to_e4m3(value):
+    """To the nearest of at most 448, ties to even.
 
-    The sum is rounded to the model's dtype before it is normed: what the next layer adds to and
-    what this one sees are the same numbers.
+    Three bits behind the leading one, or multiples of 2^-9 below 2^-6; the conversion is then
+    exact. (Triton's interpreter loses a carry where it has to round.)
     """
+    bits = value.to(tl.int32, bitcast=True)
+    bits += 0x7FFFF + ((bits >> 20) & 1)
+    normal = (bits & -0x100000).to(tl.float32, bitcast=True)
+    small = (value + 24576.0) - 24576.0  # float32 has steps of 2^-9 there
+    return tl.where(tl.abs(value) < 0.015625, small, normal).to(tl.float8e4nv)
+
+
+@triton.jit
+def _rounded(value):
+    """(a row in e4m3, its scale): its largest number becomes 448."""
+    largest = tl.maximum(tl.max(tl.abs(value), axis=0), TINY * FLOAT8_MAX)
+    scale = tl.div_rn(largest, FLOAT8_MAX)
+    return _to_e4m3(tl.div_rn(value, scale + tl.zeros_like(value))), scale
+
+
+@triton.jit
+def _norm_kernel(
+    addend, residual, weight, out, scales, total, part_stride, row_stride, eps, width,
+    parts: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """A row of `parts` addends (plus `residual`, where there is one), kept in registers.
+
+    Writes the sum to `total` where that is asked for, and its norm to `out`: in the model's dtype,
+    or with `scales` in e4m3 after that.
+    """
+    launch_dependents(pdl)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < width
-    scales = tl.load(weight + column, mask=inside, other=0.0)
-    value = tl.load(x + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(pdl)
+    place = row * width + column
+    at = row * row_stride + column
+    value = tl.load(addend + at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, parts):  # in their order
+        other = tl.load(addend + at + part * part_stride, mask=inside, other=0.0)
+        value += other.to(tl.float32)
     if residual is not None:
-        value += tl.load(residual + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    if total is not None:
         rounded = value.to(total.dtype.element_ty)
-        tl.store(total + row * width + column, rounded, mask=inside)
+        tl.store(total + place, rounded, mask=inside)
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
-    normed = value * scale * scales.to(tl.float32)
-    tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=inside)
+    normed = (value * scale * gain).to(weight.dtype.element_ty)
+    if scales is None:
+        tl.store(out + place, normed, mask=inside)
+    else:
+        rounded, by = _rounded(normed.to(tl.float32))
+        tl.store(out + place, rounded, mask=inside)
+        tl.store(scales + row, by)
+
+
+@triton.jit
+def _round_kernel(x, out, scales, row_stride, width, block: tl.constexpr, pdl: tl.constexpr):
+    launch_dependents(pdl)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
+    inside = column < width
+    wait_for_inputs(pdl)
+    value = tl.load(x + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    rounded, scale = _rounded(value)
+    tl.store(out + row * width + column, rounded, mask=inside)
+    tl.store(scales + row, scale)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    _launch(rows, None, weight, eps, out, None)
+    _launch(rows, None, Norm(weight, eps), Rows(out, None), None)
     return out.view(x.shape)
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    residual = residual.contiguous()
-    out, total = torch.empty_like(residual), torch.empty_like(residual)
-    _launch(x, residual, weight, eps, out, total)
-    return out, total
+    rows, total = normed_rows(x, residual, Norm(weight, eps))
+    return rows.values, total
+
+
+def normed_rows(
+    addend: Tensor, residual: Tensor | None, norm: Norm, float8: bool = False
+) -> tuple[Rows, Tensor]:
+    """(the norm of residual + addend, residual + addend); addend [T, H] or parts of it.
+
+    With `float8` the norm is rounded as `round_rows` would.
+    """
+    shape, dtype, device = addend.shape[-2:], norm.weight.dtype, addend.device
+    summing = residual is not None or addend.ndim == 3
+    total = torch.empty(shape, dtype=dtype, device=device) if summing else addend
+    if float8:
+        rows = _float8_rows(shape, device)
+    else:
+        rows = Rows(torch.empty(shape, dtype=dtype, device=device), None)
+    if residual is not None:
+        residual = residual.contiguous()
+    _launch(addend, residual, norm, rows, total if summing else None)
+    return rows, total
+
+
+def _float8_rows(shape: torch.Size, device: torch.device) -> Rows:
+    values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    return Rows(values, torch.empty(shape[0], dtype=torch.float32, device=device))
+
+
+def round_rows(x: Tensor) -> Rows:
+    """As the reference's: e4m3, and the scale of each row."""
+    assert x.stride(-1) == 1
+    out, width = _float8_rows(x.shape, x.device), x.shape[1]
+    if x.numel():
+        block = triton.next_power_of_2(width)
+        _round_kernel[(len(x),)](
+            x, out.values, out.scales, x.stride(0), width, block=block, num_warps=_warps(block),
+            **launch.options(x.device),
+        )  # fmt: skip
+    return out
 
 
 def _launch(
-    x: Tensor,
+    addend: Tensor,
     residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    out: Tensor,
+    norm: Norm,
+    out: Rows,
     total: Tensor | None,
 ) -> None:
-    if not x.numel():
+    if not out.values.numel():
         return
-    assert x.stride(-1) == 1
-    rows, width = x.shape
+    assert addend.stride(-1) == 1
+    rows, width = addend.shape[-2:]
+    parts = addend.shape[0] if addend.ndim == 3 else 1
+    part_stride = addend.stride(0) if parts > 1 else 0
     block = triton.next_power_of_2(width)
-    # 16 numbers a thread: what one thread can load in two wide loads.
-    warps = min(16, max(1, block // 512))
     _norm_kernel[(rows,)](
-        x, residual, weight, out, total, x.stride(0), eps, width, block, num_warps=warps
-    )
+        addend, residual, norm.weight, out.values, out.scales, total, part_stride,
+        addend.stride(-2), norm.eps, width, parts=parts, block=block,
+        num_warps=_warps(block), **launch.options(addend.device),
+    )  # fmt: skip
+
+
+def _warps(block: int) -> int:
+    """16 numbers a thread: what one thread can load in two wide loads."""
+    return min(16, max(1, block // 512))

@@ -1,0 +1,260 @@
+"""One engine at a time on random weights: the time of a decode step by two runs' difference.
+
+What the figures mean stands in `gpu_decode.py`, which prints them.
+"""
+
+import gc
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from benchmarks.geometries import geometry_named, write_config
+from slipstream import LLM, SamplingParams
+from slipstream.core.outputs import RequestOutput
+from slipstream.engine.prompts import TokensPrompt
+from slipstream.models.catalogue import read_decoder_config
+
+READ_BYTES_PER_MS = 4.35e9
+HEADROOM = 64  # positions behind the longest output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One engine.
+
+    Attributes:
+        target, draft: geometries; without a draft, plain decoding.
+        acceptance_length: forced; None judges the drafts for real.
+        draft_vocab_size: tokens that are drafted over; None for all.
+        context: `max_model_len`; None for what prompt and output need.
+        options: further options of the engine.
+    """
+
+    target: str
+    draft: str | None = None
+    num_speculative_tokens: int = 0
+    acceptance_length: float | None = None
+    draft_vocab_size: int | None = None
+    quantization: str | None = None
+    drafter_quantization: str | None = None
+    dtype: str = "bfloat16"
+    load_format: str = "dummy"
+    context: int | None = None
+    options: dict[str, Any]
+
+    @property
+    def plain(self) -> "Setup":
+        """The same target without a drafter."""
+        return replace(
+            self,
+            draft=None,
+            num_speculative_tokens=0,
+            acceptance_length=None,
+            draft_vocab_size=None,
+            drafter_quantization=None,
+        )
+
+    @property
+    def title(self) -> str:
+        """As a heading."""
+        words = [_shown(self.target, self.quantization)]
+        if self.draft is None:
+            return f"{words[0]} plain"
+        words.append(f"+ {_shown(self.draft, self.drafter_quantization)}")
+        if self.draft_vocab_size is not None:
+            words.append(f"over {self.draft_vocab_size} tokens")
+        return " ".join([*words, f"K={self.num_speculative_tokens}"])
+
+
+@dataclass(frozen=True)
+class Method:
+    """How an engine is measured: sizes in tokens, and how often."""
+
+    batch_sizes: tuple[int, ...]
+    prompt: int
+    short: int
+    long: int
+    repeat: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table; times in ms. `split` is draft, target, rest, or empty."""
+
+    setup: str
+    batch: int
+    k: int
+    al: float
+    step: float
+    split: tuple[float, ...]
+    limit: float
+    tokens_per_s: float
+    plain_ratio: float | None = None
+    bar: float | None = None
+    vllm: float | None = None
+
+
+def _shown(geometry: str, quantization: str | None) -> str:
+    return geometry if quantization is None else f"{geometry} in {quantization}"
+
+
+def limit_ms(setup: Setup) -> float:
+    """The time that reading the matrices of one step takes, K passes of the draft included."""
+    read = _read_bytes(setup.target, setup.quantization, setup.dtype, None)
+    if setup.draft is not None:
+        head = setup.draft_vocab_size
+        draft = _read_bytes(setup.draft, setup.drafter_quantization, setup.dtype, head)
+        read += setup.num_speculative_tokens * draft
+    return read / READ_BYTES_PER_MS
+
+
+def _read_bytes(geometry: str, quantization: str | None, dtype: str, head: int | None) -> int:
+    """Of one pass: everything but the embedding, of which only a few rows are looked up."""
+    config = read_decoder_config(geometry_named(geometry))
+    tables = 1 if config.tie_word_embeddings else 2
+    layers = config.num_matrix_parameters - tables * config.vocab_size * config.hidden_size
+    numbers = layers + (head or config.vocab_size) * config.hidden_size
+    itemsize: int = 1 if quantization else getattr(torch, dtype).itemsize
+    return numbers * itemsize
+
+
+def measure(setup: Setup, method: Method, on_ready: Callable[[float], None]) -> Iterator[Row]:
+    """A row per batch size; `on_ready` is told the seconds until the engine was."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = perf_counter()
+        llm = _engine(setup, method, Path(folder))
+        on_ready(perf_counter() - began)
+        prompts = _prompts(geometry_named(setup.target)["vocab_size"], method.prompt)
+        for batch in method.batch_sizes:
+            yield _measure_batch(llm, setup, method, batch, prompts)
+
+
+def release() -> None:
+    """Give an engine's memory back, once nothing refers to it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _engine(setup: Setup, method: Method, folder: Path) -> LLM:
+    target = write_config(folder / "target", setup.target)
+    longest = method.prompt + method.long + setup.num_speculative_tokens + HEADROOM
+    speculation: dict[str, Any] | None = None
+    if setup.draft is not None:
+        draft = write_config(folder / "draft", setup.draft)
+        speculation = {
+            "model": str(draft),
+            "num_speculative_tokens": setup.num_speculative_tokens,
+            "draft_vocab_size": setup.draft_vocab_size,
+            "quantization": setup.drafter_quantization,
+        }
+        if setup.acceptance_length is not None:
+            speculation["rejection_sample_method"] = "synthetic"
+            speculation["synthetic_acceptance_length"] = setup.acceptance_length
+    options: dict[str, Any] = {"max_num_seqs": max(method.batch_sizes), **setup.options}
+    return LLM(
+        target,
+        speculative_config=speculation,
+        load_format=setup.load_format,
+        dtype=setup.dtype,
+        quantization=setup.quantization,
+        max_model_len=setup.context or longest,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        **options,
+    )
+
+
+def _prompts(vocab_size: int, length: int) -> Callable[[int], list[TokensPrompt]]:
+    """Makes so many prompts that no run before has seen."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(number: int) -> list[TokensPrompt]:
+        ids = torch.randint(1, vocab_size, (number, length), generator=generator)
+        return [TokensPrompt(prompt_token_ids=row) for row in ids.tolist()]
+
+    return draw
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One call of `generate`: seconds, AL, steps, and their parts in seconds (or nothing)."""
+
+    seconds: float
+    al: float
+    steps: int
+    parts: tuple[float, ...]
+
+
+def _measure_batch(
+    llm: LLM,
+    setup: Setup,
+    method: Method,
+    batch: int,
+    prompts: Callable[[int], list[TokensPrompt]],
+) -> Row:
+    _run(llm, prompts(batch), method.short)  # compiles kernels, and captures what is left
+    pairs = [
+        (_run(llm, prompts(batch), method.short), _run(llm, prompts(batch), method.long))
+        for _ in range(method.repeat)
+    ]
+    steps = [
+        (long.seconds - short.seconds) / (method.long - method.short) * long.al * 1e3
+        for short, long in pairs
+    ]
+    step = statistics.median(steps)
+    al = statistics.median(long.al for _, long in pairs)
+    return Row(
+        setup=setup.title,
+        batch=batch,
+        k=setup.num_speculative_tokens,
+        al=al,
+        step=step,
+        split=_split(pairs),
+        limit=limit_ms(setup),
+        tokens_per_s=batch * al / step * 1e3,
+    )
+
+
+def _run(llm: LLM, prompts: list[TokensPrompt], length: int) -> _Run:
+    before = _parts(llm)
+    began = perf_counter()
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
+    seconds = perf_counter() - began
+    steps, *parts = (after - ago for after, ago in zip(_parts(llm), before, strict=True))
+    return _Run(seconds, _acceptance_length(outputs), int(steps), tuple(parts))
+
+
+def _parts(llm: LLM) -> tuple[float, ...]:
+    """Steps so far, and the seconds of their parts where the engine tells them."""
+    metrics = llm.metrics
+    names = ("draft_seconds", "target_seconds", "rest_seconds")
+    return (
+        metrics.num_steps,
+        *(getattr(metrics, name) for name in names if hasattr(metrics, name)),
+    )
+
+
+def _split(pairs: Sequence[tuple[_Run, _Run]]) -> tuple[float, ...]:
+    """ms a step of each part, over the steps that the long run has beyond the short one."""
+    splits = [
+        [
+            (ours - theirs) / max(1, long.steps - short.steps) * 1e3
+            for ours, theirs in zip(long.parts, short.parts, strict=True)
+        ]
+        for short, long in pairs
+    ]
+    return tuple(statistics.median(part) for part in zip(*splits, strict=True))
+
+
+def _acceptance_length(outputs: Sequence[RequestOutput]) -> float:
+    accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
+    drafts = sum(output.metrics.num_drafts for output in outputs)
+    return 1.0 + accepted / max(1, drafts)

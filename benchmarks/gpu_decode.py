@@ -1,0 +1,214 @@
+"""Decoding on a GPU, with and without a drafter: time of a step, its parts, and the memory limit.
+
+    python -m benchmarks.gpu_decode --target qwen3-8b --draft qwen3-0.6b \\
+        --num-speculative-tokens 4 --acceptance-length 2.8 --batch-sizes 1,8,32 --with-plain
+    python -m benchmarks.gpu_decode --target qwen3-8b --draft qwen3-8b:4 --load-format twin
+    python -m benchmarks.gpu_decode --suite bars
+
+Geometries are named as in `benchmarks/geometries.py`; NAME:3 is the first 3 layers of one. Weights
+are random. With `--load-format dummy` no draft would be accepted, so the verdict is drawn with the
+given acceptance length; a twin's draft, its target's first layers, is judged for real.
+
+    AL      measured: 1 + accepted draft tokens per draft
+    step    (time of LLM.generate for 288 output tokens - that for 32) / 256 * AL: greedy, distinct
+            random prompts of exactly --prompt tokens, no prefix caching; median of --repeat
+    draft, target, rest
+            means per step by time stamps on the device, over the same steps
+    limit   bytes of the matrices that a step reads / 4.35 TB/s (measured read limit of one H200)
+    share   limit / step
+    plain   tokens/s over those of plain decoding in this run (--with-plain)
+
+Each configuration has an engine of its own, which is gone before the next is made. With --json the
+last line is one JSON document.
+"""
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from benchmarks.decode_timing import Method, Row, Setup, measure, release
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a configuration is to reach: per batch size our bar and vLLM's time, in ms."""
+
+    setup: Setup
+    steps: dict[int, tuple[float, float | None]]
+
+
+def bars() -> tuple[Bar, ...]:
+    """The table of the bars; vLLM 0.26.0 on one H200 was measured by the same formula."""
+    small = Setup(target="qwen3-8b", options={})
+    large = Setup(target="qwen3-32b", options={})
+    drafted = replace(small, draft="qwen3-0.6b", num_speculative_tokens=4, acceptance_length=2.8)
+    return (
+        Bar(small, {1: (4.3, 5.26), 8: (4.6, 5.62), 32: (5.2, 6.10)}),
+        Bar(drafted, {1: (7.2, 19.7), 8: (8.0, 18.3), 32: (9.5, 19.6)}),
+        Bar(
+            replace(drafted, draft_vocab_size=32768),
+            {1: (6.5, None), 8: (7.2, None), 32: (8.6, None)},
+        ),
+        Bar(large, {1: (17.0, 18.9), 32: (18.5, 20.8), 100: (24.0, 26.7)}),
+        Bar(
+            replace(large, draft="qwen3-1.7b", num_speculative_tokens=3, acceptance_length=2.79),
+            {1: (20.5, 26.7), 32: (25.0, 33.3), 100: (52.0, 78.1)},
+        ),
+    )
+
+
+HEADINGS = "batch  K    AL   step ms   draft  target    rest   limit  share  tokens/s"
+
+
+def show(row: Row) -> None:
+    """One line below `HEADINGS`."""
+    split = "".join(f"{part:8.2f}" for part in row.split) or " " * 24
+    line = (
+        f"{row.batch:5d} {row.k:2d} {row.al:5.2f} {row.step:9.2f}{split}"
+        f"{row.limit:8.2f} {row.limit / row.step:6.0%} {row.tokens_per_s:9.0f}"
+    )
+    if row.plain_ratio is not None:
+        line += f"  plain x {row.plain_ratio:.2f}"
+    if row.bar is not None:
+        line += f"  bar {row.bar:5.1f} {'met ' if row.step <= row.bar else 'MISSED'}"
+    if row.vllm is not None:
+        line += f"  vLLM {row.vllm:5.2f} (x {row.vllm / row.step:.2f})"
+    print(line, flush=True)
+
+
+class Report:
+    """Measures one configuration after the other and prints as it goes."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.failed = False
+
+    def add(self, setup: Setup, method: Method, finish: Callable[[Row], Row]) -> list[Row]:
+        """The rows of a configuration, completed by `finish`; those before an error if it fails."""
+        print(f"\n{setup.title}, prompt {method.prompt}, {setup.load_format}", flush=True)
+        rows: list[Row] = []
+        try:
+            for row in measure(setup, method, _show_ready):
+                rows.append(finish(row))
+                show(rows[-1])
+        except Exception:  # the other configurations are still worth their time
+            traceback.print_exc()
+            self.failed = True
+        release()
+        self.rows += rows
+        return rows
+
+
+def _show_ready(seconds: float) -> None:
+    print(f"ready in {seconds:.1f} s\n{HEADINGS}", flush=True)
+
+
+def run_bars(report: Report, method: Method, options: dict[str, Any]) -> None:
+    """Every configuration of `bars`."""
+    for bar in bars():
+
+        def beside(row: Row, bar: Bar = bar) -> Row:
+            ours, vllm = bar.steps[row.batch]
+            return replace(row, bar=ours, vllm=vllm)
+
+        setup = replace(bar.setup, options=options)
+        report.add(setup, replace(method, batch_sizes=tuple(bar.steps)), beside)
+
+
+def run_one(report: Report, setup: Setup, method: Method, with_plain: bool) -> None:
+    """One configuration, with plain decoding before it when asked."""
+    plain: dict[int, float] = {}
+    if with_plain and setup.draft is not None:
+        rows = report.add(setup.plain, method, lambda row: row)
+        plain = {row.batch: row.tokens_per_s for row in rows}
+
+    def beside(row: Row) -> Row:
+        if row.batch not in plain:
+            return row
+        return replace(row, plain_ratio=row.tokens_per_s / plain[row.batch])
+
+    report.add(setup, method, beside)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when every configuration ran."""
+    given = _parser().parse_args(arguments)
+    method = Method(given.batch_sizes, given.prompt, given.short, given.long, given.repeat)
+    options = dict(_engine_options(given))
+    report = Report()
+    if given.suite == "bars":
+        run_bars(report, method, options)
+    else:
+        run_one(report, _setup(given, options), method, given.with_plain)
+    if given.json:
+        print(json.dumps({"method": asdict(method), "rows": [asdict(row) for row in report.rows]}))
+    return int(report.failed)
+
+
+def _setup(given: argparse.Namespace, options: dict[str, Any]) -> Setup:
+    length = given.acceptance_length
+    if length is None and given.load_format == "dummy" and given.draft:
+        length = 1 + 0.45 * given.num_speculative_tokens
+    return Setup(
+        target=given.target,
+        draft=given.draft,
+        num_speculative_tokens=given.num_speculative_tokens if given.draft else 0,
+        acceptance_length=length if given.draft else None,
+        draft_vocab_size=given.draft_vocab_size,
+        quantization=given.quantization,
+        drafter_quantization=given.drafter_quantization,
+        dtype=given.dtype,
+        load_format=given.load_format,
+        context=given.context,
+        options=options,
+    )
+
+
+def _engine_options(given: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    for name in ("device", "max_num_seqs", "enforce_eager", "batch_invariant"):
+        value = getattr(given, name)
+        if value:
+            yield name, value
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(","))
+
+
+def _parser() -> argparse.ArgumentParser:
+    cli = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cli.add_argument("--suite", choices=["bars"], help="all configurations that have a bar")
+    cli.add_argument("--target", default="qwen3-8b")
+    cli.add_argument("--draft")
+    cli.add_argument("--num-speculative-tokens", "-k", type=int, default=4)
+    cli.add_argument(
+        "--acceptance-length", type=float, help="forced with dummy weights [1 + 0.45 K]"
+    )
+    cli.add_argument("--batch-sizes", type=_sizes, default=(1, 8, 32))
+    cli.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
+    cli.add_argument("--short", type=int, default=32, help="output tokens of the short run")
+    cli.add_argument("--long", type=int, default=288, help="output tokens of the long run")
+    cli.add_argument("--draft-vocab-size", type=int)
+    cli.add_argument("--quantization", choices=["fp8"])
+    cli.add_argument("--drafter-quantization", choices=["fp8"])
+    cli.add_argument("--dtype", default="bfloat16")
+    cli.add_argument("--context", type=int, help="max_model_len [what prompt and output need]")
+    cli.add_argument("--load-format", choices=["dummy", "twin"], default="dummy")
+    cli.add_argument("--repeat", type=int, default=3)
+    cli.add_argument("--with-plain", action="store_true", help="plain decoding of the target too")
+    cli.add_argument("--device", choices=["cpu", "cuda"])
+    cli.add_argument("--max-num-seqs", type=int, help="[the largest batch]")
+    cli.add_argument("--enforce-eager", action="store_true")
+    cli.add_argument("--batch-invariant", action="store_true")
+    cli.add_argument("--json", action="store_true")
+    return cli
+
+
+if __name__ == "__main__":
+    sys.exit(main())

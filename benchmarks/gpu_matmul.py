@@ -1,0 +1,220 @@
+"""Whole decoder layers of the triton column on a GPU, inside one CUDA graph, against the library.
+
+    PYTHONPATH=. python3 -m benchmarks.gpu_matmul [--models 0.6b,8b] [--rows 1,5,16,40,64]
+
+A pass is every layer's norm_linear, attend (each row a request of 600 tokens), linear,
+norm_gated_linear and linear, each layer with weights of its own, then the last norm and the head;
+`dense` is the same without attention. The limit is the weights' bytes at 4.35 TB/s.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.composition import compose
+from slipstream.kernels.table import AttentionInputs, Float8Matrix, Heads, Norm, Ops, Weight
+from slipstream.kernels.triton import PARTS, TRITON
+
+BYTES_PER_US = 4.35e6
+CONTEXT, BLOCK_SIZE = 600, 16
+DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
+LIBRARY = compose("library", PARTS)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Of a decoder; `timed` of its `layers` are run, and the pass scaled up."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    layers: int
+    vocab: int = 151936
+    timed: int | None = None
+    query_norms: bool = True
+
+
+GEOMETRIES = {
+    "0.6b": Geometry(1024, 16, 8, 128, 3072, 28),
+    "1.7b": Geometry(2048, 16, 8, 128, 6144, 28),
+    "llama-1b": Geometry(2048, 32, 8, 64, 8192, 16, vocab=128256, query_norms=False),
+    "8b": Geometry(4096, 32, 8, 128, 12288, 36),
+    "llama-8b": Geometry(4096, 32, 8, 128, 14336, 32, vocab=128256, query_norms=False),
+    "32b": Geometry(5120, 64, 8, 128, 25600, 64, timed=8),
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    qkv: Weight
+    output: Weight
+    gate_up: Weight
+    down: Weight
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class Decoder:
+    layers: list[Layer]
+    head: Tensor
+    heads: Heads
+    cache: tuple[Tensor, Tensor]
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cli.add_argument("--models", default=",".join(GEOMETRIES))
+    cli.add_argument("--rows", default="1,5,16,40,64")
+    cli.add_argument("--float8", action="store_true", help="layers in e4m3")
+    cli.add_argument("--no-library", action="store_true")
+    options = cli.parse_args()
+    print(f"{'model':9}{'rows':>5}{'pass us':>9}{'layer':>8}{'dense':>8}{'head':>8}", end="")
+    print(f"{'limit':>9}{'share':>7}{'library':>9}{'layer':>8}")
+    for name in options.models.split(","):
+        geometry = GEOMETRIES[name]
+        decoder = _decoder(geometry, options.float8)
+        for rows in map(int, options.rows.split(",")):
+            library = None if options.no_library or options.float8 else LIBRARY
+            _report(name, geometry, decoder, rows, library)
+        del decoder
+        torch.cuda.empty_cache()
+
+
+def _report(
+    name: str, geometry: Geometry, decoder: Decoder, rows: int, library: Ops | None
+) -> None:
+    layers, head = _pass_us(TRITON, decoder, rows, True)
+    dense, _ = _pass_us(TRITON, decoder, rows, False)
+    whole = layers * geometry.layers + head
+    limit = _bytes(decoder, geometry) / BYTES_PER_US
+    print(f"{name:9}{rows:5}{whole:9.0f}{layers:8.2f}{dense:8.2f}{head:8.2f}", end="")
+    print(f"{limit:9.0f}{limit / whole:7.0%}", end="")
+    if library is not None:
+        layers, head = _pass_us(library, decoder, rows, True)
+        print(f"{layers * geometry.layers + head:9.0f}{layers:8.2f}", end="")
+    print(flush=True)
+
+
+def _bytes(decoder: Decoder, geometry: Geometry) -> float:
+    one = decoder.layers[0]
+    matrices = (one.qkv, one.output, one.gate_up, one.down)
+    layer = sum(_values(each).nbytes for each in matrices)
+    return float(layer * geometry.layers + decoder.head.nbytes)
+
+
+def _values(weight: Weight) -> Tensor:
+    return weight.values if isinstance(weight, Float8Matrix) else weight
+
+
+def _pass_us(ops: Ops, decoder: Decoder, rows: int, attending: bool) -> tuple[float, float]:
+    """(microseconds of one layer, of the last norm and the head)."""
+    stream = torch.randn(rows, _values(decoder.layers[0].qkv).shape[1], device=DEVICE).to(DTYPE)
+    inputs = _inputs(rows)
+    heads = decoder.heads
+    mixed = torch.randn(rows, heads.num_heads * heads.head_dim, device=DEVICE).to(DTYPE)
+
+    def layers() -> tuple[Tensor, Tensor]:
+        addend, residual = stream, None
+        for layer in decoder.layers:
+            qkv, residual = ops.norm_linear(addend, residual, layer.norm, layer.qkv, None)
+            attended = ops.attend(qkv, heads, inputs, decoder.cache) if attending else mixed
+            addend = ops.linear(attended, layer.output, None)
+            active, residual = ops.norm_gated_linear(
+                addend, residual, layer.norm, layer.gate_up, None
+            )
+            addend = ops.linear(active, layer.down, None)
+        assert residual is not None
+        return addend, residual
+
+    def whole() -> None:
+        addend, residual = layers()
+        ops.logits(ops.add_norm(addend, residual, decoder.layers[0].norm), decoder.head)
+
+    without = _graph_us(layers)
+    return without / len(decoder.layers), _graph_us(whole) - without
+
+
+def _decoder(geometry: Geometry, float8: bool) -> Decoder:
+    one, width = geometry, geometry.width
+    heads_width = one.heads * one.head_dim
+
+    def matrix(rows: int, columns: int) -> Weight:
+        weight = torch.empty(rows, columns, dtype=DTYPE, device=DEVICE).normal_()
+        weight *= columns**-0.5
+        if not float8:
+            return weight
+        scales = weight.abs().amax(-1).float() / 448
+        return Float8Matrix((weight / scales[:, None]).to(torch.float8_e4m3fn), scales)
+
+    layers = [
+        Layer(
+            matrix((one.heads + 2 * one.kv_heads) * one.head_dim, width),
+            matrix(width, heads_width),
+            matrix(2 * one.inner, width),
+            matrix(width, one.inner),
+            Norm(torch.ones(width, dtype=DTYPE, device=DEVICE), 1e-6),
+        )
+        for _ in range(one.timed or one.layers)
+    ]
+    head = torch.empty(one.vocab, width, dtype=DTYPE, device=DEVICE).normal_()
+    norm = Norm(torch.ones(one.head_dim, dtype=DTYPE, device=DEVICE), 1e-6)
+    turns = torch.randn(4096, one.head_dim, device=DEVICE)
+    blocks = 64 * -(-CONTEXT // BLOCK_SIZE)
+    pages = torch.randn(2, blocks, BLOCK_SIZE, one.kv_heads, one.head_dim, device=DEVICE).to(DTYPE)
+    heads = Heads(
+        num_heads=one.heads,
+        num_kv_heads=one.kv_heads,
+        head_dim=one.head_dim,
+        norms=(norm, norm) if one.query_norms else None,
+        cos_sin=turns,
+        scale=one.head_dim**-0.5,
+        window=None,
+    )
+    return Decoder(layers, head, heads, (pages[0], pages[1]))
+
+
+def _inputs(rows: int) -> AttentionInputs:
+    blocks = -(-CONTEXT // BLOCK_SIZE)
+    tables = torch.arange(rows * blocks, device=DEVICE, dtype=torch.int32).view(rows, blocks)
+    inputs = AttentionInputs(
+        query_start=torch.arange(rows + 1, device=DEVICE),
+        context_lens=torch.full((rows,), CONTEXT, device=DEVICE),
+        block_tables=tables,
+        positions=torch.full((rows,), CONTEXT - 1, device=DEVICE),
+        slots=tables[:, -1].long() * BLOCK_SIZE + (CONTEXT - 1) % BLOCK_SIZE,
+    )
+    return replace(inputs, max_rows=1, max_context=CONTEXT)
+
+
+def _graph_us(run: Callable[[], object], repeats: int = 9) -> float:
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for repeat in range(repeats + 2):
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if repeat >= 2:
+            times.append(start.elapsed_time(end))
+    return float(statistics.median(times)) * 1e3
+
+
+if __name__ == "__main__":
+    main()

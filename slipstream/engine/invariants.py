@@ -1,0 +1,60 @@
+"""What must hold between two calls of the scheduler."""
+
+from collections.abc import Mapping, Sequence
+
+from slipstream.cache.block_manager import BlockManager
+from slipstream.core.limits import StepLimits
+from slipstream.core.request import Request, RequestStatus
+
+
+def arrival(request: Request) -> int:
+    """The order of every queue."""
+    return request.arrival
+
+
+def check_queues(
+    running: Sequence[Request], waiting: Sequence[Request], requests: Mapping[str, Request]
+) -> None:
+    """Everyone stands in one queue, in order of arrival."""
+    everyone = [*running, *waiting]
+    assert {request.request_id: request for request in everyone} == requests
+    assert len(everyone) == len(requests), "a request is queued twice"
+    for queue in (running, waiting):
+        assert list(queue) == sorted(queue, key=arrival), "a queue is not in arrival order"
+    for request in waiting:
+        assert request.status is RequestStatus.WAITING, f"{request.request_id}: status"
+        assert request.slot == -1, f"{request.request_id}: waits with a slot"
+        assert request.num_computed == 0, f"{request.request_id}: waits with computed tokens"
+
+
+def check_places(
+    running: Sequence[Request],
+    free_slots: Sequence[int],
+    limits: StepLimits,
+    blocks: BlockManager,
+) -> None:
+    """Every running request has a slot and blocks of its own, and something left to do."""
+    blocks.check_invariants()
+    slots = [request.slot for request in running]
+    assert sorted([*slots, *free_slots]) == list(range(limits.max_num_seqs)), (
+        "a slot is lost or held twice"
+    )
+    assert blocks.request_ids == {request.request_id for request in running}, (
+        "exactly the running requests have a table"
+    )
+    for request in running:
+        _check_running(request, limits, blocks)
+
+
+def _check_running(request: Request, limits: StepLimits, blocks: BlockManager) -> None:
+    name = request.request_id
+    assert request.status is RequestStatus.RUNNING, f"{name}: status"
+    assert 0 <= request.num_computed < request.num_tokens, f"{name}: nothing left to compute"
+    assert request.num_tokens < limits.max_model_len, f"{name}: no room for a token"
+    assert request.num_output_tokens < request.max_tokens, f"{name}: ran past max_tokens"
+    covered = len(blocks.table(name)) * blocks.block_size
+    assert request.num_computed <= covered, f"{name}: computed tokens without a block"
+    # The next row goes to position num_computed, behind every block that others may read.
+    assert blocks.num_final_tokens(name) <= request.num_computed, (
+        f"{name}: a final block would be written again"
+    )

@@ -1,0 +1,142 @@
+"""The device's part of a step: propose, forward, verify, commit, observe. No host decisions."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from slipstream.core.limits import StepLimits
+from slipstream.kernels.timestamp import timestamp_for
+from slipstream.runner.device_state import DeviceState
+from slipstream.runner.model_runner import Forward, ModelRunner, Rows
+from slipstream.runner.turn import Turn
+from slipstream.sampling.rows import SampleRows
+from slipstream.sampling.state import SamplingState
+from slipstream.sampling.verification import Verdict, Verification, verify
+from slipstream.speculative.drafter import Draft, Drafter
+
+# Numbers of a request behind its tokens in `Outcome.numbers`.
+NUM_COUNTS, NUM_TIMES = 4, 3
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """A draft, when the round began and when it was there."""
+
+    draft: Draft
+    began: Tensor
+    drafted: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a round gave.
+
+    Attributes:
+        numbers: [R, K + 8] int64, for the host: the K + 1 places of the verdict's tokens; how many
+            tokens, accepted and draft tokens there are, and what the drafter has cached; and when
+            the round began, had its drafts, and ended, in nanoseconds.
+        logits: [N, V] float32, the target's raw logits.
+        forward: the target's pass.
+    """
+
+    numbers: Tensor
+    logits: Tensor
+    forward: Forward
+
+
+class Round:
+    """Holds the models and the state; called with a turn, it does the whole of it.
+
+    Nothing in it looks at the host, and it waits for the device only where a turn is exact, so a
+    call over fixed tensors can be captured in a graph and replayed.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        drafter: Drafter,
+        state: DeviceState,
+        sampling: SamplingState,
+        verification: Verification,
+        limits: StepLimits,
+    ) -> None:
+        self._runner, self._drafter = runner, drafter
+        self._state, self._sampling = state, sampling
+        self._verification = verification
+        self._now = partial(timestamp_for(state.device), state.device)
+        self._most_drafted = min(limits.max_model_len - 1, limits.drafter_max_model_len)
+
+    @torch.inference_mode()
+    def __call__(self, turn: Turn) -> Outcome:
+        return self.judge(turn, self.propose(turn))
+
+    @torch.inference_mode()
+    def propose(self, turn: Turn) -> Proposal:
+        """The drafter's guesses, which become the tentative tail of every request's tokens."""
+        began = self._now()
+        # The host may have planned before it knew the last step's tokens.
+        room = (self._most_drafted - self._state.num_tokens[turn.slots]).clamp_min(0)
+        turn = replace(turn, num_draft_tokens=torch.minimum(turn.num_draft_tokens, room))
+        draft = self._drafter.propose(turn)
+        self._state.write_draft(turn.slots, draft.token_ids, draft.num_tokens)
+        return Proposal(draft, began, self._now())
+
+    @torch.inference_mode()
+    def judge(self, turn: Turn, proposal: Proposal) -> Outcome:
+        """One pass of the target over known and draft tokens, the verdict, and what follows."""
+        draft = proposal.draft
+        forward = self._forward(turn, draft)
+        num_rows = None
+        hidden = forward.hidden
+        if turn.exact:
+            num_rows = turn.num_requests + int(draft.num_tokens.sum())
+            hidden = forward.ends(draft.num_tokens + 1, num_rows)
+        logits = self._runner.logits(hidden)
+        verdict = self._verify(turn, draft, logits, num_rows)
+        self._commit(turn, verdict)
+        self._drafter.observe(turn, verdict, forward)
+        counts = (
+            verdict.num_tokens,
+            verdict.num_accepted,
+            draft.num_tokens,
+            self._drafter.cached_tokens(turn.slots),
+        )
+        times = torch.stack((proposal.began, proposal.drafted, self._now()))
+        rows = times.expand(turn.num_requests, NUM_TIMES)
+        numbers = torch.cat((verdict.token_ids, torch.stack(counts, 1), rows), 1)
+        return Outcome(numbers, logits, forward)
+
+    def _forward(self, turn: Turn, draft: Draft) -> Forward:
+        """Prompt chunks, last tokens and draft tokens."""
+        starts = self._state.num_computed[turn.slots]
+        lengths = turn.num_new_tokens + draft.num_tokens
+        most = turn.most_rows(draft.token_ids.shape[1] + 1)
+        return self._runner.forward(Rows(turn.slots, starts, lengths, most))
+
+    def _verify(self, turn: Turn, draft: Draft, logits: Tensor, num_rows: int | None) -> Verdict:
+        """The verdict on every request; those whose prompt is not at its end gain nothing."""
+        rows = SampleRows.build(
+            turn.slots,
+            self._state.num_tokens[turn.slots],
+            draft.token_ids,
+            draft.num_tokens,
+            draft.one_hot,
+            draft.probs,
+            draft.vocabulary,
+            num_rows=num_rows,
+        )
+        verdict = verify(logits, rows, self._sampling, turn.uses, self._verification)
+        return replace(
+            verdict,
+            num_tokens=verdict.num_tokens * turn.at_end,
+            num_accepted=verdict.num_accepted * turn.at_end,
+        )
+
+    def _commit(self, turn: Turn, verdict: Verdict) -> None:
+        """Append what was accepted; refused tokens lose their slots."""
+        slots = turn.slots
+        computed = self._state.num_computed[slots] + turn.num_new_tokens + verdict.num_accepted
+        self._state.commit(slots, computed, verdict.token_ids, verdict.num_tokens)
+        self._sampling.commit(slots, verdict.token_ids, verdict.num_tokens, turn.uses)

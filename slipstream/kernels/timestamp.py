@@ -1,0 +1,27 @@
+"""What time it is where the work is done."""
+
+from collections.abc import Callable
+from time import perf_counter_ns
+
+import torch
+from torch import Tensor
+
+
+def _of_host(device: torch.device) -> Tensor:
+    return torch.tensor(perf_counter_ns(), device=device)
+
+
+def _unknown(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def timestamp_for(device: torch.device) -> Callable[[torch.device], Tensor]:
+    """A function that gives a scalar int64 tensor on `device`: nanoseconds when that work was
+    reached, of some clock of the device. Where there is none it is always 0."""
+    if device.type != "cuda":
+        return _of_host
+    try:
+        from slipstream.kernels.triton.timestamp import timestamp
+    except ImportError:  # `ops_for` has warned
+        return _unknown
+    return timestamp

@@ -1,0 +1,97 @@
+"""The matmul ops of the column: kernels of our own for few rows, the library for many.
+
+`Linears(invariant=True)` keeps to our kernels for any number of rows, so that the bits of a row
+never depend on the rows beside it; the library chooses its kernels by the number of rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.reference import dense
+from slipstream.kernels.table import Float8Matrix, Norm, Weight
+from slipstream.kernels.triton import head, matmul
+from slipstream.kernels.triton.activation import gated_activation
+from slipstream.kernels.triton.norm import Rows, normed_rows, round_rows
+
+FEW_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Linears:
+    """What `kernels/table.py` calls linear, norm_linear, norm_gated_linear, add_norm and logits."""
+
+    invariant: bool = False
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        if not self._ours(len(x), x.dtype, weight):
+            return _library(_rows(x, weight), weight, bias, x.dtype)
+        return matmul.addends(_rows(x, weight), weight, bias, x.dtype)
+
+    def norm_linear(
+        self,
+        addend: Tensor,
+        residual: Tensor | None,
+        norm: Norm,
+        weight: Weight,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        rows, total = normed_rows(addend, residual, norm, isinstance(weight, Float8Matrix))
+        if self._ours(len(total), total.dtype, weight):
+            return matmul.product(rows, weight, bias, total.dtype), total
+        return _library(rows, weight, bias, total.dtype), total
+
+    def norm_gated_linear(
+        self,
+        addend: Tensor,
+        residual: Tensor | None,
+        norm: Norm,
+        weight: Weight,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        rows, total = normed_rows(addend, residual, norm, isinstance(weight, Float8Matrix))
+        if self._ours(len(total), total.dtype, weight):
+            return matmul.gated_product(rows, weight, bias, total.dtype), total
+        return gated_activation(_library(rows, weight, bias, total.dtype)), total
+
+    def add_norm(self, addend: Tensor, residual: Tensor, norm: Norm) -> Tensor:
+        return normed_rows(addend, residual, norm)[0].values
+
+    def logits(self, x: Tensor, weight: Weight) -> Tensor:
+        if self._ours(len(x), x.dtype, weight):
+            return head.few_logits(x, weight)
+        return head.many_logits(x, weight)
+
+    def _ours(self, rows: int, dtype: torch.dtype, weight: Weight) -> bool:
+        """float32 gains nothing from tiles that are made for the tensor cores."""
+        float32 = dtype == torch.float32 and not isinstance(weight, Float8Matrix)
+        return self.invariant or (rows <= FEW_ROWS and not float32)
+
+
+def _rows(x: Tensor, weight: Weight) -> Rows:
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return round_rows(x) if isinstance(weight, Float8Matrix) else Rows(x, None)
+
+
+def _library(x: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[T, N] in `dtype`."""
+    if not isinstance(weight, Float8Matrix):
+        return dense.linear(x.values, weight, bias)
+    if not _scaled_matmul_serves(x, weight, dtype):
+        return matmul.product(x, weight, bias, dtype)
+    assert x.scales is not None
+    out: Tensor = torch._scaled_mm(  # type: ignore[no-untyped-call,unused-ignore]
+        x.values, weight.values.T, scale_a=x.scales[:, None], scale_b=weight.scales[None, :],
+        out_dtype=dtype, use_fast_accum=False,
+    )  # fmt: skip
+    return out if bias is None else out + bias
+
+
+def _scaled_matmul_serves(x: Rows, weight: Float8Matrix, dtype: torch.dtype) -> bool:
+    """Rows and columns in multiples of 16 and results in bfloat16 are all that it takes."""
+    if x.values.device.type != "cuda" or dtype != torch.bfloat16:
+        return False
+    if torch.cuda.get_device_capability(x.values.device) < (9, 0):
+        return False
+    return all(size % 16 == 0 for size in weight.values.shape) and len(x.values) > 0

@@ -1,0 +1,143 @@
+"""The matmul of few rows: weights stream past once, as the large side of every product.
+
+    out[split, m, n] = sum of x[m, k] * weight[n, k] over the split's part of k
+
+A tile of weights [block_n, block_k] meets the rows [block_k, block_m]. A sum runs through its part
+of k in one chain of the tensor cores' steps, so its bits follow from the splits alone: neither
+from the tile's sizes nor from the number of rows.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.triton.activation import gated_value
+from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
+
+PREFETCHED_BYTES = tl.constexpr(256)
+
+
+@triton.jit
+def _weight_rows(tile, width, block_n: tl.constexpr, gated: tl.constexpr):
+    """The rows of a tile of weights; behind the last one, the last one again.
+
+    A gated tile holds 8 gates, the 8 rows that they multiply, 8 gates and so on: a thread of the
+    tensor cores owns numbers that stand 8 rows apart.
+    """
+    line = tl.arange(0, block_n)
+    if gated:
+        row = tile * (block_n // 2) + line // 16 * 8 + line % 8
+        row = tl.minimum(row, width - 1) + (line // 8 % 2) * width
+    else:
+        row = tl.minimum(tile * block_n + line, width - 1)
+    return row.to(tl.int64)
+
+
+@triton.jit
+def _halves(total):
+    """[block_n, block_m] of a gated tile -> gates and what they multiply."""
+    block_n: tl.constexpr = total.shape[0]
+    block_m: tl.constexpr = total.shape[1]
+    apart = tl.permute(tl.reshape(total, (block_n // 16, 2, 8, block_m)), (0, 2, 3, 1))
+    gate, up = tl.split(apart)
+    return tl.reshape(gate, (block_n // 2, block_m)), tl.reshape(up, (block_n // 2, block_m))
+
+
+@triton.jit
+def _prefetch(weight, row, first, depth: tl.constexpr, columns: tl.constexpr):
+    """Asks for `columns` of the rows from `first` on to be brought into the L2 cache."""
+    size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    piece = tl.arange(0, columns * size // PREFETCHED_BYTES) * (PREFETCHED_BYTES // size)
+    address = (weight + row[:, None] * depth + first + piece[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0;",
+        "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _product(tile_w, tile_x, total):
+    if tile_w.dtype.is_fp8():  # exact in float16, whose products are added up in float32
+        tile_w = tile_w.to(tl.float16)
+        tile_x = tile_x.to(tl.float16)
+    return tl.dot(tile_w, tl.trans(tile_x), total, input_precision="ieee")
+
+
+@triton.jit
+def _chain(
+    total, weight_at, x_at, column, valid, begin, end, ragged: tl.constexpr, block_k: tl.constexpr,
+    stages: tl.constexpr,
+):  # fmt: skip
+    """`total` plus the products over [begin, end)."""
+    for k in tl.range(begin, end, block_k, num_stages=stages):
+        if ragged:
+            inside = (column + k < end)[None, :]
+            tile_w = tl.load(weight_at + k, mask=inside, other=0.0)
+            tile_x = tl.load(x_at + k, mask=valid[:, None] & inside, other=0.0)
+        else:
+            tile_w = tl.load(weight_at + k, eviction_policy="evict_first")
+            tile_x = tl.load(x_at + k, mask=valid[:, None], other=0.0)
+        total = _product(tile_w, tile_x, total)
+    return total
+
+
+@triton.jit
+def _store(out, sums, tile, split, line, rows, width, gated: tl.constexpr):
+    if gated:
+        gate, up = _halves(sums)
+        sums = gated_value(gate, up)
+    own: tl.constexpr = sums.shape[0]
+    column = tile * own + tl.arange(0, own)
+    inside = (column < width)[:, None] & (line < rows)[None, :]
+    place = (split * rows + line)[None, :].to(tl.int64) * width + column[:, None]
+    tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def matmul_kernel(
+    x, x_scales, weight, weight_scales, bias, out, row_stride, rows, width, depth: tl.constexpr,
+    part: tl.constexpr, joined: tl.constexpr, gated: tl.constexpr, block_m: tl.constexpr,
+    block_n: tl.constexpr, block_k: tl.constexpr, stages: tl.constexpr, ahead: tl.constexpr,
+    peeled: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Programs (tile of rows, tile of n, splits). x [rows, depth]; weight [width, depth], twice
+    that where `gated`; out [splits, rows, width]: a program adds up `joined` splits in order.
+
+    Before it may read x, a program asks for `ahead` columns of its weights, and with `peeled`
+    loads the first tile of them.
+    """
+    launch_dependents(pdl)
+    tile, split = tl.program_id(1), tl.program_id(2)
+    first = split * part * joined
+    ragged: tl.constexpr = depth % block_k != 0 or part % block_k != 0
+    row = _weight_rows(tile, width, block_n, gated)
+    column = tl.arange(0, block_k)
+    weight_at = weight + row[:, None] * depth + column[None, :]
+    if ahead:
+        _prefetch(weight, row, first, depth, ahead)
+    if peeled:
+        peel = tl.load(weight_at + first, eviction_policy="evict_first")
+    wait_for_inputs(pdl)
+    line = tl.program_id(0) * block_m + tl.arange(0, block_m)
+    valid = line < rows
+    x_at = x + line[:, None].to(tl.int64) * row_stride + column[None, :]
+    sums = tl.zeros((block_n, block_m), dtype=tl.float32)
+    begin = first
+    if peeled:
+        tile_x = tl.load(x_at + first, mask=valid[:, None], other=0.0)
+        sums = _product(peel, tile_x, sums)
+        begin = first + block_k
+    end = tl.minimum(first + part, depth)
+    sums = _chain(sums, weight_at, x_at, column, valid, begin, end, ragged, block_k, stages)
+    for other in tl.static_range(1, joined):
+        begin = first + other * part
+        end = tl.minimum(begin + part, depth)
+        none = tl.zeros((block_n, block_m), dtype=tl.float32)
+        sums += _chain(none, weight_at, x_at, column, valid, begin, end, ragged, block_k, stages)
+    if x_scales is not None:
+        sums *= tl.load(x_scales + line, mask=valid, other=0.0)[None, :]
+    if weight_scales is not None:
+        sums *= tl.load(weight_scales + row)[:, None]
+    if bias is not None:
+        added = tl.load(bias + row).to(tl.float32)
+        sums += tl.where(split == 0, added, 0.0)[:, None]
+    _store(out, sums, tile, split, line, rows, width, gated)

@@ -1,0 +1,238 @@
+"""Sampling and verification: the chain of kernels behind the head's logits.
+
+    scan        one read of all logits, several programs a row (`sampling_scan.py`)
+    thresholds  of top_k, top_p and min_p, where a request of the batch has any
+    accept      the verdict on every draft; greedy requests end here (`sampling_verdict.py`)
+    race        the last token of sampled requests: one row of a request, several programs
+    settle      the winner of its programs
+
+Nothing here waits for the device, and a row's bits do not depend on the other rows: chunks are of
+a fixed size, and every sum has one order.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from slipstream.kernels.sampling_table import JudgedRows, Needs, SamplingOps, SamplingSlots
+from slipstream.kernels.triton.launch import options
+from slipstream.kernels.triton.sampling_draft import draft_race_kernel, draft_settle_kernel
+from slipstream.kernels.triton.sampling_scan import scan_kernel
+from slipstream.kernels.triton.sampling_thresholds import thresholds_kernel
+from slipstream.kernels.triton.sampling_verdict import (
+    accept_kernel,
+    commit_kernel,
+    race_kernel,
+    settle_kernel,
+)
+
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How rows are cut, whatever their number: tokens of a chunk and of a group, and warps."""
+
+    block: int = 4096
+    group: int = 128
+    groups_at_once: int = 32
+    scan_warps: int = 8
+    race_warps: int = 8
+    threshold_warps: int = 8
+
+
+TILES = Tiles()
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    """What the first pass leaves.
+
+    Attributes:
+        source: the logits to sample from, [N, V or more], processed where that was asked for.
+        largest, choice, total: [N, chunks], of every chunk.
+        facts: [N, 4] of the rows of truncated batches, else None.
+    """
+
+    source: Tensor
+    largest: Tensor
+    choice: Tensor
+    total: Tensor
+    facts: Tensor | None
+    chunks: int
+
+    @property
+    def block_s(self) -> int:
+        return int(triton.next_power_of_2(self.chunks))
+
+
+def verify(
+    logits: Tensor,
+    rows: JudgedRows,
+    state: SamplingSlots,
+    needs: Needs,
+    rates: tuple[float, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    device, vocab_size = logits.device, logits.shape[1]
+    requests, most_drafts = rows.draft_tokens.shape
+    width = most_drafts + 1
+    token_ids = torch.empty((requests, width), dtype=torch.int64, device=device)
+    num_tokens, num_accepted = torch.empty((2, requests), dtype=torch.int64, device=device)
+    if not requests:
+        return token_ids, num_tokens, num_accepted
+    scanned = _scan(_aligned(logits), rows, state, needs, vocab_size)
+    chunks, launch = scanned.chunks, options(device)
+    last = torch.empty((requests, 3), dtype=torch.int32, device=device)
+    last_facts = torch.empty((requests, 4), dtype=torch.float32, device=device)
+    probs, vocabulary = rows.draft_probs if most_drafts else None, rows.draft_vocabulary
+    draft = (probs, vocabulary, *_draft_strides(probs))
+    assert state.ints.stride(1) == state.floats.stride(1) == rows.draft_tokens.stride(1) == 1
+    numbers = (state.ints, state.floats, state.ints.stride(0), state.floats.stride(0))
+    steps = _search_steps(vocabulary)
+    one_hot, stride = rows.one_hot.view(torch.uint8), scanned.source.stride(0)
+    accept_kernel[(requests,)](
+        scanned.source, scanned.largest, scanned.choice, scanned.total, scanned.facts, token_ids,
+        num_tokens, num_accepted, last, last_facts, rows.layout and rows.layout[2], rows.slots,
+        rows.positions, rows.draft_tokens, rows.num_draft_tokens, one_hot, *draft[:2], *numbers,
+        stride, rows.draft_tokens.stride(0), *draft[2:], width, vocab_size, chunks,
+        rates=rates, num_rates=len(rates), uniform_rows=rows.layout is None,
+        sampled=needs.sampling, truncated=scanned.facts is not None, steps=steps,
+        block_k=triton.next_power_of_2(width), block_s=scanned.block_s, num_warps=4, **launch,
+    )  # fmt: skip
+    if needs.sampling:
+        scores = torch.empty((requests, 2, chunks), dtype=torch.float32, device=device)
+        tokens = torch.empty((requests, 2, chunks), dtype=torch.int32, device=device)
+        race_kernel[(chunks, requests)](
+            scanned.source, last, last_facts, scores, tokens, rows.slots, rows.positions, one_hot,
+            *draft[:2], *numbers, stride, *draft[2:], vocab_size, steps=steps, block=TILES.block,
+            num_warps=TILES.race_warps, **launch,
+        )  # fmt: skip
+        settle_kernel[(requests,)](
+            scores, tokens, last, token_ids, rows.slots, state.floats, state.floats.stride(0),
+            width, vocab_size, chunks, block_s=scanned.block_s, num_warps=1, **launch,
+        )  # fmt: skip
+    return token_ids, num_tokens, num_accepted
+
+
+def draft(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    state: SamplingSlots,
+    needs: Needs,
+    num_legal_tokens: int,
+    probs_out: Tensor | None,
+) -> Tensor:
+    requests, device = len(slots), logits.device
+    vocab_size = min(logits.shape[1], num_legal_tokens)
+    out = torch.empty(requests, dtype=torch.int64, device=device)
+    if not requests:
+        return out
+    sampled, logits = probs_out is not None, _aligned(logits)
+    needs = Needs(sampled, needs.top_k, needs.top_p, needs.min_p)
+    scanned = _scan(logits, _plain_rows(slots, positions), state, needs, vocab_size)
+    chunks, launch = scanned.chunks, options(device)
+    floats, floats_stride = state.floats, state.floats.stride(0)
+    scores = tokens = None
+    if probs_out is not None:
+        assert probs_out.stride(1) == 1
+        scores = torch.empty((requests, chunks), dtype=torch.float32, device=device)
+        tokens = torch.empty((requests, chunks), dtype=torch.int32, device=device)
+        draft_race_kernel[(chunks, requests)](
+            logits, scanned.largest, scanned.total, scanned.facts, probs_out, scores, tokens,
+            slots, positions, state.ints, floats, state.ints.stride(0), floats_stride,
+            logits.stride(0), probs_out.stride(0), vocab_size, chunks,
+            truncated=scanned.facts is not None, block=TILES.block, block_s=scanned.block_s,
+            num_warps=TILES.race_warps, **launch,
+        )  # fmt: skip
+    draft_settle_kernel[(requests,)](
+        scanned.largest, scanned.choice, scores, tokens, out, slots, floats, floats_stride,
+        vocab_size, chunks, sampled=sampled, block_s=scanned.block_s, num_warps=1, **launch,
+    )  # fmt: skip
+    return out
+
+
+def commit(slots: Tensor, token_ids: Tensor, num_tokens: Tensor, state: SamplingSlots) -> None:
+    requests, width = token_ids.shape
+    if not requests:
+        return
+    assert token_ids.stride(1) == 1
+    counts = state.output_counts
+    commit_kernel[(requests,)](
+        slots, token_ids, num_tokens, state.ints, state.ints.stride(0), counts,
+        token_ids.stride(0), width, counts.shape[1] if counts is not None else 0,
+        block_k=triton.next_power_of_2(width), num_warps=1, **options(slots.device),
+    )  # fmt: skip
+
+
+def _scan(
+    logits: Tensor, rows: JudgedRows, state: SamplingSlots, needs: Needs, vocab_size: int
+) -> Scan:
+    """The scan, and the thresholds where any row may have some."""
+    num_rows, device, tiles = len(logits), logits.device, TILES
+    chunks, groups = triton.cdiv(vocab_size, tiles.block), triton.cdiv(vocab_size, tiles.group)
+    largest, total = torch.empty((2, num_rows, chunks), dtype=torch.float32, device=device)
+    choice = torch.empty((num_rows, chunks), dtype=torch.int32, device=device)
+    source, processed = logits, None
+    if needs.penalties or needs.bias or needs.min_tokens or rows.allowed is not None:
+        source = processed = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
+    group_largest = facts = None
+    if needs.sampling and (needs.top_k or needs.top_p or needs.min_p):
+        group_largest = torch.empty((num_rows, groups), dtype=torch.float32, device=device)
+        facts = torch.empty((num_rows, 4), dtype=torch.float32, device=device)
+    request, offset, _ = rows.layout or (None, None, None)
+    drafts = rows.draft_tokens.shape[1]
+    lengths = rows.num_draft_tokens if drafts and rows.layout is None else None
+    place = {"uniform_rows": rows.layout is None, **options(device)}
+    numbers = (state.ints, state.floats, state.ints.stride(0), state.floats.stride(0))
+    prompt_mask = None if state.prompt_mask is None else state.prompt_mask.view(torch.uint8)
+    scan_kernel[(chunks, num_rows)](
+        logits, processed, largest, choice, total, group_largest, request, offset, rows.slots,
+        lengths, rows.draft_tokens, rows.draft_tokens.stride(0), *numbers,
+        state.stop_ids if needs.min_tokens else None, state.stop_ids.shape[1],
+        state.output_counts if needs.penalties else None,
+        prompt_mask if needs.penalties else None, state.bias if needs.bias else None,
+        rows.allowed, logits.stride(0), 0 if rows.allowed is None else rows.allowed.stride(0),
+        drafts + 1, vocab_size, groups, sampled=needs.sampling, block=tiles.block,
+        group=tiles.group, num_warps=tiles.scan_warps, **place,
+    )  # fmt: skip
+    if facts is not None:
+        selected = torch.empty((num_rows, groups), dtype=torch.int32, device=device)
+        thresholds_kernel[(num_rows,)](
+            source, group_largest, largest, total, selected, facts, request, offset, rows.slots,
+            lengths, *numbers, source.stride(0), drafts + 1, vocab_size, groups, chunks,
+            by_top_k=needs.top_k, by_top_p=needs.top_p, by_min_p=needs.min_p, group=tiles.group,
+            tile=tiles.groups_at_once, block_g=triton.next_power_of_2(groups),
+            block_s=triton.next_power_of_2(chunks), num_warps=tiles.threshold_warps, **place,
+        )  # fmt: skip
+    return Scan(source, largest, choice, total, facts, chunks)
+
+
+def _plain_rows(slots: Tensor, positions: Tensor) -> JudgedRows:
+    """One row for each request, that judges no draft."""
+    none = slots.new_empty((len(slots), 0))
+    return JudgedRows(None, slots, positions, none, slots, slots, None, None, None)
+
+
+def _aligned(logits: Tensor) -> Tensor:
+    """How rows are loaded, and so the order of sums, follows from the alignment of their start."""
+    assert logits.stride(1) == 1
+    return logits.clone() if logits.data_ptr() % ALIGNMENT else logits
+
+
+def _draft_strides(probs: Tensor | None) -> tuple[int, int, int]:
+    """Strides of requests and places, and the number of columns."""
+    if probs is None:
+        return 0, 0, 0
+    assert probs.stride(2) == 1
+    return probs.stride(0), probs.stride(1), probs.shape[2]
+
+
+def _search_steps(vocabulary: Tensor | None) -> int:
+    """Halvings until one of so many columns is left."""
+    return 0 if vocabulary is None else len(vocabulary).bit_length()
+
+
+SAMPLING = SamplingOps(verify=verify, draft=draft, commit=commit)

@@ -1,0 +1,116 @@
+"""Tensors for a network's parameters: from a checkpoint's files, or at random for benchmarks."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import CheckpointError
+from slipstream.layers.parameters import Part
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.safetensors_file import TensorEntry, read_into
+
+Progress = Callable[[int], None]  # called with the bytes just read
+
+# Buffers that some exporters write and that follow from the config.
+_DERIVED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
+
+
+def no_progress(_: int) -> None:
+    """Tell nobody."""
+
+
+class TensorSource(Protocol):
+    """Makes filled tensors in a dtype and on a device of its own, the parts stacked."""
+
+    def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
+        """[sum of rows, columns]"""
+
+    def vector(self, parts: Sequence[Part]) -> Tensor:
+        """[sum of rows]"""
+
+
+class CheckpointSource:
+    """Reads each parameter straight from the files into its place, converted to `dtype`.
+
+    Raises CheckpointError for a missing tensor (naming it), a wrong shape (naming both shapes) and,
+    in `finish`, for tensors that no layer asked for.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress = no_progress,
+    ) -> None:
+        self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
+        self._progress = progress
+        self._unused = set(checkpoint.entries)
+
+    def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
+        return self._fill(parts, (columns,))
+
+    def vector(self, parts: Sequence[Part]) -> Tensor:
+        return self._fill(parts, ())
+
+    def finish(self, ignored: Sequence[str] = ()) -> None:
+        """Refuse a checkpoint that holds more than the network: its maths would differ.
+
+        Args:
+            ignored: tensor names that may be there for no use (a tied head).
+        """
+        surplus = sorted(
+            name for name in self._unused if name not in ignored and not name.endswith(_DERIVED)
+        )
+        if surplus:
+            more = f" and {len(surplus) - 3} more" if len(surplus) > 3 else ""
+            raise CheckpointError(
+                f"{self._checkpoint.path} holds tensors that this architecture does not use "
+                f"({', '.join(surplus[:3])}{more}); its config.json names another model"
+            )
+
+    def _fill(self, parts: Sequence[Part], tail: tuple[int, ...]) -> Tensor:
+        entries = [self._entry(part.name, (part.rows, *tail)) for part in parts]
+        rows = sum(part.rows for part in parts)
+        parameter = torch.empty((rows, *tail), dtype=self._dtype, device=self._device)
+        start = 0
+        for part, entry in zip(parts, entries, strict=True):
+            read_into(entry, parameter[start : start + part.rows])
+            self._progress(entry.nbytes)
+            start += part.rows
+        return parameter
+
+    def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
+        entry = self._checkpoint.entries.get(name)
+        if entry is None:
+            raise CheckpointError(
+                f"{self._checkpoint.path} has no tensor {name}, which its config.json asks for "
+                f"with shape {list(shape)}"
+            )
+        if tuple(entry.shape) != shape:
+            raise CheckpointError(
+                f"tensor {name} in {self._checkpoint.path} has shape {list(entry.shape)}, but its "
+                f"config.json asks for {list(shape)}"
+            )
+        self._unused.discard(name)
+        return entry
+
+
+class DummySource:
+    """Random weights of a sane scale from a fixed seed, so that a config alone can be timed."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
+        self._dtype, self._device = dtype, device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
+        rows = sum(part.rows for part in parts)
+        parameter = torch.empty((rows, columns), dtype=self._dtype, device=self._device)
+        return parameter.normal_(std=0.02, generator=self._generator)
+
+    def vector(self, parts: Sequence[Part]) -> Tensor:
+        rows = sum(part.rows for part in parts)
+        value = 1.0 if parts[0].name.endswith("norm.weight") else 0.0
+        return torch.full((rows,), value, dtype=self._dtype, device=self._device)

@@ -1,0 +1,75 @@
+"""What a device can do, and what the engine's options mean on it."""
+
+import torch
+
+from slipstream.core.errors import UsageError
+
+# Of NVIDIA's GPUs: the kernels multiply bf16 in tensor cores, and convert e4m3 in hardware.
+LEAST_CAPABILITY = (8, 0)
+LEAST_FLOAT8_CAPABILITY = (8, 9)
+
+
+def choose_device(name: str) -> tuple[torch.device, str]:
+    """The device that "auto", "cpu" or "cuda" means here, and why.
+
+    Raises UsageError for a GPU that is not there, or too old for the kernels.
+    """
+    if name == "cpu":
+        return torch.device("cpu"), "device"
+    if not torch.cuda.is_available():
+        if name == "auto":
+            return torch.device("cpu"), "torch sees no GPU"
+        built = "" if torch.version.cuda else f": this torch ({torch.__version__}) knows no CUDA"
+        raise UsageError(f"device=cuda, but torch sees no GPU{built}; use device=cpu")
+    device = torch.device("cuda")
+    gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        raise UsageError(
+            f"{gpu} has compute capability {_shown(capability)}, but the kernels need "
+            f"{_shown(LEAST_CAPABILITY)} (Ampere) or newer; use device=cpu"
+        )
+    return device, f"{gpu}, compute capability {_shown(capability)}"
+
+
+def require_quantization(device: torch.device, option: str) -> None:
+    """Raise UsageError where the device cannot multiply by e4m3 matrices; `option` asked for it."""
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_FLOAT8_CAPABILITY:
+        raise UsageError(
+            f"{option}=fp8 needs compute capability {_shown(LEAST_FLOAT8_CAPABILITY)} (Ada) or "
+            f"newer, and {torch.cuda.get_device_name(device)} has {_shown(capability)}; leave it "
+            "out"
+        )
+
+
+def quantization_note(device: torch.device) -> str:
+    """What it means to multiply by e4m3 matrices on this device."""
+    if device.type == "cuda":
+        return "matrices rounded to e4m3 at load time, one scale a row; activations at run time"
+    return (
+        "matrices rounded to e4m3 at load time; correct but slow on a CPU, which converts them in "
+        "every pass"
+    )
+
+
+def invariance_note(device: torch.device) -> str:
+    """What `batch_invariant` promises on this device."""
+    if device.type == "cuda":
+        return "rows do not depend on the rows beside them, in every matmul; slower"
+    return (
+        "accepted, but not promised on a CPU yet: torch chooses matmuls by their row count, so the "
+        "last bits of a row may depend on the rows beside it"
+    )
+
+
+def default_batched_tokens(device: torch.device) -> tuple[int, str]:
+    """The most rows of a target pass when the user names no number, and why."""
+    if device.type == "cuda":
+        return 8192, "a GPU's default"
+    return 2048, "a CPU's default: a longer step would hold up the other requests"
+
+
+def _shown(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

@@ -1,0 +1,177 @@
+"""CUDA graphs of device work over a turn: captured once per size, replayed ever after."""
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.table import ops_for
+from slipstream.runner.device_state import DeviceState
+from slipstream.runner.transfer import upload
+from slipstream.runner.turn import Plan, Turn
+from slipstream.sampling.state import SamplingState, Uses
+
+logger = logging.getLogger("slipstream")
+
+T = TypeVar("T")
+TurnFunction = Callable[[Turn], T]
+
+LEAN = (frozenset[Uses](), frozenset({Uses.SAMPLING}))
+# Words that must not be completed are looked for on the host.
+FULL = frozenset(Uses) - {Uses.BAD_WORDS}
+
+
+def captures_graphs(device: torch.device, enforce_eager: bool) -> bool:
+    """Whether steps are captured on this device."""
+    return device.type == "cuda" and not enforce_eager and ops_for(device).column != "reference"
+
+
+def bucket_sizes(most: int) -> list[int]:
+    """The numbers of requests that graphs are captured for, up to `most`."""
+    sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, 256, 32)]
+    sizes.extend(range(256, most, 128))
+    return [*(size for size in sizes if size < most), most]
+
+
+@dataclass(frozen=True)
+class _Key:
+    name: str
+    bucket: int
+    width: int
+    uses: frozenset[Uses]
+    guessed: bool
+
+
+@dataclass(eq=False)
+class _Captured(Generic[T]):
+    """The numbers that a captured call reads, and how to run it on them."""
+
+    columns: Tensor
+    replay: Callable[[], T]
+    last_columns: list[list[int]] | None = None
+
+
+class Recorder:
+    """Captures calls in CUDA graphs that share one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], T]) -> Callable[[], T]:
+        """A function that repeats the call's device work and returns the same tensors again."""
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):  # once before, so that kernels are compiled
+            function()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Collecting a dropped graph's memory in the middle of a capture would break it.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                result = function()
+        finally:
+            if collects:
+                gc.enable()
+
+        def replay() -> T:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class GraphRunner:
+    """Runs functions of a turn by replaying graphs of them.
+
+    A batch is padded to the next bucket with requests that have no tokens, compute nothing and
+    gain nothing; so capturing disturbs nobody and can be done at any time. All graphs share one
+    memory pool: what a replay returns is good until the next one.
+
+    Args:
+        width: K of the engine; graphs exist for it and for 0.
+        recorder: captures a call.
+    """
+
+    def __init__(
+        self, state: DeviceState, sampling: SamplingState, width: int, recorder: Recorder
+    ) -> None:
+        self._state, self._sampling, self._width = state, sampling, width
+        self._buckets = bucket_sizes(state.padding_slot)
+        self._graphs: dict[_Key, _Captured[Any]] = {}
+        self._generation = sampling.generation
+        self._record = recorder
+
+    @torch.inference_mode()
+    def run(self, name: str, function: TurnFunction[T], plan: Plan) -> T:
+        """`function` over the plan's turn; the first rows of what it returns are the plan's."""
+        key = self._key(name, plan)
+        captured: _Captured[T] | None = self._graphs.get(key)
+        if captured is None:
+            captured = self._capture(key, function)
+        columns = self._padded(plan.columns(key.width), key.bucket)
+        if columns != captured.last_columns:
+            captured.columns.copy_(upload(columns, self._state.device))
+            captured.last_columns = columns
+        return captured.replay()
+
+    def capture_all(
+        self, name: str, function: TurnFunction[Any], guessed: bool, progress: Callable[[int], None]
+    ) -> None:
+        """Capture what plain requests need, the largest first, so that the rest fits into its
+        memory."""
+        for key in self._lean_keys(name, guessed):
+            self._capture(key, function)
+            progress(1)
+
+    def num_lean(self) -> int:
+        """How many graphs `capture_all` makes."""
+        return len(self._lean_keys("", False))
+
+    def _lean_keys(self, name: str, guessed: bool) -> list[_Key]:
+        return [
+            _Key(name, bucket, width, uses, guessed and width > 0)
+            for width in sorted({self._width, 0}, reverse=True)
+            for bucket in reversed(self._buckets)
+            for uses in reversed(LEAN)
+        ]
+
+    def _key(self, name: str, plan: Plan) -> _Key:
+        bucket = next(size for size in self._buckets if size >= len(plan.slots))
+        width = self._width if plan.width else 0
+        uses = plan.uses
+        if uses not in LEAN:
+            uses = FULL
+            self._sampling.allocate_all()
+        if self._generation != self._sampling.generation:
+            self._graphs = {key: it for key, it in self._graphs.items() if key.uses in LEAN}
+            self._generation = self._sampling.generation
+        return _Key(name, bucket, width, uses, plan.guesses is not None and width > 0)
+
+    def _padded(self, columns: list[list[int]], bucket: int) -> list[list[int]]:
+        """Columns for requests without tokens behind those of the plan."""
+        missing = bucket - len(columns[0])
+        slots, *rest = columns
+        padding = [0] * missing
+        return [
+            slots + [self._state.padding_slot] * missing,
+            *(numbers + padding for numbers in rest),
+        ]
+
+    @torch.inference_mode()
+    def _capture(self, key: _Key, function: TurnFunction[T]) -> _Captured[T]:
+        nobody = Plan([], [], [], [], key.width, key.uses, [] if key.guessed else None)
+        columns = upload(self._padded(nobody.columns(key.width), key.bucket), self._state.device)
+
+        def call() -> T:
+            return function(Turn.over(columns, key.width, key.uses, exact=False))
+
+        captured = _Captured(columns, self._record(call))
+        self._graphs[key] = captured
+        return captured

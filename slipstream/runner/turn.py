@@ -1,0 +1,94 @@
+"""A step's requests as tensors: what device code knows of a batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.runner.transfer import upload
+from slipstream.sampling.state import Uses
+
+Guesses = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A batch in host numbers, ready to be copied to the device in one piece.
+
+    Attributes:
+        slots, num_new_tokens, num_draft_tokens: one number per request.
+        at_end: whether the last known token is among the new ones.
+        width: K, at least the most draft tokens.
+        uses: what any request's sampling needs.
+        guesses: draft tokens that the host found, per request; None when the device drafts.
+    """
+
+    slots: Sequence[int]
+    num_new_tokens: Sequence[int]
+    num_draft_tokens: Sequence[int]
+    at_end: Sequence[bool]
+    width: int
+    uses: frozenset[Uses]
+    guesses: Guesses | None = None
+
+    def columns(self, width: int) -> list[list[int]]:
+        """Rows of numbers, one column per request: four, and `width` more where there are
+        guesses."""
+        rows = [
+            list(self.slots),
+            list(self.num_new_tokens),
+            list(self.num_draft_tokens),
+            [int(end) for end in self.at_end],
+        ]
+        if self.guesses is not None:
+            padded = [[*guess, *[0] * (width - len(guess))] for guess in self.guesses]
+            rows.extend([row[place] for row in padded] for place in range(width))
+        return rows
+
+    def on(self, device: torch.device) -> "Turn":
+        """As tensors of exactly these requests."""
+        return Turn.over(upload(self.columns(self.width), device), self.width, self.uses, True)
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """The requests of one step on the device.
+
+    Attributes:
+        slots: [R] int64, rows of the device state; padding has a slot of its own.
+        num_new_tokens: [R] int64, known tokens that the target computes; 0 for padding.
+        num_draft_tokens: [R] int64, at most K.
+        at_end: [R] bool, the request gains tokens.
+        guesses: [R, K] int64, what the host guessed; K columns only where there are guesses.
+        width: K.
+        uses: what any request's sampling needs.
+        exact: passes compute exactly the rows that there are, for which the host may wait to
+            learn how many; otherwise each request gets as many as it can have at most, and the
+            host waits for nothing.
+    """
+
+    slots: Tensor
+    num_new_tokens: Tensor
+    num_draft_tokens: Tensor
+    at_end: Tensor
+    guesses: Tensor
+    width: int
+    uses: frozenset[Uses]
+    exact: bool
+
+    @classmethod
+    def over(cls, columns: Tensor, width: int, uses: frozenset[Uses], exact: bool) -> "Turn":
+        """Views of `Plan.columns` [4 or 4 + K, R] int64 on the device."""
+        slots, new, drafts, at_end = columns[:4].unbind(0)
+        guesses = columns[4:].T.contiguous()
+        return cls(slots, new, drafts, at_end != 0, guesses, width, uses, exact)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.slots)
+
+    def most_rows(self, most: int) -> int | None:
+        """The rows to give each request of a pass when they may have `most`; None: exactly its
+        own."""
+        return None if self.exact else most

@@ -1,0 +1,94 @@
+"""The thresholds of top_k and top_p: found exactly, and at a cost known from shapes alone."""
+
+import torch
+from torch import Tensor
+
+# top_p counts probability in integers, so that sums are exact in any order and on any device:
+# 2^43 units for the most probable token leave room for 2^20 tokens in an int64.
+MASS_UNITS = 2.0**43
+# Three digits of a radix search hold the 32 bits of a float.
+DIGIT_BITS = 11
+DIGITS = 1 << DIGIT_BITS
+NUM_DIGITS = 3
+
+
+def kth_largest(logits: Tensor, top_k: Tensor) -> Tensor:
+    """[N, 1], the k-th largest of each row of logits [N, V]; -inf where top_k [N] keeps all."""
+    vocab_size = logits.shape[-1]
+    restricts = (top_k > 0) & (top_k < vocab_size)
+    one = torch.ones_like(logits, dtype=torch.int64)
+    threshold = _search(logits, one, top_k.clamp(1, vocab_size).unsqueeze(-1))
+    return torch.where(restricts.unsqueeze(-1), threshold, -torch.inf)
+
+
+def nucleus_threshold(weights: Tensor, top_p: Tensor) -> Tensor:
+    """[N, 1], the largest threshold that keeps a share of at least top_p [N], 0 for top_p = 1.
+
+    For weights [N, V] in [0, 1].
+    """
+    mass = (weights * MASS_UNITS).to(torch.int64)
+    wanted = (mass.sum(-1, keepdim=True) * top_p.double().unsqueeze(-1)).ceil_().to(torch.int64)
+    threshold = _search(weights, mass, wanted)
+    return torch.where(top_p.unsqueeze(-1) < 1, threshold, 0.0)
+
+
+def _search(values: Tensor, mass: Tensor, wanted: Tensor) -> Tensor:
+    """The largest value of each row such that those not below it have the mass `wanted`.
+
+    Args:
+        values: [N, V] float32.
+        mass: [N, V] int64, none negative.
+        wanted: [N, 1] int64, at most the whole mass of the row.
+
+    Returns:
+        [N, 1] float32; any number not above the smallest value where nothing is wanted.
+    """
+    if values.shape[-1] <= DIGITS:  # a histogram would be larger than what it counts
+        return _search_order(values, mass, wanted)
+    return _search_bits(values, mass, wanted)
+
+
+def _search_order(values: Tensor, mass: Tensor, wanted: Tensor) -> Tensor:
+    ordered, index = values.sort(-1, descending=True)
+    reached = mass.gather(-1, index).cumsum_(-1) >= wanted
+    # The first that reaches it may stand among its equals: those before it have not reached it.
+    place = (~reached).sum(-1, keepdim=True).clamp_max_(values.shape[-1] - 1)
+    return ordered.gather(-1, place)
+
+
+def _search_bits(values: Tensor, mass: Tensor, wanted: Tensor) -> Tensor:
+    """A radix search over the bits of floats.
+
+    The upper digit of the threshold is the largest one such that the values with that digit or a
+    higher one have the mass `wanted`; then the same for the next digit, among the values with that
+    upper digit; and so on.
+    """
+    keys = _ordered_bits(values)
+    found = torch.zeros_like(wanted)
+    for place in reversed(range(NUM_DIGITS)):
+        digits = (keys >> (place * DIGIT_BITS)) & (DIGITS - 1)
+        digit, above = _search_digit(digits, mass, wanted)
+        found = (found << DIGIT_BITS) | digit
+        mass, wanted = torch.where(digits == digit, mass, 0), wanted - above
+    return _from_ordered_bits(found)
+
+
+def _ordered_bits(values: Tensor) -> Tensor:
+    """int64 in [0, 2^32), ordered as the float32 values are (and -0 equal to 0)."""
+    bits = (values + 0.0).view(torch.int32)
+    signed = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return signed.to(torch.int64) + (1 << 31)
+
+
+def _from_ordered_bits(keys: Tensor) -> Tensor:
+    signed = (keys - (1 << 31)).to(torch.int32)
+    return (signed ^ ((signed >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
+def _search_digit(digits: Tensor, mass: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest digit [N, 1] that reaches `wanted`, and the mass [N, 1] of the higher ones."""
+    histogram = mass.new_zeros(mass.shape[0], DIGITS + 1)  # the last one stays empty
+    histogram.scatter_add_(-1, digits, mass)
+    at_least = histogram.flip(-1).cumsum(-1).flip(-1)  # falls as the digit grows
+    digit = ((at_least >= wanted).sum(-1, keepdim=True) - 1).clamp_(0, DIGITS - 1)
+    return digit, at_least.gather(-1, digit + 1)

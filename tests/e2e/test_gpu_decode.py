@@ -1,0 +1,49 @@
+"""The decode benchmark runs, at tiny sizes and without a GPU; its arithmetic is right."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.decode_timing import Setup, limit_ms
+from benchmarks.gpu_decode import bars, main
+
+TINY = "--target tiny --draft tiny:1 -k 3 --device cpu --dtype float32 --prompt 12 --short 4"
+SMALL = f"{TINY} --long 24 --repeat 1 --batch-sizes 1,2"
+
+
+def test_a_twin_is_measured_beside_plain_decoding(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL.split(), "--load-format", "twin", "--with-plain", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "tiny plain, prompt 12, twin" in out
+    assert "tiny + tiny:1 K=3" in out
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert [(row["k"], row["batch"]) for row in rows] == [(0, 1), (0, 2), (3, 1), (3, 2)]
+    assert [row["al"] for row in rows[:2]] == [1.0, 1.0]
+    for row in rows[2:]:
+        assert 1.3 < row["al"] < 4
+        assert row["plain_ratio"] is not None
+        assert len(row["split"]) in (0, 3)
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] * row["al"] / row["step"] * 1e3)
+
+
+def test_acceptance_is_forced_with_dummy_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"{SMALL} --acceptance-length 2.0 --draft-vocab-size 64 --quantization fp8 --json"
+    assert main([*line.split(), "--drafter-quantization", "fp8"]) == 0
+    out = capsys.readouterr().out
+    assert "tiny in fp8 + tiny:1 in fp8 over 64 tokens K=3" in out
+    assert [row["al"] for row in json.loads(out.splitlines()[-1])["rows"]] == [2.0, 2.0]
+
+
+def test_a_failure_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL.split(), "--acceptance-length", "9"]) == 1
+    assert "between 1 and 4" in capsys.readouterr().err
+
+
+def test_limits_are_those_of_the_bars() -> None:
+    """The memory limits at batch 1 that the bars are stated with, in ms."""
+    limits = [limit_ms(bar.setup) for bar in bars()]
+    assert limits == pytest.approx([3.48, 4.58, 4.35, 14.7, 17.1], abs=0.06)
+    rounded = replace(bars()[1].setup, quantization="fp8", drafter_quantization="fp8")
+    assert limit_ms(rounded) == pytest.approx(4.58 / 2, abs=0.01)
+    assert limit_ms(Setup(target="llama-3.1-8b", options={})) == pytest.approx(3.45, abs=0.01)

@@ -1,0 +1,324 @@
+"""The matmuls of the triton column: on the GPU where there is one, else interpreted.
+
+The interpreter's `tl.dot` is wrong for bfloat16, so that dtype is tested on a GPU only.
+"""
+# ruff: noqa: E402  (what is imported first decides whether kernels are interpreted)
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed (it is there for Linux only)", allow_module_level=True)
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:  # as in tests/conftest.py, and before the kernels are defined
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from slipstream.kernels.reference import dense
+from slipstream.kernels.table import Float8Matrix, Norm, Ops, Weight
+from slipstream.kernels.triton import TRITON, TRITON_INVARIANT, matmul_tiles
+from slipstream.kernels.triton.linear import FEW_ROWS
+from slipstream.kernels.triton.matmul_tiles import Tiles, plan
+from slipstream.kernels.triton.norm import normed_rows, round_rows
+from tests.kernels import oracles
+from tests.kernels.batches import seeded
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
+]
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+HALVES = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
+DTYPES = [torch.float32, *HALVES]
+COLUMNS = [TRITON, TRITON_INVARIANT]
+# (T, N, K): tiles hold 16 to 64 rows, 64 of N and 128 of K.
+SIZES = [(1, 1, 1), (3, 7, 10), (5, 70, 136), (2, 64, 128), (17, 130, 300), (33, 10, 520)]
+if ON_GPU:
+    SIZES += [
+        (1, 4096, 1024), (16, 1024, 2048), (40, 1000, 4100), (64, 1024, 3072), (5, 20000, 256),
+        (64, 4096, 4096), (65, 320, 1000), (300, 1024, 2048),
+    ]  # fmt: skip
+
+
+def randn(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(sizes, generator=seeded(seed)).to(dtype).to(DEVICE)
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    """So that a product of normal numbers is as large as they are."""
+    return (randn(rows, columns, seed=seed) / columns**0.5).to(dtype)
+
+
+def float8(rows: int, columns: int, seed: int = 1) -> Float8Matrix:
+    rounded = dense.round_rows(matrix(rows, columns, torch.float32, seed).cpu())
+    return Float8Matrix(rounded[0].to(DEVICE), rounded[1].to(DEVICE))
+
+
+def whole(out: Tensor) -> Tensor:
+    """What a linear leaves, added up."""
+    return out.double().cpu().sum(0) if out.ndim == 3 else out.double().cpu()
+
+
+def assert_near(out: Tensor, truth: Tensor, roundings: float = 1, tiny: float = 1e-5) -> None:
+    assert out.device.type == DEVICE.type
+    relative = roundings * torch.finfo(out.dtype).eps if out.dtype != torch.float32 else 0.0
+    assert_close(whole(out), truth.double().cpu(), rtol=relative + tiny, atol=relative + tiny)
+
+
+def assert_same(out: Tensor, other: Tensor) -> None:
+    """To the last bit."""
+    assert_close(out, other, rtol=0, atol=0)
+
+
+def assert_same_sums(out: Tensor, other: Tensor) -> None:
+    """To the last bit; but the interpreter leaves sums to numpy, whose order follows the shapes."""
+    tiny = 0.0 if ON_GPU else 2 * torch.finfo(out.dtype).eps + 2e-6
+    assert_close(out, other, rtol=tiny, atol=tiny)
+
+
+# linear and logits
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda ops: ops.column)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_linear(sizes: tuple[int, int, int], dtype: torch.dtype, column: Ops, biased: bool) -> None:
+    rows, width, depth = sizes
+    x, weight = randn(rows, depth, dtype=dtype), matrix(width, depth, dtype)
+    bias = randn(width, seed=2, dtype=dtype) if biased else None
+    out = column.linear(x, weight, bias)
+    truth = oracles.product(x.cpu(), weight.cpu(), None if bias is None else bias.cpu())
+    assert out.shape[-2:] == (rows, width)
+    assert out.dtype == (torch.float32 if out.ndim == 3 else dtype)
+    assert_near(out, truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (5, 70, 136), (20, 150, 72), (70, 40, 30)], ids=str)
+def test_logits_stay_in_float32(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    rows, width, depth = sizes
+    x, weight = randn(rows, depth, dtype=dtype), matrix(width, depth, dtype)
+    for column in COLUMNS:
+        out = column.logits(x, weight)
+        assert out.dtype == torch.float32
+        assert_near(out, oracles.product(x.cpu(), weight.cpu()))
+
+
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda ops: ops.column)
+def test_no_rows(column: Ops) -> None:
+    dtype = HALVES[-1]
+    for weight in (matrix(6, 10, dtype), float8(6, 10)):
+        x = randn(0, 10, dtype=dtype)
+        norm = Norm(randn(10, dtype=dtype), 1e-6)
+        assert column.linear(x, weight, None).shape[-2:] == (0, 6)
+        assert column.logits(x, weight).shape == (0, 6)
+        assert column.norm_linear(x, x, norm, weight, None)[0].shape == (0, 6)
+        active, total = column.norm_gated_linear(x, None, norm, weight, None)
+        assert active.shape == (0, 3)
+        assert total.shape == (0, 10)
+        assert column.add_norm(x, x, norm).shape == (0, 10)
+
+
+def test_rows_with_a_stride_of_their_own() -> None:
+    x, weight = randn(5, 300, dtype=HALVES[-1])[:, 100:228], matrix(70, 128, HALVES[-1])
+    assert_same(TRITON.linear(x, weight, None), TRITON.linear(x.contiguous(), weight, None))
+    turned = randn(128, 5, dtype=HALVES[-1]).T
+    out = TRITON.logits(turned, weight)
+    assert_near(out, oracles.product(turned.cpu(), weight.cpu()))
+
+
+# norm_linear, norm_gated_linear, add_norm
+
+
+NORMED = [(1, 1, 2, 1), (3, 7, 10, 2), (5, 70, 136, 3), (18, 12, 40, 1)]
+if ON_GPU:
+    NORMED += [
+        (20, 66, 130, 1),
+        (66, 12, 40, 1),
+        (5, 4096, 1024, 8),
+        (16, 3072, 1024, 8),
+        (64, 12288, 4096, 2),
+    ]
+    NORMED += [(300, 512, 1024, 1)]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda ops: ops.column)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", NORMED, ids=str)
+def test_norm_linears(
+    case: tuple[int, int, int, int], dtype: torch.dtype, column: Ops, biased: bool
+) -> None:
+    """With and without a residual, behind a sum and behind parts of one."""
+    rows, width, depth, parts = case
+    norm = Norm(1 + 0.3 * randn(depth, seed=4, dtype=dtype), 1e-3)
+    weight = matrix(2 * width, depth, dtype)
+    bias = randn(2 * width, seed=2, dtype=dtype) if biased else None
+    residual = 2 * randn(rows, depth, seed=3, dtype=dtype)
+    addend = randn(rows, depth, dtype=dtype)
+    split = randn(parts, rows, depth)
+    for added, stream in ((addend, None), (addend, residual), (split, residual), (split, None)):
+        before = added.clone()
+        total = whole(added) if stream is None else whole(added) + stream.double().cpu()
+        out, kept = column.norm_linear(added, stream, norm, weight, bias)
+        active, again = column.norm_gated_linear(added, stream, norm, weight, bias)
+        assert out.dtype == active.dtype == kept.dtype == dtype
+        assert_near(kept, total, roundings=0.5)
+        assert_same(kept, again)
+        assert_same(added, before)
+        normed = oracles.norm(kept.cpu(), norm.weight.cpu(), norm.eps).to(dtype)
+        truth = oracles.product(normed, weight.cpu(), None if bias is None else bias.cpu())
+        assert_near(out, truth, roundings=2)
+        assert_near(active, oracles.gated(truth), roundings=6)
+        if stream is not None:
+            assert_near(column.add_norm(added, stream, norm), normed, roundings=1)
+
+
+def test_a_linear_goes_on_in_the_next_norm() -> None:
+    """What the column leaves undone, it also takes."""
+    dtype = HALVES[-1]
+    x, weight = randn(5, 2048, dtype=dtype), matrix(64, 2048, dtype)
+    residual, norm = randn(5, 64, seed=3, dtype=dtype), Norm(randn(64, dtype=dtype), 1e-6)
+    parts = TRITON.linear(x, weight, None)
+    assert parts.ndim == 3
+    assert len(parts) > 1
+    kept = TRITON.norm_linear(parts, residual, norm, matrix(10, 64, dtype), None)[1]
+    truth = oracles.product(x.cpu(), weight.cpu()) + residual.double().cpu()
+    assert_near(kept, truth, roundings=0.6)
+
+
+# e4m3
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rounding_of_rows(dtype: torch.dtype) -> None:
+    x = randn(7, 130, dtype=dtype)
+    x[3] = 0
+    x[5, 4] = 1000
+    values, scales = dense.round_rows(x.cpu())
+    rows = round_rows(x)
+    assert rows.scales is not None
+    assert_same(rows.scales.cpu(), scales)
+    assert_same(rows.values.float().cpu(), values.float())
+    normed, _ = normed_rows(x, None, Norm(randn(130, dtype=dtype), 1e-5), float8=True)
+    plain, _ = normed_rows(x, None, Norm(randn(130, dtype=dtype), 1e-5))
+    again = round_rows(plain.values)
+    assert normed.scales is not None
+    assert again.scales is not None
+    assert_same(normed.scales, again.scales)
+    assert_same(normed.values.float(), again.values.float())
+
+
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda ops: ops.column)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (3, 8, 10), (5, 70, 136), (66, 12, 40), (70, 48, 96)], ids=str
+)
+def test_float8(sizes: tuple[int, int, int], dtype: torch.dtype, column: Ops) -> None:
+    rows, width, depth = sizes
+    x, bias = randn(rows, depth, dtype=dtype), randn(width, seed=2, dtype=dtype)
+    weight = float8(width, depth)
+    host = Float8Matrix(weight.values.cpu(), weight.scales.cpu())
+    truth = dense._float8_product(x.cpu(), host)
+    assert_near(column.logits(x, weight), truth)
+    assert_near(column.linear(x, weight, bias), truth + bias.cpu().float(), roundings=2)
+    norm = Norm(torch.ones(depth, dtype=dtype, device=DEVICE), 1e-3)
+    normed = column.add_norm(x, torch.zeros_like(x), norm)
+    out, kept = column.norm_linear(x, None, norm, weight, bias)
+    assert_same(kept, x)
+    truth = dense._float8_product(normed.cpu(), host) + bias.cpu().float()
+    assert_near(out, truth, roundings=2)
+    if width % 2 == 0:
+        active, _ = column.norm_gated_linear(x, None, norm, weight, bias)
+        assert_near(active, oracles.gated(truth), roundings=6)
+
+
+# A row's numbers are its own
+
+
+INVARIANT = [(70, 136), (30, 520)]
+if ON_GPU:
+    INVARIANT += [(4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (4096, 12288), (500, 999)]
+
+
+@pytest.mark.parametrize("kind", ["whole", "float8"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", INVARIANT, ids=str)
+def test_rows_do_not_depend_on_their_number(
+    shape: tuple[int, int], dtype: torch.dtype, kind: str
+) -> None:
+    """The same for 1 to 64 rows, and in the invariant column for all."""
+    width, depth = shape
+    weight: Weight = float8(width, depth) if kind == "float8" else matrix(width, depth, dtype)
+    rows = FEW_ROWS + 6
+    x, residual = randn(rows, depth, dtype=dtype), randn(rows, depth, seed=3, dtype=dtype)
+    norm = Norm(randn(depth, seed=4, dtype=dtype), 1e-6)
+
+    def results(ops: Ops, part: slice) -> list[Tensor]:
+        linear = ops.linear(x[part], weight, None)
+        if linear.ndim == 3:  # added up as the next norm does
+            total = torch.zeros_like(linear[0])
+            for each in linear:
+                total += each
+            linear = total
+        logits = ops.logits(x[part], weight)
+        qkv, kept = ops.norm_linear(x[part], residual[part], norm, weight, None)
+        active, _ = ops.norm_gated_linear(x[part], residual[part], norm, weight, None)
+        return [linear, logits, qkv, active, kept]
+
+    together = results(TRITON_INVARIANT, slice(rows))
+    counts = (1, 5, 16, 17, 33, FEW_ROWS) if ON_GPU else (1, 17)
+    for ops in COLUMNS:
+        for count in counts:
+            part = slice(3, 3 + count)
+            for out, all_rows in zip(results(ops, part), together, strict=True):
+                assert_same_sums(out, all_rows[part].to(out.dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiles_change_no_bits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    width, depth = (200, 1024) if ON_GPU else (70, 512)
+    x, weight = randn(7, depth, dtype=dtype), matrix(width, depth, dtype)
+    residual, norm = randn(7, depth, seed=3, dtype=dtype), Norm(randn(depth, dtype=dtype), 1e-6)
+
+    def results() -> list[Any]:
+        return [
+            TRITON_INVARIANT.linear(x, weight, None),
+            TRITON_INVARIANT.logits(x, weight),
+            TRITON_INVARIANT.norm_gated_linear(x, residual, norm, weight, None)[0],
+        ]
+
+    expected = results()
+    several = [Tiles(16, 64, 128, 4, 2), Tiles(16, 64, 128, 4, 2, 128, True), Tiles(32, 64, 64)]
+    if ON_GPU and dtype != torch.float32:
+        several += [Tiles(64, 64, 128, 8), Tiles(64, 128, 128, 8), Tiles(16, 64, 256, 4, 3, 256)]
+    for tiles in several:
+        monkeypatch.setattr(matmul_tiles, "_tiles", lambda *_, tiles=tiles: tiles)
+        for out, other in zip(results(), expected, strict=True):
+            assert_same_sums(out, other)
+
+
+# The plan
+
+
+@pytest.mark.parametrize("shape", [*matmul_tiles.TUNED, (1, 1), (70, 136), (1000, 999), (5, 70000)])
+def test_splits_follow_from_the_shape_alone(shape: tuple[int, int]) -> None:
+    width, depth = shape
+    plans = [plan(width, depth, rows, torch.bfloat16, True) for rows in (1, 16, 17, 40, 64, 500)]
+    assert len({(each.splits, each.part) for each in plans}) == 1
+    for each in plans:
+        assert each.part * each.splits >= depth > each.part * (each.splits - 1)
+        assert each.splits == 1 or each.part % each.tiles.depth == 0
+        if each.tiles.ahead or each.tiles.peeled:
+            assert depth % each.tiles.depth == 0
+            assert each.part % each.tiles.depth == 0
+    assert plan(width, depth, 5, torch.bfloat16, False).splits == 1

@@ -1,0 +1,490 @@
+"""Fused sampling against plain torch: on the GPU where there is one, else interpreted.
+
+Probabilities agree up to rounding, so choices may differ where two tokens are as good as equal:
+tests of tokens use few enough numbers that this does not happen by chance.
+"""
+# ruff: noqa: E402  (what is imported first decides whether kernels are interpreted)
+
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed (it is there for Linux only)", allow_module_level=True)
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:  # as in tests/conftest.py, and before the kernels are defined
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.kernels.sampling_table import Needs, sampling_ops_for
+from slipstream.kernels.triton import sampling as fused
+from slipstream.kernels.triton.launch import options
+from slipstream.kernels.triton.philox import noise_words, token_noise, uniform
+from slipstream.sampling import noise, verification
+from slipstream.sampling import state as state_module
+from slipstream.sampling.logits import TRUNCATIONS, probabilities, process
+from slipstream.sampling.noise import NoiseKeys, Purpose
+from slipstream.sampling.rows import SampleRows
+from slipstream.sampling.state import SamplingState, Uses
+from slipstream.sampling.verification import LOSSLESS, Verification, sample_draft, verify
+
+# The interpreter computes with numpy, which warns of overflows and infinities that are meant.
+# Triton 3.6 also leans on what numpy 2.4 took away, and 3.9 announces a default of 3.10.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
+]
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+VOCABULARIES = [1, 37, 151, 1000] + ([5003, 151936] if ON_GPU else [])
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks and groups even of a small vocabulary."""
+    if not ON_GPU:
+        tiles = fused.Tiles(block=256, group=16, groups_at_once=8)
+        monkeypatch.setattr(fused, "TILES", tiles)
+
+
+@contextmanager
+def served_by(ops: Any) -> Iterator[None]:
+    """Sampling with these ops, or with plain torch when there are none."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (verification, state_module):
+            patch.setattr(module, "sampling_ops_for", lambda device: ops)
+        yield
+
+
+# Batches
+
+
+GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 0.8}
+PENALISED = {"presence_penalty": 0.7, "frequency_penalty": -0.4, "repetition_penalty": 1.3}
+LEAN: list[dict[str, Any]] = [GREEDY, SAMPLED, {"temperature": 1.0}, GREEDY, {"temperature": 1.7}]
+TRUNCATED: list[dict[str, Any]] = [
+    {"top_k": 3},
+    SAMPLED | {"top_p": 0.83},
+    GREEDY | {"top_k": 2},
+    {"min_p": 0.07, "temperature": 1.3},
+    {"top_k": 40, "top_p": 0.6, "min_p": 0.011},
+]
+PROCESSED: list[dict[str, Any]] = [
+    SAMPLED | PENALISED,
+    GREEDY | {"logit_bias": {0: 3.0}, "repetition_penalty": 0.8},
+    SAMPLED,
+    {"min_tokens": 6, "frequency_penalty": 1.1},
+    GREEDY | {"min_tokens": 5},
+]
+FULL: list[dict[str, Any]] = [
+    a | b for a, b in zip(TRUNCATED, [PENALISED, {}, {"min_tokens": 4}, PENALISED, {}], strict=True)
+]
+KINDS = {
+    "greedy": [GREEDY] * 5,
+    "lean": LEAN,
+    "truncated": TRUNCATED,
+    "processed": PROCESSED,
+    "full": FULL,
+}
+
+
+def make_state(kinds: Sequence[dict[str, Any]], vocab_size: int) -> SamplingState:
+    """Slots in reverse order, with some history."""
+    state = SamplingState(len(kinds), vocab_size, DEVICE)
+    for index, params in enumerate(kinds):
+        prompt = [token % vocab_size for token in (0, 3, 1, 30 + index)]
+        request = Request(
+            request_id=str(index),
+            token_ids=list(prompt),
+            params=SamplingParams(**params),
+            seed=(1 << 63) + 77 * index,
+            stop_token_ids=frozenset({2, 5 % vocab_size, vocab_size - 1}),
+            max_tokens=100,
+            num_speculative_tokens=4,
+            arrival=index,
+        )
+        request.token_ids.extend(token % vocab_size for token in (7, 7, 36, 9))
+        request.num_steps = 3 * index
+        state.admit(len(kinds) - 1 - index, request)
+    return state
+
+
+def make_batch(
+    state: SamplingState, most_drafts: int, seed: int, reduced: bool, uniform_rows: bool
+) -> tuple[Tensor, SampleRows]:
+    """(logits, rows): drafts of all lengths that are often right, some ended by -1."""
+    generator = torch.Generator().manual_seed(seed)
+    num, vocab_size = state.max_num_seqs, state.vocab_size
+    logits = torch.randn(num, most_drafts + 1, vocab_size, generator=generator) * 2
+    drafts = logits[:, :most_drafts].argmax(-1)
+    chance = torch.rand(drafts.shape, generator=generator)
+    drafts = torch.where(
+        chance < 0.3, torch.randint(vocab_size, drafts.shape, generator=generator), drafts
+    )
+    drafts[chance > 0.97] = -1
+    lengths = torch.randint(most_drafts + 1, (num,), generator=generator)
+    vocabulary = None
+    if reduced:
+        vocabulary = torch.unique(
+            torch.cat((drafts.clamp_min(0).flatten(), torch.arange(0, vocab_size, 3)))
+        )
+    width = vocab_size if vocabulary is None else len(vocabulary)
+    probs = (torch.randn(num, most_drafts, width, generator=generator) * 2).softmax(-1)
+    one_hot = torch.rand(num, generator=generator) < 0.3
+    rows = SampleRows.build(
+        torch.arange(num - 1, -1, -1).to(DEVICE),
+        torch.randint(1, 1000, (num,), generator=generator).to(DEVICE),
+        drafts.to(DEVICE),
+        lengths.to(DEVICE),
+        one_hot.to(DEVICE),
+        probs.to(DEVICE) if most_drafts else None,
+        None if vocabulary is None else vocabulary.to(DEVICE),
+        num_rows=None if uniform_rows else int(lengths.sum()) + num,
+    )
+    logits = logits.to(DEVICE)
+    return logits[rows.request, rows.offset].contiguous(), rows
+
+
+def judge(
+    ops: Any, logits: Tensor, rows: SampleRows, state: SamplingState, how: Verification = LOSSLESS
+) -> tuple[list[Any], ...]:
+    with served_by(ops):
+        uses = state.uses(rows.slots.tolist())
+        verdict = verify(logits, rows, state, uses, how)
+    return tuple(
+        part.tolist() for part in (verdict.token_ids, verdict.num_tokens, verdict.num_accepted)
+    )
+
+
+# Noise
+
+
+@triton.jit
+def _noise_kernel(
+    seeds, positions, steps, words, numbers, chances, purpose, counters: tl.constexpr
+):
+    row = tl.program_id(0)
+    seed, position, step = tl.load(seeds + row), tl.load(positions + row), tl.load(steps + row)
+    counter = tl.arange(0, counters)
+    parts = noise_words(seed, position, step, purpose, counter)
+    for place in tl.static_range(4):
+        cell = row * counters * 4 + counter * 4 + place
+        tl.store(words + cell, parts[place].to(tl.int64))
+    cell = row * counters * 4 + counter[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(numbers + cell, token_noise(seed, position, step, purpose, counter))
+    many = position + counter
+    tl.store(chances + row * counters + counter, uniform(seed, many, step, purpose))
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+def test_noise(purpose: Purpose) -> None:
+    counters = 64
+    seeds = torch.tensor([0x0123456789ABCDEF, -5, 1 << 62, 0]).to(DEVICE)
+    positions = torch.tensor([0, 6, (1 << 31) + 3, 77]).to(DEVICE)
+    steps = torch.tensor([3, 0, 1 << 31, 9]).to(DEVICE)
+    words = torch.empty(4, counters * 4, dtype=torch.int64, device=DEVICE)
+    numbers = torch.empty(4, counters * 4, device=DEVICE)
+    chances = torch.empty(4, counters, device=DEVICE)
+    _noise_kernel[(4,)](seeds, positions, steps, words, numbers, chances, int(purpose), counters)
+    keys = NoiseKeys(seeds, positions, steps)
+    index = torch.arange(counters, device=DEVICE)
+    expected = noise._words(keys, purpose, index)
+    assert torch.equal(words, torch.stack(expected, -1).flatten(1))
+    truth = -torch.log1p(-noise._open_uniforms(expected).flatten(1).double())
+    assert ((numbers.double() - truth).abs() <= 2 * ulp(truth)).all()
+    for row in range(4):
+        many = NoiseKeys(
+            seeds[row].expand(counters), positions[row] + index, steps[row].expand(counters)
+        )
+        assert torch.equal(chances[row], noise.uniform(many, purpose))
+
+
+def ulp(values: Tensor) -> Tensor:
+    single = values.float()
+    return (torch.nextafter(single, torch.full_like(single, torch.inf)) - single).double()
+
+
+# Verification
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("most_drafts", range(5))
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_verify(name: str, most_drafts: int, vocab_size: int) -> None:
+    if not ON_GPU and (most_drafts + vocab_size) % 2 and name != "full":
+        pytest.skip("the interpreter takes every other case")
+    state = make_state(KINDS[name], vocab_size)
+    accepted = 0
+    for seed in range(20 if ON_GPU else 2):
+        for uniform_rows in (True, False):
+            reduced = bool((seed + most_drafts) % 2)
+            logits, rows = make_batch(state, most_drafts, seed, reduced, uniform_rows)
+            before = logits.clone()
+            expected = judge(None, logits, rows, state)
+            assert judge(fused.SAMPLING, logits, rows, state) == expected
+            assert torch.equal(logits, before)
+            accepted += sum(expected[2])
+    assert accepted or not most_drafts
+
+
+def test_sampled_requests_are_neither_all_accepted_nor_all_refused() -> None:
+    """So that `test_verify` sees recovered tokens of both kinds, and bonus tokens."""
+    state = make_state(LEAN, 151)
+    counts = [0, 0, 0]
+    for seed in range(20):
+        _, rows = batch = make_batch(state, 4, seed, bool(seed % 2), True)
+        _, _, accepted = judge(None, *batch, state)
+        for index in (1, 2, 4):
+            short = accepted[index] < rows.num_draft_tokens[index]
+            counts[int(rows.one_hot[index]) if short else 2] += 1
+    assert min(counts) > 3, counts
+
+
+@pytest.mark.parametrize("rates", [(1.0, 0.6, 0.3, 0.0), (0.5,)])
+@pytest.mark.parametrize("most_drafts", [0, 2, 4])
+def test_synthetic_rates(rates: tuple[float, ...], most_drafts: int) -> None:
+    state = make_state(LEAN, 37)
+    rates = (*rates, *[0.0] * 4)[:4]
+    for seed in range(3):
+        batch = make_batch(state, most_drafts, seed, False, True)
+        how = Verification(synthetic_rates=rates)
+        assert judge(fused.SAMPLING, *batch, state, how) == judge(None, *batch, state, how)
+
+
+def test_a_grammar_forbids_tokens() -> None:
+    for name, vocab_size in (("lean", 151), ("full", 37)):
+        state = make_state(KINDS[name], vocab_size)
+        logits, rows = make_batch(state, 2, 5, False, True)
+        words = -(-vocab_size // 32)
+        generator = torch.Generator().manual_seed(1)
+        allowed = torch.randint(-(1 << 31), 1 << 31, (rows.num_rows, words), generator=generator)
+        rows = replace(rows, allowed=allowed.to(DEVICE, torch.int32))
+        expected = judge(None, logits, rows, state)
+        assert judge(fused.SAMPLING, logits, rows, state) == expected
+        for tokens, count in zip(*expected[:2], strict=True):
+            row = tokens.index(tokens[count - 1]) if count else 0
+            assert 0 <= tokens[count - 1] < vocab_size
+            assert row < 3
+
+
+def test_processed_logits_equal_the_reference_to_the_bit() -> None:
+    for name in ("processed", "full"):
+        state = make_state(KINDS[name], 151)
+        logits, rows = make_batch(state, 3, 2, False, False)
+        logits[0, 3] = -0.0
+        logits[1] = -torch.inf
+        uses = state.uses(range(5))
+        needs = verification._needs(uses)
+        scanned = fused._scan(logits, rows.judged(), state.tensors(), needs, 151)
+        expected = process(logits, rows, state, uses)
+        assert torch.equal(scanned.source.view(torch.int32), expected.view(torch.int32))
+        assert not torch.equal(expected, logits)
+
+
+def test_the_smallest_of_equal_tokens_is_chosen() -> None:
+    state = make_state([GREEDY] * 3, 1000)
+    logits = torch.zeros(3, 1000, device=DEVICE)
+    logits[0, [300, 299, 999]] = 7.0
+    logits[1, 0], logits[1, 1] = -0.0, 0.0
+    logits[2] = -torch.inf
+    rows = make_batch(state, 0, 0, False, True)[1]
+    assert judge(fused.SAMPLING, logits, rows, state)[0] == [[299], [0], [0]]
+
+
+@pytest.mark.parametrize("kinds", [LEAN, FULL])
+def test_rows_without_a_legal_logit_give_a_legal_token(kinds: list[dict[str, Any]]) -> None:
+    state = make_state(kinds, 300)
+    for value in (-torch.inf, torch.nan):
+        logits, rows = make_batch(state, 1, 0, False, True)
+        logits[:] = value
+        for tokens, count, _ in zip(*judge(fused.SAMPLING, logits, rows, state), strict=True):
+            assert all(0 <= token < 300 for token in tokens[:count])
+
+
+def test_an_empty_residual_samples_the_target() -> None:
+    """A draft that is refused although it is the target's only token."""
+    state = make_state([SAMPLED] * 5, 37)
+    logits, rows = make_batch(state, 1, 0, False, True)
+    logits[:] = -torch.inf
+    logits[:, 11] = 1.0
+    rows = replace(
+        rows, draft_tokens=torch.full_like(rows.draft_tokens, 12),
+        num_draft_tokens=torch.ones_like(rows.num_draft_tokens), one_hot=rows.slots < 3,
+        draft_probs=torch.nn.functional.one_hot(torch.full((5, 1), 11, device=DEVICE), 37).float(),
+    )  # fmt: skip
+    assert judge(fused.SAMPLING, logits, rows, state)[0] == [[11, -1]] * 5
+
+
+# Truncation
+
+
+def facts_of(logits: Tensor, state: SamplingState, needs: Needs) -> tuple[fused.Scan, Tensor]:
+    slots = torch.arange(len(logits), device=DEVICE)
+    plain = fused._plain_rows(slots, slots)
+    scanned = fused._scan(logits, plain, state.tensors(), needs, logits.shape[1])
+    assert scanned.facts is not None
+    return scanned, scanned.facts
+
+
+@pytest.mark.parametrize("spread", [0.05, 1.0, 4.0, 20.0])
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_thresholds(vocab_size: int, spread: float) -> None:
+    """Flat and peaked rows, with ties: what is kept, and the sum of what is kept."""
+    kinds = [
+        {"top_k": 1}, {"top_k": 5}, {"top_k": 200}, {"top_p": 0.5}, {"top_p": 0.987},
+        {"top_p": 1e-6}, {"min_p": 0.3}, {"min_p": 0.02, "top_p": 0.7}, {"top_k": 60, "top_p": 0.9},
+        {"top_k": 7, "min_p": 0.2, "top_p": 0.45}, {}, {"top_p": 0.9, "temperature": 100.0},
+    ]  # fmt: skip
+    state = SamplingState(len(kinds), vocab_size, DEVICE)
+    for slot, params in enumerate(kinds):
+        params = SamplingParams(**params)
+        state.admit(slot, Request("", [0], params, 1, frozenset(), 9, 4, 0))
+    slots = torch.arange(len(kinds), device=DEVICE)
+    for seed in range(3 if ON_GPU else 1):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(len(kinds), vocab_size, generator=generator) * spread
+        if seed % 2 == 0:
+            logits[::2] = (logits[::2] * 4).round() / 4
+        logits = logits.to(DEVICE)
+        _, facts = facts_of(logits, state, Needs(True, True, True, True))
+        expected = probabilities(
+            logits, state.temperature, state.top_k, state.top_p, state.min_p, TRUNCATIONS
+        )
+        out = torch.empty_like(expected)
+        needs = frozenset({Uses.SAMPLING, *TRUNCATIONS})
+        with served_by(fused.SAMPLING):
+            sample_draft(logits, slots, slots, state, needs, vocab_size, probs_out=out)
+        assert torch.equal(out > 0, expected > 0)
+        torch.testing.assert_close(out, expected, rtol=2e-5, atol=1e-9)
+        assert facts.isfinite()[:, :2].all()
+
+
+def test_rows_do_not_depend_on_the_others_nor_on_what_they_need() -> None:
+    """Bit for bit, lean kernels and full ones, alone and side by side."""
+    state = make_state([*LEAN, *TRUNCATED, *PROCESSED], 1000 if not ON_GPU else 151936)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(15, state.vocab_size, generator=generator).to(DEVICE) * 3
+    slots = torch.arange(14, -1, -1, device=DEVICE)
+    positions = slots + 40
+    needs = verification._needs(state.uses(range(15)) - {Uses.BIAS, Uses.PENALTIES})
+    rows = SampleRows.build(
+        slots, positions, slots.new_zeros(15, 0), slots * 0, slots == slots, num_rows=None
+    )
+    all_of_it = replace(needs, penalties=True, bias=True, min_tokens=True, top_k=True)
+    full = fused._scan(logits, rows.judged(), state.tensors(), all_of_it, state.vocab_size)
+    assert full.facts is not None
+    for index in range(15):
+        one = slice(index, index + 1)
+        alone = SampleRows.build(
+            slots[one], positions[one], slots.new_zeros(1, 0), slots[one] * 0, slots[one] >= 0
+        )
+        own = verification._needs(state.uses([14 - index]))
+        found = fused._scan(
+            logits[one].clone(), alone.judged(), state.tensors(), own, state.vocab_size
+        )
+        assert torch.equal(found.largest[0], full.largest[index])
+        assert torch.equal(found.choice[0], full.choice[index])
+        if not own.sampling:
+            continue
+        assert torch.equal(found.total[0], full.total[index])
+        if found.facts is not None:
+            assert torch.equal(found.facts[0], full.facts[index])
+
+
+def test_the_verdict_does_not_depend_on_the_layout_of_the_batch() -> None:
+    """One request alone with K draft tokens, ragged, and beside others, uniform."""
+    vocab_size = 151936 if ON_GPU else 151
+    state = make_state([*LEAN, *FULL], vocab_size)
+    logits, rows = make_batch(state, 3, 1, False, True)
+    tokens, _, accepted = judge(fused.SAMPLING, logits, rows, state)
+    for index in range(10):
+        length = int(rows.num_draft_tokens[index])
+        one = slice(index, index + 1)
+        alone = SampleRows.build(
+            rows.slots[one],
+            rows.positions[one],
+            rows.draft_tokens[one, :length],
+            rows.num_draft_tokens[one],
+            rows.one_hot[one],
+            None if rows.draft_probs is None else rows.draft_probs[one, :length],
+            num_rows=length + 1,
+        )
+        found = judge(fused.SAMPLING, logits[index * 4 : index * 4 + length + 1], alone, state)
+        assert found[0][0] == tokens[index][: length + 1]
+        assert found[2][0] == accepted[index]
+
+
+# Drafts and commits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("legal", [30, 151, 1000])
+@pytest.mark.parametrize("name", ["greedy", "lean", "truncated"])
+def test_draft(name: str, legal: int, dtype: torch.dtype) -> None:
+    vocab_size = 151
+    state = make_state(KINDS[name], 1000)
+    uses = state.uses(range(5))
+    for seed in range(10 if ON_GPU else 2):
+        generator = torch.Generator().manual_seed(seed)
+        logits = (torch.randn(5, vocab_size, generator=generator) * 2).to(DEVICE, dtype)
+        slots = torch.tensor([4, 0, 1, 3, 2], device=DEVICE)
+        found = []
+        for ops in (None, fused.SAMPLING):
+            whole = torch.full((5, 3, min(legal, vocab_size)), torch.nan, device=DEVICE)
+            out = whole[:, 1] if Uses.SAMPLING in uses else None
+            with served_by(ops):
+                tokens = sample_draft(logits, slots, slots + 9, state, uses, legal, probs_out=out)
+            assert whole[:, ::2].isnan().all()
+            found.append((tokens, whole[:, 1]))
+        assert torch.equal(found[0][0], found[1][0])
+        torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-9, equal_nan=True)
+        with served_by(fused.SAMPLING):
+            tokens = sample_draft(logits, slots, slots, state, uses, legal, greedy_only=True)
+        assert torch.equal(tokens, logits[:, :legal].argmax(-1))
+
+
+@pytest.mark.parametrize("penalties", [False, True])
+def test_commit(penalties: bool) -> None:
+    states = [make_state(PROCESSED, 37) for _ in range(2)]
+    slots = torch.tensor([3, 0, 4, 0], device=DEVICE)  # padding stands in slot 0 again
+    token_ids = torch.tensor([[4, 4, 4], [1, -1, -1], [8, 2, -1], [9, 9, 9]], device=DEVICE)
+    counts = torch.tensor([3, 1, 2, 0], device=DEVICE)
+    uses = frozenset({Uses.PENALTIES} if penalties else ())
+    for state, ops in zip(states, (None, fused.SAMPLING), strict=True):
+        with served_by(ops):
+            state.commit(slots, token_ids, counts, uses)
+    for name in ("ints", "floats", "output_counts", "prompt_mask"):
+        assert torch.equal(getattr(states[0], name), getattr(states[1], name)), name
+    fresh = make_state(PROCESSED, 37)
+    assert fresh.output_counts is not None
+    assert torch.equal(states[0].output_counts, fresh.output_counts) != penalties
+
+
+def test_batches_without_requests() -> None:
+    state = make_state(LEAN, 37)
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    rows = SampleRows.build(none, none, none.view(0, 2), none, none > 0)
+    with served_by(fused.SAMPLING):
+        logits = torch.zeros(0, 37, device=DEVICE)
+        assert verify(logits, rows, state, frozenset({Uses.SAMPLING})).token_ids.shape == (0, 3)
+        assert sample_draft(logits, none, none, state, frozenset(), 37).shape == (0,)
+        state.commit(none, none.view(0, 3), none, frozenset())
+
+
+def test_cuda_devices_are_served() -> None:
+    assert sampling_ops_for(torch.device("cuda")) is fused.SAMPLING
+    assert sampling_ops_for(torch.device("cpu")) is None
+    assert options(torch.device("cpu"))["pdl"] is False

@@ -1,0 +1,274 @@
+"""Matrices in fp8: what is stored, what is computed with it, and that a drafter may have them."""
+
+import json
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream import LLM, SamplingParams
+from slipstream.cache.kv_cache import KVCache, KVLayout
+from slipstream.kernels.composition import compose
+from slipstream.kernels.reference import PARTS, REFERENCE
+from slipstream.kernels.table import AttentionInputs, Float8Matrix, Ops, Weight
+from slipstream.layers.embedding import LanguageModelHead
+from slipstream.layers.parameters import Part
+from slipstream.models import loading, precision
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.decoder import Decoder
+from slipstream.models.loading import LoadOptions, load_decoder
+from slipstream.models.parameter_sources import CheckpointSource
+from slipstream.models.precision import rounded, weight_bytes
+from tests.checkpoints import QWEN3, write_qwen3
+
+CPU = torch.device("cpu")
+ROWS = 23
+
+
+def load(folder: Path, **options: Any) -> Decoder:
+    chosen = {"load_format": "auto", "max_positions": 64, "quantization": "fp8", **options}
+    return load_decoder(Checkpoint(folder), LoadOptions(torch.float32, CPU, **chosen))
+
+
+def matrices(network: Decoder) -> dict[str, Weight]:
+    found: dict[str, Weight] = {"head": network.head.weight}
+    for index, layer in enumerate(network.layers):
+        found |= {
+            f"{index}.qkv": layer.attention.qkv.weight,
+            f"{index}.output": layer.attention.output.weight,
+            f"{index}.gate_up": layer.mlp.gate_up.weight,
+            f"{index}.down": layer.mlp.down.weight,
+        }
+    return found
+
+
+def exact(weight: Weight) -> Tensor:
+    if isinstance(weight, Float8Matrix):
+        return weight.values.float() * weight.scales.unsqueeze(-1)
+    return weight
+
+
+def logits(network: Decoder) -> Tensor:
+    """[ROWS, vocabulary] of one prompt."""
+    shape = network.config
+    layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, torch.float32)
+    cache = KVCache(layout, num_blocks=2, block_size=16, device=CPU)
+    positions = torch.arange(ROWS)
+    inputs = AttentionInputs(
+        query_start=torch.tensor([0, ROWS]),
+        context_lens=torch.tensor([ROWS]),
+        block_tables=torch.tensor([[0, 1]], dtype=torch.int32),
+        positions=positions,
+        slots=positions,
+        max_rows=ROWS,
+    )
+    return network.head(network(7 * positions % 89, inputs, cache.layers))
+
+
+# What is stored
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("load_format", ["auto", "dummy", "twin"])
+def test_matrices_are_rounded_and_nothing_else(
+    tmp_path: Path, load_format: str, tied: bool
+) -> None:
+    folder = write_qwen3(tmp_path / "model", tie_word_embeddings=tied)
+    network = load(folder, load_format=load_format)
+    whole = load(folder, load_format=load_format, quantization=None)
+    for (name, weight), full in zip(
+        matrices(network).items(), matrices(whole).values(), strict=True
+    ):
+        assert isinstance(weight, Float8Matrix), name
+        assert isinstance(full, Tensor)
+        assert weight.values.dtype == torch.float8_e4m3fn
+        assert weight.values.shape == full.shape
+        assert weight.scales.dtype == torch.float32
+        torch.testing.assert_close(weight.scales, full.abs().amax(-1) / 448)
+        # e4m3 keeps three bits behind the leading one; below 2^-6 its steps are even.
+        bound = full.abs() / 16 + weight.scales.unsqueeze(-1) * 2.0**-10
+        assert bool(((exact(weight) - full).abs() <= bound * 1.001).all()), name
+    assert network.embedding.weight.dtype == torch.float32
+    assert torch.equal(network.embedding.weight, whole.embedding.weight)
+    assert torch.equal(network.norm.weight, whole.norm.weight)
+
+
+def test_rounding_does_not_depend_on_the_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = torch.randn(37, 24, generator=torch.Generator().manual_seed(1))
+    whole = rounded(matrix)
+    monkeypatch.setattr(precision, "_SLICE", 100)
+    parts = rounded(matrix)
+    assert torch.equal(whole.scales, parts.scales)
+    assert torch.equal(whole.values.view(torch.uint8), parts.values.view(torch.uint8))
+
+
+def test_a_row_of_zeros_stays_zero() -> None:
+    matrix = torch.randn(3, 16)
+    matrix[1] = 0
+    assert torch.equal(exact(rounded(matrix))[1], torch.zeros(16))
+
+
+def test_one_matrix_at_a_time_is_in_memory_unrounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_qwen3(tmp_path / "model", tie_word_embeddings=False)
+    read, made, alive = CheckpointSource.matrix, [], []
+
+    def spy(self: CheckpointSource, parts: Sequence[Part], columns: int) -> Tensor:
+        alive.append(sum(tensor() is not None for tensor in made))
+        matrix = read(self, parts, columns)
+        made.append(weakref.ref(matrix))
+        return matrix
+
+    monkeypatch.setattr(CheckpointSource, "matrix", spy)
+    load(folder)
+    # The embedding stays; then four matrices in each of two layers, and the head.
+    assert alive == [0] + [1] * 9
+
+
+def test_the_bytes_are_known_beforehand(tmp_path: Path) -> None:
+    for tied in (True, False):
+        folder = write_qwen3(tmp_path / str(tied), tie_word_embeddings=tied)
+        network = load(folder)
+        table = network.embedding.weight.nbytes
+        values = [
+            weight.values.nbytes
+            for weight in matrices(network).values()
+            if isinstance(weight, Float8Matrix)
+        ]
+        assert weight_bytes(network.config, torch.float32, "fp8") == table + sum(values)
+        whole = load(folder, quantization=None)
+        size = sum(exact(weight).nbytes for weight in matrices(whole).values())
+        size += 0 if tied else table
+        assert weight_bytes(whole.config, torch.float32, None) == size
+
+
+def test_the_second_copy_of_a_tied_head_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "slipstream"):
+        load(write_qwen3(tmp_path / "tied"))
+        assert "tied to the embedding, as a second copy" in caplog.text
+        caplog.clear()
+        load(write_qwen3(tmp_path / "untied", tie_word_embeddings=False))
+        assert "rounded to fp8" in caplog.text
+        assert "second copy" not in caplog.text
+
+
+# What is computed
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_logits_equal_those_of_a_float32_network_of_the_rounded_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    folder = write_qwen3(tmp_path / "model", tie_word_embeddings=tied, attention_bias=False)
+    found, whole = logits(load(folder)), logits(load(folder, quantization=None))
+    monkeypatch.setattr(loading, "ops_for", lambda *_: _oracle())
+    expected = logits(load(folder))
+    spread = expected.std()
+    # A sum that differs in its last bit now and then moves an activation to the next number of
+    # e4m3, which shows in its row; most rows must be equal.
+    assert (found - expected).abs().median() < 1e-5 * spread
+    assert (found - expected).abs().max() < 0.2 * spread
+    effect = (found - whole).abs()
+    assert effect.median() > 5e-3 * spread
+    assert effect.max() < spread
+
+
+def _oracle() -> Ops:
+    """Products of float32 numbers, after activations and weights were rounded by hand."""
+
+    def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        scale = x.abs().amax(-1, keepdim=True) / 448
+        return F.linear(_nearest(x / scale) * scale, exact(weight), bias)
+
+    parts = replace(PARTS, linear=linear, logits=lambda x, weight: linear(x, weight, None))
+    return compose("oracle", parts)
+
+
+def _nearest(x: Tensor) -> Tensor:
+    """To the nearest number of e4m3, ties to even: three bits behind the leading one, from 2^-6."""
+    step = torch.exp2(torch.floor(torch.log2(x.abs().clamp_min(2.0**-6))) - 3)
+    return torch.round(x / step) * step
+
+
+def test_a_head_over_some_tokens_takes_their_rows() -> None:
+    generator = torch.Generator().manual_seed(3)
+    matrix, hidden = torch.randn(50, 32, generator=generator), torch.randn(4, 32)
+    head = LanguageModelHead(REFERENCE, rounded(matrix))
+    ids = torch.tensor([3, 8, 9, 41])
+    assert torch.equal(head.over(ids)(hidden), head(hidden)[:, ids])
+
+
+# What may have them
+
+
+PROMPT = {"prompt_token_ids": [5, 9, 14, 2, 71]}
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Directories for `load_format="twin"`: a target whose first layer is the draft."""
+    folder = tmp_path_factory.mktemp("twins")
+    for name, layers in (("target", 4), ("draft", 1)):
+        config = {**QWEN3, "num_hidden_layers": layers, "vocab_size": 160}
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return str(folder / "target"), str(folder / "draft")
+
+
+def tokens(target: str, load_format: str = "twin", **options: Any) -> tuple[list[int], float]:
+    llm = LLM(
+        target, load_format=load_format, skip_tokenizer_init=True, num_kv_blocks=64, **options
+    )
+    (output,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True))
+    return list(output.outputs[0].token_ids), output.metrics.acceptance_length
+
+
+@pytest.mark.parametrize("subset", [{}, {"draft_vocab_size": 80}], ids=["whole", "subset"])
+def test_a_rounded_drafter_leaves_greedy_output_as_it_is(
+    twins: tuple[str, str], subset: dict[str, int]
+) -> None:
+    target, draft = twins
+    plain, _ = tokens(target)
+    drafter = {"model": draft, "num_speculative_tokens": 3, "quantization": "fp8", **subset}
+    drafted, length = tokens(target, speculative_config=drafter)
+    assert drafted == plain
+    assert length > 1.2
+
+
+def test_target_and_drafter_are_rounded_each_by_its_own_option(twins: tuple[str, str]) -> None:
+    target, draft = twins
+    plain, _ = tokens(target, quantization="fp8")
+    assert plain != tokens(target)[0]
+    drafter = {"model": draft, "num_speculative_tokens": 3}
+    drafted, length = tokens(target, quantization="fp8", speculative_config=drafter)
+    assert drafted == plain
+    assert length > 1.5
+
+
+def test_prefixes_of_a_rounded_drafter_are_apart_from_those_of_a_whole_one(
+    tiny_target: str, tiny_draft: str
+) -> None:
+    identities = {
+        LLM(
+            tiny_target,
+            skip_tokenizer_init=True,
+            num_kv_blocks=8,
+            speculative_config={"model": tiny_draft, "quantization": quantization},
+        ).engine.resolved.limits.cache_identity
+        for quantization in (None, "fp8")
+    }
+    assert len(identities) == 2
+
+
+def test_dummy_weights_run_rounded(twins: tuple[str, str]) -> None:
+    assert len(tokens(twins[0], load_format="dummy", quantization="fp8")[0]) == 80

@@ -1,0 +1,63 @@
+"""Which device is taken, and what it must be able to do."""
+
+import pytest
+import torch
+
+from slipstream import UsageError
+from slipstream.runner.capability import (
+    choose_device,
+    default_batched_tokens,
+    require_quantization,
+)
+
+CUDA = torch.device("cuda")
+
+
+def pretend(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, cuda: str | None = "13.0"
+) -> None:
+    """A machine with a GPU of this capability, or with none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+
+
+def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (9, 0))
+    device, why = choose_device("auto")
+    assert device == choose_device("cuda")[0] == CUDA
+    assert why == "Tesla T4, compute capability 9.0"
+    assert choose_device("cpu")[0] == torch.device("cpu")
+
+
+def test_a_cpu_is_taken_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, None)
+    assert choose_device("auto") == (torch.device("cpu"), "torch sees no GPU")
+    with pytest.raises(UsageError, match=r"^device=cuda, but torch sees no GPU; use device=cpu$"):
+        choose_device("cuda")
+    pretend(monkeypatch, None, cuda=None)
+    with pytest.raises(UsageError, match=r"sees no GPU: this torch .* no CUDA; use device=cpu$"):
+        choose_device("cuda")
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    pretend(monkeypatch, (7, 5))
+    with pytest.raises(UsageError, match=r"capability 7\.5, .* need 8\.0 .*; use device=cpu"):
+        choose_device(name)
+    pretend(monkeypatch, (8, 0))
+    assert choose_device(name)[0] == CUDA
+
+
+def test_fp8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (8, 6))
+    with pytest.raises(UsageError, match=r"^quantization=fp8 needs .* 8\.9 .* has 8\.6; leave it"):
+        require_quantization(CUDA, "quantization")
+    require_quantization(torch.device("cpu"), "quantization")
+    pretend(monkeypatch, (8, 9))
+    require_quantization(CUDA, "quantization")
+
+
+def test_a_gpu_takes_longer_steps() -> None:
+    assert default_batched_tokens(CUDA)[0] > default_batched_tokens(torch.device("cpu"))[0]

@@ -1,0 +1,197 @@
+"""What a GPU must hold, what is left for the KV cache, and what is said when that is too little."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.geometries import GEOMETRIES
+from slipstream import LLM, UsageError
+from slipstream.core.config import EngineConfig
+from slipstream.engine import sizing
+from slipstream.engine.reasons import Reasons
+from slipstream.engine.sizing import WeightRoom, size_cache
+from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.precision import weight_bytes
+from slipstream.runner.memory import (
+    CPU_CACHE_BYTES,
+    GRAPH_BYTES,
+    LOGITS_COPIES,
+    DeviceMemory,
+    StepSizes,
+    default_cache_bytes,
+    require_memory,
+    require_weights,
+    step_items,
+)
+
+GB = 10**9
+H200 = DeviceMemory(free=120 * GB, total=150 * GB, is_gpu=True)
+SMALL = DeviceMemory(free=6 * GB, total=8 * GB, is_gpu=True)
+CPU = torch.device("cpu")
+QWEN3_8B = read_decoder_config(GEOMETRIES["qwen3-8b"])
+STEP = StepSizes(
+    network=QWEN3_8B,
+    itemsize=2,
+    max_num_batched_tokens=8192,
+    max_num_seqs=64,
+    max_model_len=4096,
+    num_speculative_tokens=4,
+    draft_probabilities=True,
+    graphs=True,
+)
+
+
+def sizes(step: StepSizes) -> dict[str, int]:
+    return {item.name: item.size for item in step_items(step)}
+
+
+# What a step takes
+
+
+def test_a_step_takes_what_its_tensors_take() -> None:
+    found = sizes(STEP)
+    vocabulary = 151936
+    assert found["logits"] == LOGITS_COPIES * 64 * 5 * vocabulary * 4
+    assert found["draft probabilities"] == 64 * 4 * vocabulary * 4
+    # Queries, keys and values, normed and rotated ones, and the mix; gate, up and their product;
+    # the residual stream and what is added to it.
+    numbers = 2 * 6144 + 4096 + 3 * 12288 + 4 * 4096
+    assert found["activations"] == 8192 * numbers * 2
+    assert found["request state"] == 64 * (4096 * 4 + vocabulary * 9)
+    assert found["graphs"] == GRAPH_BYTES + found["logits"]
+
+
+def test_what_is_not_used_takes_nothing() -> None:
+    plain = sizes(replace(STEP, num_speculative_tokens=0, graphs=False))
+    assert "draft probabilities" not in plain
+    assert "graphs" not in plain
+    assert plain["logits"] == sizes(STEP)["logits"] // 5
+    assert "draft probabilities" not in sizes(replace(STEP, draft_probabilities=False))
+
+
+# What is left for the cache
+
+
+def test_a_gpu_keeps_back_its_share_and_what_steps_need() -> None:
+    budget, why = default_cache_bytes(H200, None, reserved=5 * GB)
+    assert budget == pytest.approx(120 * GB - 15 * GB - 5 * GB, abs=2)
+    assert "90%" in why
+    assert default_cache_bytes(H200, 1.0)[0] == 120 * GB
+    assert default_cache_bytes(H200, 0.1)[0] == 0
+
+
+def test_a_cpu_gives_two_gibibytes_or_half_of_what_there_is() -> None:
+    large, small = DeviceMemory(64 * GB, 64 * GB, False), DeviceMemory(GB, 64 * GB, False)
+    assert default_cache_bytes(large, None)[0] == CPU_CACHE_BYTES
+    assert default_cache_bytes(small, 0.5)[0] == GB // 2
+
+
+def size(memory: DeviceMemory, **options: Any) -> tuple[int, Reasons]:
+    reasons = Reasons()
+    per_block = 16 * 2 * 36 * 8 * 128 * 2
+    return size_cache(EngineConfig(**options), memory, STEP, per_block, reasons), reasons
+
+
+def test_the_pool_is_what_is_left_and_every_number_is_told() -> None:
+    num_blocks, reasons = size(H200, max_num_seqs=1000)
+    reserved = sum(item.size for item in step_items(STEP))
+    assert num_blocks == pytest.approx((105 * GB - reserved) / (16 * 147456), rel=1e-3)
+    told = {name: value for name, value, _ in reasons.rows}
+    assert {"memory for logits", "memory for activations", "memory for graphs"} <= set(told)
+    assert told["memory for logits"] == "0.6 GB"
+    assert told["memory for the KV cache"] == f"{num_blocks * 16 * 147456 / 1e9:.1f} GB"
+
+
+def test_the_pool_is_no_larger_than_requests_can_use() -> None:
+    assert size(H200)[0] == 64 * 4096 // 16
+
+
+def test_no_room_for_a_cache_says_what_took_it_and_what_helps() -> None:
+    full = DeviceMemory(free=4 * GB, total=20 * GB, is_gpu=True)
+    with pytest.raises(UsageError) as caught:
+        size(full)
+    message = str(caught.value)
+    assert "no room for a KV cache: 4.0 GB of the GPU's memory are free" in message
+    assert re.search(r"steps need \d\.\d GB of it \(activations 1\.1 GB, graphs 1\.1 GB", message)
+    for way in ("quantization=fp8", "max_num_batched_tokens than 8192", "max_num_seqs than 64"):
+        assert way in message
+    assert "num_speculative_tokens than 4" in message
+    with pytest.raises(UsageError) as caught:
+        size(full, quantization="fp8")
+    assert "fp8" not in str(caught.value)
+
+
+def test_a_cache_that_was_asked_for_must_fit_beside_a_step() -> None:
+    with pytest.raises(
+        UsageError, match=r"the KV cache \(3\.\d GB of it .*\) needs 11\.\d GB, but"
+    ):
+        size(SMALL, kv_cache_memory=8 * GB, max_num_seqs=1000)
+    with pytest.raises(UsageError, match=r"at most 10\d\d blocks fit: lower kv_cache_memory or num"):
+        size(SMALL, num_kv_blocks=10_000)
+
+
+def test_memory_that_is_not_there() -> None:
+    with pytest.raises(
+        UsageError, match=r"^X needs 7\.0 GB, but 6\.0 GB of the GPU's memory are free; Y$"
+    ):
+        require_memory(SMALL, 7 * GB, "X", "Y")
+    require_memory(SMALL, 6 * GB, "X", "Y")
+
+
+# Weights
+
+
+def test_weights_of_a_published_model() -> None:
+    """8.19 B parameters, of which 0.62 B are the embedding."""
+    assert weight_bytes(QWEN3_8B, torch.bfloat16, None) == pytest.approx(16.38 * GB, rel=1e-2)
+    rounded = weight_bytes(QWEN3_8B, torch.bfloat16, "fp8")
+    assert rounded == pytest.approx((2 * 0.622 + 7.57) * GB, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("needed", "rounded", "pending", "expected"),
+    [
+        (16, 9, 0, "need 16.0 GB, but 6.0 GB .* would fit: a smaller model, a larger GPU"),
+        (10, 5, 0, "fit: quantization=fp8, which takes 5.0 GB, a smaller model"),
+        (10, None, 0, "fit: a smaller model"),
+        (
+            2,
+            1,
+            5,
+            "of M need 2.0 GB and 5.0 GB for the target, .*: quantization=fp8, which takes 1",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit(
+    needed: int, rounded: int | None, pending: int, expected: str
+) -> None:
+    with pytest.raises(UsageError, match=expected):
+        require_weights(SMALL, "M", needed * GB, rounded and rounded * GB, pending * GB)
+    require_weights(H200, "M", needed * GB, rounded and rounded * GB, pending * GB)
+
+
+def test_models_are_weighed_before_anything_is_loaded(
+    tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weighed: list[tuple[int, int]] = []
+
+    def refuse(_: DeviceMemory, __: str, size: int, ___: int | None, pending: int) -> None:
+        weighed.append((size, pending))
+        if not pending:
+            raise UsageError("too large")
+
+    monkeypatch.setattr(sizing, "require_weights", refuse)
+    with pytest.raises(UsageError, match="too large"):
+        LLM(tiny_target, skip_tokenizer_init=True, speculative_config={"model": tiny_draft})
+    (draft, beside), (target, nothing) = weighed
+    assert beside == target > draft > 0
+    assert nothing == 0
+
+
+def test_a_room_tells_the_sizes(tiny_target: str) -> None:
+    reasons = Reasons()
+    WeightRoom(CPU, reasons).check("some-model", 10**6, None)
+    assert [row[:2] for row in reasons.rows] == [("weights of some-model", "0.001 GB")]
