@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.limits import StepLimits
+from slipstream.kernels.preparation import preparation_for
 from slipstream.kernels.timestamp import timestamp_for
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward, ModelRunner, Rows
@@ -65,8 +66,9 @@ class Round:
         self._runner, self._drafter = runner, drafter
         self._state, self._sampling = state, sampling
         self._verification = verification
+        self._preparation = preparation_for(state.device)
         self._now = partial(timestamp_for(state.device), state.device)
-        self._most_drafted = min(limits.max_model_len - 1, limits.drafter_max_model_len)
+        self._drafter_max_model_len = limits.drafter_max_model_len
 
     @torch.inference_mode()
     def __call__(self, turn: Turn) -> Outcome:
@@ -76,11 +78,16 @@ class Round:
     def propose(self, turn: Turn) -> Proposal:
         """The drafter's guesses, which become the tentative tail of every request's tokens."""
         began = self._now()
-        # The host may have planned before it knew the last step's tokens.
-        room = (self._most_drafted - self._state.num_tokens[turn.slots]).clamp_min(0)
+        # The host may have planned before it knew the last step's tokens. With them it would have
+        # planned as many as are left here: a seed's text must not depend on when it planned.
+        most = self._state.most_drafted[turn.slots].clamp_max(self._drafter_max_model_len)
+        room = (most - self._state.num_tokens[turn.slots]).clamp_min(0)
         turn = replace(turn, num_draft_tokens=torch.minimum(turn.num_draft_tokens, room))
         draft = self._drafter.propose(turn)
-        self._state.write_draft(turn.slots, draft.token_ids, draft.num_tokens)
+        if not draft.written:
+            self._preparation.write_tokens(
+                self._state.tables, turn.slots, draft.token_ids, draft.num_tokens
+            )
         return Proposal(draft, began, self._now())
 
     @torch.inference_mode()
@@ -94,8 +101,7 @@ class Round:
             num_rows = turn.num_requests + int(draft.num_tokens.sum())
             hidden = forward.ends(draft.num_tokens + 1, num_rows)
         logits = self._runner.logits(hidden)
-        verdict = self._verify(turn, draft, logits, num_rows)
-        self._commit(turn, verdict)
+        verdict = self._commit(turn, self._verify(turn, draft, logits, num_rows))
         self._drafter.observe(turn, verdict, forward)
         counts = (
             verdict.num_tokens,
@@ -116,7 +122,7 @@ class Round:
         return self._runner.forward(Rows(turn.slots, starts, lengths, most))
 
     def _verify(self, turn: Turn, draft: Draft, logits: Tensor, num_rows: int | None) -> Verdict:
-        """The verdict on every request; those whose prompt is not at its end gain nothing."""
+        """The verdict on every request's draft."""
         rows = SampleRows.build(
             turn.slots,
             self._state.num_tokens[turn.slots],
@@ -127,16 +133,19 @@ class Round:
             draft.vocabulary,
             num_rows=num_rows,
         )
-        verdict = verify(logits, rows, self._sampling, turn.uses, self._verification)
-        return replace(
-            verdict,
-            num_tokens=verdict.num_tokens * turn.at_end,
-            num_accepted=verdict.num_accepted * turn.at_end,
-        )
+        return verify(logits, rows, self._sampling, turn.uses, self._verification)
 
-    def _commit(self, turn: Turn, verdict: Verdict) -> None:
-        """Append what was accepted; refused tokens lose their slots."""
-        slots = turn.slots
-        computed = self._state.num_computed[slots] + turn.num_new_tokens + verdict.num_accepted
-        self._state.commit(slots, computed, verdict.token_ids, verdict.num_tokens)
-        self._sampling.commit(slots, verdict.token_ids, verdict.num_tokens, turn.uses)
+    def _commit(self, turn: Turn, verdict: Verdict) -> Verdict:
+        """Append what was accepted; refused tokens lose their slots, and requests whose prompt is
+        not at its end gain nothing."""
+        num_tokens, num_accepted = self._preparation.commit(
+            self._state.tables,
+            turn.slots,
+            turn.num_new_tokens,
+            turn.at_end,
+            verdict.token_ids,
+            verdict.num_tokens,
+            verdict.num_accepted,
+        )
+        self._sampling.commit(turn.slots, verdict.token_ids, num_tokens, turn.uses)
+        return replace(verdict, num_tokens=num_tokens, num_accepted=num_accepted)

@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from slipstream.cache.kv_cache import KVCache
+from slipstream.kernels.preparation import preparation_for
 from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.decoder import Decoder
 from slipstream.runner.device_state import DeviceState
+from slipstream.runner.transfer import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,25 +41,26 @@ class Forward:
     Attributes:
         hidden: [T, hidden_size], after the final norm, request by request.
         first_row: [R] int64, of each request.
-        lengths: [R] int64, rows that mean something.
+        last_row: [R] int64, the last that means something; of requests without rows some other's.
         row_starts: `first_row` on the host, and T; empty where every request has as many rows.
     """
 
     hidden: Tensor
     first_row: Tensor
-    lengths: Tensor
+    last_row: Tensor
     row_starts: Sequence[int]
 
     def last(self) -> Tensor:
-        """[R, hidden_size], each request's last row; of requests without rows some other's."""
-        last = self.first_row + self.lengths - 1
-        return self.hidden[last.clamp(0, len(self.hidden) - 1)]
+        """[R, hidden_size], each request's last row."""
+        if len(self.hidden) == len(self.last_row) and not self.row_starts:
+            return self.hidden
+        return self.hidden[self.last_row]
 
     def ends(self, counts: Tensor, num_rows: int) -> Tensor:
         """[num_rows, hidden_size]: the last counts[r] rows of each request; `num_rows` in all."""
         request = torch.repeat_interleave(counts, output_size=num_rows)
         place = torch.arange(num_rows, device=counts.device) - (counts.cumsum(0) - counts)[request]
-        first = self.first_row + self.lengths - counts
+        first = self.last_row + 1 - counts
         return self.hidden[first[request] + place]
 
 
@@ -77,66 +80,39 @@ class ModelRunner:
     ) -> None:
         self._network, self._cache, self._state = network, cache, state
         self._head = head or network.head
+        self._expand = preparation_for(state.device).expand_rows
 
     @torch.inference_mode()
     def forward(self, rows: Rows) -> Forward:
         """Compute `rows`, whose ids stand in the device state, and write their keys and values."""
         if rows.most is None:
-            request, offset, first_row, row_starts = _ragged(rows.lengths)
-        else:
-            request, offset, first_row = _padded(len(rows.slots), rows.most, rows.slots.device)
-            row_starts = []
-        query_start = torch.cat((first_row, first_row.new_full((1,), len(request))))
-        token_ids, inputs = self._expand(rows, request, offset, query_start, row_starts)
-        hidden = self._network(token_ids, inputs, self._cache.layers)
-        return Forward(hidden, first_row, rows.lengths, row_starts)
+            return self._exact(rows)
+        padded = self._expand(self._state.tables, rows.slots, rows.starts, rows.lengths, rows.most)
+        hidden = self._network(padded.token_ids, padded.inputs, self._cache.layers)
+        return Forward(hidden, padded.first_row, padded.last_row, ())
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, vocab_size (of the head)] float32."""
         return self._head(hidden)
 
-    def _expand(
-        self,
-        rows: Rows,
-        request: Tensor,
-        offset: Tensor,
-        query_start: Tensor,
-        row_starts: Sequence[int],
-    ) -> tuple[Tensor, AttentionInputs]:
-        """(token ids [T], where the rows stand), for row t = row `offset[t]` of `request[t]`."""
+    def _exact(self, rows: Rows) -> Forward:
+        """Rows as they are; waits to learn how many."""
         state = self._state
-        slots = rows.slots[request]
-        real = offset < rows.lengths[request]
-        positions = (rows.starts[request] + offset).clamp_max(state.max_model_len - 1)
+        row_starts = [0, *accumulate(rows.lengths.tolist())]
+        query_start = upload(row_starts, state.device)
+        request = torch.repeat_interleave(rows.lengths, output_size=row_starts[-1])
+        offset = torch.arange(row_starts[-1], device=state.device) - query_start[request]
+        slots, positions = rows.slots[request], rows.starts[request] + offset
         blocks = state.block_tables[slots, positions // state.block_size].long()
-        places = blocks * state.block_size + positions % state.block_size
-        most = rows.most
-        if most is None:
-            most = max(end - start for start, end in pairwise(row_starts))
         inputs = AttentionInputs(
             query_start=query_start,
             context_lens=rows.starts + rows.lengths,
             block_tables=state.block_tables[rows.slots],
             positions=positions,
-            slots=torch.where(real, places, -1),
-            max_rows=most,
+            slots=blocks * state.block_size + positions % state.block_size,
+            max_rows=max(end - start for start, end in pairwise(row_starts)),
         )
-        return state.token_ids[slots, positions], inputs
-
-
-def _ragged(lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """(request [T], offset [T], first_row [R], row_starts): rows as they are; waits for them."""
-    row_starts = [0]
-    for length in lengths.tolist():
-        row_starts.append(row_starts[-1] + length)
-    first_row = lengths.cumsum(0) - lengths
-    request = torch.repeat_interleave(lengths, output_size=row_starts[-1])
-    offset = torch.arange(row_starts[-1], device=lengths.device) - first_row[request]
-    return request, offset, first_row, row_starts
-
-
-def _padded(requests: int, most: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(request [T], offset [T], first_row [R]) with `most` rows for every request."""
-    row = torch.arange(requests * most, device=device)
-    return row // most, row % most, torch.arange(requests, device=device) * most
+        hidden = self._network(state.token_ids[slots, positions], inputs, self._cache.layers)
+        last_row = (query_start[1:] - 1).clamp_min(0)
+        return Forward(hidden, query_start[:-1], last_row, row_starts)

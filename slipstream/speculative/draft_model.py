@@ -15,6 +15,7 @@ from slipstream.cache.kv_cache import KVCache, KVLayout
 from slipstream.core.batch import Batch
 from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
+from slipstream.kernels.preparation import preparation_for
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.decoder import Decoder
@@ -155,6 +156,7 @@ class DraftModelDrafter:
         self._num_legal_tokens, self._greedy_only = num_legal_tokens, greedy_only
         assert limits.max_model_len is not None
         self._max_model_len = limits.max_model_len
+        self._advance = preparation_for(self._state.device).advance_drafts
         self._computed = torch.zeros_like(self._state.num_computed)
         # On the host: no more known tokens of a slot are missing when the next step begins.
         self._missing = [0] * self._state.num_slots
@@ -197,17 +199,15 @@ class DraftModelDrafter:
                 use_fp64_gumbel=self._resources.use_fp64_gumbel,
                 probs_out=None if probs is None else probs[:, index],
             )
-            if self._vocabulary is not None:
-                picked = self._vocabulary[picked]
-            tokens[:, index] = picked
-            state.propose(slots, index, picked)
-            starts, most = known + index, turn.most_rows(1)
-            lengths = (wanted > index + 1).to(torch.int64)
+            starts, lengths = self._advance(
+                state.tables, slots, known, wanted, picked, self._vocabulary, tokens, index
+            )
+            most = turn.most_rows(1)
         computed = torch.where(wanted > 0, known + wanted - 1, self._computed[slots])
         self._computed.index_copy_(0, slots, computed)
         certain = self._sampling.temperature[slots] == 0
         one_hot = torch.ones_like(certain) if self._greedy_only else certain
-        return Draft(tokens, wanted, one_hot, probs, self._vocabulary)
+        return Draft(tokens, wanted, one_hot, probs, self._vocabulary, written=True)
 
     def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
         slots = turn.slots

@@ -33,6 +33,7 @@ class Draft:
             is one-hot.
         vocabulary: [Vq] int64, rising: the token id of each column of `probs`; None when they are
             the ids from 0 on.
+        written: whether the tokens stand behind the known ones in the device state already.
     """
 
     token_ids: Tensor
@@ -40,6 +41,7 @@ class Draft:
     one_hot: Tensor
     probs: Tensor | None = None
     vocabulary: Tensor | None = None
+    written: bool = False
 
     @staticmethod
     def empty(turn: Turn) -> "Draft":

@@ -40,6 +40,15 @@ def test_a_failure_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "between 1 and 4" in capsys.readouterr().err
 
 
+def test_the_suite_takes_no_options_of_one_configuration(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--suite", "bars", "--draft-vocab-size", "9"])
+    assert "--suite has its own draft-vocab-size" in capsys.readouterr().err
+    assert main(["--suite", "bars", "--only", "no such thing"]) == 0
+
+
 def test_limits_are_those_of_the_bars() -> None:
     """The memory limits at batch 1 that the bars are stated with, in ms."""
     limits = [limit_ms(bar.setup) for bar in bars()]

@@ -4,8 +4,13 @@ Target and drafter are tables: logits of the next token given the last one. A lo
 engine's drafts, verifies and commits for thousands of requests at once; the counts of what came
 out are compared (chi-square) with the exact distribution, which an oracle in numpy works out from
 the table and the sampling parameters. The same statistics must find verifiers that are broken.
+
+Where there is a GPU all of it runs there, by the fused kernels; the broken verifiers are plain
+torch everywhere.
 """
 
+import importlib.util
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.sampling import state as state_module
 from slipstream.sampling import verification
 from slipstream.sampling.noise import Purpose, derive_seed, gumbel
 from slipstream.sampling.rows import SampleRows
@@ -29,6 +34,7 @@ from slipstream.sampling.verification import Verification
 
 VOCAB = 8
 LENGTH = 3  # output tokens that are looked at
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_REQUESTS = 8192  # at once
 NUM_ROUNDS = 25  # with other seeds: 204,800 samples
 NUM_ROUNDS_BROKEN = 8  # no more are needed to find a broken verifier
@@ -43,7 +49,8 @@ def tables() -> tuple[Tensor, Tensor]:
     """Target and drafter, [last token, next token] float32: alike, but far from equal."""
     generator = torch.Generator().manual_seed(17)
     target = torch.randn(VOCAB, VOCAB, generator=generator) * 1.2
-    return target, target * 0.6 + torch.randn(VOCAB, VOCAB, generator=generator) * 0.7
+    draft = target * 0.6 + torch.randn(VOCAB, VOCAB, generator=generator) * 0.7
+    return target.to(DEVICE), draft.to(DEVICE)
 
 
 TARGET, DRAFT = tables()
@@ -98,7 +105,7 @@ def exact_conditionals(params: SamplingParams, length: int) -> list[Floats]:
         table = np.zeros([VOCAB] * (n + 1))
         for prefix in product(range(VOCAB), repeat=n):
             context = (*PROMPT, *prefix)
-            table[prefix] = oracle(TARGET[context[-1]].double().numpy(), params, context)
+            table[prefix] = oracle(TARGET[context[-1]].double().cpu().numpy(), params, context)
         found.append(table)
     return found
 
@@ -126,7 +133,7 @@ class Emitted:
 
 
 def requests(params: dict[str, Any]) -> SamplingState:
-    state = SamplingState(NUM_REQUESTS, VOCAB, "cpu")
+    state = SamplingState(NUM_REQUESTS, VOCAB, DEVICE)
     chosen = SamplingParams(**params)
     for slot in range(NUM_REQUESTS):
         request = Request(str(slot), list(PROMPT), chosen, 0, frozenset(), 100, 3, slot)
@@ -148,9 +155,9 @@ def propose(
     case: Case, state: SamplingState, last: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Draft tokens [R, K] and their probabilities [R, K, V]."""
-    slots = torch.arange(NUM_REQUESTS)
+    slots = torch.arange(NUM_REQUESTS, device=DEVICE)
     tokens = slots.new_empty(NUM_REQUESTS, case.num_draft_tokens)
-    probs = None if case.one_hot else torch.empty(NUM_REQUESTS, case.num_draft_tokens, VOCAB)
+    probs = None if case.one_hot else torch.empty(*tokens.shape, VOCAB, device=DEVICE)
     for index in range(case.num_draft_tokens):
         logits = DRAFT[tokens[:, index - 1] if index else last]
         picked = verification.sample_draft(
@@ -171,11 +178,11 @@ def step(case: Case, state: SamplingState, last: Tensor, positions: Tensor) -> v
     drafted, probs = propose(case, state, last, positions)
     lengths = case.lengths()
     rows = SampleRows.build(
-        torch.arange(NUM_REQUESTS),
+        torch.arange(NUM_REQUESTS, device=DEVICE),
         positions,
         drafted,
-        torch.tensor(lengths),
-        torch.full((NUM_REQUESTS,), case.one_hot),
+        torch.tensor(lengths, device=DEVICE),
+        torch.full((NUM_REQUESTS,), case.one_hot, device=DEVICE),
         probs,
         num_rows=None if case.uniform_rows else sum(lengths) + NUM_REQUESTS,
     )
@@ -187,25 +194,25 @@ def step(case: Case, state: SamplingState, last: Tensor, positions: Tensor) -> v
 
 
 def run_round(case: Case, state: SamplingState) -> Emitted:
-    slots = torch.arange(NUM_REQUESTS)
+    slots = torch.arange(NUM_REQUESTS, device=DEVICE)
     width = case.num_draft_tokens + 1
-    tokens = torch.full((NUM_REQUESTS, LENGTH + 2 * width), -1)
-    length = torch.zeros(NUM_REQUESTS, dtype=torch.int64)
-    last = torch.full((NUM_REQUESTS,), PROMPT[-1])
+    tokens = torch.full((NUM_REQUESTS, LENGTH + 2 * width), -1, device=DEVICE)
+    length = torch.zeros(NUM_REQUESTS, dtype=torch.int64, device=DEVICE)
+    last = torch.full((NUM_REQUESTS,), PROMPT[-1], device=DEVICE)
     verdicts = []
     while len(verdicts) < 2 or int(length.min()) < LENGTH:
         verdict = step(case, state, last, length + len(PROMPT))
         # A request far ahead of the slowest one writes in the last columns, which nobody reads.
-        places = length.unsqueeze(1) + torch.arange(width)
+        places = length.unsqueeze(1) + torch.arange(width, device=DEVICE)
         tokens.scatter_(1, places.clamp_max(tokens.shape[1] - 1), verdict.token_ids)
         last = verdict.token_ids[slots, verdict.num_tokens - 1]
         length += verdict.num_tokens
         verdicts.append(verdict)
     drafted = torch.tensor(case.lengths()) > 0
     return Emitted(
-        tokens=tokens[:, :LENGTH],
-        first_step=verdicts[0].num_tokens,
-        after=tokens[:, : width + 1],
+        tokens=tokens[:, :LENGTH].cpu(),
+        first_step=verdicts[0].num_tokens.cpu(),
+        after=tokens[:, : width + 1].cpu(),
         accepted=int((verdicts[0].num_accepted > 0).sum()),
         drafted=int(drafted.sum()),
     )
@@ -243,6 +250,12 @@ def chi_square(observed: Floats, expected: Floats) -> tuple[float, int]:
     return float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
 
 
+def upper_tail(statistic: float, freedom: int) -> float:
+    """The probability that a chi-square variable is at least so large."""
+    half = torch.tensor([freedom, statistic], dtype=torch.float64) / 2
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
 def counts(tokens: Tensor) -> Floats:
     """[M, n] -> [V] * n, how often each n-tuple occurred."""
     n = tokens.shape[1]
@@ -264,7 +277,7 @@ def joint_p_values(emitted: Emitted, conditionals: list[Floats]) -> Iterator[flo
     ):
         statistic, freedom = chi_square(counts(tokens).ravel(), expected.ravel() * total)
         assert freedom > 0, "nothing is left to chance"
-        yield float(stats.chi2.sf(statistic, freedom))
+        yield upper_tail(statistic, freedom)
 
 
 def across_p_value(emitted: Emitted, conditionals: list[Floats]) -> float:
@@ -285,7 +298,7 @@ def across_p_value(emitted: Emitted, conditionals: list[Floats]) -> float:
                 continue
             part, degrees = chi_square(observed[last], expected[last])
             statistic, freedom = statistic + part, freedom + degrees
-    return float(stats.chi2.sf(statistic, freedom))
+    return upper_tail(statistic, freedom)
 
 
 def p_values(case: Case, num_rounds: int) -> tuple[list[float], Emitted]:
@@ -324,8 +337,8 @@ def acceptance(case: Case) -> float:
     """The exact probability that a first draft token is accepted."""
     params = SamplingParams(**case.params)
     last = PROMPT[-1]
-    p = oracle(TARGET[last].double().numpy(), params, PROMPT)
-    draft = DRAFT[last].double().numpy()
+    p = oracle(TARGET[last].double().cpu().numpy(), params, PROMPT)
+    draft = DRAFT[last].double().cpu().numpy()
     if case.one_hot:
         return float(p[draft.argmax()])
     # The drafter applies temperature and truncation, but no processors.
@@ -343,6 +356,23 @@ def test_lossless(name: str) -> None:
         error = (rate * (1 - rate) / emitted.drafted) ** 0.5
         assert emitted.accepted / emitted.drafted == pytest.approx(rate, abs=5 * error + 1e-9)
     assert min(values) > 0.001, values
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs every case by these kernels")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+@pytest.mark.parametrize("case", [Case(1, ragged=True), Case(1, one_hot=True)], ids=str)
+def test_interpreted_kernels_on_a_few_samples(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    from slipstream.kernels.triton import sampling as fused
+
+    monkeypatch.setattr(fused, "TILES", fused.Tiles(block=16, group=16))
+    for module in (verification, state_module):
+        monkeypatch.setattr(module, "sampling_ops_for", lambda device: fused.SAMPLING)
+    monkeypatch.setattr(sys.modules[__name__], "NUM_REQUESTS", 192)
+    values, emitted = p_values(case, 1)
+    assert min(values) > 0.001, values
+    assert 0 < emitted.accepted < emitted.drafted
 
 
 # Verifiers that are broken
@@ -386,7 +416,8 @@ def draft_at_another_temperature(monkeypatch: pytest.MonkeyPatch) -> Case:
     generator = torch.Generator().manual_seed(0)
 
     def resample(tokens: Tensor, logits: Tensor) -> Tensor:
-        return torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator).squeeze(1)
+        weights = (logits / 0.8).softmax(-1).cpu()
+        return torch.multinomial(weights, 1, generator=generator).squeeze(1).to(DEVICE)
 
     return Case(1, alter=resample)
 
@@ -413,5 +444,7 @@ def forget_the_drafted_prefix(monkeypatch: pytest.MonkeyPatch) -> Case:
 def test_broken_verifiers_are_found(
     monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], Case]
 ) -> None:
+    for module in (verification, state_module):
+        monkeypatch.setattr(module, "sampling_ops_for", lambda device: None)
     values, _ = p_values(broken(monkeypatch), NUM_ROUNDS_BROKEN)
     assert min(values) < 1e-6, values

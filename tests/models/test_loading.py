@@ -13,8 +13,9 @@ from torch import Tensor
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.kernels.table import Ops, ops_for
 from slipstream.layers.parameters import Part
-from slipstream.models import parameter_sources, safetensors_file
+from slipstream.models import loading, parameter_sources, safetensors_file
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import LoadOptions, Progress, dtype_named, load_decoder
@@ -270,6 +271,21 @@ def test_a_part_can_be_asked_for_alone(folder: Path) -> None:
     source.finish(ignored=sorted(set(tensors) - set(norms)))
     with pytest.raises(CheckpointError, match=f"and {len(tensors) - len(norms) - 3} more"):
         source.finish()
+
+
+def test_the_column_of_kernels_is_that_of_the_device_and_the_promise(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[torch.device, bool]] = []
+
+    def spy(device: torch.device, batch_invariant: bool) -> Ops:
+        asked.append((device, batch_invariant))
+        return ops_for(device, batch_invariant)
+
+    monkeypatch.setattr(loading, "ops_for", spy)
+    load(folder)
+    load(folder, batch_invariant=True)
+    assert asked == [(CPU, False), (CPU, True)]
 
 
 # Without weights

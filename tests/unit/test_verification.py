@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.sampling import state as state_module
 from slipstream.sampling import verification
 from slipstream.sampling.logits import probabilities, process
 from slipstream.sampling.noise import NoiseKeys, Purpose, gumbel
@@ -419,40 +420,43 @@ def test_nothing_waits_for_the_device(vocab_size: int, how: Verification) -> Non
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("vocab_size", [VOCAB, 40_000])
 @pytest.mark.parametrize("how", HOWS, ids=["lossless", "fp64", "synthetic"])
-def test_nothing_waits_for_a_real_device(vocab_size: int, how: Verification) -> None:
+def test_nothing_waits_for_a_real_device(
+    monkeypatch: pytest.MonkeyPatch, vocab_size: int, how: Verification, fused: bool
+) -> None:
+    """Neither eager nor captured; and a graph does what an eager step does."""
+    if not fused:
+        for module in (verification, state_module):
+            monkeypatch.setattr(module, "sampling_ops_for", lambda device: None)
     for chosen in CHOICES:
         requests = [make_request(slot, kind) for slot, kind in enumerate(chosen)]
         state = SamplingState(len(chosen), vocab_size, "cuda")
-        for again in range(2):  # what the first admission allocates is there the second time
+
+        def admit(state: SamplingState = state, requests: list[Request] = requests) -> None:
+            for slot, request in enumerate(requests):
+                state.admit(slot, request)
+
+        for one_row in (False, True):
+            admit()
+            take_a_step(state, vocab_size, how, one_row)  # compiles kernels
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
             try:
-                for slot, request in enumerate(requests):
-                    state.admit(slot, request)
-                for one_row in (False, True):
-                    take_a_step(state, vocab_size, how, one_row)
+                admit()
+                eager = take_a_step(state, vocab_size, how, one_row)
+                after = state.ints.clone()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    captured = take_a_step(state, vocab_size, how, one_row)
+                admit()
+                graph.replay()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            assert again in (0, 1)
-        # Capture forbids more: it must run, and replay what it would have done.
-        graph = torch.cuda.CUDAGraph()
-        before = state.steps.clone()
-        with torch.cuda.graph(graph):
-            captured = take_a_step(state, vocab_size, how, False)
-        assert torch.equal(state.steps, before)
-        graph.replay()
-        assert torch.equal(state.steps, before + 1)
-        kept = captured.token_ids.clone()
-        for slot, request in enumerate(requests):
-            state.admit(slot, request)
-        graph.replay()
-        for slot, request in enumerate(requests):
-            state.admit(slot, request)
-        again_eager = take_a_step(state, vocab_size, how, False).token_ids
-        assert torch.equal(captured.token_ids, again_eager)
-        assert kept.shape == again_eager.shape
+            assert torch.equal(captured.token_ids, eager.token_ids)
+            assert torch.equal(captured.num_accepted, eager.num_accepted)
+            assert torch.equal(state.ints, after)
 
 
 # Drafts

@@ -1,8 +1,8 @@
 """The kernels of attention for requests of few rows. How programs meet the work: `attend.py`.
 
 The cached tokens of a request are folded split by split (`splits.py`), the splits of a group are
-added up in their order, and then the groups, whoever does it: one program for a whole group, or
-one for each split and `combine_kernel` for the rest.
+added up in their order, and then the groups. A program takes one split or a whole group of them,
+as a request's context and the number of programs suggest, and `combine_kernel` does the rest.
 
 Weights are powers of two against an exponent: the largest score seen, in units of log 2, rounded
 up to an integer. So a sum is moved from one exponent to another without rounding, and its bits
@@ -17,8 +17,12 @@ from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 from slipstream.kernels.triton.splits import group_of, group_start, split_of, split_start
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-PREFETCHED = tl.constexpr(128)
-NEW_ROWS = tl.constexpr(16)  # no request of these kernels has more
+PREFETCHED = tl.constexpr(128)  # tokens
+NEW_ROWS = tl.constexpr(8)  # stored at once
+MOST_LEVELS = tl.constexpr(10)
+SUM_COLUMNS = tl.constexpr(16)
+COMBINED = tl.constexpr(16)  # runs loaded at once
+ENOUGH = tl.constexpr(256)  # programs to keep the machine busy
 
 
 @triton.jit
@@ -29,9 +33,34 @@ def power_of_two(exponent):
 
 
 @triton.jit
+def tree_sum(value):
+    """[L, C] -> [L], C a power of two: neighbours first, so that no layout changes the bits."""
+    lines: tl.constexpr = value.shape[0]
+    for _ in tl.static_range(MOST_LEVELS):
+        if value.shape[1] > 1:
+            value = tl.sum(tl.reshape(value, (lines, value.shape[1] // 2, 2)), axis=2)
+    return tl.reshape(value, (lines,))
+
+
+@triton.jit
 def finite(exponent):
     """Where nothing has been seen, any exponent will do."""
     return tl.where(exponent == float("-inf"), 0.0, exponent)
+
+
+@triton.jit
+def columns(head_dim: tl.constexpr, block_d: tl.constexpr):
+    """Which number of a head stands in each column of a tile, -1 for none.
+
+    Either half of the head has half of the columns.
+    """
+    column = tl.arange(0, block_d)
+    if head_dim == block_d:
+        return column
+    half: tl.constexpr = head_dim // 2
+    block_half: tl.constexpr = block_d // 2
+    number = tl.where(column < block_half, column, column - block_half + half)
+    return tl.where(column % block_half < half, number, -1)
 
 
 @triton.jit
@@ -39,63 +68,95 @@ def rotated(
     source, place, inside, position, weight, eps, cos_sin, head_dim: tl.constexpr,
     block_d: tl.constexpr,
 ):  # fmt: skip
-    """Heads [L, head_dim] at `place` [L] of `source`, normed where there is a weight, and turned.
-
-    A number and the one it is turned with stand half a head apart: both are loaded.
-    """
+    """Heads at `place` [L] of `source`, normed where there is a weight, and turned: two halves."""
     half: tl.constexpr = head_dim // 2
-    column = tl.arange(0, block_d)
-    across = tl.where(column < half, column + half, column - half)
-    loaded = inside[:, None] & (column < head_dim)[None, :]
-    own = tl.load(source + place[:, None] + column[None, :], mask=loaded, other=0.0).to(tl.float32)
-    other = tl.load(source + place[:, None] + across[None, :], mask=loaded, other=0.0)
-    other = other.to(tl.float32)
-    turn = cos_sin + position[:, None] * head_dim + (column % half)[None, :]
+    pair = tl.arange(0, block_d // 2)
+    loaded = inside[:, None] & (pair < half)[None, :]
+    start = source + place[:, None] + pair[None, :]
+    first = tl.load(start, mask=loaded, other=0.0).to(tl.float32)
+    second = tl.load(start + half, mask=loaded, other=0.0).to(tl.float32)
+    turn = cos_sin + position[:, None] * head_dim + pair[None, :]
     cos = tl.load(turn, mask=loaded, other=0.0)
     sin = tl.load(turn + half, mask=loaded, other=0.0)
     if weight is not None:
-        scale = tl.rsqrt(tl.sum(own * own, axis=1) / head_dim + eps)[:, None]
-        of_own = tl.load(weight + column, mask=column < head_dim, other=0.0).to(tl.float32)
-        of_other = tl.load(weight + across, mask=column < head_dim, other=0.0).to(tl.float32)
+        one = tl.load(weight + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+        two = tl.load(weight + half + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+        squares = tree_sum(first * first + second * second)
+        scale = tl.rsqrt(squares / head_dim + eps)[:, None]
         # Rounded to the model's dtype, as between two layers.
-        own = (own * scale * of_own[None, :]).to(source.dtype.element_ty).to(tl.float32)
-        other = (other * scale * of_other[None, :]).to(source.dtype.element_ty).to(tl.float32)
-    return own * cos + other * tl.where(column < half, -1.0, 1.0)[None, :] * sin
+        first = (first * scale * one).to(source.dtype.element_ty).to(tl.float32)
+        second = (second * scale * two).to(source.dtype.element_ty).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit
 def _store_new(
-    key, value, keys, values, positions, slots, first, rows, context, begin, end, kv_head,
-    row_stride, place_stride, key_weight, eps, cos_sin, causal: tl.constexpr,
+    qkv, key_start, value_start, keys, values, positions, slots, first, rows, context, begin, end,
+    row_stride, place_stride: tl.constexpr, key_weight, eps, cos_sin, causal: tl.constexpr,
     head_dim: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
     """Keys and values of the request's rows whose tokens lie in [begin, end) go to their slots."""
-    row = tl.arange(0, NEW_ROWS)
-    position = tl.load(positions + first + row, mask=row < rows, other=0)
-    slot = tl.load(slots + first + row, mask=row < rows, other=-1)
-    token = position if causal else context - rows + row
-    stored = (slot >= 0) & (token >= begin) & (token < end)
-    column = tl.arange(0, block_d)
-    inside = stored[:, None] & (column < head_dim)[None, :]
-    source = (first + row).to(tl.int64) * row_stride + kv_head * head_dim
-    target = (slot * place_stride + kv_head * head_dim)[:, None] + column[None, :]
-    turned = rotated(key, source, stored, position, key_weight, eps, cos_sin, head_dim, block_d)
-    tl.store(keys + target, turned.to(keys.dtype.element_ty), mask=inside)
-    moved = tl.load(value + source[:, None] + column[None, :], mask=inside, other=0.0)
-    tl.store(values + target, moved.to(values.dtype.element_ty), mask=inside)
+    half: tl.constexpr = head_dim // 2
+    pair = tl.arange(0, block_d // 2)
+    for start in range(0, rows, NEW_ROWS):
+        row = start + tl.arange(0, NEW_ROWS)
+        position = tl.load(positions + first + row, mask=row < rows, other=0)
+        slot = tl.load(slots + first + row, mask=row < rows, other=-1)
+        token = position if causal else context - rows + row
+        stored = (slot >= 0) & (token >= begin) & (token < end)
+        inside = stored[:, None] & (pair < half)[None, :]
+        source = (first + row).to(tl.int64) * row_stride
+        moved = qkv + (source + value_start)[:, None] + pair[None, :]
+        low = tl.load(moved, mask=inside, other=0.0)
+        high = tl.load(moved + half, mask=inside, other=0.0)
+        one, two = rotated(
+            qkv, source + key_start, stored, position, key_weight, eps, cos_sin, head_dim, block_d
+        )
+        target = (slot * place_stride)[:, None] + pair[None, :]
+        tl.store(keys + target, one.to(keys.dtype.element_ty), mask=inside)
+        tl.store(keys + target + half, two.to(keys.dtype.element_ty), mask=inside)
+        tl.store(values + target, low, mask=inside)
+        tl.store(values + target + half, high, mask=inside)
     tl.debug_barrier()  # the other threads of this program read them next
 
 
 @triton.jit
-def _fold(
-    query, key, value, exponent, total, mixed, token, end, row_begins, row_ends, row, rows, context,
-    mask, mask_stride, scale, softcap,
-):  # fmt: skip
-    """Adds one tile of tokens: (exponent, sum of weights, sum of weighted values).
+def _entries(table, start, end, block_size: tl.constexpr, block_n: tl.constexpr):
+    """[block_n]: the blocks of the tokens from `start` on, a multiple of block_n, below `end`."""
+    token = tl.arange(0, block_n)
+    if block_n % block_size == 0:  # most of it is the same for every tile
+        place = start // block_size + token // block_size
+    else:
+        place = (start + token) // block_size
+    return tl.load(table + place, mask=start + token < end, other=0)
 
-    query [block_m, block_d]; key and value [block_n, block_d] of the tokens below `end`; a row sees
-    the tokens [row_begins, row_ends), and of the request's new tokens those that its line of `mask`
-    names, where there is one.
+
+@triton.jit
+def _tokens(
+    pages, entries, start, end, place_stride: tl.constexpr, block_size: tl.constexpr,
+    head_dim: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr,
+):  # fmt: skip
+    """[block_n, block_d]: keys or values of one head; zero from token `end` on."""
+    token = tl.arange(0, block_n)
+    within = token % block_size if block_n % block_size == 0 else (start + token) % block_size
+    place = entries.to(tl.int64) * (block_size * place_stride) + within * place_stride
+    number = columns(head_dim, block_d)
+    loaded = (start + token < end)[:, None]
+    if head_dim != block_d:
+        loaded = loaded & (number >= 0)[None, :]
+    return tl.load(pages + place[:, None] + number[None, :], mask=loaded, other=0.0)
+
+
+@triton.jit
+def _fold(
+    query, key, value, exponent, total, mixed, token, row_begins, row_ends, row, rows, context,
+    mask, mask_stride, scale, softcap, window,
+):  # fmt: skip
+    """Adds one tile of tokens: (exponent, sums of weights, all alike, sums of weighted values).
+
+    query [block_m, block_d]; key and value [block_n, block_d]; a row sees the tokens
+    [row_begins, row_ends), and of the request's new tokens those that its line of `mask` names,
+    where there is one.
     """
     score = tl.dot(query, tl.trans(key), input_precision="ieee")
     factor = scale * LOG2_E
@@ -104,8 +165,9 @@ def _fold(
         power = tl.exp2(score * (scale * 2.0 * LOG2_E / softcap))
         score = 1.0 - 2.0 / (power + 1.0)
         factor = softcap * LOG2_E
-    seen = (token[None, :] < row_ends[:, None]) & (token[None, :] >= row_begins[:, None])
-    seen &= (token < end)[None, :]
+    seen = token[None, :] < row_ends[:, None]
+    if window is not None:
+        seen &= token[None, :] >= row_begins[:, None]
     if mask is not None:
         new = (token - (context - rows))[None, :]
         line = mask + row[:, None] * mask_stride + new
@@ -114,10 +176,14 @@ def _fold(
     score = tl.where(seen, score, float("-inf"))
     highest = tl.maximum(exponent, tl.ceil(tl.max(score, axis=1) * factor))
     base = finite(highest)
-    weight = tl.exp2(tl.fma(score, tl.zeros_like(score) + factor, tl.zeros_like(score) - base[:, None]))
-    kept = power_of_two(exponent - base)
-    total = total * kept + tl.sum(weight, axis=1)
-    mixed = tl.dot(weight.to(value.dtype), value, mixed * kept[:, None], input_precision="ieee")
+    # Fused, as the compiler might do here and not there.
+    negative = tl.zeros_like(score) - base[:, None]
+    weight = tl.exp2(tl.fma(score, tl.zeros_like(score) + factor, negative)).to(value.dtype)
+    kept = power_of_two(exponent - base)[:, None]
+    # The tensor cores add in one order, however many warps there are.
+    ones = tl.full((value.shape[0], SUM_COLUMNS), 1.0, value.dtype)
+    total = tl.dot(weight, ones, total * kept, input_precision="ieee")
+    mixed = tl.dot(weight, value, mixed * kept, input_precision="ieee")
     return highest, total, mixed
 
 
@@ -127,35 +193,59 @@ def _added(exponent, total, mixed, more_exponent, more_total, more_mixed):
     highest = tl.maximum(exponent, more_exponent)
     kept = power_of_two(exponent - finite(highest))
     moved = power_of_two(more_exponent - finite(highest))
-    total = total * kept + more_total * moved
+    total = total * kept[:, None] + more_total * moved[:, None]
     return highest, total, mixed * kept[:, None] + more_mixed * moved[:, None]
 
 
 @triton.jit
-def _places(table, token, inside, place_stride, block_size: tl.constexpr):
-    """Where tokens stand in the cache, in numbers."""
-    block = tl.load(table + token // block_size, mask=inside, other=0).to(tl.int64)
-    return (block * block_size + token % block_size) * place_stride
+def _fold_run(
+    query, keys, values, table, entries, begin, end, row_begins, row_ends, row, rows, context, mask,
+    mask_stride, scale, softcap, window, place_stride: tl.constexpr, block_size: tl.constexpr,
+    head_dim: tl.constexpr, block_n: tl.constexpr,
+):  # fmt: skip
+    """The fold of the tokens [begin, end): of each split on its own, then added up."""
+    exponent = tl.full((query.shape[0],), float("-inf"), tl.float32)
+    total = tl.zeros((query.shape[0], SUM_COLUMNS), tl.float32)
+    mixed = tl.zeros(query.shape, tl.float32)
+    sum_exponent, sum_total, sum_mixed = exponent, total, mixed
+    until = split_start(split_of(begin) + 1)
+    for start in range(begin, end, block_n):
+        key = _tokens(
+            keys, entries, start, end, place_stride, block_size, head_dim, block_n, query.shape[1]
+        )
+        value = _tokens(
+            values, entries, start, end, place_stride, block_size, head_dim, block_n, query.shape[1]
+        )
+        entries = _entries(table, start + block_n, end, block_size, block_n)
+        exponent, total, mixed = _fold(
+            query, key, value, exponent, total, mixed, start + tl.arange(0, block_n), row_begins,
+            row_ends, row, rows, context, mask, mask_stride, scale, softcap, window,
+        )  # fmt: skip
+        if start + block_n == until:
+            sum_exponent, sum_total, sum_mixed = _added(
+                sum_exponent, sum_total, sum_mixed, exponent, total, mixed
+            )
+            exponent = tl.full((query.shape[0],), float("-inf"), tl.float32)
+            total = tl.zeros((query.shape[0], SUM_COLUMNS), tl.float32)
+            mixed = tl.zeros(query.shape, tl.float32)
+            until = split_start(split_of(until) + 1)
+    exponent, total, mixed = _added(sum_exponent, sum_total, sum_mixed, exponent, total, mixed)
+    return exponent, tl.max(total, axis=1), mixed
 
 
 @triton.jit
-def _tokens(pages, places, inside, head_dim: tl.constexpr, block_d: tl.constexpr):
-    column = tl.arange(0, block_d)
-    loaded = inside[:, None]
-    if head_dim != block_d:
-        loaded = loaded & (column < head_dim)[None, :]
-    return tl.load(pages + places[:, None] + column[None, :], mask=loaded, other=0.0)
-
-
-@triton.jit
-def _prefetch(keys, values, table, begin, end, place_stride, block_size: tl.constexpr):
-    """Asks for the first tokens of a run, without waiting for them."""
-    token = begin + tl.arange(0, PREFETCHED)
-    inside = token < end
-    places = _places(table, tl.where(inside, token, begin), token >= 0, place_stride, block_size)
-    half = tl.arange(0, 2) * 64
+def _prefetch(
+    keys, values, entries, start, end, place_stride: tl.constexpr, block_size: tl.constexpr,
+    head_dim: tl.constexpr, block_n: tl.constexpr,
+):  # fmt: skip
+    """Asks for the first tile of a run, without waiting for it."""
+    token = tl.arange(0, block_n)
+    within = token % block_size if block_n % block_size == 0 else (start + token) % block_size
+    place = entries.to(tl.int64) * (block_size * place_stride) + within * place_stride
+    place = tl.where(start + token < end, place, 0)
+    line = tl.arange(0, head_dim * keys.dtype.element_ty.primitive_bitwidth // 1024) * 64
     for pages in tl.static_range(2):
-        source = (values if pages else keys) + places[:, None] + half[None, :]
+        source = (values if pages else keys) + place[:, None] + line[None, :]
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [source], dtype=tl.int32,
             is_pure=False, pack=1,
@@ -163,200 +253,225 @@ def _prefetch(keys, values, table, begin, end, place_stride, block_size: tl.cons
 
 
 @triton.jit
-def _bounds(run, oldest, context, grouped: tl.constexpr, block_n: tl.constexpr):
-    """The tokens of a run: a group, or a split."""
-    if grouped:
-        begin, end = group_start(run), group_start(run + 1)
-    else:
-        begin, end = split_start(run), split_start(run + 1)
-    return tl.maximum(begin, oldest // block_n * block_n), tl.minimum(end, context)
+def _runs(context, rows, window, programs):
+    """(whether a run is a group, the first run that a request's rows see, the last, first token).
+
+    A group goes to one program where that leaves enough programs. `programs` per run.
+    """
+    oldest = 0
+    if window is not None:
+        oldest = tl.maximum(context - rows - window + 1, 0)
+    newest = tl.maximum(context, 1) - 1
+    grouped = (group_of(newest) - group_of(oldest) + 1) * programs >= ENOUGH
+    first_run = tl.where(grouped, group_of(oldest), split_of(oldest))
+    last_run = tl.where(grouped, group_of(newest), split_of(newest))
+    return grouped, first_run, last_run, oldest
 
 
 @triton.jit
-def _run_of(token, grouped: tl.constexpr):
-    return group_of(token) if grouped else split_of(token)
-
-
-@triton.jit
-def _closes_group(split):
-    after = split_start(split + 1)
-    return group_start(group_of(after)) == after
-
-
-@triton.jit
-def _finished(exponent, total, mixed, head, sinks):
-    """Folds of all that a row sees -> its values; a sink is a score without a value."""
-    if sinks is not None:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        highest = tl.maximum(exponent, tl.ceil(sink))
-        kept = power_of_two(exponent - highest)
-        total = total * kept + tl.exp2(sink - highest)
-        mixed = mixed * kept[:, None]
-    return mixed / tl.where(total == 0.0, 1.0, total)[:, None]  # a row that sees nothing is zero
+def _with_sink(exponent, total, mixed, sink):
+    """A sink is a score without a value; its exponent is that of a fold."""
+    highest = tl.maximum(exponent, tl.ceil(sink))
+    kept = power_of_two(exponent - highest)
+    return highest, total * kept + tl.exp2(sink - highest), mixed * kept
 
 
 @triton.jit
 def short_kernel(
-    query, key, value, keys, values, out, part, part_exponent, part_total, query_start,
+    qkv, keys, values, out, part, part_exponent, part_total, query_start,
     context_lens, tables, positions, slots, mask, mask_stride, sinks, query_weight, key_weight,
-    eps, cos_sin, row_stride, place_stride, table_stride, scale, softcap, window, most_rows,
-    most_runs, kv_heads, groups: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
-    block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, grouped: tl.constexpr,
+    eps, cos_sin, row_stride, table_stride, scale, softcap, window, most_rows, most_runs,
+    kv_heads: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr,
     pdl: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """Programs (KV head and tile, request, lane): a lane does every so-manieth run of a tile.
 
-    A run is a split of the context or a group of them. Writes its fold to part
-    [T, Hq, most_runs, head_dim] and two scalars, or, where it is all of the context, the result.
-    With `cos_sin` queries and keys are those of the matmul, and the new ones of a run are stored
-    by the program that does the run, before it reads them; several tiles store the same twice.
+    Writes the run's fold to part [T, Hq, most_runs, head_dim] and two scalars, or, where it is all
+    of the context, the result. With `cos_sin` queries and keys are those of the matmul, and the
+    new ones of a run are stored by the program that does the run, before it reads them; several
+    tiles store the same twice.
     """
     launch_dependents(pdl)
     if not early:
         wait_for_inputs(pdl)
+    place_stride: tl.constexpr = kv_heads * head_dim
     tile = tl.program_id(0) // kv_heads
     kv_head = tl.program_id(0) % kv_heads
     request = tl.program_id(1)
+    lane = tl.program_id(2)
     first = tl.load(query_start + request).to(tl.int32)
     rows = tl.load(query_start + request + 1).to(tl.int32) - first
     context = tl.load(context_lens + request).to(tl.int32)
-    if (rows > most_rows) | (tile * block_m >= rows * groups):
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    grouped, first_run, last_run, oldest = _runs(context, rows, window, programs)
+    idle = (rows > most_rows) | (tile * block_m >= rows * groups)
+    if idle | (lane > last_run - first_run):
         wait_for_inputs(pdl)
         return
-    line = tile * block_m + tl.arange(0, block_m)
-    row = line // groups
-    head = kv_head * groups + line % groups
-    valid = row < rows
-    column = tl.arange(0, block_d)
-    stored = valid[:, None] & (column < head_dim)[None, :]
-    oldest = 0
-    if window is not None:
-        oldest = tl.maximum(context - rows - window + 1, 0)
-    first_run = _run_of(oldest, grouped)
-    last_run = tl.where(context > 0, _run_of(tl.maximum(context, 1) - 1, grouped), first_run)
-    known = context  # tokens that are in the cache already
-    if cos_sin is not None:
-        known = context - rows
+    row, head, position, begins, ends = _sight(
+        positions, first, rows, context, tile, kv_head, window, mask is None, groups, block_m
+    )
     table = tables + request.to(tl.int64) * table_stride
     keys += kv_head * head_dim
     values += kv_head * head_dim
+    known = context
+    if cos_sin is not None:
+        known = context - rows  # the others are stored here
+    if early:
+        begin, end = _bounds(last_run - lane, grouped, oldest, context, block_n)
+        entries = _entries(table, begin, end, block_size, block_n)
+        _prefetch(
+            keys, values, entries, begin, tl.minimum(end, known), place_stride, block_size,
+            head_dim, block_n,
+        )  # fmt: skip
+        wait_for_inputs(pdl)
+    query = _queries(
+        qkv, first, row, rows, head, position, query_weight, eps, cos_sin, row_stride, head_dim,
+        block_d,
+    )  # fmt: skip
     new_mask = mask
     if mask is not None:
         new_mask = mask + first.to(tl.int64) * mask_stride
-    position = tl.load(positions + first + row, mask=valid, other=0)
-    # A row of no meaning may stand anywhere.
-    own = tl.maximum(position.to(tl.int32), context - rows)
-    ends = tl.minimum(own + 1, context) if mask is None else tl.zeros_like(own) + context
-    begins = tl.zeros_like(own)
-    if window is not None:
-        begins = tl.maximum(own - window + 1, 0)
-    lane = tl.program_id(2)
-    for step in range(lane, last_run - first_run + 1, tl.num_programs(2)):
-        run = last_run - step  # the long ones first
-        begin, end = _bounds(run, oldest, context, grouped, block_n)
-        if early:
-            _prefetch(keys, values, table, begin, tl.minimum(end, known), place_stride, block_size)
-            wait_for_inputs(pdl)
-        source = (first + row).to(tl.int64) * row_stride + head * head_dim
-        if cos_sin is None:
-            lines = tl.load(query + source[:, None] + column[None, :], mask=stored, other=0.0)
-        else:
-            lines = rotated(
-                query, source, valid, position, query_weight, eps, cos_sin, head_dim, block_d
-            ).to(query.dtype.element_ty)
+    number = columns(head_dim, block_d)
+    stored = (row < rows)[:, None] & (number >= 0)[None, :]
+    place = (first + row).to(tl.int64) * kv_heads * groups + head
+    for run in range(last_run - lane, first_run - 1, -tl.num_programs(2)):
+        begin, end = _bounds(run, grouped, oldest, context, block_n)
+        entries = _entries(table, begin, end, block_size, block_n)
+        if cos_sin is not None:
             if end > known:
                 _store_new(
-                    key, value, keys - kv_head * head_dim, values - kv_head * head_dim, positions,
-                    slots, first, rows, context, begin, end, kv_head, row_stride, place_stride,
-                    key_weight, eps, cos_sin, mask is None, head_dim, block_d,
+                    qkv, (kv_heads * groups + kv_head) * head_dim,
+                    (kv_heads * groups + kv_heads + kv_head) * head_dim, keys, values, positions,
+                    slots, first, rows, context, begin, end, row_stride, place_stride, key_weight,
+                    eps, cos_sin, mask is None, head_dim, block_d,
                 )  # fmt: skip
-        exponent = tl.full((block_m,), float("-inf"), tl.float32)
-        total = tl.zeros((block_m,), tl.float32)
-        mixed = tl.zeros((block_m, block_d), tl.float32)
-        sum_exponent, sum_total, sum_mixed = exponent, total, mixed
-        for start in range(begin, end, block_n):
-            token = start + tl.arange(0, block_n)
-            inside = token < end
-            places = _places(table, token, inside, place_stride, block_size)
-            key_tile = _tokens(keys, places, inside, head_dim, block_d)
-            value_tile = _tokens(values, places, inside, head_dim, block_d)
-            exponent, total, mixed = _fold(
-                lines, key_tile, value_tile, exponent, total, mixed, token, end, begins,
-                ends, row, rows, context, new_mask, mask_stride, scale, softcap,
-            )  # fmt: skip
-            if grouped and start + block_n == split_start(split_of(start) + 1):
-                sum_exponent, sum_total, sum_mixed = _added(
-                    sum_exponent, sum_total, sum_mixed, exponent, total, mixed
-                )
-                exponent = tl.full((block_m,), float("-inf"), tl.float32)
-                total = tl.zeros((block_m,), tl.float32)
-                mixed = tl.zeros((block_m, block_d), tl.float32)
-        if grouped:
-            exponent, total, mixed = _added(
-                sum_exponent, sum_total, sum_mixed, exponent, total, mixed
-            )
-        place = (first + row).to(tl.int64) * kv_heads * groups + head
-        if grouped and first_run == last_run:
-            result = _finished(exponent, total, mixed, head, sinks).to(out.dtype.element_ty)
-            tl.store(out + place[:, None] * head_dim + column[None, :], result, mask=stored)
+        exponent, total, mixed = _fold_run(
+            query, keys, values, table, entries, begin, end, begins, ends, row, rows, context,
+            new_mask, mask_stride, scale, softcap, window, place_stride, block_size, head_dim,
+            block_n,
+        )  # fmt: skip
+        if first_run == last_run:
+            total = tl.zeros_like(mixed) + total[:, None]
+            if sinks is not None:
+                sink = tl.load(sinks + head).to(tl.float32)[:, None] * LOG2_E
+                exponent, total, mixed = _with_sink(exponent[:, None], total, mixed, sink)
+            result = mixed / tl.where(total == 0.0, 1.0, total)  # zero, if nothing was seen
+            target = out + place[:, None] * head_dim + number[None, :]
+            tl.store(target, result.to(out.dtype.element_ty), mask=stored)
         else:
-            place = place * most_runs + run
-            tl.store(part_exponent + place, exponent, mask=valid)
-            tl.store(part_total + place, total, mask=valid)
-            tl.store(part + place[:, None] * head_dim + column[None, :], mixed, mask=stored)
+            target = place * most_runs + run - first_run
+            tl.store(part_exponent + target, exponent, mask=row < rows)
+            tl.store(part_total + target, total, mask=row < rows)
+            tl.store(part + target[:, None] * head_dim + number[None, :], mixed, mask=stored)
+
+
+@triton.jit
+def _bounds(run, grouped, oldest, context, block_n: tl.constexpr):
+    """The tokens of a run."""
+    begin = tl.where(grouped, group_start(run), split_start(run))
+    end = tl.where(grouped, group_start(run + 1), split_start(run + 1))
+    return tl.maximum(begin, oldest // block_n * block_n), tl.minimum(end, context)
+
+
+@triton.jit
+def _sight(
+    positions, first, rows, context, tile, kv_head, window, causal: tl.constexpr,
+    groups: tl.constexpr, block_m: tl.constexpr,
+):  # fmt: skip
+    """(row, query head, position, first token seen, end of the tokens seen) of a tile's lines.
+
+    Line m of a request and KV head is its row m // groups and its query head m % groups.
+    """
+    line = tile * block_m + tl.arange(0, block_m)
+    row = line // groups
+    position = tl.load(positions + first + row, mask=row < rows, other=0)
+    own = tl.maximum(position.to(tl.int32), context - rows)  # one that means nothing may be lower
+    ends = tl.minimum(own + 1, context) if causal else tl.zeros_like(own) + context
+    begins = own
+    if window is not None:
+        begins = own - window + 1
+    return row, kv_head * groups + line % groups, position, begins, ends
+
+
+@triton.jit
+def _queries(
+    qkv, first, row, rows, head, position, weight, eps, cos_sin, row_stride,
+    head_dim: tl.constexpr, block_d: tl.constexpr,
+):  # fmt: skip
+    """[block_m, block_d]: the queries of a tile's lines."""
+    source = (first + row).to(tl.int64) * row_stride + head * head_dim
+    valid = row < rows
+    if cos_sin is None:
+        number = columns(head_dim, block_d)
+        inside = valid[:, None] & (number >= 0)[None, :]
+        return tl.load(qkv + source[:, None] + number[None, :], mask=inside, other=0.0)
+    one, two = rotated(qkv, source, valid, position, weight, eps, cos_sin, head_dim, block_d)
+    halves = tl.join(one.to(qkv.dtype.element_ty), two.to(qkv.dtype.element_ty))
+    return tl.reshape(tl.permute(halves, (0, 2, 1)), (row.shape[0], block_d))
 
 
 @triton.jit
 def combine_kernel(
-    part, part_exponent, part_total, out, query_start, context_lens, positions, sinks, window,
-    most_rows, most_runs, heads, causal: tl.constexpr, head_dim: tl.constexpr,
-    block_d: tl.constexpr, block_s: tl.constexpr, grouped: tl.constexpr, pdl: tl.constexpr,
-    early: tl.constexpr,
+    part, part_exponent, part_total, out, query_start, context_lens, sinks, window, most_rows,
+    most_runs, programs, heads: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr,
+    block_s: tl.constexpr, pdl: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """Programs (query head, row, request): the sum over the runs that the row sees."""
+    """Programs (lane, request): sums over runs; a lane does every so-manieth row and head.
+
+    Runs that a row does not see add nothing to it.
+    """
     launch_dependents(pdl)
     if not early:
         wait_for_inputs(pdl)
-    head, row, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request = tl.program_id(1)
     first = tl.load(query_start + request).to(tl.int32)
     rows = tl.load(query_start + request + 1).to(tl.int32) - first
     context = tl.load(context_lens + request).to(tl.int32)
-    oldest = 0
-    if window is not None:
-        oldest = tl.maximum(context - rows - window + 1, 0)
-    first_run = _run_of(oldest, grouped)
-    last_run = tl.where(context > 0, _run_of(tl.maximum(context, 1) - 1, grouped), first_run)
-    if (rows > most_rows) | (row >= rows) | (grouped and first_run == last_run):
-        wait_for_inputs(pdl)
-        return
-    if context <= 0:
-        last_run = first_run - 1
+    grouped, first_run, last_run, oldest = _runs(context, rows, window, programs)
+    lines = rows * heads
+    if (rows > most_rows) | (first_run == last_run):
+        lines = 0
     wait_for_inputs(pdl)
-    place = ((first + row).to(tl.int64) * heads + head) * most_runs
-    exponent = float("-inf")
-    for start in range(first_run, last_run + 1, block_s):
-        run = start + tl.arange(0, block_s)
-        found = tl.load(part_exponent + place + run, mask=run <= last_run, other=float("-inf"))
-        exponent = tl.maximum(exponent, tl.max(found, axis=0))
     column = tl.arange(0, block_d)
-    total = tl.zeros((1,), tl.float32)
-    mixed = tl.zeros((1, block_d), tl.float32)
-    sum_total, sum_mixed = total, mixed
-    for run in tl.range(first_run, last_run + 1, loop_unroll_factor=8):
-        moved = power_of_two(tl.load(part_exponent + place + run) - finite(exponent))
-        source = part + (place + run) * head_dim + column[None, :]
-        values = tl.load(source, mask=(column < head_dim)[None, :], other=0.0)
-        sum_total += tl.load(part_total + place + run) * moved
-        sum_mixed += values * moved
-        closed = True if grouped else _closes_group(run)
-        if closed:
-            total += sum_total
-            mixed += sum_mixed
-            sum_total = tl.zeros((1,), tl.float32)
-            sum_mixed = tl.zeros((1, block_d), tl.float32)
-    total += sum_total
-    mixed += sum_mixed
-    head = head + tl.zeros((1,), tl.int32)
-    result = _finished(exponent + tl.zeros((1,), tl.float32), total, mixed, head, sinks)
-    target = out + ((first + row).to(tl.int64) * heads + head)[:, None] * head_dim + column[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=(column < head_dim)[None, :])
+    for line in range(tl.program_id(0), lines, tl.num_programs(0)):
+        place = (first.to(tl.int64) * heads + line) * most_runs - first_run
+        exponent = tl.full((), float("-inf"), tl.float32)
+        for start in range(first_run, last_run + 1, block_s):
+            run = start + tl.arange(0, block_s)
+            found = tl.load(
+                part_exponent + place + run, mask=run <= last_run, other=float("-inf")
+            )
+            exponent = tl.maximum(exponent, tl.max(found, axis=0))
+        total = tl.zeros((), tl.float32)
+        mixed = tl.zeros((block_d,), tl.float32)
+        sum_total, sum_mixed = total, mixed
+        for start in range(first_run, last_run + 1, COMBINED):
+            for step in tl.static_range(COMBINED):
+                run = start + step
+                asked = run <= last_run
+                found = tl.load(part_exponent + place + run, mask=asked, other=float("-inf"))
+                moved = power_of_two(found - finite(exponent))
+                more = tl.load(part_total + place + run, mask=asked, other=0.0)
+                source = part + (place + run) * head_dim + column
+                values = tl.load(source, mask=asked & (column < head_dim), other=0.0)
+                sum_total += more * moved
+                sum_mixed += values * moved
+                closed = tl.where(grouped, 1, _closes_group(run)) > 0
+                total += tl.where(closed, sum_total, 0.0)
+                mixed += tl.where(closed, sum_mixed, 0.0)
+                sum_total = tl.where(closed, 0.0, sum_total)
+                sum_mixed = tl.where(closed, 0.0, sum_mixed)
+        total, mixed = total + sum_total, mixed + sum_mixed
+        if sinks is not None:
+            sink = tl.load(sinks + line % heads).to(tl.float32) * LOG2_E
+            exponent, total, mixed = _with_sink(exponent, total, mixed, sink)
+        result = mixed / tl.where(total == 0.0, 1.0, total)
+        target = out + (first.to(tl.int64) * heads + line) * head_dim + column
+        tl.store(target, result.to(out.dtype.element_ty), mask=column < head_dim)
+
+
+@triton.jit
+def _closes_group(split):
+    return group_of(split_start(split + 1)) - group_of(split_start(split))

@@ -1,0 +1,150 @@
+"""Batch preparation where every request has as many rows: the ops and who serves them.
+
+Small work between the models' passes. In plain torch each op is a dozen launches, which a captured
+step would feel; as kernels they are one each.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.table import AttentionInputs
+
+
+@dataclass(frozen=True, eq=False)
+class RequestTables:
+    """What the device keeps of every slot.
+
+    Attributes:
+        token_ids: [S, L + 1] int32; the last column takes what has no place.
+        num_tokens, num_computed: [S] int64.
+        block_tables: [S, max_blocks] int32.
+        block_size: tokens in a block.
+    """
+
+    token_ids: Tensor
+    num_tokens: Tensor
+    num_computed: Tensor
+    block_tables: Tensor
+    block_size: int
+
+    @property
+    def last_position(self) -> int:
+        return self.token_ids.shape[1] - 2
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedRows:
+    """The rows of a pass.
+
+    Attributes:
+        token_ids: [T] int32.
+        inputs: where the rows stand; those behind a request's length write nothing.
+        first_row, last_row: [R] int64, of each request; the last that means something.
+    """
+
+    token_ids: Tensor
+    inputs: AttentionInputs
+    first_row: Tensor
+    last_row: Tensor
+
+
+class ExpandRowsOp(Protocol):
+    """`most` rows for each request: lengths[r] from position starts[r] on, then padding.
+
+    slots, starts, lengths [R] int64; T = R * most.
+    """
+
+    def __call__(
+        self, tables: RequestTables, slots: Tensor, starts: Tensor, lengths: Tensor, most: int
+    ) -> PaddedRows: ...
+
+
+class AdvanceDraftsOp(Protocol):
+    """Draft token number `index` of each request is known: where the next pass begins.
+
+    Args:
+        tables: `token_ids` get the token behind the known ones.
+        slots, known, wanted: [R] int64: known tokens, and how many drafts are wanted.
+        picked: [R] int64, indices into `vocabulary` [Vq] int64 where there is one.
+        tokens: [R, K] int64; column `index` is filled.
+        index: from 0.
+
+    Returns:
+        starts, lengths: [R] int64, of the next pass: one row where another draft is wanted.
+    """
+
+    def __call__(
+        self,
+        tables: RequestTables,
+        slots: Tensor,
+        known: Tensor,
+        wanted: Tensor,
+        picked: Tensor,
+        vocabulary: Tensor | None,
+        tokens: Tensor,
+        index: int,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class WriteTokensOp(Protocol):
+    """Write the first counts[r] of `tokens` [R, W] behind each request's known tokens.
+
+    What stands behind those is tentative and may be written too: no token is lost.
+    """
+
+    def __call__(
+        self, tables: RequestTables, slots: Tensor, tokens: Tensor, counts: Tensor
+    ) -> None: ...
+
+
+class CommitOp(Protocol):
+    """Append a verdict's tokens and move the counters.
+
+    Args:
+        tables: token ids, known and computed tokens, of which the target has computed
+            num_new[r] + accepted[r] more.
+        slots, num_new: [R] int64.
+        at_end: [R] bool; the others gain nothing, whatever the verdict.
+        tokens: [R, W] int64.
+        num_tokens, num_accepted: [R] int64.
+
+    Returns:
+        (num_tokens, num_accepted) of what was really gained.
+    """
+
+    def __call__(
+        self,
+        tables: RequestTables,
+        slots: Tensor,
+        num_new: Tensor,
+        at_end: Tensor,
+        tokens: Tensor,
+        num_tokens: Tensor,
+        num_accepted: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class PreparationOps:
+    """One column."""
+
+    expand_rows: ExpandRowsOp
+    advance_drafts: AdvanceDraftsOp
+    write_tokens: WriteTokensOp
+    commit: CommitOp
+
+
+def preparation_for(device: torch.device) -> PreparationOps:
+    """The ops for this device."""
+    from slipstream.kernels.reference.preparation import PREPARATION as REFERENCE
+
+    if device.type != "cuda":
+        return REFERENCE
+    try:
+        from slipstream.kernels.triton.preparation import PREPARATION
+    except ImportError:  # `ops_for` has warned
+        return REFERENCE
+    return PREPARATION

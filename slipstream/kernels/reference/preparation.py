@@ -1,0 +1,78 @@
+"""Batch preparation in plain torch. Meanings and shapes: `kernels/preparation.py`."""
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.preparation import PaddedRows, PreparationOps, RequestTables
+from slipstream.kernels.table import AttentionInputs
+
+
+def expand_rows(
+    tables: RequestTables, slots: Tensor, starts: Tensor, lengths: Tensor, most: int
+) -> PaddedRows:
+    row = torch.arange(len(slots) * most, device=slots.device)
+    request, offset = row // most, row % most
+    positions = (starts[request] + offset).clamp_max(tables.last_position)
+    row_slots, block_size = slots[request], tables.block_size
+    blocks = tables.block_tables[row_slots, positions // block_size].long()
+    places = blocks * block_size + positions % block_size
+    first_row = torch.arange(len(slots) + 1, device=slots.device) * most
+    inputs = AttentionInputs(
+        query_start=first_row,
+        context_lens=starts + lengths,
+        block_tables=tables.block_tables[slots],
+        positions=positions,
+        slots=torch.where(offset < lengths[request], places, -1),
+        max_rows=most,
+    )
+    last_row = first_row[:-1] + (lengths - 1).clamp_min(0)
+    return PaddedRows(tables.token_ids[row_slots, positions], inputs, first_row[:-1], last_row)
+
+
+def advance_drafts(
+    tables: RequestTables,
+    slots: Tensor,
+    known: Tensor,
+    wanted: Tensor,
+    picked: Tensor,
+    vocabulary: Tensor | None,
+    tokens: Tensor,
+    index: int,
+) -> tuple[Tensor, Tensor]:
+    token = picked if vocabulary is None else vocabulary[picked]
+    tokens[:, index] = token
+    starts = known + index
+    _write(tables, slots, starts, token)
+    return starts, (wanted > index + 1).to(torch.int64)
+
+
+def write_tokens(tables: RequestTables, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    place = torch.minimum(column, (counts - 1).clamp_min(0).unsqueeze(1))
+    positions = tables.num_tokens[slots].unsqueeze(1) + place
+    _write(tables, slots.unsqueeze(1), positions, tokens.gather(1, place))
+
+
+def commit(
+    tables: RequestTables,
+    slots: Tensor,
+    num_new: Tensor,
+    at_end: Tensor,
+    tokens: Tensor,
+    num_tokens: Tensor,
+    num_accepted: Tensor,
+) -> tuple[Tensor, Tensor]:
+    gained, accepted = num_tokens * at_end, num_accepted * at_end
+    write_tokens(tables, slots, tokens, gained)
+    tables.num_tokens.index_add_(0, slots, gained)
+    tables.num_computed.index_add_(0, slots, num_new + accepted)
+    return gained, accepted
+
+
+def _write(tables: RequestTables, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
+    """Write ids at positions; those beyond the last one land behind it, where nobody reads."""
+    last = tables.last_position + 1
+    tables.token_ids[slots, positions.clamp_max(last)] = tokens.to(torch.int32)
+
+
+PREPARATION = PreparationOps(expand_rows, advance_drafts, write_tokens, commit)

@@ -1,0 +1,182 @@
+"""Batch preparation, one launch an op. Meanings and shapes: `kernels/preparation.py`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.preparation import PaddedRows, PreparationOps, RequestTables
+from slipstream.kernels.table import AttentionInputs
+from slipstream.kernels.triton.launch import launch_dependents, options, wait_for_inputs
+
+TABLE_BLOCK = 1024
+
+
+@triton.jit
+def _expand_kernel(
+    slots, starts, lengths, all_tokens, all_tables, tokens, positions, places, tables, query_start,
+    contexts, last_rows, requests, most, tokens_stride, tables_stride, num_blocks, last_position,
+    block_size, block_m: tl.constexpr, block_b: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Programs (request, part): part 0 lays the rows out, the others copy the block table."""
+    launch_dependents(pdl)
+    wait_for_inputs(pdl)
+    request, part = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + request)
+    own_table = all_tables + slot * tables_stride
+    if part > 0:
+        column = (part - 1) * block_b + tl.arange(0, block_b)
+        inside = column < num_blocks
+        blocks = tl.load(own_table + column, mask=inside, other=0)
+        tl.store(tables + request * num_blocks + column, blocks, mask=inside)
+    else:
+        start, length = tl.load(starts + request), tl.load(lengths + request)
+        offset = tl.arange(0, block_m)
+        inside = offset < most
+        position = tl.minimum(start + offset, last_position)
+        block = tl.load(own_table + position // block_size, mask=inside, other=0)
+        place = block.to(tl.int64) * block_size + position % block_size
+        token = tl.load(all_tokens + slot * tokens_stride + position, mask=inside, other=0)
+        row = request * most + offset
+        tl.store(tokens + row, token, mask=inside)
+        tl.store(positions + row, position, mask=inside)
+        tl.store(places + row, tl.where(offset < length, place, -1), mask=inside)
+        tl.store(query_start + request, (request * most).to(tl.int64))
+        tl.store(query_start + requests, (requests * most).to(tl.int64))
+        tl.store(contexts + request, start + length)
+        tl.store(last_rows + request, request * most + tl.maximum(length - 1, 0))
+
+
+def expand_rows(
+    tables: RequestTables, slots: Tensor, starts: Tensor, lengths: Tensor, most: int
+) -> PaddedRows:
+    device, requests = slots.device, len(slots)
+    num_blocks = tables.block_tables.shape[1]
+    token_ids = torch.empty(requests * most, dtype=torch.int32, device=device)
+    positions, places = torch.empty((2, requests * most), dtype=torch.int64, device=device)
+    own_tables = torch.empty((requests, num_blocks), dtype=torch.int32, device=device)
+    query_start = torch.empty(requests + 1, dtype=torch.int64, device=device)
+    contexts, last_rows = torch.empty((2, requests), dtype=torch.int64, device=device)
+    _expand_kernel[(requests, 1 + triton.cdiv(num_blocks, TABLE_BLOCK))](
+        slots, starts, lengths, tables.token_ids, tables.block_tables, token_ids, positions, places,
+        own_tables, query_start, contexts, last_rows, requests, most, tables.token_ids.stride(0),
+        tables.block_tables.stride(0), num_blocks, tables.last_position, tables.block_size,
+        block_m=triton.next_power_of_2(most), block_b=TABLE_BLOCK, num_warps=4, **options(device),
+    )  # fmt: skip
+    inputs = AttentionInputs(query_start, contexts, own_tables, positions, places, most)
+    return PaddedRows(token_ids, inputs, query_start[:-1], last_rows)
+
+
+@triton.jit
+def _advance_kernel(
+    slots, known, wanted, picked, vocabulary, tokens, all_tokens, starts, lengths, requests, index,
+    tokens_stride, row_stride, last_place, block: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(pdl)
+    wait_for_inputs(pdl)
+    request = tl.program_id(0) * block + tl.arange(0, block)
+    inside = request < requests
+    token = tl.load(picked + request, mask=inside, other=0)
+    if vocabulary is not None:
+        token = tl.load(vocabulary + token, mask=inside, other=0)
+    start = tl.load(known + request, mask=inside, other=0) + index
+    slot = tl.load(slots + request, mask=inside, other=0)
+    more = tl.load(wanted + request, mask=inside, other=0) > index + 1
+    tl.store(tokens + request * tokens_stride + index, token, mask=inside)
+    place = all_tokens + slot * row_stride + tl.minimum(start, last_place)
+    tl.store(place, token.to(tl.int32), mask=inside)
+    tl.store(starts + request, start, mask=inside)
+    tl.store(lengths + request, more.to(tl.int64), mask=inside)
+
+
+def advance_drafts(
+    tables: RequestTables,
+    slots: Tensor,
+    known: Tensor,
+    wanted: Tensor,
+    picked: Tensor,
+    vocabulary: Tensor | None,
+    tokens: Tensor,
+    index: int,
+) -> tuple[Tensor, Tensor]:
+    starts, lengths = torch.empty((2, len(slots)), dtype=torch.int64, device=slots.device)
+    block = 32
+    _advance_kernel[(triton.cdiv(len(slots), block),)](
+        slots, known, wanted, picked, vocabulary, tokens, tables.token_ids, starts, lengths,
+        len(slots), index, tokens.stride(0), tables.token_ids.stride(0), tables.last_position + 1,
+        block=block, num_warps=1, **options(slots.device),
+    )  # fmt: skip
+    return starts, lengths
+
+
+@triton.jit
+def _commit_kernel(
+    slots, num_new, at_end, tokens, counts, num_accepted, all_tokens, num_tokens, num_computed,
+    gained, accepted, row_stride, last_place, width: tl.constexpr, block_w: tl.constexpr,
+    counting: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """One program a request. Without `counting` only tokens are written."""
+    launch_dependents(pdl)
+    wait_for_inputs(pdl)
+    request = tl.program_id(0)
+    slot = tl.load(slots + request)
+    count = tl.load(counts + request)
+    if counting:
+        ends = tl.load(at_end + request).to(tl.int64)
+        count *= ends
+    known = tl.load(num_tokens + slot)
+    column = tl.arange(0, block_w)
+    inside = (column < width) & (column < count)
+    token = tl.load(tokens + request * width + column, mask=inside, other=0)
+    place = all_tokens + slot * row_stride + tl.minimum(known + column, last_place)
+    tl.store(place, token.to(tl.int32), mask=inside)
+    if counting:
+        new = tl.load(num_accepted + request) * ends
+        tl.store(gained + request, count)
+        tl.store(accepted + request, new)
+        # Several padding requests may share a slot: they store what is there already.
+        tl.store(num_tokens + slot, known + count)
+        new += tl.load(num_new + request)
+        tl.store(num_computed + slot, tl.load(num_computed + slot) + new)
+
+
+def write_tokens(tables: RequestTables, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
+    if tokens.numel():
+        _commit(tables, slots, None, None, tokens, counts, None, None, None)
+
+
+def commit(
+    tables: RequestTables,
+    slots: Tensor,
+    num_new: Tensor,
+    at_end: Tensor,
+    tokens: Tensor,
+    num_tokens: Tensor,
+    num_accepted: Tensor,
+) -> tuple[Tensor, Tensor]:
+    gained, accepted = torch.empty((2, len(slots)), dtype=torch.int64, device=slots.device)
+    _commit(tables, slots, num_new, at_end, tokens, num_tokens, num_accepted, gained, accepted)
+    return gained, accepted
+
+
+def _commit(
+    tables: RequestTables,
+    slots: Tensor,
+    num_new: Tensor | None,
+    at_end: Tensor | None,
+    tokens: Tensor,
+    counts: Tensor,
+    num_accepted: Tensor | None,
+    gained: Tensor | None,
+    accepted: Tensor | None,
+) -> None:
+    width = tokens.shape[1]
+    _commit_kernel[(len(slots),)](
+        slots, num_new, at_end, tokens.contiguous(), counts, num_accepted, tables.token_ids,
+        tables.num_tokens, tables.num_computed, gained, accepted, tables.token_ids.stride(0),
+        tables.last_position + 1, width=width, block_w=triton.next_power_of_2(width),
+        counting=gained is not None, num_warps=1, **options(slots.device),
+    )  # fmt: skip
+
+
+PREPARATION = PreparationOps(expand_rows, advance_drafts, write_tokens, commit)

@@ -1,0 +1,158 @@
+"""Batch preparation and suffix lookup in Triton do what their plain torch references do."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from slipstream.kernels.preparation import RequestTables
+from slipstream.kernels.reference.preparation import PREPARATION as REFERENCE
+from slipstream.kernels.reference.suffix_lookup import suffix_lookup as reference_lookup
+
+pytest.importorskip("triton")
+
+from slipstream.kernels.triton.preparation import PREPARATION as TRITON
+from slipstream.kernels.triton.suffix_lookup import suffix_lookup as triton_lookup
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+SLOTS, LENGTH, BLOCK = 7, 45, 8
+PADDING = SLOTS - 1  # a slot without tokens
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make_tables(seed: int = 0) -> RequestTables:
+    generator = seeded(seed)
+    num_tokens = torch.tensor([5, 17, 44, 1, 30, 45, 0])
+    return RequestTables(
+        token_ids=torch.randint(0, 90, (SLOTS, LENGTH + 1), generator=generator).int().to(DEVICE),
+        num_tokens=num_tokens.to(DEVICE),
+        num_computed=(num_tokens - 1).clamp_min(0).to(DEVICE),
+        block_tables=torch.randperm(SLOTS * 6, generator=generator)
+        .view(SLOTS, 6)
+        .int()
+        .to(DEVICE),
+        block_size=BLOCK,
+    )
+
+
+def copied(tables: RequestTables) -> RequestTables:
+    return replace(
+        tables,
+        token_ids=tables.token_ids.clone(),
+        num_tokens=tables.num_tokens.clone(),
+        num_computed=tables.num_computed.clone(),
+    )
+
+
+def on_device(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, device=DEVICE)
+
+
+def assert_same_tables(ours: RequestTables, theirs: RequestTables) -> None:
+    # The last column takes what has no place: which of several such tokens wins means nothing.
+    assert torch.equal(ours.token_ids[:, :-1], theirs.token_ids[:, :-1])
+    assert torch.equal(ours.num_tokens, theirs.num_tokens)
+    assert torch.equal(ours.num_computed, theirs.num_computed)
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 9])
+@pytest.mark.parametrize("slots", [(3,), (2, 0, 5, 1), (4, 1, PADDING, PADDING)])
+def test_rows_are_expanded_as_by_the_reference(most: int, slots: tuple[int, ...]) -> None:
+    tables, where = make_tables(), on_device(*slots)
+    starts = tables.num_computed[where]
+    lengths = torch.arange(len(slots), device=DEVICE) % (most + 1)
+    ours = TRITON.expand_rows(tables, where, starts, lengths, most)
+    theirs = REFERENCE.expand_rows(tables, where, starts, lengths, most)
+    assert torch.equal(ours.token_ids, theirs.token_ids)
+    assert torch.equal(ours.first_row, theirs.first_row)
+    assert torch.equal(ours.last_row, theirs.last_row)
+    for name in ("query_start", "context_lens", "block_tables", "positions", "slots"):
+        assert torch.equal(getattr(ours.inputs, name), getattr(theirs.inputs, name)), name
+    assert ours.inputs.max_rows == most
+    assert (ours.inputs.slots >= 0).sum() == lengths.sum()  # padding writes nothing
+    assert ours.inputs.positions.max() < LENGTH
+
+
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_drafts_advance_as_by_the_reference(index: int, reduced: bool) -> None:
+    tables, where = make_tables(), on_device(2, 0, 5, 1)
+    known, wanted = tables.num_tokens[where], on_device(3, 1, 0, 2)
+    picked = on_device(3, 0, 4, 1)
+    vocabulary = on_device(7, 11, 13, 50, 89) if reduced else None
+    both = []
+    for column in (TRITON, REFERENCE):
+        own, tokens = copied(tables), torch.zeros((4, 3), dtype=torch.int64, device=DEVICE)
+        starts, lengths = column.advance_drafts(
+            own, where, known, wanted, picked, vocabulary, tokens, index
+        )
+        both.append((own, tokens, starts, lengths))
+    (ours, *our_numbers), (theirs, *their_numbers) = both
+    assert_same_tables(ours, theirs)
+    for one, other in zip(our_numbers, their_numbers, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(ours.token_ids, tables.token_ids)
+
+
+@pytest.mark.parametrize("width", [0, 1, 4])
+def test_drafts_are_written_as_by_the_reference(width: int) -> None:
+    tables, where = make_tables(), on_device(4, 2, 0)
+    tokens = torch.randint(100, 200, (3, width), generator=seeded(1)).to(DEVICE)
+    counts = on_device(min(1, width), min(3, width), 0)
+    ours, theirs = copied(tables), copied(tables)
+    TRITON.write_tokens(ours, where, tokens, counts)
+    REFERENCE.write_tokens(theirs, where, tokens, counts)
+    for request, (slot, count) in enumerate(zip(where.tolist(), counts.tolist(), strict=True)):
+        known = int(tables.num_tokens[slot])
+        legal = min(count, LENGTH - known)
+        for own in (ours, theirs):
+            # Behind what counts anything may stand.
+            assert own.token_ids[slot, :known].equal(tables.token_ids[slot, :known])
+            written = own.token_ids[slot, known : known + legal]
+            assert written.tolist() == tokens[request, :legal].tolist()
+
+
+def test_verdicts_are_committed_as_by_the_reference() -> None:
+    tables, where = make_tables(), on_device(4, 0, 3, 1, PADDING, PADDING)
+    new = on_device(1, 1, 6, 1, 0, 0)
+    at_end = on_device(1, 1, 0, 1, 0, 0) != 0
+    tokens = torch.randint(100, 200, (6, 4), generator=seeded(2)).to(DEVICE)
+    counts, accepted = on_device(4, 1, 2, 3, 1, 1), on_device(3, 0, 1, 2, 0, 0)
+    both = []
+    for column in (TRITON, REFERENCE):
+        own = copied(tables)
+        gains = column.commit(own, where, new, at_end, tokens, counts, accepted)
+        both.append((own, gains))
+    (ours, our_gains), (theirs, their_gains) = both
+    for slot in range(SLOTS):
+        known = int(theirs.num_tokens[slot])
+        assert ours.token_ids[slot, :known].equal(theirs.token_ids[slot, :known])
+    assert torch.equal(ours.num_tokens, theirs.num_tokens)
+    assert torch.equal(ours.num_computed, theirs.num_computed)
+    assert our_gains[0].tolist() == their_gains[0].tolist() == [4, 1, 0, 3, 0, 0]
+    assert our_gains[1].tolist() == their_gains[1].tolist() == [3, 0, 0, 2, 0, 0]
+    assert ours.num_tokens.tolist() == [6, 20, 44, 1, 34, 45, 0]
+
+
+@pytest.mark.parametrize(("shortest", "longest"), [(1, 1), (2, 3), (1, 5)])
+@pytest.mark.parametrize("width", [1, 4, 7])
+def test_suffixes_are_looked_up_as_by_the_reference(
+    shortest: int, longest: int, width: int
+) -> None:
+    generator = seeded(shortest + 10 * longest)
+    token_ids = torch.randint(0, 4, (5, 1100), generator=generator).int().to(DEVICE)
+    slots = on_device(3, 0, 4, 1, 2)
+    known = on_device(1090, 1, 2, 37, 0)
+    ours = triton_lookup(token_ids, slots, known, width, shortest, longest)
+    theirs = reference_lookup(token_ids, slots, known, width, shortest, longest)
+    assert torch.equal(ours[1], theirs[1])
+    assert ours[1][0]  # a long text of four letters has every short suffix
+    assert torch.equal(ours[0][ours[1]], theirs[0][theirs[1]])
