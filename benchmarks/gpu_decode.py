@@ -107,9 +107,11 @@ def _show_ready(seconds: float) -> None:
     print(f"ready in {seconds:.1f} s\n{HEADINGS}", flush=True)
 
 
-def run_bars(report: Report, method: Method, options: dict[str, Any]) -> None:
-    """Every configuration of `bars`."""
+def run_bars(report: Report, method: Method, options: dict[str, Any], only: str) -> None:
+    """Every configuration of `bars` whose title holds the text `only`."""
     for bar in bars():
+        if only not in bar.setup.title:
+            continue
 
         def beside(row: Row, bar: Bar = bar) -> Row:
             ours, vllm = bar.steps[row.batch]
@@ -136,12 +138,18 @@ def run_one(report: Report, setup: Setup, method: Method, with_plain: bool) -> N
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 when every configuration ran."""
-    given = _parser().parse_args(arguments)
-    method = Method(given.batch_sizes, given.prompt, given.short, given.long, given.repeat)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.suite:
+        for name in _OF_ONE_SETUP:
+            if getattr(given, name) is not None:
+                parser.error(f"--suite has its own {name.replace('_', '-')}; leave it out")
+    sizes = given.batch_sizes or (1, 8, 32)
+    method = Method(sizes, given.prompt, given.short, given.long, given.repeat)
     options = dict(_engine_options(given))
     report = Report()
     if given.suite == "bars":
-        run_bars(report, method, options)
+        run_bars(report, method, options, given.only)
     else:
         run_one(report, _setup(given, options), method, given.with_plain)
     if given.json:
@@ -149,14 +157,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(report.failed)
 
 
+_OF_ONE_SETUP = (
+    *("target", "draft", "acceptance_length", "draft_vocab_size", "quantization"),
+    *("drafter_quantization", "context", "batch_sizes", "num_speculative_tokens"),
+)
+
+
 def _setup(given: argparse.Namespace, options: dict[str, Any]) -> Setup:
     length = given.acceptance_length
-    if length is None and given.load_format == "dummy" and given.draft:
-        length = 1 + 0.45 * given.num_speculative_tokens
+    count = 4 if given.num_speculative_tokens is None else given.num_speculative_tokens
+    if length is None and given.load_format == "dummy":
+        length = 1 + 0.45 * count
     return Setup(
-        target=given.target,
+        target=given.target or "qwen3-8b",
         draft=given.draft,
-        num_speculative_tokens=given.num_speculative_tokens if given.draft else 0,
+        num_speculative_tokens=count if given.draft else 0,
         acceptance_length=length if given.draft else None,
         draft_vocab_size=given.draft_vocab_size,
         quantization=given.quantization,
@@ -184,13 +199,14 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cli.add_argument("--suite", choices=["bars"], help="all configurations that have a bar")
-    cli.add_argument("--target", default="qwen3-8b")
-    cli.add_argument("--draft")
-    cli.add_argument("--num-speculative-tokens", "-k", type=int, default=4)
+    cli.add_argument("--only", default="", help="of a suite, those whose title holds this text")
+    cli.add_argument("--target", help="[qwen3-8b]")
+    cli.add_argument("--draft", help="[none: plain decoding]")
+    cli.add_argument("--num-speculative-tokens", "-k", type=int, help="[4]")
     cli.add_argument(
         "--acceptance-length", type=float, help="forced with dummy weights [1 + 0.45 K]"
     )
-    cli.add_argument("--batch-sizes", type=_sizes, default=(1, 8, 32))
+    cli.add_argument("--batch-sizes", type=_sizes, help="[1,8,32]")
     cli.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     cli.add_argument("--short", type=int, default=32, help="output tokens of the short run")
     cli.add_argument("--long", type=int, default=288, help="output tokens of the long run")

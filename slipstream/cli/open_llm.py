@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from slipstream.cli.terminal import stderr_console
 from slipstream.core.config import EngineConfig
@@ -35,15 +36,27 @@ def open_llm(config: EngineConfig, verbose: bool) -> tuple["LLM", float]:
     return llm, seconds
 
 
+class AmountColumn(ProgressColumn):
+    """How far a task is, in its own unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bytes = DownloadColumn()
+
+    def render(self, task: Task) -> Text:
+        if task.fields["unit"] == "bytes":
+            return self._bytes.render(task)
+        return Text(f"{task.completed:.0f}/{task.total or 0:.0f} {task.fields['unit']}")
+
+
 class Bars:
-    """One bar per model that is being loaded; they leave no trace."""
+    """One bar for each thing that takes its time at the start; they leave no trace."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
-            TextColumn("loading {task.description}"),
+            TextColumn("{task.description}"),
             BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
+            AmountColumn(),
             console=console,
             transient=True,
             disable=not console.is_terminal,
@@ -56,13 +69,13 @@ class Bars:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def bar(self, name: str, size: int) -> AbstractContextManager["Report"]:
-        """A bar of `size` bytes."""
-        return self._bar(name, size)
+    def bar(self, name: str, size: int, unit: str) -> AbstractContextManager["Report"]:
+        """A bar of `size` units."""
+        return self._bar(name, size, unit)
 
     @contextmanager
-    def _bar(self, name: str, size: int) -> Iterator["Report"]:
-        task = self._progress.add_task(name, total=size)
+    def _bar(self, name: str, size: int, unit: str) -> Iterator["Report"]:
+        task = self._progress.add_task(name, total=size, unit=unit)
         yield lambda count: self._progress.advance(task, count)
 
 

@@ -114,7 +114,7 @@ def _captured(
         return None
     width = resolved.limits.num_speculative_tokens
     graphs = GraphRunner(state, sampling, width, Recorder(resolved.device))
-    with progress_bar("graphs", graphs.num_lean()) as progress:
+    with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
         graphs.capture_all("round", round, guessed, progress)
     return graphs
 

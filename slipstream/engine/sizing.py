@@ -15,7 +15,7 @@ from slipstream.runner.memory import (
     default_cache_bytes,
     device_memory,
     gigabytes,
-    require_cache,
+    no_room_error,
     require_memory,
     require_weights,
     step_items,
@@ -98,7 +98,8 @@ def _derived(
         budget, why = config.kv_cache_memory, "kv_cache_memory"
     elif memory.is_gpu:
         blocks = -(-min(_LEAST_TOKENS, step.max_model_len) // config.block_size)
-        require_cache(memory, budget, blocks * bytes_per_block, items, _remedies(config))
+        if budget < blocks * bytes_per_block:
+            raise no_room_error(memory, config.gpu_memory_utilization, items, _remedies(config))
     num_blocks = min(wanted, budget // bytes_per_block)
     if num_blocks < 1:
         raise UsageError(
@@ -113,6 +114,4 @@ def _derived(
 def _remedies(config: EngineConfig) -> list[str]:
     """What frees memory whatever the step takes."""
     ways = [] if config.quantization else ["quantization=fp8"]
-    if config.gpu_memory_utilization is not None:
-        ways.append("a larger gpu_memory_utilization")
-    return ways
+    return [*ways, "a larger gpu_memory_utilization"]

@@ -8,7 +8,7 @@ column once, when the network is built, and never ask which device they are on.
 import functools
 import logging
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -178,11 +178,8 @@ def ops_for(device: torch.device, batch_invariant: bool = False) -> Ops:
     if device.type != "cuda":
         return REFERENCE
     try:
-        from slipstream.kernels import triton
+        from slipstream.kernels.triton import TRITON, TRITON_INVARIANT
     except ImportError as error:
         logger.warning("Triton cannot be imported (%s): plain torch kernels serve the GPU.", error)
         return REFERENCE
-    if batch_invariant:
-        # The Triton column gets its invariant sibling in a change of its own.
-        return cast(Ops, getattr(triton, "TRITON_INVARIANT", triton.TRITON))
-    return triton.TRITON
+    return TRITON_INVARIANT if batch_invariant else TRITON

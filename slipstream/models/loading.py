@@ -36,16 +36,16 @@ __all__ = [
 
 logger = logging.getLogger("slipstream")
 
-# Called with a name and a size in bytes, gives a context for the loading of that many.
-ProgressBar = Callable[[str, int], AbstractContextManager[Progress]]
+# Called with a name, a size and its unit, gives a context in which that many are done.
+ProgressBar = Callable[[str, int, str], AbstractContextManager[Progress]]
 # Called before weights are allocated with a name, their bytes, and those that they would take in
 # fp8 (None when they are in it); raises UsageError when there is no room.
 MemoryCheck = Callable[[str, int, int | None], None]
 
 
-def no_progress_bar(name: str, size: int) -> AbstractContextManager[Progress]:
+def no_progress_bar(name: str, size: int, unit: str) -> AbstractContextManager[Progress]:
     """Show nothing."""
-    del name, size
+    del name, size, unit
     return nullcontext(no_progress)
 
 
@@ -99,7 +99,8 @@ def load_decoder(checkpoint: Checkpoint, options: LoadOptions) -> Decoder:
         require_twin(config, target, checkpoint.config_file)
         twin = TwinSource(options.dtype, options.device, options.seed, target)
         return _build(config, twin, options)
-    with options.progress_bar(checkpoint.path.name, checkpoint.size_bytes) as progress:
+    name = f"loading {checkpoint.path.name}"
+    with options.progress_bar(name, checkpoint.size_bytes, "bytes") as progress:
         source = CheckpointSource(checkpoint, options.dtype, options.device, progress)
         network = _build(config, source, options)
     source.finish(ignored=("lm_head.weight",) if config.tie_word_embeddings else ())

@@ -15,9 +15,10 @@ GPU_MEMORY_UTILIZATION = 0.9
 # float32 copies of the target's logits: as computed, processed, and one while it is sampled from.
 LOGITS_COPIES = 3
 # Captured graphs of the default buckets, which share one pool, beside logits of their own.
-GRAPH_BYTES = 512 << 20
-# Splits of long contexts and matmuls, libraries' workspaces, and what the allocator cannot join.
-WORKSPACE_BYTES = 512 << 20
+GRAPH_BYTES = 768 << 20
+# Splits of long contexts and matmuls, libraries' workspaces, and what the allocator cannot join:
+# with GRAPH_BYTES, what an H200 took beyond the other items at 64 requests of Qwen3-8B's geometry.
+WORKSPACE_BYTES = 1 << 30
 _FLOAT32 = 4
 # Of a request that penalties, logit_bias or allowed_token_ids act on, per token of the vocabulary.
 _SAMPLING_STATE = 4 + 1 + 4
@@ -137,6 +138,16 @@ def _numbers_per_row(network: DecoderConfig) -> int:
     return attention + 3 * network.intermediate_size + 4 * network.hidden_size
 
 
+def usable_bytes(memory: DeviceMemory, utilization: float | None) -> int:
+    """What of a GPU's free memory may be taken when only a share of the whole may be.
+
+    Args:
+        utilization: the share; None takes the default.
+    """
+    share = utilization or GPU_MEMORY_UTILIZATION
+    return max(0, memory.free - int(memory.total * (1 - share)))
+
+
 def default_cache_bytes(
     memory: DeviceMemory, utilization: float | None, reserved: int = 0
 ) -> tuple[int, str]:
@@ -149,8 +160,8 @@ def default_cache_bytes(
     """
     if memory.is_gpu:
         share = utilization or GPU_MEMORY_UTILIZATION
-        budget = memory.free - int(memory.total * (1 - share)) - reserved
-        return max(0, budget), f"{share:.0%} of the GPU's memory, less weights and a step's tensors"
+        budget = max(0, usable_bytes(memory, utilization) - reserved)
+        return budget, f"{share:.0%} of the GPU's memory, less weights and a step's tensors"
     half = memory.free // 2
     if half < CPU_CACHE_BYTES:
         return half, "half of the memory that is available"
@@ -166,24 +177,25 @@ def require_memory(memory: DeviceMemory, needed: int, what: str, remedy: str) ->
         )
 
 
-def require_cache(
-    memory: DeviceMemory, cache: int, least: int, items: Sequence[Item], remedies: Sequence[str]
-) -> None:
-    """Raise UsageError when a cache of `cache` bytes has no room for the `least` that is useful.
+def no_room_error(
+    memory: DeviceMemory, utilization: float | None, items: Sequence[Item], remedies: Sequence[str]
+) -> UsageError:
+    """The error when steps leave no room for a KV cache.
 
     Args:
-        items: what took the rest; the largest ones' remedies are named.
+        utilization: share of the GPU that may be used in all; None is the default.
+        items: what steps take; the largest ones' remedies come first.
         remedies: what else would help.
     """
-    if cache >= least:
-        return
     largest = sorted(items, key=lambda item: -item.size)
     ways = dict.fromkeys((*remedies, *(item.remedy for item in largest if item.remedy)))
     taken = ", ".join(f"{item.name} {gigabytes(item.size)}" for item in largest)
-    raise UsageError(
+    share = utilization or GPU_MEMORY_UTILIZATION
+    return UsageError(
         f"no room for a KV cache: {gigabytes(memory.free)} of {memory.name} are free beside the "
-        f"weights, and steps need {gigabytes(sum(item.size for item in items))} of it ({taken}); "
-        f"what helps: {', '.join(ways)}"
+        f"weights, gpu_memory_utilization={share:g} leaves {gigabytes(usable_bytes(memory, share))}"
+        f" of them, and steps need {gigabytes(sum(item.size for item in items))} ({taken}); what "
+        f"helps: {', '.join(ways)}"
     )
 
 

@@ -34,7 +34,7 @@ class FakeLLM:
 
     def __init__(self, progress_bar: Any = None, **options: Any) -> None:
         if progress_bar is not None:
-            with progress_bar("fake", 10) as report:
+            with progress_bar("loading fake", 10, "bytes") as report:
                 report(10)
         self.options, self.tokenizer, self.metrics = options, ByteTokenizer(), EngineMetrics()
         self.engine = SimpleNamespace(

@@ -362,15 +362,14 @@ def test_lossless(name: str) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
-@pytest.mark.parametrize("case", [Case(1, ragged=True), Case(1, one_hot=True)], ids=str)
-def test_interpreted_kernels_on_a_few_samples(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+def test_interpreted_kernels_on_a_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.kernels.triton import sampling as fused
 
     monkeypatch.setattr(fused, "TILES", fused.Tiles(block=16, group=16))
     for module in (verification, state_module):
         monkeypatch.setattr(module, "sampling_ops_for", lambda device: fused.SAMPLING)
-    monkeypatch.setattr(sys.modules[__name__], "NUM_REQUESTS", 192)
-    values, emitted = p_values(case, 1)
+    monkeypatch.setattr(sys.modules[__name__], "NUM_REQUESTS", 48)
+    values, emitted = p_values(Case(1), 1)
     assert min(values) > 0.001, values
     assert 0 < emitted.accepted < emitted.drafted
 

@@ -248,12 +248,12 @@ def test_the_progress_bar_is_told_of_every_byte(folder: Path) -> None:
     opened: list[tuple[str, int]] = []
 
     @contextmanager
-    def progress_bar(name: str, size: int) -> Iterator[Progress]:
+    def progress_bar(name: str, size: int, unit: str) -> Iterator[Progress]:
         opened.append((name, size))
         yield told.append
 
     load(folder, progress_bar=progress_bar)
-    assert opened == [("model", Checkpoint(folder).size_bytes)]
+    assert opened == [("loading model", Checkpoint(folder).size_bytes)]
     assert sum(told) == opened[0][1]
     assert len(told) == len(stored(folder))
 

@@ -1,9 +1,12 @@
 """Scheduler and block manager under random load.
 
-The pretended engine below runs real schedules against a pretended cache: every "forward pass"
+The pretended engine below runs real schedules against a pretended device: every "forward pass"
 writes, into the place that the block table names, the whole prefix that a key at this place would
 depend on, and checks all that it reads. So a stale block, a block shared too early or a drafter's
 layers that are not there show up as a wrong prefix, whatever went wrong before.
+
+The device has its own idea of every request, by slot. In a pipelined world steps are planned and
+launched before the host has seen the results of the one before, so the host's idea lags behind.
 """
 
 from collections import Counter
@@ -12,6 +15,7 @@ from dataclasses import dataclass, field
 from random import Random
 from zlib import crc32
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -27,7 +31,7 @@ from slipstream.engine.scheduler import Scheduler
 SAME_EVERY_TIME = settings(derandomize=True, database=None, deadline=None)
 VOCABULARY = 25
 EOS = 24
-MAX_LEN = 40
+MAX_LEN = 30
 
 Tokens = tuple[int, ...]
 
@@ -50,6 +54,44 @@ def plain_output(request: Request, prompt: Sequence[int]) -> list[int]:
 
 
 @dataclass
+class Slot:
+    """What the device knows of a request."""
+
+    tokens: list[int]
+    computed: int  # tokens in the target's cache
+    drafter_computed: int  # and in the drafter's
+
+
+@dataclass
+class Share:
+    """One request's share of a step, as the device was given it."""
+
+    item: ScheduledRequest
+    slot: Slot
+    table: Tokens  # the blocks of the request when the step was launched
+
+    @property
+    def name(self) -> str:
+        return f"request {self.item.request.request_id}"
+
+    def row_tokens(self, guess: Tokens) -> Tokens:
+        return (*self.slot.tokens[: self.slot.computed + self.item.num_new_tokens], *guess)
+
+
+@dataclass
+class Launched:
+    """A step that the device has done, or will have done when its results are waited for.
+
+    The device works in the order of launches and reads nothing of the host's but what it was given
+    at the launch, so it makes no difference when it works: here, at once.
+    """
+
+    batch: Batch
+    known: list[Tokens]  # per request, before the step
+    gains: list[Committed]
+
+
+@dataclass
 class World:
     """A scheduler, a pretended target and drafter, and the cache that they share."""
 
@@ -57,9 +99,11 @@ class World:
     num_blocks: int
     block_size: int
     caching: bool
+    pipelined: bool = False
     target_kv: dict[int, Tokens] = field(default_factory=dict)
     drafter_kv: dict[int, Tokens] = field(default_factory=dict)
-    drafter_computed: dict[Request, int] = field(default_factory=dict)
+    slots: dict[int, Slot] = field(default_factory=dict)
+    in_flight: Launched | None = None
     everyone: list[Request] = field(default_factory=list)
     cut_short: set[Request] = field(default_factory=set)
     seen: Counter[str] = field(default_factory=Counter)
@@ -77,11 +121,12 @@ class World:
             prompt_logprobs=0 if logprobs else None,
         )
         drafts = min(drafts, self.limits.num_speculative_tokens)
-        number = len(self.everyone)
         stops = frozenset({EOS})
-        request = Request(
-            str(number), list(prompt), params, 0, stops, max_tokens, drafts, arrival=number
-        )
+        # An id is used again as soon as it is free, also while a step of the old one is under way.
+        taken = {request.request_id for request in self.unfinished}
+        name = next(name for name in map(str, range(len(taken) + 1)) if name not in taken)
+        number = len(self.everyone)
+        request = Request(name, list(prompt), params, 0, stops, max_tokens, drafts, arrival=number)
         try:
             self.scheduler.add(request)
         except UsageError:
@@ -93,22 +138,52 @@ class World:
     # ------------------------------------------------------------------ one step
 
     def step(self, rng: Random, ended: Sequence[Request] = ()) -> None:
-        """One turn; the requests of `ended` are aborted between schedule and commit."""
+        """One turn; the requests of `ended` are aborted while it is under way."""
+        launched, self.in_flight = self.in_flight, None
+        if launched is None or not self.is_of_use(launched, rng):
+            launched = self.launch(self.plan(), rng)
+        before, during = ended[::2], ended[1::2]
+        for request in before:
+            self.leave(request, None)
+        if self.pipelined:
+            ahead = self.plan_ahead(launched.batch)
+            self.in_flight = None if ahead is None else self.launch(ahead, rng)
+        for request in during:
+            self.leave(request, None)
+        self.commit(launched)
+
+    def is_of_use(self, launched: Launched, rng: Random) -> bool:
+        """Results that nobody needs may be waited for or not."""
+        live = any(not item.request.finished for item in launched.batch.requests)
+        return live or rng.random() < 0.5
+
+    def plan(self) -> Batch:
         first = min(self.unfinished, key=lambda each: each.arrival, default=None)
         batch = self.scheduler.schedule()
         self.scheduler.check_invariants()
         self.check_plan(batch, first)
-        drafts = [self.propose(item, rng) for item in batch.requests]
-        for item, guess in zip(batch.requests, drafts, strict=True):
-            self.write(self.target_kv, item, self.row_tokens(item, guess), item.start)
-        for item, guess in zip(batch.requests, drafts, strict=True):
-            self.read(self.target_kv, item, self.row_tokens(item, guess))
-        gains = [self.verify(*each, rng) for each in zip(batch.requests, drafts, strict=True)]
-        for request in ended:
-            self.leave(request, None)
-        self.scheduler.commit(batch, gains)
-        self.scheduler.check_invariants()
         self.seen["preempted"] += len(batch.preempted)
+        self.seen["admitted"] += sum(item.admitted for item in batch.requests)
+        return batch
+
+    def plan_ahead(self, last: Batch) -> Batch | None:
+        running = [*self.scheduler.running]
+        batch = self.scheduler.schedule_ahead(last)
+        self.scheduler.check_invariants()
+        assert [*self.scheduler.running] == running, "nobody comes or goes in a step planned ahead"
+        if batch is not None:
+            self.check_ahead(last, batch)
+            self.seen["ahead"] += 1
+        return batch
+
+    def commit(self, launched: Launched) -> None:
+        for item, known in zip(launched.batch.requests, launched.known, strict=True):
+            if item.request.finished:
+                self.seen["surplus"] += 1
+            else:
+                assert tuple(item.request.token_ids) == known, "host and device disagree"
+        self.scheduler.commit(launched.batch, launched.gains)
+        self.scheduler.check_invariants()
         self.seen["shared"] += sum(count > 1 for count in self.blocks._references)
 
     def leave(self, request: Request, stop_string: str | None) -> None:
@@ -120,66 +195,83 @@ class World:
         assert request.finished
         self.cut_short.add(request)
 
-    def propose(self, item: ScheduledRequest, rng: Random) -> Tokens:
+    # ------------------------------------------------------------------ the device
+
+    def launch(self, batch: Batch, rng: Random) -> Launched:
+        shares = []
+        for item in batch.requests:
+            request = item.request
+            if item.admitted:
+                self.slots[request.slot] = Slot([*request.token_ids], item.start, item.start)
+            shares.append(Share(item, self.slots[request.slot], tuple(item.block_table)))
+        known = [tuple(share.slot.tokens) for share in shares]
+        guesses = [self.propose(share, rng) for share in shares]
+        rows = [share.row_tokens(guess) for share, guess in zip(shares, guesses, strict=True)]
+        for share, tokens in zip(shares, rows, strict=True):
+            self.write(self.target_kv, share, tokens, share.slot.computed)
+        for share, tokens in zip(shares, rows, strict=True):
+            self.read(self.target_kv, share, tokens)
+        gains = [self.verify(*each, rng) for each in zip(shares, guesses, strict=True)]
+        return Launched(batch, known, gains)
+
+    def propose(self, share: Share, rng: Random) -> Tokens:
         """Guess some of the planned drafts, as often right as wrong.
 
         The drafter first computes the tokens that it lacks, then its own guesses.
         """
-        if item.admitted:
-            self.drafter_computed[item.request] = item.start
-        count = rng.randint(0, item.num_draft_tokens)
+        slot, wanted = share.slot, share.item.num_draft_tokens
+        longest = min(self.limits.max_model_len - 1, self.limits.drafter_max_model_len)
+        room = max(0, longest - len(slot.tokens))
+        assert self.pipelined or wanted <= room, "more drafts were planned than have room"
+        count = rng.randint(0, min(wanted, room))
         if not count:
             return ()
-        tokens = item.request.token_ids[:]
+        tokens = [*slot.tokens]
         for _ in range(count):
             tokens.append(next_token(tokens) if rng.random() < 0.7 else rng.randrange(VOCABULARY))
-        self.write(self.drafter_kv, item, tokens, self.drafter_computed[item.request])
-        self.read(self.drafter_kv, item, tokens)
-        self.drafter_computed[item.request] = item.request.num_tokens
+        self.write(self.drafter_kv, share, tokens, slot.drafter_computed)
+        self.read(self.drafter_kv, share, tokens)
+        slot.drafter_computed = len(slot.tokens)
         return tuple(tokens[-count:])
 
-    def verify(self, item: ScheduledRequest, guess: Tokens, rng: Random) -> Committed:
-        tokens = item.request.token_ids[:]
-        accepted = 0
+    def verify(self, share: Share, guess: Tokens, rng: Random) -> Committed:
+        slot, item = share.slot, share.item
+        known, accepted = len(slot.tokens), 0
         if item.reaches_end:
-            while accepted < len(guess) and guess[accepted] == next_token(tokens):
-                tokens.append(guess[accepted])
+            while accepted < len(guess) and guess[accepted] == next_token(slot.tokens):
+                slot.tokens.append(guess[accepted])
                 accepted += 1
-            tokens.append(next_token(tokens))
-        computed = item.start + item.num_new_tokens + accepted
-        self.observe(item, tokens, computed, rng)
-        gained = tuple(tokens[item.request.num_tokens :])
-        return Committed(gained, len(guess), accepted, self.drafter_computed[item.request])
+            slot.tokens.append(next_token(slot.tokens))
+        slot.computed += item.num_new_tokens + accepted
+        self.observe(share, rng)
+        return Committed(tuple(slot.tokens[known:]), len(guess), accepted, slot.drafter_computed)
 
-    def observe(
-        self, item: ScheduledRequest, tokens: Sequence[int], computed: int, rng: Random
-    ) -> None:
+    def observe(self, share: Share, rng: Random) -> None:
         """The drafter catches up as far as it likes; it never runs for requests without drafts."""
-        if not item.request.num_speculative_tokens:
+        if not share.item.request.num_speculative_tokens:
             return
-        done = self.drafter_computed[item.request]
-        upto = rng.choice([done, computed, rng.randint(done, computed)])
-        self.write(self.drafter_kv, item, tokens[:upto], done)
-        self.read(self.drafter_kv, item, tokens[:upto])
-        self.drafter_computed[item.request] = upto
+        slot = share.slot
+        done = slot.drafter_computed
+        upto = rng.choice([done, slot.computed, rng.randint(done, slot.computed)])
+        self.write(self.drafter_kv, share, slot.tokens[:upto], done)
+        self.read(self.drafter_kv, share, slot.tokens[:upto])
+        slot.drafter_computed = upto
 
-    def row_tokens(self, item: ScheduledRequest, guess: Tokens) -> Tokens:
-        return (*item.request.token_ids[: item.start + item.num_new_tokens], *guess)
-
-    def place(self, item: ScheduledRequest, position: int) -> int:
+    def place(self, share: Share, position: int) -> int:
         block, offset = divmod(position, self.block_size)
-        return item.block_table[block] * self.block_size + offset
+        assert block < len(share.table), f"{share.name} has no block for position {position}"
+        return share.table[block] * self.block_size + offset
 
     def write(
-        self, cache: dict[int, Tokens], item: ScheduledRequest, tokens: Sequence[int], start: int
+        self, cache: dict[int, Tokens], share: Share, tokens: Sequence[int], start: int
     ) -> None:
         for position in range(start, len(tokens)):
-            cache[self.place(item, position)] = tuple(tokens[: position + 1])
+            cache[self.place(share, position)] = tuple(tokens[: position + 1])
 
-    def read(self, cache: dict[int, Tokens], item: ScheduledRequest, tokens: Sequence[int]) -> None:
+    def read(self, cache: dict[int, Tokens], share: Share, tokens: Sequence[int]) -> None:
         for position in range(len(tokens)):
-            assert cache.get(self.place(item, position)) == tuple(tokens[: position + 1]), (
-                f"request {item.request.request_id} reads a foreign key at {position}"
+            assert cache.get(self.place(share, position)) == tuple(tokens[: position + 1]), (
+                f"{share.name} reads a foreign key at {position}"
             )
 
     # ------------------------------------------------------------------ what must hold
@@ -207,6 +299,7 @@ class World:
         assert item.num_new_tokens >= 1
         assert reach <= request.num_tokens
         assert item.num_draft_tokens >= 0
+        assert request.steps_in_flight == 1
         assert len(item.block_table) * self.block_size >= reach + item.num_draft_tokens
         if item.num_draft_tokens:
             assert item.reaches_end
@@ -217,13 +310,42 @@ class World:
             assert reach + item.num_draft_tokens < self.limits.max_model_len
             assert request.num_output_tokens + item.num_draft_tokens < request.max_tokens
 
+    def check_ahead(self, last: Batch, batch: Batch) -> None:
+        """The step behind `last`, whose results the host does not know."""
+        assert batch.num_tokens <= self.limits.max_num_batched_tokens
+        assert not batch.preempted
+        assert batch.is_decode
+        assert not self.scheduler.waiting or self.scheduler.num_running == self.limits.max_num_seqs
+        drafts = {item.request: item.num_draft_tokens for item in last.requests}
+        members = [item.request for item in batch.requests]
+        assert [each.arrival for each in members] == sorted({each.arrival for each in members})
+        for request in self.scheduler.running:
+            ends = request.num_output_tokens + 1 == request.max_tokens
+            ends |= request.num_tokens + 1 == self.limits.max_model_len
+            assert (request in members) != ends, "exactly those that surely end are left out"
+            assert request.steps_in_flight == 1 + (request in members)
+        for item in batch.requests:
+            request = item.request
+            assert item.num_draft_tokens <= request.num_speculative_tokens
+            # The request has one token more at least, and all of `last`'s drafts besides at most.
+            fewest = request.num_tokens + 1
+            assert fewest + item.num_draft_tokens < self.limits.max_model_len
+            assert request.num_output_tokens + 1 + item.num_draft_tokens < request.max_tokens
+            if item.num_draft_tokens:
+                assert fewest + item.num_draft_tokens <= self.limits.drafter_max_model_len
+            most = fewest + drafts[request] + item.num_draft_tokens
+            covered = len(item.block_table) * self.block_size
+            assert covered >= min(most, self.limits.max_model_len), "a row may have no block"
+            assert covered < self.limits.max_model_len + self.block_size, "the table is too long"
+
     def drain(self, rng: Random) -> None:
         """Run to the end, in no more steps than the earliest request ever needs tokens."""
-        steps = sum(
+        # One is for what runs ahead when it ends.
+        steps = 1 + sum(
             min(request.num_prompt_tokens + request.max_tokens, MAX_LEN)
             for request in self.unfinished
         )
-        while self.scheduler.has_unfinished:
+        while self.scheduler.has_unfinished or self.in_flight is not None:
             assert steps > 0, "the scheduler does not get on"
             steps -= 1
             self.step(rng)
@@ -266,6 +388,7 @@ worlds = st.builds(
     num_blocks=st.integers(6, 24),
     block_size=st.sampled_from([1, 2, 3, 4]),
     caching=st.sampled_from([True, True, False]),
+    pipelined=st.booleans(),
 )
 # Prompts that begin alike, so that they meet in the prefix index.
 prompts = st.builds(
@@ -285,7 +408,7 @@ wishes = st.fixed_dictionaries(
 seeds = st.integers(0, 2**32 - 1)
 
 
-@settings(SAME_EVERY_TIME, max_examples=500)
+@settings(SAME_EVERY_TIME, max_examples=600)
 @given(worlds, st.lists(st.tuples(wishes, st.integers(0, 4)), max_size=8), seeds)
 def test_every_request_ends_with_the_plain_output(
     world: World, arrivals: list[tuple[dict[str, object], int]], seed: int
@@ -298,9 +421,10 @@ def test_every_request_ends_with_the_plain_output(
     world.drain(rng)
 
 
-def test_the_simulation_meets_what_it_is_there_for() -> None:
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_simulation_meets_what_it_is_there_for(pipelined: bool) -> None:
     """Preemptions, hits, shared blocks and evictions all occur in a tight cache."""
-    world = World(limits(4, 16, 3, behind_prompt=True), 12, 2, True)
+    world = World(limits(4, 16, 3, behind_prompt=True), 12, 2, True, pipelined)
     rng = Random(0)
     for number in range(12):
         world.add([1] * (number % 5) + [number % 2], 12, 3, 0, False)
@@ -309,16 +433,57 @@ def test_the_simulation_meets_what_it_is_there_for() -> None:
     while world.scheduler.has_unfinished:
         world.step(rng)
         used |= set(world.target_kv)
-    world.check_end()
+    world.drain(rng)
     assert world.seen["preempted"]
     assert world.seen["shared"]
     assert world.blocks.num_hit_tokens
     assert len(used) == 12 * 2
     assert sum(request.num_tokens for request in world.everyone) > 2 * len(used)
+    assert bool(world.seen["ahead"]) == pipelined
 
 
-def test_a_request_that_fits_alone_finishes_among_others_in_the_tightest_cache() -> None:
-    world = World(limits(4, 8, 4), num_blocks=6, block_size=3, caching=True)
+def test_a_pipeline_runs_ahead_of_its_results_most_of_the_time() -> None:
+    world = World(limits(4, 24, 3), 40, 2, True, pipelined=True)
+    rng = Random(0)
+    for _ in range(4):
+        world.add([1, 0], 14, 3, 14, False)
+    steps = 0
+    while world.scheduler.has_unfinished:
+        world.step(rng)
+        steps += 1
+    assert world.seen["ahead"] >= steps - 3
+    world.drain(rng)
+    assert world.seen["admitted"] == 4
+    assert not world.seen["preempted"]
+
+
+def test_blocks_of_a_request_that_ended_are_written_and_given_away_at_once() -> None:
+    """A step is under way for a request whose blocks the next plan gives to another."""
+    world = World(limits(2, 24, 3), 8, 4, False, pipelined=True)
+    rng = Random(0)
+    for _ in range(40):
+        for _ in range(2 - len(world.unfinished)):
+            world.add([1, 0, 1, 0], 14, 3, 14, False)
+        world.step(rng)
+        world.step(rng)
+        if world.in_flight is not None and len(world.unfinished) == 2:
+            left, stays = world.unfinished
+            freed = set(world.blocks.table(left.request_id))
+            world.leave(left, None)
+            assert world.in_flight.batch.requests[0].request is left
+            world.step(rng)
+            if not stays.finished:
+                world.seen["given away"] += bool(freed & {*world.blocks.table(stays.request_id)})
+    assert world.seen["given away"]
+    assert world.seen["surplus"]
+    world.drain(rng)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_request_that_fits_alone_finishes_among_others_in_the_tightest_cache(
+    pipelined: bool,
+) -> None:
+    world = World(limits(4, 8, 4), num_blocks=6, block_size=3, caching=True, pipelined=pipelined)
     for number in range(4):
         world.add([number] * 6, 12, 4, 12, False)
     world.drain(Random(1))
@@ -345,8 +510,8 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.unfinished)
     @rule(data=st.data())
     def step_while_someone_leaves(self, data: st.DataObject) -> None:
-        who = data.draw(st.sampled_from(range(len(self.world.unfinished))))
-        self.world.step(self.rng, [self.world.unfinished[who]])
+        who = data.draw(st.lists(st.sampled_from(self.world.unfinished), max_size=2, unique=True))
+        self.world.step(self.rng, who)
 
     @precondition(lambda self: self.world.unfinished)
     @rule(data=st.data(), stop_string=st.sampled_from([None, "stop string"]))

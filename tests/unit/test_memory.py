@@ -115,10 +115,13 @@ def test_no_room_for_a_cache_says_what_took_it_and_what_helps() -> None:
         size(full)
     message = str(caught.value)
     assert "no room for a KV cache: 4.0 GB of the GPU's memory are free" in message
-    assert re.search(r"steps need \d\.\d GB of it \(activations 1\.1 GB, graphs 1\.1 GB", message)
+    assert "gpu_memory_utilization=0.9 leaves 2.0 GB of them" in message
+    assert re.search(r"steps need \d\.\d GB \(graphs 1\.4 GB, activations 1\.1 GB", message)
     for way in ("quantization=fp8", "max_num_batched_tokens than 8192", "max_num_seqs than 64"):
         assert way in message
     assert "num_speculative_tokens than 4" in message
+    with pytest.raises(UsageError, match=r"gpu_memory_utilization=0\.1 leaves 0\.000 GB of them"):
+        size(H200, gpu_memory_utilization=0.1)
     with pytest.raises(UsageError) as caught:
         size(full, quantization="fp8")
     assert "fp8" not in str(caught.value)
@@ -126,10 +129,12 @@ def test_no_room_for_a_cache_says_what_took_it_and_what_helps() -> None:
 
 def test_a_cache_that_was_asked_for_must_fit_beside_a_step() -> None:
     with pytest.raises(
-        UsageError, match=r"the KV cache \(3\.\d GB of it .*\) needs 11\.\d GB, but"
+        UsageError, match=r"the KV cache \(4\.\d GB of it .*\) needs 12\.\d GB, but"
     ):
         size(SMALL, kv_cache_memory=8 * GB, max_num_seqs=1000)
-    with pytest.raises(UsageError, match=r"at most 10\d\d blocks fit: lower kv_cache_memory or num"):
+    with pytest.raises(
+        UsageError, match=r"at most \d\d\d blocks fit: lower kv_cache_memory or num"
+    ):
         size(SMALL, num_kv_blocks=10_000)
 
 

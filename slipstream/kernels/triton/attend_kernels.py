@@ -55,12 +55,12 @@ def columns(head_dim: tl.constexpr, block_d: tl.constexpr):
     Either half of the head has half of the columns.
     """
     column = tl.arange(0, block_d)
-    if head_dim == block_d:
-        return column
-    half: tl.constexpr = head_dim // 2
-    block_half: tl.constexpr = block_d // 2
-    number = tl.where(column < block_half, column, column - block_half + half)
-    return tl.where(column % block_half < half, number, -1)
+    if head_dim != block_d:
+        half: tl.constexpr = head_dim // 2
+        block_half: tl.constexpr = block_d // 2
+        number = tl.where(column < block_half, column, column - block_half + half)
+        column = tl.where(column % block_half < half, number, -1)
+    return column
 
 
 @triton.jit
@@ -353,13 +353,13 @@ def short_kernel(
             block_n,
         )  # fmt: skip
         if first_run == last_run:
-            total = tl.zeros_like(mixed) + total[:, None]
+            weights, result = tl.zeros_like(mixed) + total[:, None], mixed
             if sinks is not None:
                 sink = tl.load(sinks + head).to(tl.float32)[:, None] * LOG2_E
-                exponent, total, mixed = _with_sink(exponent[:, None], total, mixed, sink)
-            result = mixed / tl.where(total == 0.0, 1.0, total)  # zero, if nothing was seen
-            target = out + place[:, None] * head_dim + number[None, :]
-            tl.store(target, result.to(out.dtype.element_ty), mask=stored)
+                _, weights, result = _with_sink(exponent[:, None], weights, result, sink)
+            result = result / tl.where(weights == 0.0, 1.0, weights)  # zero, if nothing was seen
+            whole = out + place[:, None] * head_dim + number[None, :]
+            tl.store(whole, result.to(out.dtype.element_ty), mask=stored)
         else:
             target = place * most_runs + run - first_run
             tl.store(part_exponent + target, exponent, mask=row < rows)
@@ -406,10 +406,12 @@ def _queries(
     if cos_sin is None:
         number = columns(head_dim, block_d)
         inside = valid[:, None] & (number >= 0)[None, :]
-        return tl.load(qkv + source[:, None] + number[None, :], mask=inside, other=0.0)
-    one, two = rotated(qkv, source, valid, position, weight, eps, cos_sin, head_dim, block_d)
-    halves = tl.join(one.to(qkv.dtype.element_ty), two.to(qkv.dtype.element_ty))
-    return tl.reshape(tl.permute(halves, (0, 2, 1)), (row.shape[0], block_d))
+        query = tl.load(qkv + source[:, None] + number[None, :], mask=inside, other=0.0)
+    else:
+        one, two = rotated(qkv, source, valid, position, weight, eps, cos_sin, head_dim, block_d)
+        halves = tl.join(one.to(qkv.dtype.element_ty), two.to(qkv.dtype.element_ty))
+        query = tl.reshape(tl.permute(halves, (0, 2, 1)), (row.shape[0], block_d))
+    return query
 
 
 @triton.jit
@@ -455,7 +457,7 @@ def combine_kernel(
                 moved = power_of_two(found - finite(exponent))
                 more = tl.load(part_total + place + run, mask=asked, other=0.0)
                 source = part + (place + run) * head_dim + column
-                values = tl.load(source, mask=asked & (column < head_dim), other=0.0)
+                values = tl.load(source, mask=(column < head_dim) & (run + 0 * column <= last_run), other=0.0)
                 sum_total += more * moved
                 sum_mixed += values * moved
                 closed = tl.where(grouped, 1, _closes_group(run)) > 0

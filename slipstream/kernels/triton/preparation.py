@@ -26,9 +26,9 @@ def _expand_kernel(
     own_table = all_tables + slot * tables_stride
     if part > 0:
         column = (part - 1) * block_b + tl.arange(0, block_b)
-        inside = column < num_blocks
-        blocks = tl.load(own_table + column, mask=inside, other=0)
-        tl.store(tables + request * num_blocks + column, blocks, mask=inside)
+        own = column < num_blocks
+        blocks = tl.load(own_table + column, mask=own, other=0)
+        tl.store(tables + request * num_blocks + column, blocks, mask=own)
     else:
         start, length = tl.load(starts + request), tl.load(lengths + request)
         offset = tl.arange(0, block_m)
@@ -41,8 +41,8 @@ def _expand_kernel(
         tl.store(tokens + row, token, mask=inside)
         tl.store(positions + row, position, mask=inside)
         tl.store(places + row, tl.where(offset < length, place, -1), mask=inside)
-        tl.store(query_start + request, (request * most).to(tl.int64))
-        tl.store(query_start + requests, (requests * most).to(tl.int64))
+        tl.store(query_start + request, request * most)
+        tl.store(query_start + requests, requests * most)
         tl.store(contexts + request, start + length)
         tl.store(last_rows + request, request * most + tl.maximum(length - 1, 0))
 

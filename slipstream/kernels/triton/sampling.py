@@ -10,7 +10,7 @@ Nothing here waits for the device, and a row's bits do not depend on the other r
 a fixed size, and every sum has one order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -82,13 +82,15 @@ def verify(
     num_tokens, num_accepted = torch.empty((2, requests), dtype=torch.int64, device=device)
     if not requests:
         return token_ids, num_tokens, num_accepted
+    if rows.draft_tokens.stride(1) != 1:
+        rows = replace(rows, draft_tokens=rows.draft_tokens.contiguous())
     scanned = _scan(_aligned(logits), rows, state, needs, vocab_size)
     chunks, launch = scanned.chunks, options(device)
     last = torch.empty((requests, 3), dtype=torch.int32, device=device)
     last_facts = torch.empty((requests, 4), dtype=torch.float32, device=device)
     probs, vocabulary = rows.draft_probs if most_drafts else None, rows.draft_vocabulary
     draft = (probs, vocabulary, *_draft_strides(probs))
-    assert state.ints.stride(1) == state.floats.stride(1) == rows.draft_tokens.stride(1) == 1
+    assert state.ints.stride(1) == state.floats.stride(1) == 1
     numbers = (state.ints, state.floats, state.ints.stride(0), state.floats.stride(0))
     steps = _search_steps(vocabulary)
     one_hot, stride = rows.one_hot.view(torch.uint8), scanned.source.stride(0)

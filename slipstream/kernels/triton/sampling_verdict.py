@@ -78,15 +78,15 @@ def row_facts(
 
 @triton.jit
 def _draft_probability(
-    draft_probs, vocabulary, request, index, token, probs_stride, probs_place_stride, probs_width,
-    steps: tl.constexpr,
+    draft_probs, vocabulary, request, index, token, asked, probs_stride, probs_place_stride,
+    probs_width, steps: tl.constexpr,
 ):  # fmt: skip
     """q of each token: 0 where the draft does not know it."""
     column = token
     if vocabulary is not None:
         column = column_of(vocabulary, token, probs_width, steps)
     line = draft_probs + request.to(tl.int64) * probs_stride + index * probs_place_stride
-    return tl.load(line + column, mask=column < probs_width, other=0.0)
+    return tl.load(line + column, mask=asked & (column < probs_width), other=0.0)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -108,7 +108,6 @@ def accept_kernel(
     wait_for_inputs(pdl)
     request = tl.program_id(0)
     slot = tl.load(slots + request)
-    temperature = tl.load(all_floats + slot * floats_stride + TEMPERATURE)
     column = tl.arange(0, block_k)
     drafts = tl.load(num_draft_tokens + request).to(tl.int32)
     drafted = tl.load(
@@ -116,33 +115,37 @@ def accept_kernel(
     )
     in_use = (column < drafts) & (column < width - 1)
     rows = first_row_of(request, first_row, width, uniform_rows) + tl.minimum(column, drafts)
-    choice = choices(chunk_largest, chunk_choice, rows, chunks, vocab_size, block_s)
-    accepted = in_use & (drafted == choice)
-    inverse = inverse_of(temperature)
+    # All loads before the first reduction, so that their latencies overlap.
+    temperature = tl.load(all_floats + slot * floats_stride + TEMPERATURE)
+    if sampled:
+        by_chance = column < tl.where(temperature > 0, drafts, 0)
+        legal = in_use & by_chance & (drafted >= 0) & (drafted < vocab_size)
+        token = tl.where(legal, drafted, 0)
+        place = rows.to(tl.int64) * source_stride + token
+        logit = tl.load(source + place, mask=legal, other=float("-inf")).to(tl.float32)
+        q = tl.full((block_k,), 1.0, tl.float32)
+        if draft_probs is not None:
+            is_one_hot = tl.load(one_hot + request) != 0
+            probability = _draft_probability(
+                draft_probs, vocabulary, request, tl.minimum(column, width - 2), token, legal,
+                probs_stride, probs_place_stride, probs_width, steps,
+            )  # fmt: skip
+            q = tl.where(is_one_hot, 1.0, probability)
     if sampled or num_rates > 0:
         seed = tl.load(all_ints + slot * ints_stride + SEED)
         step = tl.load(all_ints + slot * ints_stride + STEPS)
         chance = uniform(seed, tl.load(positions + request) + column, step, ACCEPT)
+    choice = choices(chunk_largest, chunk_choice, rows, chunks, vocab_size, block_s)
+    accepted = in_use & (drafted == choice)
     if sampled:
-        if temperature > 0:
-            largest, total, lowest_logit, lowest_weight = row_facts(
-                result, chunk_largest, chunk_sum, rows, chunks, inverse, truncated, block_s
-            )
-            legal = in_use & (drafted >= 0) & (drafted < vocab_size)
-            token = tl.where(legal, drafted, 0)
-            place = rows.to(tl.int64) * source_stride + token
-            logit = tl.load(source + place, mask=legal, other=float("-inf")).to(tl.float32)
-            p = probability_of(logit, largest, total, lowest_logit, lowest_weight, inverse)
-            q = tl.full((block_k,), 1.0, tl.float32)
-            if draft_probs is not None:
-                if tl.load(one_hot + request) == 0:
-                    index = tl.minimum(column, width - 2)
-                    q = _draft_probability(
-                        draft_probs, vocabulary, request, index, token, probs_stride,
-                        probs_place_stride, probs_width, steps,
-                    )  # fmt: skip
-            # Strict, so that p = 0 is refused even where chance or q is 0.
-            accepted = legal & (chance * q < p)
+        inverse = inverse_of(temperature)
+        # Numbers without meaning for greedy requests, which do not look at them.
+        largest, total, lowest_logit, lowest_weight = row_facts(
+            result, chunk_largest, chunk_sum, rows, chunks, inverse, truncated, block_s
+        )
+        p = probability_of(logit, largest, total, lowest_logit, lowest_weight, inverse)
+        # Strict, so that p = 0 is refused even where chance or q is 0.
+        accepted = tl.where(temperature > 0, legal & (chance * q < p), accepted)
     if num_rates > 0:
         rate = tl.zeros((block_k,), tl.float32)
         for index in tl.static_range(num_rates):
@@ -158,19 +161,14 @@ def accept_kernel(
     if sampled:
         if temperature > 0:
             refused = tl.sum(tl.where(here & in_use, drafted + 1, 0)) - 1
-            row = tl.sum(tl.where(here, rows, 0))
-            tl.store(last + request * 3, row)
+            tl.store(last + request * 3, tl.sum(tl.where(here, rows, 0)))
             tl.store(last + request * 3 + 1, count)
             tl.store(last + request * 3 + 2, tl.maximum(refused, -1).to(tl.int32))
-            row = row + tl.zeros((1,), tl.int32)
-            largest, total, lowest_logit, lowest_weight = row_facts(
-                result, chunk_largest, chunk_sum, row, chunks, inverse, truncated, block_s
-            )
-            line = last_facts + request * 4 + tl.zeros((1,), tl.int32)
-            tl.store(line + LARGEST, largest)
-            tl.store(line + TOTAL, total)
-            tl.store(line + LOWEST_LOGIT, lowest_logit)
-            tl.store(line + LOWEST_WEIGHT, lowest_weight)
+            line = last_facts + request * 4 + column * 0
+            tl.store(line + LARGEST, largest, mask=here)
+            tl.store(line + TOTAL, total, mask=here)
+            tl.store(line + LOWEST_LOGIT, lowest_logit, mask=here)
+            tl.store(line + LOWEST_WEIGHT, lowest_weight, mask=here)
 
 
 @triton.jit
@@ -232,8 +230,8 @@ def race_kernel(
             rest = tl.where(token == refused, 0.0, p)
         elif draft_probs is not None:
             q = _draft_probability(
-                draft_probs, vocabulary, request, place, token, probs_stride, probs_place_stride,
-                probs_width, steps,
+                draft_probs, vocabulary, request, place, token, inside, probs_stride,
+                probs_place_stride, probs_width, steps,
             )  # fmt: skip
             rest = tl.maximum(p - q, 0.0)
         score, best = winner(rest / noise, token, inside)

@@ -1,0 +1,224 @@
+"""Sampling and verification on a GPU: microseconds per call inside a CUDA graph.
+
+    PYTHONPATH=. python3 -m benchmarks.gpu_sampling [--sweep] [--quick]
+
+What stands behind the head's logits of 151,936 tokens: `verify` and `commit` of a batch with K
+draft tokens, and `sample_draft`. Four batches take turns; a number is the median time of a graph
+over its calls. `fused` are the Triton kernels, `torch` is the plain column that defines them,
+captured likewise; `limit` is one read of all logits (and, of drafts, one write) at 4.35 TB/s.
+
+    greedy   temperature 0
+    sampled  temperature 1, probabilities of the draft kept
+    top_k    sampled, top_k 20, top_p 0.95
+    top_p    sampled, top_p 0.95, a peaked distribution, as a trained model's
+    flat     sampled, top_p 0.95, normal logits: the worst for the search
+    full     as top_k, with presence and repetition penalties
+
+`--sweep` times the fused column with other tiles instead. The last line is one JSON document.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.kernels.sampling_table import SamplingOps, sampling_ops_for
+from slipstream.kernels.triton import sampling as fused
+from slipstream.sampling import state as state_module
+from slipstream.sampling import verification
+from slipstream.sampling.rows import SampleRows
+from slipstream.sampling.state import SamplingState, Uses
+
+BYTES_PER_US = 4.35e6
+VOCAB_SIZE = 151936
+SETS = 4
+DEVICE = torch.device("cuda")
+TRUNCATED = {"top_k": 20, "top_p": 0.95}
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0},
+    "top_k": TRUNCATED,
+    "top_p": {"top_p": 0.95},
+    "flat": {"top_p": 0.95},
+    "full": TRUNCATED | {"presence_penalty": 0.5, "repetition_penalty": 1.1},
+}
+
+Run = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of batch."""
+
+    kind: str
+    requests: int
+    drafts: int
+
+    def __str__(self) -> str:
+        return f"{self.kind:8} R={self.requests:3} K={self.drafts}"
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cli.add_argument("--sweep", action="store_true")
+    cli.add_argument("--quick", action="store_true", help="batches of 1 and 32 only")
+    options = cli.parse_args()
+    torch.manual_seed(0)
+    rows = list(_sweep() if options.sweep else _table(options.quick))
+    print(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}))
+
+
+def _table(quick: bool) -> Iterator[dict[str, Any]]:
+    print(f"{'':22}{'fused':>9}{'torch':>9}{'limit':>9} us")
+    for requests in (1, 32) if quick else (1, 8, 32, 100):
+        for kind in PARAMS:
+            for drafts in (0, 4):
+                case = Case(kind, requests, drafts)
+                limit = requests * (drafts + 1) * VOCAB_SIZE * 4 / BYTES_PER_US
+                yield _measured(f"verify {case}", _verify(case), limit)
+            if kind != "full":  # drafts have no processors
+                case = Case(kind, requests, 1)
+                written = 1 if kind == "greedy" else 2
+                limit = requests * VOCAB_SIZE * 4 * written / BYTES_PER_US
+                yield _measured(f"draft  {case}", _draft(case), limit)
+
+
+def _measured(name: str, run: Run, limit: float) -> dict[str, Any]:
+    ops = sampling_ops_for(DEVICE)
+    with served_by(ops):
+        ours = graph_us(run, 20)
+    with served_by(None):
+        plain = graph_us(run, 2)
+    print(f"{name:22}{ours:9.1f}{plain:9.1f}{limit:9.1f}", flush=True)
+    return {"case": name, "fused": round(ours, 2), "torch": round(plain, 1), "limit": limit}
+
+
+def _sweep() -> Iterator[dict[str, Any]]:
+    cases = [Case("greedy", 1, 0), Case("greedy", 32, 4), Case("sampled", 1, 4)]
+    cases += [Case("sampled", 32, 4), Case("top_k", 1, 4), Case("top_k", 32, 4)]
+    runs = [_verify(case) for case in cases]
+    names = [f"{case.kind[:6]}/{case.requests}/{case.drafts}" for case in cases]
+    print(f"{'block/scan/race/thresholds':28}" + "".join(f"{name:>14}" for name in names))
+    for block, scan, race, threshold in (
+        (1024, 2, 4, 8), (1024, 4, 4, 4), (2048, 4, 8, 8), (2048, 8, 8, 16), (4096, 4, 8, 8),
+        (4096, 8, 8, 8), (4096, 8, 16, 16), (4096, 16, 16, 8), (8192, 8, 16, 8), (8192, 16, 16, 16),
+    ):  # fmt: skip
+        fused.TILES = fused.Tiles(
+            block=block, scan_warps=scan, race_warps=race, threshold_warps=threshold
+        )
+        times = [graph_us(run, 20) for run in runs]
+        name = f"{block}/{scan}/{race}/{threshold}"
+        print(f"{name:28}" + "".join(f"{time:14.1f}" for time in times), flush=True)
+        yield {"tiles": name, **dict(zip(names, times, strict=True))}
+
+
+def _state(case: Case) -> SamplingState:
+    state = SamplingState(case.requests, VOCAB_SIZE, DEVICE)
+    for slot in range(case.requests):
+        params = SamplingParams(**PARAMS[case.kind])
+        request = Request("", list(range(512)), params, slot, frozenset({1}), 9, 4, 0)
+        request.token_ids.extend(range(300))
+        state.admit(slot, request)
+    return state
+
+
+def _logits(case: Case, rows: int) -> Tensor:
+    logits = torch.randn(rows, VOCAB_SIZE, device=DEVICE)
+    if case.kind != "flat":  # a hundred tokens hold nearly all of the probability
+        peaks = torch.randint(VOCAB_SIZE, (rows, 100), device=DEVICE)
+        logits.scatter_add_(1, peaks, torch.rand(rows, 100, device=DEVICE) * 12 + 6)
+    return logits
+
+
+def _verify(case: Case) -> Run:
+    state, num = _state(case), case.requests
+    uses = state.uses(range(num))
+    batches = []
+    slots = torch.arange(num, device=DEVICE)
+    for _ in range(SETS if num < 100 else 2):
+        logits = _logits(case, num * (case.drafts + 1))
+        drafts = logits.view(num, case.drafts + 1, VOCAB_SIZE)[:, : case.drafts].argmax(-1)
+        probs = None
+        if Uses.SAMPLING in uses and case.drafts:
+            judged = logits.view(num, case.drafts + 1, VOCAB_SIZE)[:, : case.drafts]
+            probs = (judged * 1.3).softmax(-1)  # too sure of itself: some are refused
+        rows = SampleRows.build(
+            slots, slots + 512, drafts, torch.full_like(slots, case.drafts), slots < 0, probs
+        )
+        batches.append((logits, rows))
+
+    def run(number: int) -> None:
+        logits, rows = batches[number % len(batches)]
+        verdict = verification.verify(logits, rows, state, uses)
+        state.commit(slots, verdict.token_ids, verdict.num_tokens, uses)
+
+    return run
+
+
+def _draft(case: Case) -> Run:
+    state = _state(case)
+    uses = state.uses(range(case.requests))
+    slots = torch.arange(case.requests, device=DEVICE)
+    logits = [_logits(case, case.requests) for _ in range(SETS)]
+    probs = torch.empty(case.requests, 4, VOCAB_SIZE, device=DEVICE)
+
+    def run(number: int) -> Tensor:
+        return verification.sample_draft(
+            logits[number % SETS],
+            slots,
+            slots + 512,
+            state,
+            uses,
+            VOCAB_SIZE,
+            probs_out=probs[:, number % 4] if Uses.SAMPLING in uses else None,
+        )
+
+    return run
+
+
+@contextmanager
+def served_by(ops: SamplingOps | None) -> Iterator[None]:
+    """Sampling with these ops, or with plain torch when there are none."""
+    modules: list[Any] = [verification, state_module]
+    before = [module.sampling_ops_for for module in modules]
+    for module in modules:
+        module.sampling_ops_for = lambda device: ops
+    try:
+        yield
+    finally:
+        for module, found in zip(modules, before, strict=True):
+            module.sampling_ops_for = found
+
+
+def graph_us(run: Run, calls: int) -> float:
+    """Median time of a call, of `calls` in a graph."""
+    run(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(calls):
+            run(number)
+    times: list[float] = []
+    for repeat in range(13):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if repeat >= 3:
+            times.append(begin.elapsed_time(end) * 1000 / calls)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()
