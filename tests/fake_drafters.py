@@ -14,7 +14,7 @@ from slipstream.core.request import Request
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.turn import Guesses, Turn
 from slipstream.sampling.verification import Verdict
-from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources
+from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
 from slipstream.speculative.options import Options, TargetModel
 
 # The whole text (prompt and output) of every prompt, as plain decoding gives it.
@@ -38,6 +38,7 @@ class FakeDrafter:
     """PerfectDrafter (`right`) or WrongDrafter: the answer's own tokens, or others."""
 
     limits = DrafterLimits(drafts_behind_prompt=True, on_device=False)
+    needs = Needs()
     layout: KVLayout | None = None
 
     def __init__(self, right: bool, vocab_size: int) -> None:

@@ -27,7 +27,7 @@ from slipstream.models.precision import weight_bytes
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.runner.capability import choose_device
 from slipstream.runner.device_state import DeviceState
-from slipstream.runner.graphs import GraphRunner, Recorder, captures_graphs
+from slipstream.runner.graphs import GraphRunner, Recorder
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.sampling.state import SamplingState
 from slipstream.speculative.catalogue import load_drafter
@@ -87,16 +87,17 @@ def assemble(
     sampling = SamplingState(state.num_slots, shape.vocab_size, device)
     layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, resolved.dtype)
     cache = KVCache(layout, resolved.num_blocks, config.block_size, device)
-    runner = ModelRunner(network, cache, state)
+    needs = loaded_drafter.needs
+    runner = ModelRunner(network, cache, state, stream_layers=needs.stream_layers)
     resources = DrafterResources(state, sampling, resolved.num_blocks, config.use_fp64_gumbel)
     drafter = loaded_drafter.build(resources)
     blocks = BlockManager(resolved.num_blocks, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(limits, blocks)
     round = Round(runner, drafter, state, sampling, resolved.verification, limits)
     on_device = loaded_drafter.limits.on_device
-    graphs = _captured(round, not on_device, state, sampling, resolved, config, progress_bar)
+    graphs = _captured(round, not on_device, state, sampling, resolved, progress_bar)
     runs_ahead = on_device and config.async_scheduling is not False
-    step = Step(scheduler, round, drafter, state, sampling, graphs, runs_ahead)
+    step = Step(scheduler, round, drafter, state, sampling, graphs, runs_ahead, needs.features)
     return Engine(resolved, scheduler, step, LogprobReader(runner, tokenizer), tokenizer)
 
 
@@ -106,11 +107,10 @@ def _captured(
     state: DeviceState,
     sampling: SamplingState,
     resolved: Resolved,
-    config: EngineConfig,
     progress_bar: ProgressBar,
 ) -> GraphRunner | None:
     """The graphs of what plain requests need; None where nothing is captured."""
-    if not captures_graphs(resolved.device, bool(config.enforce_eager)):
+    if not resolved.captures:
         return None
     width = resolved.limits.num_speculative_tokens
     graphs = GraphRunner(state, sampling, width, Recorder(resolved.device))

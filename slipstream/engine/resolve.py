@@ -30,6 +30,7 @@ class Resolved:
     """The engine's numbers.
 
     Attributes:
+        captures: whether steps are captured in CUDA graphs.
         reasons: (name, value, why) of everything that was derived.
     """
 
@@ -43,6 +44,7 @@ class Resolved:
     method: str | None
     verification: Verification
     seed: int
+    captures: bool
     reasons: tuple[tuple[str, str, str], ...] = field(default=())
 
 
@@ -95,6 +97,7 @@ def resolve(
     weight_bytes = shape.num_matrix_parameters * dtype.itemsize
     reasons.add("threads", *set_threads(device, config.threads, weight_bytes))
     rows = _max_num_batched_tokens(config, device, reasons)
+    captures = captures_graphs(device, bool(config.enforce_eager) or speculation.enforce_eager)
     step = StepSizes(
         network=shape,
         itemsize=dtype.itemsize,
@@ -103,12 +106,12 @@ def resolve(
         max_model_len=longest,
         num_speculative_tokens=speculation.num_speculative_tokens,
         draft_probabilities=drafter.layout is not None,
-        graphs=captures_graphs(device, bool(config.enforce_eager)),
+        graphs=captures,
     )
     num_blocks = size_cache(config, device_memory(device), step, bytes_per_block, reasons)
     max_model_len = _fit_model_len(config, longest, num_blocks * config.block_size, reasons)
     _note_precision(config, device, reasons)
-    _note_accepted_flags(config, device, reasons)
+    _note_accepted_flags(config, device, captures, reasons)
     most = drafter.limits.max_speculative_tokens
     if most is not None and speculation.num_speculative_tokens > most:
         raise UsageError(
@@ -134,6 +137,7 @@ def resolve(
         method=speculation.method,
         verification=Verification(config.use_fp64_gumbel, speculation.synthetic_rates),
         seed=config.seed,
+        captures=captures,
         reasons=reasons.rows,
     )
 
@@ -169,13 +173,14 @@ def _fit_model_len(config: EngineConfig, longest: int, capacity: int, reasons: R
     return capacity
 
 
-def _note_accepted_flags(config: EngineConfig, device: torch.device, reasons: Reasons) -> None:
+def _note_accepted_flags(
+    config: EngineConfig, device: torch.device, captures: bool, reasons: Reasons
+) -> None:
     """Say what becomes of options that other engines have and this device has no use for."""
-    captures = captures_graphs(device, False)
     if config.enforce_eager is not None:
-        why = "enforce_eager" if captures else "no graphs are captured on this device"
-        reasons.add("enforce_eager", config.enforce_eager or not captures, why)
-    if config.async_scheduling and not captures_graphs(device, bool(config.enforce_eager)):
+        why = "enforce_eager" if uses_gpu_memory(device) else "nothing is captured on a CPU"
+        reasons.add("enforce_eager", not captures, why)
+    if config.async_scheduling and not captures:
         reasons.add("async_scheduling", False, "without graphs, host and device take turns")
     if config.trust_remote_code:
         reasons.add("trust_remote_code", False, "no code of a checkpoint is ever run")

@@ -119,7 +119,10 @@ class Round:
         starts = self._state.num_computed[turn.slots]
         lengths = turn.num_new_tokens + draft.num_tokens
         most = turn.most_rows(draft.token_ids.shape[1] + 1)
-        return self._runner.forward(Rows(turn.slots, starts, lengths, most))
+        if most is not None:
+            return self._runner.forward(Rows(turn.slots, starts, lengths, most))
+        starts, lengths = starts - turn.rereads, lengths + turn.rereads
+        return self._runner.forward(Rows(turn.slots, starts, lengths, None, turn.rereads))
 
     def _verify(self, turn: Turn, draft: Draft, logits: Tensor, num_rows: int | None) -> Verdict:
         """The verdict on every request's draft."""

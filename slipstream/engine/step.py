@@ -71,6 +71,7 @@ class Step:
     Args:
         graphs: of rounds; None where nothing is captured.
         runs_ahead: whether to launch steps early; needs a drafter that needs nothing of the host.
+        rereads: the drafter wants features of the last cached token of a prefix hit.
     """
 
     def __init__(
@@ -82,10 +83,11 @@ class Step:
         sampling: SamplingState,
         graphs: GraphRunner | None,
         runs_ahead: bool,
+        rereads: bool,
     ) -> None:
         self._scheduler, self._round, self._drafter = scheduler, round, drafter
         self._state, self._sampling, self._graphs = state, sampling, graphs
-        self._runs_ahead = runs_ahead
+        self._runs_ahead, self._rereads = runs_ahead, rereads
         self._ended = 0.0
 
     @torch.inference_mode()
@@ -151,6 +153,7 @@ class Step:
             num_new_tokens=[item.num_new_tokens for item in items],
             num_draft_tokens=drafts,
             at_end=[item.reaches_end for item in items],
+            rereads=[int(self._rereads and item.admitted and item.start > 0) for item in items],
             width=max(drafts),
             uses=self._sampling.uses([item.request.slot for item in items]),
             guesses=guesses,

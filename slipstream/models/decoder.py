@@ -43,10 +43,12 @@ class DecoderLayer:
 
     def __call__(
         self, addend: Tensor, residual: Tensor | None, inputs: AttentionInputs, cache: LayerCache
-    ) -> tuple[Tensor, Tensor]:
-        """(this layer's last addend, the residual stream before it), from the last layer's."""
-        addend, residual = self.attention(addend, residual, inputs, cache)
-        return self.mlp(addend, residual)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """From the last layer's (addend, residual stream before it): this layer's, and the stream
+        that entered it, their sum."""
+        addend, stream = self.attention(addend, residual, inputs, cache)
+        addend, residual = self.mlp(addend, stream)
+        return addend, residual, stream
 
 
 class Decoder:
@@ -73,12 +75,29 @@ class Decoder:
         )
 
     def __call__(
-        self, token_ids: Tensor, inputs: AttentionInputs, caches: Sequence[LayerCache]
-    ) -> Tensor:
-        """token_ids [T] -> [T, hidden_size]; `caches` has one (keys, values) per layer."""
+        self,
+        token_ids: Tensor,
+        inputs: AttentionInputs,
+        caches: Sequence[LayerCache],
+        stream_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """One pass.
+
+        Args:
+            token_ids: [T].
+            caches: one (keys, values) per layer.
+            stream_layers: layers (from 0) whose incoming residual stream is wanted as well.
+
+        Returns:
+            [T, hidden_size] after the final norm, and the streams in the order asked for, each
+            [T, hidden_size].
+        """
         addend: Tensor = self.embedding(token_ids)
         residual: Tensor | None = None
+        streams: list[Tensor] = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            addend, residual = layer(addend, residual, inputs, cache)
+            addend, residual, stream = layer(addend, residual, inputs, cache)
+            streams.append(stream)
         assert residual is not None, "a decoder has at least one layer"
-        return self._ops.add_norm(addend, residual, self.norm)
+        hidden = self._ops.add_norm(addend, residual, self.norm)
+        return hidden, [streams[layer] for layer in stream_layers]

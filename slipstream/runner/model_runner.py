@@ -24,6 +24,9 @@ class Rows:
         slots: [R] int64.
         starts: [R] int64, position of each request's first row.
         lengths: [R] int64.
+        rereads: [R] int64, leading rows of each request that write nothing, because the cache has
+            them already and only their features are wanted; None: no request has any. Only where
+            rows are laid out exactly.
         most: every request gets this many rows, of which those behind `lengths` write nothing and
             mean nothing; None lays out exactly `lengths`, for which the host waits.
     """
@@ -32,6 +35,7 @@ class Rows:
     starts: Tensor
     lengths: Tensor
     most: int | None
+    rereads: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +46,7 @@ class Forward:
         hidden: [T, hidden_size], after the final norm, request by request.
         first_row: [R] int64, of each request.
         last_row: [R] int64, the last that means something; of requests without rows some other's.
+        streams: the residual streams that were asked for, each [T, hidden_size].
         row_starts: `first_row` on the host, and T; empty where every request has as many rows.
     """
 
@@ -49,6 +54,7 @@ class Forward:
     first_row: Tensor
     last_row: Tensor
     row_starts: Sequence[int]
+    streams: Sequence[Tensor] = ()
 
     def last(self) -> Tensor:
         """[R, hidden_size], each request's last row."""
@@ -69,6 +75,7 @@ class ModelRunner:
 
     Args:
         head: in place of the network's own, one over some of its tokens.
+        stream_layers: layers whose incoming residual stream every pass keeps (`Forward.streams`).
     """
 
     def __init__(
@@ -77,9 +84,11 @@ class ModelRunner:
         cache: KVCache,
         state: DeviceState,
         head: LanguageModelHead | None = None,
+        stream_layers: Sequence[int] = (),
     ) -> None:
         self._network, self._cache, self._state = network, cache, state
         self._head = head or network.head
+        self._stream_layers = tuple(stream_layers)
         self._expand = preparation_for(state.device).expand_rows
 
     @torch.inference_mode()
@@ -88,8 +97,8 @@ class ModelRunner:
         if rows.most is None:
             return self._exact(rows)
         padded = self._expand(self._state.tables, rows.slots, rows.starts, rows.lengths, rows.most)
-        hidden = self._network(padded.token_ids, padded.inputs, self._cache.layers)
-        return Forward(hidden, padded.first_row, padded.last_row, ())
+        hidden, streams = self._pass(padded.token_ids, padded.inputs)
+        return Forward(hidden, padded.first_row, padded.last_row, (), streams)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -105,14 +114,20 @@ class ModelRunner:
         offset = torch.arange(row_starts[-1], device=state.device) - query_start[request]
         slots, positions = rows.slots[request], rows.starts[request] + offset
         blocks = state.block_tables[slots, positions // state.block_size].long()
+        places = blocks * state.block_size + positions % state.block_size
+        if rows.rereads is not None:
+            places = torch.where(offset < rows.rereads[request], -1, places)
         inputs = AttentionInputs(
             query_start=query_start,
             context_lens=rows.starts + rows.lengths,
             block_tables=state.block_tables[rows.slots],
             positions=positions,
-            slots=blocks * state.block_size + positions % state.block_size,
+            slots=places,
             max_rows=max(end - start for start, end in pairwise(row_starts)),
         )
-        hidden = self._network(state.token_ids[slots, positions], inputs, self._cache.layers)
+        hidden, streams = self._pass(state.token_ids[slots, positions], inputs)
         last_row = (query_start[1:] - 1).clamp_min(0)
-        return Forward(hidden, query_start[:-1], last_row, row_starts)
+        return Forward(hidden, query_start[:-1], last_row, row_starts, streams)
+
+    def _pass(self, token_ids: Tensor, inputs: AttentionInputs) -> tuple[Tensor, list[Tensor]]:
+        return self._network(token_ids, inputs, self._cache.layers, self._stream_layers)

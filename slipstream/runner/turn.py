@@ -19,6 +19,8 @@ class Plan:
     Attributes:
         slots, num_new_tokens, num_draft_tokens: one number per request.
         at_end: whether the last known token is among the new ones.
+        rereads: computed tokens before the new ones that the target computes again, for their
+            features.
         width: K, at least the most draft tokens.
         uses: what any request's sampling needs.
         guesses: draft tokens that the host found, per request; None when the device drafts.
@@ -28,18 +30,20 @@ class Plan:
     num_new_tokens: Sequence[int]
     num_draft_tokens: Sequence[int]
     at_end: Sequence[bool]
+    rereads: Sequence[int]
     width: int
     uses: frozenset[Uses]
     guesses: Guesses | None = None
 
     def columns(self, width: int) -> list[list[int]]:
-        """Rows of numbers, one column per request: four, and `width` more where there are
+        """Rows of numbers, one column per request: five, and `width` more where there are
         guesses."""
         rows = [
             list(self.slots),
             list(self.num_new_tokens),
             list(self.num_draft_tokens),
             [int(end) for end in self.at_end],
+            list(self.rereads),
         ]
         if self.guesses is not None:
             padded = [[*guess, *[0] * (width - len(guess))] for guess in self.guesses]
@@ -60,6 +64,8 @@ class Turn:
         num_new_tokens: [R] int64, known tokens that the target computes; 0 for padding.
         num_draft_tokens: [R] int64, at most K.
         at_end: [R] bool, the request gains tokens.
+        rereads: [R] int64, tokens before the new ones that the target computes again; 0 wherever
+            the turn is not exact.
         guesses: [R, K] int64, what the host guessed; K columns only where there are guesses.
         width: K.
         uses: what any request's sampling needs.
@@ -72,6 +78,7 @@ class Turn:
     num_new_tokens: Tensor
     num_draft_tokens: Tensor
     at_end: Tensor
+    rereads: Tensor
     guesses: Tensor
     width: int
     uses: frozenset[Uses]
@@ -79,10 +86,10 @@ class Turn:
 
     @classmethod
     def over(cls, columns: Tensor, width: int, uses: frozenset[Uses], exact: bool) -> "Turn":
-        """Views of `Plan.columns` [4 or 4 + K, R] int64 on the device."""
-        slots, new, drafts, at_end = columns[:4].unbind(0)
-        guesses = columns[4:].T.contiguous()
-        return cls(slots, new, drafts, at_end != 0, guesses, width, uses, exact)
+        """Views of `Plan.columns` [5 or 5 + K, R] int64 on the device."""
+        slots, new, drafts, at_end, rereads = columns[:5].unbind(0)
+        guesses = columns[5:].T.contiguous()
+        return cls(slots, new, drafts, at_end != 0, rereads, guesses, width, uses, exact)
 
     @property
     def num_requests(self) -> int:

@@ -33,12 +33,14 @@ class Speculation:
     """A resolved `speculative_config`: the drafter and the most tokens it guesses a step.
 
     `synthetic_rates` are a benchmark's conditional acceptance rates; None verifies for real.
+    `enforce_eager`: no step is to be captured, since target and drafter are captured together.
     """
 
     method: str | None
     num_speculative_tokens: int
     drafter: LoadedDrafter
     synthetic_rates: tuple[float, ...] | None = None
+    enforce_eager: bool = False
 
 
 def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Speculation:
@@ -54,13 +56,13 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
     name = _method(options)
     count = _num_speculative_tokens(options)
     rates = read_verification(options, count)
-    _check_eager(options)
+    eager = _enforce_eager(options)
     method: Method = cast(Method, import_module(METHODS[name]))
     method_config = method.read_options(options)
     options.finish(name)
     if count == 0:
         return Speculation(None, 0, NoDrafter())
-    return Speculation(name, count, method.load(method_config, target), rates)
+    return Speculation(name, count, method.load(method_config, target), rates, eager)
 
 
 def _method(options: Options) -> str:
@@ -89,7 +91,8 @@ def _num_speculative_tokens(options: Options) -> int:
     return count
 
 
-def _check_eager(options: Options) -> None:
-    eager = options.take("enforce_eager", True)  # nothing is captured, so it is always honoured
-    if not isinstance(eager, bool):
+def _enforce_eager(options: Options) -> bool:
+    eager = options.take("enforce_eager", None)
+    if not isinstance(eager, bool | None):
         raise UsageError(f"speculative_config: enforce_eager must be true or false, not {eager!r}")
+    return bool(eager)

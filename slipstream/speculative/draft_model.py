@@ -29,7 +29,7 @@ from slipstream.speculative.draft_vocabulary import (
     choose_draft_vocabulary,
     read_draft_vocabulary,
 )
-from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources
+from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.vocabulary import require_same_vocabulary
 
@@ -98,6 +98,8 @@ def load(config: DraftModelConfig, target: TargetModel) -> "LoadedDraftModel":
 
 class LoadedDraftModel:
     """A draft model in memory, waiting for its share of the cache."""
+
+    needs = Needs()
 
     def __init__(
         self,

@@ -115,6 +115,20 @@ class Drafter(Protocol):
 
 
 @dataclass(frozen=True)
+class Needs:
+    """What a drafter wants to see of the target's passes (`Forward`).
+
+    Attributes:
+        stream_layers: layers (from 0) of the target whose incoming residual stream it reads.
+        features: it reads `streams` or `hidden` of every token. Behind a prefix hit the target then
+            computes the last cached token once more, so that its features are there too.
+    """
+
+    stream_layers: tuple[int, ...] = ()
+    features: bool = False
+
+
+@dataclass(frozen=True)
 class DrafterResources:
     """What the engine lends to a drafter when it is built."""
 
@@ -131,6 +145,9 @@ class LoadedDrafter(Protocol):
     def limits(self) -> DrafterLimits: ...
 
     @property
+    def needs(self) -> Needs: ...
+
+    @property
     def layout(self) -> KVLayout | None:
         """What it adds to every block."""
 
@@ -141,6 +158,7 @@ class NoDrafter:
     """Plain decoding: speculation with an empty draft."""
 
     limits = DrafterLimits()
+    needs = Needs()
     layout: KVLayout | None = None
 
     def build(self, resources: DrafterResources) -> Drafter:

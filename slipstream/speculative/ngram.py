@@ -19,7 +19,7 @@ from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.turn import Turn
 from slipstream.sampling.verification import Verdict
-from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources
+from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
 from slipstream.speculative.options import Options, TargetModel
 
 DEFAULT_MIN, DEFAULT_MAX = 2, 5
@@ -60,6 +60,7 @@ class LoadedNgram:
     """A drafter that adds nothing to the cache."""
 
     limits = DrafterLimits(drafts_behind_prompt=True)
+    needs = Needs()
     layout: KVLayout | None = None
 
     def __init__(self, config: NgramConfig) -> None:

@@ -69,7 +69,8 @@ def logits(network: Decoder) -> Tensor:
         slots=positions,
         max_rows=ROWS,
     )
-    return network.head(network(7 * positions % 89, inputs, cache.layers))
+    hidden, _ = network(7 * positions % 89, inputs, cache.layers)
+    return network.head(hidden)
 
 
 # What is stored
