@@ -153,10 +153,10 @@ class Step:
             num_new_tokens=[item.num_new_tokens for item in items],
             num_draft_tokens=drafts,
             at_end=[item.reaches_end for item in items],
-            rereads=[int(self._rereads and item.admitted and item.start > 0) for item in items],
             width=max(drafts),
             uses=self._sampling.uses([item.request.slot for item in items]),
             guesses=guesses,
+            rereads=[int(self._rereads and item.admitted and item.start > 0) for item in items],
         )
 
     def _run(self, batch: Batch, plan: Plan) -> tuple[Outcome, bool]:

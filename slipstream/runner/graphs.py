@@ -166,7 +166,7 @@ class GraphRunner:
 
     @torch.inference_mode()
     def _capture(self, key: _Key, function: TurnFunction[T]) -> _Captured[T]:
-        nobody = Plan([], [], [], [], [], key.width, key.uses, [] if key.guessed else None)
+        nobody = Plan([], [], [], [], key.width, key.uses, [] if key.guessed else None)
         columns = upload(self._padded(nobody.columns(key.width), key.bucket), self._state.device)
 
         def call() -> T:

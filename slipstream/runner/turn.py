@@ -19,21 +19,21 @@ class Plan:
     Attributes:
         slots, num_new_tokens, num_draft_tokens: one number per request.
         at_end: whether the last known token is among the new ones.
-        rereads: computed tokens before the new ones that the target computes again, for their
-            features.
         width: K, at least the most draft tokens.
         uses: what any request's sampling needs.
         guesses: draft tokens that the host found, per request; None when the device drafts.
+        rereads: computed tokens before the new ones that the target computes again, for their
+            features; None: nowhere.
     """
 
     slots: Sequence[int]
     num_new_tokens: Sequence[int]
     num_draft_tokens: Sequence[int]
     at_end: Sequence[bool]
-    rereads: Sequence[int]
     width: int
     uses: frozenset[Uses]
     guesses: Guesses | None = None
+    rereads: Sequence[int] | None = None
 
     def columns(self, width: int) -> list[list[int]]:
         """Rows of numbers, one column per request: five, and `width` more where there are
@@ -43,7 +43,7 @@ class Plan:
             list(self.num_new_tokens),
             list(self.num_draft_tokens),
             [int(end) for end in self.at_end],
-            list(self.rereads),
+            list(self.rereads or [0] * len(self.slots)),
         ]
         if self.guesses is not None:
             padded = [[*guess, *[0] * (width - len(guess))] for guess in self.guesses]

@@ -1,0 +1,575 @@
+"""A step on the device: its numbers, its padding, and the state that it works on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from slipstream.cache.kv_cache import KVCache, KVLayout
+from slipstream.core.batch import Batch, ScheduledRequest
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.kernels.preparation import preparation_for
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.decoder import Decoder
+from slipstream.models.loading import LoadOptions, load_decoder
+from slipstream.runner import graphs
+from slipstream.runner.device_state import DeviceState
+from slipstream.runner.graphs import FULL, LEAN, GraphRunner, bucket_sizes
+from slipstream.runner.model_runner import Forward, ModelRunner, Rows
+from slipstream.runner.turn import Plan, Turn
+from slipstream.sampling.state import SamplingState, Uses
+from tests.checkpoints import write_qwen3
+from tests.padded_steps import DirectRecorder
+
+CPU = torch.device("cpu")
+GREEDY, SAMPLED = LEAN
+K = 3
+VOCAB = 12
+
+
+def tensor(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def plan(
+    slots: Sequence[int],
+    drafts: Sequence[int] | None = None,
+    uses: frozenset[Uses] = GREEDY,
+    guesses: Sequence[Sequence[int]] | None = None,
+) -> Plan:
+    """Decoding requests in these slots."""
+    drafts = [0] * len(slots) if drafts is None else drafts
+    ones = [1] * len(slots)
+    return Plan(slots, ones, drafts, [True] * len(slots), max(drafts), uses, guesses)
+
+
+# ---------------------------------------------------------------------- plans and turns
+
+
+def test_a_plan_is_four_rows_of_numbers() -> None:
+    given = Plan([4, 0], [1, 9], [3, 0], [True, False], 3, GREEDY)
+    assert given.columns(3) == [[4, 0], [1, 9], [3, 0], [1, 0], [0, 0]]
+
+
+def test_guesses_are_padded_to_the_width() -> None:
+    given = plan([4, 0, 1], [2, 0, 1], guesses=[[7, 8], [], [9]])
+    assert given.columns(3)[5:] == [[7, 0, 9], [8, 0, 0], [0, 0, 0]]
+    assert plan([4], [0], guesses=[[]]).columns(0) == [[4], [1], [0], [1], [0]]
+
+
+def test_a_turn_is_views_of_the_numbers() -> None:
+    given = Plan([4, 0], [1, 9], [2, 0], [True, False], 2, SAMPLED, [[7, 8], []])
+    columns = torch.tensor(given.columns(2))
+    turn = Turn.over(columns, 2, SAMPLED, exact=False)
+    assert turn.num_requests == 2
+    assert turn.slots.tolist() == [4, 0]
+    assert turn.num_new_tokens.tolist() == [1, 9]
+    assert turn.num_draft_tokens.tolist() == [2, 0]
+    assert turn.at_end.tolist() == [True, False]
+    assert turn.guesses.tolist() == [[7, 8], [0, 0]]
+    assert (turn.width, turn.uses) == (2, SAMPLED)
+    columns[1] = 5  # what a captured turn reads is replaced in place
+    assert turn.num_new_tokens.tolist() == [5, 5]
+
+
+def test_an_exact_turn_is_of_the_plans_requests_alone() -> None:
+    turn = plan([4, 0, 2], [1, 0, 2]).on(CPU)
+    assert turn.exact
+    assert (turn.num_requests, turn.width) == (3, 2)
+    assert turn.guesses.shape == (3, 0)
+    assert turn.most_rows(3) is None
+    assert Turn.over(torch.tensor(plan([4]).columns(0)), 0, GREEDY, False).most_rows(3) == 3
+
+
+# ---------------------------------------------------------------------- graphs
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (3, [1, 2, 3]),
+        (6, [1, 2, 4, 6]),
+        (8, [1, 2, 4, 8]),
+        (20, [1, 2, 4, 8, 16, 20]),
+        (64, [1, 2, 4, 8, 16, 24, 32, 48, 64]),
+        (100, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100]),
+    ],
+)
+def test_buckets_end_with_the_most_requests(most: int, expected: list[int]) -> None:
+    assert bucket_sizes(most) == expected
+
+
+@pytest.mark.parametrize("most", [5, 63, 65, 255, 256, 257, 384, 500, 1024])
+def test_buckets_rise_and_waste_no_more_than_half(most: int) -> None:
+    sizes = bucket_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    for smaller, larger in pairwise(sizes):
+        assert larger <= max(2 * smaller, smaller + 1)
+
+
+class Counted(DirectRecorder):
+    """Counts what is captured."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.captures = 0
+
+    def __call__(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        self.captures += 1
+        return super().__call__(function)
+
+
+@dataclass
+class Captures:
+    """A graph runner over five slots, and the turns that its function was given."""
+
+    state: DeviceState
+    sampling: SamplingState
+    recorder: Counted
+    runner: GraphRunner
+    turns: list[Turn] = field(default_factory=list)
+    snapshots: list[list[list[int]]] = field(default_factory=list)
+
+    def run(self, given: Plan, name: str = "round") -> Tensor:
+        return self.runner.run(name, self.function, given)
+
+    def function(self, turn: Turn) -> Tensor:
+        self.turns.append(turn)
+        columns = (turn.slots, turn.num_new_tokens, turn.num_draft_tokens, turn.at_end.long())
+        guessed = turn.guesses.sum(1, keepdim=True).T.tolist() if turn.guesses.shape[1] else []
+        self.snapshots.append([*(column.tolist() for column in columns), *guessed])
+        guesses = turn.guesses.sum(1) if turn.guesses.shape[1] else 0
+        return turn.slots * 1000 + turn.num_new_tokens * 100 + turn.num_draft_tokens * 10 + guesses
+
+
+@pytest.fixture
+def captures() -> Captures:
+    state = DeviceState(5, 16, 4, CPU)
+    sampling = SamplingState(state.num_slots, VOCAB, CPU)
+    recorder = Counted()
+    runner = GraphRunner(state, sampling, K, recorder)  # type: ignore[arg-type]
+    return Captures(state, sampling, recorder, runner)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
+def test_the_first_rows_of_a_padded_turn_are_the_plans(captures: Captures, number: int) -> None:
+    slots, drafts = [4, 2, 0, 3, 1][:number], [3, 0, 2, 1, 1][:number]
+    result = captures.run(plan(slots, drafts))
+    expected = captures.function(plan(slots, drafts).on(CPU))
+    assert result[:number].tolist() == expected.tolist()
+    padded, exact = captures.turns[-2:]
+    assert (padded.exact, exact.exact) == (False, True)
+    assert (padded.width, padded.uses) == (K, GREEDY)
+    bucket = {1: 1, 2: 2, 3: 4, 4: 4, 5: 5}[number]
+    assert padded.num_requests == bucket
+    # Padding has the slot without tokens, computes nothing and gains nothing.
+    assert padded.slots[number:].tolist() == [5] * (bucket - number)
+    assert not padded.num_new_tokens[number:].any()
+    assert not padded.num_draft_tokens[number:].any()
+    assert not padded.at_end[number:].any()
+
+
+def test_a_capture_runs_on_padding_alone(captures: Captures) -> None:
+    captures.run(plan([1, 2, 3], [1, 1, 1], guesses=[[7], [8], [9]]))
+    captured, replayed = captures.snapshots
+    assert captured == [[5] * 4, [0] * 4, [0] * 4, [0] * 4, [0] * 4]
+    assert replayed == [[1, 2, 3, 5], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0], [7, 8, 9, 0]]
+
+
+def test_a_graph_serves_every_plan_of_its_size(captures: Captures) -> None:
+    captures.run(plan([0, 1, 2], [3, 3, 3]))
+    assert captures.recorder.captures == 1
+    assert captures.run(plan([3, 4, 0, 1], [1, 2, 0, 0])).tolist() == [3110, 4120, 100, 1100]
+    assert captures.run(plan([2, 3, 4], [1, 0, 0]))[:3].tolist() == [2110, 3100, 4100]
+    assert captures.recorder.captures == 1
+    assert len({turn.slots.data_ptr() for turn in captures.turns}) == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        (plan([0], [1]), "propose"),
+        (plan([0, 1], [1, 1]), "round"),
+        (plan([0], [0]), "round"),
+        (plan([0], [1], SAMPLED), "round"),
+        (plan([0], [1], frozenset({Uses.TOP_K})), "round"),
+        (plan([0], [1], guesses=[[7]]), "round"),
+    ],
+)
+def test_another_kind_of_plan_has_a_graph_of_its_own(
+    captures: Captures, other: Plan, name: str
+) -> None:
+    captures.run(plan([0], [1]))
+    captures.run(other, name)
+    assert captures.recorder.captures == 2
+    captures.run(plan([0], [1]))
+    captures.run(other, name)
+    assert captures.recorder.captures == 2
+
+
+def test_without_drafts_there_is_no_width_and_are_no_guesses(captures: Captures) -> None:
+    captures.run(plan([0, 1], guesses=[[], []]))
+    captures.run(plan([1, 0]))
+    assert captures.recorder.captures == 1
+    assert all(turn.width == 0 for turn in captures.turns)
+    assert captures.turns[-1].guesses.shape == (2, 0)
+
+
+def test_numbers_that_have_not_changed_are_not_copied_again(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[Any] = []
+    upload = graphs.upload
+
+    def noted(values: Any, device: torch.device) -> Tensor:
+        copied.append(values)
+        return upload(values, device)
+
+    captures.run(plan([0, 1, 2], [3, 3, 3]))
+    captures.run(plan([0, 1, 2]))
+    monkeypatch.setattr(graphs, "upload", noted)
+    for _ in range(3):
+        assert captures.run(plan([0, 1, 2], [3, 3, 3]))[:3].tolist() == [130, 1130, 2130]
+        assert captures.run(plan([0, 1, 2]))[:3].tolist() == [100, 1100, 2100]
+    assert copied == []
+    captures.run(plan([0, 1, 2], [3, 3, 2]))
+    captures.run(plan([0, 1, 2], [3, 3, 2]))
+    assert len(copied) == 1
+    assert captures.run(plan([0, 1, 2], [3, 3, 3]))[:3].tolist() == [130, 1130, 2130]
+    assert len(copied) == 2
+
+
+def test_guesses_are_numbers_that_change(captures: Captures) -> None:
+    assert captures.run(plan([0, 1], [2, 1], guesses=[[5, 1], [2]])).tolist() == [126, 1112]
+    assert captures.run(plan([0, 1], [2, 1], guesses=[[5, 2], [2]])).tolist() == [127, 1112]
+
+
+@pytest.mark.parametrize("guessed", [False, True])
+def test_what_plain_requests_need_is_captured_at_once(captures: Captures, guessed: bool) -> None:
+    progress: list[int] = []
+    captures.runner.capture_all("round", captures.function, guessed, progress.append)
+    buckets = bucket_sizes(5)
+    assert len(progress) == captures.runner.num_lean() == captures.recorder.captures
+    assert captures.recorder.captures == 2 * 2 * len(buckets)
+    widths = [(turn.num_requests, turn.width) for turn in captures.turns]
+    assert widths[0] == (5, K)  # the largest first
+    assert widths == sorted(widths, key=lambda pair: (-pair[1], -pair[0]))
+    for number in range(1, 6):
+        for uses in LEAN:
+            for drafts in (0, 2):
+                guesses = [[1] * drafts] * number if guessed else None
+                captures.run(plan(list(range(number)), [drafts] * number, uses, guesses))
+    assert captures.recorder.captures == len(progress)
+
+
+def test_an_engine_without_drafts_captures_one_width(captures: Captures) -> None:
+    runner = GraphRunner(captures.state, captures.sampling, 0, captures.recorder)  # type: ignore[arg-type]
+    assert runner.num_lean() == 2 * len(bucket_sizes(5))
+
+
+# ---------------------------------------------------------------------- the full variant
+
+
+def admit(sampling: SamplingState, slot: int, **params: Any) -> Request:
+    given = SamplingParams(**params)
+    stops = frozenset(given.stop_token_ids)
+    request = Request(str(slot), [1, 2], given, 0, stops, 16, 0, slot)
+    sampling.admit(slot, request)
+    return request
+
+
+PENALTIES = frozenset({Uses.PENALTIES})
+
+
+@pytest.mark.parametrize("use", [use for use in Uses if use not in (Uses.SAMPLING, Uses.BAD_WORDS)])
+def test_whatever_is_not_plain_runs_with_everything(captures: Captures, use: Uses) -> None:
+    sampling = captures.sampling
+    captures.run(plan([0], uses=frozenset({use})))
+    assert captures.turns[-1].uses == FULL
+    for made in (sampling.output_counts, sampling.prompt_mask, sampling.bias):
+        assert made is not None
+
+
+def test_plain_requests_need_no_tensors_over_the_vocabulary(captures: Captures) -> None:
+    for uses in LEAN:
+        captures.run(plan([0], uses=uses))
+    assert captures.sampling.output_counts is None
+    assert captures.sampling.bias is None
+
+
+def test_tensors_that_are_replaced_drop_the_graphs_that_keep_their_addresses(
+    captures: Captures,
+) -> None:
+    captures.run(plan([0]))
+    captures.run(plan([0], uses=PENALTIES))
+    captures.run(plan([0, 1], uses=PENALTIES))
+    assert captures.recorder.captures == 3
+    captures.run(plan([0], uses=frozenset({Uses.TOP_P, Uses.SAMPLING})))  # the same graph
+    assert captures.recorder.captures == 3
+    before = captures.sampling.generation
+    admit(captures.sampling, 1, stop_token_ids=list(range(9)), min_tokens=2)  # one more than fit
+    assert captures.sampling.generation > before
+    captures.run(plan([0]))
+    assert captures.recorder.captures == 3  # plain graphs never look
+    captures.run(plan([0], uses=PENALTIES))
+    assert captures.recorder.captures == 4
+    captures.run(plan([0], uses=PENALTIES))
+    captures.run(plan([0, 1], uses=PENALTIES))
+    assert captures.recorder.captures == 5
+
+
+# ---------------------------------------------------------------------- rows of a pass
+
+
+def forward_of(*lengths: int) -> Forward:
+    """Exact rows, each of which holds its own number."""
+    ends = tensor(*lengths).cumsum(0)
+    hidden = torch.arange(int(ends[-1]), dtype=torch.float32).unsqueeze(1)
+    return Forward(hidden, ends - tensor(*lengths), ends - 1, [0, *ends.tolist()])
+
+
+def test_the_last_rows_of_exact_and_padded_passes() -> None:
+    assert forward_of(3, 1, 2).last().tolist() == [[2], [3], [5]]
+    hidden = torch.arange(6.0).unsqueeze(1)
+    padded = Forward(hidden, tensor(0, 3), tensor(1, 3), ())
+    assert padded.last().tolist() == [[1], [3]]
+    single = Forward(hidden, tensor(*range(6)), tensor(*range(6)), ())
+    assert single.last() is hidden  # one row each: nothing to pick
+
+
+def test_the_ends_of_an_exact_pass() -> None:
+    forward = forward_of(5, 1, 3, 2)
+    ends = forward.ends(tensor(2, 1, 1, 2), 6)
+    assert ends.flatten().tolist() == [3, 4, 5, 8, 9, 10]
+    assert forward.ends(tensor(5, 1, 3, 2), 11).equal(forward.hidden)
+
+
+# ---------------------------------------------------------------------- padded and exact passes
+
+BLOCK, NUM_BLOCKS = 4, 24
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    path: Path = write_qwen3(tmp_path_factory.mktemp("turn"))
+    return load_decoder(Checkpoint(path), LoadOptions(torch.float32, CPU, "auto", 64))
+
+
+def runner_of(network: Decoder) -> tuple[ModelRunner, KVCache, DeviceState]:
+    """Three requests with the first tokens computed, and a slot for padding."""
+    shape = network.config
+    layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, torch.float32)
+    cache = KVCache(layout, NUM_BLOCKS, BLOCK, CPU)
+    for pages in cache.layers:
+        for page in pages:
+            page.zero_()
+    state = DeviceState(3, 31, BLOCK, CPU)
+    generator = torch.Generator().manual_seed(1)
+    state.token_ids[:3] = torch.randint(1, 96, (3, 32), generator=generator, dtype=torch.int32)
+    tables = torch.randperm(NUM_BLOCKS, generator=generator).view(3, 8)
+    state.block_tables[:3] = tables.to(torch.int32)
+    runner = ModelRunner(network, cache, state)
+    runner.forward(Rows(tensor(0, 1, 2), tensor(0, 0, 0), tensor(9, 5, 26), None))
+    return runner, cache, state
+
+
+def padded_pass(
+    network: Decoder, lengths: Sequence[int], number: int
+) -> tuple[ModelRunner, Forward, KVCache]:
+    """Four places for each of three requests, and for padding up to `number`."""
+    runner, cache, state = runner_of(network)
+    padding = [0] * (number - 3)
+    slots = tensor(0, 1, 2, *[state.padding_slot for _ in padding])
+    rows = Rows(slots, tensor(9, 5, 26, *padding), tensor(*lengths, *padding), 4)
+    return runner, runner.forward(rows), cache
+
+
+@pytest.mark.parametrize("lengths", [(4, 1, 2), (1, 1, 1), (4, 4, 4), (2, 0, 3)])
+@pytest.mark.parametrize("number", [3, 4, 6])
+def test_padded_rows_are_the_exact_rows(
+    lengths: tuple[int, int, int], number: int, network: Decoder
+) -> None:
+    exact_runner, exact_cache, _ = runner_of(network)
+    exact = exact_runner.forward(Rows(tensor(0, 1, 2), tensor(9, 5, 26), tensor(*lengths), None))
+    runner, padded, cache = padded_pass(network, lengths, number)
+    assert padded.hidden.shape[0] == 4 * number
+    logits, exact_logits = runner.logits(padded.hidden), exact_runner.logits(exact.hidden)
+    # Not to the bit: a CPU's matmuls of one to four rows may add up in an order of their own.
+    for request, length in enumerate(lengths):
+        place, first = 4 * request, exact.row_starts[request]
+        rows, exact_rows = slice(place, place + length), slice(first, first + length)
+        assert_close(padded.hidden[rows], exact.hidden[exact_rows], atol=1e-5, rtol=0)
+        assert_close(logits[rows], exact_logits[exact_rows], atol=1e-5, rtol=0)
+        if length:
+            assert padded.last()[request].equal(padded.hidden[place + length - 1])
+            assert exact.last()[request].equal(exact.hidden[first + length - 1])
+    for ours, theirs in zip(cache.layers, exact_cache.layers, strict=True):
+        for page, other in zip(ours, theirs, strict=True):
+            # Zeros are places that nobody wrote: padding must leave them.
+            assert (page == 0).equal(other == 0)
+            assert_close(page, other, atol=1e-5, rtol=0)
+
+
+def test_a_full_batch_has_the_exact_bits(network: Decoder) -> None:
+    """Where no row is padding, the two layouts are one."""
+    exact_runner, exact_cache, _ = runner_of(network)
+    exact = exact_runner.forward(Rows(tensor(0, 1, 2), tensor(9, 5, 26), tensor(4, 4, 4), None))
+    _, padded, cache = padded_pass(network, (4, 4, 4), 3)
+    assert padded.hidden.equal(exact.hidden)
+    for ours, theirs in zip(cache.layers, exact_cache.layers, strict=True):
+        assert all(page.equal(other) for page, other in zip(ours, theirs, strict=True))
+
+
+def test_rows_behind_the_last_position_write_nothing(network: Decoder) -> None:
+    """A request near max_model_len has fewer rows than its places."""
+    runner, cache, state = runner_of(network)
+    state.token_ids[2, 31] = 77  # where tokens without a place land
+    before = [[page.clone() for page in pages] for pages in cache.layers]
+    forward = runner.forward(Rows(tensor(2), tensor(30), tensor(1), 4))
+    assert torch.isfinite(forward.hidden[0]).all()
+    place = int(state.block_tables[2, 7]) * BLOCK + 2
+    for pages, olds in zip(cache.layers, before, strict=True):
+        for page, old in zip(pages, olds, strict=True):
+            changed = (page != old).flatten(2).any(2).flatten()
+            assert changed.nonzero().flatten().tolist() == [place]
+
+
+# ---------------------------------------------------------------------- the device state
+
+
+def scheduled(
+    slot: int, tokens: Sequence[int], table: Sequence[int], admitted: bool, start: int = 0
+) -> ScheduledRequest:
+    request = Request("r", list(tokens), SamplingParams(), 0, frozenset(), 4, 0, 0)
+    request.slot = slot
+    return ScheduledRequest(request, start, 1, 0, table, admitted, reaches_end=True)
+
+
+@pytest.fixture
+def state() -> DeviceState:
+    """Two slots of eight tokens, in blocks of two."""
+    return DeviceState(2, 8, 2, CPU)
+
+
+def test_an_admitted_request_is_loaded_and_others_are_left_alone(state: DeviceState) -> None:
+    state.apply(Batch((scheduled(1, [5, 6, 7], [3, 2], True, start=2),)))
+    assert state.token_ids[1, :3].tolist() == [5, 6, 7]
+    assert state.num_tokens.tolist() == [0, 3, 0]
+    assert state.num_computed.tolist() == [0, 2, 0]
+    assert state.most_drafted.tolist() == [0, 6, 0]  # max_tokens is 4
+    assert state.block_tables.tolist() == [[0] * 4, [3, 2, 0, 0], [0] * 4]
+    state.num_tokens[1] = 6  # the device has come further than the host
+    state.apply(Batch((scheduled(1, [5, 6, 7], [3, 2, 9], False),)))
+    assert state.num_tokens.tolist() == [0, 6, 0]
+    assert state.block_tables[1].tolist() == [3, 2, 9, 0]
+
+
+def test_no_draft_reaches_max_model_len(state: DeviceState) -> None:
+    state.apply(Batch((scheduled(0, [5] * 6, [0, 1, 2], True),)))
+    assert int(state.most_drafted[0]) == 7
+
+
+def test_only_changed_blocks_are_copied(
+    state: DeviceState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[Any] = []
+
+    def noted(values: Any, device: torch.device) -> Tensor:
+        copied.append(values)
+        return torch.tensor(values, device=device)
+
+    monkeypatch.setattr("slipstream.runner.device_state.upload", noted)
+    table = [4, 5]
+    items = (scheduled(0, [1], table, True), scheduled(1, [1], [6], True))
+    state.apply(Batch(items))
+    assert copied.pop() == [[0, 1, 4], [4, 5, 6]]
+    state.apply(Batch(items))
+    assert not copied
+    table.append(7)  # tables are live views
+    state.apply(Batch(items))
+    assert copied.pop() == [[2], [7]]
+    state.apply(Batch((scheduled(0, [1], [4], False),)))  # a rewind needs no copy
+    assert not copied
+    state.apply(Batch((scheduled(0, [1], [4, 8, 7], False),)))
+    assert copied.pop() == [[1, 2], [8, 7]]
+    assert state.block_tables[0].tolist() == [4, 8, 7, 0]
+    # Another request in the slot, with some of the same blocks.
+    state.apply(Batch((scheduled(0, [2], [4, 8, 1, 3], True),)))
+    assert state.block_tables[0].tolist() == [4, 8, 1, 3]
+
+
+OPS = preparation_for(CPU)
+
+
+def test_draft_tokens_stand_behind_the_known_ones_as_far_as_they_count(state: DeviceState) -> None:
+    state.token_ids[:] = 90
+    state.num_tokens[:] = tensor(3, 6, 0)
+    drafts = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    OPS.write_tokens(state.tables, tensor(1, 0, 2), drafts, tensor(2, 3, 0))
+    assert state.token_ids[0].tolist() == [90, 90, 90, 4, 5, 6, 90, 90, 90]
+    assert state.token_ids[1].tolist() == [90] * 6 + [1, 2, 90]
+    assert state.token_ids[2, 1:].tolist() == [90] * 8  # the first place is tentative
+    assert state.num_tokens.tolist() == [3, 6, 0]
+    OPS.write_tokens(state.tables, tensor(0), torch.zeros(1, 0, dtype=torch.int64), tensor(0))
+
+
+def test_tokens_without_a_place_land_behind_the_last_position(state: DeviceState) -> None:
+    state.token_ids[:] = 90
+    state.num_tokens[0] = 7
+    OPS.write_tokens(state.tables, tensor(0), torch.tensor([[1, 2, 3]]), tensor(3))
+    assert state.token_ids[0, :8].tolist() == [90] * 7 + [1]
+    state.num_tokens[0] = 8  # full: a surplus step adds its token all the same
+    gained, _ = OPS.commit(
+        state.tables, tensor(0), tensor(1), torch.tensor([True]), torch.tensor([[5]]), tensor(1),
+        tensor(0),
+    )  # fmt: skip
+    assert gained.tolist() == [1]
+    assert state.token_ids[0].tolist() == [90] * 7 + [1, 5]
+    assert state.token_ids[1:].eq(90).all()
+
+
+def test_a_commit_moves_the_counters_of_those_at_their_end(state: DeviceState) -> None:
+    state.num_tokens[:] = tensor(3, 6, 0)
+    state.num_computed[:] = tensor(2, 1, 0)
+    tokens = torch.tensor([[7, 8, -1], [9, -1, -1], [4, -1, -1]])
+    gained, accepted = OPS.commit(
+        state.tables,
+        tensor(0, 1, 2),
+        tensor(1, 4, 0),
+        torch.tensor([True, False, False]),  # a decoding one, a prompt chunk, padding
+        tokens,
+        tensor(2, 1, 1),
+        tensor(1, 0, 0),
+    )
+    assert gained.tolist() == [2, 0, 0]
+    assert accepted.tolist() == [1, 0, 0]
+    assert state.num_tokens.tolist() == [5, 6, 0]
+    assert state.num_computed.tolist() == [4, 5, 0]
+    assert state.token_ids[0, 3:5].tolist() == [7, 8]
+
+
+def test_padding_never_gets_anywhere(state: DeviceState) -> None:
+    slots = tensor(0, 2, 2, 2)
+    state.num_tokens[0] = 1
+    for _ in range(3):
+        OPS.commit(
+            state.tables,
+            slots,
+            tensor(1, 0, 0, 0),
+            torch.tensor([True, False, False, False]),
+            torch.tensor([[5], [6], [7], [8]]),
+            tensor(1, 1, 1, 1),
+            tensor(0, 0, 0, 0),
+        )
+    assert state.num_tokens.tolist() == [4, 0, 0]
+    assert state.num_computed.tolist() == [3, 0, 0]
