@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slipstream.kernels.devices import runs_triton
 from slipstream.kernels.table import AttentionInputs
 
 
@@ -139,12 +140,10 @@ class PreparationOps:
 
 def preparation_for(device: torch.device) -> PreparationOps:
     """The ops for this device."""
+    if runs_triton(device):
+        from slipstream.kernels.triton.preparation import PREPARATION as TRITON
+
+        return TRITON
     from slipstream.kernels.reference.preparation import PREPARATION as REFERENCE
 
-    if device.type != "cuda":
-        return REFERENCE
-    try:
-        from slipstream.kernels.triton.preparation import PREPARATION
-    except ImportError:  # `ops_for` has warned
-        return REFERENCE
-    return PREPARATION
+    return REFERENCE

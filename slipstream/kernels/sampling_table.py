@@ -1,4 +1,4 @@
-"""What sampling asks of a device: fused ops where there are any, and transfers.
+"""What sampling asks of a device: fused ops where there are any.
 
 What the ops mean is defined by the plain torch of the sampling room, which serves every device
 that has none. All of them run inside graph capture.
@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from slipstream.kernels.devices import runs_triton
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,20 +123,8 @@ class SamplingOps:
 @functools.cache
 def sampling_ops_for(device: torch.device) -> SamplingOps | None:
     """The fused ops that serve `device`; None leaves it to plain torch."""
-    if device.type != "cuda":
+    if not runs_triton(device):
         return None
-    try:
-        from slipstream.kernels.triton.sampling import SAMPLING
-    except ImportError:  # `ops_for` has warned
-        return None
+    from slipstream.kernels.triton.sampling import SAMPLING
+
     return SAMPLING
-
-
-def send(values: Tensor, device: torch.device) -> Tensor:
-    """`values`, made on the host, on `device`, without waiting for the device.
-
-    A copy to a GPU leaves from pinned memory, which torch keeps until the copy is done.
-    """
-    if device.type != "cuda":
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)

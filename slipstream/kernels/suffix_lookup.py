@@ -5,6 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slipstream.kernels.devices import runs_triton
+
 
 class SuffixLookupOp(Protocol):
     """For each text: the tokens behind the latest occurrence of its longest known suffix.
@@ -35,12 +37,10 @@ class SuffixLookupOp(Protocol):
 
 def suffix_lookup_for(device: torch.device) -> SuffixLookupOp:
     """The op for this device."""
+    if runs_triton(device):
+        from slipstream.kernels.triton.suffix_lookup import suffix_lookup as triton
+
+        return triton
     from slipstream.kernels.reference.suffix_lookup import suffix_lookup as reference
 
-    if device.type != "cuda":
-        return reference
-    try:
-        from slipstream.kernels.triton.suffix_lookup import suffix_lookup
-    except ImportError:  # `ops_for` has warned
-        return reference
-    return suffix_lookup
+    return reference

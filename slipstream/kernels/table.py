@@ -6,14 +6,13 @@ column once, when the network is built, and never ask which device they are on.
 """
 
 import functools
-import logging
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-logger = logging.getLogger("slipstream")
+from slipstream.kernels.devices import runs_triton
 
 
 @dataclass(frozen=True)
@@ -175,11 +174,8 @@ def ops_for(device: torch.device, batch_invariant: bool = False) -> Ops:
     """
     from slipstream.kernels.reference import REFERENCE
 
-    if device.type != "cuda":
+    if not runs_triton(device):
         return REFERENCE
-    try:
-        from slipstream.kernels.triton import TRITON, TRITON_INVARIANT
-    except ImportError as error:
-        logger.warning("Triton cannot be imported (%s): plain torch kernels serve the GPU.", error)
-        return REFERENCE
+    from slipstream.kernels.triton import TRITON, TRITON_INVARIANT
+
     return TRITON_INVARIANT if batch_invariant else TRITON

@@ -6,6 +6,8 @@ from time import perf_counter_ns
 import torch
 from torch import Tensor
 
+from slipstream.kernels.devices import runs_triton
+
 
 def _of_host(device: torch.device) -> Tensor:
     return torch.tensor(perf_counter_ns(), device=device)
@@ -20,8 +22,8 @@ def timestamp_for(device: torch.device) -> Callable[[torch.device], Tensor]:
     reached, of some clock of the device. Where there is none it is always 0."""
     if device.type != "cuda":
         return _of_host
-    try:
-        from slipstream.kernels.triton.timestamp import timestamp
-    except ImportError:  # `ops_for` has warned
+    if not runs_triton(device):
         return _unknown
+    from slipstream.kernels.triton.timestamp import timestamp
+
     return timestamp

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slipstream.kernels.devices import send
+
 
 def upload(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """`values` as int64 on the device; on a GPU the copy takes its turn in the stream."""
-    pinned = device.type == "cuda"
-    return torch.tensor(values, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
+    return send(torch.tensor(values, dtype=torch.int64), device)
 
 
 class Download:

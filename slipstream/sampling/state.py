@@ -10,7 +10,8 @@ from torch.nn.functional import pad
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.kernels.sampling_table import SamplingSlots, sampling_ops_for, send
+from slipstream.kernels.devices import send
+from slipstream.kernels.sampling_table import SamplingSlots, sampling_ops_for
 
 SIGN_BIT = 1 << 63
 # Numbers beyond this mean the same, and float32 arithmetic on them could overflow.
