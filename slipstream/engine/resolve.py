@@ -112,11 +112,7 @@ def resolve(
     max_model_len = _fit_model_len(config, longest, num_blocks * config.block_size, reasons)
     _note_precision(config, device, reasons)
     _note_accepted_flags(config, device, captures, reasons)
-    most = drafter.limits.max_speculative_tokens
-    if most is not None and speculation.num_speculative_tokens > most:
-        raise UsageError(
-            f"this drafter guesses at most {most} tokens a step; lower num_speculative_tokens"
-        )
+    _require_width(speculation)
     limits = StepLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=rows,
@@ -140,6 +136,15 @@ def resolve(
         captures=captures,
         reasons=reasons.rows,
     )
+
+
+def _require_width(speculation: Speculation) -> None:
+    """Raise UsageError when the drafter cannot guess so many tokens."""
+    most = speculation.drafter.limits.max_speculative_tokens
+    if most is not None and speculation.num_speculative_tokens > most:
+        raise UsageError(
+            f"this drafter guesses at most {most} tokens a step; lower num_speculative_tokens"
+        )
 
 
 def _max_num_batched_tokens(config: EngineConfig, device: torch.device, reasons: Reasons) -> int:
