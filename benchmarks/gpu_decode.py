@@ -118,7 +118,9 @@ def run_bars(report: Report, method: Method, options: dict[str, Any], only: str)
             return replace(row, bar=ours, vllm=vllm)
 
         setup = replace(bar.setup, options=options)
-        report.add(setup, replace(method, batch_sizes=tuple(bar.steps)), beside)
+        sizes = tuple(size for size in bar.steps if size in (method.batch_sizes or bar.steps))
+        if sizes:
+            report.add(setup, replace(method, batch_sizes=sizes), beside)
 
 
 def run_one(report: Report, setup: Setup, method: Method, with_plain: bool) -> None:
@@ -144,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in _OF_ONE_SETUP:
             if getattr(given, name) is not None:
                 parser.error(f"--suite has its own {name.replace('_', '-')}; leave it out")
-    sizes = given.batch_sizes or (1, 8, 32)
+    sizes = given.batch_sizes or (() if given.suite else (1, 8, 32))
     method = Method(sizes, given.prompt, given.short, given.long, given.repeat)
     options = dict(_engine_options(given))
     report = Report()
@@ -159,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 _OF_ONE_SETUP = (
     *("target", "draft", "acceptance_length", "draft_vocab_size", "quantization"),
-    *("drafter_quantization", "context", "batch_sizes", "num_speculative_tokens"),
+    *("drafter_quantization", "context", "num_speculative_tokens"),
 )
 
 
@@ -206,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_argument(
         "--acceptance-length", type=float, help="forced with dummy weights [1 + 0.45 K]"
     )
-    cli.add_argument("--batch-sizes", type=_sizes, help="[1,8,32]")
+    cli.add_argument("--batch-sizes", type=_sizes, help="[1,8,32; of a suite all that it has]")
     cli.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     cli.add_argument("--short", type=int, default=32, help="output tokens of the short run")
     cli.add_argument("--long", type=int, default=288, help="output tokens of the long run")

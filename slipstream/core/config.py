@@ -10,11 +10,13 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy", "twin")
 QUANTIZATIONS = ("fp8",)
 
 _OPTIONAL_NUMBERS = (
-    *("max_model_len", "max_num_batched_tokens", "kv_cache_memory", "num_kv_blocks", "threads"),
+    "max_model_len",
+    "max_num_batched_tokens",
+    "kv_cache_memory",
+    "num_kv_blocks",
+    "threads",
 )
-_SWITCHES = (
-    *("batch_invariant", "enable_prefix_caching", "skip_tokenizer_init", "use_fp64_gumbel"),
-)
+_SWITCHES = ("batch_invariant", "enable_prefix_caching", "skip_tokenizer_init", "use_fp64_gumbel")
 
 
 @dataclass(frozen=True, kw_only=True)
