@@ -14,7 +14,7 @@ from slipstream.engine.scheduler import Scheduler
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner
 from slipstream.runner.model_runner import Forward
-from slipstream.runner.transfer import Download
+from slipstream.runner.transfer import Download, upload
 from slipstream.runner.turn import Plan
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.speculative.drafter import Drafter
@@ -101,10 +101,12 @@ class Step:
                 self._sampling.admit(item.request.slot, item.request)
         plan = self._plan(batch)
         outcome, padded = self._run(batch, plan)
+        numbers = outcome.numbers[: len(batch.requests)]
         if any(item.is_prompt_chunk for item in batch.requests):
             self._drafter.read_prompts(batch, outcome.forward)
-        numbers = Download(outcome.numbers[: len(batch.requests)])
-        return Launched(batch, outcome, numbers, began, padded)
+            slots = upload(plan.slots, self._state.device)
+            numbers[:, -NUM_TIMES - 1] = self._drafter.cached_tokens(slots)
+        return Launched(batch, outcome, Download(numbers), began, padded)
 
     def launch_ahead(self, last: Launched) -> Launched | None:
         """Launch the step behind `last`, whose results are not here yet; None if that needs them

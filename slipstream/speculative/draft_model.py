@@ -169,6 +169,7 @@ class DraftModelDrafter:
             slot = item.request.slot
             if item.admitted:
                 self._computed[slot] = min(item.start, self._max_model_len)
+                self._missing[slot] = 1
             if item.is_prompt_chunk:  # `read_prompts` will catch up
                 self._missing[slot] = 1
             elif not item.num_draft_tokens:

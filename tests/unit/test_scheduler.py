@@ -663,3 +663,286 @@ def test_an_idle_scheduler_plans_an_empty_step() -> None:
     assert engine.schedule() == Batch(())
     engine.commit(Batch(()), [])
     assert (engine.num_waiting, engine.num_running, engine.has_unfinished) == (0, 0, False)
+
+
+# ---------------------------------------------------------------------- planning ahead
+
+
+def decoding(engine: Scheduler, *members: Request) -> Batch:
+    """These requests past their prompts, and their next step, planned and not committed."""
+    for each in members:
+        engine.add(each)
+    while any(each.num_output_tokens == 0 for each in members):
+        step(engine)
+    return engine.schedule()
+
+
+def plan_ahead(engine: Scheduler, batch: Batch) -> dict[str, tuple[int, int, int]] | None:
+    ahead = engine.schedule_ahead(batch)
+    engine.check_invariants()
+    return None if ahead is None else plan(ahead)
+
+
+def blocks_held(engine: Scheduler, name: str) -> int:
+    return len(engine.block_manager.table(name))
+
+
+def test_a_step_is_planned_behind_one_whose_results_are_not_known() -> None:
+    engine = scheduler()
+    a, b = request("a", 5), request("b", 4, drafts=1)
+    batch = decoding(engine, a, b)
+    assert plan(batch) == {"a": (5, 1, 3), "b": (4, 1, 1)}
+    ahead = engine.schedule_ahead(batch)
+    assert ahead is not None
+    assert plan(ahead) == {"a": (5, 1, 3), "b": (4, 1, 1)}  # as far as the host knows
+    assert ahead.is_decode
+    assert ahead.preempted == ()
+    # a may have 10 tokens by then, and three drafts behind them; b 7 and one.
+    assert [len(item.block_table) for item in ahead.requests] == [4, 2]
+    commit(engine, batch, {"a": [9, 9, 9, 9], "b": [8]})
+    commit(engine, ahead, {"a": [5, 5], "b": [6, 6]})
+    assert a.output_token_ids == [7, 9, 9, 9, 9, 5, 5]
+    assert b.output_token_ids == [7, 8, 6, 6]
+    assert (a.num_tokens, a.num_computed, b.num_tokens, b.num_computed) == (12, 11, 8, 7)
+
+
+def test_the_next_step_may_be_planned_behind_one_that_was_itself_planned_ahead() -> None:
+    engine = scheduler()
+    a = request("a", 4, max_tokens=9)
+    batch: Batch | None = decoding(engine, a)
+    planned = []
+    while batch is not None:
+        planned.append(plan(batch)["a"])
+        ahead = engine.schedule_ahead(batch)
+        commit(engine, batch)
+        batch = ahead
+    # Eight more tokens, one a step; at the end drafts make way for the tokens that surely come.
+    drafts = [num_drafts for _, _, num_drafts in planned]
+    assert drafts == [3, 3, 3, 3, 3, 2, 1, 0]
+    assert a.finish_reason is FinishReason.LENGTH
+
+
+def test_nothing_is_planned_behind_a_prompt() -> None:
+    engine = scheduler(max_num_batched_tokens=6)
+    engine.add(request("a", 8))
+    chunk = engine.schedule()
+    assert plan(chunk) == {"a": (0, 6, 0)}
+    assert plan_ahead(engine, chunk) is None
+    commit(engine, chunk)
+    end = engine.schedule()
+    assert plan(end) == {"a": (6, 2, 0)}
+    assert plan_ahead(engine, end) is None
+    commit(engine, end)
+    assert plan_ahead(engine, engine.schedule()) is not None
+
+
+def test_nothing_is_planned_behind_a_prompt_beside_others_that_decode() -> None:
+    engine = scheduler(max_num_batched_tokens=6)
+    engine.add(request("a", 4))
+    step(engine)
+    engine.add(request("b", 9))
+    batch = engine.schedule()
+    assert plan(batch) == {"a": (4, 1, 2), "b": (0, 3, 0)}
+    assert plan_ahead(engine, batch) is None
+
+
+def test_nothing_is_planned_behind_an_admission_of_a_single_token() -> None:
+    engine = scheduler()
+    engine.add(request("a", range(9), max_tokens=1))
+    step(engine)
+    engine.add(request("b", range(9)))
+    batch = engine.schedule()
+    assert plan(batch) == {"b": (8, 1, 3)}
+    assert plan_ahead(engine, batch) is None
+    commit(engine, batch)
+    assert plan_ahead(engine, engine.schedule()) is not None
+
+
+def test_nothing_is_planned_while_someone_waits_and_a_slot_is_free() -> None:
+    engine = scheduler(max_num_seqs=2)
+    a = request("a", 4)
+    batch = decoding(engine, a)
+    engine.add(request("b", 4))
+    assert plan_ahead(engine, batch) is None
+    commit(engine, batch)
+    assert plan(engine.schedule()) == {"a": (5, 1, 3), "b": (0, 4, 0)}
+
+
+def test_who_waits_for_a_slot_holds_nobody_up_until_one_is_free() -> None:
+    engine = scheduler(max_num_seqs=2)
+    a, b = request("a", 4), request("b", 4)
+    batch = decoding(engine, a, b)
+    engine.add(request("c", 4))
+    ahead = engine.schedule_ahead(batch)
+    assert ahead is not None
+    commit(engine, batch, {"a": [EOS]})
+    assert a.finished
+    assert plan_ahead(engine, ahead) is None  # c can have a's slot
+    commit(engine, ahead)
+    assert list(plan(engine.schedule())) == ["b", "c"]
+
+
+def test_nothing_is_planned_where_blocks_lack_and_what_was_taken_comes_back() -> None:
+    engine = scheduler(num_blocks=6, caching=False)
+    a, b = request("a", 7, max_tokens=9), request("b", 7, max_tokens=9)
+    batch = decoding(engine, a, b)
+    assert plan(batch) == {"a": (7, 1, 3), "b": (7, 1, 3)}
+    assert [blocks_held(engine, name) for name in "ab"] == [3, 3]
+    assert engine.block_manager.num_available == 0
+    # Behind four more tokens and three drafts a fourth block would be needed.
+    assert plan_ahead(engine, batch) is None
+    assert (a.steps_in_flight, b.steps_in_flight) == (1, 1)
+    commit(engine, batch)
+    assert [blocks_held(engine, name) for name in "ab"] == [3, 3]
+    engine.abort("b")
+    batch = engine.schedule()
+    assert plan(batch) == {"a": (8, 1, 3)}
+    assert plan_ahead(engine, batch) == {"a": (8, 1, 3)}
+
+
+def test_blocks_taken_for_a_plan_that_failed_cost_nobody_their_place() -> None:
+    engine = scheduler(num_blocks=7, caching=False)
+    a, b = request("a", 7, max_tokens=12), request("b", 7, max_tokens=12)
+    batch = decoding(engine, a, b)
+    assert plan_ahead(engine, batch) is None
+    assert [blocks_held(engine, name) for name in "ab"] == [4, 3]  # until the results are here
+    commit(engine, batch)
+    assert [blocks_held(engine, name) for name in "ab"] == [3, 3]
+    assert not engine.schedule().preempted
+
+
+def test_who_surely_ends_is_left_out() -> None:
+    engine = scheduler(max_model_len=10)
+    a = request("a", 4, max_tokens=2)
+    b = request("b", 4, max_tokens=3)
+    c = request("c", 8)
+    d = request("d", 7)
+    batch = decoding(engine, a, b, c, d)
+    assert list(plan(batch)) == ["a", "b", "c", "d"]
+    assert plan_ahead(engine, batch) == {"b": (4, 1, 0), "d": (7, 1, 0)}
+    assert [each.steps_in_flight for each in (a, b, c, d)] == [1, 2, 1, 2]
+    commit(engine, batch)
+    assert (a.finish_reason, c.finish_reason) == (FinishReason.LENGTH, FinishReason.LENGTH)
+    assert not b.finished
+    assert not d.finished
+
+
+def test_nothing_is_planned_when_everyone_surely_ends() -> None:
+    engine = scheduler()
+    assert plan_ahead(engine, decoding(engine, request("a", 4, max_tokens=2))) is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "max_tokens", "expected"),
+    [
+        ({}, 16, 3),
+        ({}, 6, 3),  # one output token is there, one is coming, and one follows the drafts
+        ({}, 5, 2),
+        ({}, 3, 0),
+        ({"max_model_len": 14}, 16, 3),
+        ({"max_model_len": 13}, 16, 2),
+        ({"max_model_len": 11}, 16, 0),
+        ({"drafter_max_model_len": 12}, 16, 2),
+        ({"drafter_max_model_len": 10}, 16, 0),
+        ({"drafter_max_model_len": 5}, 16, 0),
+        ({"max_num_batched_tokens": 3}, 16, 2),
+        ({"max_num_batched_tokens": 1}, 16, 0),
+    ],
+)
+def test_drafts_planned_ahead_reckon_with_the_token_that_surely_comes(
+    limits: dict[str, Any], max_tokens: int, expected: int
+) -> None:
+    engine = scheduler(**limits)
+    a = request("a", 8, max_tokens=max_tokens)
+    assert plan_ahead(engine, decoding(engine, a)) == {"a": (8, 1, expected)}
+
+
+def test_a_step_planned_ahead_keeps_to_the_row_budget_in_arrival_order() -> None:
+    engine = scheduler(max_num_batched_tokens=7)
+    members = [request(name, 1) for name in "abc"]
+    batch = decoding(engine, *members)
+    ahead = engine.schedule_ahead(batch)
+    assert ahead is not None
+    assert plan(ahead) == {"a": (1, 1, 3), "b": (1, 1, 1), "c": (1, 1, 0)}
+    assert ahead.num_tokens == 7
+
+
+def test_a_table_planned_ahead_ends_with_max_model_len() -> None:
+    engine = scheduler(max_model_len=12)
+    batch = decoding(engine, request("a", 7))
+    ahead = engine.schedule_ahead(batch)
+    assert ahead is not None
+    # 8 tokens, 3 drafts, one more and 2 drafts would be 14.
+    assert plan(ahead) == {"a": (7, 1, 2)}
+    assert len(ahead.requests[0].block_table) == 3
+
+
+def test_nothing_is_rewound_while_a_step_is_under_way() -> None:
+    engine = scheduler()
+    a = request("a", 6)
+    batch = decoding(engine, a)
+    ahead = engine.schedule_ahead(batch)
+    assert ahead is not None
+    assert blocks_held(engine, "a") == 4
+    commit(engine, batch, {"a": [9]})
+    assert blocks_held(engine, "a") == 4
+    commit(engine, ahead, {"a": [9]})
+    assert (a.num_tokens, blocks_held(engine, "a")) == (9, 3)
+    assert a.steps_in_flight == 0
+
+
+def test_a_request_that_ended_is_surplus_in_the_step_under_way() -> None:
+    engine = scheduler()
+    a, b = request("a", 6), request("b", 6)
+    batch = decoding(engine, a, b)
+    ahead = engine.schedule_ahead(batch)
+    assert ahead is not None
+    commit(engine, batch, {"a": [9, EOS]})
+    assert a.finished
+    again = engine.schedule_ahead(ahead)
+    assert again is not None
+    assert list(plan(again)) == ["b"]
+    commit(engine, ahead, {"a": [1, 2, 3], "b": [8]})
+    assert a.output_token_ids == [7, 9, EOS]
+    assert b.output_token_ids == [7, 7, 8]
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.STOP])
+def test_a_request_may_end_from_outside_while_two_steps_are_under_way(reason: FinishReason) -> None:
+    engine = scheduler(num_blocks=9)
+    a, b = request("a", 6), request("b", 6)
+    batch = decoding(engine, a, b)
+    ahead = engine.schedule_ahead(batch)
+    assert ahead is not None
+    engine.finish(a, reason)
+    again = request("a", range(5))
+    engine.add(again)  # the same id
+    commit(engine, batch)
+    assert plan_ahead(engine, ahead) is None  # a slot is free for it
+    commit(engine, ahead)
+    assert (a.num_output_tokens, a.finish_reason) == (1, reason)
+    assert again.num_output_tokens == 0
+    assert plan(engine.schedule()) == {"a": (0, 5, 0), "b": (8, 1, 3)}
+
+
+def test_nothing_is_planned_behind_a_step_for_nobody() -> None:
+    engine = scheduler()
+    batch = decoding(engine, request("a", 6))
+    ahead = engine.schedule_ahead(batch)
+    assert ahead is not None
+    engine.abort("a")
+    commit(engine, batch)
+    assert plan_ahead(engine, ahead) is None
+    commit(engine, ahead)
+    assert engine.block_manager.num_available == engine.block_manager.num_blocks
+
+
+def test_full_blocks_are_shared_while_a_step_is_under_way() -> None:
+    engine = scheduler()
+    a = request("a", 6)
+    batch = decoding(engine, a)
+    ahead = engine.schedule_ahead(batch)
+    assert ahead is not None
+    commit(engine, batch, {"a": [9, 9]})
+    assert a.num_computed == 8
+    assert len(engine.block_manager.match_prefix("drafter", a.token_ids)) == 2
