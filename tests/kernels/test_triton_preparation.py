@@ -1,4 +1,5 @@
 """Batch preparation and suffix lookup in Triton do what their plain torch references do."""
+# ruff: noqa: E402  (what is imported first decides whether kernels are interpreted)
 
 import os
 from dataclasses import replace
@@ -35,10 +36,7 @@ def make_tables(seed: int = 0) -> RequestTables:
         token_ids=torch.randint(0, 90, (SLOTS, LENGTH + 1), generator=generator).int().to(DEVICE),
         num_tokens=num_tokens.to(DEVICE),
         num_computed=(num_tokens - 1).clamp_min(0).to(DEVICE),
-        block_tables=torch.randperm(SLOTS * 6, generator=generator)
-        .view(SLOTS, 6)
-        .int()
-        .to(DEVICE),
+        block_tables=torch.randperm(SLOTS * 6, generator=generator).view(SLOTS, 6).int().to(DEVICE),
         block_size=BLOCK,
     )
 
