@@ -85,7 +85,7 @@ def load(config: DraftModelConfig, target: TargetModel) -> "LoadedDraftModel":
         target.path, target.vocab_size, checkpoint.path, network_config.vocab_size
     )
     dtype = dtype_named(config.dtype) if config.dtype else target.load.dtype
-    load = replace(target.load, dtype=dtype, quantization=config.quantization)
+    load = replace(target.load, dtype=dtype, quantization=config.quantization, drafts=True)
     network = load_decoder(checkpoint, load)
     vocabulary: Tensor | None = None
     if config.vocabulary is not None:

@@ -29,6 +29,8 @@ from tests.gpu.engines import (
 if not torch.cuda.is_available():
     pytest.skip("steps are captured on a GPU only", allow_module_level=True)
 
+pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+
 DRAFTERS = [
     ("plain", 0),
     *((drafter, k) for drafter in ("draft_model", "ngram") for k in (1, 3, 7)),

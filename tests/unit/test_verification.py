@@ -423,6 +423,7 @@ def test_nothing_waits_for_the_device(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("vocab_size", [VOCAB, 40_000])
 @pytest.mark.parametrize("how", HOWS, ids=["lossless", "fp64", "synthetic"])

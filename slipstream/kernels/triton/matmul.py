@@ -25,19 +25,28 @@ except ImportError:  # Gluon is still an experiment of Triton's
 SPLIT_ROWS = 64  # with more rows, a program adds up all splits itself: sums take much memory
 
 
-def product(x: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`."""
-    return _multiply(x, weight, bias, dtype, splitting=False, gated=False)[0]
+def product(
+    x: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype, loose: bool = False
+) -> Tensor:
+    """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`.
+
+    `loose`, here and below: a row's bits may depend on the number of rows.
+    """
+    return _multiply(x, weight, bias, dtype, splitting=False, gated=False, loose=loose)[0]
 
 
-def gated_product(x: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def gated_product(
+    x: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype, loose: bool = False
+) -> Tensor:
     """x [T, K], weight [2I, K], bias [2I] -> silu(gate) * up, [T, I] in `dtype`."""
-    return _multiply(x, weight, bias, dtype, splitting=False, gated=True)[0]
+    return _multiply(x, weight, bias, dtype, splitting=False, gated=True, loose=loose)[0]
 
 
-def addends(x: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def addends(
+    x: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype, loose: bool = False
+) -> Tensor:
     """As `product`, or what is left to be added up: [parts, T, N] float32."""
-    out = _multiply(x, weight, bias, dtype, splitting=True, gated=False)
+    out = _multiply(x, weight, bias, dtype, splitting=True, gated=False, loose=loose)
     return out if out.dtype == torch.float32 else out[0]
 
 
@@ -48,6 +57,7 @@ def _multiply(
     dtype: torch.dtype,
     splitting: bool,
     gated: bool,
+    loose: bool,
 ) -> Tensor:
     """[parts, T, N]: in `dtype`, or in float32 where the sum was split."""
     values, scales = weight, None
@@ -57,7 +67,7 @@ def _multiply(
     assert x.values.stride(-1) == 1
     assert values.is_contiguous()
     (rows, depth), width = x.values.shape, len(values)
-    small = _resident(x.values, values, splitting)
+    small = _resident(x.values, values, splitting) if loose else None
     if small is not None:
         x = _aligned(x)
         splits, parts = depth // RESIDENT_PART, depth // RESIDENT_PART
@@ -130,6 +140,6 @@ def _launch_resident(
     resident_kernel[grid](
         x.values, x.scales, weight, weight_scales, bias, out, x.values.stride(0), rows, width,
         depth=weight.shape[1], part=RESIDENT_PART, gated=gated, block_m=tiles.rows,
-        block_n=tiles.width, lanes=LANES, row_warps=tiles.row_warps, staged=tiles.rows > 8,
+        block_n=tiles.width, lanes=LANES, row_warps=tiles.row_warps,
         num_warps=LANES * tiles.row_warps, **launch.options(out.device),
     )  # fmt: skip

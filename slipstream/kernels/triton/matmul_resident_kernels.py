@@ -13,7 +13,7 @@ warps, for other rows of weights), then together. Bits follow from parts and lan
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 # A lane's columns come in four tiles; a thread holds eight neighbours of each row, 16 bytes.
 TILES = gl.constexpr(4)
@@ -80,7 +80,7 @@ def _step(weights, rows, sums):
 def _loaded_sums(
     w0, w1, w2, w3, x, row_stride, rows, m0, first, sums, own: gl.constexpr, layout: gl.constexpr
 ):
-    """Few rows of x go to the registers at once."""
+    """The rows of x go to the registers at once: more than 16 would not all fit."""
     sub: gl.constexpr = own // TILES
     line = m0 + _last(sums.shape[2], layout)
     at = (
@@ -91,36 +91,6 @@ def _loaded_sums(
     sums = _step(w1, gl.load(at + sub, mask=inside, other=0.0), sums)
     sums = _step(w2, gl.load(at + 2 * sub, mask=inside, other=0.0), sums)
     return _step(w3, gl.load(at + 3 * sub, mask=inside, other=0.0), sums)
-
-
-@gluon.jit
-def _staged_sums(
-    w0, w1, w2, w3, x, row_stride, rows, m0, first, sums, own: gl.constexpr,
-    row_warps: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """More rows are all under way at once into shared memory."""
-    sub: gl.constexpr = own // TILES
-    lanes: gl.constexpr = sums.shape[0]
-    block_m: gl.constexpr = sums.shape[2]
-    copied: gl.constexpr = gl.BlockedLayout(
-        [1, 1, NEIGHBOURS], [1, 4, 8], [lanes, row_warps, 1], [2, 1, 0]
-    )
-    swizzled: gl.constexpr = gl.SwizzledSharedLayout(NEIGHBOURS, 1, 8, [2, 1, 0])
-    staged = gl.allocate_shared_memory(x.dtype.element_ty, [TILES, lanes, block_m, sub], swizzled)
-    line = m0 + _middle(block_m, copied)
-    at = x + line * row_stride + (first + _lanes(lanes, copied) * own) + _last(sub, copied)
-    inside = (line < rows) & (_last(sub, copied) >= 0)
-    for tile in gl.static_range(TILES):
-        async_copy.async_copy_global_to_shared(staged.index(tile), at + tile * sub, mask=inside)
-        async_copy.commit_group()
-    async_copy.wait_group(3)
-    sums = _step(w0, staged.index(0).permute((0, 2, 1)).load(layout), sums)
-    async_copy.wait_group(2)
-    sums = _step(w1, staged.index(1).permute((0, 2, 1)).load(layout), sums)
-    async_copy.wait_group(1)
-    sums = _step(w2, staged.index(2).permute((0, 2, 1)).load(layout), sums)
-    async_copy.wait_group(0)
-    return _step(w3, staged.index(3).permute((0, 2, 1)).load(layout), sums)
 
 
 @gluon.jit
@@ -151,7 +121,7 @@ def _store(
 def resident_kernel(
     x, x_scales, weight, weight_scales, bias, out, row_stride, rows, width, depth: gl.constexpr,
     part: gl.constexpr, gated: gl.constexpr, block_m: gl.constexpr, block_n: gl.constexpr,
-    lanes: gl.constexpr, row_warps: gl.constexpr, staged: gl.constexpr, pdl: gl.constexpr,
+    lanes: gl.constexpr, row_warps: gl.constexpr, pdl: gl.constexpr,
 ):  # fmt: skip
     """Programs (tile of rows, tile of n, split); arguments as in `matmul_kernels.py`."""
     _launch_dependents(pdl)
@@ -175,12 +145,7 @@ def resident_kernel(
     w3 = gl.load(at + 3 * sub)
     _wait_for_inputs(pdl)
     sums = gl.zeros([lanes, block_n, block_m], gl.float32, layout)
-    if staged:
-        sums = _staged_sums(
-            w0, w1, w2, w3, x, row_stride, rows, m0, first, sums, own, row_warps, right
-        )
-    else:
-        sums = _loaded_sums(w0, w1, w2, w3, x, row_stride, rows, m0, first, sums, own, right)
+    sums = _loaded_sums(w0, w1, w2, w3, x, row_stride, rows, m0, first, sums, own, right)
     sums = gl.sum(sums, axis=0)
     flat: gl.constexpr = gl.SliceLayout(0, layout)
     row = _weight_rows(tile, width, block_n, gated, gl.SliceLayout(1, flat))

@@ -113,7 +113,7 @@ def _fitting(tiles: Tiles, depth: int, part: int) -> Tiles:
     return tiles
 
 
-# Small matrices, whose weights wait in registers (`matmul_resident_kernels.py`)
+# Small matrices, whose weights wait in registers (`matmul_resident_kernels.py`), and few rows
 
 LANES = 4
 RESIDENT_PART = 1024
@@ -128,30 +128,23 @@ class Resident:
     row_warps: int
 
 
-# By (rows of weights, columns), for up to so many rows: the last serves all others too.
+# By (rows of weights, columns), for up to so many rows.
 RESIDENT: dict[tuple[int, int], tuple[Resident, ...]] = {
     # Qwen3-0.6B: qkv, output, gate and up, down
-    (4096, 1024): (
-        Resident(8, 64, 2), Resident(16, 64, 4), Resident(32, 64, 4), Resident(64, 64, 4),
-    ),
-    (1024, 2048): (
-        Resident(8, 32, 1), Resident(16, 32, 2), Resident(32, 32, 2), Resident(64, 32, 2),
-    ),
-    (6144, 1024): (
-        Resident(8, 32, 2), Resident(16, 64, 4), Resident(32, 64, 4), Resident(64, 64, 4),
-    ),
-    (1024, 3072): (
-        Resident(8, 32, 2), Resident(16, 32, 2), Resident(32, 32, 2), Resident(64, 32, 2),
-    ),
-}  # fmt: skip
+    (4096, 1024): (Resident(8, 64, 2), Resident(16, 64, 4)),
+    (1024, 2048): (Resident(8, 32, 1), Resident(16, 32, 2)),
+    (6144, 1024): (Resident(8, 32, 2), Resident(16, 64, 4)),
+    (1024, 3072): (Resident(8, 32, 2), Resident(16, 32, 2)),
+}
 
 
 def resident(width: int, depth: int, rows: int, splitting: bool) -> Resident | None:
     """The tiles of weights that wait in registers; None for all others.
 
-    Bits follow from the columns alone: parts of 1024, each in four lanes.
+    Bits follow from the columns alone (parts of 1024, each in four lanes), but are not those of the
+    other kernel, which serves more rows.
     """
-    tiers = RESIDENT.get((width, depth))
-    if tiers is None or (depth != RESIDENT_PART and not splitting):
+    tiers = RESIDENT.get((width, depth), ())
+    if depth != RESIDENT_PART and not splitting:
         return None
-    return next((tier for tier in tiers if rows <= tier.rows), tiers[-1])
+    return next((tier for tier in tiers if rows <= tier.rows), None)
