@@ -130,12 +130,17 @@ class Needs:
 
 @dataclass(frozen=True)
 class DrafterResources:
-    """What the engine lends to a drafter when it is built."""
+    """What the engine lends to a drafter when it is built.
+
+    Attributes:
+        num_speculative_tokens: the engine's K; `Turn.width` is never more.
+    """
 
     state: DeviceState
     sampling: SamplingState
     num_blocks: int
     use_fp64_gumbel: bool
+    num_speculative_tokens: int
 
 
 class LoadedDrafter(Protocol):
