@@ -90,11 +90,12 @@ def assemble(
     needs = loaded_drafter.needs
     runner = ModelRunner(network, cache, state, stream_layers=needs.stream_layers)
     resources = DrafterResources(
-        state,
-        sampling,
-        resolved.num_blocks,
-        config.use_fp64_gumbel,
-        limits.num_speculative_tokens,
+        state=state,
+        sampling=sampling,
+        num_blocks=resolved.num_blocks,
+        use_fp64_gumbel=config.use_fp64_gumbel,
+        num_speculative_tokens=limits.num_speculative_tokens,
+        target=network,
     )
     drafter = loaded_drafter.build(resources)
     blocks = BlockManager(resolved.num_blocks, config.block_size, config.enable_prefix_caching)
