@@ -40,7 +40,9 @@ class DrafterFlags:
     ] = None
     spec_method: Annotated[
         str | None,
-        typer.Option(help="draft_model or ngram. [found from the drafter]", rich_help_panel=_PANEL),
+        typer.Option(
+            help="draft_model, pard or ngram. [found from the drafter]", rich_help_panel=_PANEL
+        ),
     ] = None
     drafter_quantization: Annotated[
         str | None,

@@ -85,9 +85,16 @@ class LoadOptions:
     memory_check: MemoryCheck = no_memory_check
 
 
-def load_decoder(checkpoint: Checkpoint, options: LoadOptions) -> Decoder:
-    """Build the network that `checkpoint` describes, with its weights."""
-    config = read_decoder_config(checkpoint)
+def load_decoder(
+    checkpoint: Checkpoint, options: LoadOptions, config: DecoderConfig | None = None
+) -> Decoder:
+    """Build the network that `checkpoint` describes, with its weights.
+
+    Args:
+        config: of the checkpoint, from who had to read it with more keys; None reads it here.
+    """
+    if config is None:
+        config = read_decoder_config(checkpoint)
     size = weight_bytes(config, options.dtype, options.quantization)
     rounded = None if options.quantization else weight_bytes(config, options.dtype, FLOAT8)
     options.memory_check(checkpoint.path.name, size, rounded)

@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.cache.kv_cache import KVLayout
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
+from slipstream.models.decoder import Decoder
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.turn import Guesses, Turn
@@ -130,12 +131,19 @@ class Needs:
 
 @dataclass(frozen=True)
 class DrafterResources:
-    """What the engine lends to a drafter when it is built."""
+    """What the engine lends to a drafter when it is built.
+
+    Attributes:
+        num_speculative_tokens: the engine's K.
+        target: the target's network, whose embedding and head a drafter may share.
+    """
 
     state: DeviceState
     sampling: SamplingState
     num_blocks: int
     use_fp64_gumbel: bool
+    num_speculative_tokens: int
+    target: Decoder
 
 
 class LoadedDrafter(Protocol):

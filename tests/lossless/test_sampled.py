@@ -45,6 +45,13 @@ CASES: dict[str, dict[str, Any]] = {
     "draft_model": {"drafter": "draft"},
     "greedy_drafts": {"drafter": "draft", "draft_sample_method": "greedy"},
     "subset": {"drafter": "draft", "draft_vocab_size": 4},
+    "pard": {"drafter": "draft", "parallel_drafting": True, "pard_token": 3},
+    "greedy_pard": {
+        "drafter": "draft",
+        "parallel_drafting": True,
+        "pard_token": 3,
+        "draft_sample_method": "greedy",
+    },
     "ngram": {"drafter": "ngram"},
     "truncated": {"drafter": "draft", "params": {"temperature": 0.7, "top_p": 0.9}},
     "penalties": {
@@ -82,9 +89,8 @@ def draw(
     }[case["drafter"]]
     if speculative is not None:
         speculative["num_speculative_tokens"] = 2
-        for key in ("draft_sample_method", "draft_vocab_size"):
-            if key in case:
-                speculative[key] = case[key]
+        options = {key: case[key] for key in case if key not in ("drafter", "params")}
+        speculative |= options
     llm = LLM(target, speculative_config=speculative, skip_tokenizer_init=True, num_kv_blocks=300)
     sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True, **params)
     outputs = llm.generate([{"prompt_token_ids": PROMPT}] * SAMPLES, sampling)
