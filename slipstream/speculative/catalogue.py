@@ -13,6 +13,7 @@ from slipstream.speculative.verification_options import read_verification
 METHODS = {
     "draft_model": "slipstream.speculative.draft_model",
     "ngram": "slipstream.speculative.ngram",
+    "suffix": "slipstream.speculative.suffix",
 }
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4

@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "greedy_drafts": {"drafter": "draft", "draft_sample_method": "greedy"},
     "subset": {"drafter": "draft", "draft_vocab_size": 4},
     "ngram": {"drafter": "ngram"},
+    "suffix": {"drafter": "suffix"},
     "truncated": {"drafter": "draft", "params": {"temperature": 0.7, "top_p": 0.9}},
     "penalties": {
         "drafter": "draft",
@@ -79,6 +80,7 @@ def draw(
         None: None,
         "draft": {"model": draft},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
+        "suffix": {"method": "suffix"},
     }[case["drafter"]]
     if speculative is not None:
         speculative["num_speculative_tokens"] = 2
