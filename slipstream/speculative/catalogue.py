@@ -14,6 +14,8 @@ METHODS = {
     "draft_model": "slipstream.speculative.draft_model",
     "ngram": "slipstream.speculative.ngram",
     "suffix": "slipstream.speculative.suffix",
+    "custom": "slipstream.speculative.custom",
+    "custom_class": "slipstream.speculative.custom",
 }
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4

@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "subset": {"drafter": "draft", "draft_vocab_size": 4},
     "ngram": {"drafter": "ngram"},
     "suffix": {"drafter": "suffix"},
+    "custom": {"drafter": "custom"},
     "truncated": {"drafter": "draft", "params": {"temperature": 0.7, "top_p": 0.9}},
     "penalties": {
         "drafter": "draft",
@@ -81,6 +82,7 @@ def draw(
         "draft": {"model": draft},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
         "suffix": {"method": "suffix"},
+        "custom": {"method": "custom", "model": "tests.user_drafters:LastFollower"},
     }[case["drafter"]]
     if speculative is not None:
         speculative["num_speculative_tokens"] = 2
