@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream import LLM
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.request import Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
@@ -156,6 +157,27 @@ def test_a_request_is_read_on_from_where_its_last_guess_was() -> None:
     assert guesses(drafter, growing) == [[3, 4]]
     growing.token_ids += [3, 4, 5, 1, 2, 3]
     assert guesses(drafter, growing) == [[4, 5, 1]]
+
+
+def test_an_output_that_was_given_before_is_given_in_fewer_steps(tiny_target: str) -> None:
+    prompt = {"prompt_token_ids": [5, 9, 14, 33]}
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    outputs = {}
+    for kept in (0, 4):
+        speculative = {"method": "suffix", "suffix_decoding_max_cached_requests": kept}
+        llm = LLM(
+            tiny_target,
+            speculative_config=speculative,
+            skip_tokenizer_init=True,
+            num_kv_blocks=16,
+            enable_prefix_caching=False,
+        )
+        outputs[kept] = [llm.generate(prompt, params)[0] for _ in range(2)]
+    texts = [output.outputs[0].token_ids for output in outputs[0] + outputs[4]]
+    assert texts == texts[:1] * 4
+    steps = {kept: [one.metrics.num_steps for one in runs] for kept, runs in outputs.items()}
+    assert steps[0] == steps[4][:1] * 2
+    assert steps[4][1] < steps[4][0]
 
 
 def config(**options: Any) -> Any:
