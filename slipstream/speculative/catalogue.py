@@ -16,6 +16,9 @@ METHODS = {
     "draft_model": "slipstream.speculative.draft_model",
     "ngram": "slipstream.speculative.ngram",
     "pard": "slipstream.speculative.pard",
+    "suffix": "slipstream.speculative.suffix",
+    "custom": "slipstream.speculative.custom",
+    "custom_class": "slipstream.speculative.custom",
 }
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4

@@ -12,7 +12,10 @@ from tests.lossless.pairwise import Case, every_case, pairwise_cases
 from tests.padded_steps import use_padded_steps
 
 AXES: dict[str, list[Any]] = {
-    "drafter": ["draft_model", "self", "subset", "pard", "ngram", "perfect", "wrong"],
+    "drafter": [
+        *("draft_model", "self", "subset", "pard", "ngram", "suffix", "custom"),
+        *("perfect", "wrong"),
+    ],
     "k": [1, 3, 7],
     "batch": [1, 8],
     "rows": [512, 24],  # 24: prompts come in chunks, mixed with decoding
@@ -80,6 +83,8 @@ def speculative_config(case: Case, target: str, draft: str) -> dict[str, Any]:
         "subset": {"model": draft, "draft_vocab_size": 60},
         "pard": {"method": "pard", "model": draft, "pard_token": 90},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+        "suffix": {"method": "suffix", "suffix_decoding_max_spec_factor": 3},
+        "custom": {"method": "custom", "model": "tests.user_drafters:LastFollower"},
         "perfect": {"method": "fake", "model": "perfect"},
         "wrong": {"method": "fake", "model": "wrong"},
     }

@@ -53,6 +53,8 @@ CASES: dict[str, dict[str, Any]] = {
         "draft_sample_method": "greedy",
     },
     "ngram": {"drafter": "ngram"},
+    "suffix": {"drafter": "suffix"},
+    "custom": {"drafter": "custom"},
     "truncated": {"drafter": "draft", "params": {"temperature": 0.7, "top_p": 0.9}},
     "penalties": {
         "drafter": "draft",
@@ -86,6 +88,8 @@ def draw(
         None: None,
         "draft": {"model": draft},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
+        "suffix": {"method": "suffix"},
+        "custom": {"method": "custom", "model": "tests.user_drafters:LastFollower"},
     }[case["drafter"]]
     if speculative is not None:
         speculative["num_speculative_tokens"] = 2
