@@ -29,6 +29,8 @@ class AttentionInputs:
             for how many programs to start: results do not depend on it.
         max_context: no request has a longer context, as far as the host knows; None if it does not.
             A hint like `max_rows`.
+        first_seen: cached tokens before this one are seen by no row: nothing has been stored there
+            (but the numbers there are finite).
     """
 
     query_start: Tensor
@@ -38,6 +40,7 @@ class AttentionInputs:
     slots: Tensor
     max_rows: int | None = None
     max_context: int | None = None
+    first_seen: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -201,7 +201,7 @@ def _short(
         inputs.context_lens, inputs.block_tables, inputs.positions, inputs.slots, *_mask(extras),
         extras.sinks, *_turn(turn), source.stride(0), inputs.block_tables.stride(0), layer.scale,
         extras.softcap, window, most_rows, runs, least_groups,
-        early=early, **built, **launched,
+        early=early, first_seen=inputs.first_seen, **built, **launched,
     )  # fmt: skip
     lanes = min(most_rows * layer.heads, triton.cdiv(PROGRAMS, requests))
     if runs > 1:
@@ -232,7 +232,7 @@ def _chunks(
         query, *cache, out, inputs.query_start, inputs.context_lens, inputs.block_tables,
         inputs.positions, *_mask(extras), extras.sinks, query.stride(0),
         inputs.block_tables.stride(0), layer.scale, extras.softcap, layer.window, requests,
-        SHORT_ROWS, block_r=triton.next_power_of_2(requests),
+        SHORT_ROWS, block_r=triton.next_power_of_2(requests), first_seen=inputs.first_seen,
         **_built(layer, cache[0].shape[1], tiles), **options(query.device),
     )  # fmt: skip
 

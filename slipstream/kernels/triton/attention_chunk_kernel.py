@@ -21,8 +21,9 @@ from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 @triton.jit
 def _fold(
     query, largest, total, mixed, begin, end, row_begins, row_ends, row, rows, context, mask,
-    mask_stride, keys, values, table, scale, softcap, window, place_stride: tl.constexpr,
-    block_size: tl.constexpr, head_dim: tl.constexpr, block_n: tl.constexpr, masked: tl.constexpr,
+    mask_stride, keys, values, table, scale, softcap, window, first_seen: tl.constexpr,
+    place_stride: tl.constexpr, block_size: tl.constexpr, head_dim: tl.constexpr,
+    block_n: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (Milakov and Gimelshein 2018) over the cached tokens [begin, end).
 
@@ -40,7 +41,17 @@ def _fold(
         score, factor = capped(score, scale, softcap)
         if masked:
             score = hidden(
-                score, token, row_begins, row_ends, row, rows, context, mask, mask_stride, window
+                score,
+                token,
+                row_begins,
+                row_ends,
+                row,
+                rows,
+                context,
+                mask,
+                mask_stride,
+                window,
+                first_seen,
             )
         highest = tl.maximum(largest, tl.max(score, axis=1) * factor)
         base = finite(highest) if masked else highest
@@ -77,7 +88,7 @@ def chunk_kernel(
     sinks, row_stride, table_stride, scale, softcap, window, requests, short_rows,
     kv_heads: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_r: tl.constexpr,
-    pdl: tl.constexpr,
+    pdl: tl.constexpr, first_seen: tl.constexpr,
 ):  # fmt: skip
     """Programs (KV head, tile): a tile of a prompt chunk over all that it sees, without splits.
 
@@ -110,19 +121,19 @@ def chunk_kernel(
     values += kv_head * head_dim
     table = tables + request.to(tl.int64) * table_stride
     new_mask = mask if mask is None else mask + first.to(tl.int64) * mask_stride
-    if mask is None and window is None:
+    if mask is None and window is None and first_seen == 0:
         # Most tiles of keys lie wholly before the first row.
         common = tl.min(tl.where(inside, ends, newest), axis=0) // block_n * block_n
         largest, total, mixed = _fold(
             loaded, largest, total, mixed, begin, common, begins, ends, row, rows, context, None,
-            mask_stride, keys, values, table, scale, softcap, None, kv_heads * head_dim, block_size,
-            head_dim, block_n, False,
+            mask_stride, keys, values, table, scale, softcap, None, 0, kv_heads * head_dim,
+            block_size, head_dim, block_n, False,
         )  # fmt: skip
         begin = common
     largest, total, mixed = _fold(
         loaded, largest, total, mixed, begin, newest, begins, ends, row, rows, context, new_mask,
-        mask_stride, keys, values, table, scale, softcap, window, kv_heads * head_dim, block_size,
-        head_dim, block_n, True,
+        mask_stride, keys, values, table, scale, softcap, window, first_seen, kv_heads * head_dim,
+        block_size, head_dim, block_n, True,
     )  # fmt: skip
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     number = columns(head_dim, block_d)

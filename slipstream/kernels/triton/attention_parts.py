@@ -164,15 +164,18 @@ def capped(score, scale, softcap):
 @triton.jit
 def hidden(
     score, token, row_begins, row_ends, row, rows, context, mask, mask_stride, window,
+    first_seen: tl.constexpr,
 ):  # fmt: skip
     """Scores [L, N], minus infinity where a row does not see a token.
 
     A row sees the tokens [row_begins, row_ends), and of the request's `rows` new tokens those that
-    its line of `mask` names, where there is one.
+    its line of `mask` names, where there is one; none before `first_seen`.
     """
     seen = token[None, :] < row_ends[:, None]
     if window is not None:
         seen &= token[None, :] >= row_begins[:, None]
+    if first_seen > 0:
+        seen &= (token >= first_seen)[None, :]
     if mask is not None:
         new = (token - (context - rows))[None, :]
         line = mask + row[:, None] * mask_stride + new

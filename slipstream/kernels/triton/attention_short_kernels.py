@@ -78,7 +78,7 @@ def _store_new(
 @triton.jit
 def _fold(
     query, key, value, exponent, total, mixed, token, row_begins, row_ends, row, rows, context,
-    mask, mask_stride, scale, softcap, window,
+    mask, mask_stride, scale, softcap, window, first_seen: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of tokens: (exponent, sums of weights, all alike, sums of weighted values).
 
@@ -87,7 +87,17 @@ def _fold(
     score = tl.dot(query, tl.trans(key), input_precision="ieee")
     score, factor = capped(score, scale, softcap)
     score = hidden(
-        score, token, row_begins, row_ends, row, rows, context, mask, mask_stride, window
+        score,
+        token,
+        row_begins,
+        row_ends,
+        row,
+        rows,
+        context,
+        mask,
+        mask_stride,
+        window,
+        first_seen,
     )
     highest = tl.maximum(exponent, tl.ceil(tl.max(score, axis=1) * factor))
     base = finite(highest)
@@ -114,8 +124,8 @@ def _added(exponent, total, mixed, more_exponent, more_total, more_mixed):
 @triton.jit
 def _fold_run(
     query, keys, values, table, begin, end, row_begins, row_ends, row, rows, context, mask,
-    mask_stride, scale, softcap, window, place_stride: tl.constexpr, block_size: tl.constexpr,
-    head_dim: tl.constexpr, block_n: tl.constexpr,
+    mask_stride, scale, softcap, window, first_seen: tl.constexpr, place_stride: tl.constexpr,
+    block_size: tl.constexpr, head_dim: tl.constexpr, block_n: tl.constexpr,
 ):  # fmt: skip
     """The fold of the tokens [begin, end): of each split on its own, then added up."""
     block_d: tl.constexpr = query.shape[1]
@@ -133,7 +143,7 @@ def _fold_run(
         entries = entries_of(table, start + block_n, end, block_size, block_n)
         exponent, total, mixed = _fold(
             query, key, value, exponent, total, mixed, token, row_begins, row_ends, row, rows,
-            context, mask, mask_stride, scale, softcap, window,
+            context, mask, mask_stride, scale, softcap, window, first_seen,
         )  # fmt: skip
         if start + block_n == until:
             sum_exponent, sum_total, sum_mixed = _added(
@@ -225,7 +235,7 @@ def short_kernel(
     table_stride, scale, softcap, window, most_rows, most_runs, least_groups,
     kv_heads: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, pdl: tl.constexpr,
-    early: tl.constexpr,
+    early: tl.constexpr, first_seen: tl.constexpr,
 ):  # fmt: skip
     """Programs (KV head and tile, request, lane): a lane does every so-manieth run of a tile.
 
@@ -279,7 +289,8 @@ def short_kernel(
             )  # fmt: skip
         exponent, total, mixed = _fold_run(
             query, keys, values, table, begin, end, begins, ends, row, rows, context, new_mask,
-            mask_stride, scale, softcap, window, place_stride, block_size, head_dim, block_n,
+            mask_stride, scale, softcap, window, first_seen, place_stride, block_size, head_dim,
+            block_n,
         )  # fmt: skip
         _write(
             exponent, total, mixed, out, part, part_exponent, part_total, place, runs - 1 - step,
