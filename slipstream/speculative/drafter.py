@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.cache.kv_cache import KVLayout
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
+from slipstream.models.decoder import Decoder
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.turn import Guesses, Turn
@@ -69,6 +70,7 @@ class DrafterLimits:
         cache_identity: names what it keeps in the shared blocks; empty when nothing.
         on_device: it needs nothing of the host's to guess, so a step may begin before the host
             knows what the last one gave.
+        keeps_probabilities: it keeps nothing in the blocks, but the q of every draft token.
     """
 
     max_speculative_tokens: int | None = None
@@ -76,6 +78,7 @@ class DrafterLimits:
     drafts_behind_prompt: bool = False
     cache_identity: str = ""
     on_device: bool = True
+    keeps_probabilities: bool = False
 
 
 class Drafter(Protocol):
@@ -130,12 +133,19 @@ class Needs:
 
 @dataclass(frozen=True)
 class DrafterResources:
-    """What the engine lends to a drafter when it is built."""
+    """What the engine lends to a drafter when it is built.
+
+    Attributes:
+        num_speculative_tokens: the engine's K.
+        target: the target's network, whose embedding and head a drafter may share.
+    """
 
     state: DeviceState
     sampling: SamplingState
     num_blocks: int
     use_fp64_gumbel: bool
+    num_speculative_tokens: int
+    target: Decoder
 
 
 class LoadedDrafter(Protocol):
