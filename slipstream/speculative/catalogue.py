@@ -13,6 +13,8 @@ from slipstream.speculative.verification_options import read_verification
 METHODS = {
     "draft_model": "slipstream.speculative.draft_model",
     "ngram": "slipstream.speculative.ngram",
+    "medusa": "slipstream.speculative.medusa",
+    "mlp_speculator": "slipstream.speculative.mlp_speculator",
 }
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
