@@ -8,11 +8,21 @@ import torch
 from slipstream import LLM, RequestOutput, SamplingParams
 from slipstream.speculative.catalogue import METHODS
 from tests import fake_drafters
+from tests.last_hidden_checkpoints import medusa_for, mlp_for
 from tests.lossless.pairwise import Case, every_case, pairwise_cases
 from tests.padded_steps import use_padded_steps
 
 AXES: dict[str, list[Any]] = {
-    "drafter": ["draft_model", "self", "subset", "ngram", "perfect", "wrong"],
+    "drafter": [
+        "draft_model",
+        "self",
+        "subset",
+        "medusa",
+        "mlp_speculator",
+        "ngram",
+        "perfect",
+        "wrong",
+    ],
     "k": [1, 3, 7],
     "batch": [1, 8],
     "rows": [512, 24],  # 24: prompts come in chunks, mixed with decoding
@@ -78,6 +88,8 @@ def speculative_config(case: Case, target: str, draft: str) -> dict[str, Any]:
         "draft_model": {"model": draft},
         "self": {"model": target},
         "subset": {"model": draft, "draft_vocab_size": 60},
+        "medusa": {"method": "medusa", "model": medusa_for(target)},
+        "mlp_speculator": {"method": "mlp_speculator", "model": mlp_for(target)},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
         "perfect": {"method": "fake", "model": "perfect"},
         "wrong": {"method": "fake", "model": "wrong"},

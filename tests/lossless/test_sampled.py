@@ -14,6 +14,7 @@ from scipy.stats import chisquare
 
 from slipstream import LLM, SamplingParams
 from tests.checkpoints import write_qwen3
+from tests.last_hidden_checkpoints import medusa_for, mlp_for
 
 VOCAB = 6
 PROMPT = [1, 4, 2, 4, 2]
@@ -45,6 +46,9 @@ CASES: dict[str, dict[str, Any]] = {
     "draft_model": {"drafter": "draft"},
     "greedy_drafts": {"drafter": "draft", "draft_sample_method": "greedy"},
     "subset": {"drafter": "draft", "draft_vocab_size": 4},
+    "medusa": {"drafter": "medusa"},
+    "mlp_speculator": {"drafter": "mlp_speculator"},
+    "greedy_medusa": {"drafter": "medusa", "draft_sample_method": "greedy"},
     "ngram": {"drafter": "ngram"},
     "truncated": {"drafter": "draft", "params": {"temperature": 0.7, "top_p": 0.9}},
     "penalties": {
@@ -78,6 +82,8 @@ def draw(
     speculative = {
         None: None,
         "draft": {"model": draft},
+        "medusa": {"method": "medusa", "model": medusa_for(target)},
+        "mlp_speculator": {"method": "mlp_speculator", "model": mlp_for(target)},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
     }[case["drafter"]]
     if speculative is not None:
