@@ -42,7 +42,8 @@ class DrafterFlags:
     spec_method: Annotated[
         str | None,
         typer.Option(
-            help="draft_model, pard, ngram, suffix or custom. [found from the drafter]",
+            help="draft_model, pard, medusa, mlp_speculator, ngram, suffix or custom. "
+            "[found from the drafter]",
             rich_help_panel=_PANEL,
         ),
     ] = None

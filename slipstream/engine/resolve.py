@@ -110,7 +110,7 @@ def resolve(
         max_num_seqs=config.max_num_seqs,
         max_model_len=longest,
         num_speculative_tokens=speculation.num_speculative_tokens,
-        draft_probabilities=drafter.layout is not None,
+        draft_probabilities=drafter.layout is not None or drafter.limits.keeps_probabilities,
         graphs=captures,
     )
     num_blocks = size_cache(config, device_memory(device), step, bytes_per_block, reasons)

@@ -19,6 +19,8 @@ METHODS = {
     "suffix": "slipstream.speculative.suffix",
     "custom": "slipstream.speculative.custom",
     "custom_class": "slipstream.speculative.custom",
+    "medusa": "slipstream.speculative.medusa",
+    "mlp_speculator": "slipstream.speculative.mlp_speculator",
 }
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4

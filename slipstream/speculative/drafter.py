@@ -70,6 +70,7 @@ class DrafterLimits:
         cache_identity: names what it keeps in the shared blocks; empty when nothing.
         on_device: it needs nothing of the host's to guess, so a step may begin before the host
             knows what the last one gave.
+        keeps_probabilities: it keeps nothing in the blocks, but the q of every draft token.
     """
 
     max_speculative_tokens: int | None = None
@@ -77,6 +78,7 @@ class DrafterLimits:
     drafts_behind_prompt: bool = False
     cache_identity: str = ""
     on_device: bool = True
+    keeps_probabilities: bool = False
 
 
 class Drafter(Protocol):

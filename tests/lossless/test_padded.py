@@ -19,6 +19,7 @@ from slipstream.core.batch import Batch, Committed
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.samples import Submission
 from tests.checkpoints import VOCAB_SIZE
+from tests.last_hidden_checkpoints import medusa_for, mlp_for
 from tests.padded_steps import use_padded_steps
 
 K = 4
@@ -136,6 +137,8 @@ class Maker:
             "draft_model": {"model": self.draft},
             "greedy_drafts": {"model": self.draft, "draft_sample_method": "greedy"},
             "subset": {"model": self.draft, "draft_vocab_size": 60},
+            "medusa": {"method": "medusa", "model": medusa_for(self.target)},
+            "mlp_speculator": {"method": "mlp_speculator", "model": mlp_for(self.target)},
         }
         config = None
         if drafter != "none":
@@ -232,7 +235,7 @@ def test_every_wish_may_stand_beside_every_other(pair: Pair) -> None:
         assert pair.ahead.batches
 
 
-@pytest.mark.parametrize("drafter", ["greedy_drafts", "subset"])
+@pytest.mark.parametrize("drafter", ["greedy_drafts", "subset", "medusa", "mlp_speculator"])
 def test_other_ways_to_draft_give_the_same_text(drafter: str, make: Maker) -> None:
     pair = make.pair(drafter)
     for params in ({}, {"top_p": 0.9, "presence_penalty": 0.3}):

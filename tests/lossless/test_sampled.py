@@ -14,6 +14,7 @@ from scipy.stats import chisquare
 
 from slipstream import LLM, SamplingParams
 from tests.checkpoints import write_qwen3
+from tests.last_hidden_checkpoints import medusa_for, mlp_for
 
 VOCAB = 6
 PROMPT = [1, 4, 2, 4, 2]
@@ -52,6 +53,9 @@ CASES: dict[str, dict[str, Any]] = {
         "pard_token": 3,
         "draft_sample_method": "greedy",
     },
+    "medusa": {"drafter": "medusa"},
+    "mlp_speculator": {"drafter": "mlp_speculator"},
+    "greedy_medusa": {"drafter": "medusa", "draft_sample_method": "greedy"},
     "ngram": {"drafter": "ngram"},
     "suffix": {"drafter": "suffix"},
     "custom": {"drafter": "custom"},
@@ -87,6 +91,8 @@ def draw(
     speculative = {
         None: None,
         "draft": {"model": draft},
+        "medusa": {"method": "medusa", "model": medusa_for(target)},
+        "mlp_speculator": {"method": "mlp_speculator", "model": mlp_for(target)},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
         "suffix": {"method": "suffix"},
         "custom": {"method": "custom", "model": "tests.user_drafters:LastFollower"},

@@ -1,0 +1,361 @@
+"""Drafters that read the target's last hidden state, through the whole engine.
+
+The toy target's tokens go round in a cycle that these drafters know but for some tokens, so drafts
+are accepted whole, in part and not at all. Draft tokens are held against oracles that take the
+hidden states from the transformers library.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import LLM, CheckpointError, RequestOutput, SamplingParams, UsageError
+from slipstream.engine.prompts import EncodedPrompt
+from slipstream.runner.turn import Turn
+from slipstream.speculative.drafter import Draft
+from slipstream.speculative.last_hidden import HeadsDrafter
+from tests.last_hidden_checkpoints import (
+    NUM_HEADS,
+    Guess,
+    cycle,
+    medusa_for,
+    medusa_oracle,
+    mlp_for,
+    mlp_oracle,
+    write_cycle_target,
+    write_right_medusa,
+    write_right_mlp,
+)
+from tests.padded_steps import use_padded_steps
+
+METHODS = ("medusa", "mlp_speculator")
+MAX_TOKENS = 40
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+PROMPTS: list[Any] = [
+    {"prompt_token_ids": [(7 * start + 3 * index) % 96 for index in range(length)]}
+    for start, length in ((1, 5), (2, 33), (3, 50), (4, 1), (5, 70), (6, 12), (7, 18), (8, 26))
+]
+
+
+@dataclass(frozen=True)
+class Toy:
+    """The target of a cycle and the drafters that know it."""
+
+    target: str
+    drafters: dict[str, str]
+
+    def llm(self, method: str | None, count: int = 4, **options: Any) -> LLM:
+        speculative = None
+        if method is not None:
+            speculative = {"method": method, "model": self.drafters[method]}
+            speculative["num_speculative_tokens"] = count
+        sizes = {"num_kv_blocks": 400, "block_size": 8, "max_num_seqs": 6, "max_model_len": 128}
+        options = {"skip_tokenizer_init": True, **sizes, **options}
+        return LLM(self.target, speculative_config=speculative, **options)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    target = write_cycle_target(tmp_path_factory.mktemp("cycle"))
+    folder = tmp_path_factory.mktemp("drafters")
+    medusa = write_right_medusa(folder / "medusa", target)
+    return Toy(
+        target, {"medusa": medusa, "mlp_speculator": write_right_mlp(folder / "mlp", target)}
+    )
+
+
+def expected(prompt: Any, number: int = MAX_TOKENS) -> list[int]:
+    behind = cycle(96).tolist()
+    token, answer = prompt["prompt_token_ids"][-1], []
+    for _ in range(number):
+        token = behind[token]
+        answer.append(token)
+    return answer
+
+
+def tokens(output: RequestOutput) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+# ---------------------------------------------------------------------- acceptance
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
+@pytest.mark.parametrize("count", [1, 3, 7])
+@pytest.mark.parametrize("method", METHODS)
+def test_good_drafts_are_accepted(
+    method: str, count: int, padded: bool, toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if padded:
+        use_padded_steps(monkeypatch)
+    for options in ({}, {"max_num_batched_tokens": 24}, {"num_kv_blocks": 16}):
+        llm = toy.llm(method, count, **options)
+        outputs = llm.generate(PROMPTS, GREEDY)
+        assert [tokens(output) for output in outputs] == [expected(it) for it in PROMPTS]
+        drafts = sum(output.metrics.num_drafts for output in outputs)
+        accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
+        # Four of five tokens are known to each head, whatever the others know.
+        likely = sum(0.8**place for place in range(1, count + 1))
+        assert 0.6 * likely < accepted / drafts < 1.2 * likely
+        preempted = sum(output.metrics.num_preemptions for output in outputs)
+        assert (preempted > 0) == ("num_kv_blocks" in options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_acceptance_after_a_prefix_hit_equals_acceptance_without(method: str, toy: Toy) -> None:
+    for length in (48, 49, 50):  # 49: all but the last token are in the prefix cache
+        prompt = {"prompt_token_ids": [(5 * index) % 90 for index in range(length)]}
+        llm = toy.llm(method)
+        cold, warm = llm.generate([prompt], GREEDY)[0], llm.generate([prompt], GREEDY)[0]
+        assert warm.metrics.num_cached_tokens == (length - 1) // 8 * 8
+        assert tokens(warm) == tokens(cold) == expected(prompt)
+        assert warm.metrics.num_drafts == cold.metrics.num_drafts > 0
+        ours, theirs = warm.metrics, cold.metrics
+        assert ours.num_accepted_tokens_per_pos == theirs.num_accepted_tokens_per_pos
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_blocks_are_shared_with_requests_that_do_not_draft(method: str, toy: Toy) -> None:
+    alone = SamplingParams(temperature=0, max_tokens=4, num_speculative_tokens=0)
+    llm = toy.llm(method)
+    prompt = [PROMPTS[2]]
+    assert llm.generate(prompt, alone)[0].metrics.num_drafts == 0
+    assert llm.generate(prompt, GREEDY)[0].metrics.num_cached_tokens == 48
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
+@pytest.mark.parametrize("method", METHODS)
+def test_drafting_goes_on_after_a_while_without(
+    method: str, padded: bool, toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if padded:
+        use_padded_steps(monkeypatch)
+    llm = toy.llm(method)
+    scheduler, planned = llm.engine.scheduler, llm.engine.scheduler._most_drafts
+    calls = iter(range(10_000))
+
+    def most_drafts(*args: Any, **kwargs: Any) -> int:
+        return 0 if 8 <= next(calls) < 40 else planned(*args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_most_drafts", most_drafts)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    outputs = llm.generate(PROMPTS[:2], params)
+    assert [tokens(output) for output in outputs] == [expected(it, 60) for it in PROMPTS[:2]]
+    for output in outputs:
+        assert output.metrics.num_steps > output.metrics.num_drafts + 10
+        assert output.metrics.num_accepted_tokens > 1.5 * output.metrics.num_drafts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_request_may_ask_for_fewer_draft_tokens(method: str, toy: Toy) -> None:
+    for count in (0, 1, 2):
+        params = SamplingParams(
+            temperature=0, max_tokens=30, ignore_eos=True, num_speculative_tokens=count
+        )
+        output = toy.llm(method).generate(PROMPTS[:1], params)[0]
+        assert tokens(output) == expected(PROMPTS[0], 30)
+        assert len(output.metrics.num_accepted_tokens_per_pos) == count
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
+@pytest.mark.parametrize("method", METHODS)
+def test_max_model_len_is_reached_and_not_passed(
+    method: str, padded: bool, toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if padded:
+        use_padded_steps(monkeypatch)
+    for length in (33, 40, 41):
+        llm = toy.llm(method, 7, max_model_len=length)
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        prompts = [PROMPTS[0], PROMPTS[5], PROMPTS[7]]
+        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+            left = length - len(prompt["prompt_token_ids"])
+            assert tokens(output) == expected(prompt, left)
+            assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_beyond_the_drafters_max_model_len_nothing_is_drafted(method: str, toy: Toy) -> None:
+    speculative = {"method": method, "model": toy.drafters[method], "max_model_len": 20}
+    llm = LLM(toy.target, speculative_config=speculative, skip_tokenizer_init=True)
+    short, long = llm.generate([PROMPTS[0], PROMPTS[1]], GREEDY)
+    assert 0 < short.metrics.num_draft_tokens <= 20 * 4
+    assert long.metrics.num_drafts == 0
+    assert tokens(short) == expected(PROMPTS[0])
+
+
+# ---------------------------------------------------------------------- the very tokens
+
+
+@dataclass
+class Seen:
+    """The drafts of an engine, each with the known tokens that it continues."""
+
+    drafts: list[tuple[list[int], list[int]]] = field(default_factory=list)
+
+    @classmethod
+    def watching(cls, monkeypatch: pytest.MonkeyPatch) -> "Seen":
+        seen, propose = cls(), HeadsDrafter.propose
+
+        def noted(drafter: HeadsDrafter, turn: Turn) -> Draft:
+            draft, state = propose(drafter, turn), drafter._state
+            for row, count in enumerate(draft.num_tokens.tolist()):
+                slot = int(turn.slots[row])
+                known = state.token_ids[slot, : int(state.num_tokens[slot])]
+                if count:
+                    seen.drafts.append((known.tolist(), draft.token_ids[row, :count].tolist()))
+            return draft
+
+        monkeypatch.setattr(HeadsDrafter, "propose", noted)
+        return seen
+
+
+@pytest.fixture(scope="module")
+def hidden_states(tiny_target: str) -> Any:
+    """Token ids to the target's hidden states [T, H] behind its final norm."""
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(tiny_target, dtype=torch.float32)
+
+    def run(ids: list[int]) -> Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor([ids])).last_hidden_state[0]
+
+    return run
+
+
+def random_oracle(method: str, target: str) -> tuple[str, Guess]:
+    from json import loads
+
+    from safetensors.torch import load_file
+
+    if method == "medusa":
+        path = medusa_for(target)
+        return path, medusa_oracle(load_file(Path(path) / "medusa_lm_head.safetensors"))
+    path = mlp_for(target)
+    config = loads((Path(path) / "config.json").read_text())
+    return path, mlp_oracle(load_file(Path(path) / "model.safetensors"), config)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
+@pytest.mark.parametrize("method", METHODS)
+def test_draft_tokens_are_the_oracles_whatever_is_accepted(
+    method: str,
+    padded: bool,
+    tiny_target: str,
+    hidden_states: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Acceptance is forced, so that every number of tokens is gained; prompts come in chunks."""
+    if padded:
+        use_padded_steps(monkeypatch)
+    path, oracle = random_oracle(method, tiny_target)
+    llm = LLM(
+        tiny_target,
+        speculative_config={
+            "method": method,
+            "model": path,
+            "num_speculative_tokens": 5,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": [0.8, 0.6, 0.45, 0.3, 0.2],
+        },
+        skip_tokenizer_init=True,
+        max_num_batched_tokens=24,
+        max_num_seqs=4,
+        num_kv_blocks=64,
+    )
+    seen = Seen.watching(monkeypatch)
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    outputs = llm.generate([PROMPTS[0], PROMPTS[4]], params)
+    assert all(output.metrics.num_drafts >= 32 for output in outputs)
+    accepted = outputs[0].metrics.num_accepted_tokens_per_pos
+    assert accepted[0] > accepted[-1] > 0
+    wrong = 0
+    for known, draft in seen.drafts:
+        hidden = hidden_states(known[:-1])[-1]
+        logits = oracle(hidden, known[-1], len(draft))
+        assert draft == [int(row.argmax()) for row in logits] or near_tie(logits)
+        wrong += draft != [int(row.argmax()) for row in logits]
+    assert wrong <= 1
+
+
+def near_tie(logits: list[Tensor]) -> bool:
+    best = torch.stack(logits).topk(2).values
+    return bool(((best[:, 0] - best[:, 1]) < 1e-4).any())
+
+
+# ---------------------------------------------------------------------- options
+
+
+def test_more_draft_tokens_than_heads_are_refused(toy: Toy) -> None:
+    for method in METHODS:
+        with pytest.raises(UsageError, match=f"at most {NUM_HEADS} tokens a step"):
+            toy.llm(method, NUM_HEADS + 1)
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"model": None}, UsageError, "needs model, a checkpoint"),
+    ({"draft_sample_method": "best"}, UsageError, "probabilistic or greedy"),
+    ({"parallel_drafting": True}, UsageError, "parallel_drafting=True is not supported"),
+    ({"draft_tensor_parallel_size": 2}, UsageError, "a drafter runs on one device"),
+    ({"max_model_len": 0}, UsageError, "max_model_len must be positive"),
+    ({"draft_vocab_size": 3}, UsageError, "unknown key draft_vocab_size"),
+    ({"dtype": "int3"}, UsageError, "dtype must be one of"),
+    ({"quantization": "awq"}, UsageError, "quantization must be fp8"),
+    ({"model": "TARGET"}, CheckpointError, 'no Medusa heads|"emb_dim" is missing'),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), WRONG, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_wrong_key_or_value_is_refused(
+    method: str, changes: dict[str, Any], error: type[Exception], message: str, toy: Toy
+) -> None:
+    config = {"method": method, "model": toy.drafters[method], **changes}
+    config = {key: toy.target if value == "TARGET" else value for key, value in config.items()}
+    config = {key: value for key, value in config.items() if value is not None}
+    with pytest.raises(error, match=message):
+        LLM(toy.target, speculative_config=config, skip_tokenizer_init=True, num_kv_blocks=16)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("option", [{"dtype": "bfloat16"}, {"draft_sample_method": "greedy"}])
+def test_options_change_the_drafts_and_not_the_text(
+    method: str, option: dict[str, Any], toy: Toy
+) -> None:
+    speculative = {"method": method, "model": toy.drafters[method], **option}
+    llm = LLM(toy.target, speculative_config=speculative, skip_tokenizer_init=True)
+    output = llm.generate(PROMPTS[:1], GREEDY)[0]
+    assert tokens(output) == expected(PROMPTS[0])
+    assert output.metrics.num_accepted_tokens > output.metrics.num_drafts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_random_weights_draft_in_benchmarks(method: str, toy: Toy) -> None:
+    llm = toy.llm(method, 3, load_format="dummy")
+    assert llm.generate(PROMPTS[:2], GREEDY)[0].metrics.num_drafts > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_slot_of_a_former_request_is_not_read(method: str, toy: Toy) -> None:
+    """A hit on all but the last token drafts nothing in its first step, even where the slot's last
+    row belongs to as many tokens."""
+    prompt = [(5 * index) % 90 for index in range(49)]
+    llm = toy.llm(method, max_num_seqs=1)
+    engine = llm.engine
+    one = SamplingParams(temperature=0, max_tokens=1)
+    for name, ids in (("first", prompt), ("other", [*prompt[:47], 9])):
+        engine.add(name, EncodedPrompt(None, ids, ()), one)
+        while engine.has_unfinished:
+            engine.step()
+    engine.add("hit", EncodedPrompt(None, prompt, ()), GREEDY)
+    while engine.has_unfinished:
+        ended = engine.step()
+    output = ended[0].output()
+    assert output.metrics.num_cached_tokens == 48
+    assert tokens(output) == expected({"prompt_token_ids": prompt})
+    assert output.metrics.num_steps == output.metrics.num_drafts + 1
