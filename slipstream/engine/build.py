@@ -89,7 +89,14 @@ def assemble(
     cache = KVCache(layout, resolved.num_blocks, config.block_size, device)
     needs = loaded_drafter.needs
     runner = ModelRunner(network, cache, state, stream_layers=needs.stream_layers)
-    resources = DrafterResources(state, sampling, resolved.num_blocks, config.use_fp64_gumbel)
+    resources = DrafterResources(
+        state=state,
+        sampling=sampling,
+        num_blocks=resolved.num_blocks,
+        use_fp64_gumbel=config.use_fp64_gumbel,
+        num_speculative_tokens=limits.num_speculative_tokens,
+        target=network,
+    )
     drafter = loaded_drafter.build(resources)
     blocks = BlockManager(resolved.num_blocks, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(limits, blocks)

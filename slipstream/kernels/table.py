@@ -7,6 +7,7 @@ column once, when the network is built, and never ask which device they are on.
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +31,7 @@ class AttentionInputs:
             for how many programs to start: results do not depend on it.
         max_context: no request has a longer context, as far as the host knows; None if it does not.
             A hint like `max_rows`.
+        first_seen: cached tokens before this one are seen by no row: nothing has been stored there.
     """
 
     query_start: Tensor
@@ -39,6 +41,7 @@ class AttentionInputs:
     slots: Tensor
     max_rows: int | None = None
     max_context: int | None = None
+    first_seen: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +120,28 @@ class AddNormOp(Protocol):
     def __call__(self, addend: Tensor, residual: Tensor, norm: Norm) -> Tensor: ...
 
 
+class NormOp(Protocol):
+    """addend, residual [T, H] -> (norm(residual + addend), residual + addend).
+
+    Without a residual the addend [T, H] is the sum.
+    """
+
+    def __call__(
+        self, addend: Tensor, residual: Tensor | None, norm: Norm
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class JoinedLinearOp(Protocol):
+    """parts [T, K1], [T, K2] ..., each normed where it has a norm; weight [N, K1 + K2 ...].
+
+    Returns linear of the parts side by side, [T, N] in their dtype.
+    """
+
+    def __call__(
+        self, parts: Sequence[tuple[Tensor, Norm | None]], weight: Weight, bias: Tensor | None
+    ) -> Tensor: ...
+
+
 class LogitsOp(Protocol):
     """x [T, K], weight [V, K] -> [T, V] float32, never rounded below the accumulator."""
 
@@ -152,6 +177,8 @@ class Ops:
         norm_gated_linear: the same; of what comes out, [T, 2I] with the gate first, it returns
             silu(gate) * up, [T, I].
         add_norm: a norm that no matmul of a layer follows.
+        norm: the same, together with the sum that was normed.
+        joined_linear: a matmul of several inputs side by side, each normed or not.
         attend: attention.
         logits: the head's matmul.
     """
@@ -161,6 +188,8 @@ class Ops:
     norm_linear: NormLinearOp
     norm_gated_linear: NormLinearOp
     add_norm: AddNormOp
+    norm: NormOp
+    joined_linear: JoinedLinearOp
     attend: AttendOp
     logits: LogitsOp
 

@@ -16,15 +16,19 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
+_HUB_PICKLED = ["pytorch_model*.bin"]
 # Second copies of the weights in other layouts, which would double the download.
 _HUB_IGNORED = ["consolidated*", "*/*.safetensors", "*/*.json", "original/*"]
 
 
-def resolve_checkpoint(name_or_path: str | Path, revision: str | None = None) -> Path:
+def resolve_checkpoint(
+    name_or_path: str | Path, revision: str | None = None, pickled: bool = False
+) -> Path:
     """The directory of a bundled demo, a local directory, or a hub name (downloaded when needed).
 
     Args:
         revision: branch, tag or commit of a hub name.
+        pickled: download pickled weights as well, which some drafters have alone.
     """
     name = str(name_or_path)
     bundled = _bundled(name)
@@ -44,7 +48,7 @@ def resolve_checkpoint(name_or_path: str | Path, revision: str | None = None) ->
         )
     if not _HUB_NAME.fullmatch(name):
         raise CheckpointError(f"there is no model directory {name!r}; check the path")
-    return _download(name, revision)
+    return _download(name, revision, pickled)
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
@@ -157,7 +161,7 @@ def _demo_directory() -> Path:
     return Path(__file__).parent.parent / "demo"
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, pickled: bool) -> Path:
     unknown = f"{name} is neither a directory nor a bundled demo"
     try:
         from huggingface_hub import snapshot_download
@@ -168,7 +172,10 @@ def _download(name: str, revision: str | None) -> Path:
         ) from error
     try:
         directory = snapshot_download(
-            name, revision=revision, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED
+            name,
+            revision=revision,
+            allow_patterns=[*_HUB_PATTERNS, *(_HUB_PICKLED if pickled else ())],
+            ignore_patterns=_HUB_IGNORED,
         )
     except Exception as error:  # whatever the hub's client, its transport or the disk raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

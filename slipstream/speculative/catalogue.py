@@ -5,16 +5,24 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.models.checkpoint import resolve_checkpoint
+from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+from slipstream.models.drafters.head_config import wrapped_num_tokens
 from slipstream.speculative.drafter import LoadedDrafter, NoDrafter
 from slipstream.speculative.options import Options, TargetModel
+from slipstream.speculative.recognition import DRAFT_MODEL, recognise
 from slipstream.speculative.verification_options import read_verification
 
 METHODS = {
     "draft_model": "slipstream.speculative.draft_model",
+    "eagle": "slipstream.speculative.eagle",
+    "eagle3": "slipstream.speculative.eagle3",
     "ngram": "slipstream.speculative.ngram",
 }
 
+# Methods whose checkpoints may say how many tokens they draft.
+_HEADS = ("eagle", "eagle3")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 
 
@@ -53,8 +61,9 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
     if config is None:
         return Speculation(None, 0, NoDrafter())
     options = Options(config)
-    name = _method(options)
-    count = _num_speculative_tokens(options)
+    found = _find(options)
+    name = _method(options, found)
+    count = _num_speculative_tokens(options, found)
     rates = read_verification(options, count)
     eager = _enforce_eager(options)
     method: Method = cast(Method, import_module(METHODS[name]))
@@ -65,7 +74,29 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
     return Speculation(name, count, method.load(method_config, target), rates, eager)
 
 
-def _method(options: Options) -> str:
+@dataclass(frozen=True)
+class _Found:
+    """What a drafter's checkpoint says of itself: its kind, and its own K if it has one."""
+
+    kind: str = DRAFT_MODEL
+    num_speculative_tokens: int | None = None
+
+
+def _find(options: Options) -> _Found:
+    """Looked at only where there is a checkpoint that will be loaded."""
+    model, revision = options.peek("model"), options.peek("revision")
+    if not isinstance(model, str) or model in METHODS:
+        return _Found()
+    if options.peek("num_speculative_tokens") == 0 or not isinstance(revision, str | None):
+        return _Found()
+    if options.peek("method") not in (None, DRAFT_MODEL, *_HEADS):
+        return _Found()
+    checkpoint = HeadCheckpoint(resolve_checkpoint(model, revision, pickled=True))
+    kind = recognise(checkpoint.config, checkpoint.tensor_names)
+    return _Found(kind, wrapped_num_tokens(checkpoint.config))
+
+
+def _method(options: Options, found: _Found) -> str:
     name = options.take_str("method", None)
     model = options.peek("model")
     if name is None and model is None:
@@ -73,7 +104,13 @@ def _method(options: Options) -> str:
             f"speculative_config needs method (one of {', '.join(METHODS)}) or model, the "
             "drafter's checkpoint"
         )
-    name = name or (model if model in METHODS else "draft_model")
+    if name is None:
+        name = model if model in METHODS else found.kind
+        if name not in METHODS:
+            raise CheckpointError(
+                f"{model} is a drafter of the kind {name}, which is not supported; supported are "
+                f"{', '.join(METHODS)}"
+            )
     if name not in METHODS:
         raise UsageError(
             f"speculative_config: unknown method {name!r}; known methods: {', '.join(METHODS)}"
@@ -81,8 +118,9 @@ def _method(options: Options) -> str:
     return name
 
 
-def _num_speculative_tokens(options: Options) -> int:
-    count = options.take("num_speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS)
+def _num_speculative_tokens(options: Options, found: _Found) -> int:
+    default = found.num_speculative_tokens or DEFAULT_NUM_SPECULATIVE_TOKENS
+    count = options.take("num_speculative_tokens", default)
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise UsageError(
             "speculative_config: num_speculative_tokens must be an integer, 0 (plain decoding) or "

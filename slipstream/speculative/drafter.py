@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.cache.kv_cache import KVLayout
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
+from slipstream.models.decoder import Decoder
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.turn import Guesses, Turn
@@ -119,7 +120,8 @@ class Needs:
     """What a drafter wants to see of the target's passes (`Forward`).
 
     Attributes:
-        stream_layers: layers (from 0) of the target whose incoming residual stream it reads.
+        stream_layers: layers (from 0) of the target whose incoming residual stream it reads; the
+            number of layers stands for what leaves the last one.
         features: it reads `streams` or `hidden` of every token. Behind a prefix hit the target then
             computes the last cached token once more, so that its features are there too.
     """
@@ -130,12 +132,19 @@ class Needs:
 
 @dataclass(frozen=True)
 class DrafterResources:
-    """What the engine lends to a drafter when it is built."""
+    """What the engine lends to a drafter when it is built.
+
+    Attributes:
+        num_speculative_tokens: the engine's K.
+        target: the target's network, whose embedding and head a drafter may share.
+    """
 
     state: DeviceState
     sampling: SamplingState
     num_blocks: int
     use_fp64_gumbel: bool
+    num_speculative_tokens: int
+    target: Decoder
 
 
 class LoadedDrafter(Protocol):

@@ -12,7 +12,7 @@ from tests.lossless.pairwise import Case, every_case, pairwise_cases
 from tests.padded_steps import use_padded_steps
 
 AXES: dict[str, list[Any]] = {
-    "drafter": ["draft_model", "self", "subset", "ngram", "perfect", "wrong"],
+    "drafter": ["draft_model", "self", "subset", "ngram", "perfect", "wrong", "eagle", "eagle3"],
     "k": [1, 3, 7],
     "batch": [1, 8],
     "rows": [512, 24],  # 24: prompts come in chunks, mixed with decoding
@@ -32,20 +32,34 @@ def case_name(case: Case) -> str:
 
 @pytest.mark.parametrize("case", SMALL, ids=case_name)
 def test_greedy_output_is_the_plain_output(
-    case: Case, tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
+    case: Case,
+    tiny_target: str,
+    tiny_draft: str,
+    tiny_heads: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    check(case, tiny_target, tiny_draft, monkeypatch)
+    check(case, tiny_target, tiny_draft, tiny_heads, monkeypatch)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", WHOLE, ids=case_name)
 def test_greedy_output_is_the_plain_output_in_every_case(
-    case: Case, tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
+    case: Case,
+    tiny_target: str,
+    tiny_draft: str,
+    tiny_heads: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    check(case, tiny_target, tiny_draft, monkeypatch)
+    check(case, tiny_target, tiny_draft, tiny_heads, monkeypatch)
 
 
-def check(case: Case, tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(
+    case: Case,
+    tiny_target: str,
+    tiny_draft: str,
+    tiny_heads: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(METHODS, "fake", "tests.fake_drafters")
     prompts = make_prompts(case["batch"])
     params = SamplingParams(
@@ -61,7 +75,7 @@ def check(case: Case, tiny_target: str, tiny_draft: str, monkeypatch: pytest.Mon
 
     if case["steps"] == "padded":
         use_padded_steps(monkeypatch)
-    llm = make_llm(tiny_target, speculative_config(case, tiny_target, tiny_draft), case)
+    llm = make_llm(tiny_target, speculative_config(case, tiny_target, tiny_draft, tiny_heads), case)
     if case["prefix"]:
         llm.generate(prompts, params)
     outputs = llm.generate(prompts, params)
@@ -73,7 +87,9 @@ def check(case: Case, tiny_target: str, tiny_draft: str, monkeypatch: pytest.Mon
         assert all(output.metrics.num_cached_tokens > 0 for output in outputs)
 
 
-def speculative_config(case: Case, target: str, draft: str) -> dict[str, Any]:
+def speculative_config(
+    case: Case, target: str, draft: str, heads: dict[str, str]
+) -> dict[str, Any]:
     drafters = {
         "draft_model": {"model": draft},
         "self": {"model": target},
@@ -81,6 +97,8 @@ def speculative_config(case: Case, target: str, draft: str) -> dict[str, Any]:
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
         "perfect": {"method": "fake", "model": "perfect"},
         "wrong": {"method": "fake", "model": "wrong"},
+        "eagle": {"model": heads["eagle"]},
+        "eagle3": {"model": heads["eagle3"]},
     }
     return {**drafters[case["drafter"]], "num_speculative_tokens": case["k"]}
 

@@ -33,6 +33,8 @@ def _column(name: str, linears: Linears) -> Ops:
         norm_linear=linears.norm_linear,
         norm_gated_linear=linears.norm_gated_linear,
         add_norm=linears.add_norm,
+        norm=linears.norm,
+        joined_linear=linears.joined_linear,
         logits=linears.logits,
     )
 

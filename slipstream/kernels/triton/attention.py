@@ -122,9 +122,9 @@ def _short(
         query, keys, values, part, part_largest, part_total, inputs.query_start,
         inputs.context_lens, inputs.block_tables, inputs.positions, *_mask(extras),
         query.stride(0), kv_heads * head_dim, inputs.block_tables.stride(0), scale, extras.softcap,
-        window, most_rows, splits, kv_heads, groups=heads // kv_heads, head_dim=head_dim,
-        block_size=block_size, block_m=tiles.lines, block_n=tiles.tokens, block_d=block_d,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        window, most_rows, splits, kv_heads, first_seen=inputs.first_seen,
+        groups=heads // kv_heads, head_dim=head_dim, block_size=block_size, block_m=tiles.lines,
+        block_n=tiles.tokens, block_d=block_d, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     combine_kernel[(most_rows, heads, requests)](
         part, part_largest, part_total, out, inputs.query_start, inputs.context_lens,
@@ -153,9 +153,9 @@ def _chunks(
         query, keys, values, out, inputs.query_start, inputs.context_lens, inputs.block_tables,
         inputs.positions, *_mask(extras), extras.sinks, query.stride(0), kv_heads * head_dim,
         inputs.block_tables.stride(0), scale, extras.softcap, window, requests, SHORT_ROWS,
-        kv_heads, groups=groups, head_dim=head_dim, block_size=block_size, block_m=tiles.lines,
-        block_n=tiles.tokens, block_d=block_d, block_r=triton.next_power_of_2(requests),
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        kv_heads, first_seen=inputs.first_seen, groups=groups, head_dim=head_dim,
+        block_size=block_size, block_m=tiles.lines, block_n=tiles.tokens, block_d=block_d,
+        block_r=triton.next_power_of_2(requests), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 

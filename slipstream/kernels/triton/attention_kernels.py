@@ -76,8 +76,9 @@ def _fold(
 
 @triton.jit
 def _tile(
-    query, positions, first, rows, context, tile, kv_head, row_stride, window, causal: tl.constexpr,
-    groups: tl.constexpr, head_dim: tl.constexpr, block_m: tl.constexpr, block_d: tl.constexpr,
+    query, positions, first, rows, context, tile, kv_head, row_stride, window, first_seen,
+    causal: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr, block_m: tl.constexpr,
+    block_d: tl.constexpr,
 ):  # fmt: skip
     """The tile's (rows, heads, queries, first tokens seen, ends of tokens seen).
 
@@ -90,9 +91,9 @@ def _tile(
     position = tl.load(positions + first + row, mask=valid, other=0).to(tl.int32)
     ends = tl.minimum(position + 1, context) if causal else tl.zeros_like(position) + context
     ends = tl.where(valid, ends, 0)
-    begins = tl.zeros_like(position)
+    begins = tl.zeros_like(position) + first_seen
     if window is not None:
-        begins = tl.maximum(position - window + 1, 0)
+        begins = tl.maximum(position - window + 1, first_seen)
     column = tl.arange(0, block_d)
     place = (first + row)[:, None].to(tl.int64) * row_stride + head[:, None] * head_dim
     inside = valid[:, None] & (column < head_dim)[None, :]
@@ -104,8 +105,9 @@ def _tile(
 def split_kernel(
     query, keys, values, part, part_largest, part_total, query_start, context_lens, tables,
     positions, mask, mask_stride, row_stride, place_stride, table_stride, scale, softcap, window,
-    most_rows, most_splits, kv_heads, groups: tl.constexpr, head_dim: tl.constexpr,
-    block_size: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr,
+    most_rows, most_splits, kv_heads, first_seen: tl.constexpr, groups: tl.constexpr,
+    head_dim: tl.constexpr, block_size: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
+    block_d: tl.constexpr,
 ):  # fmt: skip
     """Programs (lane, KV head and tile, request): a lane does every so-manieth split of a tile.
 
@@ -121,8 +123,8 @@ def split_kernel(
     if (rows > most_rows) | (tile * block_m >= rows * groups) | (context <= 0):
         return
     row, head, loaded, begins, ends = _tile(
-        query, positions, first, rows, context, tile, kv_head, row_stride, window, mask is None,
-        groups, head_dim, block_m, block_d,
+        query, positions, first, rows, context, tile, kv_head, row_stride, window, first_seen,
+        mask is None, groups, head_dim, block_m, block_d,
     )  # fmt: skip
     newest = tl.max(ends, axis=0)
     oldest = tl.min(tl.where(row < rows, begins, newest), axis=0)
@@ -227,8 +229,9 @@ def _tile_of_program(query_start, requests, short_rows, groups, block_m, block_r
 def chunk_kernel(
     query, keys, values, out, query_start, context_lens, tables, positions, mask, mask_stride,
     sinks, row_stride, place_stride, table_stride, scale, softcap, window, requests, short_rows,
-    kv_heads, groups: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
-    block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_r: tl.constexpr,
+    kv_heads, first_seen: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr,
+    block_size: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr,
+    block_r: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile, KV head): a tile of a prompt chunk over all that it sees, without splits."""
     kv_head = tl.program_id(1)
@@ -239,8 +242,8 @@ def chunk_kernel(
     rows = tl.load(query_start + request + 1).to(tl.int32) - first
     context = tl.load(context_lens + request).to(tl.int32)
     row, head, loaded, begins, ends = _tile(
-        query, positions, first, rows, context, tile, kv_head, row_stride, window, mask is None,
-        groups, head_dim, block_m, block_d,
+        query, positions, first, rows, context, tile, kv_head, row_stride, window, first_seen,
+        mask is None, groups, head_dim, block_m, block_d,
     )  # fmt: skip
     newest = tl.max(ends, axis=0)
     begin = tl.min(tl.where(row < rows, begins, newest), axis=0) // block_n * block_n
@@ -256,7 +259,7 @@ def chunk_kernel(
     new_mask = mask
     if mask is not None:
         new_mask = mask + first.to(tl.int64) * mask_stride
-    elif window is None:
+    elif window is None and first_seen == 0:
         # Most tiles of keys lie wholly before the first row.
         common = tl.min(tl.where(row < rows, ends, newest), axis=0) // block_n * block_n
         largest, total, mixed = _fold(
