@@ -24,7 +24,7 @@ class DrafterFlags:
         typer.Option(
             "--drafter",
             "--spec-model",
-            help="The draft model's checkpoint, or ngram. [demo/draft for the demo]",
+            help="The drafter's checkpoint, or ngram. [demo/draft for the demo]",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -40,12 +40,15 @@ class DrafterFlags:
     ] = None
     spec_method: Annotated[
         str | None,
-        typer.Option(help="draft_model or ngram. [found from the drafter]", rich_help_panel=_PANEL),
+        typer.Option(
+            help="draft_model, eagle, eagle3 or ngram. [found from the drafter]",
+            rich_help_panel=_PANEL,
+        ),
     ] = None
     drafter_quantization: Annotated[
         str | None,
         typer.Option(
-            help="fp8 rounds the draft model's matrices as they are loaded. [none]",
+            help="fp8 rounds the drafter's matrices as they are loaded. [none]",
             rich_help_panel=_PANEL,
         ),
     ] = None

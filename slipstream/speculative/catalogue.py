@@ -10,6 +10,7 @@ from slipstream.models.checkpoint import resolve_checkpoint
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.drafters.head_config import wrapped_num_tokens
 from slipstream.speculative.drafter import LoadedDrafter, NoDrafter
+from slipstream.speculative.head_options import HeadFacts
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.recognition import DRAFT_MODEL, recognise
 from slipstream.speculative.verification_options import read_verification
@@ -49,6 +50,12 @@ class Speculation:
     drafter: LoadedDrafter
     synthetic_rates: tuple[float, ...] | None = None
     enforce_eager: bool = False
+
+
+def describe_head(kind: str, checkpoint: HeadCheckpoint) -> HeadFacts | None:
+    """What a checkpoint of this kind (`recognise`) is; None for whole language models."""
+    module = import_module(METHODS[kind]) if kind in _HEADS else None
+    return None if module is None else cast(HeadFacts, module.describe(checkpoint))
 
 
 def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Speculation:

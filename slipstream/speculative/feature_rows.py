@@ -194,7 +194,7 @@ class FeatureRowsDrafter:
             return
         device = self._state.device
         slots = torch.tensor([chunk.item.request.slot for chunk in chunks], device=device)
-        projected = self._network.project(forward.hidden, forward.streams)
+        projected = self._project(forward.hidden, forward.streams)
         kept = self._features[slots, :1]
         rows = [chunk.features(projected, kept[index]) for index, chunk in enumerate(chunks)]
         starts = torch.tensor([chunk.start for chunk in chunks], device=device)
@@ -264,8 +264,12 @@ class FeatureRowsDrafter:
         if turn.exact:
             row = (forward.first_row.unsqueeze(1) + place).clamp_max(len(hidden) - 1).flatten()
             hidden, streams = hidden[row], [stream[row] for stream in streams]
-        features = self._network.project(hidden, streams)
+        features = self._project(hidden, streams)
         return features.view(-1, len(place), features.shape[-1])
+
+    def _project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
+        dtype = self._features.dtype
+        return self._network.project(hidden.to(dtype), [stream.to(dtype) for stream in streams])
 
     def _probabilities(self, turn: Turn) -> Tensor | None:
         """[R, K, Vq], to be filled with what the drafts are sampled from, if any is."""

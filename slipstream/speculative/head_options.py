@@ -1,5 +1,6 @@
 """The keys of a `speculative_config` that every drafting head takes, and what loading it needs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,10 +11,26 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+from slipstream.models.drafters.head_loading import HeadParts
 from slipstream.models.loading import LoadOptions, dtype_named
 from slipstream.speculative.drafter import DrafterLimits
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.recognition import DRAFT_MODEL, recognise
+
+
+@dataclass(frozen=True)
+class HeadFacts:
+    """What a drafting head is, from its config and the names and shapes of its tensors.
+
+    Attributes:
+        layers: its sizes.
+        features: what it reads of the target, in words.
+        problems: of a target's shape, why the head cannot draft for it.
+    """
+
+    layers: DecoderConfig
+    features: str
+    problems: Callable[[DecoderConfig], list[str]]
 
 
 @dataclass(frozen=True)
@@ -85,6 +102,15 @@ def load_options(options: HeadOptions, target: TargetModel) -> LoadOptions:
     """As the target is loaded, unless asked otherwise."""
     dtype = dtype_named(options.dtype) if options.dtype else target.load.dtype
     return replace(target.load, dtype=dtype, quantization=options.quantization)
+
+
+def require_shared_dtype(parts: HeadParts, dtype: torch.dtype, target: TargetModel) -> None:
+    """Raise UsageError where the head would multiply the target's matrices in another dtype."""
+    if dtype != target.load.dtype and not (parts.embedding and parts.head):
+        raise UsageError(
+            f"speculative_config: dtype {dtype} differs from the target's {target.load.dtype}, "
+            "but this head shares the target's embedding or lm_head; leave dtype out"
+        )
 
 
 def head_limits(

@@ -48,30 +48,9 @@ def write_eagle3(
         **changes,
     }
     matrix = _matrices(seed)
-    first = naming
-    weights = _layer(matrix, config, first, 2 * width, width) | {
-        f"{first}input_layernorm.weight": _gains(matrix, width),
-        f"{first}hidden_norm.weight": _gains(matrix, width),
-        "norm.weight": _gains(matrix, width),
-    }
-    if qk_norm:
-        head_dim = config["head_dim"]
-        weights[f"{first}self_attn.q_norm.weight"] = _gains(matrix, head_dim)
-        weights[f"{first}self_attn.k_norm.weight"] = _gains(matrix, head_dim)
-    for index in range(1, config["num_hidden_layers"]):
-        name = f"layers.{index}."
-        weights |= _layer(matrix, config, name, width, width)
-        weights[f"{name}input_layernorm.weight"] = _gains(matrix, width)
-        if qk_norm:
-            weights[f"{name}self_attn.q_norm.weight"] = _gains(matrix, config["head_dim"])
-            weights[f"{name}self_attn.k_norm.weight"] = _gains(matrix, config["head_dim"])
-    count = len(config["eagle_aux_hidden_state_layer_ids"])
-    if config.get("use_aux_hidden_state", True):
-        weights["fc.weight"] = matrix(width, count * width)
-    if config.get("norm_before_fc"):
-        weights["input_norm.weight"] = _gains(matrix, count * width)
-    if config.get("fc_norm"):
-        weights |= {f"fc_norm.{i}.weight": _gains(matrix, width) for i in range(count)}
+    weights = _eagle3_layers(matrix, config, naming, width, qk_norm) | _fusion(
+        matrix, config, width
+    )
     if own_embedding:
         weights["embed_tokens.weight"] = matrix(vocab, width, 2.0)
     if own_head:
@@ -210,6 +189,36 @@ def _layer(
         f"{name}mlp.up_proj.weight": matrix(inner, width),
         f"{name}mlp.down_proj.weight": matrix(width, inner, late),
     }
+
+
+def _eagle3_layers(
+    matrix: Matrix, config: dict[str, Any], first: str, width: int, qk_norm: bool
+) -> dict[str, Tensor]:
+    weights = _layer(matrix, config, first, 2 * width, width) | {
+        f"{first}input_layernorm.weight": _gains(matrix, width),
+        f"{first}hidden_norm.weight": _gains(matrix, width),
+        "norm.weight": _gains(matrix, width),
+    }
+    names = [first, *(f"layers.{index}." for index in range(1, config["num_hidden_layers"]))]
+    for name in names[1:]:
+        weights |= _layer(matrix, config, name, width, width)
+        weights[f"{name}input_layernorm.weight"] = _gains(matrix, width)
+    for name in names if qk_norm else ():
+        weights[f"{name}self_attn.q_norm.weight"] = _gains(matrix, config["head_dim"])
+        weights[f"{name}self_attn.k_norm.weight"] = _gains(matrix, config["head_dim"])
+    return weights
+
+
+def _fusion(matrix: Matrix, config: dict[str, Any], width: int) -> dict[str, Tensor]:
+    count = len(config["eagle_aux_hidden_state_layer_ids"])
+    weights = {}
+    if config.get("use_aux_hidden_state", True):
+        weights["fc.weight"] = matrix(width, count * width)
+    if config.get("norm_before_fc"):
+        weights["input_norm.weight"] = _gains(matrix, count * width)
+    if config.get("fc_norm"):
+        weights |= {f"fc_norm.{i}.weight": _gains(matrix, width) for i in range(count)}
+    return weights
 
 
 def _fit_texts(vocab: int) -> list[list[int]]:

@@ -4,11 +4,10 @@ Nothing here is shared with the engine: whole sequences, no cache, one row after
 have the names of the files; `Weights` forgives a leading `model.` and the two names of layer 0.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import json
 
 import torch
 from safetensors.torch import load_file

@@ -260,3 +260,39 @@ def test_beyond_the_drafters_max_model_len_nothing_is_drafted(
     assert output.metrics.num_draft_tokens > 0
     assert run(llm, GREEDY).metrics.num_drafts == 0
     assert run(llm, GREEDY, PROMPT[:9]).metrics.num_drafts == output.metrics.num_drafts
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_many_draft_tokens_for_many_requests(
+    kind: str,
+    padded: bool,
+    tiny_target: str,
+    tiny_heads: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = [{"prompt_token_ids": PROMPT[index : 30 + index]} for index in range(8)]
+    plain = LLM(tiny_target, skip_tokenizer_init=True, num_kv_blocks=64)
+    expected = [output.outputs[0].token_ids for output in plain.generate(prompts, GREEDY)]
+    if padded:
+        use_padded_steps(monkeypatch)
+    options: dict[str, Any] = {"speculative": {"num_speculative_tokens": 15}, "block_size": 8}
+    llm = make(tiny_target, Path(tiny_heads[kind]), num_kv_blocks=90, max_num_seqs=8, **options)
+    outputs = llm.generate(prompts, GREEDY)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+def test_a_request_may_ask_for_fewer_draft_tokens(
+    tiny_target: str, tiny_heads: dict[str, str]
+) -> None:
+    """Or for none: it then neither drafts nor shares blocks with those that do."""
+    llm = make(tiny_target, Path(tiny_heads["eagle3"]), block_size=8)
+    prompt = {"prompt_token_ids": PROMPT}
+    each = [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, num_speculative_tokens=count)
+        for count in (0, 1, 3)
+    ]
+    outputs = llm.generate([prompt] * 3, each)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    lengths = [len(output.metrics.num_accepted_tokens_per_pos) for output in outputs]
+    assert lengths == [0, 1, 3]

@@ -19,7 +19,10 @@ SYNTHETIC = {"model": "DRAFT", "rejection_sample_method": "synthetic"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "needs method"),
     ({"num_speculative_tokens": 3}, "needs method"),
-    ({"method": "teleport"}, "unknown method 'teleport'; known methods: draft_model, ngram"),
+    (
+        {"method": "teleport"},
+        "unknown method 'teleport'; known methods: draft_model, eagle, eagle3, ngram",
+    ),
     ({"method": "ngram", "num_speculative_tokens": -1}, "0 .plain decoding. or more, not -1"),
     ({"method": "ngram", "num_speculative_tokens": True}, "must be an integer"),
     ({"method": "ngram", "num_speculative_tokens": "auto"}, "must be an integer"),

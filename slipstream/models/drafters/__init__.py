@@ -1,1 +1,1 @@
-"""Networks of drafters that are no language models of their own: they read the target's features."""
+"""Networks of drafters that are no language models: they read the target's features."""

@@ -46,8 +46,9 @@ class Eagle1Config:
 def read_eagle1_config(checkpoint: HeadCheckpoint) -> Eagle1Config:
     """Whether fc has a bias is read from the tensors: old heads have one and do not say so."""
     reader = head_reader(checkpoint)
-    for key in ("bias", "eagle_fc_bias"):
+    for key in ("bias", "eagle_fc_bias", "fusion_bias"):
         reader.take(key, bool, False)
+    reader.expect("layernorms", False)  # norms that speculators once put around the layer
     vocab_size = reader.take("vocab_size", int)
     reader.expect("truncated_vocab_size", vocab_size)
     layers = read_layers(reader, checkpoint.tensor_names)

@@ -93,7 +93,7 @@ def canonical_name(name: str) -> str:
 def read_pickled(file: Path) -> dict[str, TensorEntry]:
     """The tensors of a torch.save file, which is read without running any code in it."""
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        content = _loaded(file)
     except OSError as error:
         raise CheckpointError(f"cannot open {file}: {error.strerror}") from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
@@ -105,6 +105,14 @@ def read_pickled(file: Path) -> dict[str, TensorEntry]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} holds a {type(content).__name__}, not tensors by name")
     return {str(name): _entry(file, str(name), value) for name, value in content.items()}
+
+
+def _loaded(file: Path) -> Any:
+    """Mapped, so that bytes are read when they are wanted; files of old torch cannot be."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _entry(file: Path, name: str, value: Any) -> PickledEntry:

@@ -36,6 +36,7 @@ _HARMLESS = HARMLESS_KEYS | {
     "speculators_config",
     "speculators_version",
     "target_model_type",
+    "transformer_layer_architecture",
     WRAPPER_KEY,
 }
 
