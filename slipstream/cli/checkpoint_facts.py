@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from slipstream.speculative.head_options import HeadFacts
 
 BLOCK_SIZE = 16
+DRAFT_MODEL = "draft_model"  # what any language model can be
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class CheckpointFacts:
         return {
             "path": str(self.checkpoint.path),
             "architecture": self._architecture,
-            "kind": self.kind if self.head else "language_model",
+            "kind": "language_model" if self.kind == DRAFT_MODEL else self.kind,
             "features": self.head.features if self.head else None,
             "num_parameters": self.num_parameters,
             "num_bytes": self.num_bytes,

@@ -82,7 +82,7 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
 def _kind(kind: str) -> str:
     if kind == "language_model":
         return "a language model"
-    return f"a drafting head of the kind {kind}"
+    return f"a drafter of the kind {kind}"
 
 
 def _short(number: int) -> str:

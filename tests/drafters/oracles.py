@@ -62,8 +62,10 @@ def attention(weights: Weights, name: str, x: Tensor, config: Config) -> Tensor:
     query, key = (rotate(part, head_dim, config) for part in (query, key))
     key, value = (part.repeat_interleave(heads // kv_heads, 1) for part in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) / head_dim**0.5
-    later = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-    mixed = scores.masked_fill(later, -torch.inf).softmax(-1) @ value.transpose(0, 1)
+    hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+    if config.get("use_sliding_window"):
+        hidden |= torch.ones_like(hidden).tril(-config["sliding_window"])
+    mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value.transpose(0, 1)
     return weights.linear(f"{name}.o_proj", mixed.transpose(0, 1).flatten(1))
 
 

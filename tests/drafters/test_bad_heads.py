@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
 from slipstream.models.drafters.eagle3_config import read_eagle3_config
@@ -15,6 +16,7 @@ from slipstream.speculative.recognition import recognise
 from tests.checkpoints import write_qwen3
 from tests.drafters.heads import as_pickle, as_wrapper, write_eagle1, write_eagle3
 
+LONG = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
 KINDS: list[tuple[dict[str, Any], set[str], str]] = [
     (LLAMA, {"model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"}, "draft_model"),
@@ -199,3 +201,49 @@ def test_dummy_weights_and_other_precisions(method: str, tmp_path: Path) -> None
     )
     output = llm.generate({"prompt_token_ids": [4, 9]}, params)
     assert output[0].metrics.num_drafts > 0
+
+
+def test_a_wrapper_leaves_out_what_transformers_has_by_default(tmp_path: Path) -> None:
+    """As the library writes the head of Qwen3-8B, whose width is the default one."""
+    layers = Qwen3Config(num_hidden_layers=1, num_key_value_heads=8, intermediate_size=12288)
+    wrapper = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layers.to_diff_dict(),
+        "draft_vocab_size": 32000,
+        "norm_before_residual": True,
+        "norm_before_fc": False,
+        "fc_norm": True,
+        "norm_output": True,
+        "eagle_aux_hidden_state_layer_ids": [2, 18, 33],
+        "embed_requires_grad": False,
+        "target_hidden_size": None,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(wrapper))
+    config = read_eagle3_config(HeadCheckpoint(tmp_path))
+    shape = config.layers
+    assert (shape.hidden_size, shape.vocab_size, shape.num_layers) == (4096, 151936, 1)
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (32, 8, 128)
+    assert shape.qk_norm
+    assert config.fc_norm
+    assert config.norm_output
+
+
+@pytest.mark.parametrize("form", ["nested", "mixtral"])
+def test_other_forms_of_eagle1_configs(form: str, tiny_target: str, tmp_path: Path) -> None:
+    """Those of old conversions, and a llama layer under the name of a mixture of experts."""
+    head = write_eagle1(tmp_path, tiny_target)
+    plain = make(tiny_target, head).generate({"prompt_token_ids": [4, 9]}, LONG)[0]
+    file = head / "config.json"
+    config = json.loads(file.read_text())
+    if form == "nested":
+        config = {"model_type": "eagle", "model": config, "eagle_fc_bias": True}
+        config |= {"architectures": ["EagleModel"], "truncated_vocab_size": 96}
+    else:
+        config |= {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    file.write_text(json.dumps(config))
+    other = make(tiny_target, head).generate({"prompt_token_ids": [4, 9]}, LONG)[0]
+    assert other.metrics.num_drafts > 0
+    ours, theirs = other.metrics, plain.metrics
+    assert ours.num_accepted_tokens_per_pos == theirs.num_accepted_tokens_per_pos

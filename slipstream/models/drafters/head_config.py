@@ -24,6 +24,16 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+# The speculators library leaves out what equals a default of transformers.
+_SIZES = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+}
+_DEFAULT_SIZES = {
+    "llama": {**_SIZES, "intermediate_size": 11008, "vocab_size": 32000},
+    "qwen3": {**_SIZES, "intermediate_size": 22016, "vocab_size": 151936},
+}
 # About training or serving, or about parts of the target that a head does not have.
 _HARMLESS = HARMLESS_KEYS | {
     "embed_requires_grad",
@@ -66,6 +76,8 @@ def head_reader(checkpoint: HeadCheckpoint) -> ConfigReader:
     kind = kind if kind in _ARCHITECTURES else "llama"
     effective = {**inner, **config}
     effective |= {"architectures": [_ARCHITECTURES[kind]], "model_type": kind}
+    if inner_key == _WRAPPED and kind in _DEFAULT_SIZES:
+        effective = {**_DEFAULT_SIZES[kind], **effective}
     effective.setdefault("num_hidden_layers", 1)
     # Whether a head has an own lm_head is read from its tensors.
     effective["tie_word_embeddings"] = False
