@@ -26,6 +26,7 @@ from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.models.decoder import LayerCache
 from slipstream.runner.model_runner import Forward, Layout, Rows, lay_out
+from slipstream.runner.transfer import upload
 from slipstream.runner.turn import Turn
 from slipstream.sampling.state import Uses
 from slipstream.sampling.verification import Verdict, sample_draft
@@ -131,7 +132,7 @@ class FeatureRowsDrafter:
     def prepare(self, batch: Batch) -> None:
         full = [item.request.slot for item in batch.requests if self._fills(item)]
         if full:
-            self._flush(torch.tensor(full, device=self._state.device))
+            self._flush(upload(full, self._state.device))
 
     def propose(self, turn: Turn) -> Draft:
         """One pass over the rows that wait, then single rows."""
@@ -192,17 +193,21 @@ class FeatureRowsDrafter:
         ]
         if not chunks:
             return
-        device = self._state.device
-        slots = torch.tensor([chunk.item.request.slot for chunk in chunks], device=device)
+        slots, starts, lengths, last = upload(
+            [
+                [chunk.item.request.slot for chunk in chunks],
+                [chunk.start for chunk in chunks],
+                [chunk.length for chunk in chunks],
+                [chunk.last_row for chunk in chunks],
+            ],
+            self._state.device,
+        )
         projected = self._project(forward.hidden, forward.streams)
         kept = self._features[slots, :1]
         rows = [chunk.features(projected, kept[index]) for index, chunk in enumerate(chunks)]
-        starts = torch.tensor([chunk.start for chunk in chunks], device=device)
-        lengths = torch.tensor([chunk.length for chunk in chunks], device=device)
         if any(chunk.length for chunk in chunks):
             laid = lay_out(self._state, Rows(slots, starts, lengths, None))
             self._pass(laid, torch.cat(rows))
-        last = torch.tensor([chunk.last_row for chunk in chunks], device=device)
         self._features[slots, 0] = projected[last]
         self._computed[slots] = starts + lengths
 
