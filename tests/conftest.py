@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import write_qwen3
+from tests.drafters.heads import write_eagle1, write_eagle3
 
 # Triton reads this when it is first imported, which some test modules do through transformers:
 # without a GPU its kernels are tested under its interpreter.
@@ -36,3 +37,13 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> str:
 def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The first layer of `tiny_target`: agrees with it most of the time."""
     return str(write_qwen3(tmp_path_factory.mktemp("draft"), keep_layers=1))
+
+
+@pytest.fixture(scope="session")
+def tiny_heads(tiny_target: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Drafting heads for `tiny_target`, by their method."""
+    folder = tmp_path_factory.mktemp("heads")
+    return {
+        "eagle": str(write_eagle1(folder / "eagle", tiny_target)),
+        "eagle3": str(write_eagle3(folder / "eagle3", tiny_target, draft_vocab=80)),
+    }

@@ -35,10 +35,12 @@ class Fit:
 def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
     """Compare vocabularies, sizes and context lengths."""
     problems, notes = [], []
+    share = _relative_size(draft, target)
+    if draft.head is not None:
+        return Fit(tuple(draft.head.problems(target.config)), (), share)
     mismatch = _vocabulary_problem(draft, target)
     if mismatch:
         problems.append(mismatch)
-    share = _relative_size(draft, target)
     if share is not None and share >= 1:
         problems.append(
             f"it has {share:.2f} times the parameters of the target, so drafting costs more than "

@@ -25,7 +25,7 @@ class DrafterFlags:
         typer.Option(
             "--drafter",
             "--spec-model",
-            help="The draft model's checkpoint, ngram or suffix. [demo/draft for the demo]",
+            help="The drafter's checkpoint, ngram or suffix. [demo/draft for the demo]",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -42,15 +42,15 @@ class DrafterFlags:
     spec_method: Annotated[
         str | None,
         typer.Option(
-            help="draft_model, pard, medusa, mlp_speculator, ngram, suffix or custom. "
-            "[found from the drafter]",
+            help="draft_model, pard, eagle, eagle3, medusa, mlp_speculator, ngram, suffix or "
+            "custom. [found from the drafter]",
             rich_help_panel=_PANEL,
         ),
     ] = None
     drafter_quantization: Annotated[
         str | None,
         typer.Option(
-            help="fp8 rounds the draft model's matrices as they are loaded. [none]",
+            help="fp8 rounds the drafter's matrices as they are loaded. [none]",
             rich_help_panel=_PANEL,
         ),
     ] = None

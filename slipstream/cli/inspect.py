@@ -62,6 +62,8 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
     return {
         "path": facts["path"],
         "architecture": facts["architecture"],
+        "kind": _kind(facts["kind"]),
+        **({"reads": f"{facts['features']} (of its target)"} if facts["features"] else {}),
         "parameters": weights,
         "dtype": facts["dtype"],
         "layers": str(facts["num_layers"]),
@@ -75,6 +77,12 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
         "KV cache": f"{_bytes(per_token)} a token, {_bytes(per_block)} a block of {BLOCK_SIZE}",
         "kernels here": facts["kernels"],
     }
+
+
+def _kind(kind: str) -> str:
+    if kind == "language_model":
+        return "a language model"
+    return f"a drafter of the kind {kind}"
 
 
 def _short(number: int) -> str:

@@ -1,6 +1,6 @@
 """A column of the table from its smallest parts, for columns that do not fuse them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,7 @@ class Parts:
 
 def compose(column: str, parts: Parts) -> Ops:
     """Every op as a chain of parts."""
+    smaller = parts
 
     def added(addend: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
         if residual is None:
@@ -74,6 +75,14 @@ def compose(column: str, parts: Parts) -> Ops:
     def add_norm(addend: Tensor, residual: Tensor, norm: Norm) -> Tensor:
         return added(addend, residual, norm)[0]
 
+    def joined_linear(
+        parts: Sequence[tuple[Tensor, Norm | None]], weight: Weight, bias: Tensor | None
+    ) -> Tensor:
+        normed = [
+            x if norm is None else smaller.norm(x, norm.weight, norm.eps) for x, norm in parts
+        ]
+        return smaller.linear(torch.cat(normed, -1), weight, bias)
+
     def attend(
         qkv: Tensor, heads: Heads, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]
     ) -> Tensor:
@@ -82,7 +91,17 @@ def compose(column: str, parts: Parts) -> Ops:
         query = parts.rotate_and_store(query, key, value, norms, heads.cos_sin, inputs, cache)
         return parts.paged_attention(query, cache, inputs, heads.scale, heads.window).flatten(-2)
 
-    return Ops(column, parts.linear, norm_linear, norm_gated_linear, add_norm, attend, parts.logits)
+    return Ops(
+        column=column,
+        linear=parts.linear,
+        norm_linear=norm_linear,
+        norm_gated_linear=norm_gated_linear,
+        add_norm=add_norm,
+        norm=added,
+        joined_linear=joined_linear,
+        attend=attend,
+        logits=parts.logits,
+    )
 
 
 def split_heads(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:

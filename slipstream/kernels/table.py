@@ -6,6 +6,7 @@ column once, when the network is built, and never ask which device they are on.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -119,6 +120,28 @@ class AddNormOp(Protocol):
     def __call__(self, addend: Tensor, residual: Tensor, norm: Norm) -> Tensor: ...
 
 
+class NormOp(Protocol):
+    """addend, residual [T, H] -> (norm(residual + addend), residual + addend).
+
+    Without a residual the addend [T, H] is the sum.
+    """
+
+    def __call__(
+        self, addend: Tensor, residual: Tensor | None, norm: Norm
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class JoinedLinearOp(Protocol):
+    """parts [T, K1], [T, K2] ..., each normed where it has a norm; weight [N, K1 + K2 ...].
+
+    Returns linear of the parts side by side, [T, N] in their dtype.
+    """
+
+    def __call__(
+        self, parts: Sequence[tuple[Tensor, Norm | None]], weight: Weight, bias: Tensor | None
+    ) -> Tensor: ...
+
+
 class LogitsOp(Protocol):
     """x [T, K], weight [V, K] -> [T, V] float32, never rounded below the accumulator."""
 
@@ -154,6 +177,8 @@ class Ops:
         norm_gated_linear: the same; of what comes out, [T, 2I] with the gate first, it returns
             silu(gate) * up, [T, I].
         add_norm: a norm that no matmul of a layer follows.
+        norm: the same, together with the sum that was normed.
+        joined_linear: a matmul of several inputs side by side, each normed or not.
         attend: attention.
         logits: the head's matmul.
     """
@@ -163,6 +188,8 @@ class Ops:
     norm_linear: NormLinearOp
     norm_gated_linear: NormLinearOp
     add_norm: AddNormOp
+    norm: NormOp
+    joined_linear: JoinedLinearOp
     attend: AttendOp
     logits: LogitsOp
 

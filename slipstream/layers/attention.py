@@ -24,20 +24,25 @@ class AttentionShape:
     window: int | None  # tokens a row sees, itself included; None sees all
 
 
-class Attention:
-    """Query, key and value stacked into one matrix; grouped heads; optional q/k norm and window."""
+class HeadMixer:
+    """Query, key and value stacked into one matrix; grouped heads; optional q/k norm and window.
+
+    Args:
+        columns: of what queries, keys and values are made from.
+        width: of what comes out.
+    """
 
     def __init__(
         self,
         ops: Ops,
         source: ParameterSource,
         name: str,
-        norm: Norm,
+        columns: int,
+        width: int,
         shape: AttentionShape,
         cos_sin: Tensor,
     ) -> None:
-        self._ops, self.norm = ops, norm
-        width = len(norm.weight)
+        self._ops = ops
         query_rows = shape.num_heads * shape.head_dim
         kv_rows = shape.num_kv_heads * shape.head_dim
         parts = [
@@ -45,7 +50,7 @@ class Attention:
             Part(f"{name}.k_proj", kv_rows),
             Part(f"{name}.v_proj", kv_rows),
         ]
-        self.qkv = column_linear(source, parts, width, shape.qkv_bias)
+        self.qkv = column_linear(source, parts, columns, shape.qkv_bias)
         self.output = row_linear(source, f"{name}.o_proj", width, query_rows, shape.output_bias)
         norms: tuple[Norm, Norm] | None = None
         if shape.qk_norm:
@@ -64,6 +69,28 @@ class Attention:
             window=shape.window,
         )
 
+    def mix(self, qkv: Tensor, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]) -> Tensor:
+        """qkv, what `self.qkv` makes of the rows -> the layer's addend; writes into `cache`."""
+        mixed = self._ops.attend(qkv, self._heads, inputs, cache)
+        return self._ops.linear(mixed, self.output.weight, self.output.bias)
+
+
+class Attention(HeadMixer):
+    """Attention behind a norm."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        source: ParameterSource,
+        name: str,
+        norm: Norm,
+        shape: AttentionShape,
+        cos_sin: Tensor,
+    ) -> None:
+        width = len(norm.weight)
+        super().__init__(ops, source, name, width, width, shape, cos_sin)
+        self.norm = norm
+
     def __call__(
         self,
         addend: Tensor,
@@ -78,5 +105,4 @@ class Attention:
         qkv, residual = self._ops.norm_linear(
             addend, residual, self.norm, self.qkv.weight, self.qkv.bias
         )
-        mixed = self._ops.attend(qkv, self._heads, inputs, cache)
-        return self._ops.linear(mixed, self.output.weight, self.output.bias), residual
+        return self.mix(qkv, inputs, cache), residual

@@ -30,6 +30,12 @@ class LanguageModelHead:
         self._ops, self._logits = ops, ops.logits
         self.weight = weight
 
+    @property
+    def width(self) -> int:
+        """Of the hidden states that it takes."""
+        weight = self.weight
+        return (weight.values if isinstance(weight, Float8Matrix) else weight).shape[1]
+
     def over(self, token_ids: Tensor) -> "LanguageModelHead":
         """A head for these tokens alone, in this order; its weight is a copy."""
         return LanguageModelHead(self._ops, _rows(self.weight, token_ids))

@@ -16,6 +16,20 @@ from slipstream.models.decoder_config import DecoderConfig
 LayerCache = tuple[Tensor, Tensor]
 
 
+def attention_shape(config: DecoderConfig, index: int) -> AttentionShape:
+    """Of the layer `index`."""
+    return AttentionShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.o_bias,
+        qk_norm=config.qk_norm,
+        norm_eps=config.rms_norm_eps,
+        window=config.sliding_windows[index],
+    )
+
+
 class DecoderLayer:
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
@@ -24,16 +38,7 @@ class DecoderLayer:
     ) -> None:
         name = f"model.layers.{index}"
         width, eps = config.hidden_size, config.rms_norm_eps
-        shape = AttentionShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.qkv_bias,
-            output_bias=config.o_bias,
-            qk_norm=config.qk_norm,
-            norm_eps=eps,
-            window=config.sliding_windows[index],
-        )
+        shape = attention_shape(config, index)
         norm = rms_norm(source, f"{name}.input_layernorm", width, eps)
         self.attention = Attention(ops, source, f"{name}.self_attn", norm, shape, cos_sin)
         norm = rms_norm(source, f"{name}.post_attention_layernorm", width, eps)
@@ -86,7 +91,8 @@ class Decoder:
         Args:
             token_ids: [T].
             caches: one (keys, values) per layer.
-            stream_layers: layers (from 0) whose incoming residual stream is wanted as well.
+            stream_layers: layers (from 0) whose incoming residual stream is wanted as well; the
+                number of layers stands for the stream that the final norm takes.
 
         Returns:
             [T, hidden_size] after the final norm, and the streams in the order asked for, each
@@ -99,5 +105,9 @@ class Decoder:
             addend, residual, stream = layer(addend, residual, inputs, cache)
             streams.append(stream)
         assert residual is not None, "a decoder has at least one layer"
-        hidden = self._ops.add_norm(addend, residual, self.norm)
+        if len(self.layers) in stream_layers:
+            hidden, stream = self._ops.norm(addend, residual, self.norm)
+            streams.append(stream)
+        else:
+            hidden = self._ops.add_norm(addend, residual, self.norm)
         return hidden, [streams[layer] for layer in stream_layers]

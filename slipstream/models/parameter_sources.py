@@ -44,9 +44,10 @@ class CheckpointSource:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress = no_progress,
+        read: Callable[[TensorEntry, Tensor], None] = read_into,
     ) -> None:
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
-        self._progress = progress
+        self._progress, self._read = progress, read
         self._unused = set(checkpoint.entries)
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
@@ -77,7 +78,7 @@ class CheckpointSource:
         parameter = torch.empty((rows, *tail), dtype=self._dtype, device=self._device)
         start = 0
         for part, entry in zip(parts, entries, strict=True):
-            read_into(entry, parameter[start : start + part.rows])
+            self._read(entry, parameter[start : start + part.rows])
             self._progress(entry.nbytes)
             start += part.rows
         return parameter

@@ -80,6 +80,62 @@ class Forward:
         return self.hidden[rows]
 
 
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the rows of a pass stand.
+
+    Attributes:
+        token_ids: [T].
+        request, offset: [T] int64, which request a row belongs to and its place among that
+            request's rows; None where every request has as many rows.
+        first_row, last_row, row_starts: as `Forward` has them.
+    """
+
+    token_ids: Tensor
+    inputs: AttentionInputs
+    request: Tensor | None
+    offset: Tensor | None
+    first_row: Tensor
+    last_row: Tensor
+    row_starts: Sequence[int]
+
+
+def lay_out(state: DeviceState, rows: Rows) -> Layout:
+    """The rows of a pass; waits to learn how many there are where they are laid out exactly."""
+    if rows.most is None:
+        return _laid_out_exactly(state, rows)
+    expand = preparation_for(state.device).expand_rows
+    padded = expand(state.tables, rows.slots, rows.starts, rows.lengths, rows.most, rows.mask_token)
+    return Layout(
+        padded.token_ids, padded.inputs, None, None, padded.first_row, padded.last_row, ()
+    )
+
+
+def _laid_out_exactly(state: DeviceState, rows: Rows) -> Layout:
+    row_starts = [0, *accumulate(rows.lengths.tolist())]
+    query_start = upload(row_starts, state.device)
+    request = torch.repeat_interleave(rows.lengths, output_size=row_starts[-1])
+    offset = torch.arange(row_starts[-1], device=state.device) - query_start[request]
+    slots, positions = rows.slots[request], rows.starts[request] + offset
+    blocks = state.block_tables[slots, positions // state.block_size].long()
+    places = blocks * state.block_size + positions % state.block_size
+    if rows.rereads is not None:
+        places = torch.where(offset < rows.rereads[request], -1, places)
+    inputs = AttentionInputs(
+        query_start=query_start,
+        context_lens=rows.starts + rows.lengths,
+        block_tables=state.block_tables[rows.slots],
+        positions=positions,
+        slots=places,
+        max_rows=max(end - start for start, end in pairwise(row_starts)),
+    )
+    last_row = (query_start[1:] - 1).clamp_min(0)
+    token_ids = state.token_ids[slots, positions]
+    if rows.mask_token is not None:
+        token_ids = token_ids.masked_fill(positions >= state.num_tokens[slots], rows.mask_token)
+    return Layout(token_ids, inputs, request, offset, query_start[:-1], last_row, row_starts)
+
+
 class ModelRunner:
     """Expands requests to flat rows, runs the network, and turns hidden states into logits.
 
@@ -99,50 +155,17 @@ class ModelRunner:
         self._network, self._cache, self._state = network, cache, state
         self._head = head or network.head
         self._stream_layers = tuple(stream_layers)
-        self._expand = preparation_for(state.device).expand_rows
 
     @torch.inference_mode()
     def forward(self, rows: Rows) -> Forward:
         """Compute `rows`, whose ids stand in the device state, and write their keys and values."""
-        if rows.most is None:
-            return self._exact(rows)
-        padded = self._expand(
-            self._state.tables, rows.slots, rows.starts, rows.lengths, rows.most, rows.mask_token
+        laid = lay_out(self._state, rows)
+        hidden, streams = self._network(
+            laid.token_ids, laid.inputs, self._cache.layers, self._stream_layers
         )
-        hidden, streams = self._pass(padded.token_ids, padded.inputs)
-        return Forward(hidden, padded.first_row, padded.last_row, (), streams)
+        return Forward(hidden, laid.first_row, laid.last_row, laid.row_starts, streams)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, vocab_size (of the head)] float32."""
         return self._head(hidden)
-
-    def _exact(self, rows: Rows) -> Forward:
-        """Rows as they are; waits to learn how many."""
-        state = self._state
-        row_starts = [0, *accumulate(rows.lengths.tolist())]
-        query_start = upload(row_starts, state.device)
-        request = torch.repeat_interleave(rows.lengths, output_size=row_starts[-1])
-        offset = torch.arange(row_starts[-1], device=state.device) - query_start[request]
-        slots, positions = rows.slots[request], rows.starts[request] + offset
-        blocks = state.block_tables[slots, positions // state.block_size].long()
-        places = blocks * state.block_size + positions % state.block_size
-        if rows.rereads is not None:
-            places = torch.where(offset < rows.rereads[request], -1, places)
-        inputs = AttentionInputs(
-            query_start=query_start,
-            context_lens=rows.starts + rows.lengths,
-            block_tables=state.block_tables[rows.slots],
-            positions=positions,
-            slots=places,
-            max_rows=max(end - start for start, end in pairwise(row_starts)),
-        )
-        token_ids = state.token_ids[slots, positions]
-        if rows.mask_token is not None:
-            token_ids = token_ids.masked_fill(positions >= state.num_tokens[slots], rows.mask_token)
-        hidden, streams = self._pass(token_ids, inputs)
-        last_row = (query_start[1:] - 1).clamp_min(0)
-        return Forward(hidden, query_start[:-1], last_row, row_starts, streams)
-
-    def _pass(self, token_ids: Tensor, inputs: AttentionInputs) -> tuple[Tensor, list[Tensor]]:
-        return self._network(token_ids, inputs, self._cache.layers, self._stream_layers)

@@ -6,14 +6,19 @@ from importlib import import_module
 from typing import Any, Protocol, cast
 
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
+from slipstream.models.checkpoint import resolve_checkpoint
+from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+from slipstream.models.drafters.head_config import wrapped_num_tokens
 from slipstream.speculative.drafter import LoadedDrafter, NoDrafter
-from slipstream.speculative.mask_token import drafts_in_parallel
+from slipstream.speculative.head_options import HeadFacts
 from slipstream.speculative.options import Options, TargetModel
+from slipstream.speculative.recognition import DRAFT_MODEL, PARALLEL, recognise
 from slipstream.speculative.verification_options import read_verification
 
 METHODS = {
     "draft_model": "slipstream.speculative.draft_model",
+    "eagle": "slipstream.speculative.eagle",
+    "eagle3": "slipstream.speculative.eagle3",
     "ngram": "slipstream.speculative.ngram",
     "pard": "slipstream.speculative.pard",
     "suffix": "slipstream.speculative.suffix",
@@ -23,6 +28,8 @@ METHODS = {
     "mlp_speculator": "slipstream.speculative.mlp_speculator",
 }
 
+# Methods whose checkpoints may say how many tokens they draft.
+_HEADS = ("eagle", "eagle3")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 
 
@@ -51,6 +58,12 @@ class Speculation:
     enforce_eager: bool = False
 
 
+def describe_head(kind: str, checkpoint: HeadCheckpoint) -> HeadFacts | None:
+    """What a checkpoint of this kind (`recognise`) is; None for whole language models."""
+    module = import_module(METHODS[kind]) if kind in _HEADS else None
+    return None if module is None else cast(HeadFacts, module.describe(checkpoint))
+
+
 def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Speculation:
     """Load what `config` names; None, or K = 0, is plain decoding.
 
@@ -61,8 +74,9 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
     if config is None:
         return Speculation(None, 0, NoDrafter())
     options = Options(config)
-    name = _method(options)
-    count = _num_speculative_tokens(options)
+    found = _find(options)
+    name = _method(options, found)
+    count = _num_speculative_tokens(options, found)
     rates = read_verification(options, count)
     eager = _enforce_eager(options)
     method: Method = cast(Method, import_module(METHODS[name]))
@@ -73,7 +87,29 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
     return Speculation(name, count, method.load(method_config, target), rates, eager)
 
 
-def _method(options: Options) -> str:
+@dataclass(frozen=True)
+class _Found:
+    """What a drafter's checkpoint says of itself: its kind, and its own K if it has one."""
+
+    kind: str = DRAFT_MODEL
+    num_speculative_tokens: int | None = None
+
+
+def _find(options: Options) -> _Found:
+    """Looked at only where there is a checkpoint that will be loaded."""
+    model, revision = options.peek("model"), options.peek("revision")
+    if not isinstance(model, str) or model in METHODS:
+        return _Found()
+    if options.peek("num_speculative_tokens") == 0 or not isinstance(revision, str | None):
+        return _Found()
+    if options.peek("method") not in (None, DRAFT_MODEL, *_HEADS):
+        return _Found()
+    checkpoint = HeadCheckpoint(resolve_checkpoint(model, revision, pickled=True))
+    kind = recognise(checkpoint.config, checkpoint.tensor_names)
+    return _Found(kind, wrapped_num_tokens(checkpoint.config))
+
+
+def _method(options: Options, found: _Found) -> str:
     name = options.take_str("method", None)
     model = options.peek("model")
     if name is None and model is None:
@@ -81,9 +117,19 @@ def _method(options: Options) -> str:
             f"speculative_config needs method (one of {', '.join(METHODS)}) or model, the "
             "drafter's checkpoint"
         )
-    name = name or (model if model in METHODS else _recognised(options))
-    if name == "draft_model" and options.peek("parallel_drafting") is True:
-        name = "pard"
+    if name is None:
+        name = model if model in METHODS else found.kind
+        if options.peek("pard_token") is not None and name == DRAFT_MODEL:
+            name = PARALLEL
+        if name == PARALLEL and options.peek("parallel_drafting") is False:
+            name = DRAFT_MODEL
+        if name not in METHODS:
+            raise CheckpointError(
+                f"{model} is a drafter of the kind {name}, which is not supported; supported are "
+                f"{', '.join(METHODS)}"
+            )
+    if name == DRAFT_MODEL and options.peek("parallel_drafting") is True:
+        name = PARALLEL
     if name not in METHODS:
         raise UsageError(
             f"speculative_config: unknown method {name!r}; known methods: {', '.join(METHODS)}"
@@ -91,24 +137,9 @@ def _method(options: Options) -> str:
     return name
 
 
-def _recognised(options: Options) -> str:
-    """The method of a checkpoint, by its config.json and the other keys."""
-    model, revision = options.peek("model"), options.peek("revision")
-    if options.peek("pard_token") is not None:
-        return "pard"
-    if options.peek("num_speculative_tokens") == 0 or options.peek("parallel_drafting") is False:
-        return "draft_model"
-    if not isinstance(model, str):
-        return "draft_model"
-    try:
-        config = Checkpoint(resolve_checkpoint(model, revision)).config
-    except (CheckpointError, UsageError):  # whoever loads it says what is wrong
-        return "draft_model"
-    return "pard" if drafts_in_parallel(config) else "draft_model"
-
-
-def _num_speculative_tokens(options: Options) -> int:
-    count = options.take("num_speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS)
+def _num_speculative_tokens(options: Options, found: _Found) -> int:
+    default = found.num_speculative_tokens or DEFAULT_NUM_SPECULATIVE_TOKENS
+    count = options.take("num_speculative_tokens", default)
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise UsageError(
             "speculative_config: num_speculative_tokens must be an integer, 0 (plain decoding) or "

@@ -122,7 +122,8 @@ class Needs:
     """What a drafter wants to see of the target's passes (`Forward`).
 
     Attributes:
-        stream_layers: layers (from 0) of the target whose incoming residual stream it reads.
+        stream_layers: layers (from 0) of the target whose incoming residual stream it reads; the
+            number of layers stands for what leaves the last one.
         features: it reads `streams` or `hidden` of every token. Behind a prefix hit the target then
             computes the last cached token once more, so that its features are there too.
     """

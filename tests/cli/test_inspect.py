@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tests.checkpoints import write_qwen3
 from tests.cli.conftest import CommandLine
+from tests.drafters.heads import as_pickle, write_eagle1, write_eagle3
 
 
 def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> None:
@@ -15,6 +16,8 @@ def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> Non
     assert document == {
         "path": tiny_target,
         "architecture": "Qwen3ForCausalLM",
+        "kind": "language_model",
+        "features": None,
         "num_parameters": 96 * 48 + 48 + 2 * layer,
         "num_bytes": 4 * (96 * 48 + 48 + 2 * layer),
         "dtype": "float32",
@@ -82,6 +85,27 @@ def test_a_large_drafter_of_short_context_gets_notes(
     notes = " ".join(json.loads(ran.out)["drafter"]["notes"])
     assert "parameters" in notes
     assert "beyond 100" in notes
+
+
+def test_a_drafting_head(slipstream: CommandLine, tiny_target: str, tmp_path: Path) -> None:
+    head = str(as_pickle(write_eagle3(tmp_path / "head", tiny_target, draft_vocab=60)))
+    ran = slipstream("inspect", head, "--target", tiny_target)
+    assert ran.code == 0
+    for part in ("of the kind eagle3", "streams that enter layers 0, 1, 2", "fits"):
+        assert part in ran.out
+    document = json.loads(slipstream("inspect", head, "--json").out)
+    assert document["kind"] == "eagle3"
+    assert document["num_layers"] == 1
+
+
+def test_a_drafting_head_of_another_target(
+    slipstream: CommandLine, tiny_target: str, tmp_path: Path
+) -> None:
+    head = str(write_eagle1(tmp_path / "head", tiny_target))
+    other = str(write_qwen3(tmp_path / "other", hidden_size=64))
+    ran = slipstream("inspect", head, "--target", other, "--json")
+    assert ran.code == 1
+    assert "trained for another target" in json.loads(ran.out)["drafter"]["problems"][0]
 
 
 def test_an_unknown_architecture(slipstream: CommandLine, tmp_path: Path) -> None:

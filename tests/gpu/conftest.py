@@ -9,8 +9,8 @@ from tests.gpu.engines import Engines
 
 
 @pytest.fixture(scope="module")
-def engines(tiny_target: str, tiny_draft: str) -> Iterator[Engines]:
+def engines(tiny_target: str, tiny_draft: str, tiny_heads: dict[str, str]) -> Iterator[Engines]:
     """Engines over the tiny pair, with the fake drafters in the catalogue."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(METHODS, "fake", "tests.fake_drafters")
-        yield Engines(tiny_target, tiny_draft)
+        yield Engines(tiny_target, tiny_draft, tiny_heads)

@@ -42,10 +42,11 @@ class Engines:
 
     Args:
         target, draft: checkpoints.
+        heads: checkpoints of drafting heads, by their method.
     """
 
-    def __init__(self, target: str, draft: str) -> None:
-        self._target, self._draft = target, draft
+    def __init__(self, target: str, draft: str, heads: dict[str, str]) -> None:
+        self._target, self._draft, self._heads = target, draft, heads
         self._made: dict[tuple[Any, ...], LLM] = {}
 
     def get(self, drafter: str, k: int = 0, **options: Any) -> LLM:
@@ -67,6 +68,7 @@ class Engines:
             "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
             "perfect": {"method": "fake", "model": "perfect"},
             "wrong": {"method": "fake", "model": "wrong"},
+            **{method: {"model": head} for method, head in self._heads.items()},
         }[drafter]
         return {**chosen, "num_speculative_tokens": k}
 

@@ -53,7 +53,7 @@ def attention(
         first, last = inputs.query_start[request : request + 2].tolist()
         for row in range(first, last):
             position = int(inputs.positions[row])
-            oldest = 0 if window is None else max(0, position - window + 1)
+            oldest = max(inputs.first_seen, 0 if window is None else position - window + 1)
             seen = range(oldest, position + 1)
             places = [(table[token // block_size], token % block_size) for token in seen]
             for head in range(query.shape[1]):

@@ -15,7 +15,7 @@ from tests.padded_steps import use_padded_steps
 AXES: dict[str, list[Any]] = {
     "drafter": [
         *("draft_model", "self", "subset", "pard", "medusa", "mlp_speculator"),
-        *("ngram", "suffix", "custom", "perfect", "wrong"),
+        *("ngram", "suffix", "custom", "perfect", "wrong", "eagle", "eagle3"),
     ],
     "k": [1, 3, 7],
     "batch": [1, 8],
@@ -36,20 +36,34 @@ def case_name(case: Case) -> str:
 
 @pytest.mark.parametrize("case", SMALL, ids=case_name)
 def test_greedy_output_is_the_plain_output(
-    case: Case, tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
+    case: Case,
+    tiny_target: str,
+    tiny_draft: str,
+    tiny_heads: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    check(case, tiny_target, tiny_draft, monkeypatch)
+    check(case, tiny_target, tiny_draft, tiny_heads, monkeypatch)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", WHOLE, ids=case_name)
 def test_greedy_output_is_the_plain_output_in_every_case(
-    case: Case, tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
+    case: Case,
+    tiny_target: str,
+    tiny_draft: str,
+    tiny_heads: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    check(case, tiny_target, tiny_draft, monkeypatch)
+    check(case, tiny_target, tiny_draft, tiny_heads, monkeypatch)
 
 
-def check(case: Case, tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(
+    case: Case,
+    tiny_target: str,
+    tiny_draft: str,
+    tiny_heads: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(METHODS, "fake", "tests.fake_drafters")
     prompts = make_prompts(case["batch"])
     params = SamplingParams(
@@ -65,7 +79,7 @@ def check(case: Case, tiny_target: str, tiny_draft: str, monkeypatch: pytest.Mon
 
     if case["steps"] == "padded":
         use_padded_steps(monkeypatch)
-    llm = make_llm(tiny_target, speculative_config(case, tiny_target, tiny_draft), case)
+    llm = make_llm(tiny_target, speculative_config(case, tiny_target, tiny_draft, tiny_heads), case)
     if case["prefix"]:
         llm.generate(prompts, params)
     outputs = llm.generate(prompts, params)
@@ -77,7 +91,9 @@ def check(case: Case, tiny_target: str, tiny_draft: str, monkeypatch: pytest.Mon
         assert all(output.metrics.num_cached_tokens > 0 for output in outputs)
 
 
-def speculative_config(case: Case, target: str, draft: str) -> dict[str, Any]:
+def speculative_config(
+    case: Case, target: str, draft: str, heads: dict[str, str]
+) -> dict[str, Any]:
     drafters = {
         "draft_model": {"model": draft},
         "self": {"model": target},
@@ -90,6 +106,8 @@ def speculative_config(case: Case, target: str, draft: str) -> dict[str, Any]:
         "custom": {"method": "custom", "model": "tests.user_drafters:LastFollower"},
         "perfect": {"method": "fake", "model": "perfect"},
         "wrong": {"method": "fake", "model": "wrong"},
+        "eagle": {"model": heads["eagle"]},
+        "eagle3": {"model": heads["eagle3"]},
     }
     return {**drafters[case["drafter"]], "num_speculative_tokens": case["k"]}
 

@@ -5,6 +5,7 @@ in play: positions and steps that key the noise, catch-up of the drafter, penalt
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -14,6 +15,7 @@ from scipy.stats import chisquare
 
 from slipstream import LLM, SamplingParams
 from tests.checkpoints import write_qwen3
+from tests.drafters.heads import write_eagle1, write_eagle3
 from tests.last_hidden_checkpoints import medusa_for, mlp_for
 
 VOCAB = 6
@@ -41,6 +43,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(target), str(draft)
 
 
+@pytest.fixture(scope="module")
+def heads(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Drafting heads for the pair's target, by their name in CASES."""
+    folder = tmp_path_factory.mktemp("heads")
+    return {
+        "eagle": str(write_eagle1(folder / "eagle", pair[0])),
+        "eagle3": str(write_eagle3(folder / "eagle3", pair[0], norm_output=True)),
+        "eagle3_reduced": str(write_eagle3(folder / "reduced", pair[0], draft_vocab=4)),
+    }
+
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"drafter": None},
     "draft_model": {"drafter": "draft"},
@@ -59,6 +72,10 @@ CASES: dict[str, dict[str, Any]] = {
     "ngram": {"drafter": "ngram"},
     "suffix": {"drafter": "suffix"},
     "custom": {"drafter": "custom"},
+    "eagle": {"drafter": "eagle"},
+    "eagle3": {"drafter": "eagle3", "params": {"temperature": 0.7, "top_p": 0.9}},
+    "eagle3_reduced": {"drafter": "eagle3_reduced"},
+    "eagle3_greedy_drafts": {"drafter": "eagle3_reduced", "draft_sample_method": "greedy"},
     "truncated": {"drafter": "draft", "params": {"temperature": 0.7, "top_p": 0.9}},
     "penalties": {
         "drafter": "draft",
@@ -68,11 +85,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_sampled_output_has_the_targets_distribution(name: str, pair: tuple[str, str]) -> None:
+def test_sampled_output_has_the_targets_distribution(
+    name: str, pair: tuple[str, str], heads: dict[str, str]
+) -> None:
     case = CASES[name]
     params: dict[str, Any] = {"temperature": 1.0, **case.get("params", {})}
     exact = exact_distribution(pair[0], params)
-    drawn = draw(pair, case, params)
+    drawn = draw(pair, case, params, heads)
     for places in ((0, 1), (1, 2), (2, 3)):
         assert p_value(drawn, exact, places) > 0.001, places
 
@@ -84,12 +103,16 @@ def test_the_statistic_sees_a_wrong_distribution(pair: tuple[str, str]) -> None:
 
 
 def draw(
-    pair: tuple[str, str], case: dict[str, Any], params: dict[str, Any]
+    pair: tuple[str, str],
+    case: dict[str, Any],
+    params: dict[str, Any],
+    heads: Mapping[str, str] | None = None,
 ) -> Counter[tuple[int, ...]]:
     """How often each output came, over requests with different seeds."""
     target, draft = pair
-    speculative = {
+    speculative: dict[str, Any] | None = {
         None: None,
+        **{name: {"model": head} for name, head in (heads or {}).items()},
         "draft": {"model": draft},
         "medusa": {"method": "medusa", "model": medusa_for(target)},
         "mlp_speculator": {"method": "mlp_speculator", "model": mlp_for(target)},

@@ -34,6 +34,8 @@ def _column(name: str, linears: Linears) -> Ops:
         norm_gated_linear=linears.norm_gated_linear,
         add_norm=linears.add_norm,
         attend=attend,
+        norm=linears.norm,
+        joined_linear=linears.joined_linear,
         logits=linears.logits,
     )
 

@@ -6,6 +6,7 @@ never depend on the rows beside it; the library chooses its kernels by the numbe
 have the same bits: right for a drafter, since whatever it says is verified.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ FEW_ROWS = 64
 
 @dataclass(frozen=True)
 class Linears:
-    """What `kernels/table.py` calls linear, norm_linear, norm_gated_linear, add_norm and logits."""
+    """What `kernels/table.py` calls linear, the norms and their matmuls, and logits."""
 
     invariant: bool = False
     loose: bool = False
@@ -60,6 +61,21 @@ class Linears:
 
     def add_norm(self, addend: Tensor, residual: Tensor, norm: Norm) -> Tensor:
         return normed_rows(addend, residual, norm)[0].values
+
+    def norm(self, addend: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        rows, total = normed_rows(addend, residual, norm)
+        return rows.values, total
+
+    def joined_linear(
+        self, parts: Sequence[tuple[Tensor, Norm | None]], weight: Weight, bias: Tensor | None
+    ) -> Tensor:
+        x = torch.cat([self._normed(side, norm) for side, norm in parts], -1)
+        if self._ours(len(x), x.dtype, weight):
+            return matmul.product(_rows(x, weight), weight, bias, x.dtype)
+        return _library(_rows(x, weight), weight, bias, x.dtype)
+
+    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        return x if norm is None else normed_rows(x, None, norm)[0].values
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
         if self._ours(len(x), x.dtype, weight):

@@ -1,0 +1,135 @@
+"""Checkpoints of drafting heads: under one set of names, from safetensors or from pickles.
+
+The trainers of the field name the same tensors differently: `midlayer.` or `layers.0.` for the
+first layer, with or without `model.` in front (SafeAILab, SpecForge, speculators, NeMo). Here they
+all get the names of the last row:
+
+    fc  norm  lm_head  embed_tokens  d2t  input_norm  fc_norm.{i}     as they are
+    layers of the head                                               model.layers.{i}.*
+"""
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import CheckpointError
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.safetensors_file import TensorEntry, read_into
+
+_PICKLED = "pytorch_model*.bin"
+# Only training reads these; speculators' copies of the target are the target's own.
+_NOT_READ = ("t2d", "verifier_lm_head.", "verifier_norm.")
+_FIRST_LAYER = ("midlayer.", "transformer.")
+
+
+@dataclass(frozen=True)
+class PickledEntry(TensorEntry):
+    """A tensor of a pickled file, which is in memory already."""
+
+    tensor: Tensor
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class HeadCheckpoint(Checkpoint):
+    """The directory of a drafting head."""
+
+    @cached_property
+    def entries(self) -> dict[str, TensorEntry]:
+        """The tensors by their canonical names."""
+        entries: dict[str, TensorEntry] = {}
+        for name, entry in self._stored().items():
+            short = canonical_name(name)
+            if short.startswith(_NOT_READ):
+                continue
+            if short in entries:
+                raise CheckpointError(
+                    f"{self.path} holds {name} and {entries[short].name}, which are the same "
+                    "tensor under two names; remove one"
+                )
+            entries[short] = entry
+        return entries
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are there at all."""
+        return super().has_weights or bool(self._pickled_files)
+
+    @property
+    def tensor_names(self) -> frozenset[str]:
+        """Canonical names; none without weights."""
+        return frozenset(self.entries) if self.has_weights else frozenset()
+
+    def _stored(self) -> Mapping[str, TensorEntry]:
+        if super().has_weights or not self._pickled_files:
+            return Checkpoint(self.path).entries
+        stored: dict[str, TensorEntry] = {}
+        for file in self._pickled_files:
+            stored |= read_pickled(file)
+        return stored
+
+    @cached_property
+    def _pickled_files(self) -> list[Path]:
+        return sorted(self.path.glob(_PICKLED))
+
+
+def canonical_name(name: str) -> str:
+    """The one name of a head's tensor."""
+    name = name.removeprefix("model.")
+    name = name.replace("fusion_fc.", "fc.", 1) if name.startswith("fusion_fc.") else name
+    for prefix in _FIRST_LAYER:
+        if name.startswith(prefix):
+            name = f"layers.0.{name.removeprefix(prefix)}"
+    return f"model.{name}" if name.startswith("layers.") else name
+
+
+def read_pickled(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of a torch.save file, which is read without running any code in it."""
+    try:
+        content = _loaded(file)
+    except OSError as error:
+        raise CheckpointError(f"cannot open {file}: {error.strerror}") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{file} cannot be read as a file of tensors alone ({reason}); download it again, or "
+            "convert it to safetensors"
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds a {type(content).__name__}, not tensors by name")
+    return {str(name): _entry(file, str(name), value) for name, value in content.items()}
+
+
+def _loaded(file: Path) -> Any:
+    """Mapped, so that bytes are read when they are wanted; files of old torch cannot be."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _entry(file: Path, name: str, value: Any) -> PickledEntry:
+    if not isinstance(value, Tensor):
+        raise CheckpointError(f"{name} in {file} is no tensor; convert the file to safetensors")
+    tensor = value.detach().contiguous()
+    return PickledEntry(
+        name, tensor.dtype, tuple(tensor.shape), file, 0, tensor.nbytes, tensor=tensor
+    )
+
+
+def fill(entry: TensorEntry, destination: Tensor) -> None:
+    """`read_into`, from either kind of file; numbers that are no floats stay what they are."""
+    raw = not entry.dtype.is_floating_point
+    if not isinstance(entry, PickledEntry):
+        read_into(entry, destination, raw=raw)
+        return
+    if raw != (not destination.dtype.is_floating_point):
+        raise CheckpointError(f"tensor {entry.name} in {entry.file} is stored as {entry.dtype}")
+    destination.copy_(entry.tensor)

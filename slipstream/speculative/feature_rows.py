@@ -1,0 +1,314 @@
+"""A base for drafters that run a small network over rows of (feature, next token).
+
+The row of token t takes the token itself and the target's feature at t - 1, and predicts token
+t + 1. Its keys and values stand in the slot of token t, so that a prefix alone determines its
+blocks; token 0 has no row. A round is one pass over the rows of committed tokens that are new to
+the drafter, whose last row gives draft token 1, and then K - 1 passes of a single row per request,
+which takes what the network gave for the row before in place of a feature.
+
+Rows of committed tokens wait as features in a buffer per slot until the next draft, at most K + 1
+of them; where nothing is drafted for so long that the buffer is full, one pass computes them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.cache.kv_cache import KVCache, KVLayout
+from slipstream.core.batch import Batch, ScheduledRequest
+from slipstream.core.request import Request
+from slipstream.kernels.preparation import preparation_for
+from slipstream.kernels.table import AttentionInputs
+from slipstream.layers.embedding import Embedding, LanguageModelHead
+from slipstream.models.decoder import LayerCache
+from slipstream.runner.model_runner import Forward, Layout, Rows, lay_out
+from slipstream.runner.transfer import upload
+from slipstream.runner.turn import Turn
+from slipstream.sampling.state import Uses
+from slipstream.sampling.verification import Verdict, sample_draft
+from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
+
+FIRST_ROW = 1  # the first token that has one
+
+
+class FeatureNetwork(Protocol):
+    """The network of such a drafter.
+
+    Attributes:
+        feature_size: F, of what is kept of a token.
+        head: over the tokens that are drafted.
+    """
+
+    @property
+    def feature_size(self) -> int: ...
+
+    @property
+    def head(self) -> LanguageModelHead: ...
+
+    def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
+        """Take from the target what this network has not."""
+
+    def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
+        """[T, F], the features of rows of the target's pass (`Forward`)."""
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        features: Tensor,
+        inputs: AttentionInputs,
+        caches: Sequence[LayerCache],
+    ) -> tuple[Tensor, Tensor]:
+        """token_ids [T], features [T, F] -> what enters the head [T, H], next features [T, F]."""
+
+
+@dataclass(frozen=True)
+class DraftSampling:
+    """How the rows of the network become draft tokens.
+
+    Attributes:
+        vocabulary: [Vd] int64, rising: the target's token ids of the head's columns; None when they
+            are the ids from 0 on.
+        num_legal_tokens: columns from here on are padding.
+        greedy_only: the argmax, whatever the request's temperature.
+    """
+
+    vocabulary: Tensor | None
+    num_legal_tokens: int
+    greedy_only: bool
+
+    @property
+    def num_columns(self) -> int:
+        return self.num_legal_tokens if self.vocabulary is None else len(self.vocabulary)
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedFeatureDrafter:
+    """The network in memory, waiting for its share of the cache."""
+
+    network: FeatureNetwork
+    sampling: DraftSampling
+    limits: DrafterLimits
+    needs: Needs
+    layout: KVLayout
+
+    def build(self, resources: DrafterResources) -> Drafter:
+        target = resources.target
+        self.network.share(target.embedding, target.head)
+        return FeatureRowsDrafter(self, resources)
+
+
+class FeatureRowsDrafter:
+    """Drafts in a chain.
+
+    `_computed[slot]` counts the leading tokens whose rows this network has computed, token 0
+    among them. `_features[slot, i]` is the feature for the row of token `_computed[slot] + i`; the
+    last place of a slot takes what nobody wants.
+    """
+
+    def __init__(self, loaded: LoadedFeatureDrafter, resources: DrafterResources) -> None:
+        self._network, self._drafting = loaded.network, loaded.sampling
+        self._resources = resources
+        self._state, self._sampling = resources.state, resources.sampling
+        state, layout = self._state, loaded.layout
+        self._cache = KVCache(layout, resources.num_blocks, state.block_size, state.device)
+        for pages in (pages for layer in self._cache.layers for pages in layer):
+            pages.zero_()  # a masked slot may be read, and must hold numbers
+        longest = loaded.limits.max_model_len
+        self._max_model_len = state.max_model_len if longest is None else longest
+        self._advance = preparation_for(state.device).advance_drafts
+        self._computed = torch.full_like(state.num_computed, FIRST_ROW)
+        self._most = resources.num_speculative_tokens + 1  # rows that wait
+        shape = (state.num_slots, self._most + 1, loaded.network.feature_size)
+        self._features = torch.zeros(shape, dtype=layout.dtype, device=state.device)
+        # On the host: no more rows of a slot wait when the next step begins.
+        self._waiting = [0] * state.num_slots
+
+    # ------------------------------------------------------------------ the protocol
+
+    def prepare(self, batch: Batch) -> None:
+        full = [item.request.slot for item in batch.requests if self._fills(item)]
+        if full:
+            self._flush(upload(full, self._state.device))
+
+    def propose(self, turn: Turn) -> Draft:
+        """One pass over the rows that wait, then single rows."""
+        state, slots = self._state, turn.slots
+        known = state.num_tokens[slots]
+        # Behind a prefix hit the first feature comes with this step.
+        wanted = torch.where(turn.rereads > 0, 0, turn.num_draft_tokens)
+        tokens = slots.new_zeros((turn.num_requests, turn.width))
+        probs = self._probabilities(turn)
+        starts = self._computed[slots]
+        lengths, most = torch.where(wanted > 0, known - starts, 0), turn.most_rows(self._most)
+        features = self._features[slots, : self._most]
+        for index in range(turn.width):
+            hidden, last = self._forward(Rows(slots, starts, lengths, most), features)
+            picked = sample_draft(
+                self._network.head(hidden),
+                slots,
+                known + index,
+                self._sampling,
+                turn.uses,
+                self._drafting.num_legal_tokens,
+                greedy_only=self._drafting.greedy_only,
+                use_fp64_gumbel=self._resources.use_fp64_gumbel,
+                probs_out=None if probs is None else probs[:, index],
+            )
+            vocabulary = self._drafting.vocabulary
+            starts, lengths = self._advance(
+                state.tables, slots, known, wanted, picked, vocabulary, tokens, index
+            )
+            features, most = last.unsqueeze(1), turn.most_rows(1)
+        computed = torch.where(wanted > 0, known, self._computed[slots])
+        self._computed.index_copy_(0, slots, computed)
+        certain = self._sampling.temperature[slots] == 0
+        one_hot = torch.ones_like(certain) if self._drafting.greedy_only else certain
+        return Draft(tokens, wanted, one_hot, probs, self._drafting.vocabulary, written=True)
+
+    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
+        """Keep the features of the rows that were accepted; those of prompt chunks wait for
+        `read_prompts`."""
+        slots = turn.slots
+        decodes = turn.at_end & (turn.num_new_tokens == 1)
+        counts = torch.where(decodes, 1 + verdict.num_accepted + turn.rereads, 0)
+        place = torch.arange(turn.width + 1 + turn.exact, device=slots.device)
+        before = self._state.num_computed[slots] - turn.num_new_tokens - verdict.num_accepted
+        first = before - turn.rereads + FIRST_ROW - self._computed[slots]
+        index = first.unsqueeze(1) + place
+        kept = (place < counts.unsqueeze(1)) & (index >= 0) & (index < self._most)
+        features = self._features_of(turn, forward, place)
+        self._features[slots.unsqueeze(1), torch.where(kept, index, self._most)] = features
+
+    def read_prompts(self, batch: Batch, forward: Forward) -> None:
+        """The rows of prompt chunks, as far as their features are there: a chunk's last feature
+        waits for the row of the token behind it."""
+        chunks = [
+            _Chunk(item, first, end, self._max_model_len)
+            for item, (first, end) in zip(batch.requests, pairwise(forward.row_starts), strict=True)
+            if item.is_prompt_chunk and item.request.num_speculative_tokens
+        ]
+        if not chunks:
+            return
+        slots, starts, lengths, last = upload(
+            [
+                [chunk.item.request.slot for chunk in chunks],
+                [chunk.start for chunk in chunks],
+                [chunk.length for chunk in chunks],
+                [chunk.last_row for chunk in chunks],
+            ],
+            self._state.device,
+        )
+        projected = self._project(forward.hidden, forward.streams)
+        kept = self._features[slots, :1]
+        rows = [chunk.features(projected, kept[index]) for index, chunk in enumerate(chunks)]
+        if any(chunk.length for chunk in chunks):
+            laid = lay_out(self._state, Rows(slots, starts, lengths, None))
+            self._pass(laid, torch.cat(rows))
+        self._features[slots, 0] = projected[last]
+        self._computed[slots] = starts + lengths
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        """A slot's counter is set anew when the slot is next given out."""
+
+    def cached_tokens(self, slots: Tensor) -> Tensor:
+        return self._computed[slots]
+
+    # ------------------------------------------------------------------ rows
+
+    def _fills(self, item: ScheduledRequest) -> bool:
+        """Count the rows that wait behind this step; whether they have to be computed before."""
+        request, slot = item.request, item.request.slot
+        if item.admitted:
+            self._computed[slot] = max(FIRST_ROW, min(item.start, self._max_model_len))
+            self._waiting[slot] = 1  # for a feature that the step computes once more
+        if item.is_prompt_chunk:
+            self._waiting[slot] = 1
+            return False
+        if item.num_draft_tokens:
+            self._waiting[slot] = item.num_draft_tokens + 1
+            return False
+        never = not request.num_speculative_tokens or request.num_tokens >= self._max_model_len
+        full = self._waiting[slot] == self._most and not never
+        self._waiting[slot] = 1 if full else min(self._waiting[slot] + 1, self._most)
+        return full
+
+    def _flush(self, slots: Tensor) -> None:
+        """Compute the rows that wait, without a draft."""
+        starts = self._computed[slots]
+        lengths = (self._state.num_tokens[slots] - starts).clamp(0, self._most)
+        rows = Rows(slots, starts, lengths, self._most)
+        self._forward(rows, self._features[slots, : self._most])
+        self._computed[slots] = starts + lengths
+
+    def _forward(self, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
+        """features [R, W, F], of each request's rows -> of each request's last row what enters the
+        head [R, H] and the next feature [R, F]."""
+        laid = lay_out(self._state, rows)
+        if laid.request is None:
+            hidden, last = self._pass(laid, features.flatten(0, 1))
+        elif not laid.row_starts[-1]:  # nobody drafts after all
+            width = self._network.head.width
+            return features.new_zeros(len(features), width), torch.zeros_like(features[:, 0])
+        else:
+            hidden, last = self._pass(laid, features[laid.request, laid.offset])
+        if rows.most == 1:
+            return hidden, last
+        return hidden[laid.last_row], last[laid.last_row]
+
+    def _pass(self, laid: Layout, features: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = replace(laid.inputs, first_seen=FIRST_ROW)
+        return self._network(laid.token_ids, features, inputs, self._cache.layers)
+
+    def _features_of(self, turn: Turn, forward: Forward, place: Tensor) -> Tensor:
+        """[R, W, F], of the first rows of each request in the target's pass."""
+        hidden, streams = forward.hidden, forward.streams
+        if turn.exact:
+            row = (forward.first_row.unsqueeze(1) + place).clamp_max(len(hidden) - 1).flatten()
+            hidden, streams = hidden[row], [stream[row] for stream in streams]
+        features = self._project(hidden, streams)
+        return features.view(-1, len(place), features.shape[-1])
+
+    def _project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
+        dtype = self._features.dtype
+        return self._network.project(hidden.to(dtype), [stream.to(dtype) for stream in streams])
+
+    def _probabilities(self, turn: Turn) -> Tensor | None:
+        """[R, K, Vq], to be filled with what the drafts are sampled from, if any is."""
+        if self._drafting.greedy_only or Uses.SAMPLING not in turn.uses:
+            return None
+        shape = (turn.num_requests, turn.width, self._drafting.num_columns)
+        return torch.empty(shape, dtype=torch.float32, device=self._state.device)
+
+
+class _Chunk:
+    """A prompt chunk: which rows of the target's pass, and which of the drafter's.
+
+    Attributes:
+        start, length: the drafter's rows.
+        last_row: of the target's.
+    """
+
+    def __init__(
+        self, item: ScheduledRequest, first_row: int, end_row: int, max_model_len: int
+    ) -> None:
+        self.item = item
+        end = item.start + item.num_new_tokens
+        self.start = max(FIRST_ROW, min(item.start, max_model_len))
+        self.length = max(0, min(end, max_model_len) - self.start)
+        self.last_row = end_row - 1
+        first_token = end - (end_row - first_row)  # one before `start` where it is read again
+        # The row of token t takes the feature of token t - 1.
+        self._feature = first_row + self.start - 1 - first_token
+        self._is_kept = self._feature < first_row
+
+    def features(self, projected: Tensor, kept: Tensor) -> Tensor:
+        """[length, F] from those of the pass; `kept` [1, F] was the last of the chunk before."""
+        if not self.length:
+            return kept[:0]
+        if not self._is_kept:
+            return projected[self._feature : self._feature + self.length]
+        return torch.cat((kept, projected[self._feature + 1 : self._feature + self.length]))

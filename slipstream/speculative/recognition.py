@@ -1,0 +1,83 @@
+"""What kind of drafter a checkpoint is, from its config.json and the names of its tensors.
+
+The published kinds look alike: heads say `LlamaForCausalLM` and differ by a key or a tensor. The
+tests stand in the order in which the first that holds is right.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+DRAFT_MODEL, PARALLEL = "draft_model", "pard"
+
+# What the speculators library calls its kinds.
+_WRAPPED = {
+    "dflash": "dflash",
+    "dspark": "dflash",
+    "eagle": "eagle",
+    "eagle3": "eagle3",
+    "medusa": "medusa",
+    "mtp": "mtp",
+    "peagle": "p-eagle",
+}
+_DFLASH = {"DFlashDraftModel", "DSparkDraftModel"}
+_EAGLE3 = {
+    "Eagle3DraftModel",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Speculator",
+    "LlamaEagle3DraftModel",
+    "LlamaForCausalLMEagle3",
+    "PEagleDraftModel",
+}
+_ASSISTANTS = {"gemma4_assistant", "gemma4_unified_assistant"}
+_MASK_TOKENS = ("ptd_token_id", "pard_token", "mask_token_id")
+
+
+def recognise(config: Mapping[str, Any], tensor_names: Collection[str]) -> str:
+    """The kind of drafter.
+
+    Args:
+        config: the content of config.json.
+        tensor_names: as stored, or canonical; none when the weights are not there.
+
+    Returns:
+        A method name of `speculative_config`, or a kind that has none here yet; `draft_model` for
+        an ordinary language model.
+    """
+    wrapped = config.get("speculators_model_type")
+    if wrapped is not None:
+        return _WRAPPED.get(str(wrapped), str(wrapped))
+    names = {name.removeprefix("model.") for name in tensor_names}
+    architectures = set(map(str, config.get("architectures") or ()))
+    model_type = config.get("model_type")
+    if "dflash_config" in config or architectures & _DFLASH:
+        return "dflash"
+    if model_type in _ASSISTANTS or "Gemma4AssistantForCausalLM" in architectures:
+        return "gemma4_assistant"
+    if model_type == "medusa" or "medusa_num_heads" in config:
+        return "medusa"
+    if model_type == "mlp_speculator" or "MLPSpeculatorPreTrainedModel" in architectures:
+        return "mlp_speculator"
+    if _is_eagle3(config, architectures, names):
+        parallel = "mask_hidden" in names or any(key in config for key in _MASK_TOKENS)
+        return "p-eagle" if parallel or "PEagleDraftModel" in architectures else "eagle3"
+    if config.get("pard2"):
+        return "pard2"
+    if config.get("spd_type") == "pard" or "pard_token" in config:
+        return "pard"
+    if model_type == "eagle" or "EagleLlamaForCausalLM" in architectures or _is_eagle1(names):
+        return "eagle"
+    return DRAFT_MODEL
+
+
+def _is_eagle3(config: Mapping[str, Any], architectures: set[str], names: set[str]) -> bool:
+    if architectures & _EAGLE3 or any(name.startswith("Eagle3Qwen") for name in architectures):
+        return True
+    marked = "d2t" in names or any(
+        name.startswith("midlayer.") or name == "layers.0.hidden_norm.weight" for name in names
+    )
+    return marked or "draft_vocab_size" in config or "eagle_config" in config
+
+
+def _is_eagle1(names: set[str]) -> bool:
+    fused = "fc.weight" in names or "fusion_fc.weight" in names
+    return fused and "layers.0.input_layernorm.weight" not in names

@@ -1,0 +1,199 @@
+"""A target and drafting heads in plain torch, written from the papers and published formats.
+
+Nothing here is shared with the engine: whole sequences, no cache, one row after another. Tensors
+have the names of the files; `Weights` forgives a leading `model.` and the two names of layer 0.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+Config = Mapping[str, Any]
+
+
+class Weights:
+    """Tensors of a checkpoint by their shortest name."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = {
+            name.removeprefix("model.").replace("midlayer.", "layers.0."): tensor
+            for name, tensor in tensors.items()
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        out = x @ self[f"{name}.weight"].T
+        return out + self[f"{name}.bias"] if f"{name}.bias" in self else out
+
+    def norm(self, name: str, x: Tensor, eps: float) -> Tensor:
+        return rms(x, eps) * self[f"{name}.weight"]
+
+
+def rms(x: Tensor, eps: float) -> Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def load(folder: Path | str) -> tuple[Config, Weights]:
+    folder = Path(folder)
+    config = json.loads((folder / "config.json").read_text())
+    return config, Weights(load_file(folder / "model.safetensors"))
+
+
+def attention(weights: Weights, name: str, x: Tensor, config: Config) -> Tensor:
+    """Causal attention of rows at positions 0, 1 ...; x [T, whatever q_proj takes]."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    query, key, value = (
+        weights.linear(f"{name}.{part}_proj", x).view(len(x), -1, head_dim) for part in "qkv"
+    )
+    if f"{name}.q_norm.weight" in weights:
+        query = weights.norm(f"{name}.q_norm", query, config["rms_norm_eps"])
+        key = weights.norm(f"{name}.k_norm", key, config["rms_norm_eps"])
+    query, key = (rotate(part, head_dim, config) for part in (query, key))
+    key, value = (part.repeat_interleave(heads // kv_heads, 1) for part in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) / head_dim**0.5
+    hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+    if config.get("use_sliding_window"):
+        hidden |= torch.ones_like(hidden).tril(-config["sliding_window"])
+    mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value.transpose(0, 1)
+    return weights.linear(f"{name}.o_proj", mixed.transpose(0, 1).flatten(1))
+
+
+def rotate(x: Tensor, head_dim: int, config: Config) -> Tensor:
+    """Half-split rotary embedding; a missing theta is 10000."""
+    theta = config.get("rope_theta", 10000.0)
+    frequencies = theta ** -(torch.arange(0, head_dim, 2).float() / head_dim)
+    angles = torch.outer(torch.arange(len(x)).float(), frequencies).unsqueeze(1)
+    one, two = x.chunk(2, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
+
+
+def mlp(weights: Weights, name: str, x: Tensor) -> Tensor:
+    gate, up = (weights.linear(f"{name}.{part}_proj", x) for part in ("gate", "up"))
+    return weights.linear(f"{name}.down_proj", torch.nn.functional.silu(gate) * up)
+
+
+def plain_layer(weights: Weights, index: int, x: Tensor, config: Config) -> Tensor:
+    name, eps = f"layers.{index}", config["rms_norm_eps"]
+    normed = weights.norm(f"{name}.input_layernorm", x, eps)
+    x = x + attention(weights, f"{name}.self_attn", normed, config)
+    return x + mlp(weights, f"{name}.mlp", weights.norm(f"{name}.post_attention_layernorm", x, eps))
+
+
+class Target:
+    """The streams that enter each layer and leave the last, the final hidden state, the logits."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.config, self.weights = load(folder)
+        tied = self.config["tie_word_embeddings"]
+        self.embedding = self.weights["embed_tokens.weight"]
+        self.head = self.embedding if tied else self.weights["lm_head.weight"]
+
+    def __call__(self, ids: Sequence[int]) -> tuple[list[Tensor], Tensor, Tensor]:
+        x = self.embedding[torch.tensor(ids)]
+        streams = [x]
+        for index in range(self.config["num_hidden_layers"]):
+            x = plain_layer(self.weights, index, x, self.config)
+            streams.append(x)
+        hidden = self.weights.norm("norm", x, self.config["rms_norm_eps"])
+        return streams, hidden, hidden @ self.head.T
+
+
+class Head:
+    """What the two kinds share: the chain of drafts."""
+
+    def __init__(self, folder: Path | str, target: Target, **flags: Any) -> None:
+        config, self.weights = load(folder)
+        self.config = {**config, **flags}
+        self.target, self.eps = target, config["rms_norm_eps"]
+        weights = self.weights
+        has = "embed_tokens.weight" in weights
+        self.embedding = weights["embed_tokens.weight"] if has else target.embedding
+        has = "lm_head.weight" in weights
+        self.head = weights["lm_head.weight"] if has else target.head
+
+    def features(self, ids: Sequence[int]) -> Tensor:
+        """[T, H], of every token."""
+        raise NotImplementedError
+
+    def rows(self, tokens: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
+        """Row i takes token i + 1 and feature i: (logits [T, Vd], next features [T, H])."""
+        raise NotImplementedError
+
+    def drafts(self, ids: Sequence[int], count: int) -> tuple[list[int], list[Tensor]]:
+        """Greedy: (draft tokens, the logits of each) behind `ids`."""
+        tokens, features = list(ids[1:]), self.features(ids[:-1])
+        drafts: list[int] = []
+        logits: list[Tensor] = []
+        for _ in range(count):
+            scores, following = self.rows(tokens, features)
+            logits.append(scores[-1])
+            index = int(scores[-1].argmax())
+            if "d2t" in self.weights:
+                index += int(self.weights["d2t"][index])
+            drafts.append(index)
+            tokens.append(index)
+            features = torch.cat((features, following[-1:]))
+        return drafts, logits
+
+
+class Eagle3(Head):
+    """Section 3 of the format reference, with its flags as the config has them."""
+
+    def features(self, ids: Sequence[int]) -> Tensor:
+        streams, hidden, _ = self.target(ids)
+        if not self.config.get("use_aux_hidden_state", True):
+            return hidden
+        picked = [streams[layer] for layer in self.config["eagle_aux_hidden_state_layer_ids"]]
+        if self.config.get("fc_norm"):
+            picked = [
+                self.weights.norm(f"fc_norm.{i}", stream, self.eps)
+                for i, stream in enumerate(picked)
+            ]
+        joined = torch.cat(picked, -1)
+        if self.config.get("norm_before_fc"):
+            joined = self.weights.norm("input_norm", joined, self.eps)
+        return self.weights.linear("fc", joined)
+
+    def rows(self, tokens: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
+        weights, name = self.weights, "layers.0"
+        embedded = self.embedding[torch.tensor(tokens)]
+        e = weights.norm(f"{name}.input_layernorm", embedded, self.eps)
+        u = weights.norm(f"{name}.hidden_norm", features, self.eps)
+        x = u if self.config.get("norm_before_residual") else features
+        x = x + attention(weights, f"{name}.self_attn", torch.cat((e, u), -1), self.config)
+        normed = weights.norm(f"{name}.post_attention_layernorm", x, self.eps)
+        x = x + mlp(weights, f"{name}.mlp", normed)
+        for index in range(1, self.config["num_hidden_layers"]):
+            x = plain_layer(weights, index, x, self.config)
+        normed = weights.norm("norm", x, self.eps)
+        return normed @ self.head.T, normed if self.config.get("norm_output") else x
+
+
+class Eagle1(Head):
+    """Section 2 of the format reference."""
+
+    def features(self, ids: Sequence[int]) -> Tensor:
+        return self.target(ids)[1]
+
+    def rows(self, tokens: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
+        weights, name = self.weights, "layers.0"
+        embedded = self.embedding[torch.tensor(tokens)]
+        x = weights.linear("fc", torch.cat((embedded, features), -1))
+        x = x + attention(weights, f"{name}.self_attn", x, self.config)
+        normed = weights.norm(f"{name}.post_attention_layernorm", x, self.eps)
+        x = x + mlp(weights, f"{name}.mlp", normed)
+        for index in range(1, self.config["num_hidden_layers"]):
+            x = plain_layer(weights, index, x, self.config)
+        return x @ self.head.T, x
