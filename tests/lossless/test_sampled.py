@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 
 from slipstream import LLM, SamplingParams
 from tests.checkpoints import write_qwen3
-from tests.last_hidden_checkpoints import medusa_for, mlp_for
+from tests.last_hidden_checkpoints import mapped_medusa_for, medusa_for, mlp_for
 
 VOCAB = 6
 PROMPT = [1, 4, 2, 4, 2]
@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "subset": {"drafter": "draft", "draft_vocab_size": 4},
     "medusa": {"drafter": "medusa"},
     "mlp_speculator": {"drafter": "mlp_speculator"},
+    "mapped_medusa": {"drafter": "mapped_medusa"},
     "greedy_medusa": {"drafter": "medusa", "draft_sample_method": "greedy"},
     "ngram": {"drafter": "ngram"},
     "truncated": {"drafter": "draft", "params": {"temperature": 0.7, "top_p": 0.9}},
@@ -83,6 +84,7 @@ def draw(
         None: None,
         "draft": {"model": draft},
         "medusa": {"method": "medusa", "model": medusa_for(target)},
+        "mapped_medusa": {"method": "medusa", "model": mapped_medusa_for(target)},
         "mlp_speculator": {"method": "mlp_speculator", "model": mlp_for(target)},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
     }[case["drafter"]]
