@@ -32,6 +32,7 @@ def main() -> None:
     drafters: dict[str, dict[str, Any]] = {
         "demo/draft": {"model": "demo/draft"},
         "ngram": {"method": "ngram"},
+        "suffix": {"method": "suffix"},
         "demo (itself)": {"model": "demo"},
     }
     rows = []

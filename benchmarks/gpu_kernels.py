@@ -23,11 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.composition import query_key_norms, split_heads
 from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
-from slipstream.kernels.table import AttentionInputs
+from slipstream.kernels.table import AttentionInputs, Heads, Norm
 from slipstream.kernels.triton import PARTS as TRITON_PARTS
 from slipstream.kernels.triton import attention as tuned
 from slipstream.kernels.triton.attention import Tiles
+from slipstream.kernels.triton.rope import rotate_and_store
 from slipstream.layers.rope import RopeConfig, rope_table
 
 BYTES_PER_US = 4.35e6
@@ -54,6 +56,13 @@ class Case:
     table_tokens: int | None = None  # the block table's width, if it is wider than the context
 
 
+# The whole op: norms, rotation and store as well, in the shapes of Qwen3-0.6B and 8B.
+WHOLE = [
+    (heads, Case(f"attend {heads} heads R={requests} rows={rows} context={context}", *sizes))
+    for heads in (16, 32)
+    for sizes in ((1, 1, 600), (1, 5, 600), (1, 1, 2000), (8, 5, 600), (32, 1, 600), (32, 5, 600))
+    for requests, rows, context in (sizes,)
+]
 CASES = [
     *(
         Case(f"decode R={requests} context={context // 1024}k", requests, 1, context)
@@ -85,6 +94,8 @@ def main() -> None:
         torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_(),
     )
     rows = _sweep(pool) if options.sweep else [*_dense_rows(), *_attention_rows(pool, CASES)]
+    if not options.sweep:
+        rows += [_attend(pool, heads, case) for heads, case in WHOLE]
     print(f"{'op':48}{'us':>9}{'torch':>9}{'limit':>9}{'share':>7}  error")
     for row in rows:
         baseline = f"{row['torch_us']:9.2f}" if row.get("torch_us") else " " * 9
@@ -126,18 +137,55 @@ def _attention(pool: tuple[Tensor, Tensor], case: Case) -> Row:
     return {"op": case.name, "us": _graph_us(run, calls), "limit_us": limit, "error": error}
 
 
-def _inputs(case: Case, blocks: Tensor) -> AttentionInputs:
+def _attend(pool: tuple[Tensor, Tensor], num_heads: int, case: Case) -> Row:
+    """The new tokens are written into the pool; the tables are as wide as a graph's."""
+    case = replace(case, table_tokens=MAX_LEN)
+    blocks = -(-case.context // BLOCK_SIZE) * case.requests
+    calls = min(MOST_CALLS, pool[0].shape[0] // blocks)
+    order = torch.randperm(pool[0].shape[0], device=DEVICE).int()
+    inputs = [_inputs(case, order[i * blocks : (i + 1) * blocks], True) for i in range(calls)]
+    weights = _randn(2, HEAD_DIM)
+    heads = Heads(
+        num_heads=num_heads,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        norms=(Norm(weights[0], 1e-6), Norm(weights[1], 1e-6)),
+        cos_sin=rope_table(HEAD_DIM, RopeConfig(1e6), MAX_LEN, DEVICE),
+        scale=HEAD_DIM**-0.5,
+        window=None,
+    )
+    qkv = _randn(case.requests * case.rows, (num_heads + 2 * KV_HEADS) * HEAD_DIM)
+
+    def run() -> None:
+        for each in inputs:
+            tuned.attend(qkv, heads, each, pool)
+
+    out = tuned.attend(qkv, heads, inputs[0], pool)
+    query = rotate_and_store(
+        *split_heads(qkv, heads), query_key_norms(heads), heads.cos_sin, inputs[0], pool
+    )
+    truth = _attention_truth(query, pool, inputs[0], case, heads.scale).flatten(-2)
+    limit = case.requests * case.context * KV_BYTES / BYTES_PER_US
+    us = _graph_us(run, calls)
+    return {"op": case.name, "us": us, "limit_us": limit, "error": _error(out, truth)}
+
+
+def _inputs(case: Case, blocks: Tensor, stored: bool = False) -> AttentionInputs:
     tables = blocks.view(case.requests, -1)
     if case.table_tokens:
         unused = case.table_tokens // BLOCK_SIZE - tables.shape[1]
         tables = torch.nn.functional.pad(tables, (0, unused), value=1 << 30)
     positions = torch.arange(case.context - case.rows, case.context, device=DEVICE)
+    slots = torch.full((case.requests * case.rows,), -1, device=DEVICE)
+    if stored:
+        own = tables[:, positions // BLOCK_SIZE].long() * BLOCK_SIZE
+        slots = (own + positions % BLOCK_SIZE).flatten()
     return AttentionInputs(
         query_start=torch.arange(case.requests + 1, device=DEVICE) * case.rows,
         context_lens=torch.full((case.requests,), case.context, device=DEVICE),
         block_tables=tables.contiguous(),
         positions=positions.repeat(case.requests),
-        slots=torch.full((case.requests * case.rows,), -1, device=DEVICE),
+        slots=slots,
         max_rows=case.rows,
     )
 
@@ -147,7 +195,7 @@ def _attention_truth(
 ) -> Tensor:
     """Request by request in float32, each on a cache that holds it alone."""
     outs = []
-    blocks = case.context // BLOCK_SIZE
+    blocks = -(-case.context // BLOCK_SIZE)
     for request in range(case.requests):
         table = inputs.block_tables[request, :blocks].long()
         rows = slice(request * case.rows, (request + 1) * case.rows)
@@ -169,20 +217,20 @@ def _sweep(pool: tuple[Tensor, Tensor]) -> list[Row]:
     names = ("decode R=1 context=1k", "decode R=1 context=32k", "decode R=32 context=8k")
     short = [case for case in CASES if case.name in (*names, "verify 5 rows R=8 context=8k")]
     chunks = [case for case in CASES if case.rows > 64]
-    for lines, tokens, warps, stages, programs in (
-        (32, 64, 4, 3, 1024), (32, 64, 4, 5, 1024), (32, 64, 4, 7, 1024), (32, 128, 4, 3, 1024),
-        (32, 128, 8, 5, 1024), (32, 64, 2, 5, 1024), (32, 32, 2, 7, 1024), (32, 32, 4, 7, 1024),
-        (16, 64, 4, 5, 1024), (16, 128, 4, 5, 1024), (32, 64, 4, 5, 528), (32, 64, 4, 5, 4096),
+    for tokens, warps, stages, registers, programs in (
+        (64, 4, 3, 168, 1024), (64, 4, 3, 128, 1024), (64, 4, 3, None, 1024), (64, 4, 4, 168, 1024),
+        (64, 4, 2, 168, 1024), (64, 8, 3, 128, 1024), (32, 4, 5, 128, 1024),
+        (128, 8, 2, None, 1024), (64, 4, 3, 168, 528), (64, 4, 3, 168, 4096),
     ):  # fmt: skip
-        tuned.short_tiles = _always(Tiles(lines, tokens, warps, stages))
+        tuned.short_tiles = _always(Tiles(32, tokens, warps, stages, registers))
         tuned.PROGRAMS = programs
-        rows += _tried(pool, short, f"{lines}x{tokens} w{warps} s{stages} p{programs}")
-    for lines, tokens, warps, stages in (
-        (128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 8, 7), (128, 128, 8, 3), (128, 128, 8, 5),
-        (64, 64, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3), (128, 64, 4, 3),
+        rows += _tried(pool, short, f"{tokens} w{warps} s{stages} r{registers} p{programs}")
+    for lines, tokens, warps, stages, registers in (
+        (128, 64, 8, 2, 128), (128, 64, 8, 2, None), (128, 64, 8, 3, None), (128, 32, 8, 3, 128),
+        (128, 128, 8, 2, None), (256, 64, 16, 2, None), (64, 64, 4, 2, 168),
     ):  # fmt: skip
-        tuned.chunk_tiles = _always(Tiles(lines, tokens, warps, stages))
-        rows += _tried(pool, chunks, f"{lines}x{tokens} w{warps} s{stages}")
+        tuned.chunk_tiles = _always(Tiles(lines, tokens, warps, stages, registers))
+        rows += _tried(pool, chunks, f"{lines}x{tokens} w{warps} s{stages} r{registers}")
     return sorted(rows, key=lambda row: (row["op"].split(" | ")[0], row["us"]))
 
 

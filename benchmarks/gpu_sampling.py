@@ -12,6 +12,7 @@ captured likewise; `limit` is one read of all logits (and, of drafts, one write)
     top_k    sampled, top_k 20, top_p 0.95
     top_p    sampled, top_p 0.95, a peaked distribution, as a trained model's
     flat     sampled, top_p 0.95, normal logits: the worst for the search
+    reduced  sampled, drafts over 32,768 tokens
     full     as top_k, with presence and repetition penalties
 
 `--sweep` times the fused column with other tiles instead. The last line is one JSON document.
@@ -22,7 +23,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "top_k": TRUNCATED,
     "top_p": {"top_p": 0.95},
     "flat": {"top_p": 0.95},
+    "reduced": {"temperature": 1.0},
     "full": TRUNCATED | {"presence_penalty": 0.5, "repetition_penalty": 1.1},
 }
 
@@ -86,7 +88,7 @@ def _table(quick: bool) -> Iterator[dict[str, Any]]:
                 case = Case(kind, requests, drafts)
                 limit = requests * (drafts + 1) * VOCAB_SIZE * 4 / BYTES_PER_US
                 yield _measured(f"verify {case}", _verify(case), limit)
-            if kind != "full":  # drafts have no processors
+            if kind not in ("full", "reduced"):  # drafts have no processors
                 case = Case(kind, requests, 1)
                 written = 1 if kind == "greedy" else 2
                 limit = requests * VOCAB_SIZE * 4 * written / BYTES_PER_US
@@ -104,21 +106,27 @@ def _measured(name: str, run: Run, limit: float) -> dict[str, Any]:
 
 
 def _sweep() -> Iterator[dict[str, Any]]:
-    cases = [Case("greedy", 1, 0), Case("greedy", 32, 4), Case("sampled", 1, 4)]
-    cases += [Case("sampled", 32, 4), Case("top_k", 1, 4), Case("top_k", 32, 4)]
+    cases = [Case("greedy", 32, 4), Case("sampled", 1, 4), Case("sampled", 32, 4)]
+    cases += [Case("top_k", 1, 4), Case("top_k", 32, 4), Case("top_p", 1, 4), Case("top_p", 32, 4)]
+    cases += [Case("flat", 1, 0), Case("flat", 32, 4)]
     runs = [_verify(case) for case in cases]
     names = [f"{case.kind[:6]}/{case.requests}/{case.drafts}" for case in cases]
-    print(f"{'block/scan/race/thresholds':28}" + "".join(f"{name:>14}" for name in names))
-    for block, scan, race, threshold in (
-        (1024, 2, 4, 8), (1024, 4, 4, 4), (2048, 4, 8, 8), (2048, 8, 8, 16), (4096, 4, 8, 8),
-        (4096, 8, 8, 8), (4096, 8, 16, 16), (4096, 16, 16, 8), (8192, 8, 16, 8), (8192, 16, 16, 16),
-    ):  # fmt: skip
-        fused.TILES = fused.Tiles(
-            block=block, scan_warps=scan, race_warps=race, threshold_warps=threshold
-        )
-        times = [graph_us(run, 20) for run in runs]
-        name = f"{block}/{scan}/{race}/{threshold}"
-        print(f"{name:28}" + "".join(f"{time:14.1f}" for time in times), flush=True)
+    print(f"{'tiles':24}" + "".join(f"{name:>12}" for name in names))
+    for tiles in (
+        fused.Tiles(2048, 64, 64, 4, 4, 8),
+        fused.Tiles(2048, 64, 64, 4, 8, 16),
+        fused.Tiles(2048, 128, 32, 4, 4, 8),
+        fused.Tiles(2048, 128, 64, 4, 4, 16),
+        fused.Tiles(2048, 32, 64, 4, 4, 8),
+        fused.Tiles(2048, 64, 32, 4, 4, 4),
+        fused.Tiles(1024, 64, 64, 2, 2, 8),
+        fused.Tiles(4096, 64, 128, 4, 8, 16),
+        fused.Tiles(4096, 64, 64, 8, 4, 8),
+    ):
+        fused.TILES = tiles
+        times = [graph_us(run, 10) for run in runs]
+        name = "/".join(map(str, astuple(tiles)))
+        print(f"{name:24}" + "".join(f"{time:12.1f}" for time in times), flush=True)
         yield {"tiles": name, **dict(zip(names, times, strict=True))}
 
 
@@ -145,16 +153,21 @@ def _verify(case: Case) -> Run:
     uses = state.uses(range(num))
     batches = []
     slots = torch.arange(num, device=DEVICE)
+    vocabulary = None
+    if case.kind == "reduced":
+        vocabulary = torch.randperm(VOCAB_SIZE, device=DEVICE)[:32768].sort().values
     for _ in range(SETS if num < 100 else 2):
         logits = _logits(case, num * (case.drafts + 1))
         drafts = logits.view(num, case.drafts + 1, VOCAB_SIZE)[:, : case.drafts].argmax(-1)
         probs = None
         if Uses.SAMPLING in uses and case.drafts:
             judged = logits.view(num, case.drafts + 1, VOCAB_SIZE)[:, : case.drafts]
+            if vocabulary is not None:
+                judged = judged[..., vocabulary]
+                drafts = vocabulary[judged.argmax(-1)]
             probs = (judged * 1.3).softmax(-1)  # too sure of itself: some are refused
-        rows = SampleRows.build(
-            slots, slots + 512, drafts, torch.full_like(slots, case.drafts), slots < 0, probs
-        )
+        lengths = torch.full_like(slots, case.drafts)
+        rows = SampleRows.build(slots, slots + 512, drafts, lengths, slots < 0, probs, vocabulary)
         batches.append((logits, rows))
 
     def run(number: int) -> None:

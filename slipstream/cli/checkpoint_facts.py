@@ -64,9 +64,10 @@ def read_facts(name: str) -> CheckpointFacts:
     """Raises CheckpointError for what is no checkpoint, or of an architecture that is not known."""
     from slipstream.models.catalogue import read_decoder_config
     from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
+    from slipstream.speculative.mask_token import MASK_TOKEN_KEYS
 
     checkpoint = Checkpoint(resolve_checkpoint(name))
-    config = read_decoder_config(checkpoint)
+    config = read_decoder_config(checkpoint, MASK_TOKEN_KEYS)
     entries = checkpoint.entries.values() if checkpoint.has_weights else ()
     return CheckpointFacts(
         checkpoint,

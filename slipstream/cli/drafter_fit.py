@@ -55,7 +55,20 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
             f"it reads {ours} tokens and the target {theirs}: longer requests run without drafts "
             f"beyond {ours}"
         )
+    notes.extend(_parallel_note(draft))
     return Fit(tuple(problems), tuple(notes), share)
+
+
+def _parallel_note(draft: CheckpointFacts) -> list[str]:
+    from slipstream.speculative.mask_token import drafts_in_parallel, read_mask_token
+
+    if not drafts_in_parallel(draft.checkpoint.config):
+        return []
+    mask = read_mask_token(draft.checkpoint)
+    return [
+        "it gives all draft tokens from one pass (method pard), with mask token "
+        f"{'unknown: give pard_token' if mask.token_id is None else mask.token_id}"
+    ]
 
 
 def _vocabulary_problem(draft: CheckpointFacts, target: CheckpointFacts) -> str | None:

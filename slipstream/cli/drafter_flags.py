@@ -10,7 +10,8 @@ from slipstream.core.errors import UsageError
 
 DEMO, DEMO_DRAFT = "demo", "demo/draft"
 _DEMO_TOKENS = 4
-_NGRAM = "ngram"  # a method and not a checkpoint, wherever a drafter is named
+# Methods and not checkpoints, wherever a drafter is named.
+_WITHOUT_MODEL = ("ngram", "suffix")
 
 _PANEL = "Drafting"
 
@@ -24,7 +25,7 @@ class DrafterFlags:
         typer.Option(
             "--drafter",
             "--spec-model",
-            help="The draft model's checkpoint, or ngram. [demo/draft for the demo]",
+            help="The draft model's checkpoint, ngram or suffix. [demo/draft for the demo]",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -40,7 +41,11 @@ class DrafterFlags:
     ] = None
     spec_method: Annotated[
         str | None,
-        typer.Option(help="draft_model or ngram. [found from the drafter]", rich_help_panel=_PANEL),
+        typer.Option(
+            help="draft_model, pard, medusa, mlp_speculator, ngram, suffix or custom. "
+            "[found from the drafter]",
+            rich_help_panel=_PANEL,
+        ),
     ] = None
     drafter_quantization: Annotated[
         str | None,
@@ -78,8 +83,8 @@ class DrafterFlags:
         if self.speculative_config is not None:
             return read_object("--speculative-config", self.speculative_config)
         names = {"method": self.spec_method, "model": self.drafter}
-        if self.drafter == _NGRAM and self.spec_method in (None, _NGRAM):
-            names = {"method": _NGRAM, "model": None}
+        if self.drafter in _WITHOUT_MODEL and self.spec_method in (None, self.drafter):
+            names = {"method": self.drafter, "model": None}
         if self.drafter is None and self.spec_method is None and model == DEMO:
             names["model"] = DEMO_DRAFT
         config: dict[str, Any] = {key: name for key, name in names.items() if name is not None}

@@ -54,9 +54,14 @@ def resolve_dtype(config: EngineConfig, checkpoint_dtype: torch.dtype) -> torch.
 
 
 def require_precision(config: EngineConfig, device: torch.device) -> None:
-    """Raise UsageError for matrices that the device cannot multiply by."""
+    """Raise UsageError for matrices that the device cannot multiply by, or not as asked."""
     if config.quantization is not None:
         require_quantization(device, "quantization")
+        if config.batch_invariant:
+            raise UsageError(
+                "batch_invariant does not hold for fp8 matrices: tensor cores round sums of e4m3 "
+                "by the shape of a tile; leave out batch_invariant or quantization"
+            )
     if _drafter_quantization(config) is not None:
         require_quantization(device, "drafter quantization")
 

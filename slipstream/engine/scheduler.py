@@ -53,8 +53,8 @@ class Scheduler:
     first goes first: when blocks run out, the running request that arrived last gives its blocks
     up and waits again, so the earliest one always gets on.
 
-    Every `schedule` is followed by the `commit` of its batch, with `schedule_ahead` between the two
-    at most once; `finish`, `abort` and `add` may come at any time, also between them.
+    Every `schedule` is followed by the `commit` or `retract` of its batch, with `schedule_ahead`
+    between the two at most once; `finish`, `abort` and `add` may come at any time, also between.
     """
 
     def __init__(self, limits: StepLimits, block_manager: BlockManager) -> None:
@@ -181,6 +181,13 @@ class Scheduler:
         for item in ahead:
             item.request.steps_in_flight += 1
         return Batch(tuple(ahead))
+
+    def retract(self, batch: Batch) -> None:
+        """A planned step is not run after all; whoever got a place in it waits for one anew."""
+        for item in batch.requests:
+            item.request.steps_in_flight -= 1
+            if item.admitted:
+                self._preempt(item.request)
 
     def _secure_known_tokens(self) -> list[Request]:
         """Make every running request's table cover its known tokens; who had to be preempted.

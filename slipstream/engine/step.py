@@ -99,7 +99,11 @@ class Step:
         for item in batch.requests:
             if item.admitted:
                 self._sampling.admit(item.request.slot, item.request)
-        plan = self._plan(batch)
+        try:
+            plan = self._plan(batch)
+        except BaseException:  # of a user's drafter, say
+            self._scheduler.retract(batch)
+            raise
         outcome, padded = self._run(batch, plan)
         numbers = outcome.numbers[: len(batch.requests)]
         if any(item.is_prompt_chunk for item in batch.requests):

@@ -55,11 +55,18 @@ class PaddedRows:
 class ExpandRowsOp(Protocol):
     """`most` rows for each request: lengths[r] from position starts[r] on, then padding.
 
-    slots, starts, lengths [R] int64; T = R * most.
+    slots, starts, lengths [R] int64; T = R * most. With a `mask_token` the rows behind the known
+    tokens hold that in place of what `token_ids` has there.
     """
 
     def __call__(
-        self, tables: RequestTables, slots: Tensor, starts: Tensor, lengths: Tensor, most: int
+        self,
+        tables: RequestTables,
+        slots: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        most: int,
+        mask_token: int | None = None,
     ) -> PaddedRows: ...
 
 

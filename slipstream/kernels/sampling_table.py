@@ -128,3 +128,8 @@ def sampling_ops_for(device: torch.device) -> SamplingOps | None:
     from slipstream.kernels.triton.sampling import SAMPLING
 
     return SAMPLING
+
+
+def reads_are_free(device: torch.device) -> bool:
+    """Whether the host may look at numbers on `device` without waiting for it."""
+    return device.type == "cpu"

@@ -29,6 +29,8 @@ class AttentionInputs:
             for how many programs to start: results do not depend on it.
         max_context: no request has a longer context, as far as the host knows; None if it does not.
             A hint like `max_rows`.
+        first_seen: cached tokens before this one are seen by no row: nothing has been stored there
+            (but the numbers there are finite).
     """
 
     query_start: Tensor
@@ -38,6 +40,7 @@ class AttentionInputs:
     slots: Tensor
     max_rows: int | None = None
     max_context: int | None = None
+    first_seen: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,10 +168,12 @@ class Ops:
 
 
 @functools.cache
-def ops_for(device: torch.device, batch_invariant: bool = False) -> Ops:
+def ops_for(device: torch.device, batch_invariant: bool = False, drafts: bool = False) -> Ops:
     """The fastest column that serves `device`.
 
     Args:
+        drafts: for a drafter, whose bits may depend on the number of rows, since what it says is
+            verified.
         batch_invariant: the fastest of those whose rows' bits depend on nothing beside the row.
             The reference column does not promise that: torch picks a matmul by its row count.
     """
@@ -176,6 +181,8 @@ def ops_for(device: torch.device, batch_invariant: bool = False) -> Ops:
 
     if not runs_triton(device):
         return REFERENCE
-    from slipstream.kernels.triton import TRITON, TRITON_INVARIANT
+    from slipstream.kernels.triton import TRITON, TRITON_DRAFTING, TRITON_INVARIANT
 
-    return TRITON_INVARIANT if batch_invariant else TRITON
+    if batch_invariant:
+        return TRITON_INVARIANT
+    return TRITON_DRAFTING if drafts else TRITON

@@ -14,6 +14,10 @@ class Embedding:
     def __init__(self, source: ParameterSource, name: str, vocab_size: int, width: int) -> None:
         self.weight = source.table([Part(f"{name}.weight", vocab_size)], width)
 
+    def renumber(self, token_ids: Tensor) -> None:
+        """From now on id i stands for what token_ids[i] stood for; the weight is a new one."""
+        self.weight = self.weight[token_ids]
+
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] int32 or int64 -> [T, width]."""
         return F.embedding(token_ids, self.weight)

@@ -1,12 +1,12 @@
 """Which architectures there are, and reading the config of any of them."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, cast
 
 from slipstream.core.errors import CheckpointError
 from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.config_reader import ConfigReader
+from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig, InvalidSizesError
 
 # A new architecture is one file and one line here.
@@ -18,16 +18,22 @@ ARCHITECTURES: Final = {
 }
 
 
-def read_decoder_config(source: Checkpoint | Mapping[str, Any]) -> DecoderConfig:
+def read_decoder_config(
+    source: Checkpoint | Mapping[str, Any], read_elsewhere: Collection[str] = ()
+) -> DecoderConfig:
     """The network that a checkpoint, or the content of a config.json, describes.
 
     Raises CheckpointError for an architecture that is not supported and for every key that is
     missing, of the wrong type, not supported or unknown.
+
+    Args:
+        read_elsewhere: keys that leave the network as it is and that somebody else heeds.
     """
+    harmless = HARMLESS_KEYS.union(read_elsewhere)
     if isinstance(source, Checkpoint):
-        reader = ConfigReader(_with_dtype(source), source.config_file)
+        reader = ConfigReader(_with_dtype(source), source.config_file, harmless=harmless)
     else:
-        reader = ConfigReader(source, "config.json")
+        reader = ConfigReader(source, "config.json", harmless=harmless)
     config = decoder_config(reader)
     reader.finish()
     return config

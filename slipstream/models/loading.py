@@ -66,6 +66,7 @@ class LoadOptions:
         seed: of random weights.
         quantization: "fp8" rounds the matrices; None leaves them.
         batch_invariant: no row of a result may depend on the rows beside it.
+        drafts: this is a drafter's network, whose bits nobody depends on.
         twin_of: the target that a twin is a part of, or is.
         progress_bar: shows how the reading goes on.
         memory_check: is asked before anything is allocated.
@@ -78,14 +79,22 @@ class LoadOptions:
     seed: int = 0
     quantization: str | None = None
     batch_invariant: bool = False
+    drafts: bool = False
     twin_of: DecoderConfig | None = None
     progress_bar: ProgressBar = no_progress_bar
     memory_check: MemoryCheck = no_memory_check
 
 
-def load_decoder(checkpoint: Checkpoint, options: LoadOptions) -> Decoder:
-    """Build the network that `checkpoint` describes, with its weights."""
-    config = read_decoder_config(checkpoint)
+def load_decoder(
+    checkpoint: Checkpoint, options: LoadOptions, config: DecoderConfig | None = None
+) -> Decoder:
+    """Build the network that `checkpoint` describes, with its weights.
+
+    Args:
+        config: of the checkpoint, from who had to read it with more keys; None reads it here.
+    """
+    if config is None:
+        config = read_decoder_config(checkpoint)
     size = weight_bytes(config, options.dtype, options.quantization)
     rounded = None if options.quantization else weight_bytes(config, options.dtype, FLOAT8)
     options.memory_check(checkpoint.path.name, size, rounded)
@@ -108,7 +117,7 @@ def load_decoder(checkpoint: Checkpoint, options: LoadOptions) -> Decoder:
 
 
 def _build(config: DecoderConfig, tensors: TensorSource, options: LoadOptions) -> Decoder:
-    ops = ops_for(options.device, options.batch_invariant)
+    ops = ops_for(options.device, options.batch_invariant, options.drafts)
     source = in_precision(tensors, options.quantization)
     return Decoder(ops, source, config, options.max_positions)
 

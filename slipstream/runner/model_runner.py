@@ -29,6 +29,7 @@ class Rows:
             rows are laid out exactly.
         most: every request gets this many rows, of which those behind `lengths` write nothing and
             mean nothing; None lays out exactly `lengths`, for which the host waits.
+        mask_token: what rows behind the known tokens hold; None: what stands in the state.
     """
 
     slots: Tensor
@@ -36,6 +37,7 @@ class Rows:
     lengths: Tensor
     most: int | None
     rereads: Tensor | None = None
+    mask_token: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +71,14 @@ class Forward:
         first = self.last_row + 1 - counts
         return self.hidden[first[request] + place]
 
+    def tails(self, counts: Tensor, width: int) -> Tensor:
+        """[R, width, hidden_size]: the last counts[r] rows of each request, of which there are at
+        most `width`; behind them, some row or other."""
+        place = torch.arange(width, device=counts.device)
+        first = self.last_row + 1 - counts
+        rows = torch.minimum(first.unsqueeze(1) + place, self.last_row.unsqueeze(1))
+        return self.hidden[rows]
+
 
 class ModelRunner:
     """Expands requests to flat rows, runs the network, and turns hidden states into logits.
@@ -96,7 +106,9 @@ class ModelRunner:
         """Compute `rows`, whose ids stand in the device state, and write their keys and values."""
         if rows.most is None:
             return self._exact(rows)
-        padded = self._expand(self._state.tables, rows.slots, rows.starts, rows.lengths, rows.most)
+        padded = self._expand(
+            self._state.tables, rows.slots, rows.starts, rows.lengths, rows.most, rows.mask_token
+        )
         hidden, streams = self._pass(padded.token_ids, padded.inputs)
         return Forward(hidden, padded.first_row, padded.last_row, (), streams)
 
@@ -125,7 +137,10 @@ class ModelRunner:
             slots=places,
             max_rows=max(end - start for start, end in pairwise(row_starts)),
         )
-        hidden, streams = self._pass(state.token_ids[slots, positions], inputs)
+        token_ids = state.token_ids[slots, positions]
+        if rows.mask_token is not None:
+            token_ids = token_ids.masked_fill(positions >= state.num_tokens[slots], rows.mask_token)
+        hidden, streams = self._pass(token_ids, inputs)
         last_row = (query_start[1:] - 1).clamp_min(0)
         return Forward(hidden, query_start[:-1], last_row, row_starts, streams)
 

@@ -91,6 +91,10 @@ class SamplingState:
             self.num_output_tokens,
             self.num_prompt_tokens,
         ) = self.ints.unbind(1)
+        # Slots that nobody had yet (padding) are greedy and need nothing.
+        self.top_p.fill_(1.0)
+        self.repetition_penalty.fill_(1.0)
+        self.top_k.fill_(vocab_size)
         shape = (max_num_seqs, FEWEST_STOP_IDS)
         self.stop_ids = torch.full(shape, -1, dtype=torch.int64, device=device)
         self.output_counts: Tensor | None = None

@@ -1,7 +1,12 @@
-"""The thresholds of top_k and top_p: found exactly, and at a cost known from shapes alone."""
+"""The thresholds of top_k and top_p, found exactly.
+
+On devices that work on their own the cost follows from shapes alone, and nothing waits for them.
+"""
 
 import torch
 from torch import Tensor
+
+from slipstream.kernels.sampling_table import reads_are_free
 
 # top_p counts probability in integers, so that sums are exact in any order and on any device:
 # 2^43 units for the most probable token leave room for 2^20 tokens in an int64.
@@ -10,6 +15,8 @@ MASS_UNITS = 2.0**43
 DIGIT_BITS = 11
 DIGITS = 1 << DIGIT_BITS
 NUM_DIGITS = 3
+# How many of the largest values are looked at first where looking costs nothing.
+FEW_LARGEST = (128, 4096)
 
 
 def kth_largest(logits: Tensor, top_k: Tensor) -> Tensor:
@@ -17,7 +24,7 @@ def kth_largest(logits: Tensor, top_k: Tensor) -> Tensor:
     vocab_size = logits.shape[-1]
     restricts = (top_k > 0) & (top_k < vocab_size)
     one = torch.ones_like(logits, dtype=torch.int64)
-    threshold = _search(logits, one, top_k.clamp(1, vocab_size).unsqueeze(-1))
+    threshold = _search(logits, one, torch.where(restricts, top_k, 1).unsqueeze(-1))
     return torch.where(restricts.unsqueeze(-1), threshold, -torch.inf)
 
 
@@ -27,9 +34,10 @@ def nucleus_threshold(weights: Tensor, top_p: Tensor) -> Tensor:
     For weights [N, V] in [0, 1].
     """
     mass = (weights * MASS_UNITS).to(torch.int64)
-    wanted = (mass.sum(-1, keepdim=True) * top_p.double().unsqueeze(-1)).ceil_().to(torch.int64)
-    threshold = _search(weights, mass, wanted)
-    return torch.where(top_p.unsqueeze(-1) < 1, threshold, 0.0)
+    restricts = top_p.unsqueeze(-1) < 1
+    share = torch.where(restricts, top_p.unsqueeze(-1), 0.0).double()
+    wanted = (mass.sum(-1, keepdim=True) * share).ceil_().to(torch.int64)
+    return torch.where(restricts, _search(weights, mass, wanted), 0.0)
 
 
 def _search(values: Tensor, mass: Tensor, wanted: Tensor) -> Tensor:
@@ -41,8 +49,13 @@ def _search(values: Tensor, mass: Tensor, wanted: Tensor) -> Tensor:
         wanted: [N, 1] int64, at most the whole mass of the row.
 
     Returns:
-        [N, 1] float32; any number not above the smallest value where nothing is wanted.
+        [N, 1] float32, without meaning where nothing is wanted.
     """
+    if reads_are_free(values.device):
+        for count in FEW_LARGEST:
+            found = _search_largest(values, mass, wanted, count)
+            if found is not None:
+                return found
     if values.shape[-1] <= DIGITS:  # a histogram would be larger than what it counts
         return _search_order(values, mass, wanted)
     return _search_bits(values, mass, wanted)
@@ -54,6 +67,15 @@ def _search_order(values: Tensor, mass: Tensor, wanted: Tensor) -> Tensor:
     # The first that reaches it may stand among its equals: those before it have not reached it.
     place = (~reached).sum(-1, keepdim=True).clamp_max_(values.shape[-1] - 1)
     return ordered.gather(-1, place)
+
+
+def _search_largest(values: Tensor, mass: Tensor, wanted: Tensor, count: int) -> Tensor | None:
+    """The same among the `count` largest; None where these do not have the mass in some row."""
+    ordered, index = torch.topk(values, min(count, values.shape[-1]))
+    reached = mass.gather(-1, index).cumsum_(-1) >= wanted
+    if not reached[:, -1].all():
+        return None
+    return ordered.gather(-1, (~reached).sum(-1, keepdim=True))
 
 
 def _search_bits(values: Tensor, mass: Tensor, wanted: Tensor) -> Tensor:

@@ -5,14 +5,20 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.speculative.drafter import LoadedDrafter, NoDrafter
+from slipstream.speculative.mask_token import drafts_in_parallel
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.verification_options import read_verification
 
 METHODS = {
     "draft_model": "slipstream.speculative.draft_model",
     "ngram": "slipstream.speculative.ngram",
+    "pard": "slipstream.speculative.pard",
+    "suffix": "slipstream.speculative.suffix",
+    "custom": "slipstream.speculative.custom",
+    "custom_class": "slipstream.speculative.custom",
     "medusa": "slipstream.speculative.medusa",
     "mlp_speculator": "slipstream.speculative.mlp_speculator",
 }
@@ -75,12 +81,30 @@ def _method(options: Options) -> str:
             f"speculative_config needs method (one of {', '.join(METHODS)}) or model, the "
             "drafter's checkpoint"
         )
-    name = name or (model if model in METHODS else "draft_model")
+    name = name or (model if model in METHODS else _recognised(options))
+    if name == "draft_model" and options.peek("parallel_drafting") is True:
+        name = "pard"
     if name not in METHODS:
         raise UsageError(
             f"speculative_config: unknown method {name!r}; known methods: {', '.join(METHODS)}"
         )
     return name
+
+
+def _recognised(options: Options) -> str:
+    """The method of a checkpoint, by its config.json and the other keys."""
+    model, revision = options.peek("model"), options.peek("revision")
+    if options.peek("pard_token") is not None:
+        return "pard"
+    if options.peek("num_speculative_tokens") == 0 or options.peek("parallel_drafting") is False:
+        return "draft_model"
+    if not isinstance(model, str):
+        return "draft_model"
+    try:
+        config = Checkpoint(resolve_checkpoint(model, revision)).config
+    except (CheckpointError, UsageError):  # whoever loads it says what is wrong
+        return "draft_model"
+    return "pard" if drafts_in_parallel(config) else "draft_model"
 
 
 def _num_speculative_tokens(options: Options) -> int:

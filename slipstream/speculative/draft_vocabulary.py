@@ -5,7 +5,7 @@ reads less, and the output stays exact: q is what was sampled from, and is 0 els
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,26 +41,34 @@ def read_draft_vocabulary(options: Options) -> DraftVocabularyConfig | None:
 
 
 def choose_draft_vocabulary(
-    config: DraftVocabularyConfig, target: Path, num_legal_tokens: int
+    config: DraftVocabularyConfig,
+    target: Path,
+    num_legal_tokens: int,
+    shared: Collection[int] | None = None,
 ) -> list[int]:
-    """The chosen token ids, rising; the target's end tokens are always among them.
+    """The chosen token ids, rising; the target's end tokens are among them where they can be.
+
+    Args:
+        shared: the only ones that the drafter has; None is all.
 
     Raises:
         UsageError: the text cannot be read, or the size is larger than the vocabulary.
     """
-    if config.size > num_legal_tokens:
+    legal = range(num_legal_tokens) if shared is None else sorted(shared)
+    if config.size > len(legal):
+        of_both = "" if shared is None else " that target and drafter have in common"
         raise UsageError(
             f"speculative_config: draft_vocab_size ({config.size}) is larger than the vocabulary "
-            f"of {num_legal_tokens}; leave it out to draft over the whole vocabulary"
+            f"of {len(legal)}{of_both}; leave it out to draft over the whole vocabulary"
         )
-    ends = [token for token in Checkpoint(target).eos_token_ids if token < num_legal_tokens]
+    allowed = frozenset(legal)
     common = [] if config.text is None else _commonest(config.text, target)
-    candidates = dict.fromkeys((*ends, *common, *range(num_legal_tokens)))
-    return sorted(_first(candidates, config.size, num_legal_tokens))
+    candidates = dict.fromkeys((*Checkpoint(target).eos_token_ids, *common, *legal))
+    return sorted(_first(candidates, config.size, allowed))
 
 
-def _first(candidates: Iterable[int], size: int, limit: int) -> list[int]:
-    return [token for token in candidates if token < limit][:size]
+def _first(candidates: Iterable[int], size: int, allowed: Collection[int]) -> list[int]:
+    return [token for token in candidates if token in allowed][:size]
 
 
 def _commonest(text: Path, target: Path) -> list[int]:

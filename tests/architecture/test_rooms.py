@@ -14,6 +14,8 @@ ROOT = Path(slipstream.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.py"))
 # Where the names of drafting methods may stand, besides the command line's help.
 METHOD_ROOMS = {"speculative", "cli", "train"}
+# Methods whose names are words: other names may begin with them.
+WORDS = {"suffix", "custom"}
 DEVICE_ROOMS = {"kernels", "runner"}
 
 
@@ -51,7 +53,8 @@ def code_strings(file: Path) -> Iterator[str]:
 
 
 def test_method_names_stay_in_their_rooms() -> None:
-    names = re.compile(rf"^({'|'.join([*METHODS, 'eagle', 'medusa', 'pard'])})", re.IGNORECASE)
+    prefixes = [*(METHODS.keys() - WORDS), "eagle", "medusa", "pard"]
+    names = re.compile(rf"^({'|'.join(prefixes)}|({'|'.join(WORDS)})$)", re.IGNORECASE)
     leaking = [
         file
         for file in SOURCES
@@ -79,7 +82,9 @@ def test_no_file_is_called_utils() -> None:
 @pytest.mark.parametrize("file", SOURCES, ids=named(SOURCES))
 def test_files_and_functions_stay_readable(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= 400
-    long = [f.name for f in functions(file) if (f.end_lineno or 0) - f.lineno >= 60]
+    # A kernel's arguments alone take ten lines, and it cannot return early from a part of itself.
+    most = 80 if "triton" in file.parts else 60
+    long = [f.name for f in functions(file) if (f.end_lineno or 0) - f.lineno >= most]
     assert long == []
 
 

@@ -90,3 +90,14 @@ def test_an_unknown_architecture(slipstream: CommandLine, tmp_path: Path) -> Non
     assert ran.code == 1
     assert "GPT9" in ran.err
     assert ran.err.count("\n") == 1
+
+
+def test_a_parallel_drafter_is_told_from_a_draft_model(
+    slipstream: CommandLine, tiny_target: str, tmp_path: Path
+) -> None:
+    parallel = write_qwen3(tmp_path / "pard", keep_layers=1, spd_type="pard", pard_token=90)
+    chain = write_qwen3(tmp_path / "chain", keep_layers=1)
+    ran = slipstream("inspect", str(parallel), "--target", tiny_target)
+    assert ran.code == 0
+    assert "all draft tokens from one pass (method pard), with mask token 90" in ran.out
+    assert "method pard" not in slipstream("inspect", str(chain), "--target", tiny_target).out

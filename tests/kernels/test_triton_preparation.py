@@ -1,4 +1,5 @@
 """Batch preparation and suffix lookup in Triton do what their plain torch references do."""
+# ruff: noqa: E402  (what is imported first decides whether kernels are interpreted)
 
 import os
 from dataclasses import replace
@@ -35,10 +36,7 @@ def make_tables(seed: int = 0) -> RequestTables:
         token_ids=torch.randint(0, 90, (SLOTS, LENGTH + 1), generator=generator).int().to(DEVICE),
         num_tokens=num_tokens.to(DEVICE),
         num_computed=(num_tokens - 1).clamp_min(0).to(DEVICE),
-        block_tables=torch.randperm(SLOTS * 6, generator=generator)
-        .view(SLOTS, 6)
-        .int()
-        .to(DEVICE),
+        block_tables=torch.randperm(SLOTS * 6, generator=generator).view(SLOTS, 6).int().to(DEVICE),
         block_size=BLOCK,
     )
 
@@ -65,12 +63,19 @@ def assert_same_tables(ours: RequestTables, theirs: RequestTables) -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 5, 9])
 @pytest.mark.parametrize("slots", [(3,), (2, 0, 5, 1), (4, 1, PADDING, PADDING)])
-def test_rows_are_expanded_as_by_the_reference(most: int, slots: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("mask_token", [None, 0, 1, 151_670])
+def test_rows_are_expanded_as_by_the_reference(
+    most: int, slots: tuple[int, ...], mask_token: int | None
+) -> None:
     tables, where = make_tables(), on_device(*slots)
     starts = tables.num_computed[where]
     lengths = torch.arange(len(slots), device=DEVICE) % (most + 1)
-    ours = TRITON.expand_rows(tables, where, starts, lengths, most)
-    theirs = REFERENCE.expand_rows(tables, where, starts, lengths, most)
+    ours = TRITON.expand_rows(tables, where, starts, lengths, most, mask_token)
+    theirs = REFERENCE.expand_rows(tables, where, starts, lengths, most, mask_token)
+    assert ours.token_ids.dtype == theirs.token_ids.dtype == torch.int32
+    if mask_token is not None:  # all rows but the last known token's
+        known = tables.num_tokens[where].repeat_interleave(most)
+        assert ours.token_ids[ours.inputs.positions >= known].eq(mask_token).all()
     assert torch.equal(ours.token_ids, theirs.token_ids)
     assert torch.equal(ours.first_row, theirs.first_row)
     assert torch.equal(ours.last_row, theirs.last_row)

@@ -14,14 +14,8 @@ from tests.padded_steps import use_padded_steps
 
 AXES: dict[str, list[Any]] = {
     "drafter": [
-        "draft_model",
-        "self",
-        "subset",
-        "medusa",
-        "mlp_speculator",
-        "ngram",
-        "perfect",
-        "wrong",
+        *("draft_model", "self", "subset", "pard", "medusa", "mlp_speculator"),
+        *("ngram", "suffix", "custom", "perfect", "wrong"),
     ],
     "k": [1, 3, 7],
     "batch": [1, 8],
@@ -88,9 +82,12 @@ def speculative_config(case: Case, target: str, draft: str) -> dict[str, Any]:
         "draft_model": {"model": draft},
         "self": {"model": target},
         "subset": {"model": draft, "draft_vocab_size": 60},
+        "pard": {"method": "pard", "model": draft, "pard_token": 90},
         "medusa": {"method": "medusa", "model": medusa_for(target)},
         "mlp_speculator": {"method": "mlp_speculator", "model": mlp_for(target)},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+        "suffix": {"method": "suffix", "suffix_decoding_max_spec_factor": 3},
+        "custom": {"method": "custom", "model": "tests.user_drafters:LastFollower"},
         "perfect": {"method": "fake", "model": "perfect"},
         "wrong": {"method": "fake", "model": "wrong"},
     }

@@ -46,11 +46,20 @@ CASES: dict[str, dict[str, Any]] = {
     "draft_model": {"drafter": "draft"},
     "greedy_drafts": {"drafter": "draft", "draft_sample_method": "greedy"},
     "subset": {"drafter": "draft", "draft_vocab_size": 4},
+    "pard": {"drafter": "draft", "parallel_drafting": True, "pard_token": 3},
+    "greedy_pard": {
+        "drafter": "draft",
+        "parallel_drafting": True,
+        "pard_token": 3,
+        "draft_sample_method": "greedy",
+    },
     "medusa": {"drafter": "medusa"},
     "mlp_speculator": {"drafter": "mlp_speculator"},
     "mapped_medusa": {"drafter": "mapped_medusa"},
     "greedy_medusa": {"drafter": "medusa", "draft_sample_method": "greedy"},
     "ngram": {"drafter": "ngram"},
+    "suffix": {"drafter": "suffix"},
+    "custom": {"drafter": "custom"},
     "truncated": {"drafter": "draft", "params": {"temperature": 0.7, "top_p": 0.9}},
     "penalties": {
         "drafter": "draft",
@@ -87,12 +96,13 @@ def draw(
         "mapped_medusa": {"method": "medusa", "model": mapped_medusa_for(target)},
         "mlp_speculator": {"method": "mlp_speculator", "model": mlp_for(target)},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
+        "suffix": {"method": "suffix"},
+        "custom": {"method": "custom", "model": "tests.user_drafters:LastFollower"},
     }[case["drafter"]]
     if speculative is not None:
         speculative["num_speculative_tokens"] = 2
-        for key in ("draft_sample_method", "draft_vocab_size"):
-            if key in case:
-                speculative[key] = case[key]
+        options = {key: case[key] for key in case if key not in ("drafter", "params")}
+        speculative |= options
     llm = LLM(target, speculative_config=speculative, skip_tokenizer_init=True, num_kv_blocks=300)
     sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True, **params)
     outputs = llm.generate([{"prompt_token_ids": PROMPT}] * SAMPLES, sampling)

@@ -220,6 +220,21 @@ def test_committed_tokens_equal_a_fresh_admission() -> None:
     assert state.output_counts[users[0], 2] == 2
 
 
+def test_slots_that_were_never_used_change_nothing() -> None:
+    state = SamplingState(2, VOCAB, "cpu")
+    state.admit(0, make_request([1, 2], [3, 3], **PROCESSED["everything"]))
+    slot = torch.tensor([1])
+    rows = SampleRows.build(slot, slot, slot.view(1, 1), slot, slot > 0)
+    logits = torch.randn(2, VOCAB)
+    uses = state.uses([0]) - {Uses.BAD_WORDS}
+    out = process(logits, rows, state, uses)
+    assert torch.equal(out.view(torch.int32), logits.view(torch.int32))
+    assert state.temperature[1] == 0
+    ones = torch.ones(2)
+    kept = (state.top_k[[1, 1]], state.top_p[[1, 1]], state.min_p[[1, 1]])
+    torch.testing.assert_close(probabilities(logits, ones, *kept), logits.softmax(-1))
+
+
 @pytest.mark.parametrize("released", [False, True])
 def test_a_slot_is_reused(released: bool) -> None:
     state = SamplingState(2, VOCAB, "cpu")
@@ -416,13 +431,20 @@ def test_both_searches_agree(spread: float, share: float) -> None:
         by_bits = thresholds._search_bits(values, masses, wanted)
         by_order = thresholds._search_order(values, masses, wanted)
         assert torch.equal(by_bits, by_order)
+        for count in (1, 40, 4000, 9000):
+            by_largest = thresholds._search_largest(values, masses, wanted, count)
+            enough = (masses * (values >= by_bits)).count_nonzero(-1).max() <= count
+            assert by_largest is not None or not enough
+            assert by_largest is None or torch.equal(by_bits, by_largest)
         # The definition: enough at the threshold, too little above it.
         assert ((masses * (values >= by_bits)).sum(-1, keepdim=True) >= wanted).all()
         assert ((masses * (values > by_bits)).sum(-1, keepdim=True) < wanted).all()
 
 
+@pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("vocab_size", [5, 1000, 2048, 2049, 7001])
-def test_the_kth_largest(vocab_size: int) -> None:
+def test_the_kth_largest(monkeypatch: pytest.MonkeyPatch, vocab_size: int, waits: bool) -> None:
+    monkeypatch.setattr(thresholds, "reads_are_free", lambda device: waits)
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(40, vocab_size, generator=generator)
     logits[::2] = (logits[::2] * 2).round()
@@ -432,6 +454,23 @@ def test_the_kth_largest(vocab_size: int) -> None:
     ordered = logits.sort(-1, descending=True).values
     for row, k in enumerate(top_k.tolist()):
         assert got[row] == (ordered[row, k - 1] if 0 < k < vocab_size else -INF)
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, 3000])
+def test_looking_at_numbers_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, vocab_size: int
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    for spread in (0.01, 1.0, 4.0):
+        logits = torch.randn(6, vocab_size, generator=generator) * spread
+        top_k, top_p = torch.tensor([0, 3, 200, 0, 50, 2900]), torch.full((6,), 0.9)
+        top_p[:2] = 1.0
+        arguments = (logits, torch.ones(6), top_k, top_p, torch.zeros(6))
+        found = []
+        for free in (True, False):
+            monkeypatch.setattr(thresholds, "reads_are_free", lambda device, free=free: free)
+            found.append(probabilities(*arguments))
+        assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB, 3000])

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.sampling import state as state_module
-from slipstream.sampling import verification
+from slipstream.sampling import thresholds, verification
 from slipstream.sampling.logits import probabilities, process
 from slipstream.sampling.noise import NoiseKeys, Purpose, gumbel
 from slipstream.sampling.rows import SampleRows
@@ -409,8 +409,11 @@ HOWS = [LOSSLESS, Verification(True), Verification(synthetic_rates=(0.5, 0.2))]
 
 @pytest.mark.parametrize("vocab_size", [VOCAB, 40_000])  # two ways to search for thresholds
 @pytest.mark.parametrize("how", HOWS, ids=["lossless", "fp64", "synthetic"])
-def test_nothing_waits_for_the_device(vocab_size: int, how: Verification) -> None:
+def test_nothing_waits_for_the_device(
+    monkeypatch: pytest.MonkeyPatch, vocab_size: int, how: Verification
+) -> None:
     """Fake tensors have no values: whatever asks for one, or for a shape that needs one, fails."""
+    monkeypatch.setattr(thresholds, "reads_are_free", lambda device: False)
     for chosen in CHOICES:
         for one_row in (False, True):
             state = make_state(chosen, vocab_size)
@@ -420,6 +423,7 @@ def test_nothing_waits_for_the_device(vocab_size: int, how: Verification) -> Non
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("vocab_size", [VOCAB, 40_000])
 @pytest.mark.parametrize("how", HOWS, ids=["lossless", "fp64", "synthetic"])

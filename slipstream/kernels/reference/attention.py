@@ -55,6 +55,9 @@ def paged_attention(
             continue
         keys, values = (_gather(pages, inputs.block_tables[request], length) for pages in cache)
         mask = _mask(inputs.positions[rows], length, window)
+        if inputs.first_seen:
+            keys, values = keys[:, inputs.first_seen :], values[:, inputs.first_seen :]
+            mask = None if mask is None else mask[:, inputs.first_seen :]
         out[rows] = _attend(query[rows], keys, values, mask, scale)
     return out
 

@@ -8,7 +8,12 @@ from slipstream.kernels.table import AttentionInputs
 
 
 def expand_rows(
-    tables: RequestTables, slots: Tensor, starts: Tensor, lengths: Tensor, most: int
+    tables: RequestTables,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    most: int,
+    mask_token: int | None = None,
 ) -> PaddedRows:
     row = torch.arange(len(slots) * most, device=slots.device)
     request, offset = row // most, row % most
@@ -26,7 +31,10 @@ def expand_rows(
         max_rows=most,
     )
     last_row = first_row[:-1] + (lengths - 1).clamp_min(0)
-    return PaddedRows(tables.token_ids[row_slots, positions], inputs, first_row[:-1], last_row)
+    token_ids = tables.token_ids[row_slots, positions]
+    if mask_token is not None:
+        token_ids = token_ids.masked_fill(positions >= tables.num_tokens[row_slots], mask_token)
+    return PaddedRows(token_ids, inputs, first_row[:-1], last_row)
 
 
 def advance_drafts(

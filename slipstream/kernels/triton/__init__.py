@@ -10,7 +10,7 @@ from slipstream.kernels.composition import Parts, compose
 from slipstream.kernels.reference import dense
 from slipstream.kernels.table import Ops
 from slipstream.kernels.triton.activation import gated_activation
-from slipstream.kernels.triton.attention import paged_attention
+from slipstream.kernels.triton.attention import attend, paged_attention
 from slipstream.kernels.triton.linear import Linears
 from slipstream.kernels.triton.norm import add_norm, norm
 from slipstream.kernels.triton.rope import rotate_and_store
@@ -33,9 +33,11 @@ def _column(name: str, linears: Linears) -> Ops:
         norm_linear=linears.norm_linear,
         norm_gated_linear=linears.norm_gated_linear,
         add_norm=linears.add_norm,
+        attend=attend,
         logits=linears.logits,
     )
 
 
 TRITON = _column("triton", Linears())
+TRITON_DRAFTING = _column("triton, for drafters", Linears(loose=True))
 TRITON_INVARIANT = _column("triton, batch invariant", Linears(invariant=True))

@@ -4,40 +4,49 @@ The query heads that share a KV head and the rows of one request are folded into
 m = row * groups + head, so that keys are read once for all of them and meet the tensor cores.
 
 A request of at most `SHORT_ROWS` rows is read in splits of its context at fixed tokens
-(`splits.py`), whose folds are combined afterwards; a longer one (a prompt chunk) in one go by
-larger tiles. Which of the two follows from the request's own rows, so a row of a decoding request
-has the same bits alone, in any batch, and with any number of draft rows beside it (up to that
-limit). The host looks at shapes only.
+(`splits.py`), and its queries and keys are normed and rotated by the same kernel; a longer one (a
+prompt chunk) in one go by larger tiles, behind a kernel that rotates and stores. Which of the two
+follows from the request's own rows, so a row of a decoding request has the same bits alone, in any
+batch, and with any number of draft rows beside it (up to that limit). The host looks at shapes
+only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs
-from slipstream.kernels.triton.attention_kernels import chunk_kernel, combine_kernel, split_kernel
-from slipstream.kernels.triton.splits import SMALLEST, most_splits
+from slipstream.kernels.composition import query_key_norms, split_heads
+from slipstream.kernels.table import AttentionInputs, Heads
+from slipstream.kernels.triton.attention_chunk_kernel import chunk_kernel
+from slipstream.kernels.triton.attention_short_kernels import combine_kernel, short_kernel
+from slipstream.kernels.triton.launch import options
+from slipstream.kernels.triton.rope import rotate_and_store
+from slipstream.kernels.triton.splits import GROUP, SMALLEST, most_groups, most_splits
 
 SHORT_ROWS = 16
-# Enough programs to fill the machine some times over; more would mostly find nothing to do.
+# More programs would mostly find nothing to do.
 PROGRAMS = 1024
+# So many programs keep the machine busy: a group of splits goes to one where that leaves as many.
+ENOUGH = 256
+# With dependent launch, tables, positions and the tokens of earlier passes are read before the
+# kernel in front has ended. All of that must have been written before an ordinary launch (one
+# without dependent launch, such as torch's) that stands between: the embedding of a pass does.
+EARLY = True
 COMBINED_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Lines and cached tokens of one tile, and how its kernel is built.
-
-    Triton counts a stage for the block table and one for the keys and values that it leads to, so
-    it takes two more of them (3, 5, 7) to have one more tile of keys on its way.
-    """
+    """Lines and cached tokens of one tile, and how its kernel is built."""
 
     lines: int
     tokens: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,21 +65,71 @@ class Extras:
     sinks: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Layer:
+    """Shapes of a layer, and what its scores go through."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    extras: Extras
+
+    @property
+    def groups(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def block_d(self) -> int:
+        """The tensor cores take 16 columns at a time."""
+        return int(max(16, triton.next_power_of_2(self.head_dim)))
+
+
 PLAIN = Extras()
 
 
-def short_tiles(groups: int, block_d: int, dtype: torch.dtype) -> Tiles:
-    """By the shape of the layer only: 8 rows of a request fit up to 8 heads a KV head."""
+def short_tiles(lines: int, block_d: int, dtype: torch.dtype) -> Tiles:
+    """For requests of at most so many lines.
+
+    A line's bits do not follow from how many there are: up to 32 lines the tensor cores are used in
+    one way (from 64 on in another). They do follow from `tokens`; splits are multiples of it.
+    """
     if dtype == torch.float32:
         return Tiles(16, 32, 4, 1)
-    lines = min(64, max(16, 8 * triton.next_power_of_2(groups)))
-    return Tiles(lines, 64, 4, 5 if block_d <= 128 else 3)
+    lines = min(32, max(16, triton.next_power_of_2(lines)))
+    if block_d <= 128:
+        return Tiles(lines, 64, 4, 3, 168)
+    return Tiles(lines, 64, 8, 2)
 
 
 def chunk_tiles(block_d: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 1)
-    return Tiles(128, 64, 8, 5) if block_d <= 128 else Tiles(64, 64, 4, 3)
+    if block_d > 128:
+        return Tiles(64, 64, 4, 2)
+    # Two programs share a multiprocessor: one multiplies while the other weighs.
+    return Tiles(128, 64, 8, 2, 128)
+
+
+def attend(
+    qkv: Tensor,
+    heads: Heads,
+    inputs: AttentionInputs,
+    cache: tuple[Tensor, Tensor],
+    extras: Extras = PLAIN,
+) -> Tensor:
+    """See `AttendOp`."""
+    layer = Layer(
+        heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale, heads.window, extras
+    )
+    query = None
+    if _most_rows(qkv, inputs) > SHORT_ROWS:
+        # Rows of short requests are stored once more, by their own kernel.
+        norms = query_key_norms(heads)
+        query = rotate_and_store(*split_heads(qkv, heads), norms, heads.cos_sin, inputs, cache)
+        query = query.flatten(-2)
+    return _attention(qkv, query, heads, layer, inputs, cache)
 
 
 def paged_attention(
@@ -81,91 +140,139 @@ def paged_attention(
     window: int | None,
     extras: Extras = PLAIN,
 ) -> Tensor:
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    """Of queries [T, Hq, D] that have been rotated, over keys and values that have been stored."""
+    heads, head_dim = query.shape[1:]
+    layer = Layer(heads, cache[0].shape[2], head_dim, scale, window, extras)
+    assert query[0].is_contiguous()
+    flat = query.flatten(-2)
+    return _attention(flat, flat, None, layer, inputs, cache).view(query.shape)
+
+
+def _attention(
+    source: Tensor,
+    query: Tensor | None,
+    turn: Heads | None,
+    layer: Layer,
+    inputs: AttentionInputs,
+    cache: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Requests of few rows from `source`, to be turned by `turn`, the others from `query`."""
+    shape = (len(source), layer.heads * layer.head_dim)
+    out = torch.empty(shape, dtype=source.dtype, device=source.device)
     if not out.numel():
         return out
     keys, values = cache
-    assert query[0].is_contiguous()
-    assert query.dtype == keys.dtype == values.dtype
+    assert source.dtype == keys.dtype == values.dtype
+    assert source.stride(1) == 1
     assert keys.is_contiguous()
     assert values.is_contiguous()
-    assert SMALLEST % short_tiles(1, 16, query.dtype).tokens == 0, "tiles do not cross splits"
-    most_rows = min(len(query), inputs.max_rows or len(query))
-    _short(query, cache, inputs, scale, window, extras, out, min(most_rows, SHORT_ROWS))
-    if most_rows > SHORT_ROWS:
-        _chunks(query, cache, inputs, scale, window, extras, out)
+    _short(source, turn, layer, inputs, cache, out)
+    if _most_rows(source, inputs) > SHORT_ROWS:
+        assert query is not None
+        _chunks(query, layer, inputs, cache, out)
     return out
 
 
 def _short(
-    query: Tensor,
-    cache: tuple[Tensor, Tensor],
+    source: Tensor,
+    turn: Heads | None,
+    layer: Layer,
     inputs: AttentionInputs,
-    scale: float,
-    window: int | None,
-    extras: Extras,
+    cache: tuple[Tensor, Tensor],
     out: Tensor,
-    most_rows: int,
 ) -> None:
-    """Requests of at most `most_rows` rows: folds of splits, then their combination."""
-    (_, heads, head_dim), (keys, values) = query.shape, cache
-    block_size, kv_heads = keys.shape[1:3]
-    requests, splits = len(inputs.context_lens), most_splits(_most_tokens(inputs, block_size))
-    block_d = _padded(head_dim)
-    tiles = short_tiles(heads // kv_heads, block_d, query.dtype)
-    sizes = (requests, most_rows, heads, splits)
-    part = torch.empty((*sizes, head_dim), dtype=torch.float32, device=query.device)
-    part_largest, part_total = torch.empty((2, *sizes), dtype=torch.float32, device=query.device)
-    pairs = kv_heads * triton.cdiv(most_rows * (heads // kv_heads), tiles.lines)
-    lanes = min(splits, triton.cdiv(PROGRAMS, requests * pairs))
-    split_kernel[(lanes, pairs, requests)](
-        query, keys, values, part, part_largest, part_total, inputs.query_start,
-        inputs.context_lens, inputs.block_tables, inputs.positions, *_mask(extras),
-        query.stride(0), kv_heads * head_dim, inputs.block_tables.stride(0), scale, extras.softcap,
-        window, most_rows, splits, kv_heads, groups=heads // kv_heads, head_dim=head_dim,
-        block_size=block_size, block_m=tiles.lines, block_n=tiles.tokens, block_d=block_d,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+    """Requests of at most `SHORT_ROWS` rows: folds of runs, then their sums."""
+    most_rows = min(_most_rows(source, inputs), SHORT_ROWS)
+    tiles = short_tiles(most_rows * layer.groups, layer.block_d, source.dtype)
+    assert SMALLEST % tiles.tokens == 0, "tiles do not cross splits"
+    block_size, requests = cache[0].shape[1], len(inputs.context_lens)
+    pairs = layer.kv_heads * triton.cdiv(most_rows * layer.groups, tiles.lines)
+    least_groups = triton.cdiv(ENOUGH, requests * pairs)
+    runs = _most_runs(inputs, block_size, least_groups)
+    sizes = (len(source), layer.heads, runs)
+    part = torch.empty((*sizes, layer.head_dim), dtype=torch.float32, device=source.device)
+    part_exponent, part_total = torch.empty((2, *sizes), dtype=torch.float32, device=source.device)
+    window, extras = layer.window, layer.extras
+    built = _built(layer, block_size, tiles)
+    launched = options(source.device)
+    early = EARLY and launched["pdl"]
+    short_kernel[(pairs, requests, min(runs, triton.cdiv(PROGRAMS, requests * pairs)))](
+        source, *cache, out, part, part_exponent, part_total, inputs.query_start,
+        inputs.context_lens, inputs.block_tables, inputs.positions, inputs.slots, *_mask(extras),
+        extras.sinks, *_turn(turn), source.stride(0), inputs.block_tables.stride(0), layer.scale,
+        extras.softcap, window, most_rows, runs, least_groups,
+        early=early, first_seen=inputs.first_seen, **built, **launched,
     )  # fmt: skip
-    combine_kernel[(most_rows, heads, requests)](
-        part, part_largest, part_total, out, inputs.query_start, inputs.context_lens,
-        inputs.positions, extras.sinks, window, most_rows, splits, causal=extras.mask is None,
-        head_dim=head_dim, chunk=COMBINED_AT_ONCE, block_d=block_d, num_warps=2,
-    )  # fmt: skip
+    lanes = min(most_rows * layer.heads, triton.cdiv(PROGRAMS, requests))
+    if runs > 1:
+        combine_kernel[(lanes, requests)](
+            part, part_exponent, part_total, out, inputs.query_start, inputs.context_lens,
+            extras.sinks, window, most_rows, runs, least_groups, heads=layer.heads,
+            head_dim=layer.head_dim, block_d=layer.block_d, block_s=64,
+            at_once=min(COMBINED_AT_ONCE, triton.next_power_of_2(runs)), num_warps=1, early=early,
+            **launched,
+        )  # fmt: skip
 
 
 def _chunks(
     query: Tensor,
-    cache: tuple[Tensor, Tensor],
+    layer: Layer,
     inputs: AttentionInputs,
-    scale: float,
-    window: int | None,
-    extras: Extras,
+    cache: tuple[Tensor, Tensor],
     out: Tensor,
 ) -> None:
     """Requests of more than `SHORT_ROWS` rows."""
-    (rows, heads, head_dim), (keys, values) = query.shape, cache
-    block_size, kv_heads = keys.shape[1:3]
-    requests, groups = len(inputs.context_lens), heads // kv_heads
-    block_d = _padded(head_dim)
-    tiles = chunk_tiles(block_d, query.dtype)
-    most = triton.cdiv(rows * groups, tiles.lines) + min(requests, rows // SHORT_ROWS)
-    chunk_kernel[(most, kv_heads)](
-        query, keys, values, out, inputs.query_start, inputs.context_lens, inputs.block_tables,
-        inputs.positions, *_mask(extras), extras.sinks, query.stride(0), kv_heads * head_dim,
-        inputs.block_tables.stride(0), scale, extras.softcap, window, requests, SHORT_ROWS,
-        kv_heads, groups=groups, head_dim=head_dim, block_size=block_size, block_m=tiles.lines,
-        block_n=tiles.tokens, block_d=block_d, block_r=triton.next_power_of_2(requests),
-        num_warps=tiles.warps, num_stages=tiles.stages,
+    rows, requests = len(query), len(inputs.context_lens)
+    tiles = chunk_tiles(layer.block_d, query.dtype)
+    if layer.extras.mask is not None:
+        tiles = replace(tiles, registers=None)  # many would be spilled
+    most = triton.cdiv(rows * layer.groups, tiles.lines) + min(requests, rows // SHORT_ROWS)
+    extras = layer.extras
+    chunk_kernel[(layer.kv_heads, most)](
+        query, *cache, out, inputs.query_start, inputs.context_lens, inputs.block_tables,
+        inputs.positions, *_mask(extras), extras.sinks, query.stride(0),
+        inputs.block_tables.stride(0), layer.scale, extras.softcap, layer.window, requests,
+        SHORT_ROWS, block_r=triton.next_power_of_2(requests), first_seen=inputs.first_seen,
+        **_built(layer, cache[0].shape[1], tiles), **options(query.device),
     )  # fmt: skip
 
 
-def _most_tokens(inputs: AttentionInputs, block_size: int) -> int:
-    return int(inputs.block_tables.shape[1]) * block_size
+def _most_rows(source: Tensor, inputs: AttentionInputs) -> int:
+    return min(len(source), inputs.max_rows or len(source))
 
 
-def _padded(head_dim: int) -> int:
-    """The tensor cores take 16 columns at a time."""
-    return int(max(16, triton.next_power_of_2(head_dim)))
+def _most_runs(inputs: AttentionInputs, block_size: int, least_groups: int) -> int:
+    """Runs of any request: groups, or splits if it has less than `least_groups` groups."""
+    tokens = int(inputs.block_tables.shape[1]) * block_size
+    if inputs.max_context is not None:
+        tokens = min(tokens, inputs.max_context)
+    return max(most_groups(tokens), most_splits(min(tokens, (least_groups - 1) * GROUP)))
+
+
+def _built(layer: Layer, block_size: int, tiles: Tiles) -> dict[str, Any]:
+    """What the kernels are compiled for."""
+    built = {
+        "kv_heads": layer.kv_heads,
+        "groups": layer.groups,
+        "head_dim": layer.head_dim,
+        "block_size": block_size,
+        "block_m": tiles.lines,
+        "block_n": tiles.tokens,
+        "block_d": layer.block_d,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
+    if tiles.registers is not None:
+        built["maxnreg"] = tiles.registers
+    return built
+
+
+def _turn(heads: Heads | None) -> tuple[Tensor | None, Tensor | None, float, Tensor | None]:
+    """(weight of the query norm, of the key norm, what they add to the mean, cos_sin)."""
+    if heads is None:
+        return None, None, 0.0, None
+    query, key, eps = query_key_norms(heads) or (None, None, 0.0)
+    return query, key, eps, heads.cos_sin
 
 
 def _mask(extras: Extras) -> tuple[Tensor | None, int]:

@@ -2,6 +2,8 @@
 
 `Linears(invariant=True)` keeps to our kernels for any number of rows, so that the bits of a row
 never depend on the rows beside it; the library chooses its kernels by the number of rows.
+`Linears(loose=True)` takes whichever kernel of ours is fastest, where up to 64 rows would otherwise
+have the same bits: right for a drafter, since whatever it says is verified.
 """
 
 from dataclasses import dataclass
@@ -23,11 +25,12 @@ class Linears:
     """What `kernels/table.py` calls linear, norm_linear, norm_gated_linear, add_norm and logits."""
 
     invariant: bool = False
+    loose: bool = False
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         if not self._ours(len(x), x.dtype, weight):
             return _library(_rows(x, weight), weight, bias, x.dtype)
-        return matmul.addends(_rows(x, weight), weight, bias, x.dtype)
+        return matmul.addends(_rows(x, weight), weight, bias, x.dtype, self.loose)
 
     def norm_linear(
         self,
@@ -39,7 +42,7 @@ class Linears:
     ) -> tuple[Tensor, Tensor]:
         rows, total = normed_rows(addend, residual, norm, isinstance(weight, Float8Matrix))
         if self._ours(len(total), total.dtype, weight):
-            return matmul.product(rows, weight, bias, total.dtype), total
+            return matmul.product(rows, weight, bias, total.dtype, self.loose), total
         return _library(rows, weight, bias, total.dtype), total
 
     def norm_gated_linear(
@@ -52,7 +55,7 @@ class Linears:
     ) -> tuple[Tensor, Tensor]:
         rows, total = normed_rows(addend, residual, norm, isinstance(weight, Float8Matrix))
         if self._ours(len(total), total.dtype, weight):
-            return matmul.gated_product(rows, weight, bias, total.dtype), total
+            return matmul.gated_product(rows, weight, bias, total.dtype, self.loose), total
         return gated_activation(_library(rows, weight, bias, total.dtype)), total
 
     def add_norm(self, addend: Tensor, residual: Tensor, norm: Norm) -> Tensor:

@@ -97,13 +97,12 @@ def matmul_kernel(
     x, x_scales, weight, weight_scales, bias, out, row_stride, rows, width, depth: tl.constexpr,
     part: tl.constexpr, joined: tl.constexpr, gated: tl.constexpr, block_m: tl.constexpr,
     block_n: tl.constexpr, block_k: tl.constexpr, stages: tl.constexpr, ahead: tl.constexpr,
-    peeled: tl.constexpr, pdl: tl.constexpr,
+    pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile of rows, tile of n, splits). x [rows, depth]; weight [width, depth], twice
     that where `gated`; out [splits, rows, width]: a program adds up `joined` splits in order.
 
-    Before it may read x, a program asks for `ahead` columns of its weights, and with `peeled`
-    loads the first tile of them.
+    Before it may read x, a program asks for `ahead` columns of its weights.
     """
     launch_dependents(pdl)
     tile, split = tl.program_id(1), tl.program_id(2)
@@ -114,20 +113,13 @@ def matmul_kernel(
     weight_at = weight + row[:, None] * depth + column[None, :]
     if ahead:
         _prefetch(weight, row, first, depth, ahead)
-    if peeled:
-        peel = tl.load(weight_at + first, eviction_policy="evict_first")
     wait_for_inputs(pdl)
     line = tl.program_id(0) * block_m + tl.arange(0, block_m)
     valid = line < rows
     x_at = x + line[:, None].to(tl.int64) * row_stride + column[None, :]
     sums = tl.zeros((block_n, block_m), dtype=tl.float32)
-    begin = first
-    if peeled:
-        tile_x = tl.load(x_at + first, mask=valid[:, None], other=0.0)
-        sums = _product(peel, tile_x, sums)
-        begin = first + block_k
     end = tl.minimum(first + part, depth)
-    sums = _chain(sums, weight_at, x_at, column, valid, begin, end, ragged, block_k, stages)
+    sums = _chain(sums, weight_at, x_at, column, valid, first, end, ragged, block_k, stages)
     for other in tl.static_range(1, joined):
         begin = first + other * part
         end = tl.minimum(begin + part, depth)

@@ -12,19 +12,19 @@ import triton
 # Enough programs to keep the memory of a large GPU busy, and the least work worth a program.
 PROGRAMS = 128
 SMALLEST_PART = 256
+MULTIPROCESSORS = 132  # of an H200
 FEW = 16  # rows of the narrow tiles
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of a tile, how a kernel is built for it, and what it loads before its inputs are there.
+    """Sizes of a tile, how a kernel is built for it, and what it reads before its inputs are there.
 
     Attributes:
         rows, width, depth: of a tile: of x, of weights (64 at least: the tensor cores take as many
             at once), and of both.
         warps, stages: of a program; tiles on their way, the one at work included.
         ahead: columns of each row of weights brought into the L2 cache beforehand.
-        peeled: whether the first tile of weights is loaded beforehand.
     """
 
     rows: int
@@ -33,7 +33,6 @@ class Tiles:
     warps: int = 4
     stages: int = 4
     ahead: int = 0
-    peeled: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,32 +44,26 @@ class Plan:
     tiles: Tiles
 
 
-# What an H200 does best, by (rows of weights, columns): for up to 16 rows, and for more.
+# What an H200 does best where the rule falls short, by (rows of weights, columns): for up to 16
+# rows of x, and for more.
 TUNED: dict[tuple[int, int], tuple[Tiles, Tiles]] = {
-    # Qwen3-0.6B: qkv, output, gate and up, down
-    (4096, 1024): (
-        Tiles(16, depth=256, stages=3, ahead=512, peeled=True),
-        Tiles(64, depth=256, stages=3),
+    # Qwen3-8B: down
+    (4096, 12288): (Tiles(16, stages=6, ahead=256), Tiles(64, ahead=256)),
+    # Qwen3-32B: qkv, output, gate and up, down
+    (10240, 5120): (
+        Tiles(16, width=128, warps=8, ahead=512),
+        Tiles(64, width=128, warps=8, ahead=512),
     ),
-    (1024, 2048): (Tiles(16, ahead=256, peeled=True), Tiles(64, ahead=256)),
-    (6144, 1024): (Tiles(16, depth=256, stages=3, ahead=512), Tiles(64)),
-    (1024, 3072): (Tiles(16, ahead=128), Tiles(64, ahead=128)),
-    # Qwen3-8B: qkv, output, gate and up, down
-    (6144, 4096): (Tiles(16, depth=256, stages=3, ahead=256, peeled=True), Tiles(64)),
-    (4096, 4096): (Tiles(16, stages=6), Tiles(64)),
-    (24576, 4096): (Tiles(16), Tiles(64, width=128, warps=8)),
-    (4096, 12288): (Tiles(16, stages=6), Tiles(64)),
-    # The heads of both
-    (151936, 1024): (Tiles(16), Tiles(64, width=128, warps=8)),
-    (151936, 4096): (Tiles(16), Tiles(64, width=128, warps=8)),
+    (5120, 8192): (Tiles(16), Tiles(64, depth=64, stages=6, ahead=256)),
+    (51200, 5120): (Tiles(16), Tiles(64, width=128, depth=64, warps=8)),
+    (5120, 25600): (Tiles(16), Tiles(64, width=128, depth=64, stages=6)),
 }
-WIDE = 16384  # from so many rows of weights on, tiles of 128 leave no part of the machine idle
 
 
 def plan(width: int, depth: int, rows: int, dtype: torch.dtype, splitting: bool) -> Plan:
     """Of weights [width, depth] in `dtype` for so many rows."""
     splits = _splits(width, depth) if splitting else 1
-    tiles = _tiles(width, depth, rows, dtype)
+    tiles = _tiles(width, depth, rows, dtype, splits)
     part = depth
     if splits > 1:
         # A multiple of every tile's depth, whatever the dtype and the number of rows.
@@ -86,21 +79,72 @@ def _splits(width: int, depth: int) -> int:
     return splits
 
 
-def _tiles(width: int, depth: int, rows: int, dtype: torch.dtype) -> Tiles:
+def _tiles(width: int, depth: int, rows: int, dtype: torch.dtype, splits: int) -> Tiles:
     if dtype == torch.float32:
         return Tiles(16, depth=32, stages=1)
-    few, more = TUNED.get((width, depth), (Tiles(16), Tiles(64)))
-    if (width, depth) not in TUNED and width >= WIDE:
-        more = replace(more, width=128, warps=8)
+    few, more = TUNED.get((width, depth)) or _by_rule(width, splits)
     if rows <= FEW:
         return few
     return replace(more, rows=32) if rows <= 2 * FEW else more
 
 
+def _by_rule(width: int, splits: int) -> tuple[Tiles, Tiles]:
+    """As many programs as a multiprocessor gets share its memory for tiles on their way."""
+    programs = triton.cdiv(width, 64) * splits
+    if programs <= MULTIPROCESSORS:
+        few = Tiles(16, stages=6, ahead=256)
+    elif programs <= 3 * MULTIPROCESSORS:
+        few = Tiles(16, stages=3, ahead=256 if programs <= 2 * MULTIPROCESSORS else 0)
+    else:
+        few = Tiles(16)
+    if programs <= 2 * MULTIPROCESSORS:
+        return few, replace(few, rows=64)
+    if programs <= 8 * MULTIPROCESSORS:
+        return few, Tiles(64, width=128, depth=64, warps=8)
+    return few, Tiles(64, width=128, warps=8)
+
+
 def _fitting(tiles: Tiles, depth: int, part: int) -> Tiles:
     """Tiles that start in the middle of a line of the cache cannot be asked for beforehand."""
     if depth % tiles.depth or part % tiles.depth:
-        tiles = replace(tiles, depth=min(tiles.depth, 128), ahead=0, peeled=False)
+        tiles = replace(tiles, depth=min(tiles.depth, 128), ahead=0)
     if tiles.ahead and (part % tiles.ahead or depth % part):
         tiles = replace(tiles, ahead=0)
     return tiles
+
+
+# Small matrices, whose weights wait in registers (`matmul_resident_kernels.py`), and few rows
+
+LANES = 4
+RESIDENT_PART = 1024
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Rows of x and of weights of a tile, and how many warps share the latter."""
+
+    rows: int
+    width: int
+    row_warps: int
+
+
+# By (rows of weights, columns), for up to so many rows.
+RESIDENT: dict[tuple[int, int], tuple[Resident, ...]] = {
+    # Qwen3-0.6B: qkv, output, gate and up, down
+    (4096, 1024): (Resident(8, 64, 2), Resident(16, 64, 4)),
+    (1024, 2048): (Resident(8, 32, 1), Resident(16, 32, 2)),
+    (6144, 1024): (Resident(8, 32, 2), Resident(16, 64, 4)),
+    (1024, 3072): (Resident(8, 32, 2), Resident(16, 32, 2)),
+}
+
+
+def resident(width: int, depth: int, rows: int, splitting: bool) -> Resident | None:
+    """The tiles of weights that wait in registers; None for all others.
+
+    Bits follow from the columns alone (parts of 1024, each in four lanes), but are not those of the
+    other kernel, which serves more rows.
+    """
+    tiers = RESIDENT.get((width, depth), ())
+    if depth != RESIDENT_PART and not splitting:
+        return None
+    return next((tier for tier in tiers if rows <= tier.rows), None)

@@ -65,6 +65,12 @@ def exponential(word):
 
 
 @triton.jit
+def ratio(weight, number):
+    """weight / exponential number, to within two ulp: what races compare."""
+    return weight / number if INTERPRETED else libdevice.fast_dividef(weight, number)
+
+
+@triton.jit
 def token_noise(seed, position, step, purpose, counter):
     """[C] counters -> [C, 4] exponential numbers, for the tokens 4 * counter + column."""
     w0, w1, w2, w3 = noise_words(seed, position, step, purpose, counter)

@@ -16,9 +16,13 @@ TABLE_BLOCK = 1024
 def _expand_kernel(
     slots, starts, lengths, all_tokens, all_tables, tokens, positions, places, tables, query_start,
     contexts, last_rows, requests, most, tokens_stride, tables_stride, num_blocks, last_position,
-    block_size, block_m: tl.constexpr, block_b: tl.constexpr, pdl: tl.constexpr,
+    block_size, num_tokens, mask_token, block_m: tl.constexpr, block_b: tl.constexpr,
+    pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs (request, part): part 0 lays the rows out, the others copy the block table."""
+    """Programs (request, part): part 0 lays the rows out, the others copy the block table.
+
+    Without `num_tokens` (None) no row is masked.
+    """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
     request, part = tl.program_id(0), tl.program_id(1)
@@ -37,6 +41,8 @@ def _expand_kernel(
         block = tl.load(own_table + position // block_size, mask=inside, other=0)
         place = block.to(tl.int64) * block_size + position % block_size
         token = tl.load(all_tokens + slot * tokens_stride + position, mask=inside, other=0)
+        if num_tokens is not None:
+            token = tl.where(position >= tl.load(num_tokens + slot), mask_token, token)
         row = request * most + offset
         tl.store(tokens + row, token, mask=inside)
         tl.store(positions + row, position, mask=inside)
@@ -48,7 +54,12 @@ def _expand_kernel(
 
 
 def expand_rows(
-    tables: RequestTables, slots: Tensor, starts: Tensor, lengths: Tensor, most: int
+    tables: RequestTables,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    most: int,
+    mask_token: int | None = None,
 ) -> PaddedRows:
     device, requests = slots.device, len(slots)
     num_blocks = tables.block_tables.shape[1]
@@ -61,6 +72,7 @@ def expand_rows(
         slots, starts, lengths, tables.token_ids, tables.block_tables, token_ids, positions, places,
         own_tables, query_start, contexts, last_rows, requests, most, tables.token_ids.stride(0),
         tables.block_tables.stride(0), num_blocks, tables.last_position, tables.block_size,
+        None if mask_token is None else tables.num_tokens, mask_token or 0,
         block_m=triton.next_power_of_2(most), block_b=TABLE_BLOCK, num_warps=4, **options(device),
     )  # fmt: skip
     inputs = AttentionInputs(query_start, contexts, own_tables, positions, places, most)

@@ -6,69 +6,54 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.table import AttentionInputs
+from slipstream.kernels.triton.attention_parts import rotated
+from slipstream.kernels.triton.launch import launch_dependents, options, wait_for_inputs
 
 HEADS_PER_PROGRAM = 8
-
-
-@triton.jit
-def _rotated(source, row, row_stride, head, heads, weight, eps, cos, sin, head_dim, half, pairs):
-    """Heads of one row, normed where there is a weight and turned: two [heads, half] float32."""
-    inside = (head < heads)[:, None] & (pairs < half)[None, :]
-    start = source + row * row_stride + head[:, None] * head_dim + pairs[None, :]
-    first = tl.load(start, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(start + half, mask=inside, other=0.0).to(tl.float32)
-    if weight is not None:
-        squares = tl.sum(first * first + second * second, axis=1)
-        scale = tl.rsqrt(squares / head_dim + eps)[:, None]
-        # Rounded to the model's dtype, as between two layers.
-        one = tl.load(weight + pairs, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
-        two = tl.load(weight + half + pairs, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
-        first = (first * scale * one).to(source.dtype.element_ty).to(tl.float32)
-        second = (second * scale * two).to(source.dtype.element_ty).to(tl.float32)
-    return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit
 def _rotate_and_store_kernel(
     query, key, value, query_weight, key_weight, eps, cos_sin, positions, slots,
     out, keys, values, query_stride, key_stride, value_stride, place_stride, query_heads, kv_heads,
-    head_dim: tl.constexpr, block_heads: tl.constexpr, block_pairs: tl.constexpr,
+    head_dim: tl.constexpr, block_heads: tl.constexpr, block_d: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """One program: `block_heads` heads of one row. Programs behind the query's do keys and values.
 
     query, key, value: [T, heads, head_dim] with a row stride of their own (they are views of one
     matmul's result); out is contiguous; keys and values are pages seen as [places, Hk, head_dim].
     """
+    launch_dependents(pdl)
+    wait_for_inputs(pdl)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     query_groups = tl.cdiv(query_heads, block_heads)
     half: tl.constexpr = head_dim // 2
-    pairs = tl.arange(0, block_pairs)
-    turn = cos_sin + tl.load(positions + row) * head_dim + pairs
-    cos = tl.load(turn, mask=pairs < half, other=0.0)[None, :]
-    sin = tl.load(turn + half, mask=pairs < half, other=0.0)[None, :]
+    pair = tl.arange(0, block_d // 2)
+    position = tl.load(positions + row) + tl.zeros((block_heads,), tl.int64)
     if group < query_groups:
         head = group * block_heads + tl.arange(0, block_heads)
-        first, second = _rotated(
-            query, row, query_stride, head, query_heads, query_weight, eps, cos, sin,
-            head_dim, half, pairs,
+        first, second = rotated(
+            query, row * query_stride + head * head_dim, head < query_heads, position,
+            query_weight, eps, cos_sin, head_dim, block_d,
         )  # fmt: skip
-        inside = (head < query_heads)[:, None] & (pairs < half)[None, :]
-        target = out + (row * query_heads + head[:, None]) * head_dim + pairs[None, :]
+        inside = (head < query_heads)[:, None] & (pair < half)[None, :]
+        target = out + (row * query_heads + head[:, None]) * head_dim + pair[None, :]
         tl.store(target, first.to(out.dtype.element_ty), mask=inside)
         tl.store(target + half, second.to(out.dtype.element_ty), mask=inside)
     else:
         slot = tl.load(slots + row)
         head = (group - query_groups) * block_heads + tl.arange(0, block_heads)
-        first, second = _rotated(
-            key, row, key_stride, head, kv_heads, key_weight, eps, cos, sin, head_dim, half, pairs
-        )
+        first, second = rotated(
+            key, row * key_stride + head * head_dim, head < kv_heads, position, key_weight, eps,
+            cos_sin, head_dim, block_d,
+        )  # fmt: skip
         stored_heads = tl.where(slot >= 0, kv_heads, 0)
-        inside = (head < stored_heads)[:, None] & (pairs < half)[None, :]
-        place = slot * place_stride + head[:, None] * head_dim + pairs[None, :]
+        inside = (head < stored_heads)[:, None] & (pair < half)[None, :]
+        place = slot * place_stride + head[:, None] * head_dim + pair[None, :]
         tl.store(keys + place, first.to(keys.dtype.element_ty), mask=inside)
         tl.store(keys + place + half, second.to(keys.dtype.element_ty), mask=inside)
-        source = value + row * value_stride + head[:, None] * head_dim + pairs[None, :]
+        source = value + row * value_stride + head[:, None] * head_dim + pair[None, :]
         for part in tl.static_range(2):
             moved = tl.load(source + part * half, mask=inside, other=0.0)
             tl.store(values + place + part * half, moved.to(values.dtype.element_ty), mask=inside)
@@ -98,6 +83,6 @@ def rotate_and_store(
         out, *cache, query.stride(0), key.stride(0), value.stride(0), kv_heads * head_dim,
         query_heads, kv_heads,
         head_dim=head_dim, block_heads=per_program,
-        block_pairs=triton.next_power_of_2(head_dim // 2), num_warps=4,
+        block_d=2 * triton.next_power_of_2(head_dim // 2), num_warps=4, **options(query.device),
     )  # fmt: skip
     return out

@@ -4,7 +4,6 @@
     thresholds  of top_k, top_p and min_p, where a request of the batch has any
     accept      the verdict on every draft; greedy requests end here (`sampling_verdict.py`)
     race        the last token of sampled requests: one row of a request, several programs
-    settle      the winner of its programs
 
 Nothing here waits for the device, and a row's bits do not depend on the other rows: chunks are of
 a fixed size, and every sum has one order.
@@ -15,31 +14,29 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from slipstream.kernels.sampling_table import JudgedRows, Needs, SamplingOps, SamplingSlots
 from slipstream.kernels.triton.launch import options
-from slipstream.kernels.triton.sampling_draft import draft_race_kernel, draft_settle_kernel
+from slipstream.kernels.triton.sampling_draft import draft_choice_kernel, draft_race_kernel
 from slipstream.kernels.triton.sampling_scan import scan_kernel
 from slipstream.kernels.triton.sampling_thresholds import thresholds_kernel
-from slipstream.kernels.triton.sampling_verdict import (
-    accept_kernel,
-    commit_kernel,
-    race_kernel,
-    settle_kernel,
-)
+from slipstream.kernels.triton.sampling_verdict import accept_kernel, commit_kernel, race_kernel
 
 ALIGNMENT = 16
+NO_COLUMN = 0x7FFFFFFF
+_COLUMNS = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Tiles:
     """How rows are cut, whatever their number: tokens of a chunk and of a group, and warps."""
 
-    block: int = 4096
-    group: int = 128
-    groups_at_once: int = 32
-    scan_warps: int = 8
-    race_warps: int = 8
+    block: int = 2048
+    group: int = 64
+    groups_at_once: int = 64
+    scan_warps: int = 4
+    race_warps: int = 4
     threshold_warps: int = 8
 
 
@@ -88,32 +85,32 @@ def verify(
     chunks, launch = scanned.chunks, options(device)
     last = torch.empty((requests, 3), dtype=torch.int32, device=device)
     last_facts = torch.empty((requests, 4), dtype=torch.float32, device=device)
-    probs, vocabulary = rows.draft_probs if most_drafts else None, rows.draft_vocabulary
-    draft = (probs, vocabulary, *_draft_strides(probs))
+    arrivals = torch.empty(requests, dtype=torch.int32, device=device)
+    probs = rows.draft_probs if most_drafts else None
+    columns = None
+    if probs is not None and rows.draft_vocabulary is not None:
+        columns = _columns(rows.draft_vocabulary, vocab_size)
+    draft_strides = _draft_strides(probs)
     assert state.ints.stride(1) == state.floats.stride(1) == 1
     numbers = (state.ints, state.floats, state.ints.stride(0), state.floats.stride(0))
-    steps = _search_steps(vocabulary)
     one_hot, stride = rows.one_hot.view(torch.uint8), scanned.source.stride(0)
     accept_kernel[(requests,)](
         scanned.source, scanned.largest, scanned.choice, scanned.total, scanned.facts, token_ids,
-        num_tokens, num_accepted, last, last_facts, rows.layout and rows.layout[2], rows.slots,
-        rows.positions, rows.draft_tokens, rows.num_draft_tokens, one_hot, *draft[:2], *numbers,
-        stride, rows.draft_tokens.stride(0), *draft[2:], width, vocab_size, chunks,
-        rates=rates, num_rates=len(rates), uniform_rows=rows.layout is None,
-        sampled=needs.sampling, truncated=scanned.facts is not None, steps=steps,
+        num_tokens, num_accepted, last, last_facts, arrivals, rows.layout and rows.layout[2],
+        rows.slots, rows.positions, rows.draft_tokens, rows.num_draft_tokens, one_hot, probs,
+        columns, *numbers, stride, rows.draft_tokens.stride(0), *draft_strides, width, vocab_size,
+        chunks, rates=rates, num_rates=len(rates), uniform_rows=rows.layout is None,
+        sampled=needs.sampling, truncated=scanned.facts is not None,
         block_k=triton.next_power_of_2(width), block_s=scanned.block_s, num_warps=4, **launch,
     )  # fmt: skip
     if needs.sampling:
         scores = torch.empty((requests, 2, chunks), dtype=torch.float32, device=device)
         tokens = torch.empty((requests, 2, chunks), dtype=torch.int32, device=device)
         race_kernel[(chunks, requests)](
-            scanned.source, last, last_facts, scores, tokens, rows.slots, rows.positions, one_hot,
-            *draft[:2], *numbers, stride, *draft[2:], vocab_size, steps=steps, block=TILES.block,
-            num_warps=TILES.race_warps, **launch,
-        )  # fmt: skip
-        settle_kernel[(requests,)](
-            scores, tokens, last, token_ids, rows.slots, state.floats, state.floats.stride(0),
-            width, vocab_size, chunks, block_s=scanned.block_s, num_warps=1, **launch,
+            scanned.source, last, last_facts, arrivals, scores, tokens, token_ids, rows.slots,
+            rows.positions, one_hot, probs, columns, *numbers, stride, *draft_strides, width,
+            vocab_size, block=TILES.block, block_s=scanned.block_s, num_warps=TILES.race_warps,
+            **launch,
         )  # fmt: skip
     return token_ids, num_tokens, num_accepted
 
@@ -132,26 +129,27 @@ def draft(
     out = torch.empty(requests, dtype=torch.int64, device=device)
     if not requests:
         return out
-    sampled, logits = probs_out is not None, _aligned(logits)
+    logits, launch = _aligned(logits), options(device)
+    sampled = probs_out is not None
     needs = Needs(sampled, needs.top_k, needs.top_p, needs.min_p)
-    scanned = _scan(logits, _plain_rows(slots, positions), state, needs, vocab_size)
-    chunks, launch = scanned.chunks, options(device)
-    floats, floats_stride = state.floats, state.floats.stride(0)
-    scores = tokens = None
-    if probs_out is not None:
-        assert probs_out.stride(1) == 1
-        scores = torch.empty((requests, chunks), dtype=torch.float32, device=device)
-        tokens = torch.empty((requests, chunks), dtype=torch.int32, device=device)
-        draft_race_kernel[(chunks, requests)](
-            logits, scanned.largest, scanned.total, scanned.facts, probs_out, scores, tokens,
-            slots, positions, state.ints, floats, state.ints.stride(0), floats_stride,
-            logits.stride(0), probs_out.stride(0), vocab_size, chunks,
-            truncated=scanned.facts is not None, block=TILES.block, block_s=scanned.block_s,
-            num_warps=TILES.race_warps, **launch,
+    arrivals = torch.empty(requests, dtype=torch.int32, device=device) if sampled else None
+    scanned = _scan(logits, _plain_rows(slots, positions), state, needs, vocab_size, arrivals)
+    chunks, block_s = scanned.chunks, scanned.block_s
+    if probs_out is None:
+        draft_choice_kernel[(requests,)](
+            scanned.largest, scanned.choice, out, vocab_size, chunks, block_s=block_s,
+            num_warps=1, **launch,
         )  # fmt: skip
-    draft_settle_kernel[(requests,)](
-        scanned.largest, scanned.choice, scores, tokens, out, slots, floats, floats_stride,
-        vocab_size, chunks, sampled=sampled, block_s=scanned.block_s, num_warps=1, **launch,
+        return out
+    assert probs_out.stride(1) == 1
+    scores = torch.empty((requests, chunks), dtype=torch.float32, device=device)
+    tokens = torch.empty((requests, chunks), dtype=torch.int32, device=device)
+    draft_race_kernel[(chunks, requests)](
+        logits, scanned.largest, scanned.choice, scanned.total, scanned.facts, arrivals, scores,
+        tokens, probs_out, out, slots, positions, state.ints, state.floats, state.ints.stride(0),
+        state.floats.stride(0), logits.stride(0), probs_out.stride(0), vocab_size,
+        truncated=scanned.facts is not None, block=TILES.block, block_s=block_s,
+        num_warps=TILES.race_warps, **launch,
     )  # fmt: skip
     return out
 
@@ -170,7 +168,12 @@ def commit(slots: Tensor, token_ids: Tensor, num_tokens: Tensor, state: Sampling
 
 
 def _scan(
-    logits: Tensor, rows: JudgedRows, state: SamplingSlots, needs: Needs, vocab_size: int
+    logits: Tensor,
+    rows: JudgedRows,
+    state: SamplingSlots,
+    needs: Needs,
+    vocab_size: int,
+    arrivals: Tensor | None = None,
 ) -> Scan:
     """The scan, and the thresholds where any row may have some."""
     num_rows, device, tiles = len(logits), logits.device, TILES
@@ -191,8 +194,8 @@ def _scan(
     numbers = (state.ints, state.floats, state.ints.stride(0), state.floats.stride(0))
     prompt_mask = None if state.prompt_mask is None else state.prompt_mask.view(torch.uint8)
     scan_kernel[(chunks, num_rows)](
-        logits, processed, largest, choice, total, group_largest, request, offset, rows.slots,
-        lengths, rows.draft_tokens, rows.draft_tokens.stride(0), *numbers,
+        logits, processed, largest, choice, total, group_largest, arrivals, request, offset,
+        rows.slots, lengths, rows.draft_tokens, rows.draft_tokens.stride(0), *numbers,
         state.stop_ids if needs.min_tokens else None, state.stop_ids.shape[1],
         state.output_counts if needs.penalties else None,
         prompt_mask if needs.penalties else None, state.bias if needs.bias else None,
@@ -232,9 +235,20 @@ def _draft_strides(probs: Tensor | None) -> tuple[int, int, int]:
     return probs.stride(0), probs.stride(1), probs.shape[2]
 
 
-def _search_steps(vocabulary: Tensor | None) -> int:
-    """Halvings until one of so many columns is left."""
-    return 0 if vocabulary is None else len(vocabulary).bit_length()
+def _columns(vocabulary: Tensor, vocab_size: int) -> Tensor:
+    """[V] int32, the column of each token in a reduced vocabulary; NO_COLUMN where it has none.
+
+    Kept as long as the vocabulary, which therefore must not change.
+    """
+    columns: Tensor | None = _COLUMNS.get(vocabulary)  # type: ignore[no-untyped-call]
+    if columns is None or len(columns) != vocab_size:
+        columns = torch.full((vocab_size,), NO_COLUMN, dtype=torch.int32, device=vocabulary.device)
+        order = torch.arange(len(vocabulary), dtype=torch.int32, device=vocabulary.device)
+        columns.scatter_(0, vocabulary, order)
+        # What a graph computes is there only once it is replayed.
+        if not (vocabulary.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _COLUMNS[vocabulary] = columns
+    return columns
 
 
 SAMPLING = SamplingOps(verify=verify, draft=draft, commit=commit)

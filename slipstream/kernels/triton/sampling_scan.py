@@ -10,10 +10,8 @@ one does it by `weight_of`, so that all kernels see the same bits.
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
-from slipstream.kernels.triton.philox import INTERPRETED
 
 # Columns of `SamplingSlots`.
 TEMPERATURE = tl.constexpr(0)
@@ -36,8 +34,7 @@ NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 @triton.jit
 def weight_of(logit, largest, inverse):
     """For a `largest` that is finite; `inverse` is that of the temperature."""
-    scaled = (logit - largest) * inverse
-    return tl.exp(scaled) if INTERPRETED else libdevice.exp(scaled)
+    return tl.exp((logit - largest) * inverse)
 
 
 @triton.jit
@@ -128,7 +125,7 @@ def _process(
 
 @triton.jit(do_not_specialize=["width"])
 def scan_kernel(
-    logits, processed, chunk_largest, chunk_choice, chunk_sum, group_largest,
+    logits, processed, chunk_largest, chunk_choice, chunk_sum, group_largest, arrivals,
     request, offset, slots, num_draft_tokens, draft_tokens, draft_stride,
     all_ints, all_floats, ints_stride, floats_stride, stop_ids, num_stop_ids, output_counts,
     prompt_mask, bias, allowed, logits_stride, allowed_stride, width, vocab_size, groups,
@@ -140,7 +137,7 @@ def scan_kernel(
     Writes, for each chunk of `block` tokens: its largest logit, the smallest token id that has it,
     and (`sampled`) the sum of weights relative to that logit, [N, chunks]; for each `group` of
     tokens its largest logit, [N, groups]; the processed logits [N, V]. Rows behind a request's
-    draft are left out.
+    draft are left out. Sets arrivals [N] to 0.
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
@@ -149,6 +146,9 @@ def scan_kernel(
     if num_draft_tokens is not None:
         if place > tl.load(num_draft_tokens + found):
             return
+    if arrivals is not None:
+        if chunk == 0:
+            tl.store(arrivals + row, 0)
     slot = tl.load(slots + found)
     ints, floats = all_ints + slot * ints_stride, all_floats + slot * floats_stride
     column = chunk * block + tl.arange(0, block)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
+from slipstream.kernels.triton.philox import INTERPRETED
 from slipstream.kernels.triton.sampling_scan import (
     MIN_P,
     TEMPERATURE,
@@ -28,6 +29,7 @@ from slipstream.kernels.triton.sampling_scan import (
 MASS_UNITS = tl.constexpr(float(1 << 43))
 HIGHEST_KEY = tl.constexpr(0x7FFFFFFF)
 LOWEST_KEY = tl.constexpr(-0x80000000)
+TRIES = tl.constexpr(2)
 # Columns of the result.
 LARGEST = tl.constexpr(0)
 TOTAL = tl.constexpr(1)
@@ -53,26 +55,43 @@ def mass_of(weight):
 
 
 @triton.jit
-def _narrowed(low, high, reached, key, middle, there):
-    """The part of [low, high] that holds the answer, its ends moved to keys that occur."""
-    above = tl.min(tl.where(there & (key >= middle), key, HIGHEST_KEY))
-    below = tl.max(tl.where(there & (key < middle), key, LOWEST_KEY))
-    return tl.where(reached, above, low), tl.where(reached, high, tl.maximum(below, low))
+def _merge(found, above, below, more, other_above, other_below):
+    return found + more, tl.minimum(above, other_above), tl.maximum(below, other_below)
 
 
 @triton.jit
-def _middle(low, high):
-    """Above low, at most high."""
-    return (low.to(tl.int64) + (high.to(tl.int64) - low.to(tl.int64) + 1) // 2).to(tl.int32)
+def _together(found, above, below):
+    """The sum, the least and the greatest of three tensors [n, m], reduced together."""
+    if INTERPRETED:  # which walks through the elements of such a reduction one by one
+        merged = tl.sum(found), tl.min(above), tl.max(below)
+    else:
+        merged = tl.reduce(tl.reduce((found, above, below), 1, _merge), 0, _merge)
+    return merged
 
 
 @triton.jit
-def _search_groups(key, there, mass, wanted, low, high):
-    """The largest of the keys such that those not below it have the mass `wanted`."""
+def _middle(low, high, turn):
+    """A key above low, at most high. The bound is often the answer: it is tried first."""
+    half = (high.to(tl.int64) - low.to(tl.int64) + 1) // 2
+    return (low.to(tl.int64) + tl.where(turn < TRIES, 1, half)).to(tl.int32)
+
+
+@triton.jit
+def _search_tile(key, there, mass, wanted, low, high):
+    """The largest of the keys [n, m] such that those not below it have the mass `wanted`."""
+    turn = 0
     while low < high:
-        middle = _middle(low, high)
-        reached = tl.sum(tl.where(there & (key >= middle), mass, 0)) >= wanted
-        low, high = _narrowed(low, high, reached, key, middle, there)
+        middle = _middle(low, high, turn)
+        reaches = there & (key >= middle)
+        found, above, below = _together(
+            tl.where(reaches, mass, 0),
+            tl.where(reaches, key, high),
+            tl.where(there & (key < middle), key, low),
+        )
+        reached = found >= wanted
+        low = tl.where(reached, above, low)
+        high = tl.where(reached, high, tl.maximum(below, low))
+        turn += 1
     return low
 
 
@@ -93,6 +112,16 @@ def _read(
 
 
 @triton.jit
+def _keys(logit, weight, there, by_mass: tl.constexpr):
+    """What is searched, and what each has."""
+    if by_mass:
+        key, mass = key_of(weight), mass_of(weight)
+    else:
+        key, mass = key_of(logit), there.to(tl.int64)
+    return key, mass
+
+
+@triton.jit
 def _search(
     source, selected, count, largest, inverse, lowest_logit, lowest_weight, vocab_size, wanted,
     low, high, by_mass: tl.constexpr, group: tl.constexpr, tile: tl.constexpr,
@@ -101,25 +130,34 @@ def _search(
 
     As a key. Of the tokens of selected groups, and of the weights of those not below the lowest.
     """
+    if count <= tile:
+        logit, weight, there = _read(
+            source, selected, 0, count, largest, inverse, lowest_logit, lowest_weight, vocab_size,
+            group, tile,
+        )  # fmt: skip
+        key, mass = _keys(logit, weight, there, by_mass)
+        low = _search_tile(key, there, mass, wanted, low, high)
+    turn = 0
     while low < high:
-        middle = _middle(low, high)
-        found = tl.zeros((), tl.int64)
-        above, below = high, low
+        middle = _middle(low, high, turn)
+        found = tl.zeros((tile, group), tl.int64)
+        above = tl.zeros((tile, group), tl.int32) + high
+        below = tl.zeros((tile, group), tl.int32) + low
         for first in range(0, count, tile):
             logit, weight, there = _read(
                 source, selected, first, count, largest, inverse, lowest_logit, lowest_weight,
                 vocab_size, group, tile,
             )  # fmt: skip
-            if by_mass:
-                key, mass = key_of(weight), mass_of(weight)
-            else:
-                key, mass = key_of(logit), there.to(tl.int64)
-            found += tl.sum(tl.where(there & (key >= middle), mass, 0))
-            above = tl.minimum(above, tl.min(tl.where(there & (key >= middle), key, high)))
-            below = tl.maximum(below, tl.max(tl.where(there & (key < middle), key, low)))
-        reached = found >= wanted
-        low = tl.where(reached, above, low)
-        high = tl.where(reached, high, below)
+            key, mass = _keys(logit, weight, there, by_mass)
+            reaches = there & (key >= middle)
+            found += tl.where(reaches, mass, 0)
+            above = tl.minimum(above, tl.where(reaches, key, high))
+            below = tl.maximum(below, tl.where(there & (key < middle), key, low))
+        found_mass, next_low, next_high = _together(found, above, below)
+        reached = found_mass >= wanted
+        low = tl.where(reached, next_low, low)
+        high = tl.where(reached, high, tl.maximum(next_high, low))
+        turn += 1
     return low
 
 
@@ -128,14 +166,14 @@ def _kept_mass(
     source, selected, count, largest, inverse, lowest_logit, lowest_weight, vocab_size,
     group: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    mass = tl.zeros((), tl.int64)
+    mass = tl.zeros((tile, group), tl.int64)
     for first in range(0, count, tile):
         _, weight, _ = _read(
             source, selected, first, count, largest, inverse, lowest_logit, lowest_weight,
             vocab_size, group, tile,
         )  # fmt: skip
-        mass += tl.sum(mass_of(weight))
-    return mass.to(tl.float64)
+        mass += mass_of(weight)
+    return tl.sum(mass).to(tl.float64)
 
 
 @triton.jit
@@ -148,12 +186,12 @@ def _bounds(group_largest, there, groups, largest, total, inverse, top_k, top_p,
     highest = tl.max(tl.where(there, key, LOWEST_KEY))
     if top_k < vocab_size:
         if top_k <= groups:
-            lowest_logit = value_of(_search_groups(key, there, one, top_k, lowest, highest))
+            lowest_logit = value_of(_search_tile(key, there, one, top_k, lowest, highest))
     elif min_p == 0.0:  # else all that min_p leaves must be summed up
         mass = mass_of(tl.where(there, weight_of(group_largest, largest, inverse), 0.0))
         wanted = wanted_mass(total.to(tl.float64) * MASS_UNITS, top_p)
         if tl.sum(mass) >= wanted:
-            lowest = _search_groups(key, there, mass, wanted, lowest, highest)
+            lowest = _search_tile(key, there, mass, wanted, lowest, highest)
             lowest_weight = weight_of(value_of(lowest), largest, inverse)
     return lowest_logit, lowest_weight
 
@@ -195,7 +233,7 @@ def thresholds_kernel(
     min_p = tl.load(floats + MIN_P) if by_min_p else tl.full((), 0.0, tl.float32)
     lowest_logit, lowest_weight = tl.full((), float("-inf"), tl.float32), min_p
     if (top_k < vocab_size) | (top_p < 1.0) | (min_p > 0.0):
-        number = tl.arange(0, block_g)
+        number = tl.arange(0, block_g)[None, :]
         own = selected + row * groups
         there = number < groups
         best = tl.load(group_largest + row * groups + number, mask=there, other=float("-inf"))
@@ -204,7 +242,7 @@ def thresholds_kernel(
         )
         reaches = there & (best >= least_logit)
         reaches &= weight_of(best, largest, inverse) >= least_weight
-        rank = tl.cumsum(reaches.to(tl.int32), axis=0) - 1
+        rank = tl.cumsum(reaches.to(tl.int32), axis=1) - 1
         tl.store(own + rank, number, mask=reaches)
         count = tl.sum(reaches.to(tl.int32))
         tl.debug_barrier()  # all of the program's threads read what they stored

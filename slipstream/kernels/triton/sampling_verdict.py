@@ -1,4 +1,4 @@
-"""The kernels of verification behind the scan: accept, race, settle; and the commit.
+"""The kernels of verification behind the scan: accept and race; and the commit.
 
 A race samples a token from weights: the largest weight / exponential number wins. That is the
 choice of Gumbel-max, log weight + Gumbel noise, from the same uniform numbers, with one logarithm
@@ -10,7 +10,14 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
-from slipstream.kernels.triton.philox import ACCEPT, RESIDUAL, TARGET, token_noise, uniform
+from slipstream.kernels.triton.philox import (
+    ACCEPT,
+    RESIDUAL,
+    TARGET,
+    ratio,
+    token_noise,
+    uniform,
+)
 from slipstream.kernels.triton.sampling_scan import (
     NO_TOKEN,
     NUM_OUTPUT,
@@ -36,28 +43,10 @@ def first_row_of(request, first_row, width, uniform_rows: tl.constexpr):
 
 
 @triton.jit
-def column_of(vocabulary, token, count, steps: tl.constexpr):
-    """Where the rising list holds `token`; `count` where it does not."""
-    low = token * 0
-    high = low + count
-    for _ in tl.static_range(steps):
-        middle = (low + high) // 2
-        open_ = low < high
-        value = tl.load(vocabulary + middle, mask=open_, other=0)
-        less = open_ & (value < token)
-        low, high = (
-            tl.where(less, middle + 1, low),
-            tl.where(open_ & (value >= token), middle, high),
-        )
-    value = tl.load(vocabulary + low, mask=low < count, other=-1)
-    return tl.where(value == token, low, count)
-
-
-@triton.jit
 def probability_of(logit, largest, total, lowest_logit, lowest_weight, inverse):
     weight = weight_of(logit, largest, inverse)
     kept = (logit >= lowest_logit) & (weight >= lowest_weight)
-    return tl.where(kept, weight / tl.maximum(total, 1.0), 0.0)
+    return tl.where(kept, weight * (1.0 / tl.maximum(total, 1.0)), 0.0)
 
 
 @triton.jit
@@ -78,13 +67,13 @@ def row_facts(
 
 @triton.jit
 def _draft_probability(
-    draft_probs, vocabulary, request, index, token, asked, probs_stride, probs_place_stride,
-    probs_width, steps: tl.constexpr,
+    draft_probs, draft_columns, request, index, token, asked, probs_stride, probs_place_stride,
+    probs_width,
 ):  # fmt: skip
     """q of each token: 0 where the draft does not know it."""
     column = token
-    if vocabulary is not None:
-        column = column_of(vocabulary, token, probs_width, steps)
+    if draft_columns is not None:
+        column = tl.load(draft_columns + token, mask=asked, other=NO_TOKEN)
     line = draft_probs + request.to(tl.int64) * probs_stride + index * probs_place_stride
     return tl.load(line + column, mask=asked & (column < probs_width), other=0.0)
 
@@ -92,17 +81,17 @@ def _draft_probability(
 @triton.jit(do_not_specialize=["width"])
 def accept_kernel(
     source, chunk_largest, chunk_choice, chunk_sum, result, token_ids, num_tokens, num_accepted,
-    last, last_facts, first_row, slots, positions, draft_tokens, num_draft_tokens, one_hot,
-    draft_probs, vocabulary, all_ints, all_floats, ints_stride, floats_stride, source_stride,
-    draft_stride, probs_stride, probs_place_stride, probs_width, width, vocab_size, chunks,
-    rates: tl.constexpr, num_rates: tl.constexpr, uniform_rows: tl.constexpr,
-    sampled: tl.constexpr, truncated: tl.constexpr, steps: tl.constexpr, block_k: tl.constexpr,
-    block_s: tl.constexpr, pdl: tl.constexpr,
+    last, last_facts, arrivals, first_row, slots, positions, draft_tokens, num_draft_tokens,
+    one_hot, draft_probs, draft_columns, all_ints, all_floats, ints_stride, floats_stride,
+    source_stride, draft_stride, probs_stride, probs_place_stride, probs_width, width, vocab_size,
+    chunks, rates: tl.constexpr, num_rates: tl.constexpr, uniform_rows: tl.constexpr,
+    sampled: tl.constexpr, truncated: tl.constexpr, block_k: tl.constexpr, block_s: tl.constexpr,
+    pdl: tl.constexpr,
 ):  # fmt: skip
     """Program (request): how many draft tokens are accepted. Greedy requests are done with that.
 
     For sampled ones it leaves last [R, 3] (row of logits, offset, refused token or -1) and
-    last_facts [R, 4] of that row.
+    last_facts [R, 4] of that row, and sets arrivals [R] to 0.
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
@@ -127,8 +116,8 @@ def accept_kernel(
         if draft_probs is not None:
             is_one_hot = tl.load(one_hot + request) != 0
             probability = _draft_probability(
-                draft_probs, vocabulary, request, tl.minimum(column, width - 2), token, legal,
-                probs_stride, probs_place_stride, probs_width, steps,
+                draft_probs, draft_columns, request, tl.minimum(column, width - 2), token, legal,
+                probs_stride, probs_place_stride, probs_width,
             )  # fmt: skip
             q = tl.where(is_one_hot, 1.0, probability)
     if sampled or num_rates > 0:
@@ -161,6 +150,7 @@ def accept_kernel(
     if sampled:
         if temperature > 0:
             refused = tl.sum(tl.where(here & in_use, drafted + 1, 0)) - 1
+            tl.store(arrivals + request, 0)
             tl.store(last + request * 3, tl.sum(tl.where(here, rows, 0)))
             tl.store(last + request * 3 + 1, count)
             tl.store(last + request * 3 + 2, tl.maximum(refused, -1).to(tl.int32))
@@ -172,10 +162,28 @@ def accept_kernel(
 
 
 @triton.jit
-def winner(score, token, inside):
-    """The largest score and the first token that has it."""
-    best = tl.max(tl.where(inside, score, -1.0))
-    return best, tl.min(tl.where(inside & (score == best), token, NO_TOKEN))
+def winner(score, token):
+    """The largest score, none negative, and the first token that has it."""
+    best = tl.max(score)
+    return best, tl.min(tl.where(score == best, token, NO_TOKEN))
+
+
+@triton.jit
+def is_last(arrivals):
+    """Whether this is the last program of the row; then it can read what all of them wrote."""
+    tl.debug_barrier()  # all threads have written
+    return tl.atomic_add(arrivals, 1, sem="acq_rel") == tl.num_programs(0) - 1
+
+
+@triton.jit
+def chunk_winner(scores, tokens, chunks, vocab_size, block_s: tl.constexpr):
+    """The winner of a row's chunks, whose scores other programs may just have written."""
+    chunk = tl.arange(0, block_s)
+    there = chunk < chunks
+    score = tl.load(scores + chunk, mask=there, other=-1.0, cache_modifier=".cg")
+    token = tl.load(tokens + chunk, mask=there, other=NO_TOKEN, cache_modifier=".cg")
+    best, first = winner(score, token)
+    return best, tl.minimum(first, vocab_size - 1)  # even of NaN
 
 
 @triton.jit
@@ -185,21 +193,21 @@ def chunk_tokens(chunk, block: tl.constexpr):
     return counter, counter[:, None] * 4 + tl.arange(0, 4)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def race_kernel(
-    source, last, last_facts, scores, tokens, slots, positions, one_hot, draft_probs, vocabulary,
-    all_ints, all_floats, ints_stride, floats_stride, source_stride, probs_stride,
-    probs_place_stride, probs_width, vocab_size, steps: tl.constexpr, block: tl.constexpr,
-    pdl: tl.constexpr,
+    source, last, last_facts, arrivals, scores, tokens, token_ids, slots, positions, one_hot,
+    draft_probs, draft_columns, all_ints, all_floats, ints_stride, floats_stride, source_stride,
+    probs_stride, probs_place_stride, probs_width, width, vocab_size, block: tl.constexpr,
+    block_s: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (chunk, request): the chunk's winner among the tokens for the last place.
 
     Writes scores and tokens [R, 2, chunks]: of the target's distribution, and of what it has
-    beyond the draft's where a token was refused.
+    beyond the draft's where a token was refused. The last program to arrive writes the token.
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
-    chunk, request = tl.program_id(0), tl.program_id(1)
+    chunk, request, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     slot = tl.load(slots + request)
     temperature = tl.load(all_floats + slot * floats_stride + TEMPERATURE)
     if temperature == 0.0:
@@ -209,7 +217,7 @@ def race_kernel(
     refused = tl.load(last + request * 3 + 2)
     facts = last_facts + request * 4
     counter, token = chunk_tokens(chunk, block)
-    inside = token < vocab_size
+    inside = token < vocab_size  # others have the weight 0
     logit = tl.load(source + row * source_stride + token, mask=inside, other=float("-inf"))
     p = probability_of(
         logit.to(tl.float32), tl.load(facts + LARGEST), tl.load(facts + TOTAL),
@@ -219,10 +227,11 @@ def race_kernel(
     step = tl.load(all_ints + slot * ints_stride + STEPS)
     purpose = tl.where(refused >= 0, RESIDUAL, TARGET)
     noise = token_noise(seed, tl.load(positions + request) + place, step, purpose, counter)
-    cell = request * 2 * tl.num_programs(0) + chunk
-    score, best = winner(p / noise, token, inside)
-    tl.store(scores + cell, score)
-    tl.store(tokens + cell, best)
+    scores += request * 2 * chunks
+    tokens += request * 2 * chunks
+    score, best = winner(ratio(p, noise), token)
+    tl.store(scores + chunk, score)
+    tl.store(tokens + chunk, best)
     if refused >= 0:
         rest = p
         is_one_hot = tl.load(one_hot + request) != 0
@@ -230,44 +239,22 @@ def race_kernel(
             rest = tl.where(token == refused, 0.0, p)
         elif draft_probs is not None:
             q = _draft_probability(
-                draft_probs, vocabulary, request, place, token, inside, probs_stride,
-                probs_place_stride, probs_width, steps,
+                draft_probs, draft_columns, request, place, token, inside, probs_stride,
+                probs_place_stride, probs_width,
             )  # fmt: skip
             rest = tl.maximum(p - q, 0.0)
-        score, best = winner(rest / noise, token, inside)
-        tl.store(scores + cell + tl.num_programs(0), score)
-        tl.store(tokens + cell + tl.num_programs(0), best)
-
-
-@triton.jit
-def chunk_winner(scores, tokens, chunks, block_s: tl.constexpr):
-    chunk = tl.arange(0, block_s)
-    score = tl.load(scores + chunk, mask=chunk < chunks, other=-1.0)
-    token = tl.load(tokens + chunk, mask=chunk < chunks, other=NO_TOKEN)
-    return winner(score, token, chunk < chunks)
-
-
-@triton.jit(do_not_specialize=["width"])
-def settle_kernel(
-    scores, tokens, last, token_ids, slots, all_floats, floats_stride, width, vocab_size, chunks,
-    block_s: tl.constexpr, pdl: tl.constexpr,
-):  # fmt: skip
-    """Program (request): the winner of the race takes the last place of a sampled request."""
-    launch_dependents(pdl)
-    wait_for_inputs(pdl)
-    request = tl.program_id(0)
-    slot = tl.load(slots + request)
-    if tl.load(all_floats + slot * floats_stride + TEMPERATURE) == 0.0:
-        return
-    place = tl.load(last + request * 3 + 1)
-    cell = request * 2 * chunks
-    _, token = chunk_winner(scores + cell, tokens + cell, chunks, block_s)
-    if tl.load(last + request * 3 + 2) >= 0:
-        # Where p and q are equal up to rounding nothing is left, and p is as good.
-        score, rest = chunk_winner(scores + cell + chunks, tokens + cell + chunks, chunks, block_s)
-        token = tl.where(score > 0, rest, token)
-    token = tl.minimum(token, vocab_size - 1).to(tl.int64)
-    tl.store(token_ids + request * width + place, token)
+        score, best = winner(ratio(rest, noise), token)
+        tl.store(scores + chunks + chunk, score)
+        tl.store(tokens + chunks + chunk, best)
+    if is_last(arrivals + request):
+        _, token_id = chunk_winner(scores, tokens, chunks, vocab_size, block_s)
+        if refused >= 0:
+            # Where p and q are equal up to rounding nothing is left, and p is as good.
+            score, rest_id = chunk_winner(
+                scores + chunks, tokens + chunks, chunks, vocab_size, block_s
+            )
+            token_id = tl.where(score > 0, rest_id, token_id)
+        tl.store(token_ids + request * width + place, token_id.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["width"])

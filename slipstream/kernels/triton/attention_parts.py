@@ -1,0 +1,184 @@
+"""What the kernels of attention share: queries, cached tokens and what a row sees of them.
+
+Scores are in units of log 2 throughout: weights are powers of two.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+MOST_LEVELS = tl.constexpr(10)  # of a tree over half a head
+
+
+@triton.jit
+def finite(largest):
+    """Where nothing has been seen, any number will do."""
+    return tl.where(largest == float("-inf"), 0.0, largest)
+
+
+@triton.jit
+def columns(head_dim: tl.constexpr, block_d: tl.constexpr):
+    """Which number of a head stands in each column of a tile, -1 for none.
+
+    Either half of the head has half of the columns.
+    """
+    column = tl.arange(0, block_d)
+    if head_dim != block_d:
+        half: tl.constexpr = head_dim // 2
+        block_half: tl.constexpr = block_d // 2
+        number = tl.where(column < block_half, column, column - block_half + half)
+        column = tl.where(column % block_half < half, number, -1)
+    return column
+
+
+@triton.jit
+def tree_sum(value):
+    """[L, C] -> [L], C a power of two: neighbours first, so that no layout changes the bits."""
+    lines: tl.constexpr = value.shape[0]
+    for _ in tl.static_range(MOST_LEVELS):
+        if value.shape[1] > 1:
+            value = tl.sum(tl.reshape(value, (lines, value.shape[1] // 2, 2)), axis=2)
+    return tl.reshape(value, (lines,))
+
+
+@triton.jit
+def rotated(
+    source, place, inside, position, weight, eps, cos_sin, head_dim: tl.constexpr,
+    block_d: tl.constexpr,
+):  # fmt: skip
+    """Heads at `place` [L] of `source`, normed where there is a weight, and turned: two halves."""
+    half: tl.constexpr = head_dim // 2
+    pair = tl.arange(0, block_d // 2)
+    loaded = inside[:, None] & (pair < half)[None, :]
+    start = source + place[:, None] + pair[None, :]
+    first = tl.load(start, mask=loaded, other=0.0).to(tl.float32)
+    second = tl.load(start + half, mask=loaded, other=0.0).to(tl.float32)
+    turn = cos_sin + position[:, None] * head_dim + pair[None, :]
+    cos = tl.load(turn, mask=loaded, other=0.0)
+    sin = tl.load(turn + half, mask=loaded, other=0.0)
+    if weight is not None:
+        one = tl.load(weight + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+        two = tl.load(weight + half + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+        scale = tl.rsqrt(tree_sum(first * first + second * second) / head_dim + eps)[:, None]
+        # Rounded to the model's dtype, as between two layers.
+        first = (first * scale * one).to(source.dtype.element_ty).to(tl.float32)
+        second = (second * scale * two).to(source.dtype.element_ty).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def queries(
+    source, place, inside, position, weight, eps, cos_sin, head_dim: tl.constexpr,
+    block_d: tl.constexpr,
+):  # fmt: skip
+    """[L, block_d]: heads at `place` [L] of `source`, rotated if there is a table for it."""
+    if cos_sin is None:
+        number = columns(head_dim, block_d)
+        loaded = inside[:, None] & (number >= 0)[None, :]
+        query = tl.load(source + place[:, None] + number[None, :], mask=loaded, other=0.0)
+    else:
+        one, two = rotated(source, place, inside, position, weight, eps, cos_sin, head_dim, block_d)
+        halves = tl.join(one.to(source.dtype.element_ty), two.to(source.dtype.element_ty))
+        query = tl.reshape(tl.permute(halves, (0, 2, 1)), (place.shape[0], block_d))
+    return query
+
+
+@triton.jit
+def sight(
+    positions, first, rows, context, tile, kv_head, window, causal: tl.constexpr,
+    groups: tl.constexpr, block_m: tl.constexpr,
+):  # fmt: skip
+    """(row, query head, position, first token seen, end of the tokens seen) of a tile's lines.
+
+    Line m of a request and KV head is its row m // groups and its query head m % groups.
+    """
+    line = tile * block_m + tl.arange(0, block_m)
+    row = line // groups
+    position = tl.load(positions + first + row, mask=row < rows, other=0)
+    own = tl.maximum(position.to(tl.int32), context - rows)  # one that means nothing may be lower
+    ends = tl.minimum(own + 1, context) if causal else tl.zeros_like(own) + context
+    begins = tl.zeros_like(own)
+    if window is not None:
+        begins = tl.maximum(own - window + 1, 0)
+    return row, kv_head * groups + line % groups, position, begins, ends
+
+
+@triton.jit
+def oldest_token(context, rows, window):
+    """No row of a request sees a token before this one."""
+    oldest = context * 0
+    if window is not None:
+        oldest = tl.maximum(context - rows - window + 1, 0)
+    return oldest
+
+
+@triton.jit
+def entries_of(table, start, end, block_size: tl.constexpr, block_n: tl.constexpr):
+    """[block_n]: the blocks of the tokens from `start` on, a multiple of block_n, below `end`."""
+    token = tl.arange(0, block_n)
+    if block_n % block_size == 0:  # most of it is the same for every tile
+        place = start // block_size + token // block_size
+    else:
+        place = (start + token) // block_size
+    return tl.load(table + place, mask=start + token < end, other=0)
+
+
+@triton.jit
+def places_of(
+    entries, start, place_stride: tl.constexpr, block_size: tl.constexpr, block_n: tl.constexpr
+):
+    """[block_n]: where the tokens from `start` on stand in the cache."""
+    token = tl.arange(0, block_n)
+    within = token % block_size if block_n % block_size == 0 else (start + token) % block_size
+    return entries.to(tl.int64) * (block_size * place_stride) + within * place_stride
+
+
+@triton.jit
+def tokens_at(
+    pages, places, inside, head_dim: tl.constexpr, block_d: tl.constexpr, masked: tl.constexpr
+):
+    """[block_n, block_d]: keys or values of one head; zero where not `inside`."""
+    number = columns(head_dim, block_d)
+    source = pages + places[:, None] + number[None, :]
+    if head_dim != block_d:
+        value = tl.load(source, mask=inside[:, None] & (number >= 0)[None, :], other=0.0)
+    elif masked:
+        value = tl.load(source, mask=inside[:, None], other=0.0)
+    else:
+        value = tl.load(source)
+    return value
+
+
+@triton.jit
+def capped(score, scale, softcap):
+    """(scores, the factor that they lack)."""
+    factor = scale * LOG2_E
+    if softcap is not None:
+        # tanh by an exponential that may overflow to infinity and then still gives 1.
+        power = tl.exp2(score * (scale * 2.0 * LOG2_E / softcap))
+        score = 1.0 - 2.0 / (power + 1.0)
+        factor = softcap * LOG2_E
+    return score, factor
+
+
+@triton.jit
+def hidden(
+    score, token, row_begins, row_ends, row, rows, context, mask, mask_stride, window,
+    first_seen: tl.constexpr,
+):  # fmt: skip
+    """Scores [L, N], minus infinity where a row does not see a token.
+
+    A row sees the tokens [row_begins, row_ends), and of the request's `rows` new tokens those that
+    its line of `mask` names, where there is one; none before `first_seen`.
+    """
+    seen = token[None, :] < row_ends[:, None]
+    if window is not None:
+        seen &= token[None, :] >= row_begins[:, None]
+    if first_seen > 0:
+        seen &= (token >= first_seen)[None, :]
+    if mask is not None:
+        new = (token - (context - rows))[None, :]
+        line = mask + row[:, None] * mask_stride + new
+        asked = (new >= 0) & seen & (row < rows)[:, None]
+        seen &= (new < 0) | (tl.load(line, mask=asked, other=0) != 0)
+    return tl.where(seen, score, float("-inf"))

@@ -1,0 +1,207 @@
+"""`custom`: a class of the user's own, which guesses on the host.
+
+    {"method": "custom", "model": "package.module:Class", "options": {"any": "keyword"}}
+
+The class is made once, with `options` as keyword arguments, and has one method:
+
+    def guess(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]: ...
+
+It is called in every step with the requests that can use guesses, and returns for each, in their
+order, the token ids that it expects next: at most `most_tokens` (what is beyond is cut off), none
+where it has no idea. Wrong guesses cost time and never change the output. A class that also has
+`forget(request_ids: Sequence[str])` is told, before the next guess, of requests that ended.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import islice
+from operator import index
+from typing import Any
+
+from slipstream.core.batch import Batch, ScheduledRequest
+from slipstream.core.errors import UsageError
+from slipstream.core.request import Request
+from slipstream.runner.device_state import DeviceState
+from slipstream.runner.turn import Guesses
+from slipstream.speculative.host_drafter import HostDrafter, LoadedHostDrafter
+from slipstream.speculative.options import Options, TargetModel
+
+_FORM = "give the class as package.module:Class"
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What a user's class sees of a request.
+
+    Attributes:
+        request_id: the same in every step of this request, and no other's until it ends.
+        token_ids: its known tokens, prompt and output; copied, as tuples are.
+        num_prompt_tokens: how many of them are the prompt.
+        most_tokens: guesses that can be of use in this step; 1 or more.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    most_tokens: int
+
+
+@dataclass(frozen=True)
+class CustomConfig:
+    """Where the class is, and its keyword arguments."""
+
+    path: str
+    options: Mapping[str, Any]
+
+
+def read_options(options: Options) -> CustomConfig:
+    path = options.take_str("model", None)
+    if path is None:
+        raise UsageError(f"speculative_config: method custom needs model; {_FORM}")
+    keywords = options.take("options", {})
+    if not isinstance(keywords, Mapping) or not all(isinstance(key, str) for key in keywords):
+        raise UsageError(
+            "speculative_config: options must be a mapping of keyword arguments for "
+            f"{path}, not {keywords!r}"
+        )
+    return CustomConfig(path, keywords)
+
+
+def load(config: CustomConfig, target: TargetModel) -> LoadedHostDrafter:
+    """Find the class and make its one instance."""
+    made = _find_class(config.path)
+    try:
+        user = made(**config.options)
+    except Exception as error:
+        raise UsageError(
+            f"custom drafter {config.path} cannot be made with options "
+            f"{dict(config.options)!r}: {_cause(error)}"
+        ) from error
+    if not callable(getattr(user, "guess", None)):
+        raise UsageError(
+            f"custom drafter {config.path} has no method guess(requests), which returns a list of "
+            "token ids for each request"
+        )
+    return LoadedHostDrafter(lambda state: CustomDrafter(config.path, user, target, state))
+
+
+class CustomDrafter(HostDrafter):
+    """Asks the user's object and checks what it says, before anything depends on it."""
+
+    def __init__(self, path: str, user: Any, target: TargetModel, state: DeviceState) -> None:
+        super().__init__(state)
+        self._path, self._user, self._vocab_size = path, user, target.vocab_size
+        self._ended: list[str] = []
+
+    def prepare(self, batch: Batch) -> Guesses:
+        """The guesses of the user's object.
+
+        Raises:
+            UsageError: it failed, or returned what are no guesses.
+        """
+        ended, self._ended = self._ended, []
+        if ended and hasattr(self._user, "forget"):
+            self._call("forget", ended)
+        items = [item for item in batch.requests if item.num_draft_tokens]
+        answers = iter(self._ask(items) if items else [])
+        return [next(answers) if item.num_draft_tokens else [] for item in batch.requests]
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        self._ended += [request.request_id for request in requests if request.finished]
+
+    def _ask(self, items: Sequence[ScheduledRequest]) -> list[list[int]]:
+        answers = self._call("guess", [_shown(item) for item in items])
+        rows = _listed(answers, len(items) + 1)
+        if rows is None or len(rows) != len(items):
+            raise UsageError(
+                f"custom drafter {self._path} returned {_short(answers)} for {len(items)} "
+                "requests; guess must return one list of token ids for each"
+            )
+        return [self._checked(row, item) for row, item in zip(rows, items, strict=True)]
+
+    def _checked(self, row: Any, item: ScheduledRequest) -> list[int]:
+        """The guesses for one request, as many as can be used."""
+        tokens = _listed(row, item.num_draft_tokens)
+        try:
+            ids = None if tokens is None else [index(token) for token in tokens]
+        except TypeError:
+            ids = None
+        if ids is None:
+            raise UsageError(
+                f"custom drafter {self._path} returned {_short(row)} for request "
+                f"{item.request.request_id}; guess must return a list of token ids for each request"
+            )
+        for token in ids:
+            if not 0 <= token < self._vocab_size:
+                raise UsageError(
+                    f"custom drafter {self._path} guessed token {token} for request "
+                    f"{item.request.request_id}, but the target's vocabulary has the ids from 0 to "
+                    f"{self._vocab_size - 1}"
+                )
+        return ids
+
+    def _call(self, name: str, argument: Any) -> Any:
+        try:
+            return getattr(self._user, name)(argument)
+        except Exception as error:
+            raise UsageError(
+                f"custom drafter {self._path} failed in {name}: {_cause(error)}"
+            ) from error
+
+
+def _find_class(path: str) -> type[Any]:
+    """The class at `package.module:Class`, or `package.module.Class`."""
+    name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    if not name or not attribute:
+        raise UsageError(f"speculative_config: {path!r} names no class; {_FORM}")
+    try:
+        module = import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise UsageError(f"custom drafter {path}: {name} needs {_cause(error)}") from error
+        raise UsageError(
+            f"custom drafter {path}: there is no module {error.name}; set PYTHONPATH to the "
+            "directory that holds it"
+        ) from error
+    except Exception as error:
+        raise UsageError(f"custom drafter {path}: importing {name}: {_cause(error)}") from error
+    found = getattr(module, attribute, None)
+    if not isinstance(found, type):
+        classes = [key for key, value in vars(module).items() if _is_own_class(value, name)]
+        raise UsageError(
+            f"custom drafter {path}: {name} has no class {attribute}; "
+            f"it has {', '.join(classes) or 'none'}"
+        )
+    return found
+
+
+def _is_own_class(value: Any, module: str) -> bool:
+    return isinstance(value, type) and value.__module__ == module
+
+
+def _shown(item: ScheduledRequest) -> DraftRequest:
+    request = item.request
+    tokens = tuple(request.token_ids)
+    return DraftRequest(
+        request.request_id, tokens, request.num_prompt_tokens, item.num_draft_tokens
+    )
+
+
+def _listed(value: Any, most: int) -> list[Any] | None:
+    """The first elements of a list, a tuple, an array or a tensor; None for what is none."""
+    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__len__"):
+        return None
+    try:
+        return list(islice(value, most))
+    except TypeError:
+        return None
+
+
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

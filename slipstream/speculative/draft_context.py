@@ -1,0 +1,85 @@
+"""How far a drafter that reads token ids has read each request.
+
+Such a drafter needs nothing of the target's passes, so it may fall behind and catch up in one pass
+over the token ids that stand in the device state.
+"""
+
+import torch
+from torch import Tensor
+
+from slipstream.core.batch import Batch
+from slipstream.runner.device_state import DeviceState
+from slipstream.runner.model_runner import ModelRunner, Rows
+
+
+class DraftContext:
+    """Counts the leading tokens whose keys and values a draft model has, by slot.
+
+    `computed[slot]` never exceeds what the target has once a step is over.
+
+    Args:
+        most_missing: known tokens that a round can read before it drafts; what is more than that is
+            read before the round.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, state: DeviceState, max_model_len: int, most_missing: int
+    ) -> None:
+        self._runner, self._state = runner, state
+        self._max_model_len, self._most_missing = max_model_len, most_missing
+        self.computed = torch.zeros_like(state.num_computed)
+        # On the host: no more known tokens of a slot are missing when the next step begins.
+        self._missing = [0] * state.num_slots
+
+    def prepare(self, batch: Batch, left_by: int | None) -> None:
+        """Read what a round could not; see `Drafter.prepare`.
+
+        Args:
+            left_by: known tokens that are missing at most behind a round that drafted; None where
+                that is one more than it drafted.
+        """
+        behind: list[int] = []
+        for item in batch.requests:
+            slot = item.request.slot
+            if item.admitted:
+                self.computed[slot] = min(item.start, self._max_model_len)
+                self._missing[slot] = 1  # or it has a prompt chunk
+            if item.is_prompt_chunk:  # `read_prompts` will catch up
+                self._missing[slot] = 1
+            elif not item.num_draft_tokens:
+                self._missing[slot] += 1
+            else:
+                if self._missing[slot] > self._most_missing:
+                    behind.append(slot)
+                self._missing[slot] = left_by or item.num_draft_tokens + 1
+        if behind:
+            self._catch_up(behind)
+
+    def advance(self, slots: Tensor, wanted: Tensor, computed: Tensor) -> None:
+        """The requests that wanted drafts have so many tokens computed, known or not."""
+        self.computed.index_copy_(0, slots, torch.where(wanted > 0, computed, self.computed[slots]))
+
+    def settle(self, slots: Tensor) -> None:
+        """What was refused is not computed any more."""
+        computed = torch.minimum(self.computed[slots], self._state.num_computed[slots])
+        self.computed.index_copy_(0, slots, computed)
+
+    def read_prompts(self, batch: Batch) -> None:
+        """Catch up with the target on prompts; see `Drafter.read_prompts`."""
+        slots = [
+            item.request.slot
+            for item in batch.requests
+            if item.is_prompt_chunk and item.request.num_speculative_tokens
+        ]
+        if slots:
+            self._catch_up(slots)
+
+    def _catch_up(self, host_slots: list[int]) -> None:
+        """Compute what the target has computed and this model has not."""
+        slots = torch.tensor(host_slots, device=self._state.device)
+        starts = self.computed[slots]
+        ends = self._state.num_computed[slots].clamp(max=self._max_model_len)
+        lengths = (ends - starts).clamp(min=0)
+        if lengths.any():
+            self._runner.forward(Rows(slots, starts, lengths, None))
+            self.computed[slots] = starts + lengths

@@ -1,0 +1,214 @@
+"""A whole language model as the network of a drafter: its options, weights and vocabulary."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slipstream.cache.kv_cache import KVCache, KVLayout
+from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.layers.embedding import LanguageModelHead
+from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
+from slipstream.models.decoder import Decoder
+from slipstream.models.loading import dtype_named, load_decoder
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.turn import Turn
+from slipstream.sampling.state import Uses
+from slipstream.sampling.verification import sample_draft
+from slipstream.speculative.draft_vocabulary import (
+    DraftVocabularyConfig,
+    choose_draft_vocabulary,
+    read_draft_vocabulary,
+)
+from slipstream.speculative.drafter import DrafterLimits, DrafterResources
+from slipstream.speculative.mask_token import MASK_TOKEN_KEYS
+from slipstream.speculative.options import Options, TargetModel
+from slipstream.speculative.token_map import TokenMap, map_tokens
+from slipstream.speculative.vocabulary import require_same_vocabulary, vocabularies_agree
+
+
+@dataclass(frozen=True)
+class DraftNetworkConfig:
+    """How a draft model is loaded and sampled.
+
+    Attributes:
+        greedy_only: `draft_sample_method` is greedy.
+        vocabulary: the tokens to draft over; None is all.
+        maps_tokens: `use_heterogeneous_vocab`: its tokenizer may be another one.
+    """
+
+    model: str
+    revision: str | None
+    dtype: str | None
+    quantization: str | None
+    max_model_len: int | None
+    greedy_only: bool
+    vocabulary: DraftVocabularyConfig | None
+    maps_tokens: bool
+
+
+def read_network_options(options: Options, method: str) -> DraftNetworkConfig:
+    """Honour or refuse every key that other engines know for a draft model."""
+    model = options.take_str("model", None)
+    if model is None:
+        raise UsageError(f"speculative_config: method {method} needs model, a checkpoint")
+    options.take_only("draft_tensor_parallel_size", 1, "a draft model runs on one device")
+    sampling = options.take_str("draft_sample_method", "probabilistic")
+    if sampling not in ("probabilistic", "greedy"):
+        raise UsageError(
+            "speculative_config: draft_sample_method must be probabilistic or greedy, not "
+            f"{sampling!r}"
+        )
+    max_model_len = options.take_int("max_model_len", None)
+    if max_model_len is not None and max_model_len < 1:
+        raise UsageError(f"speculative_config: max_model_len must be positive, not {max_model_len}")
+    maps_tokens = options.take("use_heterogeneous_vocab", False)
+    if not isinstance(maps_tokens, bool):
+        raise UsageError(
+            "speculative_config: use_heterogeneous_vocab must be true or false, not "
+            f"{maps_tokens!r}"
+        )
+    return DraftNetworkConfig(
+        model=model,
+        revision=options.take_str("revision", None),
+        dtype=options.take_str("dtype", None),
+        quantization=options.take_quantization(),
+        max_model_len=max_model_len,
+        greedy_only=sampling == "greedy",
+        vocabulary=read_draft_vocabulary(options),
+        maps_tokens=maps_tokens,
+    )
+
+
+def load_network(
+    config: DraftNetworkConfig, target: TargetModel, method: str, mask_token: int | None = None
+) -> "DraftNetwork":
+    """Load the draft model's weights and check that it fits the target.
+
+    Args:
+        mask_token: an id of the draft model's own that its inputs may hold besides tokens.
+    """
+    checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision))
+    shape = read_decoder_config(checkpoint, MASK_TOKEN_KEYS)
+    if mask_token is not None and not 0 <= mask_token < shape.vocab_size:
+        raise CheckpointError(
+            f"the drafter's mask token {mask_token} is none of the {shape.vocab_size} ids of its "
+            "vocabulary; give the right one as pard_token"
+        )
+    tokens = _token_map(config, target, checkpoint, shape.vocab_size)
+    vocabulary = _vocabulary(config, target, min(target.vocab_size, shape.vocab_size), tokens)
+    dtype = dtype_named(config.dtype) if config.dtype else target.load.dtype
+    load = replace(target.load, dtype=dtype, quantization=config.quantization, drafts=True)
+    network = load_decoder(checkpoint, load, shape)
+    kind = "tli" if tokens else "same"
+    identity = f"{method}:{checkpoint.path}:{dtype}:{config.quantization}:{kind}:{mask_token}"
+    return DraftNetwork(config, network, target, dtype, identity, vocabulary, tokens, mask_token)
+
+
+def _token_map(
+    config: DraftNetworkConfig, target: TargetModel, checkpoint: Checkpoint, vocab_size: int
+) -> TokenMap | None:
+    """None where both speak of the same tokens."""
+    if config.maps_tokens and not vocabularies_agree(target.path, checkpoint.path):
+        return map_tokens(target.path, target.vocab_size, checkpoint, vocab_size)
+    require_same_vocabulary(target.path, target.vocab_size, checkpoint.path, vocab_size)
+    return None
+
+
+def _vocabulary(
+    config: DraftNetworkConfig, target: TargetModel, num_legal: int, tokens: TokenMap | None
+) -> list[int] | None:
+    """The target's ids of the tokens that are drafted, rising; None: all from 0 on."""
+    shared = None if tokens is None else sorted(tokens.draft_ids)
+    if config.vocabulary is not None:
+        return choose_draft_vocabulary(config.vocabulary, target.path, num_legal, shared)
+    return shared
+
+
+class DraftNetwork:
+    """A draft model in memory, whose inputs and outputs are the target's token ids.
+
+    Attributes:
+        vocabulary: [Vq] int64, rising: the target's token id of each logit; None: from 0 on.
+        mask_token: its id among the inputs; None without one.
+        greedy_only: drafts are certain of their tokens.
+    """
+
+    def __init__(
+        self,
+        config: DraftNetworkConfig,
+        network: Decoder,
+        target: TargetModel,
+        dtype: torch.dtype,
+        identity: str,
+        vocabulary: list[int] | None,
+        tokens: TokenMap | None,
+        mask_token: int | None,
+    ) -> None:
+        device, shape = target.load.device, network.config
+        self._network, self.greedy_only = network, config.greedy_only
+        self.mask_token = mask_token
+        self.vocabulary: Tensor | None = None
+        self._head: LanguageModelHead | None = None
+        self._num_legal_tokens = min(target.vocab_size, shape.vocab_size)
+        if vocabulary is not None:
+            self.vocabulary = torch.tensor(vocabulary, device=device)
+            self._num_legal_tokens = len(vocabulary)
+            own = (
+                vocabulary if tokens is None else [tokens.draft_ids[token] for token in vocabulary]
+            )
+            self._head = network.head.over(torch.tensor(own, device=device))
+            network.head = self._head  # the whole one's weight is not needed any more
+        if tokens is not None:
+            inputs = [
+                tokens.draft_ids.get(token, tokens.fallback) for token in range(target.vocab_size)
+            ]
+            if mask_token is not None:
+                self.mask_token = len(inputs)
+                inputs.append(mask_token)
+            network.embedding.renumber(torch.tensor(inputs, device=device))
+        longest = config.max_model_len or shape.max_position_embeddings
+        self.max_model_len = min(longest, shape.max_position_embeddings, target.load.max_positions)
+        self.limits = DrafterLimits(max_model_len=self.max_model_len, cache_identity=identity)
+        self.layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+
+    def runner(self, resources: DrafterResources) -> ModelRunner:
+        """Its passes over the engine's blocks."""
+        state = resources.state
+        cache = KVCache(self.layout, resources.num_blocks, state.block_size, state.device)
+        return ModelRunner(self._network, cache, state)
+
+    def probabilities(self, turn: Turn) -> Tensor | None:
+        """[R, K, Vq], to be filled with what the drafts are sampled from, if any is."""
+        if self.greedy_only or Uses.SAMPLING not in turn.uses:
+            return None
+        shape = (turn.num_requests, turn.width, self._num_legal_tokens)
+        return torch.empty(shape, dtype=torch.float32, device=turn.slots.device)
+
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        turn: Turn,
+        resources: DrafterResources,
+        probs_out: Tensor | None,
+    ) -> Tensor:
+        """Draft tokens [n] (indices into the vocabulary) of logits [n, V]; see `sample_draft`."""
+        return sample_draft(
+            logits,
+            slots,
+            positions,
+            resources.sampling,
+            turn.uses,
+            self._num_legal_tokens,
+            greedy_only=self.greedy_only,
+            use_fp64_gumbel=resources.use_fp64_gumbel,
+            probs_out=probs_out,
+        )
+
+    def one_hot(self, turn: Turn, resources: DrafterResources) -> Tensor:
+        """[R] bool, whose drafts are certain of their tokens."""
+        certain = resources.sampling.temperature[turn.slots] == 0
+        return torch.ones_like(certain) if self.greedy_only else certain

@@ -1,0 +1,156 @@
+"""Drafting across tokenizers by the tokens that both have (TLI, Timor et al. 2025, 2502.05202).
+
+Token-level intersection: the draft model proposes only tokens that the target has as well, and what
+the target committed is shown to it token for token, so that positions stay one to one. That is
+lossless: q is 0 for every token that is not shared.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.errors import CheckpointError
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.tokenizer import Tokenizer
+
+logger = logging.getLogger("slipstream")
+
+# A token as the bytes that it stands for, apart from the special ones, which stand for themselves.
+_Meaning = tuple[bool, bytes]
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # of SentencePiece
+_FEW = 100
+
+
+@dataclass(frozen=True)
+class TokenMap:
+    """Tokens of a target in the ids of a draft model.
+
+    Attributes:
+        draft_ids: by the target's id, of the tokens that both have; one to one.
+        fallback: the draft's id that stands for any other.
+    """
+
+    draft_ids: dict[int, int]
+    fallback: int
+
+
+def map_tokens(target: Path, target_size: int, draft: Checkpoint, draft_size: int) -> TokenMap:
+    """Find the tokens that mean the same bytes; ids from the sizes on have no row in the models.
+
+    What the draft model does not have is shown to it as its unknown token, or else as its first
+    end token.
+
+    Raises:
+        CheckpointError: a tokenizer.json is missing, no token is shared, or nothing can stand for
+            the others.
+    """
+    for path in (target, draft.path):
+        if not (path / "tokenizer.json").is_file():
+            raise CheckpointError(
+                f"use_heterogeneous_vocab compares the tokenizers, but {path} has no "
+                "tokenizer.json; add it, or use a drafter of the target's own tokenizer"
+            )
+    ours, theirs = _meanings(target, target_size), _meanings(draft.path, draft_size)
+    draft_ids = {token: theirs[what] for what, token in ours.items() if what in theirs}
+    if not draft_ids:
+        raise CheckpointError(
+            f"the tokenizers of {target} and {draft.path} have no token in common, so nothing can "
+            "be drafted; choose a drafter of a tokenizer that is more alike"
+        )
+    logger.log(
+        logging.WARNING if len(draft_ids) < _FEW else logging.INFO,
+        "%d of the target's %d tokens are among the drafter's %d and can be drafted",
+        len(draft_ids),
+        len(ours),
+        len(theirs),
+    )
+    return TokenMap(draft_ids, _fallback(draft, draft_size))
+
+
+def _fallback(draft: Checkpoint, draft_size: int) -> int:
+    tokenizer = Tokenizer(draft.path)
+    unknown = tokenizer.special_tokens.get("unk_token") or _model(draft.path).get("unk_token")
+    found = None if unknown is None else tokenizer.token_to_id(str(unknown))
+    for token in (found, *draft.eos_token_ids, tokenizer.eos_token_id):
+        if token is not None and token < draft_size:
+            return token
+    raise CheckpointError(
+        f"{draft.path} has neither an unknown token nor an end token to stand for the target's "
+        "other tokens; name one as unk_token in its tokenizer_config.json"
+    )
+
+
+def _meanings(path: Path, size: int) -> dict[_Meaning, int]:
+    """Every token's id by what it stands for; of several that stand for the same, one.
+
+    Spelled-out tokens come before SentencePiece's bytes <0x..>, and smaller ids before larger.
+    """
+    tokenizer = Tokenizer(path)
+    byte_level = _is_byte_level(path)
+    tokens = sorted(tokenizer.vocabulary().items(), key=lambda item: (_is_byte(item[0]), item[1]))
+    found: dict[_Meaning, int] = {}
+    for text, token in tokens:
+        if token >= size:
+            continue
+        if token in tokenizer.special_token_ids:
+            what = (True, text.encode())
+        else:
+            what = (False, _byte_level_bytes(text) if byte_level else _plain_bytes(text))
+        found.setdefault(what, token)
+    return found
+
+
+def _model(path: Path) -> dict[str, Any]:
+    model = json.loads((path / "tokenizer.json").read_text("utf-8")).get("model")
+    return model if isinstance(model, dict) else {}
+
+
+def _is_byte_level(path: Path) -> bool:
+    """Whether tokens are spelled in the alphabet of bytes that GPT-2 introduced."""
+    content = json.loads((path / "tokenizer.json").read_text("utf-8"))
+    parts = (content.get("pre_tokenizer"), content.get("decoder"))
+    return any(kind == "ByteLevel" for part in parts for kind in _kinds(part))
+
+
+def _kinds(part: Any) -> Iterator[str]:
+    """The types of a pre-tokenizer or decoder and of those that it is a sequence of."""
+    if isinstance(part, dict):
+        yield str(part.get("type"))
+        for key in ("pretokenizers", "decoders"):
+            for inner in part.get(key) or ():
+                yield from _kinds(inner)
+
+
+def _is_byte(text: str) -> bool:
+    return len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+
+
+def _plain_bytes(text: str) -> bytes:
+    """Of a token that is spelled as it is, but for spaces and single bytes."""
+    if _is_byte(text):
+        try:
+            return bytes([int(text[3:5], 16)])
+        except ValueError:
+            return text.encode()
+    return text.replace(_SPACE, " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character of each byte: itself where it is printable, else the next one from 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in sorted(printable)}
+    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+def _byte_level_bytes(text: str) -> bytes:
+    if any(letter not in _BYTES for letter in text):  # an added token, spelled as it is
+        return text.encode()
+    return bytes(_BYTES[letter] for letter in text)

@@ -1,0 +1,267 @@
+"""The whole attention op of the triton column against the reference's.
+
+On the GPU where there is one, else interpreted: see `test_triton_ops.py`.
+"""
+# ruff: noqa: E402  (what is imported first decides whether kernels are interpreted)
+
+import importlib.util
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed (it is there for Linux only)", allow_module_level=True)
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:  # as in tests/conftest.py, and before the kernels are defined
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from slipstream.kernels.reference import REFERENCE
+from slipstream.kernels.table import AttentionInputs, Heads, Norm
+from slipstream.kernels.triton import attention as tuned
+from slipstream.kernels.triton.attention import SHORT_ROWS, Extras, attend
+from slipstream.kernels.triton.splits import (
+    GROUP,
+    group_of,
+    group_start,
+    most_groups,
+    split_of,
+    split_start,
+)
+from slipstream.layers.rope import RopeConfig, rope_table
+from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
+]
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPES = [torch.float32, torch.float16]
+if ON_GPU:
+    DTYPES.append(torch.bfloat16)
+Case = tuple[Tensor, Heads, AttentionInputs, tuple[Tensor, Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_GPU:
+        monkeypatch.setattr(tuned, "PROGRAMS", 8)
+
+
+def case(
+    shape: Shape,
+    requests: Requests,
+    dtype: torch.dtype,
+    normed: bool = True,
+    window: int | None = None,
+) -> Case:
+    """What a layer hands over: the cache holds the tokens before this pass, all else is NaN."""
+    inputs = attention_inputs(requests, shape.block_size)
+    before = replace(inputs, context_lens=torch.tensor(list(requests.computed)))
+    keys, values = filled_cache(before, requests, replace(shape, dtype=dtype))
+    generator = seeded(7)
+    width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    qkv = torch.randn(len(inputs.positions), width, generator=generator).to(dtype).to(DEVICE)
+    norms = None
+    if normed:
+        weights = torch.rand(2, shape.head_dim, generator=generator).to(dtype).to(DEVICE) + 0.5
+        norms = Norm(weights[0], 1e-3), Norm(weights[1], 1e-3)
+    longest = max(int(inputs.context_lens.max()), 8) + 64
+    heads = Heads(
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        norms=norms,
+        cos_sin=rope_table(shape.head_dim, RopeConfig(100.0), longest, DEVICE),
+        scale=0.8 / shape.head_dim**0.5,
+        window=window,
+    )
+    return qkv, heads, moved(inputs, DEVICE), (keys.to(DEVICE), values.to(DEVICE))
+
+
+def moved(inputs: AttentionInputs, device: torch.device) -> AttentionInputs:
+    names = ("query_start", "context_lens", "block_tables", "positions", "slots")
+    return replace(inputs, **{name: getattr(inputs, name).to(device) for name in names})
+
+
+def truth(given: Case) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The reference in the same dtype on the host, and what it leaves in the cache."""
+    qkv, heads, inputs, cache = given
+    host = torch.device("cpu")
+    norms = heads.norms
+    if norms is not None:
+        norms = Norm(norms[0].weight.cpu(), 1e-3), Norm(norms[1].weight.cpu(), 1e-3)
+    heads = replace(heads, norms=norms, cos_sin=heads.cos_sin.cpu())
+    keys, values = (pages.cpu().clone() for pages in cache)
+    out = REFERENCE.attend(qkv.cpu(), heads, moved(inputs, host), (keys, values))
+    return out, (keys, values)
+
+
+def run(given: Case, extras: Extras | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The op on a copy of the cache."""
+    qkv, heads, inputs, (keys, values) = given
+    cache = keys.clone(), values.clone()
+    return attend(qkv, heads, inputs, cache, extras or Extras()), cache
+
+
+def assert_same(out: Tensor, other: Tensor) -> None:
+    """To the last bit."""
+    assert_close(out, other, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_agrees(given: Case) -> None:
+    """Up to some roundings; what the op does not own stays NaN, and what it reads is not."""
+    out, cache = run(given)
+    expected, expected_cache = truth(given)
+    tiny = 8 * torch.finfo(out.dtype).eps if out.dtype != torch.float32 else 1e-5
+    assert_close(out.cpu(), expected, rtol=tiny, atol=tiny)
+    assert_close(cache[0].cpu(), expected_cache[0], rtol=tiny, atol=tiny, equal_nan=True)
+    assert_same(cache[1].cpu(), expected_cache[1])
+
+
+SHAPES = [
+    Shape(1, 1, 2, 1),
+    Shape(6, 2, 10, 4),
+    Shape(7, 1, 72, 24),
+    Shape(8, 2, 128, 16),
+    Shape(16, 1, 16, 32),
+]
+BATCHES = {
+    "one row": Requests([0], [1]),
+    "decoding": Requests([8, 0, 150, 3], [1, 1, 1, 1]),
+    "verification": Requests([9, 126, 2], [5, 6, 5]),
+    "all of it": Requests([0, 11, 127, 5, 70], [9, 1, 16, 0, 20]),
+}
+MATRIX = [(shape, batch, dtype) for shape in SHAPES for batch in BATCHES for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(("shape", "batch", "dtype"), MATRIX if ON_GPU else MATRIX[::7])
+def test_attend(shape: Shape, batch: str, dtype: torch.dtype) -> None:
+    assert_agrees(case(shape, BATCHES[batch], dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attend_without_norms_in_a_window(dtype: torch.dtype) -> None:
+    requests = Requests([0, 150, 40], [5, 2, 20])
+    assert_agrees(case(Shape(6, 2, 24, 16), requests, dtype, normed=False, window=33))
+
+
+def test_groups_begin_at_cuts() -> None:
+    for group in range(1, 12):
+        start = group_start.fn(group)
+        assert start == group * GROUP
+        assert split_start.fn(split_of.fn(start)) == start
+        assert [group_of.fn(start - 1), group_of.fn(start)] == [group - 1, group]
+    assert [most_groups(n) for n in (0, 1, GROUP, GROUP + 1)] == [1, 1, 1, 2]
+
+
+LONG = Requests([150, 4094, 0], [1, 3, 2])
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_bits_do_not_follow_from_who_does_the_work(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups or splits for each program, and few or many programs."""
+    given = case(Shape(2, 1, 16, 16), LONG, DTYPES[-1], window=window)
+    monkeypatch.setattr(tuned, "ENOUGH", 1)
+    grouped, cache = run(given)
+    assert_agrees(given)
+    for enough, programs in ((1 << 20, 2), (1 << 20, 64), (8, 5)) if ON_GPU else ((8, 5),):
+        monkeypatch.setattr(tuned, "ENOUGH", enough)
+        monkeypatch.setattr(tuned, "PROGRAMS", programs)
+        out, again = run(given)
+        assert_same(out, grouped)
+        assert_same(again[0], cache[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES if ON_GPU else DTYPES[1:], ids=str)
+@pytest.mark.parametrize("shape", [Shape(2, 1, 10, 4), Shape(8, 2, 64, 16)], ids=str)
+def test_a_row_has_its_bits_in_any_batch(shape: Shape, dtype: torch.dtype) -> None:
+    """Alone without draft rows, and beside requests of few and of many rows."""
+    requests = Requests([62, 125, 250, 3], [4, 6, SHORT_ROWS, 20])
+    given = case(shape, requests, dtype)
+    together, cache = run(given)
+    qkv, heads, inputs, _ = given
+    for row in range(0, 26, 1 if ON_GPU else 5):
+        request = int((inputs.query_start[1:] <= row).sum())
+        one = slice(row, row + 1)
+        alone = replace(
+            only(inputs, request)[0],
+            query_start=torch.tensor([0, 1], device=DEVICE),
+            context_lens=inputs.positions[one] + 1,
+            positions=inputs.positions[one],
+            slots=inputs.slots[one],
+        )
+        # The rows before it have been stored by the pass of all of them.
+        out, again = run((qkv[one], heads, alone, cache))
+        assert_same(out[0], together[row])
+        assert_same(again[0], cache[0])
+
+
+def test_hints_change_nothing() -> None:
+    qkv, heads, inputs, cache = case(Shape(4, 2, 16, 16), Requests([0, 300], [4, 1]), DTYPES[-1])
+    expected, _ = run((qkv, heads, inputs, cache))
+    wider = torch.nn.functional.pad(inputs.block_tables, (0, 300), value=1 << 30)
+    for other in (
+        replace(inputs, max_rows=4),
+        replace(inputs, max_context=301),
+        replace(inputs, block_tables=wider),
+        replace(inputs, block_tables=wider, max_rows=4, max_context=320),
+    ):
+        assert_same(run((qkv, heads, other, cache))[0], expected)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("enough", [1, 256])
+def test_padding_costs_nothing(
+    enough: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows behind a request's last one, and requests without a context, as a graph has them."""
+    monkeypatch.setattr(tuned, "ENOUGH", enough)
+    shape, requests = Shape(4, 2, 16, 16), Requests([20, 140], [2, 1])
+    qkv, heads, inputs, cache = case(shape, requests, torch.float32, window=window)
+    expected, written = run((qkv, heads, inputs, cache))
+    rows = torch.tensor([0, 1, 0, 2, 2, 2, 0, 1, 2], device=DEVICE)  # three for each request
+    real = torch.tensor([1, 1, 0, 1, 0, 0, 0, 0, 0], device=DEVICE) > 0
+    padded = AttentionInputs(
+        query_start=torch.arange(4, device=DEVICE) * 3,
+        context_lens=torch.cat((inputs.context_lens, inputs.context_lens.new_zeros(1))),
+        block_tables=torch.nn.functional.pad(inputs.block_tables, (0, 0, 0, 1), value=1 << 30),
+        positions=torch.where(real, inputs.positions[rows], 7),
+        slots=torch.where(real, inputs.slots[rows], -1),
+        max_rows=3,
+    )
+    out, again = run((qkv[rows], heads, padded, cache))
+    assert_same(out[real], expected)
+    assert out[:6].isfinite().all()
+    assert not out[6:].any()
+    for ours, theirs in zip(again, written, strict=True):
+        assert_same(ours, theirs)
+
+
+def test_rows_that_are_not_stored_see_the_cache() -> None:
+    """A token may be computed anew without being written: slot -1."""
+    shape, requests = Shape(4, 2, 16, 16), Requests([40], [1])
+    qkv, heads, inputs, cache = case(shape, requests, torch.float32)
+    expected, written = run((qkv, heads, inputs, cache))
+    out, again = run((qkv, heads, replace(inputs, slots=inputs.slots * 0 - 1), written))
+    assert_same(out, expected)
+    assert_same(again[0], written[0])
+
+
+def test_no_rows() -> None:
+    qkv, heads, inputs, cache = case(Shape(4, 2, 16, 16), Requests([5], [1]), torch.float32)
+    none = replace(
+        inputs,
+        query_start=inputs.query_start * 0,
+        positions=inputs.positions[:0],
+        slots=inputs.slots[:0],
+    )
+    assert run((qkv[:0], heads, none, cache))[0].shape == (0, 64)
