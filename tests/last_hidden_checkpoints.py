@@ -100,6 +100,17 @@ def medusa_for(target: str) -> str:
     return write_medusa(folder, medusa_tensors(*target_sizes(target)))
 
 
+def mapped_medusa_for(target: str) -> str:
+    """Random heads over some of a target's tokens, named from the last one to the first."""
+    folder = Path(target) / "mapped_medusa"
+    if folder.is_dir():
+        return str(folder)
+    width, vocab_size = target_sizes(target)
+    ids = torch.tensor([token for token in range(vocab_size - 1, -1, -1) if token % 3])
+    tensors = converted(medusa_tensors(width, vocab_size)) | {"token_map": ids}
+    return write_medusa(folder, tensors, "model.safetensors")
+
+
 # ---------------------------------------------------------------------- MLPSpeculator
 
 

@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 from slipstream import LLM, SamplingParams
 from tests.checkpoints import write_qwen3
 from tests.drafters.heads import write_eagle1, write_eagle3
-from tests.last_hidden_checkpoints import medusa_for, mlp_for
+from tests.last_hidden_checkpoints import mapped_medusa_for, medusa_for, mlp_for
 
 VOCAB = 6
 PROMPT = [1, 4, 2, 4, 2]
@@ -68,6 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "medusa": {"drafter": "medusa"},
     "mlp_speculator": {"drafter": "mlp_speculator"},
+    "mapped_medusa": {"drafter": "mapped_medusa"},
     "greedy_medusa": {"drafter": "medusa", "draft_sample_method": "greedy"},
     "ngram": {"drafter": "ngram"},
     "suffix": {"drafter": "suffix"},
@@ -115,6 +116,7 @@ def draw(
         **{name: {"model": head} for name, head in (heads or {}).items()},
         "draft": {"model": draft},
         "medusa": {"method": "medusa", "model": medusa_for(target)},
+        "mapped_medusa": {"method": "medusa", "model": mapped_medusa_for(target)},
         "mlp_speculator": {"method": "mlp_speculator", "model": mlp_for(target)},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
         "suffix": {"method": "suffix"},
