@@ -44,10 +44,10 @@ class CheckpointSource:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress = no_progress,
-        read: Callable[[TensorEntry, Tensor], None] = read_into,
+        read: Callable[[TensorEntry, Tensor], None] | None = None,
     ) -> None:
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
-        self._progress, self._read = progress, read
+        self._progress, self._read = progress, read or read_into
         self._unused = set(checkpoint.entries)
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
