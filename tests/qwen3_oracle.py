@@ -22,10 +22,24 @@ class Qwen3Oracle:
             for name, value in load_file(Path(folder) / "model.safetensors").items()
         }
 
-    def logits(self, ids: list[int]) -> Tensor:
-        """[T, vocab_size] float64 of a text, each row for the token behind it."""
+    def logits(self, ids: list[int], added: Tensor | None = None) -> Tensor:
+        """[T, vocab_size] float64 of a text, each row for the token behind it.
+
+        Args:
+            added: [T, hidden_size] to the embeddings.
+        """
+        tied = self.config["tie_word_embeddings"]
+        head = self.weights["model.embed_tokens.weight" if tied else "lm_head.weight"]
+        return self.hidden_states(ids, added)[-1] @ head.T
+
+    def hidden_states(self, ids: list[int], added: Tensor | None = None) -> list[Tensor]:
+        """Each [T, hidden_size]: what enters each layer, and what leaves the final norm."""
         stream = self.weights["model.embed_tokens.weight"][torch.tensor(ids)]
+        if added is not None:
+            stream = stream + added
+        states = []
         for index in range(self.config["num_hidden_layers"]):
+            states.append(stream)
             name = f"model.layers.{index}."
             stream = stream + self._attend(
                 self._norm(stream, name + "input_layernorm"), name + "self_attn."
@@ -33,9 +47,7 @@ class Qwen3Oracle:
             stream = stream + self._feed(
                 self._norm(stream, name + "post_attention_layernorm"), name + "mlp."
             )
-        tied = self.config["tie_word_embeddings"]
-        head = self.weights["model.embed_tokens.weight" if tied else "lm_head.weight"]
-        return self._norm(stream, "model.norm") @ head.T
+        return [*states, self._norm(stream, "model.norm")]
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()

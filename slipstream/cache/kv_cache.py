@@ -13,16 +13,19 @@ class KVLayout:
     Attributes:
         num_layers, num_kv_heads, head_dim: sizes of each layer's keys (and of its values).
         dtype: of the stored numbers.
+        num_beside: numbers that are kept of a token beside them, for whoever makes pages for them.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    num_beside: int = 0
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        numbers = 2 * self.num_layers * self.num_kv_heads * self.head_dim + self.num_beside
+        return numbers * self.dtype.itemsize
 
 
 class KVCache:

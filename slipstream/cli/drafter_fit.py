@@ -62,13 +62,18 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
 
 
 def _parallel_note(draft: CheckpointFacts) -> list[str]:
-    from slipstream.speculative.mask_token import drafts_in_parallel, read_mask_token
+    from slipstream.speculative.mask_token import (
+        drafts_in_parallel,
+        read_mask_token,
+        reads_features,
+    )
 
     if not drafts_in_parallel(draft.checkpoint.config):
         return []
     mask = read_mask_token(draft.checkpoint)
+    beside = " and features of the target" if reads_features(draft.checkpoint.config) else ""
     return [
-        "it gives all draft tokens from one pass (method pard), with mask token "
+        f"it gives all draft tokens from one pass (method pard){beside}, with mask token "
         f"{'unknown: give pard_token' if mask.token_id is None else mask.token_id}"
     ]
 

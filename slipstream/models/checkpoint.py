@@ -16,7 +16,7 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
-_HUB_PICKLED = ["pytorch_model*.bin", "*.pt"]
+_HUB_PICKLED = ["pytorch_model*.bin", "warp_model.bin", "*.pt"]
 # Second copies of the weights in other layouts, which would double the download.
 _HUB_IGNORED = ["consolidated*", "*/*.safetensors", "*/*.json", "original/*"]
 

@@ -85,6 +85,7 @@ class Decoder:
         inputs: AttentionInputs,
         caches: Sequence[LayerCache],
         stream_layers: Sequence[int] = (),
+        embedded: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """One pass.
 
@@ -93,12 +94,13 @@ class Decoder:
             caches: one (keys, values) per layer.
             stream_layers: layers (from 0) whose incoming residual stream is wanted as well; the
                 number of layers stands for the stream that the final norm takes.
+            embedded: [T, hidden_size], what enters the first layer in place of the embeddings.
 
         Returns:
             [T, hidden_size] after the final norm, and the streams in the order asked for, each
             [T, hidden_size].
         """
-        addend: Tensor = self.embedding(token_ids)
+        addend: Tensor = self.embedding(token_ids) if embedded is None else embedded
         residual: Tensor | None = None
         streams: list[Tensor] = []
         for layer, cache in zip(self.layers, caches, strict=True):

@@ -118,11 +118,7 @@ def _method(options: Options, found: _Found) -> str:
             "drafter's checkpoint"
         )
     if name is None:
-        name = model if model in METHODS else found.kind
-        if options.peek("pard_token") is not None and name == DRAFT_MODEL:
-            name = PARALLEL
-        if name == PARALLEL and options.peek("parallel_drafting") is False:
-            name = DRAFT_MODEL
+        name = model if model in METHODS else _method_of(options, found.kind)
         if name not in METHODS:
             raise CheckpointError(
                 f"{model} is a drafter of the kind {name}, which is not supported; supported are "
@@ -135,6 +131,15 @@ def _method(options: Options, found: _Found) -> str:
             f"speculative_config: unknown method {name!r}; known methods: {', '.join(METHODS)}"
         )
     return name
+
+
+def _method_of(options: Options, kind: str) -> str:
+    """The method for a checkpoint's kind: language models can draft in more than one way."""
+    if kind == DRAFT_MODEL:
+        return PARALLEL if options.peek("pard_token") is not None else kind
+    if kind == PARALLEL and options.peek("parallel_drafting") is False:
+        return DRAFT_MODEL
+    return PARALLEL if kind == "pard2" else kind
 
 
 def _num_speculative_tokens(options: Options, found: _Found) -> int:

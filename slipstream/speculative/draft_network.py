@@ -147,7 +147,7 @@ class DraftNetwork:
         mask_token: int | None,
     ) -> None:
         device, shape = target.load.device, network.config
-        self._network, self.greedy_only = network, config.greedy_only
+        self.greedy_only = config.greedy_only
         self.mask_token = mask_token
         self.vocabulary: Tensor | None = None
         self._head: LanguageModelHead | None = None
@@ -171,13 +171,16 @@ class DraftNetwork:
         longest = config.max_model_len or shape.max_position_embeddings
         self.max_model_len = min(longest, shape.max_position_embeddings, target.load.max_positions)
         self.limits = DrafterLimits(max_model_len=self.max_model_len, cache_identity=identity)
+        self.width = shape.hidden_size
+        self.dtype = dtype
+        self.decoder = network
         self.layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
 
     def runner(self, resources: DrafterResources) -> ModelRunner:
         """Its passes over the engine's blocks."""
         state = resources.state
         cache = KVCache(self.layout, resources.num_blocks, state.block_size, state.device)
-        return ModelRunner(self._network, cache, state)
+        return ModelRunner(self.decoder, cache, state)
 
     def probabilities(self, turn: Turn) -> Tensor | None:
         """[R, K, Vq], to be filled with what the drafts are sampled from, if any is."""

@@ -4,14 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.errors import CheckpointError
 from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.drafters.pard2 import PARD2_KEYS
 
 # The id of the mask token, in the order in which other engines look for it.
 _ID_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 _KIND, _TRAINED = "spd_type", "para_num"
 
-MASK_TOKEN_KEYS = (*_ID_KEYS, _KIND, _TRAINED)
+MASK_TOKEN_KEYS = (*_ID_KEYS, _KIND, _TRAINED, *PARD2_KEYS)
 """Keys of config.json that say how to draft and leave the network as it is."""
 
 
@@ -34,14 +35,13 @@ def drafts_in_parallel(config: Mapping[str, Any]) -> bool:
     return config.get(_KIND) in ("pard", "pard2") or config.get("pard_token") is not None
 
 
+def reads_features(config: Mapping[str, Any]) -> bool:
+    """Whether it wants the target's features beside token ids (PARD-2)."""
+    return bool(config.get("pard2")) or config.get(_KIND) == "pard2"
+
+
 def read_mask_token(checkpoint: Checkpoint) -> MaskToken:
-    """Raises UsageError for a checkpoint that needs more than mask tokens."""
-    config = checkpoint.config
-    if config.get("pard2") or config.get(_KIND) == "pard2":
-        raise UsageError(
-            f"{checkpoint.path} is a PARD-2 drafter, which reads features of the target; that is "
-            "not supported yet: use a PARD drafter"
-        )
+    """Raises CheckpointError for ids that are none."""
     ids = [_number(checkpoint, key) for key in _ID_KEYS]
     found = next((token for token in ids if token is not None), None)
     return MaskToken(found, _number(checkpoint, _TRAINED))

@@ -6,20 +6,31 @@ token's row gives draft token 1, mask j's row draft token j + 1. Mask rows write
 tokens that they stand for, which the blocks have room for, so that later masks of the pass see
 them; what they wrote is never counted as computed, and the next pass writes these slots anew
 before it reads them.
+
+PARD-2 is the same model with the target's features added to its inputs (`feature_inputs.py`): each
+token is shown the feature of the token before it, and masks the last feature that there is.
 """
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from slipstream.cache.kv_cache import KVCache
 from slipstream.core.batch import Batch
 from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
+from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
-from slipstream.runner.model_runner import Forward, Rows
+from slipstream.models.drafters.pard2 import (
+    Pard2Config,
+    TargetProjection,
+    load_projection,
+    read_pard2_config,
+)
+from slipstream.runner.model_runner import Forward, ModelRunner, Rows
 from slipstream.runner.turn import Turn
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.draft_context import DraftContext
@@ -30,7 +41,8 @@ from slipstream.speculative.draft_network import (
     read_network_options,
 )
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, Needs
-from slipstream.speculative.mask_token import read_mask_token
+from slipstream.speculative.feature_inputs import FeatureFedRunner, FeaturePages
+from slipstream.speculative.mask_token import read_mask_token, reads_features
 from slipstream.speculative.options import Options, TargetModel
 
 logger = logging.getLogger("slipstream")
@@ -67,17 +79,37 @@ def load(config: PardConfig, target: TargetModel) -> "LoadedPard":
             "parallel_drafting if the drafter was not trained for it"
         )
     network = load_network(config.network, target, "pard", token)
-    return LoadedPard(network, said.trained_tokens)
+    features = _load_features(Checkpoint(path), network, target)
+    return LoadedPard(network, said.trained_tokens, features)
+
+
+def _load_features(
+    checkpoint: Checkpoint, network: DraftNetwork, target: TargetModel
+) -> tuple[Pard2Config, TargetProjection] | None:
+    if not reads_features(checkpoint.config):
+        return None
+    shape = read_decoder_config(Checkpoint(target.path))
+    config = read_pard2_config(checkpoint, network.width, shape)
+    return config, load_projection(checkpoint, config, replace(target.load, dtype=network.dtype))
 
 
 class LoadedPard:
     """The drafter in memory, waiting for its share of the cache."""
 
-    needs = Needs()
-
-    def __init__(self, network: DraftNetwork, trained_tokens: int | None) -> None:
+    def __init__(
+        self,
+        network: DraftNetwork,
+        trained_tokens: int | None,
+        features: tuple[Pard2Config, TargetProjection] | None,
+    ) -> None:
         self._network, self._trained_tokens = network, trained_tokens
-        self.limits, self.layout = network.limits, network.layout
+        self.limits, self.layout, self.needs = network.limits, network.layout, Needs()
+        self._projection: TargetProjection | None = None
+        if features is not None:
+            config, self._projection = features
+            # They are kept in the blocks, so no token is computed again for them.
+            self.needs = Needs(stream_layers=config.stream_layers)
+            self.layout = replace(network.layout, num_beside=network.width)
 
     def build(self, resources: DrafterResources) -> Drafter:
         count, trained = resources.num_speculative_tokens, self._trained_tokens
@@ -89,16 +121,29 @@ class LoadedPard:
                 count,
                 trained,
             )
-        return PardDrafter(self._network, resources)
+        if self._projection is None:
+            return PardDrafter(self._network, resources, self._network.runner(resources), None)
+        network, state = self._network, resources.state
+        cache = KVCache(network.layout, resources.num_blocks, state.block_size, state.device)
+        shape = (resources.num_blocks * state.block_size + 1, network.width)
+        pages = torch.zeros(shape, dtype=network.dtype, device=state.device)
+        features = FeaturePages(pages, self._projection)
+        runner = FeatureFedRunner(network.decoder, cache, state, features)
+        return PardDrafter(network, resources, runner, features)
 
 
 class PardDrafter:
     """Drafts with one pass a round, whatever K."""
 
-    def __init__(self, network: DraftNetwork, resources: DrafterResources) -> None:
+    def __init__(
+        self,
+        network: DraftNetwork,
+        resources: DrafterResources,
+        runner: ModelRunner,
+        features: FeaturePages | None,
+    ) -> None:
         self._network, self._resources = network, resources
-        self._state = resources.state
-        self._runner = network.runner(resources)
+        self._state, self._runner, self._features = resources.state, runner, features
         # All the draft tokens of a round may be accepted, and one more follows them.
         self._context = DraftContext(
             self._runner,
@@ -137,7 +182,9 @@ class PardDrafter:
         return Draft(tokens.view(-1, width), wanted, one_hot, probs, network.vocabulary)
 
     def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
-        """Only committed tokens were counted as computed."""
+        """Only committed tokens were counted as computed, so there is nothing to take back."""
+        if self._features is not None:
+            self._features.write(forward)
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
         self._context.read_prompts(batch)

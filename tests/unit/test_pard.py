@@ -247,7 +247,6 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({"pard_token": "x"}, {}, CheckpointError, '"pard_token" must be a whole number'),
     ({}, {"pard_token": -1}, CheckpointError, "mask token -1 is none"),
     ({}, {"pard_token": "x"}, UsageError, "pard_token must be an integer"),
-    ({"spd_type": "pard2"}, {}, UsageError, "PARD-2 drafter, which reads features"),
     ({}, {"method": "pard", "parallel_drafting": False}, UsageError, "use method draft_model"),
 ]
 
