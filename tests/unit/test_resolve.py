@@ -102,13 +102,18 @@ def test_what_precision_means_here_is_told(tiny_target: str, tiny_draft: str) ->
         device="cpu",
         num_kv_blocks=8,
         quantization="fp8",
-        batch_invariant=True,
         speculative_config={"model": tiny_draft, "quantization": "fp8"},
     )
     for name in ("quantization", "drafter quantization"):
         assert reason(llm, name)[0] == "fp8"
         assert "slow on a CPU" in reason(llm, name)[1]
+    llm = make(tiny_target, device="cpu", num_kv_blocks=8, batch_invariant=True)
     assert "not promised on a CPU yet" in reason(llm, "batch_invariant")[1]
+
+
+def test_sums_of_e4m3_are_not_said_to_be_invariant(tiny_target: str) -> None:
+    with pytest.raises(UsageError, match="leave out batch_invariant or quantization"):
+        make(tiny_target, num_kv_blocks=8, quantization="fp8", batch_invariant=True)
 
 
 def test_the_rows_of_a_step_follow_the_device_and_the_requests(tiny_target: str) -> None:
