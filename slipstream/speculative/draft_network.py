@@ -54,15 +54,7 @@ def read_network_options(options: Options, method: str) -> DraftNetworkConfig:
     if model is None:
         raise UsageError(f"speculative_config: method {method} needs model, a checkpoint")
     options.take_only("draft_tensor_parallel_size", 1, "a draft model runs on one device")
-    sampling = options.take_str("draft_sample_method", "probabilistic")
-    if sampling not in ("probabilistic", "greedy"):
-        raise UsageError(
-            "speculative_config: draft_sample_method must be probabilistic or greedy, not "
-            f"{sampling!r}"
-        )
-    max_model_len = options.take_int("max_model_len", None)
-    if max_model_len is not None and max_model_len < 1:
-        raise UsageError(f"speculative_config: max_model_len must be positive, not {max_model_len}")
+    greedy_only, max_model_len = options.take_greedy_only(), options.take_max_model_len()
     maps_tokens = options.take("use_heterogeneous_vocab", False)
     if not isinstance(maps_tokens, bool):
         raise UsageError(
@@ -75,7 +67,7 @@ def read_network_options(options: Options, method: str) -> DraftNetworkConfig:
         dtype=options.take_str("dtype", None),
         quantization=options.take_quantization(),
         max_model_len=max_model_len,
-        greedy_only=sampling == "greedy",
+        greedy_only=greedy_only,
         vocabulary=read_draft_vocabulary(options),
         maps_tokens=maps_tokens,
     )

@@ -60,6 +60,23 @@ class Options:
             require_quantization("speculative_config: quantization", value)
         return cast(str | None, value)
 
+    def take_greedy_only(self) -> bool:
+        """Whether drafts are to be one-hot: `draft_sample_method` is greedy."""
+        sampling = self.take_str("draft_sample_method", "probabilistic")
+        if sampling not in ("probabilistic", "greedy"):
+            raise UsageError(
+                "speculative_config: draft_sample_method must be probabilistic or greedy, not "
+                f"{sampling!r}"
+            )
+        return sampling == "greedy"
+
+    def take_max_model_len(self) -> int | None:
+        """Beyond so many tokens a request runs without drafts; None leaves it to the drafter."""
+        longest = self.take_int("max_model_len", None)
+        if longest is not None and longest < 1:
+            raise UsageError(f"speculative_config: max_model_len must be positive, not {longest}")
+        return longest
+
     def take_only(self, key: str, supported: Any, remedy: str) -> None:
         """A key of other engines that is honoured for one value only."""
         value = self.take(key, supported)
