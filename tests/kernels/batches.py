@@ -81,7 +81,7 @@ def only(inputs: AttentionInputs, request: int) -> tuple[AttentionInputs, slice]
     rows = slice(first, last)
     alone = replace(
         inputs,
-        query_start=torch.tensor([0, last - first]),
+        query_start=torch.tensor([0, last - first], device=inputs.query_start.device),
         context_lens=inputs.context_lens[request : request + 1],
         block_tables=inputs.block_tables[request : request + 1],
         positions=inputs.positions[rows],

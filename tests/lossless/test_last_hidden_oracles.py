@@ -105,6 +105,7 @@ def test_draft_tokens_are_the_oracles_whatever_is_accepted(
         max_num_batched_tokens=24,
         max_num_seqs=4,
         num_kv_blocks=64,
+        enforce_eager=True,  # what is watched reads from the device
     )
     seen = Seen.watching(monkeypatch)
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
