@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.geometries import geometry_named, write_config
+from benchmarks.geometries import HEADS, geometry_named, head_matrix_parameters, write_config
 from slipstream import LLM, SamplingParams
 from slipstream.core.outputs import RequestOutput
 from slipstream.engine.prompts import TokensPrompt
@@ -32,6 +32,7 @@ class Setup:
         target, draft: geometries; without a draft, plain decoding.
         acceptance_length: forced; None judges the drafts for real.
         draft_vocab_size: tokens that are drafted over; None for all.
+        mask_token: the draft gives all its tokens in one pass, over this token; None: one by one.
         context: `max_model_len`; None for what prompt and output need.
         options: further options of the engine.
     """
@@ -41,6 +42,7 @@ class Setup:
     num_speculative_tokens: int = 0
     acceptance_length: float | None = None
     draft_vocab_size: int | None = None
+    mask_token: int | None = None
     quantization: str | None = None
     drafter_quantization: str | None = None
     dtype: str = "bfloat16"
@@ -57,6 +59,7 @@ class Setup:
             num_speculative_tokens=0,
             acceptance_length=None,
             draft_vocab_size=None,
+            mask_token=None,
             drafter_quantization=None,
         )
 
@@ -69,7 +72,15 @@ class Setup:
         words.append(f"+ {_shown(self.draft, self.drafter_quantization)}")
         if self.draft_vocab_size is not None:
             words.append(f"over {self.draft_vocab_size} tokens")
+        if self.mask_token is not None:
+            words.append("in parallel")
         return " ".join([*words, f"K={self.num_speculative_tokens}"])
+
+    @property
+    def num_passes(self) -> int:
+        """How often a step runs the draft."""
+        parallel = self.mask_token is not None or "ptd_token_id" in HEADS.get(self.draft or "", {})
+        return 1 if parallel else self.num_speculative_tokens
 
 
 @dataclass(frozen=True)
@@ -110,17 +121,19 @@ def limit_ms(setup: Setup) -> float:
     if setup.draft is not None:
         head = setup.draft_vocab_size
         draft = _read_bytes(setup.draft, setup.drafter_quantization, setup.dtype, head)
-        read += setup.num_speculative_tokens * draft
+        read += setup.num_passes * draft
     return read / READ_BYTES_PER_MS
 
 
 def _read_bytes(geometry: str, quantization: str | None, dtype: str, head: int | None) -> int:
     """Of one pass: everything but the embedding, of which only a few rows are looked up."""
+    itemsize: int = 1 if quantization else getattr(torch, dtype).itemsize
+    if geometry in HEADS:
+        return head_matrix_parameters(geometry) * itemsize
     config = read_decoder_config(geometry_named(geometry))
     tables = 1 if config.tie_word_embeddings else 2
     layers = config.num_matrix_parameters - tables * config.vocab_size * config.hidden_size
     numbers = layers + (head or config.vocab_size) * config.hidden_size
-    itemsize: int = 1 if quantization else getattr(torch, dtype).itemsize
     return numbers * itemsize
 
 
@@ -148,15 +161,17 @@ def _engine(setup: Setup, method: Method, folder: Path) -> LLM:
     speculation: dict[str, Any] | None = None
     if setup.draft is not None:
         draft = write_config(folder / "draft", setup.draft)
-        speculation = {
+        given = {
             "model": str(draft),
             "num_speculative_tokens": setup.num_speculative_tokens,
             "draft_vocab_size": setup.draft_vocab_size,
+            "pard_token": setup.mask_token,
             "quantization": setup.drafter_quantization,
         }
         if setup.acceptance_length is not None:
-            speculation["rejection_sample_method"] = "synthetic"
-            speculation["synthetic_acceptance_length"] = setup.acceptance_length
+            given["rejection_sample_method"] = "synthetic"
+            given["synthetic_acceptance_length"] = setup.acceptance_length
+        speculation = {key: value for key, value in given.items() if value is not None}
     options: dict[str, Any] = {"max_num_seqs": max(method.batch_sizes), **setup.options}
     return LLM(
         target,

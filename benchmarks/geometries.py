@@ -79,6 +79,44 @@ GEOMETRIES = {
     "llama-3.1-8b": _llama(4096, 14336, 32, 128, False, 8.0),
 }
 
+# Drafting heads of Qwen3-8B, as SpecForge has them: a Llama layer over [embedding, feature], more
+# of them in a parallel head, and an lm_head over the tokens that come most often.
+_HEAD: dict[str, Any] = {
+    **_LLAMA,
+    **{key: _QWEN3[key] for key in ("head_dim", "vocab_size", "rope_theta", "rms_norm_eps")},
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "draft_vocab_size": 32000,
+}
+HEADS = {
+    "qwen3-8b-eagle3": _HEAD,
+    "qwen3-8b-p-eagle": {
+        **_HEAD,
+        "architectures": ["PEagleDraftModel"],
+        "num_hidden_layers": 4,
+        "ptd_token_id": 151670,
+    },
+}
+_STREAMS = 3  # of the target, which a head's first matrix joins
+
+
+def head_matrix_parameters(name: str) -> int:
+    """The numbers that one pass of a head reads; the first matrix, once a step, is among them."""
+    config = HEADS[name]
+    width, inner, depth = (
+        config[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    )
+    query = config["num_attention_heads"] * config["head_dim"]
+    key = config["num_key_value_heads"] * config["head_dim"]
+    mixer, mlp = width * (query + 2 * key), 3 * width * inner
+    layers = depth * (mixer + query * width + mlp) + mixer  # the first reads twice the width
+    total: int = layers + (_STREAMS * width + config["draft_vocab_size"]) * width
+    return total
+
 
 def geometry_named(name: str) -> dict[str, Any]:
     """The config of a geometry: "qwen3-8b", or "qwen3-8b:3" for its first 3 layers.
@@ -97,7 +135,7 @@ def geometry_named(name: str) -> dict[str, Any]:
 def write_config(folder: Path, geometry: str, **changes: Any) -> Path:
     """A directory with a config.json alone, for `load_format` "dummy" and "twin"."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {**geometry_named(geometry), **changes}
+    config = {**(HEADS.get(geometry) or geometry_named(geometry)), **changes}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
 

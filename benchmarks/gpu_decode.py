@@ -3,7 +3,8 @@
     python -m benchmarks.gpu_decode --target qwen3-8b --draft qwen3-0.6b \\
         --num-speculative-tokens 4 --acceptance-length 2.8 --batch-sizes 1,8,32 --with-plain
     python -m benchmarks.gpu_decode --target qwen3-8b --draft qwen3-8b:4 --load-format twin
-    python -m benchmarks.gpu_decode --suite bars
+    python -m benchmarks.gpu_decode --suite bars          # plain decoding and draft models
+    python -m benchmarks.gpu_decode --suite heads         # drafting heads, parallel drafting
 
 Geometries are named as in `benchmarks/geometries.py`; NAME:3 is the first 3 layers of one. Weights
 are random. With `--load-format dummy` no draft would be accepted, so the verdict is drawn with the
@@ -61,6 +62,28 @@ def bars() -> tuple[Bar, ...]:
     )
 
 
+def head_bars() -> tuple[Bar, ...]:
+    """The same for heads and parallel drafting."""
+    target = Setup(target="qwen3-8b", options={})
+    eagle3 = replace(
+        target, draft="qwen3-8b-eagle3", num_speculative_tokens=4, acceptance_length=2.8
+    )
+    p_eagle = replace(eagle3, draft="qwen3-8b-p-eagle", num_speculative_tokens=5)
+    pard = replace(
+        target,
+        draft="qwen3-0.6b",
+        mask_token=151670,
+        num_speculative_tokens=8,
+        acceptance_length=3.5,
+    )
+    return (
+        Bar(eagle3, {1: (5.6, 7.37), 8: (6.1, 7.83), 32: (7.8, 9.57)}),
+        Bar(p_eagle, {1: (5.3, 6.50), 8: (5.8, 7.03), 32: (8.5, 10.2)}),
+        Bar(pard, {1: (5.6, 7.97), 8: (6.6, 9.03), 32: (11.0, 14.6)}),
+    )
+
+
+SUITES = {"bars": bars, "heads": head_bars}
 HEADINGS = "batch  K    AL   step ms   draft  target    rest   limit  share  tokens/s"
 
 
@@ -107,9 +130,11 @@ def _show_ready(seconds: float) -> None:
     print(f"ready in {seconds:.1f} s\n{HEADINGS}", flush=True)
 
 
-def run_bars(report: Report, method: Method, options: dict[str, Any], only: str) -> None:
-    """Every configuration of `bars` whose title holds the text `only`."""
-    for bar in bars():
+def run_suite(
+    report: Report, bars: Sequence[Bar], method: Method, options: dict[str, Any], only: str
+) -> None:
+    """Every configuration whose title holds the text `only`."""
+    for bar in bars:
         if only not in bar.setup.title:
             continue
 
@@ -150,8 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     method = Method(sizes, given.prompt, given.short, given.long, given.repeat)
     options = dict(_engine_options(given))
     report = Report()
-    if given.suite == "bars":
-        run_bars(report, method, options, given.only)
+    if given.suite:
+        run_suite(report, SUITES[given.suite](), method, options, given.only)
     else:
         run_one(report, _setup(given, options), method, given.with_plain)
     if given.json:
@@ -200,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     cli = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    cli.add_argument("--suite", choices=["bars"], help="all configurations that have a bar")
+    cli.add_argument("--suite", choices=SUITES, help="all configurations that have a bar")
     cli.add_argument("--only", default="", help="of a suite, those whose title holds this text")
     cli.add_argument("--target", help="[qwen3-8b]")
     cli.add_argument("--draft", help="[none: plain decoding]")
