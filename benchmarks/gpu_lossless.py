@@ -12,8 +12,7 @@ decoding in the same batch.
     same      a difference would be an error: `batch_invariant`, or decoding steps of at most
               64 rows, which is batch x (K + 1)
     near tie  where two outputs part, plain decoding finds the other's token among the five best,
-              and its logprob at most 0.25 lower: a matter of bf16 rounding, which moves a logit of
-              16 by up to 0.06 each time that it is rounded on its way
+              and its logprob at most 0.25 lower: a matter of bf16 rounding in the layers
 
 Behind its first difference an output is another text, so each request counts once. Then comes AL of
 the demo pair (prompts and lengths as in `demo_acceptance.py`), with --cpu on the CPU as well.
