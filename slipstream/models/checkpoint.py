@@ -43,7 +43,7 @@ def resolve_checkpoint(
     if bundled is not None:
         raise CheckpointError(
             f"{name} is not bundled with this installation (there is: "
-            f"{', '.join(_bundled_names()) or 'no demo at all'}); give a model directory or a hub "
+            f"{', '.join(bundled_names()) or 'no demo at all'}); give a model directory or a hub "
             f"name"
         )
     if not _HUB_NAME.fullmatch(name):
@@ -151,7 +151,8 @@ def _bundled(name: str) -> Path | None:
     return _demo_directory() / (rest or "target")
 
 
-def _bundled_names() -> list[str]:
+def bundled_names() -> list[str]:
+    """What may be asked for as a demo, the target first as `demo`."""
     files = sorted(_demo_directory().glob("*/config.json"))
     names = [file.parent.name for file in files]
     return ["demo" if name == "target" else f"demo/{name}" for name in names]
