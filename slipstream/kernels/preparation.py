@@ -55,6 +55,7 @@ class PaddedRows:
 class ExpandRowsOp(Protocol):
     """`most` rows for each request: lengths[r] from position starts[r] on, then padding.
 
+    A request without rows has no context either: `starts` may then lie beyond its block table.
     slots, starts, lengths [R] int64; T = R * most. With a `mask_token` the rows behind the known
     tokens hold that in place of what `token_ids` has there.
     """

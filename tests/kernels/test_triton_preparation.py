@@ -81,6 +81,7 @@ def test_rows_are_expanded_as_by_the_reference(
     assert torch.equal(ours.last_row, theirs.last_row)
     for name in ("query_start", "context_lens", "block_tables", "positions", "slots"):
         assert torch.equal(getattr(ours.inputs, name), getattr(theirs.inputs, name)), name
+    assert torch.equal(ours.inputs.context_lens, torch.where(lengths > 0, starts + lengths, 0))
     assert ours.inputs.max_rows == most
     assert (ours.inputs.slots >= 0).sum() == lengths.sum()  # padding writes nothing
     assert ours.inputs.positions.max() < LENGTH

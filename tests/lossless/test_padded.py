@@ -18,6 +18,8 @@ from slipstream import LLM, RequestOutput, SamplingParams
 from slipstream.core.batch import Batch, Committed
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.samples import Submission
+from slipstream.kernels.preparation import PaddedRows, RequestTables
+from slipstream.runner import model_runner
 from tests.checkpoints import VOCAB_SIZE
 from tests.last_hidden_checkpoints import medusa_for, mlp_for
 from tests.padded_steps import use_padded_steps
@@ -262,6 +264,31 @@ def test_max_model_len_is_reached_in_a_step_that_ran_ahead(drafter: str, make: M
             assert sample.finish_reason == "length"
     assert pair.ahead.batches
     assert pair.ahead.surplus or drafter == "none"  # who gains one token a step ends on time
+
+
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle3"])
+def test_no_pass_reads_beyond_its_block_table(
+    drafter: str, make: Maker, tiny_heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Close to max_model_len a chain has no room for K tokens, and its later passes no rows."""
+    seen: list[int] = []
+    ops = model_runner.preparation_for(torch.device("cpu"))
+
+    def noted(tables: RequestTables, *arguments: Any) -> PaddedRows:
+        padded = ops.expand_rows(tables, *arguments)
+        room = tables.block_tables.shape[1] * tables.block_size
+        seen.append(room - int(padded.inputs.context_lens.max()))
+        return padded
+
+    with_notes = replace(ops, expand_rows=noted)
+    monkeypatch.setattr(model_runner, "preparation_for", lambda device: with_notes)
+    use_padded_steps(monkeypatch)
+    config: Any = {"model": tiny_heads.get(drafter, make.target), "num_speculative_tokens": 7}
+    options: dict[str, Any] = {"num_kv_blocks": 100, "skip_tokenizer_init": True, "block_size": 8}
+    llm = LLM(make.target, speculative_config=config, max_model_len=40, **options)
+    outputs = llm.generate(PROMPTS, seeded(max_tokens=None, temperature=0.0))
+    assert all(output.outputs[0].finish_reason == "length" for output in outputs)
+    assert 0 <= min(seen) <= 1
 
 
 def test_beyond_the_drafters_length_a_step_that_ran_ahead_drafts_nothing(

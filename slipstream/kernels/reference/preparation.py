@@ -24,7 +24,7 @@ def expand_rows(
     first_row = torch.arange(len(slots) + 1, device=slots.device) * most
     inputs = AttentionInputs(
         query_start=first_row,
-        context_lens=starts + lengths,
+        context_lens=torch.where(lengths > 0, starts + lengths, 0),
         block_tables=tables.block_tables[slots],
         positions=positions,
         slots=torch.where(offset < lengths[request], places, -1),

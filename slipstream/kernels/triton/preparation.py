@@ -49,7 +49,7 @@ def _expand_kernel(
         tl.store(places + row, tl.where(offset < length, place, -1), mask=inside)
         tl.store(query_start + request, request * most)
         tl.store(query_start + requests, requests * most)
-        tl.store(contexts + request, start + length)
+        tl.store(contexts + request, tl.where(length > 0, start + length, 0))
         tl.store(last_rows + request, request * most + tl.maximum(length - 1, 0))
 
 
