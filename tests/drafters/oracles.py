@@ -5,7 +5,7 @@ have the names of the files; `Weights` forgives a leading `model.` and the two n
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ class Weights:
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
+
+    def items(self) -> Iterable[tuple[str, Tensor]]:
+        return self._tensors.items()
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         out = x @ self[f"{name}.weight"].T

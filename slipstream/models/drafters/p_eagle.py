@@ -3,7 +3,7 @@
 A row whose token is not known yet takes a mask token in place of the token, and in place of what
 the target's streams would be a learned vector, `mask_hidden`, of their width: it goes through the
 same norms and the same fc. Everything else is EAGLE-3, mostly of several layers and with an
-embedding of its own.
+embedding of its own. Trainers publish `mask_hidden` as [1, 1, N].
 """
 
 from collections.abc import Collection
