@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import write_qwen3
-from tests.drafters.heads import write_eagle1, write_eagle3
+from tests.drafters.heads import write_eagle1, write_eagle3, write_p_eagle
 
 # Triton reads this when it is first imported, which some test modules do through transformers:
 # without a GPU its kernels are tested under its interpreter.
@@ -46,4 +46,5 @@ def tiny_heads(tiny_target: str, tmp_path_factory: pytest.TempPathFactory) -> di
     return {
         "eagle": str(write_eagle1(folder / "eagle", tiny_target)),
         "eagle3": str(write_eagle3(folder / "eagle3", tiny_target, draft_vocab=80)),
+        "p-eagle": str(write_p_eagle(folder / "p-eagle", tiny_target, draft_vocab=80)),
     }

@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.turn import Turn
 from slipstream.speculative.draft_model import DraftModelDrafter
-from slipstream.speculative.draft_network import DraftNetwork
+from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Draft
 from slipstream.speculative.pard import PardDrafter
 
@@ -37,18 +37,18 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Recording:
     """Engines that are built from here on write their drafts down."""
     recording = Recording()
     logits: list[Tensor] = []
-    forward, sample = ModelRunner.forward, DraftNetwork.sample
+    forward, sample = ModelRunner.forward, DraftSampling.sample
 
     def counted(self: ModelRunner, *args: object) -> object:
         recording.num_passes += recording.inside
         return forward(self, *args)
 
-    def sampled(self: DraftNetwork, given: Tensor, *args: object) -> Tensor:
+    def sampled(self: DraftSampling, given: Tensor, *args: object) -> Tensor:
         logits.append(given.clone())
         return sample(self, given, *args)
 
     monkeypatch.setattr(ModelRunner, "forward", counted)
-    monkeypatch.setattr(DraftNetwork, "sample", sampled)
+    monkeypatch.setattr(DraftSampling, "sample", sampled)
     for kind in (PardDrafter, DraftModelDrafter):
         propose = kind.propose
 

@@ -37,7 +37,7 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
     problems, notes = [], []
     share = _relative_size(draft, target)
     if draft.head is not None:
-        return Fit(tuple(draft.head.problems(target.config)), (), share)
+        return Fit(tuple(draft.head.problems(target.config)), draft.head.notes, share)
     mismatch = _vocabulary_problem(draft, target)
     if mismatch:
         problems.append(mismatch)
@@ -64,18 +64,15 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
 def _parallel_note(draft: CheckpointFacts) -> list[str]:
     from slipstream.speculative.mask_token import (
         drafts_in_parallel,
+        parallel_note,
         read_mask_token,
         reads_features,
     )
 
     if not drafts_in_parallel(draft.checkpoint.config):
         return []
-    mask = read_mask_token(draft.checkpoint)
     beside = " and features of the target" if reads_features(draft.checkpoint.config) else ""
-    return [
-        f"it gives all draft tokens from one pass (method pard){beside}, with mask token "
-        f"{'unknown: give pard_token' if mask.token_id is None else mask.token_id}"
-    ]
+    return [parallel_note("pard", read_mask_token(draft.checkpoint), beside)]
 
 
 def _vocabulary_problem(draft: CheckpointFacts, target: CheckpointFacts) -> str | None:

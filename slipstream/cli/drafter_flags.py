@@ -42,8 +42,8 @@ class DrafterFlags:
     spec_method: Annotated[
         str | None,
         typer.Option(
-            help="draft_model, pard, eagle, eagle3, medusa, mlp_speculator, ngram, suffix or "
-            "custom. [found from the drafter]",
+            help="draft_model, pard, eagle, eagle3, p-eagle, medusa, mlp_speculator, ngram, "
+            "suffix or custom. [found from the drafter]",
             rich_help_panel=_PANEL,
         ),
     ] = None

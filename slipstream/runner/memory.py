@@ -65,6 +65,8 @@ class StepSizes:
         network: the target.
         itemsize: bytes of a number of its activations.
         max_num_batched_tokens: rows of the largest target pass.
+        max_draft_rows: of a request, in the largest pass of a drafter that gives all its draft
+            tokens at once; 0 for others. Such a pass may have more rows than any of the target's.
         max_num_seqs, max_model_len: requests, and the tokens of each.
         num_speculative_tokens: K.
         draft_probabilities: whether the drafter says what it sampled from.
@@ -79,6 +81,12 @@ class StepSizes:
     num_speculative_tokens: int
     draft_probabilities: bool
     graphs: bool
+    max_draft_rows: int = 0
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest pass."""
+        return max(self.max_num_batched_tokens, self.max_num_seqs * self.max_draft_rows)
 
 
 @dataclass(frozen=True)
@@ -106,9 +114,11 @@ def step_items(sizes: StepSizes) -> tuple[Item, ...]:
         ),
         Item(
             "activations",
-            sizes.max_num_batched_tokens * _numbers_per_row(sizes.network) * sizes.itemsize,
-            f"of {sizes.max_num_batched_tokens} rows",
-            f"a smaller max_num_batched_tokens than {sizes.max_num_batched_tokens}",
+            sizes.most_rows * _numbers_per_row(sizes.network) * sizes.itemsize,
+            f"of {sizes.most_rows} rows",
+            fewer
+            if sizes.most_rows > sizes.max_num_batched_tokens
+            else f"a smaller max_num_batched_tokens than {sizes.max_num_batched_tokens}",
         ),
         Item(
             "request state",

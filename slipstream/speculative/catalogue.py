@@ -12,7 +12,13 @@ from slipstream.models.drafters.head_config import wrapped_num_tokens
 from slipstream.speculative.drafter import LoadedDrafter, NoDrafter
 from slipstream.speculative.head_options import HeadFacts
 from slipstream.speculative.options import Options, TargetModel
-from slipstream.speculative.recognition import DRAFT_MODEL, PARALLEL, recognise
+from slipstream.speculative.recognition import (
+    CHAIN_HEAD,
+    DRAFT_MODEL,
+    PARALLEL,
+    PARALLEL_HEAD,
+    recognise,
+)
 from slipstream.speculative.verification_options import read_verification
 
 METHODS = {
@@ -20,6 +26,7 @@ METHODS = {
     "eagle": "slipstream.speculative.eagle",
     "eagle3": "slipstream.speculative.eagle3",
     "ngram": "slipstream.speculative.ngram",
+    "p-eagle": "slipstream.speculative.p_eagle",
     "pard": "slipstream.speculative.pard",
     "suffix": "slipstream.speculative.suffix",
     "custom": "slipstream.speculative.custom",
@@ -29,7 +36,8 @@ METHODS = {
 }
 
 # Methods whose checkpoints may say how many tokens they draft.
-_HEADS = ("eagle", "eagle3")
+_HEADS = ("eagle", "eagle3", "p-eagle")
+_SPELLINGS = {"p_eagle": PARALLEL_HEAD, "peagle": PARALLEL_HEAD}
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 
 
@@ -102,7 +110,7 @@ def _find(options: Options) -> _Found:
         return _Found()
     if options.peek("num_speculative_tokens") == 0 or not isinstance(revision, str | None):
         return _Found()
-    if options.peek("method") not in (None, DRAFT_MODEL, *_HEADS):
+    if _named(options.peek("method")) not in (None, DRAFT_MODEL, *_HEADS):
         return _Found()
     checkpoint = HeadCheckpoint(resolve_checkpoint(model, revision, pickled=True))
     kind = recognise(checkpoint.config, checkpoint.tensor_names)
@@ -124,13 +132,22 @@ def _method(options: Options, found: _Found) -> str:
                 f"{model} is a drafter of the kind {name}, which is not supported; supported are "
                 f"{', '.join(METHODS)}"
             )
-    if name == DRAFT_MODEL and options.peek("parallel_drafting") is True:
-        name = PARALLEL
+    name = _named(name)
+    if options.peek("parallel_drafting") is True:  # engines that have it as a flag beside a method
+        if name == DRAFT_MODEL:
+            name = PARALLEL
+        elif name == CHAIN_HEAD and found.kind == PARALLEL_HEAD:
+            name = PARALLEL_HEAD
     if name not in METHODS:
         raise UsageError(
             f"speculative_config: unknown method {name!r}; known methods: {', '.join(METHODS)}"
         )
     return name
+
+
+def _named(method: Any) -> Any:
+    """A method by the name that it has here; anything else as it is."""
+    return _SPELLINGS.get(method, method) if isinstance(method, str) else method
 
 
 def _method_of(options: Options, kind: str) -> str:

@@ -81,15 +81,15 @@ class DraftModelDrafter:
 
     def propose(self, turn: Turn) -> Draft:
         """One ragged pass over what is missing, then single rows."""
-        state, slots, network = self._state, turn.slots, self._network
+        state, slots, drafting = self._state, turn.slots, self._network.drafting
         known, wanted = state.num_tokens[slots], turn.num_draft_tokens
         tokens = slots.new_zeros((turn.num_requests, turn.width))
-        probs = network.probabilities(turn)
+        probs = drafting.probabilities(turn)
         starts = self._context.computed[slots]
         lengths, most = torch.where(wanted > 0, known - starts, 0), turn.most_rows(MOST_MISSING)
         for index in range(turn.width):
             forward = self._runner.forward(Rows(slots, starts, lengths, most))
-            picked = network.sample(
+            picked = drafting.sample(
                 self._runner.logits(forward.last()),
                 slots,
                 known + index,
@@ -98,12 +98,12 @@ class DraftModelDrafter:
                 None if probs is None else probs[:, index],
             )
             starts, lengths = self._advance(
-                state.tables, slots, known, wanted, picked, network.vocabulary, tokens, index
+                state.tables, slots, known, wanted, picked, drafting.vocabulary, tokens, index
             )
             most = turn.most_rows(1)
         self._context.advance(slots, wanted, known + wanted - 1)
-        one_hot = network.one_hot(turn, self._resources)
-        return Draft(tokens, wanted, one_hot, probs, network.vocabulary, written=True)
+        one_hot = drafting.one_hot(turn, self._resources)
+        return Draft(tokens, wanted, one_hot, probs, drafting.vocabulary, written=True)
 
     def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
         self._context.settle(turn.slots)

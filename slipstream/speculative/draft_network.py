@@ -3,19 +3,16 @@
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from slipstream.cache.kv_cache import KVCache, KVLayout
-from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.errors import UsageError
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import dtype_named, load_decoder
 from slipstream.runner.model_runner import ModelRunner
-from slipstream.runner.turn import Turn
-from slipstream.sampling.state import Uses
-from slipstream.sampling.verification import sample_draft
+from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.draft_vocabulary import (
     DraftVocabularyConfig,
     choose_draft_vocabulary,
@@ -83,11 +80,6 @@ def load_network(
     """
     checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision))
     shape = read_decoder_config(checkpoint, MASK_TOKEN_KEYS)
-    if mask_token is not None and not 0 <= mask_token < shape.vocab_size:
-        raise CheckpointError(
-            f"the drafter's mask token {mask_token} is none of the {shape.vocab_size} ids of its "
-            "vocabulary; give the right one as pard_token"
-        )
     tokens = _token_map(config, target, checkpoint, shape.vocab_size)
     vocabulary = _vocabulary(config, target, min(target.vocab_size, shape.vocab_size), tokens)
     dtype = dtype_named(config.dtype) if config.dtype else target.load.dtype
@@ -122,9 +114,8 @@ class DraftNetwork:
     """A draft model in memory, whose inputs and outputs are the target's token ids.
 
     Attributes:
-        vocabulary: [Vq] int64, rising: the target's token id of each logit; None: from 0 on.
+        drafting: how its logits become draft tokens.
         mask_token: its id among the inputs; None without one.
-        greedy_only: drafts are certain of their tokens.
     """
 
     def __init__(
@@ -139,14 +130,11 @@ class DraftNetwork:
         mask_token: int | None,
     ) -> None:
         device, shape = target.load.device, network.config
-        self.greedy_only = config.greedy_only
         self.mask_token = mask_token
-        self.vocabulary: Tensor | None = None
         self._head: LanguageModelHead | None = None
-        self._num_legal_tokens = min(target.vocab_size, shape.vocab_size)
+        num_legal_tokens, ids = min(target.vocab_size, shape.vocab_size), None
         if vocabulary is not None:
-            self.vocabulary = torch.tensor(vocabulary, device=device)
-            self._num_legal_tokens = len(vocabulary)
+            ids, num_legal_tokens = torch.tensor(vocabulary, device=device), len(vocabulary)
             own = (
                 vocabulary if tokens is None else [tokens.draft_ids[token] for token in vocabulary]
             )
@@ -160,6 +148,7 @@ class DraftNetwork:
                 self.mask_token = len(inputs)
                 inputs.append(mask_token)
             network.embedding.renumber(torch.tensor(inputs, device=device))
+        self.drafting = DraftSampling(ids, num_legal_tokens, config.greedy_only)
         longest = config.max_model_len or shape.max_position_embeddings
         self.max_model_len = min(longest, shape.max_position_embeddings, target.load.max_positions)
         self.limits = DrafterLimits(max_model_len=self.max_model_len, cache_identity=identity)
@@ -173,37 +162,3 @@ class DraftNetwork:
         state = resources.state
         cache = KVCache(self.layout, resources.num_blocks, state.block_size, state.device)
         return ModelRunner(self.decoder, cache, state)
-
-    def probabilities(self, turn: Turn) -> Tensor | None:
-        """[R, K, Vq], to be filled with what the drafts are sampled from, if any is."""
-        if self.greedy_only or Uses.SAMPLING not in turn.uses:
-            return None
-        shape = (turn.num_requests, turn.width, self._num_legal_tokens)
-        return torch.empty(shape, dtype=torch.float32, device=turn.slots.device)
-
-    def sample(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        turn: Turn,
-        resources: DrafterResources,
-        probs_out: Tensor | None,
-    ) -> Tensor:
-        """Draft tokens [n] (indices into the vocabulary) of logits [n, V]; see `sample_draft`."""
-        return sample_draft(
-            logits,
-            slots,
-            positions,
-            resources.sampling,
-            turn.uses,
-            self._num_legal_tokens,
-            greedy_only=self.greedy_only,
-            use_fp64_gumbel=resources.use_fp64_gumbel,
-            probs_out=probs_out,
-        )
-
-    def one_hot(self, turn: Turn, resources: DrafterResources) -> Tensor:
-        """[R] bool, whose drafts are certain of their tokens."""
-        certain = resources.sampling.temperature[turn.slots] == 0
-        return torch.ones_like(certain) if self.greedy_only else certain

@@ -71,6 +71,7 @@ class DrafterLimits:
         on_device: it needs nothing of the host's to guess, so a step may begin before the host
             knows what the last one gave.
         keeps_probabilities: it keeps nothing in the blocks, but the q of every draft token.
+        parallel: all its draft tokens come from one pass, which has up to 2K rows a request.
     """
 
     max_speculative_tokens: int | None = None
@@ -79,6 +80,7 @@ class DrafterLimits:
     cache_identity: str = ""
     on_device: bool = True
     keeps_probabilities: bool = False
+    parallel: bool = False
 
 
 class Drafter(Protocol):

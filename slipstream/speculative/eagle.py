@@ -4,8 +4,9 @@ from functools import partial
 
 from slipstream.models.drafters.eagle1 import eagle1_problems, load_eagle1, read_eagle1_config
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Needs
-from slipstream.speculative.feature_rows import DraftSampling, LoadedFeatureDrafter
+from slipstream.speculative.feature_rows import LoadedFeatureDrafter
 from slipstream.speculative.head_options import (
     HeadFacts,
     HeadOptions,

@@ -3,11 +3,16 @@
 from functools import partial
 
 from slipstream.models.drafters.eagle3 import load_eagle3
-from slipstream.models.drafters.eagle3_config import eagle3_problems, read_eagle3_config
+from slipstream.models.drafters.eagle3_config import (
+    Eagle3Config,
+    eagle3_problems,
+    read_eagle3_config,
+)
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.drafters.head_loading import read_draft_ids
+from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Needs
-from slipstream.speculative.feature_rows import DraftSampling, LoadedFeatureDrafter
+from slipstream.speculative.feature_rows import LoadedFeatureDrafter
 from slipstream.speculative.head_options import (
     HeadFacts,
     HeadOptions,
@@ -33,12 +38,15 @@ def read_options(options: Options) -> HeadOptions:
 def describe(checkpoint: HeadCheckpoint) -> HeadFacts:
     """Without its weights."""
     head = read_eagle3_config(checkpoint)
+    return HeadFacts(head.layers, features_read(head), partial(eagle3_problems, head))
+
+
+def features_read(head: Eagle3Config) -> str:
+    """What it reads of the target, in words."""
     if not head.use_aux_hidden_state:
-        features = "the last hidden state, behind the final norm"
-    else:
-        layers = ", ".join(map(str, head.aux_layers or ("2", "n // 2", "n - 3")))
-        features = f"the residual streams that enter layers {layers}"
-    return HeadFacts(head.layers, features, partial(eagle3_problems, head))
+        return "the last hidden state, behind the final norm"
+    layers = ", ".join(map(str, head.aux_layers or ("2", "n // 2", "n - 3")))
+    return f"the residual streams that enter layers {layers}"
 
 
 def load(config: HeadOptions, target: TargetModel) -> LoadedFeatureDrafter:

@@ -28,8 +28,8 @@ from slipstream.models.decoder import LayerCache
 from slipstream.runner.model_runner import Forward, Layout, Rows, lay_out
 from slipstream.runner.transfer import upload
 from slipstream.runner.turn import Turn
-from slipstream.sampling.state import Uses
-from slipstream.sampling.verification import Verdict, sample_draft
+from slipstream.sampling.verification import Verdict
+from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
 
 FIRST_ROW = 1  # the first token that has one
@@ -65,26 +65,6 @@ class FeatureNetwork(Protocol):
         """token_ids [T], features [T, F] -> what enters the head [T, H], next features [T, F]."""
 
 
-@dataclass(frozen=True)
-class DraftSampling:
-    """How the rows of the network become draft tokens.
-
-    Attributes:
-        vocabulary: [Vd] int64, rising: the target's token ids of the head's columns; None when they
-            are the ids from 0 on.
-        num_legal_tokens: columns from here on are padding.
-        greedy_only: the argmax, whatever the request's temperature.
-    """
-
-    vocabulary: Tensor | None
-    num_legal_tokens: int
-    greedy_only: bool
-
-    @property
-    def num_columns(self) -> int:
-        return self.num_legal_tokens if self.vocabulary is None else len(self.vocabulary)
-
-
 @dataclass(frozen=True, eq=False)
 class LoadedFeatureDrafter:
     """The network in memory, waiting for its share of the cache."""
@@ -112,8 +92,8 @@ class FeatureRowsDrafter:
     def __init__(self, loaded: LoadedFeatureDrafter, resources: DrafterResources) -> None:
         self._network, self._drafting = loaded.network, loaded.sampling
         self._resources = resources
-        self._state, self._sampling = resources.state, resources.sampling
-        state, layout = self._state, loaded.layout
+        self._state = state = resources.state
+        layout = loaded.layout
         self._cache = KVCache(layout, resources.num_blocks, state.block_size, state.device)
         for pages in (pages for layer in self._cache.layers for pages in layer):
             pages.zero_()  # a masked slot may be read, and must hold numbers
@@ -136,38 +116,33 @@ class FeatureRowsDrafter:
 
     def propose(self, turn: Turn) -> Draft:
         """One pass over the rows that wait, then single rows."""
-        state, slots = self._state, turn.slots
+        state, slots, drafting = self._state, turn.slots, self._drafting
         known = state.num_tokens[slots]
         # Behind a prefix hit the first feature comes with this step.
         wanted = torch.where(turn.rereads > 0, 0, turn.num_draft_tokens)
         tokens = slots.new_zeros((turn.num_requests, turn.width))
-        probs = self._probabilities(turn)
+        probs = drafting.probabilities(turn)
         starts = self._computed[slots]
         lengths, most = torch.where(wanted > 0, known - starts, 0), turn.most_rows(self._most)
         features = self._features[slots, : self._most]
         for index in range(turn.width):
             hidden, last = self._forward(Rows(slots, starts, lengths, most), features)
-            picked = sample_draft(
+            picked = drafting.sample(
                 self._network.head(hidden),
                 slots,
                 known + index,
-                self._sampling,
-                turn.uses,
-                self._drafting.num_legal_tokens,
-                greedy_only=self._drafting.greedy_only,
-                use_fp64_gumbel=self._resources.use_fp64_gumbel,
-                probs_out=None if probs is None else probs[:, index],
+                turn,
+                self._resources,
+                None if probs is None else probs[:, index],
             )
-            vocabulary = self._drafting.vocabulary
             starts, lengths = self._advance(
-                state.tables, slots, known, wanted, picked, vocabulary, tokens, index
+                state.tables, slots, known, wanted, picked, drafting.vocabulary, tokens, index
             )
             features, most = last.unsqueeze(1), turn.most_rows(1)
         computed = torch.where(wanted > 0, known, self._computed[slots])
         self._computed.index_copy_(0, slots, computed)
-        certain = self._sampling.temperature[slots] == 0
-        one_hot = torch.ones_like(certain) if self._drafting.greedy_only else certain
-        return Draft(tokens, wanted, one_hot, probs, self._drafting.vocabulary, written=True)
+        one_hot = drafting.one_hot(turn, self._resources)
+        return Draft(tokens, wanted, one_hot, probs, drafting.vocabulary, written=True)
 
     def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
         """Keep the features of the rows that were accepted; those of prompt chunks wait for
@@ -275,13 +250,6 @@ class FeatureRowsDrafter:
     def _project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
         dtype = self._features.dtype
         return self._network.project(hidden.to(dtype), [stream.to(dtype) for stream in streams])
-
-    def _probabilities(self, turn: Turn) -> Tensor | None:
-        """[R, K, Vq], to be filled with what the drafts are sampled from, if any is."""
-        if self._drafting.greedy_only or Uses.SAMPLING not in turn.uses:
-            return None
-        shape = (turn.num_requests, turn.width, self._drafting.num_columns)
-        return torch.empty(shape, dtype=torch.float32, device=self._state.device)
 
 
 class _Chunk:

@@ -26,11 +26,13 @@ class HeadFacts:
         layers: its sizes.
         features: what it reads of the target, in words.
         problems: of a target's shape, why the head cannot draft for it.
+        notes: what to know when it is used.
     """
 
     layers: DecoderConfig
     features: str
     problems: Callable[[DecoderConfig], list[str]]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,11 @@
 """`pard`: a language model that gives all K draft tokens from one pass (An et al. 2025, PARD).
 
-Its rows are the committed tokens that it has not seen, the bonus token among them, and K-1 mask
-tokens behind them, at the positions that follow and under the ordinary causal mask. The bonus
-token's row gives draft token 1, mask j's row draft token j + 1. Mask rows write the slots of the
-tokens that they stand for, which the blocks have room for, so that later masks of the pass see
-them; what they wrote is never counted as computed, and the next pass writes these slots anew
-before it reads them.
+Its rows are the committed tokens that it has not seen and masks behind them (`parallel_rows.py`).
 
 PARD-2 is the same model with the target's features added to its inputs (`feature_inputs.py`): each
 token is shown the feature of the token before it, and masks the last feature that there is.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +14,6 @@ from torch import Tensor
 
 from slipstream.cache.kv_cache import KVCache
 from slipstream.core.batch import Batch
-from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
@@ -30,7 +23,7 @@ from slipstream.models.drafters.pard2 import (
     load_projection,
     read_pard2_config,
 )
-from slipstream.runner.model_runner import Forward, ModelRunner, Rows
+from slipstream.runner.model_runner import Forward, ModelRunner
 from slipstream.runner.turn import Turn
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.draft_context import DraftContext
@@ -42,10 +35,20 @@ from slipstream.speculative.draft_network import (
 )
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, Needs
 from slipstream.speculative.feature_inputs import FeatureFedRunner, FeaturePages
-from slipstream.speculative.mask_token import read_mask_token, reads_features
+from slipstream.speculative.mask_token import (
+    MASK_TOKEN_KEYS,
+    choose_mask_token,
+    read_mask_token,
+    reads_features,
+    warn_untrained,
+)
 from slipstream.speculative.options import Options, TargetModel
-
-logger = logging.getLogger("slipstream")
+from slipstream.speculative.parallel_rows import (
+    most_rows,
+    most_waiting,
+    parallel_draft,
+    parallel_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -69,17 +72,13 @@ def read_options(options: Options) -> PardConfig:
 
 def load(config: PardConfig, target: TargetModel) -> "LoadedPard":
     """Load the weights and find the mask token."""
-    path = resolve_checkpoint(config.network.model, config.network.revision)
-    said = read_mask_token(Checkpoint(path))
-    token = said.token_id if config.pard_token is None else config.pard_token
-    if token is None:
-        raise UsageError(
-            f"speculative_config: parallel drafting needs the id of the drafter's mask token, and "
-            f"{path / 'config.json'} has no pard_token; give it as pard_token, or leave out "
-            "parallel_drafting if the drafter was not trained for it"
-        )
+    checkpoint = Checkpoint(resolve_checkpoint(config.network.model, config.network.revision))
+    said = read_mask_token(checkpoint)
+    shape = read_decoder_config(checkpoint, MASK_TOKEN_KEYS)
+    otherwise = ", or leave out parallel_drafting if the drafter was not trained for it"
+    token = choose_mask_token(checkpoint, said, config.pard_token, shape.vocab_size, otherwise)
     network = load_network(config.network, target, "pard", token)
-    features = _load_features(Checkpoint(path), network, target)
+    features = _load_features(checkpoint, network, target)
     return LoadedPard(network, said.trained_tokens, features)
 
 
@@ -103,7 +102,8 @@ class LoadedPard:
         features: tuple[Pard2Config, TargetProjection] | None,
     ) -> None:
         self._network, self._trained_tokens = network, trained_tokens
-        self.limits, self.layout, self.needs = network.limits, network.layout, Needs()
+        self.limits = replace(network.limits, parallel=True)
+        self.layout, self.needs = network.layout, Needs()
         self._projection: TargetProjection | None = None
         if features is not None:
             config, self._projection = features
@@ -112,15 +112,7 @@ class LoadedPard:
             self.layout = replace(network.layout, num_beside=network.width)
 
     def build(self, resources: DrafterResources) -> Drafter:
-        count, trained = resources.num_speculative_tokens, self._trained_tokens
-        if trained is not None and count > trained:
-            logger.warning(
-                "the drafter was trained for %d tokens at once and is asked for %d: expect the "
-                "last ones to be refused, and num_speculative_tokens=%d to be faster",
-                trained,
-                count,
-                trained,
-            )
+        warn_untrained(self._trained_tokens, resources.num_speculative_tokens)
         if self._projection is None:
             return PardDrafter(self._network, resources, self._network.runner(resources), None)
         network, state = self._network, resources.state
@@ -144,12 +136,12 @@ class PardDrafter:
     ) -> None:
         self._network, self._resources = network, resources
         self._state, self._runner, self._features = resources.state, runner, features
-        # All the draft tokens of a round may be accepted, and one more follows them.
+        assert network.mask_token is not None
+        self._mask_token = network.mask_token
+        count = resources.num_speculative_tokens
+        self._most_rows = most_rows(count)
         self._context = DraftContext(
-            self._runner,
-            resources.state,
-            network.max_model_len,
-            resources.num_speculative_tokens + 1,
+            self._runner, resources.state, network.max_model_len, most_waiting(count)
         )
 
     def prepare(self, batch: Batch) -> None:
@@ -159,27 +151,13 @@ class PardDrafter:
         """One ragged pass over what is missing and the masks."""
         if not turn.width:
             return Draft.empty(turn)
-        slots, network, width = turn.slots, self._network, turn.width
-        known, wanted = self._state.num_tokens[slots], turn.num_draft_tokens
+        state, slots, wanted = self._state, turn.slots, turn.num_draft_tokens
         starts = self._context.computed[slots]
-        lengths = torch.where(wanted > 0, known - starts + wanted - 1, 0)
-        most = turn.most_rows((width + 1) + (width - 1))
-        rows = Rows(slots, starts, lengths, most, mask_token=network.mask_token)
+        rows = parallel_rows(state, turn, starts, wanted, self._most_rows, self._mask_token)
         forward = self._runner.forward(rows)
-        positions = known.unsqueeze(1) + torch.arange(width, device=slots.device)
-        probs = network.probabilities(turn)
-        picked = network.sample(
-            self._runner.logits(forward.tails(wanted, width).flatten(0, 1)),
-            slots.unsqueeze(1).expand(-1, width).flatten(),
-            positions.flatten(),
-            turn,
-            self._resources,
-            None if probs is None else probs.flatten(0, 1),
-        )
-        tokens = picked if network.vocabulary is None else network.vocabulary[picked]
-        self._context.advance(slots, wanted, known)
-        one_hot = network.one_hot(turn, self._resources)
-        return Draft(tokens.view(-1, width), wanted, one_hot, probs, network.vocabulary)
+        logits = self._runner.logits(forward.tails(wanted, turn.width).flatten(0, 1))
+        self._context.advance(slots, wanted, state.num_tokens[slots])
+        return parallel_draft(state, turn, wanted, logits, self._network.drafting, self._resources)
 
     def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
         """Only committed tokens were counted as computed, so there is nothing to take back."""

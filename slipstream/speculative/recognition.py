@@ -7,17 +7,19 @@ tests stand in the order in which the first that holds is right.
 from collections.abc import Collection, Mapping
 from typing import Any
 
+# Language models and heads of one shape, that draft one by one or all at once.
 DRAFT_MODEL, PARALLEL = "draft_model", "pard"
+CHAIN_HEAD, PARALLEL_HEAD = "eagle3", "p-eagle"
 
 # What the speculators library calls its kinds.
 _WRAPPED = {
     "dflash": "dflash",
     "dspark": "dflash",
     "eagle": "eagle",
-    "eagle3": "eagle3",
+    "eagle3": CHAIN_HEAD,
     "medusa": "medusa",
     "mtp": "mtp",
-    "peagle": "p-eagle",
+    "peagle": PARALLEL_HEAD,
 }
 _DFLASH = {"DFlashDraftModel", "DSparkDraftModel"}
 _EAGLE3 = {
@@ -58,8 +60,9 @@ def recognise(config: Mapping[str, Any], tensor_names: Collection[str]) -> str:
     if model_type == "mlp_speculator" or "MLPSpeculatorPreTrainedModel" in architectures:
         return "mlp_speculator"
     if _is_eagle3(config, architectures, names):
-        parallel = "mask_hidden" in names or any(key in config for key in _MASK_TOKENS)
-        return "p-eagle" if parallel or "PEagleDraftModel" in architectures else "eagle3"
+        masked = any(config.get(key) is not None for key in _MASK_TOKENS)
+        parallel = masked or "mask_hidden" in names or "PEagleDraftModel" in architectures
+        return PARALLEL_HEAD if parallel else CHAIN_HEAD
     if config.get("pard2"):
         return "pard2"
     if config.get("spd_type") == "pard" or "pard_token" in config:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.checkpoints import write_qwen3
 from tests.cli.conftest import CommandLine
-from tests.drafters.heads import as_pickle, write_eagle1, write_eagle3
+from tests.drafters.heads import as_pickle, write_eagle1, write_eagle3, write_p_eagle
 
 
 def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> None:
@@ -96,6 +96,23 @@ def test_a_drafting_head(slipstream: CommandLine, tiny_target: str, tmp_path: Pa
     document = json.loads(slipstream("inspect", head, "--json").out)
     assert document["kind"] == "eagle3"
     assert document["num_layers"] == 1
+
+
+def test_a_parallel_drafting_head(
+    slipstream: CommandLine, tiny_target: str, tmp_path: Path
+) -> None:
+    head = str(write_p_eagle(tmp_path / "head", tiny_target, fit=False, num_depths=8))
+    ran = slipstream("inspect", head, "--target", tiny_target)
+    assert ran.code == 0
+    for part in (
+        "of the kind p-eagle",
+        "streams that enter layers 0, 1, 2",
+        "fits",
+        "all draft tokens from one pass (method p-eagle), with mask token 2; it was trained for 8",
+    ):
+        assert part in ran.out
+    other = str(write_qwen3(tmp_path / "other", hidden_size=64))
+    assert slipstream("inspect", head, "--target", other).code == 1
 
 
 def test_a_drafting_head_of_another_target(

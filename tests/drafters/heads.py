@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.drafters.oracles import Eagle1, Eagle3, Target
+from tests.drafters.oracles import Eagle1, Eagle3, PEagle, Target
 
 INNER = 64
-FIT_TEXTS, FIT_LENGTH = 24, 40
+FIT_TEXTS, FIT_LENGTH, FIT_DEPTHS = 24, 40, 3
+MASK = 2
 Matrix = Callable[..., Tensor]
 
 
@@ -66,6 +67,38 @@ def write_eagle3(
     return _save(folder, config, weights)
 
 
+def write_p_eagle(
+    folder: Path,
+    target: str | Path,
+    *,
+    seed: int = 1,
+    mask_key: str | None = "ptd_token_id",
+    mask_shape: str = "[1, 1, N]",
+    naming: str = "layers.0.",
+    own_embedding: bool = True,
+    own_head: bool = True,
+    fit: bool = True,
+    **changes: Any,
+) -> Path:
+    """A P-EAGLE head; as for EAGLE-3, with the token `MASK` under `mask_key`."""
+    named = {} if mask_key is None else {mask_key: MASK}
+    changes = {"num_hidden_layers": 2, **named, **changes}
+    options = {"naming": naming, "own_embedding": own_embedding, "own_head": own_head}
+    write_eagle3(folder, target, seed=seed, **options, fit=False, **changes)  # type: ignore[arg-type]
+    config, file = _config(folder), folder / "model.safetensors"
+    weights = load_file(file)
+    count = len(config["eagle_aux_hidden_state_layer_ids"])
+    width = config["hidden_size"] * (count if config.get("use_aux_hidden_state", True) else 1)
+    vector = _matrices(seed + 1)(1, width).flatten() * width**0.5
+    shape = {"[1, 1, N]": (1, 1, width), "[1, N]": (1, width), "[N]": (width,)}[mask_shape]
+    _save(folder, config, weights | {"mask_hidden": vector.view(shape)})
+    if fit and own_head:
+        prefix = changes.get("prefix", "")
+        weights[f"{prefix}lm_head.weight"] = _fitted_parallel_head(folder, target)
+        _save(folder, config, weights | {f"{prefix}mask_hidden": vector.view(shape)})
+    return folder
+
+
 def write_eagle1(
     folder: Path,
     target: str | Path,
@@ -111,7 +144,7 @@ def as_wrapper(folder: Path, **changes: Any) -> Path:
     outer = {
         key: config.pop(key)
         for key in list(config)
-        if key in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
+        if key in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "mask_token_id")
         or key.startswith(("norm_", "fc_norm"))
     }
     wrapper = {
@@ -243,6 +276,23 @@ def _fitted_head(folder: Path, target: str | Path) -> Tensor:
     return _ridge(torch.cat(inputs), torch.cat(wanted))
 
 
+def _fitted_parallel_head(folder: Path, target: str | Path) -> Tensor:
+    """The same over the rows of all depths."""
+    model = Target(target)
+    head = PEagle(folder, model, MASK)
+    head.head = torch.eye(head.embedding.shape[1])
+    columns = torch.arange(model.head.shape[0])
+    if "d2t" in head.weights:
+        columns = torch.arange(len(head.weights["d2t"])) + head.weights["d2t"]
+    inputs, wanted = [], []
+    for ids in _fit_texts(model.head.shape[0]):
+        logits = model(ids)[2][:, columns]
+        for end in range(2, len(ids) - FIT_DEPTHS, 5):
+            inputs.append(head.rows(*head.masked(ids[:end], FIT_DEPTHS))[0][-FIT_DEPTHS:])
+            wanted.append(logits[end - 1 : end - 1 + FIT_DEPTHS])
+    return _ridge(torch.cat(inputs), torch.cat(wanted))
+
+
 def _fitted_fc(folder: Path, target: str | Path) -> Tensor:
     """The fc that is nearest to the next feature."""
     model = Target(target)
@@ -270,4 +320,15 @@ def _save(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> P
     return folder
 
 
-__all__ = ["Eagle1", "Eagle3", "Target", "as_pickle", "as_wrapper", "write_eagle1", "write_eagle3"]
+__all__ = [
+    "MASK",
+    "Eagle1",
+    "Eagle3",
+    "PEagle",
+    "Target",
+    "as_pickle",
+    "as_wrapper",
+    "write_eagle1",
+    "write_eagle3",
+    "write_p_eagle",
+]

@@ -5,7 +5,7 @@ have the names of the files; `Weights` forgives a leading `model.` and the two n
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ class Weights:
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
+
+    def items(self) -> Iterable[tuple[str, Tensor]]:
+        return self._tensors.items()
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         out = x @ self[f"{name}.weight"].T
@@ -155,7 +158,10 @@ class Eagle3(Head):
         streams, hidden, _ = self.target(ids)
         if not self.config.get("use_aux_hidden_state", True):
             return hidden
-        picked = [streams[layer] for layer in self.config["eagle_aux_hidden_state_layer_ids"]]
+        layers = self.config["eagle_aux_hidden_state_layer_ids"]
+        return self.fused([streams[layer] for layer in layers])
+
+    def fused(self, picked: Sequence[Tensor]) -> Tensor:
         if self.config.get("fc_norm"):
             picked = [
                 self.weights.norm(f"fc_norm.{i}", stream, self.eps)
@@ -179,6 +185,34 @@ class Eagle3(Head):
             x = plain_layer(weights, index, x, self.config)
         normed = weights.norm("norm", x, self.eps)
         return normed @ self.head.T, normed if self.config.get("norm_output") else x
+
+
+class PEagle(Eagle3):
+    """Section 5: masks behind the known tokens, all in one pass."""
+
+    def __init__(self, folder: Path | str, target: Target, mask: int, **flags: Any) -> None:
+        super().__init__(folder, target, **flags)
+        self.mask = mask
+
+    def mask_feature(self) -> Tensor:
+        """[1, H]: the learned vector goes where a token's streams would go."""
+        vector = self.weights["mask_hidden"].view(1, -1)
+        if not self.config.get("use_aux_hidden_state", True):
+            return vector
+        return self.fused(vector.split(self.target.embedding.shape[1], -1))
+
+    def masked(self, ids: Sequence[int], count: int) -> tuple[list[int], Tensor]:
+        """Tokens and features of the rows behind `ids`, `count` - 1 masks the last of them."""
+        masks = [self.mask] * (count - 1)
+        features = [self.features(ids[:-1]), *[self.mask_feature()] * (count - 1)]
+        return [*ids[1:], *masks], torch.cat(features)
+
+    def drafts(self, ids: Sequence[int], count: int) -> tuple[list[int], list[Tensor]]:
+        logits = list(self.rows(*self.masked(ids, count))[0][-count:])
+        drafts = [int(scores.argmax()) for scores in logits]
+        if "d2t" in self.weights:
+            drafts = [index + int(self.weights["d2t"][index]) for index in drafts]
+        return drafts, logits
 
 
 class Eagle1(Head):

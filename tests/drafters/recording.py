@@ -9,8 +9,10 @@ from torch import Tensor
 
 from slipstream.runner.turn import Turn
 from slipstream.sampling import verification
-from slipstream.speculative import feature_rows
+from slipstream.speculative import draft_sampling
 from slipstream.speculative.drafter import Draft
+from slipstream.speculative.feature_rows import FeatureRowsDrafter
+from slipstream.speculative.p_eagle import PEagleDrafter
 
 
 @dataclass
@@ -26,11 +28,27 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
     """Filled by every greedy draft from here on."""
     drafted: list[Drafted] = []
     rows: list[Tensor] = []
-    propose = feature_rows.FeatureRowsDrafter.propose
+    for kind in (FeatureRowsDrafter, PEagleDrafter):
+        _record(monkeypatch, kind, drafted, rows)
 
-    def recorded(self: feature_rows.FeatureRowsDrafter, turn: Turn) -> Draft:
+    def sample_draft(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        rows.append(logits)
+        return verification.sample_draft(logits, *args, **kwargs)
+
+    monkeypatch.setattr(draft_sampling, "sample_draft", sample_draft)
+    return drafted
+
+
+def _record(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, drafted: list[Drafted], rows: list[Tensor]
+) -> None:
+    propose = kind.propose
+
+    def recorded(self: Any, turn: Turn) -> Draft:
         rows.clear()
         draft = propose(self, turn)
+        if kind is PEagleDrafter and rows:  # all of them came at once
+            rows[:] = rows[0].view(turn.num_requests, turn.width, -1).unbind(1)
         for index, slot in enumerate(turn.slots.tolist()):
             count = int(draft.num_tokens[index])
             if count:
@@ -40,13 +58,7 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
                 drafted.append(Drafted(known, tokens, logits))
         return draft
 
-    def sample_draft(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        rows.append(logits)
-        return verification.sample_draft(logits, *args, **kwargs)
-
-    monkeypatch.setattr(feature_rows.FeatureRowsDrafter, "propose", recorded)
-    monkeypatch.setattr(feature_rows, "sample_draft", sample_draft)
-    return drafted
+    monkeypatch.setattr(kind, "propose", recorded)
 
 
 def assert_drafts_are(drafted: list[Drafted], head: Any) -> None:

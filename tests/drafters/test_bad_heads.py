@@ -29,6 +29,8 @@ KINDS: list[tuple[dict[str, Any], set[str], str]] = [
     ({"architectures": ["LlamaForCausalLMEagle3"]}, set(), "eagle3"),
     ({"architectures": ["LlamaForCausalLMEagle3"]}, {"mask_hidden"}, "p-eagle"),
     ({**LLAMA, "draft_vocab_size": 9, "ptd_token_id": 5}, set(), "p-eagle"),
+    ({**LLAMA, "draft_vocab_size": 9, "mask_token_id": None}, set(), "eagle3"),
+    ({**LLAMA, "architectures": ["PEagleDraftModel"]}, set(), "p-eagle"),
     ({"speculators_model_type": "eagle3", "transformer_layer_config": LLAMA}, set(), "eagle3"),
     ({"speculators_model_type": "peagle"}, set(), "p-eagle"),
     ({**LLAMA, "dflash_config": {}}, {"fc.weight"}, "dflash"),

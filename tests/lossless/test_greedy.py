@@ -15,7 +15,7 @@ from tests.padded_steps import use_padded_steps
 AXES: dict[str, list[Any]] = {
     "drafter": [
         *("draft_model", "self", "subset", "pard", "medusa", "mlp_speculator"),
-        *("ngram", "suffix", "custom", "perfect", "wrong", "eagle", "eagle3"),
+        *("ngram", "suffix", "custom", "perfect", "wrong", "eagle", "eagle3", "p-eagle"),
     ],
     "k": [1, 3, 7],
     "batch": [1, 8],
@@ -108,6 +108,7 @@ def speculative_config(
         "wrong": {"method": "fake", "model": "wrong"},
         "eagle": {"model": heads["eagle"]},
         "eagle3": {"model": heads["eagle3"]},
+        "p-eagle": {"model": heads["p-eagle"]},
     }
     return {**drafters[case["drafter"]], "num_speculative_tokens": case["k"]}
 

@@ -15,8 +15,9 @@ from scipy.stats import chisquare
 
 from slipstream import LLM, SamplingParams
 from tests.checkpoints import write_qwen3
-from tests.drafters.heads import write_eagle1, write_eagle3
+from tests.drafters.heads import write_eagle1, write_eagle3, write_p_eagle
 from tests.last_hidden_checkpoints import mapped_medusa_for, medusa_for, mlp_for
+from tests.padded_steps import use_padded_steps
 
 VOCAB = 6
 PROMPT = [1, 4, 2, 4, 2]
@@ -51,6 +52,7 @@ def heads(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> di
         "eagle": str(write_eagle1(folder / "eagle", pair[0])),
         "eagle3": str(write_eagle3(folder / "eagle3", pair[0], norm_output=True)),
         "eagle3_reduced": str(write_eagle3(folder / "reduced", pair[0], draft_vocab=4)),
+        "p-eagle": str(write_p_eagle(folder / "p-eagle", pair[0], draft_vocab=5)),
     }
 
 
@@ -77,6 +79,10 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle3": {"drafter": "eagle3", "params": {"temperature": 0.7, "top_p": 0.9}},
     "eagle3_reduced": {"drafter": "eagle3_reduced"},
     "eagle3_greedy_drafts": {"drafter": "eagle3_reduced", "draft_sample_method": "greedy"},
+    "p-eagle": {"drafter": "p-eagle"},
+    "p-eagle_padded": {"drafter": "p-eagle", "padded": True},
+    "p-eagle_truncated": {"drafter": "p-eagle", "params": {"temperature": 0.7, "top_p": 0.9}},
+    "p-eagle_greedy_drafts": {"drafter": "p-eagle", "draft_sample_method": "greedy"},
     "truncated": {"drafter": "draft", "params": {"temperature": 0.7, "top_p": 0.9}},
     "penalties": {
         "drafter": "draft",
@@ -92,7 +98,10 @@ def test_sampled_output_has_the_targets_distribution(
     case = CASES[name]
     params: dict[str, Any] = {"temperature": 1.0, **case.get("params", {})}
     exact = exact_distribution(pair[0], params)
-    drawn = draw(pair, case, params, heads)
+    with pytest.MonkeyPatch.context() as patch:
+        if case.get("padded"):
+            use_padded_steps(patch)
+        drawn = draw(pair, case, params, heads)
     for places in ((0, 1), (1, 2), (2, 3)):
         assert p_value(drawn, exact, places) > 0.001, places
 
@@ -124,7 +133,7 @@ def draw(
     }[case["drafter"]]
     if speculative is not None:
         speculative["num_speculative_tokens"] = 2
-        options = {key: case[key] for key in case if key not in ("drafter", "params")}
+        options = {key: case[key] for key in case if key not in ("drafter", "params", "padded")}
         speculative |= options
     llm = LLM(target, speculative_config=speculative, skip_tokenizer_init=True, num_kv_blocks=300)
     sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True, **params)

@@ -72,6 +72,18 @@ def test_what_is_not_used_takes_nothing() -> None:
     assert "draft probabilities" not in sizes(replace(STEP, draft_probabilities=False))
 
 
+def test_parallel_drafts_may_take_more_rows_than_the_target() -> None:
+    """8,192 rows for the target, and 2K rows a request for the drafter (the mistake of one engine:
+    K rows a request beyond the budget, and no room for them)."""
+    assert sizes(replace(STEP, max_draft_rows=16)) == sizes(STEP)
+    many = sizes(replace(STEP, max_num_seqs=1024, max_draft_rows=16))
+    assert many["activations"] == 2 * sizes(STEP)["activations"]
+    items = step_items(replace(STEP, max_num_seqs=1024, max_draft_rows=16))
+    activations = next(item for item in items if item.name == "activations")
+    assert activations.why == "of 16384 rows"
+    assert activations.remedy == "a smaller max_num_seqs than 1024"
+
+
 # What is left for the cache
 
 

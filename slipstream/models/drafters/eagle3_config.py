@@ -1,5 +1,6 @@
 """What an EAGLE-3 head is made of, and whether it fits a target."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from slipstream.models.config_reader import ConfigReader
@@ -57,9 +58,15 @@ class Eagle3Config:
         return (2, target_layers // 2, target_layers - 3)
 
 
-def read_eagle3_config(checkpoint: HeadCheckpoint) -> Eagle3Config:
-    """Flags stand in the config, in `eagle_config` within it, or follow from the tensors."""
-    reader = head_reader(checkpoint)
+def read_eagle3_config(
+    checkpoint: HeadCheckpoint, read_elsewhere: Collection[str] = ()
+) -> Eagle3Config:
+    """Flags stand in the config, in `eagle_config` within it, or follow from the tensors.
+
+    Args:
+        read_elsewhere: keys that leave the network as it is and that somebody else heeds.
+    """
+    reader = head_reader(checkpoint, read_elsewhere)
     inner = reader.nested("eagle_config")
     names = checkpoint.tensor_names
     flags = {

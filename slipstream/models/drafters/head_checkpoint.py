@@ -6,12 +6,15 @@ all get the names of the last row:
 
     fc  norm  lm_head  embed_tokens  d2t  input_norm  fc_norm.{i}     as they are
     layers of the head                                               model.layers.{i}.*
+
+One vector is stored in several shapes ([1, 1, N] or [1, N]); here it is [N].
 """
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,9 @@ _PICKLED = "pytorch_model*.bin"
 # Only training reads these; speculators' copies of the target are the target's own.
 _NOT_READ = ("t2d", "verifier_lm_head.", "verifier_norm.")
 _FIRST_LAYER = ("midlayer.", "transformer.")
+
+MASK_HIDDEN = "mask_hidden"
+"""What stands for the features of a token that is not known yet."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class HeadCheckpoint(Checkpoint):
                     f"{self.path} holds {name} and {entries[short].name}, which are the same "
                     "tensor under two names; remove one"
                 )
-            entries[short] = entry
+            entries[short] = _flat(entry) if short == MASK_HIDDEN else entry
         return entries
 
     @property
@@ -88,6 +94,14 @@ def canonical_name(name: str) -> str:
         if name.startswith(prefix):
             name = f"layers.0.{name.removeprefix(prefix)}"
     return f"model.{name}" if name.startswith("layers.") else name
+
+
+def _flat(entry: TensorEntry) -> TensorEntry:
+    """The same numbers in a row."""
+    shape = (prod(entry.shape),)
+    if isinstance(entry, PickledEntry):
+        return replace(entry, shape=shape, tensor=entry.tensor.view(-1))
+    return replace(entry, shape=shape)
 
 
 def read_pickled(file: Path) -> dict[str, TensorEntry]:

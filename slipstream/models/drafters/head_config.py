@@ -65,8 +65,12 @@ def wrapped_num_tokens(config: Mapping[str, Any]) -> int | None:
     return count if type(count) is int and count > 0 else None
 
 
-def head_reader(checkpoint: HeadCheckpoint) -> ConfigReader:
-    """The keys of a head, unwrapped, under the architecture of its layers."""
+def head_reader(checkpoint: HeadCheckpoint, read_elsewhere: Collection[str] = ()) -> ConfigReader:
+    """The keys of a head, unwrapped, under the architecture of its layers.
+
+    Args:
+        read_elsewhere: keys that leave the network as it is and that somebody else heeds.
+    """
     config = dict(checkpoint.config)
     inner_key = _WRAPPED if is_wrapped(config) else "model"
     inner = config.pop(inner_key, {})
@@ -81,7 +85,8 @@ def head_reader(checkpoint: HeadCheckpoint) -> ConfigReader:
     effective.setdefault("num_hidden_layers", 1)
     # Whether a head has an own lm_head is read from its tensors.
     effective["tie_word_embeddings"] = False
-    return ConfigReader(effective, checkpoint.config_file, harmless=_HARMLESS)
+    harmless = _HARMLESS.union(read_elsewhere)
+    return ConfigReader(effective, checkpoint.config_file, harmless=harmless)
 
 
 def read_layers(reader: ConfigReader, names: Collection[str]) -> DecoderConfig:

@@ -1,0 +1,65 @@
+"""How the logits of a drafter's network become draft tokens."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.runner.turn import Turn
+from slipstream.sampling.state import Uses
+from slipstream.sampling.verification import sample_draft
+from slipstream.speculative.drafter import DrafterResources
+
+
+@dataclass(frozen=True)
+class DraftSampling:
+    """Over which tokens a drafter drafts, and whether it samples them.
+
+    Attributes:
+        vocabulary: [Vd] int64, rising: the target's token ids of the head's columns; None when they
+            are the ids from 0 on.
+        num_legal_tokens: columns from here on are padding.
+        greedy_only: the argmax, whatever the request's temperature.
+    """
+
+    vocabulary: Tensor | None
+    num_legal_tokens: int
+    greedy_only: bool
+
+    def probabilities(self, turn: Turn) -> Tensor | None:
+        """[R, K, Vq], to be filled with what the drafts are sampled from, if any is."""
+        if self.greedy_only or Uses.SAMPLING not in turn.uses:
+            return None
+        shape = (turn.num_requests, turn.width, self.num_legal_tokens)
+        return torch.empty(shape, dtype=torch.float32, device=turn.slots.device)
+
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        turn: Turn,
+        resources: DrafterResources,
+        probs_out: Tensor | None,
+    ) -> Tensor:
+        """Draft tokens [n] (columns, not ids) of logits [n, V]; see `sample_draft`."""
+        return sample_draft(
+            logits,
+            slots,
+            positions,
+            resources.sampling,
+            turn.uses,
+            self.num_legal_tokens,
+            greedy_only=self.greedy_only,
+            use_fp64_gumbel=resources.use_fp64_gumbel,
+            probs_out=probs_out,
+        )
+
+    def token_ids(self, columns: Tensor) -> Tensor:
+        """The target's ids of columns of the head."""
+        return columns if self.vocabulary is None else self.vocabulary[columns]
+
+    def one_hot(self, turn: Turn, resources: DrafterResources) -> Tensor:
+        """[R] bool, whose drafts are certain of their tokens."""
+        certain = resources.sampling.temperature[turn.slots] == 0
+        return torch.ones_like(certain) if self.greedy_only else certain
