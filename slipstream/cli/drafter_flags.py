@@ -60,7 +60,8 @@ class DrafterFlags:
             "--speculative-config",
             "-sc",
             metavar="<json>",
-            help='All of it: \'{"model": "...", "num_speculative_tokens": 4}\'',
+            help='All of it: \'{"model": "...", "num_speculative_tokens": 4}\'; several drafters: '
+            '\'{"drafters": [{"method": "ngram"}, {"model": "..."}]}\'',
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -81,7 +82,7 @@ class DrafterFlags:
         if self.no_speculation:
             return None
         if self.speculative_config is not None:
-            return read_object("--speculative-config", self.speculative_config)
+            return _read_speculative(self.speculative_config)
         names = {"method": self.spec_method, "model": self.drafter}
         if self.drafter in _WITHOUT_MODEL and self.spec_method in (None, self.drafter):
             names = {"method": self.drafter, "model": None}
@@ -120,6 +121,13 @@ class DrafterFlags:
             raise UsageError("-k says how much to draft but nothing drafts; add --drafter")
         if self.drafter_quantization is not None:
             raise UsageError("--drafter-quantization is given but nothing drafts; add --drafter")
+
+
+def _read_speculative(text: str) -> dict[str, Any] | None:
+    """An object, or a list of drafters."""
+    if text.lstrip().startswith("["):
+        text = f'{{"drafters": {text}}}'
+    return read_object("--speculative-config", text)
 
 
 def read_object(flag: str, text: str) -> dict[str, Any] | None:

@@ -65,7 +65,7 @@ def build_engine(config: EngineConfig, progress_bar: ProgressBar = no_progress_b
     size = weight_bytes(shape, dtype, config.quantization)
     beside = replace(options, memory_check=room.beside(size))
     target = TargetModel(checkpoint.path, shape.vocab_size, beside)
-    speculation = load_drafter(config.speculative_config, target)
+    speculation = load_drafter(config.drafter_options, target)
     network = load_decoder(checkpoint, options)
     eos = checkpoint.eos_token_ids
     resolved = resolve(config, shape, eos, dtype, device, speculation, reasons)
@@ -96,6 +96,7 @@ def assemble(
         use_fp64_gumbel=config.use_fp64_gumbel,
         num_speculative_tokens=limits.num_speculative_tokens,
         target=network,
+        captured=resolved.captures,
     )
     drafter = loaded_drafter.build(resources)
     blocks = BlockManager(resolved.num_blocks, config.block_size, config.enable_prefix_caching)

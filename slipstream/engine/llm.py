@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.config import EngineConfig
+from slipstream.core.config import EngineConfig, SpeculativeConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ class LLM:
 
     Args:
         model: a local directory, a hub name, or a bundled demo.
-        speculative_config: the drafter; None is plain decoding.
+        speculative_config: the drafter, or a list of them; None is plain decoding.
         progress_bar: shows how loading goes on.
         options: any field of `EngineConfig`.
 
@@ -43,7 +43,7 @@ class LLM:
         self,
         model: str | Path = "demo",
         *,
-        speculative_config: Mapping[str, Any] | None = None,
+        speculative_config: SpeculativeConfig = None,
         progress_bar: ProgressBar = no_progress_bar,
         **options: Any,
     ) -> None:

@@ -71,6 +71,9 @@ class DrafterLimits:
         on_device: it needs nothing of the host's to guess, so a step may begin before the host
             knows what the last one gave.
         keeps_probabilities: it keeps nothing in the blocks, but the q of every draft token.
+        looks_up: it knows when it has no guess, and those that it has are one-hot.
+        catches_up: left out of steps, it makes up for them when it drafts again, however many
+            tokens they gained, as long as turns are exact.
     """
 
     max_speculative_tokens: int | None = None
@@ -79,6 +82,8 @@ class DrafterLimits:
     cache_identity: str = ""
     on_device: bool = True
     keeps_probabilities: bool = False
+    looks_up: bool = False
+    catches_up: bool = False
 
 
 class Drafter(Protocol):
@@ -96,8 +101,8 @@ class Drafter(Protocol):
         owns their first `start` tokens in the shared blocks, from the prefix cache, and no more.
 
         Returns:
-            At most `num_draft_tokens` guesses for each scheduled request, from a drafter that runs
-            on the host; None from others.
+            At most `num_draft_tokens` guesses for each scheduled request (None where the device is
+            to draft), from a drafter that runs on the host; None from others.
         """
 
     def propose(self, turn: Turn) -> Draft:
@@ -139,6 +144,8 @@ class DrafterResources:
     Attributes:
         num_speculative_tokens: the engine's K.
         target: the target's network, whose embedding and head a drafter may share.
+        captured: steps are captured, so that there are turns that are not exact.
+        has_rivals: another drafter's guesses may be verified in place of its own.
     """
 
     state: DeviceState
@@ -147,6 +154,8 @@ class DrafterResources:
     use_fp64_gumbel: bool
     num_speculative_tokens: int
     target: Decoder
+    captured: bool = True
+    has_rivals: bool = False
 
 
 class LoadedDrafter(Protocol):

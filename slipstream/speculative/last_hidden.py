@@ -103,6 +103,7 @@ class LoadedHeads:
             max_speculative_tokens=network.num_heads,
             max_model_len=config.max_model_len,
             keeps_probabilities=not config.greedy_only,
+            catches_up=True,
         )
 
     def build(self, resources: DrafterResources) -> Drafter:

@@ -145,11 +145,9 @@ class PardDrafter:
         self._network, self._resources = network, resources
         self._state, self._runner, self._features = resources.state, runner, features
         # All the draft tokens of a round may be accepted, and one more follows them.
+        self._most_missing = resources.num_speculative_tokens + 1
         self._context = DraftContext(
-            self._runner,
-            resources.state,
-            network.max_model_len,
-            resources.num_speculative_tokens + 1,
+            self._runner, resources.state, network.max_model_len, self._most_missing
         )
 
     def prepare(self, batch: Batch) -> None:
@@ -163,7 +161,7 @@ class PardDrafter:
         known, wanted = self._state.num_tokens[slots], turn.num_draft_tokens
         starts = self._context.computed[slots]
         lengths = torch.where(wanted > 0, known - starts + wanted - 1, 0)
-        most = turn.most_rows((width + 1) + (width - 1))
+        most = turn.most_rows(self._most_missing + width - 1)
         rows = Rows(slots, starts, lengths, most, mask_token=network.mask_token)
         forward = self._runner.forward(rows)
         positions = known.unsqueeze(1) + torch.arange(width, device=slots.device)
