@@ -49,12 +49,15 @@ class CheckpointFacts:
 
     def document(self) -> dict[str, Any]:
         """For --json, and the source of what is shown."""
+        from slipstream.models.drafters.head_config import wrapped_target
+
         shape = self.config
         return {
             "path": str(self.checkpoint.path),
             "architecture": self._architecture,
             "kind": "language_model" if self.kind == DRAFT_MODEL else self.kind,
             "features": self.head.features if self.head else None,
+            "target": wrapped_target(self.checkpoint.config),
             "num_parameters": self.num_parameters,
             "num_bytes": self.num_bytes,
             "dtype": str(shape.dtype).removeprefix("torch."),

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -79,8 +80,9 @@ class DrafterFlags:
             UsageError: flags that contradict each other, or JSON that is no object.
         """
         self._check()
+        drafts_itself = _may_wrap_target(model)
         if self.no_speculation:
-            return None
+            return {"num_speculative_tokens": 0} if drafts_itself else None
         if self.speculative_config is not None:
             return _read_speculative(self.speculative_config)
         names = {"method": self.spec_method, "model": self.drafter}
@@ -89,7 +91,7 @@ class DrafterFlags:
         if self.drafter is None and self.spec_method is None and model == DEMO:
             names["model"] = DEMO_DRAFT
         config: dict[str, Any] = {key: name for key, name in names.items() if name is not None}
-        if not config:
+        if not config and not drafts_itself:
             self._refuse_what_has_no_drafter()
             return None
         if self.num_speculative_tokens is not None:
@@ -98,7 +100,7 @@ class DrafterFlags:
             config["num_speculative_tokens"] = _DEMO_TOKENS
         if self.drafter_quantization is not None:
             config["quantization"] = self.drafter_quantization
-        return config
+        return config or None
 
     def _check(self) -> None:
         short = {
@@ -123,9 +125,18 @@ class DrafterFlags:
             raise UsageError("--drafter-quantization is given but nothing drafts; add --drafter")
 
 
+def _may_wrap_target(model: str) -> bool:
+    """Whether MODEL may be a drafter that names its target: a folder that does, or some name of
+    the hub, of which nothing is known yet."""
+    file = Path(model).expanduser() / "config.json"
+    if file.is_file():
+        return '"speculators_model_type"' in file.read_text("utf-8", errors="replace")
+    return not (model == DEMO or model.startswith(f"{DEMO}/") or file.parent.is_dir())
+
+
 def _read_speculative(text: str) -> dict[str, Any] | None:
     """An object, or a list of drafters."""
-    if text.lstrip().startswith("["):
+    if text.lstrip().startswith("[{"):
         text = f'{{"drafters": {text}}}'
     return read_object("--speculative-config", text)
 

@@ -25,7 +25,8 @@ class EngineConfig:
     """Everything that an engine is built from; None lets the engine derive the value and say why.
 
     Args:
-        model: a local directory, a hub name, or a bundled demo (`demo`, `demo/draft`).
+        model: a local directory, a hub name, or a bundled demo (`demo`, `demo/draft`). A drafter
+            whose config.json names its target stands for both.
         tokenizer: a directory with another tokenizer than the model's own.
         revision: of a hub name.
         speculative_config: the drafter; None is plain decoding. A list of drafters is short for

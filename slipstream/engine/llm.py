@@ -29,7 +29,8 @@ class LLM:
             print(output.outputs[0].text)
 
     Args:
-        model: a local directory, a hub name, or a bundled demo.
+        model: a local directory, a hub name, or a bundled demo; or a drafter whose config.json
+            names its target, which is then loaded with it.
         speculative_config: the drafter, or a list of them; None is plain decoding.
         progress_bar: shows how loading goes on.
         options: any field of `EngineConfig`.

@@ -104,7 +104,7 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
         UsageError: an unknown key, method or value.
         CheckpointError: the drafter's checkpoint is broken or does not fit the target.
     """
-    if config is None:
+    if config is None or dict(config) == {"num_speculative_tokens": 0}:
         return Speculation(None, 0, NoDrafter())
     options = Options(config)
     choice = choose(options)
@@ -149,7 +149,7 @@ def _method(options: Options, found: _Found) -> str:
     if name is None and model is None:
         raise UsageError(
             f"speculative_config needs method (one of {', '.join(METHODS)}) or model, the "
-            "drafter's checkpoint"
+            "drafter's checkpoint (--drafter)"
         )
     if name is None:
         name = model if model in METHODS else _method_of(options, found.kind)

@@ -28,8 +28,8 @@ from slipstream.speculative.drafter import (
 )
 from slipstream.speculative.options import Options, TargetModel
 
-# Of drafters that are asked before another: where fewer tokens match, a model guesses better.
-DEFAULT_MIN_MATCH = 4
+# Of drafters that are asked before another: behind shorter matches the demo draft guesses better.
+DEFAULT_MIN_MATCH = 8
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.checkpoints import write_qwen3
 from tests.cli.conftest import CommandLine
-from tests.drafters.heads import as_pickle, write_eagle1, write_eagle3
+from tests.drafters.heads import as_pickle, as_wrapper, write_eagle1, write_eagle3
 
 
 def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> None:
@@ -18,6 +18,7 @@ def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> Non
         "architecture": "Qwen3ForCausalLM",
         "kind": "language_model",
         "features": None,
+        "target": None,
         "num_parameters": 96 * 48 + 48 + 2 * layer,
         "num_bytes": 4 * (96 * 48 + 48 + 2 * layer),
         "dtype": "float32",
@@ -96,6 +97,14 @@ def test_a_drafting_head(slipstream: CommandLine, tiny_target: str, tmp_path: Pa
     document = json.loads(slipstream("inspect", head, "--json").out)
     assert document["kind"] == "eagle3"
     assert document["num_layers"] == 1
+
+
+def test_a_wrapped_head_names_its_target(
+    slipstream: CommandLine, tiny_target: str, tmp_path: Path
+) -> None:
+    head = str(as_wrapper(write_eagle3(tmp_path / "head", tiny_target)))
+    assert json.loads(slipstream("inspect", head, "--json").out)["target"] == "target"
+    assert "made for" in slipstream("inspect", head).out
 
 
 def test_a_drafting_head_of_another_target(
