@@ -30,7 +30,7 @@ METHODS = {
 }
 
 # Methods whose checkpoints may say how many tokens they draft.
-_HEADS = ("eagle", "eagle3")
+_HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 COMBINATION = "combination"
 
@@ -138,7 +138,9 @@ def _find(options: Options) -> _Found:
         return _Found()
     checkpoint = HeadCheckpoint(resolve_checkpoint(model, revision, pickled=True))
     kind = recognise(checkpoint.config, checkpoint.tensor_names)
-    return _Found(kind, wrapped_num_tokens(checkpoint.config))
+    own = wrapped_num_tokens(checkpoint.config)
+    facts = describe_head(kind, checkpoint) if own is None else None
+    return _Found(kind, own if facts is None else facts.num_tokens)
 
 
 def _method(options: Options, found: _Found) -> str:

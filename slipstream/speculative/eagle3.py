@@ -5,6 +5,7 @@ from functools import partial
 from slipstream.models.drafters.eagle3 import load_eagle3
 from slipstream.models.drafters.eagle3_config import eagle3_problems, read_eagle3_config
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+from slipstream.models.drafters.head_config import wrapped_num_tokens
 from slipstream.models.drafters.head_loading import read_draft_ids
 from slipstream.speculative.drafter import Needs
 from slipstream.speculative.feature_rows import DraftSampling, LoadedFeatureDrafter
@@ -38,7 +39,12 @@ def describe(checkpoint: HeadCheckpoint) -> HeadFacts:
     else:
         layers = ", ".join(map(str, head.aux_layers or ("2", "n // 2", "n - 3")))
         features = f"the residual streams that enter layers {layers}"
-    return HeadFacts(head.layers, features, partial(eagle3_problems, head))
+    return HeadFacts(
+        head.layers,
+        features,
+        partial(eagle3_problems, head),
+        wrapped_num_tokens(checkpoint.config),
+    )
 
 
 def load(config: HeadOptions, target: TargetModel) -> LoadedFeatureDrafter:
