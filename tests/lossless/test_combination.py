@@ -254,8 +254,9 @@ def test_each_drafter_has_its_own_number_of_tokens(models: Models) -> None:
     """The most that any is told, unless the combination is."""
     ngram, heads = {**LOOKUPS["ngram"], "num_speculative_tokens": 6}, models.options["medusa"]
     for drafters, outer, most, counts in (
-        ([ngram, heads], None, 6, [6, 4]),
-        ([LOOKUPS["ngram"], heads], None, 4, [4, 4]),
+        ([ngram, models.options["eagle"]], None, 6, [6, 4]),
+        ([LOOKUPS["ngram"], models.options["eagle"]], None, 4, [4, 4]),
+        ([LOOKUPS["ngram"], heads], None, 7, [7, 7]),
         ([LOOKUPS["ngram"], heads], 12, 12, [12, 7]),  # it has seven heads
         ([LOOKUPS["ngram"], {**heads, "num_speculative_tokens": 2}], None, 2, [2, 2]),
         ([ngram, {**heads, "num_speculative_tokens": 2}], 8, 8, [6, 2]),
