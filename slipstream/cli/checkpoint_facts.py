@@ -11,6 +11,17 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 DRAFT_MODEL = "draft_model"  # what any language model can be
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -20,12 +31,13 @@ class CheckpointFacts:
     Attributes:
         num_parameters: of the network, a tied head counted once; stored ones where there are files.
         num_bytes: as stored; None without weights.
+        config: None of heads without layers of a language model.
         kind: of drafter that it can be, as `method` names it.
         head: of a drafting head, which is no language model of its own.
     """
 
     checkpoint: "Checkpoint"
-    config: "DecoderConfig"
+    config: "DecoderConfig | None"
     num_parameters: int | None
     num_bytes: int | None
     has_chat_template: bool
@@ -33,46 +45,48 @@ class CheckpointFacts:
     head: "HeadFacts | None" = None
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        from slipstream.cache.kv_cache import KVLayout
-
-        shape = self.config
-        layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype)
-        return layout.bytes_per_token
-
-    @property
-    def _architecture(self) -> str:
+    def _architecture(self) -> str | None:
         names = self.checkpoint.config.get("architectures")
-        if self.head is None or not names:
+        if self.config is not None and (self.head is None or not names):
             return self.config.architecture
-        return str(names[0])
+        return str(names[0]) if names else None
 
     def document(self) -> dict[str, Any]:
-        """For --json, and the source of what is shown."""
-        shape = self.config
+        """For --json, and the source of what is shown; None for what there is not."""
+        from slipstream.models.drafters.head_config import wrapped_target
+
+        head = self.head
         return {
             "path": str(self.checkpoint.path),
             "architecture": self._architecture,
             "kind": "language_model" if self.kind == DRAFT_MODEL else self.kind,
-            "features": self.head.features if self.head else None,
+            "features": head.features if head else None,
+            "num_speculative_tokens": head.num_tokens if head else None,
+            "target": wrapped_target(self.checkpoint.config),
             "num_parameters": self.num_parameters,
             "num_bytes": self.num_bytes,
-            "dtype": str(shape.dtype).removeprefix("torch."),
-            "num_layers": shape.num_layers,
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_heads": shape.num_heads,
-            "num_kv_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "vocab_size": shape.vocab_size,
-            "max_position_embeddings": shape.max_position_embeddings,
-            "tie_word_embeddings": shape.tie_word_embeddings,
+            **self._sizes(),
             "eos_token_ids": list(self.checkpoint.eos_token_ids),
             "has_chat_template": self.has_chat_template,
-            "kv_bytes_per_token": self.kv_bytes_per_token,
-            "kv_bytes_per_block": self.kv_bytes_per_token * BLOCK_SIZE,
+            **self._cache_sizes(),
             "kernels": kernel_column(),
         }
+
+    def _sizes(self) -> dict[str, Any]:
+        dtype = self.checkpoint.weights_dtype if self.config is None else self.config.dtype
+        named = dict.fromkeys(_SIZES) if self.config is None else vars(self.config)
+        known = self.head.sizes if self.head is not None and self.config is None else {}
+        sizes = {name: known.get(name, named[name]) for name in _SIZES}
+        return {"dtype": None if dtype is None else str(dtype).removeprefix("torch."), **sizes}
+
+    def _cache_sizes(self) -> dict[str, int]:
+        from slipstream.cache.kv_cache import KVLayout
+
+        shape, per_token = self.config, 0
+        if shape is not None:
+            layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype)
+            per_token = layout.bytes_per_token
+        return {"kv_bytes_per_token": per_token, "kv_bytes_per_block": per_token * BLOCK_SIZE}
 
 
 def read_facts(name: str) -> CheckpointFacts:

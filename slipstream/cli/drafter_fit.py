@@ -1,10 +1,13 @@
 """Whether a checkpoint can draft for a target, and whether that can pay."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.checkpoint_facts import CheckpointFacts
 from slipstream.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from slipstream.models.decoder_config import DecoderConfig
 
 _LARGE = 0.25  # of the target; a chain of drafts then costs about one target pass
 
@@ -34,11 +37,15 @@ class Fit:
 
 def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
     """Compare vocabularies, sizes and context lengths."""
-    problems, notes = [], []
+    problems: list[str] = []
+    notes: list[str] = []
     share = _relative_size(draft, target)
+    if target.config is None:
+        return Fit((f"{target.checkpoint.path} is no language model",), (), share)
     if draft.head is not None:
         return Fit(tuple(draft.head.problems(target.config)), draft.head.notes, share)
-    mismatch = _vocabulary_problem(draft, target)
+    assert draft.config is not None, "a language model has one"
+    mismatch = _vocabulary_problem(draft, draft.config, target, target.config)
     if mismatch:
         problems.append(mismatch)
     if share is not None and share >= 1:
@@ -75,15 +82,14 @@ def _parallel_note(draft: CheckpointFacts) -> list[str]:
     return [parallel_note("pard", read_mask_token(draft.checkpoint), beside)]
 
 
-def _vocabulary_problem(draft: CheckpointFacts, target: CheckpointFacts) -> str | None:
+def _vocabulary_problem(
+    draft: CheckpointFacts, ours: "DecoderConfig", target: CheckpointFacts, theirs: "DecoderConfig"
+) -> str | None:
     from slipstream.speculative.vocabulary import require_same_vocabulary
 
     try:
         require_same_vocabulary(
-            target.checkpoint.path,
-            target.config.vocab_size,
-            draft.checkpoint.path,
-            draft.config.vocab_size,
+            target.checkpoint.path, theirs.vocab_size, draft.checkpoint.path, ours.vocab_size
         )
     except CheckpointError as error:
         return str(error)

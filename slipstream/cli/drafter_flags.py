@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -60,7 +61,8 @@ class DrafterFlags:
             "--speculative-config",
             "-sc",
             metavar="<json>",
-            help='All of it: \'{"model": "...", "num_speculative_tokens": 4}\'',
+            help='All of it: \'{"model": "...", "num_speculative_tokens": 4}\'; several drafters: '
+            '\'{"drafters": [{"method": "ngram"}, {"model": "..."}]}\'',
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -78,17 +80,18 @@ class DrafterFlags:
             UsageError: flags that contradict each other, or JSON that is no object.
         """
         self._check()
+        drafts_itself = _may_wrap_target(model)
         if self.no_speculation:
-            return None
+            return {"num_speculative_tokens": 0} if drafts_itself else None
         if self.speculative_config is not None:
-            return read_object("--speculative-config", self.speculative_config)
+            return _read_speculative(self.speculative_config)
         names = {"method": self.spec_method, "model": self.drafter}
         if self.drafter in _WITHOUT_MODEL and self.spec_method in (None, self.drafter):
             names = {"method": self.drafter, "model": None}
         if self.drafter is None and self.spec_method is None and model == DEMO:
             names["model"] = DEMO_DRAFT
         config: dict[str, Any] = {key: name for key, name in names.items() if name is not None}
-        if not config:
+        if not config and not drafts_itself:
             self._refuse_what_has_no_drafter()
             return None
         if self.num_speculative_tokens is not None:
@@ -97,7 +100,7 @@ class DrafterFlags:
             config["num_speculative_tokens"] = _DEMO_TOKENS
         if self.drafter_quantization is not None:
             config["quantization"] = self.drafter_quantization
-        return config
+        return config or None
 
     def _check(self) -> None:
         short = {
@@ -120,6 +123,22 @@ class DrafterFlags:
             raise UsageError("-k says how much to draft but nothing drafts; add --drafter")
         if self.drafter_quantization is not None:
             raise UsageError("--drafter-quantization is given but nothing drafts; add --drafter")
+
+
+def _may_wrap_target(model: str) -> bool:
+    """Whether MODEL may be a drafter that names its target: a folder that does, or some name of
+    the hub, of which nothing is known yet."""
+    file = Path(model).expanduser() / "config.json"
+    if file.is_file():
+        return '"speculators_model_type"' in file.read_text("utf-8", errors="replace")
+    return not (model == DEMO or model.startswith(f"{DEMO}/") or file.parent.is_dir())
+
+
+def _read_speculative(text: str) -> dict[str, Any] | None:
+    """An object, or a list of drafters."""
+    if text.lstrip().startswith("[{"):
+        text = f'{{"drafters": {text}}}'
+    return read_object("--speculative-config", text)
 
 
 def read_object(flag: str, text: str) -> dict[str, Any] | None:

@@ -10,7 +10,10 @@ from slipstream.core.config import EngineConfig
 
 ModelArgument = Annotated[
     str,
-    typer.Argument(help="A local directory, a hub name, or a bundled demo (demo, demo/draft)."),
+    typer.Argument(
+        help="A local directory, a hub name, or a bundled demo (demo, demo/draft); or a drafter "
+        "whose config.json names its target."
+    ),
 ]
 
 _PANEL = "Engine"

@@ -52,30 +52,47 @@ def _show(console: Console, facts: CheckpointFacts, fit: Fit | None, target: str
 
 
 def _rows(facts: dict[str, Any]) -> dict[str, str]:
-    """What `--json` tells, in words."""
-    yes_no = {True: "yes", False: "no"}
+    """What `--json` tells, in words; nothing of what there is not."""
     number, size = facts["num_parameters"], facts["num_bytes"]
     weights = "no weights" if number is None else f"{_short(number)} ({_bytes(size)})"
-    heads, kv_heads = facts["num_heads"], facts["num_kv_heads"]
-    per_token, per_block = facts["kv_bytes_per_token"], facts["kv_bytes_per_block"]
-    eos = ", ".join(map(str, facts["eos_token_ids"])) or "none"
-    return {
+    rows = {
         "path": facts["path"],
         "architecture": facts["architecture"],
         "kind": _kind(facts["kind"]),
-        **({"reads": f"{facts['features']} (of its target)"} if facts["features"] else {}),
+        "reads": facts["features"] and f"{facts['features']} (of its target)",
+        "drafts": facts["num_speculative_tokens"]
+        and f"{facts['num_speculative_tokens']} tokens a step, unless told otherwise",
+        "made for": facts["target"],
         "parameters": weights,
         "dtype": facts["dtype"],
+        **_shape_rows(facts),
+        "kernels here": facts["kernels"],
+    }
+    return {name: row for name, row in rows.items() if row is not None}
+
+
+def _shape_rows(facts: dict[str, Any]) -> dict[str, str]:
+    """Sizes; of heads without layers of a language model only a few."""
+    rows = {}
+    if facts["num_layers"] is None:
+        if facts["hidden_size"] is not None:
+            rows["hidden size"] = str(facts["hidden_size"])
+        if facts["vocab_size"] is not None:
+            rows["vocabulary"] = f"{facts['vocab_size']} tokens"
+        return {**rows, "KV cache": "none"}
+    yes_no = {True: "yes", False: "no"}
+    heads, kv_heads = facts["num_heads"], facts["num_kv_heads"]
+    per_token, per_block = facts["kv_bytes_per_token"], facts["kv_bytes_per_block"]
+    return {
         "layers": str(facts["num_layers"]),
         "hidden size": f"{facts['hidden_size']}, feed-forward {facts['intermediate_size']}",
         "heads": f"{heads} of {facts['head_dim']}, {kv_heads} for keys and values",
         "vocabulary": f"{facts['vocab_size']} tokens",
         "context": f"{facts['max_position_embeddings']} tokens",
         "tied embeddings": yes_no[facts["tie_word_embeddings"]],
-        "EOS ids": eos,
+        "EOS ids": ", ".join(map(str, facts["eos_token_ids"])) or "none",
         "chat template": yes_no[facts["has_chat_template"]],
         "KV cache": f"{_bytes(per_token)} a token, {_bytes(per_block)} a block of {BLOCK_SIZE}",
-        "kernels here": facts["kernels"],
     }
 
 

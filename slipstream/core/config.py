@@ -1,6 +1,6 @@
 """The engine's options, as users give them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ from slipstream.core.errors import UsageError
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy", "twin")
 QUANTIZATIONS = ("fp8",)
+SpeculativeConfig = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 _OPTIONAL_NUMBERS = (
     "max_model_len",
@@ -24,10 +25,12 @@ class EngineConfig:
     """Everything that an engine is built from; None lets the engine derive the value and say why.
 
     Args:
-        model: a local directory, a hub name, or a bundled demo (`demo`, `demo/draft`).
+        model: a local directory, a hub name, or a bundled demo (`demo`, `demo/draft`). A drafter
+            whose config.json names its target stands for both.
         tokenizer: a directory with another tokenizer than the model's own.
         revision: of a hub name.
-        speculative_config: the drafter; None is plain decoding.
+        speculative_config: the drafter; None is plain decoding. A list of drafters is short for
+            {"drafters": list}.
         dtype: "auto" takes the checkpoint's; or bfloat16, float16, float32.
         device: "auto", "cpu" or "cuda".
         load_format: "auto" and "safetensors" read the weights; "dummy" draws random ones from the
@@ -55,7 +58,7 @@ class EngineConfig:
     model: str = "demo"
     tokenizer: str | None = None
     revision: str | None = None
-    speculative_config: Mapping[str, Any] | None = None
+    speculative_config: SpeculativeConfig = None
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
@@ -114,11 +117,17 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
             raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {share!r}")
-        if not isinstance(self.speculative_config, Mapping | None):
+        if not isinstance(self.speculative_config, Mapping | list | tuple | None):
             raise UsageError(
                 "speculative_config must be a mapping such as "
                 '{"model": "...", "num_speculative_tokens": 4}, or None'
             )
+
+    @property
+    def drafter_options(self) -> Mapping[str, Any] | None:
+        """`speculative_config` as a mapping."""
+        given = self.speculative_config
+        return given if isinstance(given, Mapping | None) else {"drafters": given}
 
 
 def require_quantization(name: str, value: object) -> None:

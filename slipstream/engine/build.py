@@ -7,6 +7,7 @@ from slipstream.cache.kv_cache import KVCache, KVLayout
 from slipstream.core.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.logprobs import LogprobReader
+from slipstream.engine.named_target import with_named_target
 from slipstream.engine.reasons import Reasons
 from slipstream.engine.resolve import (
     Resolved,
@@ -42,9 +43,10 @@ def build_engine(config: EngineConfig, progress_bar: ProgressBar = no_progress_b
         UsageError: options that contradict each other or ask for what is not there.
         CheckpointError: a checkpoint that is broken, unsupported or does not fit.
     """
+    reasons = Reasons()
+    config = with_named_target(config, reasons)
     checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision))
     shape = read_decoder_config(checkpoint)
-    reasons = Reasons()
     device, why = choose_device(config.device)
     reasons.add("device", device, why)
     require_precision(config, device)
@@ -65,7 +67,7 @@ def build_engine(config: EngineConfig, progress_bar: ProgressBar = no_progress_b
     size = weight_bytes(shape, dtype, config.quantization)
     beside = replace(options, memory_check=room.beside(size))
     target = TargetModel(checkpoint.path, shape.vocab_size, beside)
-    speculation = load_drafter(config.speculative_config, target)
+    speculation = load_drafter(config.drafter_options, target)
     network = load_decoder(checkpoint, options)
     eos = checkpoint.eos_token_ids
     resolved = resolve(config, shape, eos, dtype, device, speculation, reasons)
@@ -96,6 +98,7 @@ def assemble(
         use_fp64_gumbel=config.use_fp64_gumbel,
         num_speculative_tokens=limits.num_speculative_tokens,
         target=network,
+        captured=resolved.captures,
     )
     drafter = loaded_drafter.build(resources)
     blocks = BlockManager(resolved.num_blocks, config.block_size, config.enable_prefix_caching)

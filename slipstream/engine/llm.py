@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.config import EngineConfig
+from slipstream.core.config import EngineConfig, SpeculativeConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.sampling_params import SamplingParams
@@ -29,8 +29,9 @@ class LLM:
             print(output.outputs[0].text)
 
     Args:
-        model: a local directory, a hub name, or a bundled demo.
-        speculative_config: the drafter; None is plain decoding.
+        model: a local directory, a hub name, or a bundled demo; or a drafter whose config.json
+            names its target, which is then loaded with it.
+        speculative_config: the drafter, or a list of them; None is plain decoding.
         progress_bar: shows how loading goes on.
         options: any field of `EngineConfig`.
 
@@ -43,7 +44,7 @@ class LLM:
         self,
         model: str | Path = "demo",
         *,
-        speculative_config: Mapping[str, Any] | None = None,
+        speculative_config: SpeculativeConfig = None,
         progress_bar: ProgressBar = no_progress_bar,
         **options: Any,
     ) -> None:

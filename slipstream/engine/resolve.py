@@ -1,5 +1,6 @@
 """From options to numbers: what the engine will really do, and why."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -68,7 +69,12 @@ def require_precision(config: EngineConfig, device: torch.device) -> None:
 
 
 def _drafter_quantization(config: EngineConfig) -> object:
-    return (config.speculative_config or {}).get("quantization")
+    """Of the drafter, or of the first of several that has one."""
+    options = config.drafter_options or {}
+    members = options.get("drafters")
+    given = [options, *(members if isinstance(members, list | tuple) else ())]
+    found = (one.get("quantization") for one in given if isinstance(one, Mapping))
+    return next((it for it in found if it is not None), None)
 
 
 def resolve_model_len(config: EngineConfig, shape: DecoderConfig) -> int:

@@ -153,7 +153,8 @@ class Step:
         guesses = self._drafter.prepare(batch)
         drafts = [item.num_draft_tokens for item in items]
         if guesses is not None:
-            drafts = [len(guess) for guess in guesses]
+            pairs = zip(guesses, drafts, strict=True)
+            drafts = [most if guess is None else len(guess) for guess, most in pairs]
         return Plan(
             slots=[item.request.slot for item in items],
             num_new_tokens=[item.num_new_tokens for item in items],

@@ -9,7 +9,9 @@ from torch import Tensor
 from slipstream.runner.transfer import upload
 from slipstream.sampling.state import Uses
 
-Guesses = Sequence[Sequence[int]]
+# Of each request; None leaves it to the device.
+Guesses = Sequence[Sequence[int] | None]
+LEFT_TO_DEVICE = -1
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Plan:
         at_end: whether the last known token is among the new ones.
         width: K, at least the most draft tokens.
         uses: what any request's sampling needs.
-        guesses: draft tokens that the host found, per request; None when the device drafts.
+        guesses: draft tokens that the host found, per request (None: the device drafts for it);
+            None when the device drafts for all.
         rereads: computed tokens before the new ones that the target computes again, for their
             features; None: nowhere.
     """
@@ -46,7 +49,10 @@ class Plan:
             list(self.rereads or [0] * len(self.slots)),
         ]
         if self.guesses is not None:
-            padded = [[*guess, *[0] * (width - len(guess))] for guess in self.guesses]
+            padded = [
+                [LEFT_TO_DEVICE] * width if guess is None else [*guess, *[0] * (width - len(guess))]
+                for guess in self.guesses
+            ]
             rows.extend([row[place] for row in padded] for place in range(width))
         return rows
 
@@ -66,7 +72,8 @@ class Turn:
         at_end: [R] bool, the request gains tokens.
         rereads: [R] int64, tokens before the new ones that the target computes again; 0 wherever
             the turn is not exact.
-        guesses: [R, K] int64, what the host guessed; K columns only where there are guesses.
+        guesses: [R, K] int64, what the host guessed; K columns only where there are guesses, and -1
+            in the rows of requests for which the device drafts.
         width: K.
         uses: what any request's sampling needs.
         exact: passes compute exactly the rows that there are, for which the host may wait to
@@ -94,6 +101,11 @@ class Turn:
     @property
     def num_requests(self) -> int:
         return len(self.slots)
+
+    @property
+    def guessed(self) -> Tensor:
+        """[R] bool, the host has said what it guesses, be it nothing."""
+        return (self.guesses[:, :1] >= 0).any(1)
 
     def most_rows(self, most: int) -> int | None:
         """The rows to give each request of a pass when they may have `most`; None: exactly its

@@ -31,14 +31,16 @@ METHODS = {
     "suffix": "slipstream.speculative.suffix",
     "custom": "slipstream.speculative.custom",
     "custom_class": "slipstream.speculative.custom",
+    "combination": "slipstream.speculative.combination",
     "medusa": "slipstream.speculative.medusa",
     "mlp_speculator": "slipstream.speculative.mlp_speculator",
 }
 
 # Methods whose checkpoints may say how many tokens they draft.
-_HEADS = ("eagle", "eagle3", "p-eagle")
+_HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator", "p-eagle")
 _SPELLINGS = {"p_eagle": PARALLEL_HEAD, "peagle": PARALLEL_HEAD}
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
+COMBINATION = "combination"
 
 
 class Method(Protocol):
@@ -66,6 +68,37 @@ class Speculation:
     enforce_eager: bool = False
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A drafter that was named and is not loaded yet.
+
+    Attributes:
+        told: `num_speculative_tokens`, if it was given.
+        own: how many tokens the drafter itself has in mind, if it has.
+        config: its method's own.
+    """
+
+    name: str
+    told: int | None
+    own: int | None
+    config: Any
+
+    def load(self, target: TargetModel) -> LoadedDrafter:
+        """Its weights, checked against the target."""
+        method = cast(Method, import_module(METHODS[self.name]))
+        return method.load(self.config, target)
+
+
+def choose(options: Options) -> Choice:
+    """Take the method and what it wants to know; UsageError for an unknown method or value."""
+    found = _find(options)
+    name = _method(options, found)
+    method = cast(Method, import_module(METHODS[name]))
+    config = method.read_options(options)
+    own = getattr(config, "num_speculative_tokens", found.num_speculative_tokens)
+    return Choice(name, _num_speculative_tokens(options), own, config)
+
+
 def describe_head(kind: str, checkpoint: HeadCheckpoint) -> HeadFacts | None:
     """What a checkpoint of this kind (`recognise`) is; None for whole language models."""
     module = import_module(METHODS[kind]) if kind in _HEADS else None
@@ -79,20 +112,19 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
         UsageError: an unknown key, method or value.
         CheckpointError: the drafter's checkpoint is broken or does not fit the target.
     """
-    if config is None:
+    if config is None or dict(config) == {"num_speculative_tokens": 0}:
         return Speculation(None, 0, NoDrafter())
     options = Options(config)
-    found = _find(options)
-    name = _method(options, found)
-    count = _num_speculative_tokens(options, found)
+    choice = choose(options)
+    count = choice.told
+    if count is None:
+        count = choice.own or DEFAULT_NUM_SPECULATIVE_TOKENS
     rates = read_verification(options, count)
     eager = _enforce_eager(options)
-    method: Method = cast(Method, import_module(METHODS[name]))
-    method_config = method.read_options(options)
-    options.finish(name)
+    options.finish(choice.name)
     if count == 0:
         return Speculation(None, 0, NoDrafter())
-    return Speculation(name, count, method.load(method_config, target), rates, eager)
+    return Speculation(choice.name, count, choice.load(target), rates, eager)
 
 
 @dataclass(frozen=True)
@@ -114,16 +146,20 @@ def _find(options: Options) -> _Found:
         return _Found()
     checkpoint = HeadCheckpoint(resolve_checkpoint(model, revision, pickled=True))
     kind = recognise(checkpoint.config, checkpoint.tensor_names)
-    return _Found(kind, wrapped_num_tokens(checkpoint.config))
+    own = wrapped_num_tokens(checkpoint.config)
+    facts = describe_head(kind, checkpoint) if own is None else None
+    return _Found(kind, own if facts is None else facts.num_tokens)
 
 
 def _method(options: Options, found: _Found) -> str:
     name = options.take_str("method", None)
     model = options.peek("model")
+    if name is None and options.peek("drafters") is not None:
+        return COMBINATION
     if name is None and model is None:
         raise UsageError(
             f"speculative_config needs method (one of {', '.join(METHODS)}) or model, the "
-            "drafter's checkpoint"
+            "drafter's checkpoint (--drafter)"
         )
     if name is None:
         name = model if model in METHODS else _method_of(options, found.kind)
@@ -159,9 +195,10 @@ def _method_of(options: Options, kind: str) -> str:
     return PARALLEL if kind == "pard2" else kind
 
 
-def _num_speculative_tokens(options: Options, found: _Found) -> int:
-    default = found.num_speculative_tokens or DEFAULT_NUM_SPECULATIVE_TOKENS
-    count = options.take("num_speculative_tokens", default)
+def _num_speculative_tokens(options: Options) -> int | None:
+    count = options.take("num_speculative_tokens")
+    if count is None:
+        return None
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise UsageError(
             "speculative_config: num_speculative_tokens must be an integer, 0 (plain decoding) or "

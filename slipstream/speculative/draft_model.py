@@ -71,13 +71,17 @@ class DraftModelDrafter:
         self._network, self._resources = network, resources
         self._state = resources.state
         self._runner = network.runner(resources)
+        # What another drafter guessed is missing from the first of its tokens on.
+        self._most_missing = (
+            resources.num_speculative_tokens + 1 if resources.has_rivals else MOST_MISSING
+        )
         self._context = DraftContext(
-            self._runner, resources.state, network.max_model_len, MOST_MISSING
+            self._runner, resources.state, network.max_model_len, self._most_missing
         )
         self._advance = preparation_for(self._state.device).advance_drafts
 
     def prepare(self, batch: Batch) -> None:
-        self._context.prepare(batch, MOST_MISSING)
+        self._context.prepare(batch, self._most_missing)
 
     def propose(self, turn: Turn) -> Draft:
         """One ragged pass over what is missing, then single rows."""
@@ -86,7 +90,8 @@ class DraftModelDrafter:
         tokens = slots.new_zeros((turn.num_requests, turn.width))
         probs = drafting.probabilities(turn)
         starts = self._context.computed[slots]
-        lengths, most = torch.where(wanted > 0, known - starts, 0), turn.most_rows(MOST_MISSING)
+        lengths = torch.where(wanted > 0, known - starts, 0)
+        most = turn.most_rows(self._most_missing)
         for index in range(turn.width):
             forward = self._runner.forward(Rows(slots, starts, lengths, most))
             picked = drafting.sample(

@@ -151,7 +151,9 @@ class DraftNetwork:
         self.drafting = DraftSampling(ids, num_legal_tokens, config.greedy_only)
         longest = config.max_model_len or shape.max_position_embeddings
         self.max_model_len = min(longest, shape.max_position_embeddings, target.load.max_positions)
-        self.limits = DrafterLimits(max_model_len=self.max_model_len, cache_identity=identity)
+        self.limits = DrafterLimits(
+            max_model_len=self.max_model_len, cache_identity=identity, catches_up=True
+        )
         self.width = shape.hidden_size
         self.dtype = dtype
         self.decoder = network

@@ -72,6 +72,9 @@ class DrafterLimits:
             knows what the last one gave.
         keeps_probabilities: it keeps nothing in the blocks, but the q of every draft token.
         parallel: all its draft tokens come from one pass, which has up to 2K rows a request.
+        looks_up: it knows when it has no guess, and those that it has are one-hot.
+        catches_up: left out of steps, it makes up for them when it drafts again, however many
+            tokens they gained, as long as turns are exact.
     """
 
     max_speculative_tokens: int | None = None
@@ -81,6 +84,8 @@ class DrafterLimits:
     on_device: bool = True
     keeps_probabilities: bool = False
     parallel: bool = False
+    looks_up: bool = False
+    catches_up: bool = False
 
 
 class Drafter(Protocol):
@@ -98,8 +103,8 @@ class Drafter(Protocol):
         owns their first `start` tokens in the shared blocks, from the prefix cache, and no more.
 
         Returns:
-            At most `num_draft_tokens` guesses for each scheduled request, from a drafter that runs
-            on the host; None from others.
+            At most `num_draft_tokens` guesses for each scheduled request (None where the device is
+            to draft), from a drafter that runs on the host; None from others.
         """
 
     def propose(self, turn: Turn) -> Draft:
@@ -141,6 +146,8 @@ class DrafterResources:
     Attributes:
         num_speculative_tokens: the engine's K.
         target: the target's network, whose embedding and head a drafter may share.
+        captured: steps are captured, so that there are turns that are not exact.
+        has_rivals: another drafter's guesses may be verified in place of its own.
     """
 
     state: DeviceState
@@ -149,6 +156,8 @@ class DrafterResources:
     use_fp64_gumbel: bool
     num_speculative_tokens: int
     target: Decoder
+    captured: bool = True
+    has_rivals: bool = False
 
 
 class LoadedDrafter(Protocol):

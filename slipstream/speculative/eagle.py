@@ -4,6 +4,7 @@ from functools import partial
 
 from slipstream.models.drafters.eagle1 import eagle1_problems, load_eagle1, read_eagle1_config
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+from slipstream.models.drafters.head_config import wrapped_num_tokens
 from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Needs
 from slipstream.speculative.feature_rows import LoadedFeatureDrafter
@@ -33,7 +34,12 @@ def describe(checkpoint: HeadCheckpoint) -> HeadFacts:
     """Without its weights."""
     head = read_eagle1_config(checkpoint)
     features = "the last hidden state, behind the final norm"
-    return HeadFacts(head.layers, features, partial(eagle1_problems, head))
+    return HeadFacts(
+        head.layers,
+        features,
+        partial(eagle1_problems, head),
+        wrapped_num_tokens(checkpoint.config),
+    )
 
 
 def load(config: HeadOptions, target: TargetModel) -> LoadedFeatureDrafter:

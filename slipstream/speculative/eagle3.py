@@ -9,6 +9,7 @@ from slipstream.models.drafters.eagle3_config import (
     read_eagle3_config,
 )
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+from slipstream.models.drafters.head_config import wrapped_num_tokens
 from slipstream.models.drafters.head_loading import read_draft_ids
 from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Needs
@@ -38,7 +39,12 @@ def read_options(options: Options) -> HeadOptions:
 def describe(checkpoint: HeadCheckpoint) -> HeadFacts:
     """Without its weights."""
     head = read_eagle3_config(checkpoint)
-    return HeadFacts(head.layers, features_read(head), partial(eagle3_problems, head))
+    return HeadFacts(
+        head.layers,
+        features_read(head),
+        partial(eagle3_problems, head),
+        wrapped_num_tokens(checkpoint.config),
+    )
 
 
 def features_read(head: Eagle3Config) -> str:

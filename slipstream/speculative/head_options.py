@@ -1,7 +1,7 @@
 """The keys of a `speculative_config` that every drafting head takes, and what loading it needs."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -23,15 +23,19 @@ class HeadFacts:
     """What a drafting head is, from its config and the names and shapes of its tensors.
 
     Attributes:
-        layers: its sizes.
+        layers: their sizes; None where they are none of a language model.
         features: what it reads of the target, in words.
         problems: of a target's shape, why the head cannot draft for it.
+        num_tokens: as many draft tokens as it has in mind for a step, if it has a number.
+        sizes: hidden_size and vocab_size, where `layers` does not say them.
         notes: what to know when it is used.
     """
 
-    layers: DecoderConfig
+    layers: DecoderConfig | None
     features: str
     problems: Callable[[DecoderConfig], list[str]]
+    num_tokens: int | None = None
+    sizes: Mapping[str, int | None] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -50,10 +54,10 @@ class HeadOptions:
 def read_head_options(options: Options, method: str) -> HeadOptions:
     """Honour or refuse every key that other engines know for a drafting head."""
     model = options.take_str("model", None)
-    if model is None:
+    if model is None or model == method:
         raise UsageError(f"speculative_config: method {method} needs model, a checkpoint")
-    options.take_only("parallel_drafting", False, "this method drafts in a chain; leave it out")
-    options.take_only("draft_tensor_parallel_size", 1, "a drafting head runs on one device")
+    options.take_only("parallel_drafting", False, "this method has one way to draft; leave it out")
+    options.take_only("draft_tensor_parallel_size", 1, "a drafter runs on one device")
     greedy_only, max_model_len = options.take_greedy_only(), options.take_max_model_len()
     return HeadOptions(
         model=model,

@@ -35,7 +35,7 @@ class HostDrafter:
 class LoadedHostDrafter:
     """A drafter on the host before it is built: it adds nothing to the cache."""
 
-    limits = DrafterLimits(drafts_behind_prompt=True, on_device=False)
+    limits = DrafterLimits(drafts_behind_prompt=True, on_device=False, looks_up=True)
     needs = Needs()
     layout: KVLayout | None = None
 

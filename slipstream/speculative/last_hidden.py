@@ -6,7 +6,6 @@ refused, or that did without for a while, has nothing to catch up with.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -14,21 +13,18 @@ from torch import Tensor
 
 from slipstream.cache.kv_cache import KVLayout
 from slipstream.core.batch import Batch
-from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
 from slipstream.layers.embedding import LanguageModelHead
-from slipstream.models.catalogue import read_decoder_config
-from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.drafters.tensor_files import require_known_format
-from slipstream.models.loading import LoadOptions, dtype_named
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.turn import Turn
 from slipstream.sampling.state import Uses
 from slipstream.sampling.verification import Verdict, sample_draft
 from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
-from slipstream.speculative.options import Options, TargetModel
+from slipstream.speculative.head_options import HeadOptions
+
+FEATURES = "the last hidden state of one token, behind the final norm"
 
 
 class Network(Protocol):
@@ -49,60 +45,20 @@ class Network(Protocol):
         the next state."""
 
 
-@dataclass(frozen=True)
-class HeadsConfig:
-    """How such a network is loaded and sampled."""
-
-    model: str
-    revision: str | None
-    dtype: str | None
-    quantization: str | None
-    max_model_len: int | None
-    greedy_only: bool  # draft_sample_method: greedy
-
-
-def read_heads_options(options: Options, method: str) -> HeadsConfig:
-    """Honour or refuse every key that other engines know for these drafters."""
-    model = options.take_str("model", None)
-    if model is None or model == method:
-        raise UsageError(f"speculative_config: method {method} needs model, a checkpoint")
-    options.take_only("parallel_drafting", False, "leave it out")
-    options.take_only("draft_tensor_parallel_size", 1, "a drafter runs on one device")
-    greedy_only, max_model_len = options.take_greedy_only(), options.take_max_model_len()
-    return HeadsConfig(
-        model=model,
-        revision=options.take_str("revision", None),
-        dtype=options.take_str("dtype", None),
-        quantization=options.take_quantization(),
-        max_model_len=max_model_len,
-        greedy_only=greedy_only,
-    )
-
-
-def open_heads(
-    config: HeadsConfig, target: TargetModel
-) -> tuple[Checkpoint, DecoderConfig, LoadOptions]:
-    """The drafter's checkpoint, the target's sizes, and how to load the one for the other."""
-    require_known_format(target.load)
-    checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision, pickled=True))
-    dtype = dtype_named(config.dtype) if config.dtype else target.load.dtype
-    options = replace(target.load, dtype=dtype, quantization=config.quantization)
-    return checkpoint, read_decoder_config(Checkpoint(target.path)), options
-
-
 class LoadedHeads:
     """A network in memory. It adds nothing to the blocks, so it shares them with everybody."""
 
     needs = Needs()
     layout: KVLayout | None = None
 
-    def __init__(self, config: HeadsConfig, network: Network, target: DecoderConfig) -> None:
+    def __init__(self, config: HeadOptions, network: Network, target: DecoderConfig) -> None:
         self._network, self._greedy_only = network, config.greedy_only
         self._hidden_size = target.hidden_size
         self.limits = DrafterLimits(
             max_speculative_tokens=network.num_heads,
             max_model_len=config.max_model_len,
             keeps_probabilities=not config.greedy_only,
+            catches_up=True,
         )
 
     def build(self, resources: DrafterResources) -> Drafter:

@@ -3,32 +3,54 @@
 They guess all tokens at once. One token of each head makes a chain of guesses; there is no tree.
 """
 
-from collections.abc import Collection, Mapping
-from typing import Any
-
+from slipstream.core.errors import CheckpointError
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.drafters.medusa import load_medusa
-from slipstream.models.drafters.medusa_checkpoint import names_medusa
-from slipstream.speculative.last_hidden import (
-    HeadsConfig,
-    LoadedHeads,
-    open_heads,
-    read_heads_options,
+from slipstream.models.drafters.medusa_checkpoint import MedusaCheckpoint, read_shape
+from slipstream.speculative.head_options import (
+    HeadFacts,
+    HeadOptions,
+    load_options,
+    open_head,
+    read_head_options,
+    target_config,
 )
+from slipstream.speculative.last_hidden import FEATURES, LoadedHeads
 from slipstream.speculative.options import Options, TargetModel
 
-
-def recognises(config: Mapping[str, Any], tensor_names: Collection[str]) -> bool:
-    """Whether a checkpoint is of this kind, by its config.json and the names in its files."""
-    return names_medusa(config, tensor_names)
+METHOD = "medusa"
 
 
-def read_options(options: Options) -> HeadsConfig:
-    """As for every drafter that reads one hidden state."""
-    return read_heads_options(options, "medusa")
+def read_options(options: Options) -> HeadOptions:
+    """Nothing beside what every head takes."""
+    return read_head_options(options, METHOD)
 
 
-def load(config: HeadsConfig, target: TargetModel) -> LoadedHeads:
+def describe(checkpoint: HeadCheckpoint) -> HeadFacts:
+    """Without its weights."""
+    heads = MedusaCheckpoint(checkpoint.path)
+    first = heads.entries.get("blocks.0.layers.0.weight") if heads.has_weights else None
+
+    def problems(target: DecoderConfig) -> list[str]:
+        try:
+            if heads.has_weights:
+                read_shape(heads, target.hidden_size, target.vocab_size)
+        except CheckpointError as error:
+            return [str(error)]
+        return []
+
+    sizes = {
+        "hidden_size": None if first is None else first.shape[-1],
+        "vocab_size": heads.num_rows() if heads.has_weights else None,
+    }
+    return HeadFacts(None, FEATURES, problems, heads.num_heads(), sizes)
+
+
+def load(config: HeadOptions, target: TargetModel) -> LoadedHeads:
     """The heads, checked against the target."""
-    checkpoint, shape, options = open_heads(config, target)
+    checkpoint = MedusaCheckpoint(open_head(config, METHOD).path)
+    shape = target_config(target)
+    options = load_options(config, target)
     network = load_medusa(checkpoint, shape.hidden_size, shape.vocab_size, options)
     return LoadedHeads(config, network, shape)

@@ -2,38 +2,53 @@
 2024), whose steps see the tokens that were guessed before.
 """
 
-from collections.abc import Collection, Mapping
-from typing import Any
-
+from slipstream.core.errors import CheckpointError
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.drafters.mlp_speculator import (
+    MLPSpeculatorCheckpoint,
     load_mlp_speculator,
     read_mlp_speculator_config,
     require_fit,
 )
-from slipstream.speculative.last_hidden import (
-    HeadsConfig,
-    LoadedHeads,
-    open_heads,
-    read_heads_options,
+from slipstream.speculative.head_options import (
+    HeadFacts,
+    HeadOptions,
+    load_options,
+    open_head,
+    read_head_options,
+    target_config,
 )
+from slipstream.speculative.last_hidden import FEATURES, LoadedHeads
 from slipstream.speculative.options import Options, TargetModel
 
-
-def recognises(config: Mapping[str, Any], tensor_names: Collection[str]) -> bool:
-    """Whether a checkpoint is of this kind, by its config.json and the names in its files."""
-    architectures = config.get("architectures") or []
-    named = {str(it) for it in architectures} | {str(config.get("model_type"))}
-    return "mlp_speculator" in named or "MLPSpeculatorPreTrainedModel" in named
+METHOD = "mlp_speculator"
 
 
-def read_options(options: Options) -> HeadsConfig:
-    """As for every drafter that reads one hidden state."""
-    return read_heads_options(options, "mlp_speculator")
+def read_options(options: Options) -> HeadOptions:
+    """Nothing beside what every head takes."""
+    return read_head_options(options, METHOD)
 
 
-def load(config: HeadsConfig, target: TargetModel) -> LoadedHeads:
+def describe(checkpoint: HeadCheckpoint) -> HeadFacts:
+    """Without its weights."""
+    config = read_mlp_speculator_config(checkpoint)
+
+    def problems(target: DecoderConfig) -> list[str]:
+        try:
+            require_fit(config, target.hidden_size, target.vocab_size)
+        except CheckpointError as error:
+            return [str(error)]
+        return []
+
+    sizes = {"hidden_size": config.emb_dim, "vocab_size": config.vocab_size}
+    return HeadFacts(None, FEATURES, problems, config.n_predict, sizes)
+
+
+def load(config: HeadOptions, target: TargetModel) -> LoadedHeads:
     """The network, checked against the target."""
-    checkpoint, shape, options = open_heads(config, target)
-    network_config = read_mlp_speculator_config(checkpoint)
+    checkpoint = MLPSpeculatorCheckpoint(open_head(config, METHOD).path)
+    shape, network_config = target_config(target), read_mlp_speculator_config(checkpoint)
     require_fit(network_config, shape.hidden_size, shape.vocab_size)
-    return LoadedHeads(config, load_mlp_speculator(checkpoint, network_config, options), shape)
+    network = load_mlp_speculator(checkpoint, network_config, load_options(config, target))
+    return LoadedHeads(config, network, shape)

@@ -23,6 +23,7 @@ from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, Drafte
 from slipstream.speculative.options import Options, TargetModel
 
 DEFAULT_MIN, DEFAULT_MAX = 2, 5
+MATCH_KEYS = ("prompt_lookup_min", "prompt_lookup_max")  # shortest and longest match
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def load(config: NgramConfig, target: TargetModel) -> "LoadedNgram":
 class LoadedNgram:
     """A drafter that adds nothing to the cache."""
 
-    limits = DrafterLimits(drafts_behind_prompt=True)
+    limits = DrafterLimits(drafts_behind_prompt=True, looks_up=True)
     needs = Needs()
     layout: KVLayout | None = None
 

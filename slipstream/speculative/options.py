@@ -39,6 +39,11 @@ class Options:
     def peek(self, key: str) -> Any:
         return self._left.get(key)
 
+    def fill(self, key: str, value: Any) -> None:
+        """Take `value` for a key that was not given."""
+        if self._left.get(key) is None:
+            self._left[key] = value
+
     def take_int(self, key: str, default: int | None) -> int | None:
         value = self.take(key, default)
         if value is None:

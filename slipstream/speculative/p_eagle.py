@@ -81,6 +81,7 @@ def describe(checkpoint: HeadCheckpoint) -> HeadFacts:
         layers=config.head.layers,
         features=features_read(config.head),
         problems=partial(p_eagle_problems, config),
+        num_tokens=wrapped_num_tokens(checkpoint.config),
         notes=(note,),
     )
 

@@ -7,6 +7,8 @@ tests stand in the order in which the first that holds is right.
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from slipstream.models.drafters.medusa_checkpoint import names_medusa
+
 # Language models and heads of one shape, that draft one by one or all at once.
 DRAFT_MODEL, PARALLEL = "draft_model", "pard"
 CHAIN_HEAD, PARALLEL_HEAD = "eagle3", "p-eagle"
@@ -55,7 +57,7 @@ def recognise(config: Mapping[str, Any], tensor_names: Collection[str]) -> str:
         return "dflash"
     if model_type in _ASSISTANTS or "Gemma4AssistantForCausalLM" in architectures:
         return "gemma4_assistant"
-    if model_type == "medusa" or "medusa_num_heads" in config:
+    if names_medusa(config, names):
         return "medusa"
     if model_type == "mlp_speculator" or "MLPSpeculatorPreTrainedModel" in architectures:
         return "mlp_speculator"

@@ -20,6 +20,8 @@ from slipstream.speculative.suffix_automaton import GuessLimits, SuffixAutomaton
 
 DEFAULT_DEPTH, DEFAULT_REQUESTS, DEFAULT_TOKENS = 24, 10_000, 1 << 18
 DEFAULT_FACTOR, DEFAULT_MIN_PROB = 1.0, 0.1
+# Shortest and longest match.
+MATCH_KEYS = ("suffix_decoding_min_match", "suffix_decoding_max_tree_depth")
 MAX_DEPTH = 1024  # a token of a repeating text costs as many steps
 
 
@@ -34,12 +36,15 @@ class SuffixConfig:
 
 def read_options(options: Options) -> SuffixConfig:
     """The keys and defaults of other engines, and `suffix_decoding_max_cached_tokens`: outputs may
-    have any length, so that their number alone bounds no memory."""
+    have any length, so that their number alone bounds no memory. `suffix_decoding_min_match`: a
+    match of fewer tokens is none."""
     options.take_only("model", "suffix", "leave it out: suffix drafting has no model")
+    depth = _integer(options, "max_tree_depth", DEFAULT_DEPTH, 1, MAX_DEPTH)
     limits = GuessLimits(
-        depth=_integer(options, "max_tree_depth", DEFAULT_DEPTH, 1, MAX_DEPTH),
+        depth=depth,
         spec_factor=_number(options, "max_spec_factor", DEFAULT_FACTOR, MAX_DEPTH),
         min_prob=_number(options, "min_token_prob", DEFAULT_MIN_PROB, 1),
+        min_match=_integer(options, "min_match", 1, 1, depth),
     )
     return SuffixConfig(
         limits,

@@ -17,16 +17,20 @@ class GuessLimits:
         depth: most tokens of a match and its guess together.
         spec_factor: most guessed tokens per matched token.
         min_prob: a guess ends before it gets less probable than this.
+        min_match: fewer tokens that match give no guess.
     """
 
     depth: int
     spec_factor: float
     min_prob: float
+    min_match: int = 1
 
     def most_tokens(self) -> list[int]:
         """By the length of the match, from 0 to `depth`."""
         return [
             min(int(self.spec_factor * matched + 1e-6), self.depth - matched)
+            if matched >= self.min_match
+            else 0
             for matched in range(self.depth + 1)
         ]
 

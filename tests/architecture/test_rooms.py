@@ -15,7 +15,7 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 # Where the names of drafting methods may stand, besides the command line's help.
 METHOD_ROOMS = {"speculative", "cli", "train"}
 # Methods whose names are words: other names may begin with them.
-WORDS = {"suffix", "custom"}
+WORDS = {"suffix", "custom", "combination"}
 DEVICE_ROOMS = {"kernels", "runner"}
 
 

@@ -142,7 +142,9 @@ def test_the_line_of_the_draft_model_pull_request(
     ("line", "expected"),
     [
         ("m", None),
-        ("m --no-speculation", None),
+        ("m --no-speculation", {"num_speculative_tokens": 0}),  # m may name a target of its own
+        ("m -k 3", {"num_speculative_tokens": 3}),
+        ("demo/draft --no-speculation", None),
         ("--no-speculation", None),
         ("-k 2", {"model": "demo/draft", "num_speculative_tokens": 2}),
         ("--num_speculative_tokens 2", {"model": "demo/draft", "num_speculative_tokens": 2}),
@@ -166,6 +168,10 @@ def test_the_line_of_the_draft_model_pull_request(
             {"model": "demo/draft", "num_speculative_tokens": 4, "quantization": "fp8"},
         ),
         ("--speculative-config null", None),
+        (
+            '-sc [{"method":"ngram"},{"model":"d"}]',
+            {"drafters": [{"method": "ngram"}, {"model": "d"}]},
+        ),
         ("-k 0", {"model": "demo/draft", "num_speculative_tokens": 0}),
     ],
 )
@@ -189,8 +195,8 @@ def test_ways_to_choose_a_drafter(
         ("--no-speculation --speculative-config {}", ["--no-speculation", "--speculative-config"]),
         ("--drafter d --no-speculation", ["--drafter", "--no-speculation"]),
         ("-k 3 --no-speculation", ["-k", "--no-speculation"]),
-        ("m -k 3", ["-k", "--drafter"]),
-        ("m --drafter-quantization fp8", ["--drafter-quantization", "--drafter"]),
+        ("demo/draft -k 3", ["-k", "--drafter"]),
+        ("demo/draft --drafter-quantization fp8", ["--drafter-quantization", "--drafter"]),
         ("-sc {} --drafter-quantization fp8", ["--drafter-quantization", "--speculative-config"]),
         ("--quantization int3", ["quantization", "fp8"]),
         ("-sc {oops", ["--speculative-config", "not JSON"]),

@@ -1,12 +1,15 @@
 """What `generate` prints."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from slipstream import LLM, SamplingParams
+from slipstream.models.checkpoint import resolve_checkpoint
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM
+from tests.drafters.heads import as_wrapper, write_eagle3
 
 SAMPLE_KEYS = {"text", "token_ids", "finish_reason", "stop_reason"}
 METRIC_KEYS = {
@@ -118,3 +121,23 @@ def test_the_text_is_that_of_the_api(slipstream: CommandLine) -> None:
     expected = llm.generate("def f", params)[0].outputs[0].text
     ran = slipstream("generate", "--prompt", "def f", "--max-tokens", "12", "--stop", "(")
     assert ran.out == expected + "\n"
+
+
+def test_a_drafter_stands_for_its_target_too(slipstream: CommandLine, tmp_path: Path) -> None:
+    folder = write_eagle3(tmp_path / "head", resolve_checkpoint("demo"), fit=False)
+    config = json.loads((as_wrapper(folder) / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = "demo"
+    (folder / "config.json").write_text(json.dumps(config))
+    line = ["generate", str(folder), "--prompt", "import os\n", "--max-tokens", "6", "--json"]
+    for flags, method, count in (
+        ([], "eagle3", 3),
+        (["-k", "2"], "eagle3", 2),
+        (["--no-speculation"], None, 0),
+    ):
+        engine = json.loads(slipstream(*line, *flags).out)["engine"]
+        assert (engine["method"], engine["num_speculative_tokens"]) == (method, count)
+    del config["speculators_config"]["verifier"]
+    (folder / "config.json").write_text(json.dumps(config))
+    ran = slipstream(*line)
+    assert (ran.code, ran.err.count("\n")) == (1, 1)
+    assert "names no target" in ran.err

@@ -3,9 +3,18 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.checkpoints import write_qwen3
 from tests.cli.conftest import CommandLine
-from tests.drafters.heads import as_pickle, write_eagle1, write_eagle3, write_p_eagle
+from tests.drafters.heads import (
+    as_pickle,
+    as_wrapper,
+    write_eagle1,
+    write_eagle3,
+    write_p_eagle,
+)
+from tests.last_hidden_checkpoints import medusa_for, medusa_tensors, mlp_for, write_medusa
 
 
 def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> None:
@@ -18,6 +27,8 @@ def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> Non
         "architecture": "Qwen3ForCausalLM",
         "kind": "language_model",
         "features": None,
+        "num_speculative_tokens": None,
+        "target": None,
         "num_parameters": 96 * 48 + 48 + 2 * layer,
         "num_bytes": 4 * (96 * 48 + 48 + 2 * layer),
         "dtype": "float32",
@@ -115,6 +126,14 @@ def test_a_parallel_drafting_head(
     assert slipstream("inspect", head, "--target", other).code == 1
 
 
+def test_a_wrapped_head_names_its_target(
+    slipstream: CommandLine, tiny_target: str, tmp_path: Path
+) -> None:
+    head = str(as_wrapper(write_eagle3(tmp_path / "head", tiny_target)))
+    assert json.loads(slipstream("inspect", head, "--json").out)["target"] == "target"
+    assert "made for" in slipstream("inspect", head).out
+
+
 def test_a_drafting_head_of_another_target(
     slipstream: CommandLine, tiny_target: str, tmp_path: Path
 ) -> None:
@@ -123,6 +142,43 @@ def test_a_drafting_head_of_another_target(
     ran = slipstream("inspect", head, "--target", other, "--json")
     assert ran.code == 1
     assert "trained for another target" in json.loads(ran.out)["drafter"]["problems"][0]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "mlp_speculator"])
+def test_heads_on_the_last_hidden_state(
+    kind: str, slipstream: CommandLine, tiny_target: str, tmp_path: Path
+) -> None:
+    head = {"medusa": medusa_for, "mlp_speculator": mlp_for}[kind](tiny_target)
+    ran = slipstream("inspect", head, "--target", tiny_target)
+    assert ran.code == 0, ran.err
+    for part in (
+        f"of the kind {kind}",
+        "the last hidden state of one token",
+        "7 tokens a step",
+        "96 tokens",
+        "KV cache         none",
+        "fits",
+    ):
+        assert part in ran.out
+    other = str(write_qwen3(tmp_path / "other", hidden_size=64))
+    ran = slipstream("inspect", head, "--target", other, "--json")
+    assert ran.code == 1
+    document = json.loads(ran.out)
+    assert (document["kind"], document["hidden_size"], document["num_layers"]) == (kind, 48, None)
+    assert "trained for another target" in document["drafter"]["problems"][0]
+    ran = slipstream("inspect", tiny_target, "--target", head)
+    assert ran.code == 1
+    assert "is no language model" in ran.out
+
+
+def test_medusa_heads_without_a_config(
+    slipstream: CommandLine, tiny_target: str, tmp_path: Path
+) -> None:
+    path = Path(write_medusa(tmp_path, medusa_tensors(48, 96, heads=3), "medusa_lm_head.pt"))
+    (path / "config.json").unlink()
+    document = json.loads(slipstream("inspect", str(path), "--json").out)
+    assert (document["kind"], document["num_speculative_tokens"]) == ("medusa", 3)
+    assert document["architecture"] is None
 
 
 def test_an_unknown_architecture(slipstream: CommandLine, tmp_path: Path) -> None:

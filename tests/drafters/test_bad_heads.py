@@ -137,7 +137,7 @@ def test_methods_are_not_mixed_up(tiny_target: str, tiny_draft: str, tmp_path: P
         make(tiny_target, head)
     with pytest.raises(UsageError, match="method eagle needs model"):
         LLM(tiny_target, speculative_config={"method": "eagle"}, skip_tokenizer_init=True)
-    with pytest.raises(UsageError, match="drafts in a chain; leave it out"):
+    with pytest.raises(UsageError, match="one way to draft; leave it out"):
         make(tiny_target, write_eagle3(tmp_path / "3", tiny_target), parallel_drafting=True)
 
 

@@ -66,6 +66,19 @@ class Engines:
             "self": {"model": self._target},
             "subset": {"model": self._draft, "draft_vocab_size": 60},
             "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+            "combination": {
+                "drafters": [{"method": "ngram", "min_match": 2}, {"model": self._draft}]
+            },
+            "host_combination": {
+                "drafters": [
+                    {
+                        "method": "suffix",
+                        "min_match": 2,
+                        "suffix_decoding_max_cached_requests": 0,  # a seed's text is then its own
+                    },
+                    {"model": self._heads["eagle3"]},
+                ]
+            },
             "perfect": {"method": "fake", "model": "perfect"},
             "wrong": {"method": "fake", "model": "wrong"},
             **{method: {"model": head} for method, head in self._heads.items()},

@@ -16,6 +16,7 @@ AXES: dict[str, list[Any]] = {
     "drafter": [
         *("draft_model", "self", "subset", "pard", "medusa", "mlp_speculator"),
         *("ngram", "suffix", "custom", "perfect", "wrong", "eagle", "eagle3", "p-eagle"),
+        *("combination", "host_combination", "uneven_combination"),
     ],
     "k": [1, 3, 7],
     "batch": [1, 8],
@@ -109,6 +110,22 @@ def speculative_config(
         "eagle": {"model": heads["eagle"]},
         "eagle3": {"model": heads["eagle3"]},
         "p-eagle": {"model": heads["p-eagle"]},
+        "combination": {"drafters": [{"method": "ngram", "min_match": 1}, {"model": draft}]},
+        "host_combination": {
+            "drafters": [{"method": "suffix", "min_match": 1}, {"model": heads["eagle3"]}]
+        },
+        "uneven_combination": {
+            "drafters": [
+                {"method": "custom", "model": "tests.user_drafters:LastFollower"},
+                {"method": "ngram", "min_match": 2, "num_speculative_tokens": 1},
+                {
+                    "method": "pard",
+                    "model": draft,
+                    "pard_token": 90,
+                    "num_speculative_tokens": min(2, case["k"]),
+                },
+            ]
+        },
     }
     return {**drafters[case["drafter"]], "num_speculative_tokens": case["k"]}
 

@@ -56,6 +56,7 @@ def heads(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> di
     }
 
 
+NGRAM = {"method": "ngram", "min_match": 2, "prompt_lookup_max": 3}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"drafter": None},
     "draft_model": {"drafter": "draft"},
@@ -83,6 +84,10 @@ CASES: dict[str, dict[str, Any]] = {
     "p-eagle_padded": {"drafter": "p-eagle", "padded": True},
     "p-eagle_truncated": {"drafter": "p-eagle", "params": {"temperature": 0.7, "top_p": 0.9}},
     "p-eagle_greedy_drafts": {"drafter": "p-eagle", "draft_sample_method": "greedy"},
+    "combination": {"drafter": "ngram+draft"},
+    "combination_of_subsets": {"drafter": "ngram+subset"},
+    "host_combination": {"drafter": "suffix+eagle3", "params": {"temperature": 0.7, "top_p": 0.9}},
+    "uneven_combination": {"drafter": "ngram+medusa"},
     "truncated": {"drafter": "draft", "params": {"temperature": 0.7, "top_p": 0.9}},
     "penalties": {
         "drafter": "draft",
@@ -129,6 +134,24 @@ def draw(
         "mlp_speculator": {"method": "mlp_speculator", "model": mlp_for(target)},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
         "suffix": {"method": "suffix"},
+        "ngram+draft": {"drafters": [NGRAM, {"model": draft}]},
+        "ngram+subset": {"drafters": [NGRAM, {"model": draft, "draft_vocab_size": 4}]},
+        "suffix+eagle3": {
+            "drafters": [
+                {"method": "suffix", "min_match": 2},
+                {"model": (heads or {}).get("eagle3_reduced")},
+            ]
+        },
+        "ngram+medusa": {
+            "drafters": [
+                NGRAM,
+                {
+                    "method": "medusa",
+                    "model": mapped_medusa_for(target),
+                    "num_speculative_tokens": 1,
+                },
+            ]
+        },
         "custom": {"method": "custom", "model": "tests.user_drafters:LastFollower"},
     }[case["drafter"]]
     if speculative is not None:

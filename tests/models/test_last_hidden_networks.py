@@ -11,16 +11,17 @@ from torch import Tensor
 from slipstream import CheckpointError
 from slipstream.kernels.table import ops_for
 from slipstream.layers.embedding import LanguageModelHead
-from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.drafters.medusa import MedusaHeads, load_medusa
+from slipstream.models.drafters.medusa_checkpoint import MedusaCheckpoint
 from slipstream.models.drafters.mlp_speculator import (
     MLPSpeculator,
+    MLPSpeculatorCheckpoint,
     load_mlp_speculator,
     read_mlp_speculator_config,
     require_fit,
 )
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative import medusa, mlp_speculator
+from slipstream.speculative.recognition import DRAFT_MODEL, recognise
 from tests.last_hidden_checkpoints import (
     Guess,
     Tensors,
@@ -41,11 +42,11 @@ ONE_LAYER = {"medusa_num_heads": HEADS, "medusa_num_layers": 1}
 
 
 def load_heads(path: str) -> MedusaHeads:
-    return load_medusa(Checkpoint(Path(path)), WIDTH, VOCAB, OPTIONS)
+    return load_medusa(MedusaCheckpoint(Path(path)), WIDTH, VOCAB, OPTIONS)
 
 
 def load_mlp(path: str) -> MLPSpeculator:
-    checkpoint = Checkpoint(Path(path))
+    checkpoint = MLPSpeculatorCheckpoint(Path(path))
     config = read_mlp_speculator_config(checkpoint)
     require_fit(config, WIDTH, VOCAB)
     return load_mlp_speculator(checkpoint, config, OPTIONS)
@@ -182,7 +183,7 @@ def test_random_weights_and_rounded_ones_run(quantization: str | None, tmp_path:
     path = write_medusa(tmp_path, heads(2), medusa_num_heads=3, medusa_num_layers=2)
     for load_format in ("dummy", "auto"):
         options = LoadOptions(torch.bfloat16, CPU, load_format, 64, quantization=quantization)
-        network = load_medusa(Checkpoint(Path(path)), WIDTH, VOCAB, options)
+        network = load_medusa(MedusaCheckpoint(Path(path)), WIDTH, VOCAB, options)
         assert network.num_heads == (3 if load_format == "dummy" else HEADS)
         logits = chain(network, torch.randn(2, WIDTH).bfloat16(), torch.zeros(2).long(), 3)
         assert logits.dtype == torch.float32
@@ -344,10 +345,7 @@ def test_the_kinds_are_recognised(tmp_path: Path, tiny_target: str) -> None:
         ({}, ["0.0.linear.weight", "0.1.weight"]),
         ({}, ["medusa_heads.blocks.0.layers.0.weight"]),
     ):
-        assert medusa.recognises(config, names)
-        assert not mlp_speculator.recognises(config, names)
-    assert mlp_speculator.recognises(mlp(), [])
-    assert not medusa.recognises(mlp(), mlp_tensors(WIDTH, VOCAB, INNER))
+        assert recognise(config, names) == "medusa"
+    assert recognise(mlp(), mlp_tensors(WIDTH, VOCAB, INNER)) == "mlp_speculator"
     names = ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]
-    assert not medusa.recognises(plain, names)
-    assert not mlp_speculator.recognises(plain, names)
+    assert recognise(plain, names) == DRAFT_MODEL

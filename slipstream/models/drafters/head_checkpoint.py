@@ -11,7 +11,6 @@ One vector is stored in several shapes ([1, 1, N] or [1, N]); here it is [N].
 """
 
 import pickle
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -23,9 +22,11 @@ from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
 from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.safetensors_file import TensorEntry, read_into
+from slipstream.models.safetensors_file import TensorEntry, read_entries, read_into
 
 _PICKLED = "pytorch_model*.bin"
+# Files that only one kind of head has, which come before all others.
+_OWN_NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 # Only training reads these; speculators' copies of the target are the target's own.
 _NOT_READ = ("t2d", "verifier_lm_head.", "verifier_norm.")
 _FIRST_LAYER = ("midlayer.", "transformer.")
@@ -45,15 +46,35 @@ class PickledEntry(TensorEntry):
 
 
 class HeadCheckpoint(Checkpoint):
-    """The directory of a drafting head."""
+    """The directory of a drafting head. Kinds with names of their own have classes of their own."""
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The content of config.json; empty where a file's own name says what the heads are."""
+        if self._own_files and not self.config_file.is_file():
+            return {}
+        return super().config
+
+    @cached_property
+    def stored(self) -> dict[str, TensorEntry]:
+        """The tensors as they are stored, from the first kind of file that is there."""
+        if self._own_files:
+            file = self._own_files[0]
+            return read_entries(file) if file.suffix == ".safetensors" else read_pickled(file)
+        if super().has_weights or not self._pickled_files:
+            return Checkpoint(self.path).entries
+        stored: dict[str, TensorEntry] = {}
+        for file in self._pickled_files:
+            stored |= read_pickled(file)
+        return stored
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
         """The tensors by their canonical names."""
         entries: dict[str, TensorEntry] = {}
-        for name, entry in self._stored().items():
-            short = canonical_name(name)
-            if short.startswith(_NOT_READ):
+        for name, entry in self.stored.items():
+            short = self.canonical(name)
+            if short is None:
                 continue
             if short in entries:
                 raise CheckpointError(
@@ -63,23 +84,36 @@ class HeadCheckpoint(Checkpoint):
             entries[short] = _flat(entry) if short == MASK_HIDDEN else entry
         return entries
 
+    def canonical(self, name: str) -> str | None:
+        """The one name of a stored tensor; None for what is never read."""
+        short = canonical_name(name)
+        return None if short.startswith(_NOT_READ) else short
+
     @property
     def has_weights(self) -> bool:
         """Whether the weights are there at all."""
-        return super().has_weights or bool(self._pickled_files)
+        return super().has_weights or bool(self._own_files or self._pickled_files)
 
     @property
     def tensor_names(self) -> frozenset[str]:
         """Canonical names; none without weights."""
         return frozenset(self.entries) if self.has_weights else frozenset()
 
-    def _stored(self) -> Mapping[str, TensorEntry]:
-        if super().has_weights or not self._pickled_files:
-            return Checkpoint(self.path).entries
-        stored: dict[str, TensorEntry] = {}
-        for file in self._pickled_files:
-            stored |= read_pickled(file)
-        return stored
+    def integers(self, name: str) -> Tensor:
+        """A one-dimensional table of integers [n], as int64."""
+        entry = self.entries[name]
+        if entry.dtype.is_floating_point or len(entry.shape) != 1:
+            raise CheckpointError(
+                f"tensor {name} in {self.path} must be a list of integers, not "
+                f"{list(entry.shape)} of {entry.dtype}"
+            )
+        table = torch.empty(entry.shape, dtype=entry.dtype)
+        fill(entry, table)
+        return table.long()
+
+    @cached_property
+    def _own_files(self) -> list[Path]:
+        return [file for file in (self.path / name for name in _OWN_NAMES) if file.is_file()]
 
     @cached_property
     def _pickled_files(self) -> list[Path]:
@@ -110,7 +144,7 @@ def read_pickled(file: Path) -> dict[str, TensorEntry]:
         content = _loaded(file)
     except OSError as error:
         raise CheckpointError(f"cannot open {file}: {error.strerror}") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"{file} cannot be read as a file of tensors alone ({reason}); download it again, or "
@@ -131,7 +165,10 @@ def _loaded(file: Path) -> Any:
 
 def _entry(file: Path, name: str, value: Any) -> PickledEntry:
     if not isinstance(value, Tensor):
-        raise CheckpointError(f"{name} in {file} is no tensor; convert the file to safetensors")
+        raise CheckpointError(
+            f"{name} in {file} is a {type(value).__name__} and no tensor; convert the file to "
+            "safetensors"
+        )
     tensor = value.detach().contiguous()
     return PickledEntry(
         name, tensor.dtype, tuple(tensor.shape), file, 0, tensor.nbytes, tensor=tensor

@@ -56,6 +56,15 @@ def is_wrapped(config: Mapping[str, Any]) -> bool:
     return WRAPPER_KEY in config
 
 
+def wrapped_target(config: Mapping[str, Any]) -> str | None:
+    """The model that a wrapped drafter was made for, as its trainer called it; None when it is no
+    wrapper, or does not say."""
+    settings = config.get("speculators_config") if is_wrapped(config) else None
+    verifier = settings.get("verifier") if isinstance(settings, Mapping) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+    return name if isinstance(name, str) and name else None
+
+
 def wrapped_num_tokens(config: Mapping[str, Any]) -> int | None:
     """How many draft tokens a step the wrapper proposes."""
     settings = config.get("speculators_config")

@@ -17,38 +17,34 @@ from torch.nn import functional as F
 from slipstream.kernels.table import Float8Matrix, Ops, Weight
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
-from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.drafters.head_loading import load_head
 from slipstream.models.drafters.medusa_checkpoint import (
     SHARED_HEAD,
     TOKEN_MAP,
-    MedusaFiles,
+    MedusaCheckpoint,
     MedusaShape,
     dummy_shape,
     own_head,
     read_shape,
 )
-from slipstream.models.drafters.tensor_files import build_from_files
 from slipstream.models.loading import LoadOptions
 
 
 def load_medusa(
-    checkpoint: Checkpoint, hidden_size: int, vocab_size: int, options: LoadOptions
+    checkpoint: MedusaCheckpoint, hidden_size: int, vocab_size: int, options: LoadOptions
 ) -> "MedusaHeads":
     """The heads with their weights.
 
     Args:
         hidden_size, vocab_size: of the target.
     """
-    if options.load_format == "dummy":
-        files, shape = None, dummy_shape(checkpoint, hidden_size, vocab_size)
-    else:
-        stored = MedusaFiles.find(checkpoint)
-        files, shape = stored.tensors, read_shape(checkpoint, stored, hidden_size, vocab_size)
+    read = dummy_shape if options.load_format == "dummy" else read_shape
+    shape = read(checkpoint, hidden_size, vocab_size)
 
     def build(ops: Ops, source: ParameterSource) -> MedusaHeads:
         return MedusaHeads(ops, source, shape, options)
 
-    return build_from_files(files, checkpoint.path.name, options, build, (TOKEN_MAP,))
+    return load_head(checkpoint, options, build, (TOKEN_MAP,))
 
 
 class MedusaHeads:

@@ -24,9 +24,8 @@ from torch import Tensor
 from slipstream.core.errors import CheckpointError
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
-from slipstream.models.drafters.tensor_files import TensorFiles
+from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 
-OWN_FILES: Final = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 SHARED_HEAD: Final = "lm_head"
 TOKEN_MAP: Final = "token_map"
 DEFAULT_NUM_HEADS: Final = 4
@@ -136,20 +135,28 @@ def canonical_name(name: str) -> str:
     return name
 
 
-@dataclass(frozen=True)
-class MedusaFiles:
-    """The tensors under their canonical names, and the layers before an lm_head where the original
-    names tell (else 0)."""
+class MedusaCheckpoint(HeadCheckpoint):
+    """Tensors under the names above."""
 
-    tensors: TensorFiles
-    layers_before_head: int
+    def canonical(self, name: str) -> str:
+        return canonical_name(name)
 
-    @staticmethod
-    def find(checkpoint: Checkpoint) -> "MedusaFiles":
-        stored = TensorFiles.find(checkpoint, OWN_FILES)
-        heads = [_HEAD.match(_PREFIX.sub("", name)) for name in stored]
-        layers = max((int(head[2]) for head in heads if head), default=0)
-        return MedusaFiles(stored.renamed(canonical_name), layers)
+    @property
+    def layers_before_head(self) -> int:
+        """Where the original names tell; else 0."""
+        heads = [_HEAD.match(_PREFIX.sub("", name)) for name in self.stored]
+        return max((int(head[2]) for head in heads if head), default=0)
+
+    def num_heads(self) -> int:
+        """What there is; without weights, what the config says."""
+        if not self.has_weights:
+            return _read_counts(self).heads or DEFAULT_NUM_HEADS
+        return len(_blocks(self))
+
+    def num_rows(self) -> int | None:
+        """Of an lm_head; None where it is the target's."""
+        name = _stored_head(self)
+        return None if name is None else self.entries[name].shape[0]
 
 
 def dummy_shape(checkpoint: Checkpoint, hidden_size: int, vocab_size: int) -> MedusaShape:
@@ -162,9 +169,7 @@ def dummy_shape(checkpoint: Checkpoint, hidden_size: int, vocab_size: int) -> Me
     )
 
 
-def read_shape(
-    checkpoint: Checkpoint, stored: MedusaFiles, hidden_size: int, vocab_size: int
-) -> MedusaShape:
+def read_shape(checkpoint: MedusaCheckpoint, hidden_size: int, vocab_size: int) -> MedusaShape:
     """What the tensors (and the config) say.
 
     Args:
@@ -173,36 +178,41 @@ def read_shape(
     Raises:
         CheckpointError: the tensors are not Medusa heads, or not those of this target.
     """
-    counts, files = _read_counts(checkpoint), stored.tensors
-    blocks: dict[int, set[int]] = {}
-    for name in files:
-        if found := _BLOCK.match(name):
-            blocks.setdefault(int(found[1]), set()).add(int(found[2]))
+    counts, blocks = _read_counts(checkpoint), _blocks(checkpoint)
     heads = len(blocks)
-    if not heads or set(blocks) != set(range(heads)):
-        raise CheckpointError(
-            f"{checkpoint.path} holds no Medusa heads numbered from 0 on (0.0.linear.weight or "
-            "blocks.0.layers.0.weight); it is a checkpoint of another kind, or incomplete"
-        )
     if counts.heads is not None and counts.heads > heads:
         raise CheckpointError(
             f"{checkpoint.path} holds {heads} Medusa heads, but its config.json speaks of "
             f"{counts.heads}; download it again, or correct the config"
         )
-    _require_width(files, hidden_size)
-    most = max(stored.layers_before_head, counts.layers or 1)
+    _require_width(checkpoint, hidden_size)
+    most = max(checkpoint.layers_before_head, counts.layers or 1)
     layers = _num_layers(checkpoint, most, blocks)
     shape = MedusaShape(
         num_heads=heads,
         num_layers=layers,
         hidden_size=hidden_size,
         shares_layer=tuple(blocks[head] == {0} for head in range(heads)),
-        bias="blocks.0.layers.0.bias" in files,
-        heads=_whose_heads(files),
+        bias="blocks.0.layers.0.bias" in checkpoint.entries,
+        heads=_whose_heads(checkpoint),
         num_rows=vocab_size,
         num_legal_tokens=vocab_size,
     )
-    return _with_vocabulary(shape, files, counts, vocab_size)
+    return _with_vocabulary(shape, checkpoint, counts, vocab_size)
+
+
+def _blocks(checkpoint: MedusaCheckpoint) -> dict[int, set[int]]:
+    """The numbers of the layers of each head; CheckpointError unless heads count from 0."""
+    blocks: dict[int, set[int]] = {}
+    for name in checkpoint.entries:
+        if found := _BLOCK.match(name):
+            blocks.setdefault(int(found[1]), set()).add(int(found[2]))
+    if not blocks or set(blocks) != set(range(len(blocks))):
+        raise CheckpointError(
+            f"{checkpoint.path} holds no Medusa heads numbered from 0 on (0.0.linear.weight or "
+            "blocks.0.layers.0.weight); it is a checkpoint of another kind, or incomplete"
+        )
+    return blocks
 
 
 def _read_counts(checkpoint: Checkpoint) -> _Counts:
@@ -228,15 +238,14 @@ def _first_count(reader: ConfigReader, *keys: str) -> int | None:
     return found
 
 
-def _require_width(files: TensorFiles, hidden_size: int) -> None:
-    name = "blocks.0.layers.0.weight"
-    if name not in files:
-        raise CheckpointError(f"{files.directory} has a bias of layer 0 of head 0, but no weight")
-    shape = files.shape(name)
-    if shape != (hidden_size, hidden_size):
+def _require_width(checkpoint: MedusaCheckpoint, hidden_size: int) -> None:
+    entry = checkpoint.entries.get("blocks.0.layers.0.weight")
+    if entry is None:
+        raise CheckpointError(f"{checkpoint.path} has a bias of layer 0 of head 0, but no weight")
+    if entry.shape != (hidden_size, hidden_size):
         raise CheckpointError(
-            f"the Medusa heads in {files.directory} read hidden states of {shape[-1]} numbers and "
-            f"the target's have {hidden_size}; they were trained for another target"
+            f"the Medusa heads in {checkpoint.path} read hidden states of {entry.shape[-1]} "
+            f"numbers and the target's have {hidden_size}; they were trained for another target"
         )
 
 
@@ -254,41 +263,48 @@ def _num_layers(checkpoint: Checkpoint, told: int, blocks: Mapping[int, set[int]
     return layers
 
 
-def _whose_heads(files: TensorFiles) -> Literal["own", "one", "target"]:
-    if f"{own_head(0)}.weight" in files:
+def _whose_heads(checkpoint: MedusaCheckpoint) -> Literal["own", "one", "target"]:
+    if f"{own_head(0)}.weight" in checkpoint.entries:
         return "own"
-    return "one" if f"{SHARED_HEAD}.weight" in files else "target"
+    return "one" if f"{SHARED_HEAD}.weight" in checkpoint.entries else "target"
+
+
+def _stored_head(checkpoint: MedusaCheckpoint) -> str | None:
+    """The name of the first lm_head of the checkpoint's own."""
+    stored = {"own": own_head(0), "one": SHARED_HEAD, "target": None}[_whose_heads(checkpoint)]
+    return None if stored is None else f"{stored}.weight"
 
 
 def _with_vocabulary(
-    shape: MedusaShape, files: TensorFiles, counts: _Counts, vocab_size: int
+    shape: MedusaShape, checkpoint: MedusaCheckpoint, counts: _Counts, vocab_size: int
 ) -> MedusaShape:
     """Which tokens are drafted, and which rows of an lm_head are theirs."""
-    stored = {"own": own_head(0), "one": SHARED_HEAD, "target": None}[shape.heads]
-    rows = vocab_size if stored is None else files.shape(f"{stored}.weight")[0]
+    rows = checkpoint.num_rows() or vocab_size
     shape = replace(shape, num_rows=rows)
-    if TOKEN_MAP in files:
-        return _with_token_map(shape, files, vocab_size)
+    if TOKEN_MAP in checkpoint.entries:
+        return _with_token_map(shape, checkpoint, vocab_size)
     if rows == vocab_size or (rows == counts.truncated_vocab_size and rows < vocab_size):
         return replace(shape, num_legal_tokens=rows)
     raise CheckpointError(
-        f"the Medusa heads in {files.directory} guess among {rows} tokens and the target has "
+        f"the Medusa heads in {checkpoint.path} guess among {rows} tokens and the target has "
         f"{vocab_size}; they were trained for another target"
     )
 
 
-def _with_token_map(shape: MedusaShape, files: TensorFiles, vocab_size: int) -> MedusaShape:
+def _with_token_map(
+    shape: MedusaShape, checkpoint: MedusaCheckpoint, vocab_size: int
+) -> MedusaShape:
     """`token_map` [n] holds token ids; an lm_head has a row for each of them, or for all tokens."""
-    ids, order = files.integers(TOKEN_MAP).sort()
+    ids, order = checkpoint.integers(TOKEN_MAP).sort()
     in_range = len(ids) > 0 and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size
     if not in_range or bool((ids.diff() == 0).any()):
         raise CheckpointError(
-            f"tensor {TOKEN_MAP} in {files.directory} must hold different token ids below the "
+            f"tensor {TOKEN_MAP} in {checkpoint.path} must hold different token ids below the "
             f"target's {vocab_size}; the heads were trained for another target"
         )
     if shape.num_rows not in (len(ids), vocab_size):
         raise CheckpointError(
-            f"the lm_heads in {files.directory} have {shape.num_rows} rows, but {TOKEN_MAP} names "
+            f"the lm_heads in {checkpoint.path} have {shape.num_rows} rows, but {TOKEN_MAP} names "
             f"{len(ids)} tokens of the target's {vocab_size}; they must have as many as either"
         )
     rows: Tensor | None = ids if shape.num_rows == vocab_size else order

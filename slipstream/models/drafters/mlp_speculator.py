@@ -24,7 +24,8 @@ from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
-from slipstream.models.drafters.tensor_files import TensorFiles, build_from_files
+from slipstream.models.drafters.head_checkpoint import HeadCheckpoint, fill
+from slipstream.models.drafters.head_loading import load_head
 from slipstream.models.loading import LoadOptions
 
 EPS = 1e-6  # of every norm; no config names it
@@ -32,6 +33,13 @@ EPS = 1e-6  # of every norm; no config names it
 # Of trees of candidates, of which a chain is the first.
 _HARMLESS = HARMLESS_KEYS | {"n_candidates", "num_lookahead_tokens", "top_k_tokens_per_head"}
 _PREFIX = "speculator."
+
+
+class MLPSpeculatorCheckpoint(HeadCheckpoint):
+    """Tensors without the prefix that all of them have."""
+
+    def canonical(self, name: str) -> str:
+        return name.removeprefix(_PREFIX)
 
 
 @dataclass(frozen=True)
@@ -95,24 +103,19 @@ def require_fit(config: MLPSpeculatorConfig, hidden_size: int, vocab_size: int) 
 
 
 def load_mlp_speculator(
-    checkpoint: Checkpoint, config: MLPSpeculatorConfig, options: LoadOptions
+    checkpoint: MLPSpeculatorCheckpoint, config: MLPSpeculatorConfig, options: LoadOptions
 ) -> "MLPSpeculator":
     """The network with its weights."""
-    files = None
-    copies: list[str] = []
-    if options.load_format != "dummy":
-        files = TensorFiles.find(checkpoint).renamed(lambda name: name.removeprefix(_PREFIX))
-        copies = _copies(config, files)
-    return build_from_files(
-        files,
-        checkpoint.path.name,
+    copies = [] if options.load_format == "dummy" else _copies(config, checkpoint)
+    return load_head(
+        checkpoint,
         options,
         lambda ops, source: MLPSpeculator(ops, source, config, options.dtype),
         copies,
     )
 
 
-def _copies(config: MLPSpeculatorConfig, files: TensorFiles) -> list[str]:
+def _copies(config: MLPSpeculatorConfig, checkpoint: MLPSpeculatorCheckpoint) -> list[str]:
     """Tensors that a tied checkpoint may store again; CheckpointError if they are no copies."""
     if not config.tie_weights:
         return []
@@ -127,23 +130,25 @@ def _copies(config: MLPSpeculatorConfig, files: TensorFiles) -> list[str]:
         ):
             place = config.place(index, kind)
             name, first = f"{kind}.{index}.{suffix}", f"{kind}.{place}.{suffix}"
-            if place == index or name not in files or first not in files:
+            entries = checkpoint.entries
+            if place == index or name not in entries or first not in entries:
                 continue
-            if not _equal(files, name, first):
+            if not _equal(checkpoint, name, first):
                 raise CheckpointError(
-                    f"{files.directory} has tied weights, says its config.json, but {name} and "
+                    f"{checkpoint.path} has tied weights, says its config.json, but {name} and "
                     f"{first} differ; set tie_weights to false"
                 )
             found.append(name)
     return found
 
 
-def _equal(files: TensorFiles, name: str, other: str) -> bool:
-    if files.shape(name) != files.shape(other):
+def _equal(checkpoint: MLPSpeculatorCheckpoint, name: str, other: str) -> bool:
+    first, second = (checkpoint.entries[it] for it in (name, other))
+    if first.shape != second.shape:
         return False
-    ours, theirs = (torch.empty(files.shape(it), dtype=torch.float32) for it in (name, other))
-    files.read(name, ours)
-    files.read(other, theirs)
+    ours, theirs = (torch.empty(it.shape, dtype=torch.float32) for it in (first, second))
+    fill(first, ours)
+    fill(second, theirs)
     return torch.equal(ours, theirs)
 
 
