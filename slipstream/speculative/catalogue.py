@@ -26,10 +26,11 @@ METHODS = {
     "custom_class": "slipstream.speculative.custom",
     "medusa": "slipstream.speculative.medusa",
     "mlp_speculator": "slipstream.speculative.mlp_speculator",
+    "mtp": "slipstream.speculative.mtp",
 }
 
 # Methods whose checkpoints may say how many tokens they draft.
-_HEADS = ("eagle", "eagle3")
+_HEADS = ("eagle", "eagle3", "mtp")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 
 

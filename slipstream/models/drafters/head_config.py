@@ -13,6 +13,7 @@ from slipstream.models.catalogue import decoder_config
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+from slipstream.models.drafters.mtp_names import OWN_DRAFTER_KEYS
 
 WRAPPER_KEY = "speculators_model_type"
 _WRAPPED = "transformer_layer_config"
@@ -20,6 +21,7 @@ _WRAPPED = "transformer_layer_config"
 # The layers of a head, whatever its own architecture is called.
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "mimo": "MiMoForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -35,20 +37,24 @@ _DEFAULT_SIZES = {
     "qwen3": {**_SIZES, "intermediate_size": 22016, "vocab_size": 151936},
 }
 # About training or serving, or about parts of the target that a head does not have.
-_HARMLESS = HARMLESS_KEYS | {
-    "embed_requires_grad",
-    "max_window_layers",
-    "num_experts_per_tok",
-    "num_local_experts",
-    "output_router_logits",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
-    "speculators_config",
-    "speculators_version",
-    "target_model_type",
-    "transformer_layer_architecture",
-    WRAPPER_KEY,
-}
+_HARMLESS = (
+    HARMLESS_KEYS
+    | OWN_DRAFTER_KEYS
+    | {
+        "embed_requires_grad",
+        "max_window_layers",
+        "num_experts_per_tok",
+        "num_local_experts",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "speculators_config",
+        "speculators_version",
+        "target_model_type",
+        "transformer_layer_architecture",
+        WRAPPER_KEY,
+    }
+)
 
 
 def is_wrapped(config: Mapping[str, Any]) -> bool:
@@ -88,7 +94,14 @@ def read_layers(reader: ConfigReader, names: Collection[str]) -> DecoderConfig:
     """The layers of the head; q/k norms and biases are what its tensors say, beside its config."""
     config = decoder_config(reader)
     reader.finish()
-    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    return with_stored_parts(config, names)
+
+
+def with_stored_parts(
+    config: DecoderConfig, names: Collection[str], layer: str = "model.layers.0"
+) -> DecoderConfig:
+    """The config with the norms and biases that the tensors of one layer say."""
+    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
     return replace(
         config,
         qk_norm=config.qk_norm or f"{attention}.q_norm.weight" in names,

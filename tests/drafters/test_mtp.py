@@ -1,0 +1,120 @@
+"""MTP modules against an oracle in plain torch: every publisher's style, and where they lie."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream import LLM, RequestOutput, SamplingParams
+from tests.checkpoints import write_qwen3
+from tests.drafters.mtp_heads import add_mtp, write_mimo, write_mtp
+from tests.drafters.mtp_oracle import Mtp
+from tests.drafters.oracles import Target
+from tests.drafters.recording import assert_drafts_are, record_drafts
+from tests.drafters.test_eagle import FORCED, GREEDY, K, make, run
+from tests.padded_steps import use_padded_steps
+
+STYLES = ["qwen", "deepseek", "mimo", "speculators"]
+
+
+def own(target: str, **options: Any) -> LLM:
+    """A target that drafts for itself: the config names no model."""
+    speculative = {"method": "mtp", "num_speculative_tokens": K, **options.pop("speculative", {})}
+    return LLM(
+        target,
+        speculative_config=speculative,
+        **{"num_kv_blocks": 64, "skip_tokenizer_init": True, **options},
+    )
+
+
+def check(llm: LLM, head: Mtp, drafted: list[Any]) -> RequestOutput:
+    """32 steps and more, whatever was accepted."""
+    params = SamplingParams(temperature=0, max_tokens=140, ignore_eos=True)
+    output = run(llm, params)
+    assert len(drafted) >= 32
+    assert all(count > 0 for count in output.metrics.num_accepted_tokens_per_pos)
+    assert output.metrics.num_accepted_tokens < output.metrics.num_draft_tokens
+    assert_drafts_are(drafted[:32], head)
+    return output
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_drafts_are_the_oracles(
+    style: str, tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_mtp(tmp_path, tiny_target, style)
+    drafted = record_drafts(monkeypatch)
+    llm = make(tiny_target, folder, speculative=FORCED)
+    assert llm.engine.resolved.method == "mtp"
+    check(llm, Mtp(folder, Target(tiny_target), style), drafted)
+
+
+def write_target(folder: Path, kind: str) -> Path:
+    if kind == "mimo":
+        return write_mimo(folder)
+    return write_qwen3(folder, tie_word_embeddings=kind == "qwen")
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("style", ["qwen", "deepseek", "mimo"])
+def test_a_target_drafts_for_itself(
+    style: str, padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`method` is all that has to be said; the target's own answers stay what they were."""
+    target = write_target(tmp_path / "target", style)
+    plain = LLM(str(target), skip_tokenizer_init=True, num_kv_blocks=64)
+    expected = run(plain, GREEDY).outputs[0].token_ids
+    add_mtp(target, style)
+    with_modules = LLM(str(target), skip_tokenizer_init=True, num_kv_blocks=64)
+    assert run(with_modules, GREEDY).outputs[0].token_ids == expected
+    if padded:
+        use_padded_steps(monkeypatch)
+    drafted = record_drafts(monkeypatch)
+    head = Mtp(target, Target(target), style)
+    check(own(str(target), speculative=FORCED), head, drafted)
+    output = run(own(str(target)), GREEDY)
+    assert output.outputs[0].token_ids == expected
+    assert output.metrics.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("style", "modules", "rows"),
+    [("qwen", 2, 512), ("deepseek", 2, 5), ("deepseek", 3, 512), ("mimo", 4, 7), ("mimo", 5, 512)],
+)
+def test_several_modules_draft_in_order(
+    style: str,
+    modules: int,
+    rows: int,
+    padded: bool,
+    tiny_target: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fewer modules than draft tokens, as many, and more; also over prompts in chunks."""
+    folder = write_mtp(tmp_path, tiny_target, style, modules=modules)
+    head = Mtp(folder, Target(tiny_target), style)
+    assert len(head.layers) == modules
+    if padded:
+        use_padded_steps(monkeypatch)
+    drafted = record_drafts(monkeypatch)
+    rates = [0.8, 0.6, 0.6, 0.5]
+    forced = {**FORCED, "num_speculative_tokens": 4, "synthetic_acceptance_rates": rates}
+    llm = make(tiny_target, folder, speculative=forced, max_num_batched_tokens=rows, max_num_seqs=1)
+    check(llm, head, drafted)
+
+
+@pytest.mark.parametrize("style", ["qwen", "deepseek"])
+@pytest.mark.parametrize("prompt", [[5], [5, 9], [5, 9, 14]])
+def test_the_shortest_prompts_with_several_modules(
+    style: str, prompt: list[int], tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later modules have no row for the first tokens."""
+    folder = write_mtp(tmp_path, tiny_target, style, modules=3)
+    plain = LLM(tiny_target, skip_tokenizer_init=True, num_kv_blocks=64)
+    drafted = record_drafts(monkeypatch)
+    output = run(make(tiny_target, folder), GREEDY, prompt)
+    assert output.outputs[0].token_ids == run(plain, GREEDY, prompt).outputs[0].token_ids
+    long = [item for item in drafted if len(item.known) > 1]  # one token alone has no row at all
+    assert len(long) > 5
+    assert_drafts_are(long, Mtp(folder, Target(tiny_target), style))
