@@ -170,3 +170,12 @@ def write_mimo(folder: Path) -> Path:
         kept[name.replace("weight", "bias")] = matrix(1, len(kept[name])).flatten()
     save_file(kept, folder / "model.safetensors")
     return folder
+
+
+def with_gains(folder: Path) -> Path:
+    """The same model with a final norm that does not leave directions alone."""
+    weights = load_file(folder / "model.safetensors")
+    name = "model.norm.weight"
+    weights[name] = _gains(_matrices(8), len(weights[name]))
+    save_file(weights, folder / "model.safetensors")
+    return folder
