@@ -22,6 +22,7 @@ class CheckpointFacts:
         num_bytes: as stored; None without weights.
         kind: of drafter that it can be, as `method` names it.
         head: of a drafting head, which is no language model of its own.
+        own_drafter: what a language model has beside it to draft with, in words.
     """
 
     checkpoint: "Checkpoint"
@@ -31,6 +32,7 @@ class CheckpointFacts:
     has_chat_template: bool
     kind: str
     head: "HeadFacts | None" = None
+    own_drafter: str | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -55,6 +57,7 @@ class CheckpointFacts:
             "architecture": self._architecture,
             "kind": "language_model" if self.kind == DRAFT_MODEL else self.kind,
             "features": self.head.features if self.head else None,
+            "own_drafter": self.own_drafter,
             "num_parameters": self.num_parameters,
             "num_bytes": self.num_bytes,
             "dtype": str(shape.dtype).removeprefix("torch."),
@@ -80,7 +83,7 @@ def read_facts(name: str) -> CheckpointFacts:
     from slipstream.models.catalogue import read_decoder_config
     from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
     from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
-    from slipstream.speculative.catalogue import describe_head
+    from slipstream.speculative.catalogue import describe_head, describe_own_head
     from slipstream.speculative.mask_token import MASK_TOKEN_KEYS
     from slipstream.speculative.recognition import recognise
 
@@ -99,6 +102,7 @@ def read_facts(name: str) -> CheckpointFacts:
         _has_chat_template(checkpoint),
         kind,
         head,
+        describe_own_head(of_head) if head is None else None,
     )
 
 

@@ -11,7 +11,7 @@ from slipstream.core.errors import UsageError
 DEMO, DEMO_DRAFT = "demo", "demo/draft"
 _DEMO_TOKENS = 4
 # Methods and not checkpoints, wherever a drafter is named.
-_WITHOUT_MODEL = ("ngram", "suffix")
+_WITHOUT_MODEL = ("mtp", "ngram", "suffix")
 
 _PANEL = "Drafting"
 
@@ -25,7 +25,8 @@ class DrafterFlags:
         typer.Option(
             "--drafter",
             "--spec-model",
-            help="The drafter's checkpoint, ngram or suffix. [demo/draft for the demo]",
+            help="The drafter's checkpoint, mtp (the target's own), ngram or suffix. "
+            "[demo/draft for the demo]",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -42,7 +43,7 @@ class DrafterFlags:
     spec_method: Annotated[
         str | None,
         typer.Option(
-            help="draft_model, pard, eagle, eagle3, medusa, mlp_speculator, ngram, suffix or "
+            help="draft_model, pard, eagle, eagle3, mtp, medusa, mlp_speculator, ngram, suffix or "
             "custom. [found from the drafter]",
             rich_help_panel=_PANEL,
         ),

@@ -64,6 +64,7 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
         "architecture": facts["architecture"],
         "kind": _kind(facts["kind"]),
         **({"reads": f"{facts['features']} (of its target)"} if facts["features"] else {}),
+        **({"own drafter": facts["own_drafter"]} if facts["own_drafter"] else {}),
         "parameters": weights,
         "dtype": facts["dtype"],
         "layers": str(facts["num_layers"]),

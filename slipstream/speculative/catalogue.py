@@ -9,6 +9,7 @@ from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.checkpoint import resolve_checkpoint
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.drafters.head_config import wrapped_num_tokens
+from slipstream.models.drafters.mtp_names import own_drafter_tensors
 from slipstream.speculative.drafter import LoadedDrafter, NoDrafter
 from slipstream.speculative.head_options import HeadFacts
 from slipstream.speculative.options import Options, TargetModel
@@ -29,8 +30,14 @@ METHODS = {
     "mtp": "slipstream.speculative.mtp",
 }
 
+# What other engines call one of these by the target's family.
+_ALIASES = dict.fromkeys(
+    ("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_5_mtp", "qwen3_next_mtp"), "mtp"
+)
+
 # Methods whose checkpoints may say how many tokens they draft.
 _HEADS = ("eagle", "eagle3", "mtp")
+OWN_HEAD = "mtp"  # the one that may lie in the target's own checkpoint
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 
 
@@ -63,6 +70,18 @@ def describe_head(kind: str, checkpoint: HeadCheckpoint) -> HeadFacts | None:
     """What a checkpoint of this kind (`recognise`) is; None for whole language models."""
     module = import_module(METHODS[kind]) if kind in _HEADS else None
     return None if module is None else cast(HeadFacts, module.describe(checkpoint))
+
+
+def describe_own_head(checkpoint: HeadCheckpoint) -> str | None:
+    """What a language model's checkpoint has beside it to draft with, or why that cannot be used;
+    None for nothing."""
+    if not own_drafter_tensors(checkpoint.tensor_names):
+        return None
+    try:
+        facts = describe_head(OWN_HEAD, checkpoint)
+    except CheckpointError as error:
+        return f"not usable: {error}"
+    return None if facts is None else f"method {OWN_HEAD}, which reads {facts.features}"
 
 
 def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Speculation:
@@ -103,7 +122,8 @@ def _find(options: Options) -> _Found:
         return _Found()
     if options.peek("num_speculative_tokens") == 0 or not isinstance(revision, str | None):
         return _Found()
-    if options.peek("method") not in (None, DRAFT_MODEL, *_HEADS):
+    method = options.peek("method")
+    if method not in (None, DRAFT_MODEL, *_HEADS, *_ALIASES):
         return _Found()
     checkpoint = HeadCheckpoint(resolve_checkpoint(model, revision, pickled=True))
     kind = recognise(checkpoint.config, checkpoint.tensor_names)
@@ -112,6 +132,7 @@ def _find(options: Options) -> _Found:
 
 def _method(options: Options, found: _Found) -> str:
     name = options.take_str("method", None)
+    name = None if name is None else _ALIASES.get(name, name)
     model = options.peek("model")
     if name is None and model is None:
         raise UsageError(

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.checkpoints import write_qwen3
 from tests.cli.conftest import CommandLine
 from tests.drafters.heads import as_pickle, write_eagle1, write_eagle3
+from tests.drafters.mtp_heads import add_mtp, write_mtp
 
 
 def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> None:
@@ -18,6 +21,7 @@ def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> Non
         "architecture": "Qwen3ForCausalLM",
         "kind": "language_model",
         "features": None,
+        "own_drafter": None,
         "num_parameters": 96 * 48 + 48 + 2 * layer,
         "num_bytes": 4 * (96 * 48 + 48 + 2 * layer),
         "dtype": "float32",
@@ -102,6 +106,35 @@ def test_a_drafting_head_of_another_target(
     slipstream: CommandLine, tiny_target: str, tmp_path: Path
 ) -> None:
     head = str(write_eagle1(tmp_path / "head", tiny_target))
+    other = str(write_qwen3(tmp_path / "other", hidden_size=64))
+    ran = slipstream("inspect", head, "--target", other, "--json")
+    assert ran.code == 1
+    assert "trained for another target" in json.loads(ran.out)["drafter"]["problems"][0]
+
+
+@pytest.mark.parametrize("style", ["qwen", "deepseek"])
+def test_modules_that_draft(
+    style: str, slipstream: CommandLine, tiny_target: str, tmp_path: Path
+) -> None:
+    """In a folder of their own they are a drafter; in a target they leave it what it is."""
+    apart = str(write_mtp(tmp_path / "apart", tiny_target, style, modules=2))
+    ran = slipstream("inspect", apart, "--target", tiny_target)
+    assert ran.code == 0
+    for part in ("of the kind mtp", "last hidden state, behind the final norm (2 modules", "fits"):
+        assert part in ran.out
+    assert json.loads(slipstream("inspect", apart, "--json").out)["num_layers"] == 2
+    target = str(add_mtp(write_qwen3(tmp_path / "target"), style))
+    document = json.loads(slipstream("inspect", target, "--json").out)
+    assert document["kind"] == "language_model"
+    assert document["num_layers"] == 2
+    assert "method mtp, which reads the last hidden state" in document["own_drafter"]
+    assert "own drafter" in slipstream("inspect", target).out
+
+
+def test_modules_of_another_target(
+    slipstream: CommandLine, tiny_target: str, tmp_path: Path
+) -> None:
+    head = str(write_mtp(tmp_path / "head", tiny_target))
     other = str(write_qwen3(tmp_path / "other", hidden_size=64))
     ran = slipstream("inspect", head, "--target", other, "--json")
     assert ran.code == 1

@@ -16,6 +16,7 @@ AXES: dict[str, list[Any]] = {
     "drafter": [
         *("draft_model", "self", "subset", "pard", "medusa", "mlp_speculator"),
         *("ngram", "suffix", "custom", "perfect", "wrong", "eagle", "eagle3"),
+        *("mtp", "mtp_modules"),
     ],
     "k": [1, 3, 7],
     "batch": [1, 8],
@@ -108,6 +109,8 @@ def speculative_config(
         "wrong": {"method": "fake", "model": "wrong"},
         "eagle": {"model": heads["eagle"]},
         "eagle3": {"model": heads["eagle3"]},
+        "mtp": {"model": heads["mtp"]},
+        "mtp_modules": {"model": heads["mtp_modules"]},
     }
     return {**drafters[case["drafter"]], "num_speculative_tokens": case["k"]}
 

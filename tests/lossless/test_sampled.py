@@ -16,7 +16,9 @@ from scipy.stats import chisquare
 from slipstream import LLM, SamplingParams
 from tests.checkpoints import write_qwen3
 from tests.drafters.heads import write_eagle1, write_eagle3
+from tests.drafters.mtp_heads import write_mtp
 from tests.last_hidden_checkpoints import mapped_medusa_for, medusa_for, mlp_for
+from tests.padded_steps import use_padded_steps
 
 VOCAB = 6
 PROMPT = [1, 4, 2, 4, 2]
@@ -51,6 +53,8 @@ def heads(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> di
         "eagle": str(write_eagle1(folder / "eagle", pair[0])),
         "eagle3": str(write_eagle3(folder / "eagle3", pair[0], norm_output=True)),
         "eagle3_reduced": str(write_eagle3(folder / "reduced", pair[0], draft_vocab=4)),
+        "mtp": str(write_mtp(folder / "mtp", pair[0])),
+        "mtp_modules": str(write_mtp(folder / "modules", pair[0], "deepseek", modules=2)),
     }
 
 
@@ -77,6 +81,9 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle3": {"drafter": "eagle3", "params": {"temperature": 0.7, "top_p": 0.9}},
     "eagle3_reduced": {"drafter": "eagle3_reduced"},
     "eagle3_greedy_drafts": {"drafter": "eagle3_reduced", "draft_sample_method": "greedy"},
+    "mtp": {"drafter": "mtp"},
+    "mtp_modules": {"drafter": "mtp_modules", "params": {"temperature": 0.7, "top_p": 0.9}},
+    "mtp_greedy_drafts": {"drafter": "mtp", "draft_sample_method": "greedy"},
     "truncated": {"drafter": "draft", "params": {"temperature": 0.7, "top_p": 0.9}},
     "penalties": {
         "drafter": "draft",
@@ -89,9 +96,27 @@ CASES: dict[str, dict[str, Any]] = {
 def test_sampled_output_has_the_targets_distribution(
     name: str, pair: tuple[str, str], heads: dict[str, str]
 ) -> None:
-    case = CASES[name]
+    check(CASES[name], pair, heads, None)
+
+
+@pytest.mark.parametrize("name", ["mtp", "mtp_modules"])
+def test_padded_steps_sample_from_the_targets_distribution(
+    name: str, pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where steps are captured."""
+    check(CASES[name], pair, heads, monkeypatch)
+
+
+def check(
+    case: dict[str, Any],
+    pair: tuple[str, str],
+    heads: dict[str, str],
+    padded: pytest.MonkeyPatch | None,
+) -> None:
     params: dict[str, Any] = {"temperature": 1.0, **case.get("params", {})}
     exact = exact_distribution(pair[0], params)
+    if padded is not None:
+        use_padded_steps(padded)
     drawn = draw(pair, case, params, heads)
     for places in ((0, 1), (1, 2), (2, 3)):
         assert p_value(drawn, exact, places) > 0.001, places
