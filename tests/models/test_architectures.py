@@ -328,7 +328,7 @@ def test_sizes_are_needed_and_sane(architecture: str, key: str) -> None:
         ({"architectures": ["a", "b"]}, '"architectures" must name one architecture'),
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "names GPT2LMHeadModel; supported are LlamaForCausalLM, MiMo.*, Mistral.*, Qwen2.*, Qwen3",
+            "names GPT2LMHeadModel; supported are Llama.*, MiMo.*, Mistral.*, Qwen2.*, Qwen3",
         ),
         ({"architectures": [["x"]]}, '"architectures"'),
     ],

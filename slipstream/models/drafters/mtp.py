@@ -35,7 +35,7 @@ def load_mtp(checkpoint: MtpCheckpoint, config: MtpConfig, options: LoadOptions)
     """The network with its weights."""
 
     def build(ops: Ops, source: ParameterSource) -> MtpHead:
-        return MtpHead(ops, source, config, options.max_positions, options.device)
+        return MtpHead(ops, source, config, options)
 
     return load_head(checkpoint, options, build, ignored=_copies(checkpoint, config))
 
@@ -68,7 +68,10 @@ def _differs(checkpoint: MtpCheckpoint, name: str, other: str) -> CheckpointErro
 
 
 class ZeroCentred:
-    """Parameters of a network whose norms multiply by 1 + what is stored."""
+    """Parameters of a network whose norms multiply by 1 + what is stored.
+
+    The sum is made once: a network whose norms are to learn is built with `MtpStyle.plain`.
+    """
 
     def __init__(self, source: ParameterSource) -> None:
         self._source = source
@@ -110,12 +113,7 @@ class MtpHead:
     """(tokens, features) to what enters the lm_head, which is the next feature too."""
 
     def __init__(
-        self,
-        ops: Ops,
-        source: ParameterSource,
-        config: MtpConfig,
-        max_positions: int,
-        device: torch.device,
+        self, ops: Ops, source: ParameterSource, config: MtpConfig, options: LoadOptions
     ) -> None:
         layers, parts = config.layers, config.parts
         self.feature_size, self.num_modules = layers.hidden_size, len(config.modules)
@@ -132,7 +130,9 @@ class MtpHead:
         )
         if config.style.zero_centred:
             source = ZeroCentred(source)
-        cos_sin = shifted_rope_table(layers.head_dim, layers.rope, max_positions, device)
+        cos_sin = shifted_rope_table(
+            layers.head_dim, layers.rope, options.max_positions, options.device
+        )
         entries: dict[str, MtpEntry] = {}  # Qwen's modules share all but the layer
         self._modules: list[tuple[MtpEntry, DecoderLayer]] = []
         for index, names in enumerate(config.modules):

@@ -2,8 +2,10 @@
 alone; and what each publisher calls their tensors."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+
+from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
@@ -31,6 +33,7 @@ class MtpStyle:
         feature_first: the projection reads [feature, embedding] and not [embedding, feature].
         blanks_first: the first row of a text is shown zeros in place of its token's embedding.
         zero_centred: norms multiply by 1 + weight.
+        prefix: of names in files, before the canonical ones.
     """
 
     name: str
@@ -41,6 +44,17 @@ class MtpStyle:
     feature_first: bool = False
     blanks_first: bool = False
     zero_centred: bool = False
+    prefix: str = ""
+
+    @property
+    def plain(self) -> "MtpStyle":
+        """The same with norms that multiply by their weight, as a network in training has them."""
+        return replace(self, zero_centred=False)
+
+    def published(self, name: str, values: Tensor) -> tuple[str, Tensor]:
+        """A tensor of a `plain` network as this publisher's files have it."""
+        is_centred = self.zero_centred and values.dim() == 1 and name.endswith(".weight")
+        return f"{self.prefix}{name}", values - 1 if is_centred else values
 
 
 QWEN = MtpStyle(
@@ -53,7 +67,14 @@ _PLAIN_NAMES = tuple(
     f"mtp_layers.{{i}}.{part}"
     for part in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 )
-MIMO = MtpStyle("MiMo", _PLAIN_NAMES, "mtp_layers.{i}", feature_first=True, blanks_first=True)
+MIMO = MtpStyle(
+    "MiMo",
+    _PLAIN_NAMES,
+    "mtp_layers.{i}",
+    feature_first=True,
+    blanks_first=True,
+    prefix="model.",
+)
 SPECULATORS = MtpStyle("speculators", _PLAIN_NAMES, "mtp_layers.{i}")
 SPECULATORS_ZERO_CENTRED = MtpStyle(
     "speculators", _PLAIN_NAMES, "mtp_layers.{i}", zero_centred=True
