@@ -39,6 +39,22 @@ def test_recognition(config: dict[str, Any], names: set[str], kind: str) -> None
     assert recognise(config, names) == kind
 
 
+@pytest.mark.parametrize(
+    ("model_type", "zero_centred"),
+    [("qwen3", False), ("qwen3_next", True), ("qwen3_5_text", True)],
+)
+def test_norms_of_wrapped_modules_are_those_of_their_target(
+    model_type: str, zero_centred: bool, tiny_target: str, tmp_path: Path
+) -> None:
+    head = write_mtp(tmp_path, tiny_target, "speculators")
+    inner = json.loads((head / "config.json").read_text())["transformer_layer_config"]
+    write_config(head, transformer_layer_config={**inner, "model_type": model_type})
+    style = MtpCheckpoint(head).style
+    assert style.zero_centred == zero_centred
+    assert not style.feature_first
+    assert not style.blanks_first
+
+
 PREFIX = {"qwen": "mtp.layers.0", "deepseek": "model.layers.2", "mimo": "model.mtp_layers.0"}
 SURPLUS: dict[str, tuple[str, str]] = {
     "self_attn.kv_a_proj_with_mqa.weight": ("latent attention .MLA.", "deepseek"),

@@ -36,8 +36,9 @@ DRAFTERS = [
     *((drafter, k) for drafter in ("draft_model", "ngram") for k in (1, 3, 7)),
     *(("self", 3), ("subset", 7), ("perfect", 3), ("wrong", 1)),
     *(("eagle", 3), ("eagle3", 1), ("eagle3", 7)),
+    *(("mtp", 3), ("mtp_modules", 3)),
 ]
-ON_DEVICE = [("plain", 0), ("draft_model", 3), ("ngram", 3), ("eagle3", 3)]
+ON_DEVICE = [("plain", 0), ("draft_model", 3), ("ngram", 3), ("eagle3", 3), ("mtp_modules", 3)]
 SAMPLINGS: dict[str, SamplingParams | Sequence[SamplingParams]] = {
     "greedy": GREEDY,
     "seeded": SEEDED,
