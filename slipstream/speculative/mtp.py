@@ -20,6 +20,11 @@ from slipstream.models.drafters.mtp import MtpHead, load_mtp
 from slipstream.models.drafters.mtp_checkpoint import MtpCheckpoint
 from slipstream.models.drafters.mtp_config import mtp_problems, read_mtp_config
 from slipstream.runner.model_runner import Layout
+from slipstream.speculative.draft_vocabulary import (
+    DraftVocabularyConfig,
+    choose_draft_vocabulary,
+    read_draft_vocabulary,
+)
 from slipstream.speculative.drafter import Drafter, DrafterResources, Needs
 from slipstream.speculative.feature_rows import (
     FIRST_ROW,
@@ -44,15 +49,28 @@ from slipstream.speculative.recognition import recognise
 METHOD = "mtp"
 
 
-def read_options(options: Options) -> HeadOptions:
-    """What every head takes; without `model` the target's own checkpoint is read."""
+@dataclass(frozen=True)
+class MtpOptions:
+    """How the modules are loaded and sampled.
+
+    Attributes:
+        vocabulary: the tokens to draft over; None is all.
+    """
+
+    head: HeadOptions
+    vocabulary: DraftVocabularyConfig | None
+
+
+def read_options(options: Options) -> MtpOptions:
+    """What every head takes, and a draft vocabulary; without `model` the target's own checkpoint
+    is read."""
     config = read_head_options(options, METHOD, of_target=True)
     if config.model is None and config.revision is not None:
         raise UsageError(
             "speculative_config: revision belongs to model, and without model the modules are "
             "those of the target's own checkpoint; leave it out"
         )
-    return config
+    return MtpOptions(config, read_draft_vocabulary(options))
 
 
 def describe(checkpoint: HeadCheckpoint) -> HeadFacts:
@@ -61,17 +79,22 @@ def describe(checkpoint: HeadCheckpoint) -> HeadFacts:
     return HeadFacts(head.layers, head.features, partial(mtp_problems, head))
 
 
-def load(config: HeadOptions, target: TargetModel) -> LoadedFeatureDrafter:
+def load(options: MtpOptions, target: TargetModel) -> LoadedFeatureDrafter:
     """Load the modules and check that they fit the target."""
+    config = options.head
     checkpoint = _open(config, target)
     head, shape = read_mtp_config(checkpoint), target_config(target)
     require_fit(checkpoint, target, mtp_problems(head, shape))
     load = load_options(config, target)
     require_shared_dtype(head.parts, load.dtype, target)
     count, layout = len(head.modules), head_layout(head.layers, load.dtype)
+    ids, num_ids = None, target.vocab_size
+    if options.vocabulary is not None:
+        chosen = choose_draft_vocabulary(options.vocabulary, target.path, num_ids)
+        ids, num_ids = torch.tensor(chosen, device=load.device), len(chosen)
     return LoadedMtp(
-        network=load_mtp(checkpoint, head, load),
-        sampling=DraftSampling(None, target.vocab_size, config.greedy_only),
+        network=load_mtp(checkpoint, head, load, ids),
+        sampling=DraftSampling(ids, num_ids, config.greedy_only),
         limits=head_limits(config, METHOD, checkpoint, target),
         needs=Needs(features=True),
         layout=replace(layout, num_beside=(count - 1) * head.layers.hidden_size),

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream import LLM, RequestOutput, SamplingParams
 from slipstream.engine.scheduler import Scheduler
@@ -316,3 +317,19 @@ def test_other_ways_to_store_them(
     run(llm, GREEDY)
     assert len(drafted) > 5
     assert_drafts_are(drafted, head)
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_a_draft_vocabulary_leaves_the_other_tokens_out(
+    modules: int, tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the whole head's logits those of the first tokens, here without a text to count in."""
+    folder = write_mtp(tmp_path, tiny_target, "deepseek", modules=modules)
+    drafted = record_drafts(monkeypatch)
+    llm = make(tiny_target, folder, speculative={**FORCED, "draft_vocab_size": 60})
+    run(llm, GREEDY)
+    oracle = Mtp(folder, Target(tiny_target), "deepseek")
+    vocabulary = torch.arange(60)
+    oracle.target.head = oracle.target.head[vocabulary]
+    assert len(drafted) > 5
+    assert_drafts_are(drafted, oracle)

@@ -83,6 +83,7 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle3_greedy_drafts": {"drafter": "eagle3_reduced", "draft_sample_method": "greedy"},
     "mtp": {"drafter": "mtp"},
     "mtp_modules": {"drafter": "mtp_modules", "params": {"temperature": 0.7, "top_p": 0.9}},
+    "mtp_subset": {"drafter": "mtp", "draft_vocab_size": 4},
     "mtp_greedy_drafts": {"drafter": "mtp", "draft_sample_method": "greedy"},
     "truncated": {"drafter": "draft", "params": {"temperature": 0.7, "top_p": 0.9}},
     "penalties": {

@@ -31,11 +31,16 @@ from slipstream.models.loading import LoadOptions
 FIRST_ROW = 1  # the first token that has one in the first module
 
 
-def load_mtp(checkpoint: MtpCheckpoint, config: MtpConfig, options: LoadOptions) -> "MtpHead":
-    """The network with its weights."""
+def load_mtp(
+    checkpoint: MtpCheckpoint,
+    config: MtpConfig,
+    options: LoadOptions,
+    draft_ids: Tensor | None = None,
+) -> "MtpHead":
+    """The network with its weights; `draft_ids` as `MtpHead` has them."""
 
     def build(ops: Ops, source: ParameterSource) -> MtpHead:
-        return MtpHead(ops, source, config, options)
+        return MtpHead(ops, source, config, options, draft_ids)
 
     return load_head(checkpoint, options, build, ignored=_copies(checkpoint, config))
 
@@ -110,14 +115,24 @@ class MtpEntry:
 
 
 class MtpHead:
-    """(tokens, features) to what enters the lm_head, which is the next feature too."""
+    """(tokens, features) to what enters the lm_head, which is the next feature too.
+
+    Args:
+        draft_ids: [Vd] int64, the only tokens that the lm_head gives, in this order; None: all.
+    """
 
     def __init__(
-        self, ops: Ops, source: ParameterSource, config: MtpConfig, options: LoadOptions
+        self,
+        ops: Ops,
+        source: ParameterSource,
+        config: MtpConfig,
+        options: LoadOptions,
+        draft_ids: Tensor | None = None,
     ) -> None:
         layers, parts = config.layers, config.parts
         self.feature_size, self.num_modules = layers.hidden_size, len(config.modules)
         self._ops, self._blanks_first = ops, config.style.blanks_first
+        self._draft_ids = draft_ids
         first = config.modules[0]
         self._ends = HeadEnds(
             ops,
@@ -144,10 +159,8 @@ class MtpHead:
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Take from the target what the modules have not."""
         self._ends.share(embedding, head)
-
-    @property
-    def head(self) -> LanguageModelHead:
-        return self._ends.head
+        whole = self._ends.head
+        self.head = whole if self._draft_ids is None else whole.over(self._draft_ids)
 
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
         """[T, H]: the target's hidden states behind the final norm are the features."""
