@@ -37,24 +37,20 @@ _DEFAULT_SIZES = {
     "qwen3": {**_SIZES, "intermediate_size": 22016, "vocab_size": 151936},
 }
 # About training or serving, or about parts of the target that a head does not have.
-_HARMLESS = (
-    HARMLESS_KEYS
-    | OWN_DRAFTER_KEYS
-    | {
-        "embed_requires_grad",
-        "max_window_layers",
-        "num_experts_per_tok",
-        "num_local_experts",
-        "output_router_logits",
-        "router_aux_loss_coef",
-        "router_jitter_noise",
-        "speculators_config",
-        "speculators_version",
-        "target_model_type",
-        "transformer_layer_architecture",
-        WRAPPER_KEY,
-    }
-)
+_HARMLESS = HARMLESS_KEYS | {
+    "embed_requires_grad",
+    "max_window_layers",
+    "num_experts_per_tok",
+    "num_local_experts",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "speculators_config",
+    "speculators_version",
+    "target_model_type",
+    "transformer_layer_architecture",
+    WRAPPER_KEY,
+}
 
 
 def is_wrapped(config: Mapping[str, Any]) -> bool:
@@ -87,7 +83,7 @@ def head_reader(checkpoint: HeadCheckpoint) -> ConfigReader:
     effective.setdefault("num_hidden_layers", 1)
     # Whether a head has an own lm_head is read from its tensors.
     effective["tie_word_embeddings"] = False
-    return ConfigReader(effective, checkpoint.config_file, harmless=_HARMLESS)
+    return ConfigReader(effective, checkpoint.config_file, harmless=_HARMLESS | OWN_DRAFTER_KEYS)
 
 
 def read_layers(reader: ConfigReader, names: Collection[str]) -> DecoderConfig:
