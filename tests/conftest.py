@@ -11,6 +11,7 @@ import torch
 
 from tests.checkpoints import write_qwen3
 from tests.drafters.heads import write_eagle1, write_eagle3, write_p_eagle
+from tests.drafters.mtp_heads import write_mtp
 
 # Triton reads this when it is first imported, which some test modules do through transformers:
 # without a GPU its kernels are tested under its interpreter.
@@ -47,4 +48,6 @@ def tiny_heads(tiny_target: str, tmp_path_factory: pytest.TempPathFactory) -> di
         "eagle": str(write_eagle1(folder / "eagle", tiny_target)),
         "eagle3": str(write_eagle3(folder / "eagle3", tiny_target, draft_vocab=80)),
         "p-eagle": str(write_p_eagle(folder / "p-eagle", tiny_target, draft_vocab=80)),
+        "mtp": str(write_mtp(folder / "mtp", tiny_target)),
+        "mtp_modules": str(write_mtp(folder / "modules", tiny_target, "deepseek", modules=2)),
     }

@@ -34,6 +34,7 @@ class CheckpointFacts:
         config: None of heads without layers of a language model.
         kind: of drafter that it can be, as `method` names it.
         head: of a drafting head, which is no language model of its own.
+        own_drafter: what a language model has beside it to draft with, in words.
     """
 
     checkpoint: "Checkpoint"
@@ -43,6 +44,7 @@ class CheckpointFacts:
     has_chat_template: bool
     kind: str
     head: "HeadFacts | None" = None
+    own_drafter: str | None = None
 
     @property
     def _architecture(self) -> str | None:
@@ -63,6 +65,7 @@ class CheckpointFacts:
             "features": head.features if head else None,
             "num_speculative_tokens": head.num_tokens if head else None,
             "target": wrapped_target(self.checkpoint.config),
+            "own_drafter": self.own_drafter,
             "num_parameters": self.num_parameters,
             "num_bytes": self.num_bytes,
             **self._sizes(),
@@ -94,7 +97,7 @@ def read_facts(name: str) -> CheckpointFacts:
     from slipstream.models.catalogue import read_decoder_config
     from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
     from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
-    from slipstream.speculative.catalogue import describe_head
+    from slipstream.speculative.catalogue import describe_head, describe_own_head
     from slipstream.speculative.mask_token import MASK_TOKEN_KEYS
     from slipstream.speculative.recognition import recognise
 
@@ -113,6 +116,7 @@ def read_facts(name: str) -> CheckpointFacts:
         _has_chat_template(checkpoint),
         kind,
         head,
+        describe_own_head(of_head) if head is None else None,
     )
 
 

@@ -12,7 +12,7 @@ from slipstream.core.errors import UsageError
 DEMO, DEMO_DRAFT = "demo", "demo/draft"
 _DEMO_TOKENS = 4
 # Methods and not checkpoints, wherever a drafter is named.
-_WITHOUT_MODEL = ("ngram", "suffix")
+_WITHOUT_MODEL = ("mtp", "ngram", "suffix")
 
 _PANEL = "Drafting"
 
@@ -26,7 +26,8 @@ class DrafterFlags:
         typer.Option(
             "--drafter",
             "--spec-model",
-            help="The drafter's checkpoint, ngram or suffix. [demo/draft for the demo]",
+            help="The drafter's checkpoint, mtp (the target's own), ngram or suffix. "
+            "[demo/draft for the demo]",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -43,7 +44,7 @@ class DrafterFlags:
     spec_method: Annotated[
         str | None,
         typer.Option(
-            help="draft_model, pard, eagle, eagle3, p-eagle, medusa, mlp_speculator, ngram, "
+            help="draft_model, pard, eagle, eagle3, p-eagle, mtp, medusa, mlp_speculator, ngram, "
             "suffix or custom. [found from the drafter]",
             rich_help_panel=_PANEL,
         ),

@@ -63,6 +63,7 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
         "drafts": facts["num_speculative_tokens"]
         and f"{facts['num_speculative_tokens']} tokens a step, unless told otherwise",
         "made for": facts["target"],
+        "own drafter": facts["own_drafter"],
         "parameters": weights,
         "dtype": facts["dtype"],
         **_shape_rows(facts),

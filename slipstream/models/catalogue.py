@@ -8,10 +8,12 @@ from slipstream.core.errors import CheckpointError
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig, InvalidSizesError
+from slipstream.models.drafters.mtp_names import OWN_DRAFTER_KEYS
 
 # A new architecture is one file and one line here.
 ARCHITECTURES: Final = {
     "LlamaForCausalLM": "slipstream.models.llama",
+    "MiMoForCausalLM": "slipstream.models.mimo",
     "MistralForCausalLM": "slipstream.models.mistral",
     "Qwen2ForCausalLM": "slipstream.models.qwen2",
     "Qwen3ForCausalLM": "slipstream.models.qwen3",
@@ -29,7 +31,7 @@ def read_decoder_config(
     Args:
         read_elsewhere: keys that leave the network as it is and that somebody else heeds.
     """
-    harmless = HARMLESS_KEYS.union(read_elsewhere)
+    harmless = HARMLESS_KEYS.union(read_elsewhere, OWN_DRAFTER_KEYS)
     if isinstance(source, Checkpoint):
         reader = ConfigReader(_with_dtype(source), source.config_file, harmless=harmless)
     else:

@@ -34,9 +34,15 @@ class DecoderLayer:
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(
-        self, ops: Ops, source: ParameterSource, config: DecoderConfig, index: int, cos_sin: Tensor
+        self,
+        ops: Ops,
+        source: ParameterSource,
+        config: DecoderConfig,
+        index: int,
+        cos_sin: Tensor,
+        name: str | None = None,
     ) -> None:
-        name = f"model.layers.{index}"
+        name = name or f"model.layers.{index}"
         width, eps = config.hidden_size, config.rms_norm_eps
         shape = attention_shape(config, index)
         norm = rms_norm(source, f"{name}.input_layernorm", width, eps)

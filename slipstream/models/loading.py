@@ -13,6 +13,7 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.drafters.mtp_names import own_drafter_tensors
 from slipstream.models.parameter_sources import (
     CheckpointSource,
     DummySource,
@@ -109,10 +110,12 @@ def load_decoder(
         twin = TwinSource(options.dtype, options.device, options.seed, target)
         return _build(config, twin, options)
     name = f"loading {checkpoint.path.name}"
-    with options.progress_bar(name, checkpoint.size_bytes, "bytes") as progress:
+    beside = own_drafter_tensors(checkpoint.entries)  # which only a drafter reads
+    total = checkpoint.size_bytes - sum(checkpoint.entries[tensor].nbytes for tensor in beside)
+    with options.progress_bar(name, total, "bytes") as progress:
         source = CheckpointSource(checkpoint, options.dtype, options.device, progress)
         network = _build(config, source, options)
-    source.finish(ignored=("lm_head.weight",) if config.tie_word_embeddings else ())
+    source.finish(ignored=(*beside, *(["lm_head.weight"] if config.tie_word_embeddings else [])))
     return network
 
 

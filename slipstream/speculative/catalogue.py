@@ -9,6 +9,7 @@ from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.checkpoint import resolve_checkpoint
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.drafters.head_config import wrapped_num_tokens
+from slipstream.models.drafters.mtp_names import own_drafter_tensors
 from slipstream.speculative.drafter import LoadedDrafter, NoDrafter
 from slipstream.speculative.head_options import HeadFacts
 from slipstream.speculative.options import Options, TargetModel
@@ -34,11 +35,20 @@ METHODS = {
     "combination": "slipstream.speculative.combination",
     "medusa": "slipstream.speculative.medusa",
     "mlp_speculator": "slipstream.speculative.mlp_speculator",
+    "mtp": "slipstream.speculative.mtp",
+}
+
+# Other spellings, some by the target's family.
+_SPELLINGS = {
+    **dict.fromkeys(("p_eagle", "peagle"), PARALLEL_HEAD),
+    **dict.fromkeys(
+        ("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_5_mtp", "qwen3_next_mtp"), "mtp"
+    ),
 }
 
 # Methods whose checkpoints may say how many tokens they draft.
-_HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator", "p-eagle")
-_SPELLINGS = {"p_eagle": PARALLEL_HEAD, "peagle": PARALLEL_HEAD}
+_HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "p-eagle")
+OWN_HEAD = "mtp"  # the one that may lie in the target's own checkpoint
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 COMBINATION = "combination"
 
@@ -103,6 +113,18 @@ def describe_head(kind: str, checkpoint: HeadCheckpoint) -> HeadFacts | None:
     """What a checkpoint of this kind (`recognise`) is; None for whole language models."""
     module = import_module(METHODS[kind]) if kind in _HEADS else None
     return None if module is None else cast(HeadFacts, module.describe(checkpoint))
+
+
+def describe_own_head(checkpoint: HeadCheckpoint) -> str | None:
+    """What a language model's checkpoint has beside it to draft with, or why that cannot be used;
+    None for nothing."""
+    if not own_drafter_tensors(checkpoint.tensor_names):
+        return None
+    try:
+        facts = describe_head(OWN_HEAD, checkpoint)
+    except CheckpointError as error:
+        return f"not usable: {error}"
+    return None if facts is None else f"method {OWN_HEAD}, which reads {facts.features}"
 
 
 def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Speculation:

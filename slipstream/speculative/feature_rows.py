@@ -126,7 +126,7 @@ class FeatureRowsDrafter:
         lengths, most = torch.where(wanted > 0, known - starts, 0), turn.most_rows(self._most)
         features = self._features[slots, : self._most]
         for index in range(turn.width):
-            hidden, last = self._forward(Rows(slots, starts, lengths, most), features)
+            hidden, last = self._forward(Rows(slots, starts, lengths, most), features, index)
             picked = drafting.sample(
                 self._network.head(hidden),
                 slots,
@@ -182,7 +182,7 @@ class FeatureRowsDrafter:
         rows = [chunk.features(projected, kept[index]) for index, chunk in enumerate(chunks)]
         if any(chunk.length for chunk in chunks):
             laid = lay_out(self._state, Rows(slots, starts, lengths, None))
-            self._pass(laid, torch.cat(rows))
+            self._pass(laid, torch.cat(rows), 0)
         self._features[slots, 0] = projected[last]
         self._computed[slots] = starts + lengths
 
@@ -219,22 +219,25 @@ class FeatureRowsDrafter:
         self._forward(rows, self._features[slots, : self._most])
         self._computed[slots] = starts + lengths
 
-    def _forward(self, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward(self, rows: Rows, features: Tensor, draft: int = 0) -> tuple[Tensor, Tensor]:
         """features [R, W, F], of each request's rows -> of each request's last row what enters the
-        head [R, H] and the next feature [R, F]."""
+        head [R, H] and the next feature [R, F]; `draft` as `_pass` has it."""
         laid = lay_out(self._state, rows)
         if laid.request is None:
-            hidden, last = self._pass(laid, features.flatten(0, 1))
+            hidden, last = self._pass(laid, features.flatten(0, 1), draft)
         elif not laid.row_starts[-1]:  # nobody drafts after all
             width = self._network.head.width
             return features.new_zeros(len(features), width), torch.zeros_like(features[:, 0])
         else:
-            hidden, last = self._pass(laid, features[laid.request, laid.offset])
+            hidden, last = self._pass(laid, features[laid.request, laid.offset], draft)
         if rows.most == 1:
             return hidden, last
         return hidden[laid.last_row], last[laid.last_row]
 
-    def _pass(self, laid: Layout, features: Tensor) -> tuple[Tensor, Tensor]:
+    def _pass(self, laid: Layout, features: Tensor, draft: int) -> tuple[Tensor, Tensor]:
+        """What the last rows of such a pass give is draft token `draft`, from 0 on; a network
+        that is the same for all of them need not ask."""
+        del draft
         inputs = replace(laid.inputs, first_seen=FIRST_ROW)
         return self._network(laid.token_ids, features, inputs, self._cache.layers)
 

@@ -41,9 +41,13 @@ class HeadFacts:
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """How a drafting head is loaded and sampled."""
+    """How a drafting head is loaded and sampled.
 
-    model: str
+    Attributes:
+        model: None for a head that lies in the target's own checkpoint.
+    """
+
+    model: str | None
     revision: str | None
     dtype: str | None
     quantization: str | None
@@ -51,10 +55,16 @@ class HeadOptions:
     greedy_only: bool  # draft_sample_method: greedy
 
 
-def read_head_options(options: Options, method: str) -> HeadOptions:
-    """Honour or refuse every key that other engines know for a drafting head."""
+def read_head_options(options: Options, method: str, of_target: bool = False) -> HeadOptions:
+    """Honour or refuse every key that other engines know for a drafting head.
+
+    Args:
+        of_target: without a model, the target's own checkpoint has the head.
+    """
     model = options.take_str("model", None)
-    if model is None or model == method:
+    if of_target and model == method:
+        model = None
+    if model is None and not of_target:
         raise UsageError(f"speculative_config: method {method} needs model, a checkpoint")
     options.take_only("parallel_drafting", False, "this method has one way to draft; leave it out")
     options.take_only("draft_tensor_parallel_size", 1, "a drafter runs on one device")
@@ -71,6 +81,7 @@ def read_head_options(options: Options, method: str) -> HeadOptions:
 
 def open_head(options: HeadOptions, method: str) -> HeadCheckpoint:
     """The head's directory; CheckpointError when it holds a drafter of another method."""
+    assert options.model is not None, "this method's heads have folders of their own"
     path = resolve_checkpoint(options.model, options.revision, pickled=True)
     checkpoint = HeadCheckpoint(path)
     kind = recognise(checkpoint.config, checkpoint.tensor_names)

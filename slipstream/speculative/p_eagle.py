@@ -149,7 +149,7 @@ class PEagleDrafter(FeatureRowsDrafter):
         laid = lay_out(state, rows)
         if laid.row_starts and not laid.row_starts[-1]:  # nobody drafts after all
             return Draft.empty(turn)
-        hidden, _ = self._pass(laid, self._row_features(rows, laid))
+        hidden, _ = self._pass(laid, self._row_features(rows, laid), 0)
         forward = Forward(hidden, laid.first_row, laid.last_row, laid.row_starts)
         logits = self._network.head(forward.tails(wanted, turn.width).flatten(0, 1))
         draft = parallel_draft(state, turn, wanted, logits, self._drafting, self._resources)

@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from slipstream.models.drafters.medusa_checkpoint import names_medusa
+from slipstream.models.drafters.mtp_checkpoint import holds_language_model, is_module_config
+from slipstream.models.drafters.mtp_names import own_drafter_tensors
 
 # Language models and heads of one shape, that draft one by one or all at once.
 DRAFT_MODEL, PARALLEL = "draft_model", "pard"
@@ -53,6 +55,8 @@ def recognise(config: Mapping[str, Any], tensor_names: Collection[str]) -> str:
     names = {name.removeprefix("model.") for name in tensor_names}
     architectures = set(map(str, config.get("architectures") or ()))
     model_type = config.get("model_type")
+    if is_module_config(config) or (own_drafter_tensors(names) and not holds_language_model(names)):
+        return "mtp"
     if "dflash_config" in config or architectures & _DFLASH:
         return "dflash"
     if model_type in _ASSISTANTS or "Gemma4AssistantForCausalLM" in architectures:
@@ -69,9 +73,8 @@ def recognise(config: Mapping[str, Any], tensor_names: Collection[str]) -> str:
         return "pard2"
     if config.get("spd_type") == "pard" or "pard_token" in config:
         return "pard"
-    if model_type == "eagle" or "EagleLlamaForCausalLM" in architectures or _is_eagle1(names):
-        return "eagle"
-    return DRAFT_MODEL
+    is_eagle1 = model_type == "eagle" or "EagleLlamaForCausalLM" in architectures
+    return "eagle" if is_eagle1 or _is_eagle1(names) else DRAFT_MODEL
 
 
 def _is_eagle3(config: Mapping[str, Any], architectures: set[str], names: set[str]) -> bool:

@@ -152,6 +152,7 @@ def test_the_line_of_the_draft_model_pull_request(
         ("m --drafter d -k 3", {"model": "d", "num_speculative_tokens": 3}),
         ("m --drafter ngram -k 3", {"method": "ngram", "num_speculative_tokens": 3}),
         ("--drafter ngram", {"method": "ngram"}),
+        ("m --drafter mtp -k 2", {"method": "mtp", "num_speculative_tokens": 2}),
         ("m --drafter suffix", {"method": "suffix"}),
         ("m --spec-method ngram --spec-tokens 5", {"method": "ngram", "num_speculative_tokens": 5}),
         ("--spec-method ngram --drafter ngram", {"method": "ngram"}),

@@ -14,6 +14,7 @@ from tests.drafters.heads import (
     write_eagle3,
     write_p_eagle,
 )
+from tests.drafters.mtp_heads import add_mtp, write_mtp
 from tests.last_hidden_checkpoints import medusa_for, medusa_tensors, mlp_for, write_medusa
 
 
@@ -29,6 +30,7 @@ def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> Non
         "features": None,
         "num_speculative_tokens": None,
         "target": None,
+        "own_drafter": None,
         "num_parameters": 96 * 48 + 48 + 2 * layer,
         "num_bytes": 4 * (96 * 48 + 48 + 2 * layer),
         "dtype": "float32",
@@ -179,6 +181,35 @@ def test_medusa_heads_without_a_config(
     document = json.loads(slipstream("inspect", str(path), "--json").out)
     assert (document["kind"], document["num_speculative_tokens"]) == ("medusa", 3)
     assert document["architecture"] is None
+
+
+@pytest.mark.parametrize("style", ["qwen", "deepseek"])
+def test_modules_that_draft(
+    style: str, slipstream: CommandLine, tiny_target: str, tmp_path: Path
+) -> None:
+    """In a folder of their own they are a drafter; in a target they leave it what it is."""
+    apart = str(write_mtp(tmp_path / "apart", tiny_target, style, modules=2))
+    ran = slipstream("inspect", apart, "--target", tiny_target)
+    assert ran.code == 0
+    for part in ("of the kind mtp", "last hidden state, behind the final norm (2 modules", "fits"):
+        assert part in ran.out
+    assert json.loads(slipstream("inspect", apart, "--json").out)["num_layers"] == 2
+    target = str(add_mtp(write_qwen3(tmp_path / "target"), style))
+    document = json.loads(slipstream("inspect", target, "--json").out)
+    assert document["kind"] == "language_model"
+    assert document["num_layers"] == 2
+    assert "method mtp, which reads the last hidden state" in document["own_drafter"]
+    assert "own drafter" in slipstream("inspect", target).out
+
+
+def test_modules_of_another_target(
+    slipstream: CommandLine, tiny_target: str, tmp_path: Path
+) -> None:
+    head = str(write_mtp(tmp_path / "head", tiny_target))
+    other = str(write_qwen3(tmp_path / "other", hidden_size=64))
+    ran = slipstream("inspect", head, "--target", other, "--json")
+    assert ran.code == 1
+    assert "trained for another target" in json.loads(ran.out)["drafter"]["problems"][0]
 
 
 def test_an_unknown_architecture(slipstream: CommandLine, tmp_path: Path) -> None:

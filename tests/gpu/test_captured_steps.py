@@ -36,11 +36,11 @@ DRAFTERS = [
     *((drafter, k) for drafter in ("draft_model", "ngram") for k in (1, 3, 7)),
     *(("self", 3), ("subset", 7), ("perfect", 3), ("wrong", 1)),
     *(("eagle", 3), ("eagle3", 1), ("eagle3", 7), ("p-eagle", 3), ("p-eagle", 8)),
-    *(("combination", 3), ("host_combination", 3)),
+    *(("mtp", 3), ("mtp_modules", 3), ("combination", 3), ("host_combination", 3)),
 ]
 ON_DEVICE = [
     *(("plain", 0), ("draft_model", 3), ("ngram", 3), ("eagle3", 3), ("p-eagle", 3)),
-    ("combination", 3),
+    *(("mtp_modules", 3), ("combination", 3)),
 ]
 SAMPLINGS: dict[str, SamplingParams | Sequence[SamplingParams]] = {
     "greedy": GREEDY,

@@ -51,28 +51,29 @@ def randn(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(sizes, generator=seeded(seed)).to(dtype).to(DEVICE)
 
 
+@pytest.mark.parametrize("first", [1, 3])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("parts", [REFERENCE_PARTS, TRITON_PARTS], ids=["reference", "triton"])
 @pytest.mark.parametrize("requests", BATCHES, ids=str)
 def test_tokens_before_the_first_seen_are_left_out(
-    requests: Requests, parts: object, window: int | None
+    requests: Requests, parts: object, window: int | None, first: int
 ) -> None:
     shape = Shape(4, 2, 16, 8)
     inputs = attention_inputs(requests, shape.block_size)
     cache = filled_cache(inputs, requests, shape)
     query = torch.randn(len(inputs.positions), 4, 16, generator=seeded(7))
-    inputs = replace(inputs, first_seen=1)
-    seeing = inputs.positions >= 1  # the row of token 0 sees nothing and means nothing
+    inputs = replace(inputs, first_seen=first)
+    seeing = inputs.positions >= first  # earlier rows see nothing and mean nothing
     truth = torch.empty(0)
     if window is None or bool(seeing.all()):
-        at = replace(inputs, positions=inputs.positions.clamp_min(1))
+        at = replace(inputs, positions=inputs.positions.clamp_min(first))
         truth = oracles.attention(query, cache, at, 0.25, window)
     moved = AttentionInputs(
         *(
             getattr(inputs, name).to(DEVICE)
             for name in ("query_start", "context_lens", "block_tables", "positions", "slots")
         ),
-        first_seen=1,
+        first_seen=first,
     )
     on_device = (cache[0].to(DEVICE), cache[1].to(DEVICE))
     out = parts.paged_attention(query.to(DEVICE), on_device, moved, 0.25, window)  # type: ignore[attr-defined]
@@ -80,7 +81,7 @@ def test_tokens_before_the_first_seen_are_left_out(
         assert_close(out[seeing].double().cpu(), truth[seeing], rtol=1e-4, atol=1e-5)
     for pages in on_device:
         for table in inputs.block_tables.tolist():
-            pages[table[0], 0] = 100.0
+            pages[table[0], :first] = 100.0
     again = parts.paged_attention(query.to(DEVICE), on_device, moved, 0.25, window)  # type: ignore[attr-defined]
     assert_close(again[seeing], out[seeing], rtol=0, atol=0)
 

@@ -16,7 +16,7 @@ AXES: dict[str, list[Any]] = {
     "drafter": [
         *("draft_model", "self", "subset", "pard", "medusa", "mlp_speculator"),
         *("ngram", "suffix", "custom", "perfect", "wrong", "eagle", "eagle3", "p-eagle"),
-        *("combination", "host_combination", "uneven_combination"),
+        *("mtp", "mtp_modules", "combination", "host_combination", "uneven_combination"),
     ],
     "k": [1, 3, 7],
     "batch": [1, 8],
@@ -126,6 +126,8 @@ def speculative_config(
                 },
             ]
         },
+        "mtp": {"model": heads["mtp"]},
+        "mtp_modules": {"model": heads["mtp_modules"]},
     }
     return {**drafters[case["drafter"]], "num_speculative_tokens": case["k"]}
 

@@ -16,6 +16,7 @@ from scipy.stats import chisquare
 from slipstream import LLM, SamplingParams
 from tests.checkpoints import write_qwen3
 from tests.drafters.heads import write_eagle1, write_eagle3, write_p_eagle
+from tests.drafters.mtp_heads import write_mtp
 from tests.last_hidden_checkpoints import mapped_medusa_for, medusa_for, mlp_for
 from tests.padded_steps import use_padded_steps
 
@@ -53,6 +54,8 @@ def heads(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> di
         "eagle3": str(write_eagle3(folder / "eagle3", pair[0], norm_output=True)),
         "eagle3_reduced": str(write_eagle3(folder / "reduced", pair[0], draft_vocab=4)),
         "p-eagle": str(write_p_eagle(folder / "p-eagle", pair[0], draft_vocab=5)),
+        "mtp": str(write_mtp(folder / "mtp", pair[0])),
+        "mtp_modules": str(write_mtp(folder / "modules", pair[0], "deepseek", modules=2)),
     }
 
 
@@ -81,13 +84,16 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle3_reduced": {"drafter": "eagle3_reduced"},
     "eagle3_greedy_drafts": {"drafter": "eagle3_reduced", "draft_sample_method": "greedy"},
     "p-eagle": {"drafter": "p-eagle"},
-    "p-eagle_padded": {"drafter": "p-eagle", "padded": True},
     "p-eagle_truncated": {"drafter": "p-eagle", "params": {"temperature": 0.7, "top_p": 0.9}},
     "p-eagle_greedy_drafts": {"drafter": "p-eagle", "draft_sample_method": "greedy"},
     "combination": {"drafter": "ngram+draft"},
     "combination_of_subsets": {"drafter": "ngram+subset"},
     "host_combination": {"drafter": "suffix+eagle3", "params": {"temperature": 0.7, "top_p": 0.9}},
     "uneven_combination": {"drafter": "ngram+medusa"},
+    "mtp": {"drafter": "mtp"},
+    "mtp_modules": {"drafter": "mtp_modules", "params": {"temperature": 0.7, "top_p": 0.9}},
+    "mtp_subset": {"drafter": "mtp", "draft_vocab_size": 4},
+    "mtp_greedy_drafts": {"drafter": "mtp", "draft_sample_method": "greedy"},
     "truncated": {"drafter": "draft", "params": {"temperature": 0.7, "top_p": 0.9}},
     "penalties": {
         "drafter": "draft",
@@ -100,13 +106,28 @@ CASES: dict[str, dict[str, Any]] = {
 def test_sampled_output_has_the_targets_distribution(
     name: str, pair: tuple[str, str], heads: dict[str, str]
 ) -> None:
-    case = CASES[name]
+    check(CASES[name], pair, heads, None)
+
+
+@pytest.mark.parametrize("name", ["mtp", "mtp_modules", "p-eagle"])
+def test_padded_steps_sample_from_the_targets_distribution(
+    name: str, pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where steps are captured."""
+    check(CASES[name], pair, heads, monkeypatch)
+
+
+def check(
+    case: dict[str, Any],
+    pair: tuple[str, str],
+    heads: dict[str, str],
+    padded: pytest.MonkeyPatch | None,
+) -> None:
     params: dict[str, Any] = {"temperature": 1.0, **case.get("params", {})}
     exact = exact_distribution(pair[0], params)
-    with pytest.MonkeyPatch.context() as patch:
-        if case.get("padded"):
-            use_padded_steps(patch)
-        drawn = draw(pair, case, params, heads)
+    if padded is not None:
+        use_padded_steps(padded)
+    drawn = draw(pair, case, params, heads)
     for places in ((0, 1), (1, 2), (2, 3)):
         assert p_value(drawn, exact, places) > 0.001, places
 
@@ -156,7 +177,7 @@ def draw(
     }[case["drafter"]]
     if speculative is not None:
         speculative["num_speculative_tokens"] = 2
-        options = {key: case[key] for key in case if key not in ("drafter", "params", "padded")}
+        options = {key: case[key] for key in case if key not in ("drafter", "params")}
         speculative |= options
     llm = LLM(target, speculative_config=speculative, skip_tokenizer_init=True, num_kv_blocks=300)
     sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True, **params)

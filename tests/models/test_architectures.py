@@ -239,7 +239,6 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("num_local_experts", 8),
     ("use_qk_norm", True),
     ("attention_sinks", True),
-    ("num_nextn_predict_layers", 1),
     ("per_layer_config", {"0": {"num_key_value_heads": 1}}),
     ("layer_types", ["linear_attention"] * 3),
     ("layer_types", ["full_attention"] * 2),
@@ -329,7 +328,7 @@ def test_sizes_are_needed_and_sane(architecture: str, key: str) -> None:
         ({"architectures": ["a", "b"]}, '"architectures" must name one architecture'),
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "names GPT2LMHeadModel; supported are LlamaForCausalLM, Mistral.*, Qwen2.*, Qwen3",
+            "names GPT2LMHeadModel; supported are Llama.*, MiMo.*, Mistral.*, Qwen2.*, Qwen3",
         ),
         ({"architectures": [["x"]]}, '"architectures"'),
     ],
@@ -373,7 +372,27 @@ def test_messages_name_the_file(tmp_path: Path) -> None:
 
 
 def test_the_catalogue_is_complete() -> None:
-    assert set(ARCHITECTURES) == set(CLASSES)
+    # transformers has no class for MiMo, which is a Qwen2 of another name.
+    assert set(ARCHITECTURES) == {*CLASSES, "MiMoForCausalLM"}
+
+
+@pytest.mark.parametrize("change", [*VARIANTS["Qwen2ForCausalLM"], *ROPES[:6]])
+def test_mimo_is_a_qwen2(change: Json) -> None:
+    change = {key: value for key, value in change.items() if value is not ...}
+    qwen = tiny("Qwen2ForCausalLM", **change)
+    mimo = {**qwen, "architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    found = read_decoder_config({**mimo, "num_nextn_predict_layers": 1})
+    assert replace(found, architecture="Qwen2ForCausalLM") == read_decoder_config(qwen)
+    for key, value in (("model_type", "qwen2"), ("mlp_bias", True), ("use_mrope", True)):
+        with pytest.raises(CheckpointError, match=f'"{key}"'):
+            read_decoder_config({**mimo, key: value})
+
+
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
+@pytest.mark.parametrize("architecture", CLASSES)
+def test_modules_beside_a_model_do_not_change_it(architecture: str, key: str) -> None:
+    content = tiny(architecture)
+    assert read_decoder_config({**content, key: 1}) == read_decoder_config(content)
 
 
 # Published checkpoints: their whole config.json
@@ -494,6 +513,26 @@ QWEN3_06B: Json = {
     "num_hidden_layers": 28,
     "tie_word_embeddings": True,
 }
+# Of MiMo-7B; its code lies beside the weights, and none of it is run.
+MIMO_7B: Json = {
+    **QWEN25_7B,
+    "architectures": ["MiMoForCausalLM"],
+    "attention_bias": True,
+    "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_window_layers": 36,
+    "model_type": "mimo",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 640000,
+    "sliding_window": 32768,
+    "vocab_size": 151680,
+}
 MISTRAL_7B: Json = {
     "architectures": ["MistralForCausalLM"],
     "attention_dropout": 0.0,
@@ -536,6 +575,7 @@ MISTRAL_NEMO: Json = {
         (QWEN25_7B, (3584, 18944, 28, 28, 4, 128, 152064, 1e6, "default", 1.0, False)),
         (QWEN3_06B, (1024, 3072, 28, 16, 8, 128, 151936, 1e6, "default", 1.0, True)),
         (QWEN3_8B, (4096, 12288, 36, 32, 8, 128, 151936, 1e6, "default", 1.0, False)),
+        (MIMO_7B, (4096, 11008, 36, 32, 8, 128, 151680, 640000.0, "default", 1.0, False)),
         (MISTRAL_7B, (4096, 14336, 32, 32, 8, 128, 32768, 1e6, "default", 1.0, False)),
         (MISTRAL_NEMO, (5120, 14336, 40, 32, 8, 128, 131072, 1e6, "default", 1.0, False)),
     ],
@@ -556,7 +596,8 @@ def test_published_configs(content: Json, expected: tuple[Any, ...]) -> None:
         config.tie_word_embeddings,
     ) == expected
     name = content["architectures"][0]
-    assert (config.qkv_bias, config.o_bias) == (name == "Qwen2ForCausalLM", False)
+    has_bias = name in ("Qwen2ForCausalLM", "MiMoForCausalLM")
+    assert (config.qkv_bias, config.o_bias) == (has_bias, False)
     assert config.qk_norm == (name == "Qwen3ForCausalLM")
     assert set(config.sliding_windows) == {None}
     assert config.dtype == torch.bfloat16

@@ -138,6 +138,29 @@ def test_a_surplus_tensor_is_refused_by_name(folder: Path, name: str) -> None:
     assert f"({name});" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight"],
+        ["model.mtp_layers.0.input_proj.weight"],
+        ["model.layers.2.eh_proj.weight", "model.layers.2.mlp.up_proj.weight"],
+    ],
+)
+def test_what_only_a_drafter_reads_is_left_where_it_is(names: list[str], folder: Path) -> None:
+    alone = parameters(load(folder))
+    store(folder, {**stored(folder), **{name: torch.ones(4) for name in names}})
+    totals: list[int] = []
+
+    @contextmanager
+    def bar(name: str, size: int, unit: str) -> Iterator[Progress]:
+        totals.append(size)
+        yield lambda done: totals.append(-done)
+
+    found = parameters(load(folder, progress_bar=bar))
+    assert all(torch.equal(found[name], tensor) for name, tensor in alone.items())
+    assert sum(totals) == 0  # the bar ends where the reading ends
+
+
 def test_of_many_surplus_tensors_some_are_named(folder: Path) -> None:
     configure(folder, num_hidden_layers=1)
     with pytest.raises(CheckpointError, match=r"layers\.1\..*, .*layers\.1\..* and 8 more\)"):

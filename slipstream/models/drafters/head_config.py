@@ -13,6 +13,7 @@ from slipstream.models.catalogue import decoder_config
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+from slipstream.models.drafters.mtp_names import OWN_DRAFTER_KEYS
 
 WRAPPER_KEY = "speculators_model_type"
 _WRAPPED = "transformer_layer_config"
@@ -20,6 +21,7 @@ _WRAPPED = "transformer_layer_config"
 # The layers of a head, whatever its own architecture is called.
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "mimo": "MiMoForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -94,7 +96,7 @@ def head_reader(checkpoint: HeadCheckpoint, read_elsewhere: Collection[str] = ()
     effective.setdefault("num_hidden_layers", 1)
     # Whether a head has an own lm_head is read from its tensors.
     effective["tie_word_embeddings"] = False
-    harmless = _HARMLESS.union(read_elsewhere)
+    harmless = (_HARMLESS | OWN_DRAFTER_KEYS).union(read_elsewhere)
     return ConfigReader(effective, checkpoint.config_file, harmless=harmless)
 
 
@@ -102,7 +104,14 @@ def read_layers(reader: ConfigReader, names: Collection[str]) -> DecoderConfig:
     """The layers of the head; q/k norms and biases are what its tensors say, beside its config."""
     config = decoder_config(reader)
     reader.finish()
-    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    return with_stored_parts(config, names)
+
+
+def with_stored_parts(
+    config: DecoderConfig, names: Collection[str], layer: str = "model.layers.0"
+) -> DecoderConfig:
+    """The config with the norms and biases that the tensors of one layer say."""
+    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
     return replace(
         config,
         qk_norm=config.qk_norm or f"{attention}.q_norm.weight" in names,

@@ -53,13 +53,15 @@ class HeadEnds:
         vocab_size: int,
         draft_vocab_size: int,
         width: int,
+        names: tuple[str, str] = (EMBEDDING, HEAD),
     ) -> None:
         self._embedding: Embedding | None = None
         self._head: LanguageModelHead | None = None
+        embedding, head = names
         if parts.embedding:
-            self._embedding = Embedding(source, EMBEDDING, vocab_size, width)
+            self._embedding = Embedding(source, embedding, vocab_size, width)
         if parts.head:
-            weight = source.matrix([Part(f"{HEAD}.weight", draft_vocab_size)], width)
+            weight = source.matrix([Part(f"{head}.weight", draft_vocab_size)], width)
             self._head = LanguageModelHead(ops, weight)
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
