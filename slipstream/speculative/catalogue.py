@@ -7,6 +7,7 @@ from typing import Any, Protocol, cast
 
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.checkpoint import resolve_checkpoint
+from slipstream.models.drafters.dflash_config import own_num_tokens
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.drafters.head_config import wrapped_num_tokens
 from slipstream.speculative.drafter import LoadedDrafter, NoDrafter
@@ -17,6 +18,7 @@ from slipstream.speculative.verification_options import read_verification
 
 METHODS = {
     "draft_model": "slipstream.speculative.draft_model",
+    "dflash": "slipstream.speculative.dflash",
     "eagle": "slipstream.speculative.eagle",
     "eagle3": "slipstream.speculative.eagle3",
     "ngram": "slipstream.speculative.ngram",
@@ -29,7 +31,7 @@ METHODS = {
 }
 
 # Methods whose checkpoints may say how many tokens they draft.
-_HEADS = ("eagle", "eagle3")
+_HEADS = ("dflash", "eagle", "eagle3")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 
 
@@ -106,7 +108,10 @@ def _find(options: Options) -> _Found:
         return _Found()
     checkpoint = HeadCheckpoint(resolve_checkpoint(model, revision, pickled=True))
     kind = recognise(checkpoint.config, checkpoint.tensor_names)
-    return _Found(kind, wrapped_num_tokens(checkpoint.config))
+    count = wrapped_num_tokens(checkpoint.config)
+    if count is None and kind == "dflash":
+        count = own_num_tokens(checkpoint.config)
+    return _Found(kind, count)
 
 
 def _method(options: Options, found: _Found) -> str:

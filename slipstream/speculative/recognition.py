@@ -19,7 +19,7 @@ _WRAPPED = {
     "mtp": "mtp",
     "peagle": "p-eagle",
 }
-_DFLASH = {"DFlashDraftModel", "DSparkDraftModel"}
+_DFLASH = {"DFlashDraftModel", "DSparkDraftModel", "Qwen3DSparkModel"}
 _EAGLE3 = {
     "Eagle3DraftModel",
     "Eagle3LlamaForCausalLM",

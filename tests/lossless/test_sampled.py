@@ -15,8 +15,10 @@ from scipy.stats import chisquare
 
 from slipstream import LLM, SamplingParams
 from tests.checkpoints import write_qwen3
+from tests.drafters.blocks import write_dflash
 from tests.drafters.heads import write_eagle1, write_eagle3
 from tests.last_hidden_checkpoints import mapped_medusa_for, medusa_for, mlp_for
+from tests.padded_steps import use_padded_steps
 
 VOCAB = 6
 PROMPT = [1, 4, 2, 4, 2]
@@ -48,6 +50,10 @@ def heads(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> di
     """Drafting heads for the pair's target, by their name in CASES."""
     folder = tmp_path_factory.mktemp("heads")
     return {
+        "dflash": str(write_dflash(folder / "dflash", pair[0], mask=3)),
+        "dflash_reduced": str(
+            write_dflash(folder / "dflash_reduced", pair[0], mask=3, draft_vocab=4)
+        ),
         "eagle": str(write_eagle1(folder / "eagle", pair[0])),
         "eagle3": str(write_eagle3(folder / "eagle3", pair[0], norm_output=True)),
         "eagle3_reduced": str(write_eagle3(folder / "reduced", pair[0], draft_vocab=4)),
@@ -73,6 +79,9 @@ CASES: dict[str, dict[str, Any]] = {
     "ngram": {"drafter": "ngram"},
     "suffix": {"drafter": "suffix"},
     "custom": {"drafter": "custom"},
+    "dflash": {"drafter": "dflash", "params": {"temperature": 0.7, "top_p": 0.9}},
+    "dflash_reduced": {"drafter": "dflash_reduced"},
+    "dflash_greedy_drafts": {"drafter": "dflash_reduced", "draft_sample_method": "greedy"},
     "eagle": {"drafter": "eagle"},
     "eagle3": {"drafter": "eagle3", "params": {"temperature": 0.7, "top_p": 0.9}},
     "eagle3_reduced": {"drafter": "eagle3_reduced"},
@@ -95,6 +104,14 @@ def test_sampled_output_has_the_targets_distribution(
     drawn = draw(pair, case, params, heads)
     for places in ((0, 1), (1, 2), (2, 3)):
         assert p_value(drawn, exact, places) > 0.001, places
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash_reduced"])
+def test_padded_steps_have_the_targets_distribution(
+    name: str, pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_padded_steps(monkeypatch)
+    test_sampled_output_has_the_targets_distribution(name, pair, heads)
 
 
 def test_the_statistic_sees_a_wrong_distribution(pair: tuple[str, str]) -> None:
