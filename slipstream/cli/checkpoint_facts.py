@@ -36,6 +36,8 @@ class CheckpointFacts:
     def kv_bytes_per_token(self) -> int:
         from slipstream.cache.kv_cache import KVLayout
 
+        if self.head is not None and not self.head.keeps_blocks:
+            return 0
         shape = self.config
         layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype)
         return layout.bytes_per_token

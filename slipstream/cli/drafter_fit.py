@@ -37,7 +37,7 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
     problems, notes = [], []
     share = _relative_size(draft, target)
     if draft.head is not None:
-        return Fit(tuple(draft.head.problems(target.config)), (), share)
+        return Fit(tuple(draft.head.problems(target.config)), draft.head.notes, share)
     mismatch = _vocabulary_problem(draft, target)
     if mismatch:
         problems.append(mismatch)

@@ -96,6 +96,7 @@ def assemble(
         use_fp64_gumbel=config.use_fp64_gumbel,
         num_speculative_tokens=limits.num_speculative_tokens,
         target=network,
+        target_cache=cache,
     )
     drafter = loaded_drafter.build(resources)
     blocks = BlockManager(resolved.num_blocks, config.block_size, config.enable_prefix_caching)

@@ -21,6 +21,7 @@ METHODS = {
     "dflash": "slipstream.speculative.dflash",
     "eagle": "slipstream.speculative.eagle",
     "eagle3": "slipstream.speculative.eagle3",
+    "gemma4_assistant": "slipstream.speculative.gemma4_assistant",
     "ngram": "slipstream.speculative.ngram",
     "pard": "slipstream.speculative.pard",
     "suffix": "slipstream.speculative.suffix",
@@ -31,7 +32,7 @@ METHODS = {
 }
 
 # Methods whose checkpoints may say how many tokens they draft.
-_HEADS = ("dflash", "eagle", "eagle3")
+_HEADS = ("dflash", "eagle", "eagle3", "gemma4_assistant")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 
 

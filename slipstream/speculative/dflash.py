@@ -59,11 +59,12 @@ def describe(checkpoint: HeadCheckpoint) -> HeadFacts:
     config = read_dflash_config(checkpoint)
     layers = config.entered_layers
     which = f"layers {', '.join(map(str, layers))}" if layers else f"{config.num_read} layers"
-    return HeadFacts(
-        config.layers,
-        f"the residual streams that enter {which}; it drafts {config.max_drafts} tokens at most",
-        partial(dflash_problems, config),
+    note = (
+        f"it gives all draft tokens from one pass, {config.max_drafts} at most, with mask token "
+        f"{config.mask_token}"
     )
+    features = f"the residual streams that enter {which}"
+    return HeadFacts(config.layers, features, partial(dflash_problems, config), (note,))
 
 
 def load(config: HeadOptions, target: TargetModel) -> "LoadedDFlash":

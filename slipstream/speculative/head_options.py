@@ -26,11 +26,15 @@ class HeadFacts:
         layers: its sizes.
         features: what it reads of the target, in words.
         problems: of a target's shape, why the head cannot draft for it.
+        notes: what to know when it is used.
+        keeps_blocks: its layers have keys and values of their own.
     """
 
     layers: DecoderConfig
     features: str
     problems: Callable[[DecoderConfig], list[str]]
+    notes: tuple[str, ...] = ()
+    keeps_blocks: bool = True
 
 
 @dataclass(frozen=True)

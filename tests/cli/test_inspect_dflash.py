@@ -12,7 +12,12 @@ def test_a_drafter_and_its_fit(slipstream: CommandLine, tiny_target: str, tmp_pa
     folder = write_dflash(tmp_path / "draft", tiny_target)
     ran = slipstream("inspect", str(folder), "--target", tiny_target)
     assert ran.code == 0
-    for part in ("of the kind dflash", "enter layers 1, 2", "7 tokens at most", "fits"):
+    for part in (
+        "of the kind dflash",
+        "enter layers 1, 2",
+        "one pass, 7 at most, with mask token 90",
+        "fits",
+    ):
         assert part in ran.out
     assert json.loads(slipstream("inspect", str(folder), "--json").out)["kind"] == "dflash"
     other = str(write_qwen3(tmp_path / "other", hidden_size=64))

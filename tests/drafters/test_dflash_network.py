@@ -1,6 +1,5 @@
 """The network of DFlash by itself: what it writes where, and that it can be trained."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,37 +16,14 @@ from slipstream.models.drafters.dflash_config import read_dflash_config
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.loading import LoadOptions
 from tests.drafters.blocks import MASK, write_dflash
+from tests.drafters.trainable import Trainable
 from tests.kernels.batches import Requests, attention_inputs, num_blocks, only
 
 BLOCK_SIZE, LENGTHS, BLOCK = 8, (13, 4, 20), 5
 
 
-class Trainable:
-    """Parameters by their published names, of which gradients are wanted."""
-
-    def __init__(self, folder: Path) -> None:
-        self.stored = load_file(folder / "model.safetensors")
-        self.parameters: dict[str, Tensor] = {}
-
-    def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
-        return torch.cat([self._parameter(part.name) for part in parts])
-
-    def table(self, parts: Sequence[Part], columns: int) -> Tensor:
-        return self.matrix(parts, columns)
-
-    def tied(self, table: Tensor) -> Tensor:
-        return table
-
-    def vector(self, parts: Sequence[Part]) -> Tensor:
-        return self.matrix(parts, 0)
-
-    def _parameter(self, name: str) -> Tensor:
-        short = name.removeprefix("model.")
-        return self.parameters.setdefault(short, self.stored[short].requires_grad_())
-
-
 def build(folder: Path) -> tuple[DFlashNetwork, Trainable]:
-    source = Trainable(folder)
+    source = Trainable(load_file(folder / "model.safetensors"))
     config = read_dflash_config(HeadCheckpoint(folder))
     options = LoadOptions(
         dtype=torch.float32,

@@ -27,7 +27,7 @@ from slipstream.kernels.triton import attention as triton_attention
 from slipstream.layers.rope import RopeConfig, rope_table
 from slipstream.models.precision import rounded
 from tests.kernels import oracles
-from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, seeded
+from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -151,7 +151,45 @@ def test_store_is_the_first_half_of_attend(requests: Requests, column: Ops) -> N
     column.store(qkv[:, 4 * 16 :], heads, inputs, stored)
     REFERENCE.attend(qkv, heads, inputs, expected)
     assert_close(stored, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
-    column.store(qkv[:0, 4 * 16 :], heads, inputs, stored)
+    none = replace(inputs, positions=inputs.positions[:0], slots=inputs.slots[:0])
+    column.store(qkv[:0, 4 * 16 :], heads, none, stored)
+    assert_close(stored, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("window", [None, 6, 7, 40])
+@pytest.mark.parametrize("column", [REFERENCE, TRITON], ids=lambda ops: ops.column)
+def test_rows_behind_the_cache_see_it_and_store_nothing(column: Ops, window: int | None) -> None:
+    """As a drafter that has queries only asks: one row at the position of a token to come."""
+    requests = Requests([6, 7, 40, 130], [1, 1, 1, 1])
+    shape = Shape(4, 2, 16, 8)
+    whole = attention_inputs(requests, shape.block_size)
+    before = replace(whole, context_lens=torch.tensor(list(requests.computed)))
+    keys, values = filled_cache(before, requests, shape)
+    inputs = replace(before, slots=torch.full_like(whole.slots, -1), max_rows=1)
+    weight = Norm(1 + 0.3 * randn(16, seed=4), 1e-3)
+    cos_sin = rope_table(16, RopeConfig(100.0), 256, DEVICE)
+    heads = Heads(4, 2, 16, (weight, weight), cos_sin, 1.0, window)
+    query = randn(4, 64, seed=6)
+    qkv = torch.cat((query, torch.zeros_like(query)), -1)
+    pages = (keys.to(DEVICE), values.to(DEVICE))
+    out = column.attend(qkv, heads, on_device(inputs), pages)
+    assert_close((pages[0].cpu(), pages[1].cpu()), (keys, values), rtol=0, atol=0, equal_nan=True)
+    normed = oracles.norm(query.view(4, 4, 16).cpu(), weight.weight.cpu(), 1e-3)
+    turned = oracles.rotated(normed, oracles.angles(16, 100.0, inputs.positions))
+    # A row sees no key of its own, so the last one in its window is the last one there is.
+    truth = torch.cat(
+        [
+            oracles.attention(
+                turned[row : row + 1].float(),
+                (keys, values),
+                replace(only(inputs, row)[0], causal=False),
+                1.0,
+                window,
+            )
+            for row in range(4)
+        ]
+    )
+    assert_close(out.double().cpu(), truth.flatten(1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("float8", [False, True])

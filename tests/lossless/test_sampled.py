@@ -15,6 +15,7 @@ from scipy.stats import chisquare
 
 from slipstream import LLM, SamplingParams
 from tests.checkpoints import write_qwen3
+from tests.drafters.assistants import write_assistant
 from tests.drafters.blocks import write_dflash
 from tests.drafters.heads import write_eagle1, write_eagle3
 from tests.last_hidden_checkpoints import mapped_medusa_for, medusa_for, mlp_for
@@ -50,6 +51,10 @@ def heads(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> di
     """Drafting heads for the pair's target, by their name in CASES."""
     folder = tmp_path_factory.mktemp("heads")
     return {
+        "assistant": str(write_assistant(folder / "assistant", pair[0])),
+        "assistant_of_parts": str(
+            write_assistant(folder / "assistant_of_parts", pair[0], centroids=(3, 2))
+        ),
         "dflash": str(write_dflash(folder / "dflash", pair[0], mask=3)),
         "dflash_reduced": str(
             write_dflash(folder / "dflash_reduced", pair[0], mask=3, draft_vocab=4)
@@ -79,6 +84,9 @@ CASES: dict[str, dict[str, Any]] = {
     "ngram": {"drafter": "ngram"},
     "suffix": {"drafter": "suffix"},
     "custom": {"drafter": "custom"},
+    "assistant": {"drafter": "assistant"},
+    "assistant_of_parts": {"drafter": "assistant_of_parts", "params": {"temperature": 0.8}},
+    "assistant_greedy_drafts": {"drafter": "assistant", "draft_sample_method": "greedy"},
     "dflash": {"drafter": "dflash", "params": {"temperature": 0.7, "top_p": 0.9}},
     "dflash_reduced": {"drafter": "dflash_reduced"},
     "dflash_greedy_drafts": {"drafter": "dflash_reduced", "draft_sample_method": "greedy"},
@@ -106,7 +114,7 @@ def test_sampled_output_has_the_targets_distribution(
         assert p_value(drawn, exact, places) > 0.001, places
 
 
-@pytest.mark.parametrize("name", ["dflash", "dflash_reduced"])
+@pytest.mark.parametrize("name", ["assistant", "assistant_of_parts", "dflash", "dflash_reduced"])
 def test_padded_steps_have_the_targets_distribution(
     name: str, pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,10 +71,8 @@ def _gather(pages: Tensor, block_table: Tensor, length: int) -> Tensor:
 
 def _mask(positions: Tensor, length: int, window: int | None, causal: bool) -> Tensor | None:
     """[rows, length], true where a row may look; None where every row sees everything."""
-    if positions.shape[0] == 1 and (window is None or length <= window):
-        return None  # a single row is the last token
-    if not causal and window is None:
-        return None
+    if window is None and (not causal or positions.shape[0] == 1):
+        return None  # a single row is the last token, or stands behind it
     keys = torch.arange(length, device=positions.device)
     distance = positions.unsqueeze(1) - keys
     mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
