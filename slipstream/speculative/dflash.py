@@ -1,10 +1,10 @@
-"""`dflash`: a block of draft tokens from one pass over features of the target (DFlash).
+"""`dflash`: a draft block from one pass over features of the target (DFlash).
 
 The keys and values of the context come from the features of a token alone, so `observe` writes them
 into the slots of the tokens that the target has just computed, and there is nothing to catch up
-with: not behind a prefix hit, nor after a while without drafts. The rows of a block write the slots
-of the tokens that they stand for, which the blocks have room for; the context of what is committed
-is written over them before anybody reads it.
+with: not behind a prefix hit, nor after a while without drafts. The rows of a draft block write the
+slots of the tokens that they stand for, which the request's blocks have room for; the context of
+what is committed is written over them before anybody reads it.
 """
 
 from collections.abc import Sequence
@@ -70,22 +70,22 @@ def describe(checkpoint: HeadCheckpoint) -> HeadFacts:
 def load(config: HeadOptions, target: TargetModel) -> "LoadedDFlash":
     """Load the drafter and check that it fits the target."""
     checkpoint = open_head(config, METHOD)
-    block, shape = read_dflash_config(checkpoint), target_config(target)
-    require_fit(checkpoint, target, dflash_problems(block, shape))
+    drafter, shape = read_dflash_config(checkpoint), target_config(target)
+    require_fit(checkpoint, target, dflash_problems(drafter, shape))
     load = load_options(config, target)
-    require_shared_dtype(block.parts, load.dtype, target)
-    ids = read_draft_ids(checkpoint, block.draft_vocab_size, target.vocab_size, load.device)
+    require_shared_dtype(drafter.parts, load.dtype, target)
+    ids = read_draft_ids(checkpoint, drafter.draft_vocab_size, target.vocab_size, load.device)
     return LoadedDFlash(
-        network=load_dflash(checkpoint, block, shape.hidden_size, load),
-        config=block,
-        sampling=DraftSampling(ids, block.draft_vocab_size, config.greedy_only),
+        network=load_dflash(checkpoint, drafter, shape.hidden_size, load),
+        config=drafter,
+        sampling=DraftSampling(ids, drafter.draft_vocab_size, config.greedy_only),
         limits=replace(
             head_limits(config, METHOD, checkpoint, target),
-            max_speculative_tokens=block.max_drafts,
+            max_speculative_tokens=drafter.max_drafts,
         ),
-        # What is read of a token is kept in the blocks, so none is computed again for it.
-        needs=Needs(stream_layers=block.stream_layers(shape.num_layers)),
-        layout=head_layout(block.layers, load.dtype),
+        # What is read of a token is kept in the cache, so none is computed again for it.
+        needs=Needs(stream_layers=drafter.stream_layers(shape.num_layers)),
+        layout=head_layout(drafter.layers, load.dtype),
     )
 
 
@@ -120,7 +120,7 @@ class DFlashDrafter:
         """Nothing waits."""
 
     def propose(self, turn: Turn) -> Draft:
-        """One pass over the blocks."""
+        """One pass over the draft blocks."""
         if not turn.width:
             return Draft.empty(turn)
         slots, width, wanted = turn.slots, turn.width, turn.num_draft_tokens
@@ -161,13 +161,13 @@ class DFlashDrafter:
         """`observe` took in all rows."""
 
     def forget(self, requests: Sequence[Request]) -> None:
-        """Nothing is kept but blocks."""
+        """Nothing is kept beside the cache."""
 
     def cached_tokens(self, slots: Tensor) -> Tensor:
         return self._state.num_computed[slots]
 
     def _hidden(self, turn: Turn, starts: Tensor, wanted: Tensor) -> Tensor:
-        """[R, K, H], what enters the head: the rows that predict, of each request's block."""
+        """[R, K, H], what enters the head: the rows that predict."""
         known_rows = 0 if self._config.from_anchor else 1
         lengths = torch.where(wanted > 0, wanted + known_rows, 0)
         most = turn.most_rows(turn.width + known_rows)

@@ -61,7 +61,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no mask": ({"nested": {"mask_token_id": "drop"}}, "mask_token_id.* must be one of the 96"),
     "far mask": ({"nested": {"mask_token_id": 96}}, "must be one of the 96 token ids .* not 96"),
     "no block": ({"block_size": "drop"}, "block_size.* is missing"),
-    "small block": ({"block_size": 1}, "a block holds a known token and one more"),
+    "small block": ({"block_size": 1}, "a draft block holds a known token and one more"),
     "layers": ({"nested": {"target_layer_ids": [1, 2]}}, "enter layers 2, 3; a target of 2"),
     "words": ({"nested": {"target_layer_ids": [1, "a"]}}, "list of layer numbers, each once"),
     "twice": ({"nested": {"target_layer_ids": [1, 1]}}, "list of layer numbers, each once"),

@@ -1,9 +1,9 @@
-"""DFlash (Chen et al. 2026): a block of tokens from one pass, over features of the target.
+"""DFlash (Chen et al. 2026): a draft block from one pass, over features of the target.
 
     c_p = norm(fc[streams of some layers of the target at token p])        the context
-    layer: keys and values of c_p at position p, for all p before the block
-    block: embeddings of the last known token and of mask tokens, at the positions that follow;
-           its rows see the context and each other
+    layer: keys and values of c_p at position p, for all p before the draft block
+    draft block: embeddings of the last known token and of mask tokens, at the
+           positions that follow; its rows see the context and each other
     logits = lm_head(norm(x)), of a mask for its own position
 
 The context enters every layer as it is: it has no queries, no feed-forward part and no norm of the
@@ -40,7 +40,7 @@ def load_dflash(
 
 
 class DFlashNetwork:
-    """Features to the keys and values of a context, and blocks over it to what enters the head."""
+    """Features to keys and values of a context, and draft blocks to what enters the head."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class DFlashNetwork:
     def __call__(
         self, token_ids: Tensor, inputs: AttentionInputs, caches: Sequence[LayerCache]
     ) -> Tensor:
-        """token_ids [T], blocks of several requests -> [T, H], behind the final norm.
+        """token_ids [T], draft blocks of several requests -> [T, H], behind the final norm.
 
-        The context stands in `caches` already. The blocks' keys and values go to the slots of
-        `inputs`, where they mean something until this pass ends.
+        The context stands in `caches` already. The draft blocks' keys and values go to the slots
+        of `inputs`, where they mean something until this pass ends.
         """
         addend: Tensor = self._ends.embedded(token_ids)
         residual: Tensor | None = None

@@ -38,11 +38,11 @@ class DFlashConfig:
     Attributes:
         layers: its sizes; its vocabulary is the target's.
         draft_vocab_size: rows of its lm_head.
-        mask_token: the id that stands for a token of the block that is not known.
-        block_size: rows of a block, the known token's included.
+        mask_token: the id that stands for a token of the draft block that is not known.
+        block_size: rows of a draft block, the known token's included.
         entered_layers: layers of the target whose incoming streams it reads, in the order of fc's
             columns; None leaves them to the target's number of layers.
-        causal: per layer, whether a row of the block sees those before it only.
+        causal: per layer, whether a row of the draft block sees those before it only.
         from_anchor: a row predicts the token behind its own, as in a language model.
         target_layers: of the target that it was trained for; None when it does not say.
         fc_columns: of the stored fc; None without weights.
@@ -63,7 +63,7 @@ class DFlashConfig:
 
     @property
     def max_drafts(self) -> int:
-        """Tokens that a block guesses."""
+        """Tokens that a draft block guesses."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
     @property
@@ -84,7 +84,7 @@ class DFlashConfig:
 
 
 def own_num_tokens(config: Mapping[str, Any]) -> int | None:
-    """Draft tokens a step that the config alone asks for: a block without its known token."""
+    """Draft tokens a step that the config alone asks for: a draft block without its known one."""
     size = config.get(_BLOCK)
     return size - 1 if type(size) is int and size > 1 else None
 
@@ -113,13 +113,15 @@ def read_dflash_config(checkpoint: HeadCheckpoint) -> DFlashConfig:
     inner.finish()
     layers = read_layers(reader, checkpoint.tensor_names)
     if block is None and not wrapped:
-        raise reader.error(_BLOCK, "is missing; add how many rows a block of this drafter has")
+        raise reader.error(_BLOCK, "is missing; add how many rows its draft blocks have")
     if mask is None or not 0 <= mask < layers.vocab_size:
         raise reader.error(
             _MASK, f"must be one of the {layers.vocab_size} token ids of its vocabulary, not {mask}"
         )
     if block is not None and block < 2:
-        raise reader.error(_BLOCK, f"is {block}, but a block holds a known token and one more")
+        raise reader.error(
+            _BLOCK, f"is {block}, but a draft block holds a known token and one more"
+        )
     fc = checkpoint.entries.get("fc.weight") if checkpoint.has_weights else None
     return DFlashConfig(
         layers=layers,
@@ -169,7 +171,7 @@ _DSPARK = ("markov", "confidence_head")
 
 
 def _refuse_variants(checkpoint: HeadCheckpoint) -> None:
-    """Raise CheckpointError for relatives that need more than a block of masks."""
+    """Raise CheckpointError for relatives that need more than a block of mask tokens."""
     config, names = checkpoint.config, checkpoint.tensor_names
     said = [str(config.get("speculators_model_type")), *map(str, config.get("architectures") or ())]
     if any("dspark" in name.lower() for name in said) or any(
@@ -177,7 +179,7 @@ def _refuse_variants(checkpoint: HeadCheckpoint) -> None:
     ):
         raise CheckpointError(
             f"{checkpoint.config_file}: this is a DSpark drafter, whose Markov head corrects each "
-            "token of a block by the one before it; only plain DFlash blocks are supported; use a "
+            "token of a draft block by the one before it; only plain DFlash is supported; use a "
             "DFlash drafter of this target, or one of another kind"
         )
     file = checkpoint.path / "mask_embedding.pt"
