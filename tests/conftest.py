@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from tests.checkpoints import write_qwen3
+from tests.drafters.assistants import write_assistant
+from tests.drafters.blocks import write_dflash
 from tests.drafters.heads import write_eagle1, write_eagle3, write_p_eagle
 from tests.drafters.mtp_heads import write_mtp
 
@@ -45,6 +47,8 @@ def tiny_heads(tiny_target: str, tmp_path_factory: pytest.TempPathFactory) -> di
     """Drafting heads for `tiny_target`, by their method."""
     folder = tmp_path_factory.mktemp("heads")
     return {
+        "assistant": str(write_assistant(folder / "assistant", tiny_target)),
+        "dflash": str(write_dflash(folder / "dflash", tiny_target, block=16, draft_vocab=80)),
         "eagle": str(write_eagle1(folder / "eagle", tiny_target)),
         "eagle3": str(write_eagle3(folder / "eagle3", tiny_target, draft_vocab=80)),
         "p-eagle": str(write_p_eagle(folder / "p-eagle", tiny_target, draft_vocab=80)),

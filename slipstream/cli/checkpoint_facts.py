@@ -86,7 +86,8 @@ class CheckpointFacts:
         from slipstream.cache.kv_cache import KVLayout
 
         shape, per_token = self.config, 0
-        if shape is not None:
+        keeps_none = self.head is not None and not self.head.keeps_blocks
+        if shape is not None and not keeps_none:
             layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype)
             per_token = layout.bytes_per_token
         return {"kv_bytes_per_token": per_token, "kv_bytes_per_block": per_token * BLOCK_SIZE}

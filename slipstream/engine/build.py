@@ -99,6 +99,7 @@ def assemble(
         num_speculative_tokens=limits.num_speculative_tokens,
         target=network,
         captured=resolved.captures,
+        target_cache=cache,
     )
     drafter = loaded_drafter.build(resources)
     blocks = BlockManager(resolved.num_blocks, config.block_size, config.enable_prefix_caching)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -100,8 +101,19 @@ def compose(column: str, parts: Parts) -> Ops:
         norm=added,
         joined_linear=joined_linear,
         attend=attend,
+        store=partial(_store, parts),
         logits=parts.logits,
     )
+
+
+def _store(
+    parts: Parts, kv: Tensor, heads: Heads, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]
+) -> None:
+    shape = (len(kv), heads.num_kv_heads, heads.head_dim)
+    key, value = (part.view(shape) for part in kv.chunk(2, -1))
+    nobody = key[:, :0]
+    norms = query_key_norms(heads)
+    parts.rotate_and_store(nobody, key, value, norms, heads.cos_sin, inputs, cache)
 
 
 def split_heads(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,6 +32,8 @@ class AttentionInputs:
             A hint like `max_rows`.
         first_seen: cached tokens before this one are seen by no row: nothing has been stored there
             (but the numbers there are finite).
+        causal: false: a row also sees the tokens behind its own, up to `context_lens`, so that all
+            rows of a request see each other.
     """
 
     query_start: Tensor
@@ -42,6 +44,7 @@ class AttentionInputs:
     max_rows: int | None = None
     max_context: int | None = None
     first_seen: int = 0
+    causal: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,8 +156,8 @@ class AttendOp(Protocol):
 
     qkv [T, (Hq + 2 Hk) D]: queries, keys, values. Queries and keys are normed and rotated, keys and
     values stored at the rows' slots of the caches [num_blocks, block_size, Hk, D]; then a row at
-    position p sees the cached tokens 0..p of its request, or the last `window` of them.
-    Returns [T, Hq D].
+    position p sees the cached tokens 0..p of its request, or the last `window` of them; where
+    `inputs` is not causal, those behind p as well. Returns [T, Hq D].
     """
 
     def __call__(
@@ -164,6 +167,22 @@ class AttendOp(Protocol):
         inputs: AttentionInputs,
         cache: tuple[Tensor, Tensor],
     ) -> Tensor: ...
+
+
+class StoreOp(Protocol):
+    """Keys and values of ragged rows to their slots, for others to see.
+
+    kv [T, 2 Hk D]: keys, which are normed and rotated as `AttendOp` does it, and values. Of
+    `inputs` only positions and slots count.
+    """
+
+    def __call__(
+        self,
+        kv: Tensor,
+        heads: Heads,
+        inputs: AttentionInputs,
+        cache: tuple[Tensor, Tensor],
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -180,6 +199,7 @@ class Ops:
         norm: the same, together with the sum that was normed.
         joined_linear: a matmul of several inputs side by side, each normed or not.
         attend: attention.
+        store: its first half alone.
         logits: the head's matmul.
     """
 
@@ -191,6 +211,7 @@ class Ops:
     norm: NormOp
     joined_linear: JoinedLinearOp
     attend: AttendOp
+    store: StoreOp
     logits: LogitsOp
 
 

@@ -12,7 +12,8 @@ class RopeConfig:
     """The base of a rotary embedding and how its frequencies are stretched.
 
     kind "default" leaves them; "linear" divides all by `factor`; "llama3" divides the low ones by
-    `factor`, keeps the high ones and blends between.
+    `factor`, keeps the high ones and blends between; "proportional" does as "linear" and turns the
+    first `rotated` of all pairs only.
     """
 
     theta: float
@@ -21,6 +22,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    rotated: float = 1.0
 
 
 def rope_table(
@@ -38,6 +40,9 @@ def _stretched(frequencies: Tensor, config: RopeConfig) -> Tensor:
         return frequencies
     if config.kind == "linear":
         return frequencies / config.factor
+    if config.kind == "proportional":
+        turning = torch.arange(len(frequencies)) < int(config.rotated * len(frequencies))
+        return torch.where(turning, frequencies / config.factor, 0.0)
     assert config.kind == "llama3", config.kind
     original = config.original_max_position_embeddings
     turns = original * frequencies / (2 * math.pi)  # turns within the original context

@@ -113,5 +113,5 @@ class DummySource:
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         rows = sum(part.rows for part in parts)
-        value = 1.0 if parts[0].name.endswith("norm.weight") else 0.0
+        value = 1.0 if parts[0].name.endswith(("norm.weight", "_scalar")) else 0.0
         return torch.full((rows,), value, dtype=self._dtype, device=self._device)

@@ -50,7 +50,7 @@ class Forward:
         last_row: [R] int64, the last that means something; of requests without rows some other's.
         streams: the residual streams that were asked for, each [T, hidden_size].
         row_starts: `first_row` on the host, and T; empty where every request has as many rows.
-        places: [T] int64, where each row's keys and values went; -1 for nowhere.
+        inputs: where the rows stood.
     """
 
     hidden: Tensor
@@ -58,7 +58,13 @@ class Forward:
     last_row: Tensor
     row_starts: Sequence[int]
     streams: Sequence[Tensor] = ()
-    places: Tensor | None = None
+    inputs: AttentionInputs | None = None
+
+    @property
+    def places(self) -> Tensor:
+        """[T] int64, where each row's keys and values went; -1 for nowhere."""
+        assert self.inputs is not None
+        return self.inputs.slots
 
     def last(self) -> Tensor:
         """[R, hidden_size], each request's last row."""
@@ -165,8 +171,7 @@ class ModelRunner:
         hidden, streams = self._network(
             laid.token_ids, laid.inputs, self._cache.layers, self._stream_layers
         )
-        places = laid.inputs.slots
-        return Forward(hidden, laid.first_row, laid.last_row, laid.row_starts, streams, places)
+        return Forward(hidden, laid.first_row, laid.last_row, laid.row_starts, streams, laid.inputs)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

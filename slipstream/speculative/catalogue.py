@@ -24,8 +24,10 @@ from slipstream.speculative.verification_options import read_verification
 
 METHODS = {
     "draft_model": "slipstream.speculative.draft_model",
+    "dflash": "slipstream.speculative.dflash",
     "eagle": "slipstream.speculative.eagle",
     "eagle3": "slipstream.speculative.eagle3",
+    "gemma4_assistant": "slipstream.speculative.gemma4_assistant",
     "ngram": "slipstream.speculative.ngram",
     "p-eagle": "slipstream.speculative.p_eagle",
     "pard": "slipstream.speculative.pard",
@@ -47,7 +49,10 @@ _SPELLINGS = {
 }
 
 # Methods whose checkpoints may say how many tokens they draft.
-_HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "p-eagle")
+_HEADS = (
+    *("dflash", "eagle", "eagle3", "gemma4_assistant"),
+    *("medusa", "mlp_speculator", "mtp", "p-eagle"),
+)
 OWN_HEAD = "mtp"  # the one that may lie in the target's own checkpoint
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 COMBINATION = "combination"

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.cache.kv_cache import KVLayout
+from slipstream.cache.kv_cache import KVCache, KVLayout
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.models.decoder import Decoder
@@ -146,6 +146,7 @@ class DrafterResources:
     Attributes:
         num_speculative_tokens: the engine's K.
         target: the target's network, whose embedding and head a drafter may share.
+        target_cache: the target's keys and values, which a drafter may read.
         captured: steps are captured, so that there are turns that are not exact.
         has_rivals: another drafter's guesses may be verified in place of its own.
     """
@@ -156,6 +157,7 @@ class DrafterResources:
     use_fp64_gumbel: bool
     num_speculative_tokens: int
     target: Decoder
+    target_cache: KVCache
     captured: bool = True
     has_rivals: bool = False
 

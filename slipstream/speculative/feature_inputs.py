@@ -27,7 +27,6 @@ class FeaturePages:
     def write(self, forward: Forward) -> None:
         """Take in the features of a pass of the target; those of tokens that are refused will be
         written anew before they are read, as their keys and values are."""
-        assert forward.places is not None
         places = torch.where(forward.places < 0, len(self.pages) - 1, forward.places)
         self.pages.index_copy_(0, places, self.project(forward.hidden, forward.streams))
 

@@ -29,6 +29,7 @@ class HeadFacts:
         num_tokens: as many draft tokens as it has in mind for a step, if it has a number.
         sizes: hidden_size and vocab_size, where `layers` does not say them.
         notes: what to know when it is used.
+        keeps_blocks: its layers have keys and values of their own.
     """
 
     layers: DecoderConfig | None
@@ -37,6 +38,7 @@ class HeadFacts:
     num_tokens: int | None = None
     sizes: Mapping[str, int | None] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    keeps_blocks: bool = True
 
 
 @dataclass(frozen=True)

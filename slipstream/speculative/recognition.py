@@ -25,7 +25,7 @@ _WRAPPED = {
     "mtp": "mtp",
     "peagle": PARALLEL_HEAD,
 }
-_DFLASH = {"DFlashDraftModel", "DSparkDraftModel"}
+_DFLASH = {"DFlashDraftModel", "DSparkDraftModel", "Qwen3DSparkModel"}
 _EAGLE3 = {
     "Eagle3DraftModel",
     "Eagle3LlamaForCausalLM",

@@ -132,8 +132,8 @@ def test_methods_are_not_mixed_up(tiny_target: str, tiny_draft: str, tmp_path: P
         make(tiny_target, head, method="eagle3")
     with pytest.raises(CheckpointError, match="it is one for draft_model"):
         make(tiny_target, Path(tiny_draft), method="eagle")
-    write_config(head, model_type="gemma4_assistant")
-    with pytest.raises(CheckpointError, match="kind gemma4_assistant, which is not supported"):
+    write_config(head, speculators_model_type="sponge")
+    with pytest.raises(CheckpointError, match="kind sponge, which is not supported"):
         make(tiny_target, head)
     with pytest.raises(UsageError, match="method eagle needs model"):
         LLM(tiny_target, speculative_config={"method": "eagle"}, skip_tokenizer_init=True)

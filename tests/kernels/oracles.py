@@ -54,7 +54,8 @@ def attention(
         for row in range(first, last):
             position = int(inputs.positions[row])
             oldest = max(inputs.first_seen, 0 if window is None else position - window + 1)
-            seen = range(oldest, position + 1)
+            end = position + 1 if inputs.causal else int(inputs.context_lens[request])
+            seen = range(oldest, end)
             places = [(table[token // block_size], token % block_size) for token in seen]
             for head in range(query.shape[1]):
                 own_keys = torch.stack([keys[block, at, head // groups] for block, at in places])

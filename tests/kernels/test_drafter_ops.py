@@ -17,15 +17,17 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from slipstream.kernels.composition import Parts
 from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import AttentionInputs, Norm, Ops
+from slipstream.kernels.table import AttentionInputs, Heads, Norm, Ops
 from slipstream.kernels.triton import PARTS as TRITON_PARTS
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton import attention as triton_attention
+from slipstream.layers.rope import RopeConfig, rope_table
 from slipstream.models.precision import rounded
 from tests.kernels import oracles
-from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, seeded
+from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -84,6 +86,111 @@ def test_tokens_before_the_first_seen_are_left_out(
             pages[table[0], :first] = 100.0
     again = parts.paged_attention(query.to(DEVICE), on_device, moved, 0.25, window)  # type: ignore[attr-defined]
     assert_close(again[seeing], out[seeing], rtol=0, atol=0)
+
+
+def on_device(inputs: AttentionInputs) -> AttentionInputs:
+    names = ("query_start", "context_lens", "block_tables", "positions", "slots")
+    return replace(inputs, **{name: getattr(inputs, name).to(DEVICE) for name in names})
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("parts", [REFERENCE_PARTS, TRITON_PARTS], ids=["reference", "triton"])
+@pytest.mark.parametrize("requests", BATCHES, ids=str)
+def test_rows_that_are_not_causal_see_each_other(
+    requests: Requests, parts: Parts, window: int | None
+) -> None:
+    shape = Shape(4, 2, 16, 8)
+    inputs = replace(attention_inputs(requests, shape.block_size), causal=False)
+    cache = filled_cache(inputs, requests, shape)
+    query = torch.randn(len(inputs.positions), 4, 16, generator=seeded(7))
+    pages = (cache[0].to(DEVICE), cache[1].to(DEVICE))
+    moved = on_device(inputs)
+    out = parts.paged_attention(query.to(DEVICE), pages, moved, 0.25, window)
+    truth = oracles.attention(query, cache, inputs, 0.25, window)
+    assert_close(out.double().cpu(), truth, rtol=1e-4, atol=1e-5)
+    causal = parts.paged_attention(
+        query.to(DEVICE), pages, replace(moved, causal=True), 0.25, window
+    )
+    last = inputs.query_start[1:] - 1
+    assert_close(out[last], causal[last])
+    assert (out - causal).abs().max() > 0.1
+
+
+def layer_inputs(requests: Requests) -> tuple[Tensor, Heads, AttentionInputs, tuple[Tensor, ...]]:
+    """What a layer hands over, and a cache that holds what came before."""
+    shape = Shape(4, 2, 16, 8)
+    inputs = attention_inputs(requests, shape.block_size)
+    before = replace(inputs, context_lens=torch.tensor(list(requests.computed)))
+    pages = tuple(pages.to(DEVICE) for pages in filled_cache(before, requests, shape))
+    norms = Norm(1 + 0.3 * randn(16, seed=4), 1e-3), Norm(1 + 0.3 * randn(16, seed=5), 1e-3)
+    cos_sin = rope_table(16, RopeConfig(100.0), 256, DEVICE)
+    heads = Heads(4, 2, 16, norms, cos_sin, 0.25, None)
+    return randn(len(inputs.positions), 8 * 16, seed=6), heads, on_device(inputs), pages
+
+
+@pytest.mark.parametrize("requests", BATCHES, ids=str)
+def test_both_columns_attend_alike_where_rows_see_each_other(requests: Requests) -> None:
+    """Those of a pass are stored before they are seen; padding is neither."""
+    qkv, heads, inputs, pages = layer_inputs(requests)
+    inputs = replace(inputs, causal=False)
+    if min(requests.rows) > 1 and max(requests.rows) < 16:  # one row less means something
+        inputs = replace(inputs, context_lens=inputs.context_lens - 1)
+        inputs.slots[inputs.query_start[1:] - 1] = -1
+    caches = [(pages[0].clone(), pages[1].clone()) for _ in range(2)]
+    ours = TRITON.attend(qkv, heads, inputs, caches[0])
+    theirs = REFERENCE.attend(qkv, heads, inputs, caches[1])
+    assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert_close(caches[0], caches[1], rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("column", [REFERENCE, TRITON], ids=lambda ops: ops.column)
+@pytest.mark.parametrize("requests", BATCHES[1:], ids=str)
+def test_store_is_the_first_half_of_attend(requests: Requests, column: Ops) -> None:
+    qkv, heads, inputs, pages = layer_inputs(requests)
+    inputs.slots[1] = -1
+    stored, expected = ((pages[0].clone(), pages[1].clone()) for _ in range(2))
+    column.store(qkv[:, 4 * 16 :], heads, inputs, stored)
+    REFERENCE.attend(qkv, heads, inputs, expected)
+    assert_close(stored, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    none = replace(inputs, positions=inputs.positions[:0], slots=inputs.slots[:0])
+    column.store(qkv[:0, 4 * 16 :], heads, none, stored)
+    assert_close(stored, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("window", [None, 6, 7, 40])
+@pytest.mark.parametrize("column", [REFERENCE, TRITON], ids=lambda ops: ops.column)
+def test_rows_behind_the_cache_see_it_and_store_nothing(column: Ops, window: int | None) -> None:
+    """As a drafter that has queries only asks: one row at the position of a token to come."""
+    requests = Requests([6, 7, 40, 130], [1, 1, 1, 1])
+    shape = Shape(4, 2, 16, 8)
+    whole = attention_inputs(requests, shape.block_size)
+    before = replace(whole, context_lens=torch.tensor(list(requests.computed)))
+    keys, values = filled_cache(before, requests, shape)
+    inputs = replace(before, slots=torch.full_like(whole.slots, -1), max_rows=1)
+    weight = Norm(1 + 0.3 * randn(16, seed=4), 1e-3)
+    cos_sin = rope_table(16, RopeConfig(100.0), 256, DEVICE)
+    heads = Heads(4, 2, 16, (weight, weight), cos_sin, 1.0, window)
+    query = randn(4, 64, seed=6)
+    qkv = torch.cat((query, torch.zeros_like(query)), -1)
+    pages = (keys.to(DEVICE), values.to(DEVICE))
+    out = column.attend(qkv, heads, on_device(inputs), pages)
+    assert_close((pages[0].cpu(), pages[1].cpu()), (keys, values), rtol=0, atol=0, equal_nan=True)
+    normed = oracles.norm(query.view(4, 4, 16).cpu(), weight.weight.cpu(), 1e-3)
+    turned = oracles.rotated(normed, oracles.angles(16, 100.0, inputs.positions))
+    # A row sees no key of its own, so the last one in its window is the last one there is.
+    truth = torch.cat(
+        [
+            oracles.attention(
+                turned[row : row + 1].float(),
+                (keys, values),
+                replace(only(inputs, row)[0], causal=False),
+                1.0,
+                window,
+            )
+            for row in range(4)
+        ]
+    )
+    assert_close(out.double().cpu(), truth.flatten(1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("float8", [False, True])

@@ -16,7 +16,8 @@ AXES: dict[str, list[Any]] = {
     "drafter": [
         *("draft_model", "self", "subset", "pard", "medusa", "mlp_speculator"),
         *("ngram", "suffix", "custom", "perfect", "wrong", "eagle", "eagle3", "p-eagle"),
-        *("mtp", "mtp_modules", "combination", "host_combination", "uneven_combination"),
+        *("dflash", "assistant", "mtp", "mtp_modules"),
+        *("combination", "host_combination", "uneven_combination"),
     ],
     "k": [1, 3, 7],
     "batch": [1, 8],
@@ -107,6 +108,8 @@ def speculative_config(
         "custom": {"method": "custom", "model": "tests.user_drafters:LastFollower"},
         "perfect": {"method": "fake", "model": "perfect"},
         "wrong": {"method": "fake", "model": "wrong"},
+        "assistant": {"model": heads["assistant"]},
+        "dflash": {"model": heads["dflash"]},
         "eagle": {"model": heads["eagle"]},
         "eagle3": {"model": heads["eagle3"]},
         "p-eagle": {"model": heads["p-eagle"]},

@@ -15,6 +15,8 @@ from scipy.stats import chisquare
 
 from slipstream import LLM, SamplingParams
 from tests.checkpoints import write_qwen3
+from tests.drafters.assistants import write_assistant
+from tests.drafters.blocks import write_dflash
 from tests.drafters.heads import write_eagle1, write_eagle3, write_p_eagle
 from tests.drafters.mtp_heads import write_mtp
 from tests.last_hidden_checkpoints import mapped_medusa_for, medusa_for, mlp_for
@@ -50,6 +52,14 @@ def heads(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> di
     """Drafting heads for the pair's target, by their name in CASES."""
     folder = tmp_path_factory.mktemp("heads")
     return {
+        "assistant": str(write_assistant(folder / "assistant", pair[0])),
+        "assistant_of_parts": str(
+            write_assistant(folder / "assistant_of_parts", pair[0], centroids=(3, 2))
+        ),
+        "dflash": str(write_dflash(folder / "dflash", pair[0], mask=3)),
+        "dflash_reduced": str(
+            write_dflash(folder / "dflash_reduced", pair[0], mask=3, draft_vocab=4)
+        ),
         "eagle": str(write_eagle1(folder / "eagle", pair[0])),
         "eagle3": str(write_eagle3(folder / "eagle3", pair[0], norm_output=True)),
         "eagle3_reduced": str(write_eagle3(folder / "reduced", pair[0], draft_vocab=4)),
@@ -79,6 +89,12 @@ CASES: dict[str, dict[str, Any]] = {
     "ngram": {"drafter": "ngram"},
     "suffix": {"drafter": "suffix"},
     "custom": {"drafter": "custom"},
+    "assistant": {"drafter": "assistant"},
+    "assistant_of_parts": {"drafter": "assistant_of_parts", "params": {"temperature": 0.8}},
+    "assistant_greedy_drafts": {"drafter": "assistant", "draft_sample_method": "greedy"},
+    "dflash": {"drafter": "dflash", "params": {"temperature": 0.7, "top_p": 0.9}},
+    "dflash_reduced": {"drafter": "dflash_reduced"},
+    "dflash_greedy_drafts": {"drafter": "dflash_reduced", "draft_sample_method": "greedy"},
     "eagle": {"drafter": "eagle"},
     "eagle3": {"drafter": "eagle3", "params": {"temperature": 0.7, "top_p": 0.9}},
     "eagle3_reduced": {"drafter": "eagle3_reduced"},
@@ -130,6 +146,14 @@ def check(
     drawn = draw(pair, case, params, heads)
     for places in ((0, 1), (1, 2), (2, 3)):
         assert p_value(drawn, exact, places) > 0.001, places
+
+
+@pytest.mark.parametrize("name", ["assistant", "assistant_of_parts", "dflash", "dflash_reduced"])
+def test_padded_steps_have_the_targets_distribution(
+    name: str, pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_padded_steps(monkeypatch)
+    test_sampled_output_has_the_targets_distribution(name, pair, heads)
 
 
 def test_the_statistic_sees_a_wrong_distribution(pair: tuple[str, str]) -> None:

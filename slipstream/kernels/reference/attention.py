@@ -54,7 +54,7 @@ def paged_attention(
         if rows.start == rows.stop:
             continue
         keys, values = (_gather(pages, inputs.block_tables[request], length) for pages in cache)
-        mask = _mask(inputs.positions[rows], length, window)
+        mask = _mask(inputs.positions[rows], length, window, inputs.causal)
         if inputs.first_seen:
             keys, values = keys[:, inputs.first_seen :], values[:, inputs.first_seen :]
             mask = None if mask is None else mask[:, inputs.first_seen :]
@@ -69,13 +69,13 @@ def _gather(pages: Tensor, block_table: Tensor, length: int) -> Tensor:
     return rows.view(-1, *pages.shape[2:])[:length].transpose(0, 1)
 
 
-def _mask(positions: Tensor, length: int, window: int | None) -> Tensor | None:
+def _mask(positions: Tensor, length: int, window: int | None, causal: bool) -> Tensor | None:
     """[rows, length], true where a row may look; None where every row sees everything."""
-    if positions.shape[0] == 1 and (window is None or length <= window):
-        return None  # a single row is the last token
+    if window is None and (not causal or positions.shape[0] == 1):
+        return None  # a single row is the last token, or stands behind it
     keys = torch.arange(length, device=positions.device)
     distance = positions.unsqueeze(1) - keys
-    mask = distance >= 0
+    mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     return mask if window is None else mask & (distance < window)
 
 

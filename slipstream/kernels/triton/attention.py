@@ -201,7 +201,8 @@ def _short(
         inputs.context_lens, inputs.block_tables, inputs.positions, inputs.slots, *_mask(extras),
         extras.sinks, *_turn(turn), source.stride(0), inputs.block_tables.stride(0), layer.scale,
         extras.softcap, window, most_rows, runs, least_groups,
-        early=early, first_seen=inputs.first_seen, **built, **launched,
+        early=early, first_seen=inputs.first_seen, causal=_causal(inputs, extras), **built,
+        **launched,
     )  # fmt: skip
     lanes = min(most_rows * layer.heads, triton.cdiv(PROGRAMS, requests))
     if runs > 1:
@@ -233,7 +234,8 @@ def _chunks(
         inputs.positions, *_mask(extras), extras.sinks, query.stride(0),
         inputs.block_tables.stride(0), layer.scale, extras.softcap, layer.window, requests,
         SHORT_ROWS, block_r=triton.next_power_of_2(requests), first_seen=inputs.first_seen,
-        **_built(layer, cache[0].shape[1], tiles), **options(query.device),
+        causal=_causal(inputs, extras), **_built(layer, cache[0].shape[1], tiles),
+        **options(query.device),
     )  # fmt: skip
 
 
@@ -273,6 +275,11 @@ def _turn(heads: Heads | None) -> tuple[Tensor | None, Tensor | None, float, Ten
         return None, None, 0.0, None
     query, key, eps = query_key_norms(heads) or (None, None, 0.0)
     return query, key, eps, heads.cos_sin
+
+
+def _causal(inputs: AttentionInputs, extras: Extras) -> bool:
+    """Whether a row's position says which new tokens it sees."""
+    return inputs.causal and extras.mask is None
 
 
 def _mask(extras: Extras) -> tuple[Tensor | None, int]:

@@ -88,7 +88,7 @@ def chunk_kernel(
     sinks, row_stride, table_stride, scale, softcap, window, requests, short_rows,
     kv_heads: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_r: tl.constexpr,
-    pdl: tl.constexpr, first_seen: tl.constexpr,
+    pdl: tl.constexpr, first_seen: tl.constexpr, causal: tl.constexpr,
 ):  # fmt: skip
     """Programs (KV head, tile): a tile of a prompt chunk over all that it sees, without splits.
 
@@ -104,7 +104,7 @@ def chunk_kernel(
     rows = tl.load(query_start + request + 1).to(tl.int32) - first
     context = tl.load(context_lens + request).to(tl.int32)
     row, head, position, begins, ends = sight(
-        positions, first, rows, context, tile, kv_head, window, mask is None, groups, block_m
+        positions, first, rows, context, tile, kv_head, window, causal, groups, block_m
     )
     inside = row < rows
     source = (first + row).to(tl.int64) * row_stride + head * head_dim

@@ -235,7 +235,7 @@ def short_kernel(
     table_stride, scale, softcap, window, most_rows, most_runs, least_groups,
     kv_heads: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, pdl: tl.constexpr,
-    early: tl.constexpr, first_seen: tl.constexpr,
+    early: tl.constexpr, first_seen: tl.constexpr, causal: tl.constexpr,
 ):  # fmt: skip
     """Programs (KV head and tile, request, lane): a lane does every so-manieth run of a tile.
 
@@ -258,7 +258,7 @@ def short_kernel(
         wait_for_inputs(pdl)
         return
     row, head, position, begins, ends = sight(
-        positions, first, rows, context, tile, kv_head, window, mask is None, groups, block_m
+        positions, first, rows, context, tile, kv_head, window, causal, groups, block_m
     )
     oldest = oldest_token(context, rows, window)
     keys += kv_head * head_dim

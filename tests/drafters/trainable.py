@@ -1,0 +1,32 @@
+"""Networks whose parameters are to be trained."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.layers.parameters import Part
+
+
+class Trainable:
+    """Parameters by their published names, of which gradients are wanted."""
+
+    def __init__(self, stored: Mapping[str, Tensor]) -> None:
+        self.stored = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
+        self.parameters: dict[str, Tensor] = {}
+
+    def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
+        return torch.cat([self._parameter(part.name) for part in parts])
+
+    def table(self, parts: Sequence[Part], columns: int) -> Tensor:
+        return self.matrix(parts, columns)
+
+    def tied(self, table: Tensor) -> Tensor:
+        return table
+
+    def vector(self, parts: Sequence[Part]) -> Tensor:
+        return self.matrix(parts, 0)
+
+    def _parameter(self, name: str) -> Tensor:
+        short = name.removeprefix("model.")
+        return self.parameters.setdefault(short, self.stored[short].requires_grad_())
