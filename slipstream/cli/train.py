@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from slipstream.train.losses import ChainAcceptance
 
 KINDS = {
+    "draft": "Train a draft model: a small language model that says what the target says.",
     "eagle3": "Train an EAGLE-3 head: one layer over streams of the target, by training-time test.",
+    "medusa": "Train Medusa heads: each guesses one place, all from one hidden state.",
+    "pard": "Train a parallel draft model (PARD): all tokens from one pass over mask tokens.",
 }
 """What there is a recipe for, and what `--help` says of it."""
 

@@ -134,6 +134,11 @@ def _mixed(query: Tensor, key: Tensor, value: Tensor, heads: Heads, rows: DenseR
     passes = [(key, value)] if rows.chain is None else rows.chain.add(heads, key, value)
     if len(passes) > 1:
         return _continued(query, passes, heads.scale, mask)
+    groups = heads.num_heads // heads.num_kv_heads
+    if mask is not None and groups > 1:
+        # The kernels that take a mask want a key head for each query head.
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        groups = 1
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -141,7 +146,7 @@ def _mixed(query: Tensor, key: Tensor, value: Tensor, heads: Heads, rows: DenseR
         attn_mask=mask,
         is_causal=mask is None,
         scale=heads.scale,
-        enable_gqa=heads.num_heads != heads.num_kv_heads,
+        enable_gqa=groups > 1,
     )
 
 

@@ -18,7 +18,10 @@ from slipstream.train.target import Target
 
 # A new kind is one file and one line here.
 RECIPES = {
+    "draft": "slipstream.train.recipe_draft",
     "eagle3": "slipstream.train.recipe_eagle3",
+    "medusa": "slipstream.train.recipe_medusa",
+    "pard": "slipstream.train.recipe_pard",
 }
 
 
