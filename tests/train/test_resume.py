@@ -17,7 +17,7 @@ from slipstream.train.run import WORK, run_training
 from slipstream.train.state import FILE as STATE
 from tests.train.lessons import losses, settings
 
-STEPS, EVERY = 24, 4
+STEPS, EVERY = 18, 4
 
 
 def command(target: str, data: Path, out: Path) -> list[str]:
@@ -59,9 +59,22 @@ def test_a_run_that_is_killed_twice_ends_with_the_same_curve(
     taught_target: str, own_words: Path, tmp_path: Path
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train_until(command(taught_target, own_words, whole), whole, None)
+    run_training(
+        settings(
+            "eagle3",
+            taught_target,
+            own_words,
+            whole,
+            steps=STEPS,
+            batch_size=4,
+            accumulate=2,
+            checkpoint_every=EVERY,
+            validate_every=6,
+            learning_rate=3e-3,
+        )
+    )
     arguments = command(taught_target, own_words, killed)
-    for step in (EVERY + 2, 3 * EVERY + 1):
+    for step in (EVERY + 2, 2 * EVERY + 1):
         train_until(arguments, killed, step)
         assert not (killed / "model.safetensors").exists()
     train_until(arguments, killed, None)
@@ -70,7 +83,7 @@ def test_a_run_that_is_killed_twice_ends_with_the_same_curve(
     assert curves[0][-1] < 0.8 * curves[0][0]
     torch.testing.assert_close(curves[0], curves[1], rtol=1e-5, atol=1e-6)
     steps = [record["step"] for record in Records(killed).all() if record["kind"] == "validation"]
-    assert steps == [0, 6, 12, 18, 24]
+    assert steps == [0, 6, 12, 18]
     ours, theirs = ((out / "model.safetensors").read_bytes() for out in (whole, killed))
     assert ours == theirs
 
