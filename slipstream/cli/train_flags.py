@@ -163,6 +163,14 @@ class DrafterShapeFlags:
             rich_help_panel=_DRAFTER,
         ),
     ] = False
+    share_embedding: Annotated[
+        bool,
+        typer.Option(
+            "--share-embedding",
+            help="Use the target's embedding where others have their own.",
+            rich_help_panel=_DRAFTER,
+        ),
+    ] = False
     aux_layers: Annotated[
         str | None,
         typer.Option(

@@ -15,6 +15,7 @@ class DrafterOptions:
     Attributes:
         draft_vocab_size: tokens that it drafts, the commonest of the text.
         share_head: it has no lm_head of its own and drafts over the target's whole vocabulary.
+        share_embedding: it uses the target's embedding where others have one of their own.
         aux_layers: layers of the target whose incoming streams it reads; the number of layers
             stands for what leaves the last one.
         num_layers, num_heads, num_kv_heads, head_dim, intermediate_size: of its network.
@@ -26,6 +27,7 @@ class DrafterOptions:
 
     draft_vocab_size: int | None = None
     share_head: bool | None = None
+    share_embedding: bool | None = None
     aux_layers: tuple[int, ...] | None = None
     num_layers: int | None = None
     num_heads: int | None = None

@@ -36,8 +36,9 @@ def test_every_flag_arrives(slipstream: CommandLine, asked: list[TrainSettings])
         "--learning-rate 0.1 --warmup 0.2 --weight-decay 0.3 --clip 1 -k 6 --place_decay 0.9 "
         "--argmax-weight 0.4 --drop-rate 0.6 --features disk --max-feature-gb 2 "
         "--checkpoint-every 11 --validate-every 12 --log-every 13 --device cpu --dtype bf16 "
-        "--seed 9 --draft-vocab-size 14 --share-head --aux-layers 1,2 --num-layers 1 "
-        "--num-heads 2 --num-kv-heads 1 --head-dim 16 --intermediate-size 17 --hidden-size 18 "
+        "--seed 9 --draft-vocab-size 14 --share-head --share-embedding --aux-layers 1,2 "
+        "--num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 16 --intermediate-size 17 "
+        "--hidden-size 18 "
         "--norm-before-residual --norm-output --mask-token 0 --init begun"
     )
     slipstream(*line.split())
