@@ -41,6 +41,6 @@ def _flags_of(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
         yield inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=getattr(defaults, field.name),
+            default=getattr(defaults, field.name, inspect.Parameter.empty),
             annotation=hints[field.name],
         )

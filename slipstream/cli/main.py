@@ -18,6 +18,7 @@ from slipstream.cli.generate import generate
 from slipstream.cli.help_page import GroupedHelp
 from slipstream.cli.inspect import inspect
 from slipstream.cli.run_flags import DebugFlag
+from slipstream.cli.train import app as train_app
 
 
 def _hyphenated(name: str) -> str:
@@ -40,6 +41,7 @@ app.command(cls=GroupedHelp)(flattened(inspect))
 bench = typer.Typer(help="Measure drafters.", no_args_is_help=True, rich_markup_mode=None)
 bench.command(cls=GroupedHelp)(flattened(sweep))
 app.add_typer(bench, name="bench")
+app.add_typer(train_app)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,159 @@
+"""`slipstream train`: from a target to a drafter for it."""
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from slipstream.cli.flag_groups import flattened
+from slipstream.cli.help_page import GroupedHelp
+from slipstream.cli.open_llm import Bars
+from slipstream.cli.run_flags import DebugFlag
+from slipstream.cli.terminal import stderr_console, stdout_console
+from slipstream.cli.train_flags import DataFlags, DrafterShapeFlags, LengthFlags
+
+if TYPE_CHECKING:
+    from slipstream.train.loop import Report
+    from slipstream.train.losses import ChainAcceptance
+
+KINDS = {
+    "draft": "Train a draft model: a small language model that says what the target says.",
+    "eagle3": "Train an EAGLE-3 head: one layer over streams of the target, by training-time test.",
+    "medusa": "Train Medusa heads: each guesses one place, all from one hidden state.",
+    "p-eagle": "Train a P-EAGLE head: an EAGLE-3 head that drafts all tokens from one pass.",
+    "pard": "Train a parallel draft model (PARD): all tokens from one pass over mask tokens.",
+}
+"""What there is a recipe for, and what `--help` says of it."""
+
+TargetArgument = Annotated[
+    str, typer.Argument(help="The target: a local directory, a hub name, or a bundled demo.")
+]
+
+app = typer.Typer(
+    name="train",
+    help="Train a drafter for a target: its kind, then what to learn from and how long.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+
+
+def _command(kind: str) -> Callable[..., None]:
+    def command(
+        *,
+        target: TargetArgument,
+        out: Annotated[
+            Path,
+            typer.Option(
+                help="Directory for the drafter. A run that was interrupted goes on when it is "
+                "started again with the same flags."
+            ),
+        ],
+        data: DataFlags,
+        length: LengthFlags,
+        shape: DrafterShapeFlags,
+        debug: DebugFlag = False,
+    ) -> None:
+        del debug  # its callback did the work
+        from slipstream.train.run import run_training
+        from slipstream.train.settings import TrainSettings
+
+        settings = TrainSettings(
+            kind=kind,
+            target=target,
+            out=out,
+            options=shape.options(),
+            **data.values(),
+            **length.values(),
+        )
+        console = stderr_console()
+        with Bars(console) as bars, _Watch(kind) as watch:
+            trained = run_training(settings, _spoken(), watch, bars.bar)
+        stdout_console().print(
+            f"{trained.folder}: simulated AL {_told(trained.acceptance)}, "
+            f"{trained.num_parameters:,} parameters, {trained.seconds / 60:.1f} minutes",
+            soft_wrap=True,
+        )
+
+    command.__name__, command.__doc__ = kind, KINDS[kind]
+    return command
+
+
+def data(
+    *,
+    target: TargetArgument,
+    out: Annotated[Path, typer.Option(help="The file to write, such as chats.safetensors.")],
+    data: DataFlags,
+    debug: DebugFlag = False,
+) -> None:
+    """Make sequences of texts once, the target's own answers included, for several drafters."""
+    del debug
+    from slipstream.core.errors import UsageError
+    from slipstream.train.run import prepared
+    from slipstream.train.settings import TrainSettings
+
+    if out.suffix != ".safetensors":
+        raise UsageError(f"--out {out} must end in .safetensors")
+    settings = TrainSettings(kind="data", target=target, out=out, steps=1, **data.values())
+    with Bars(stderr_console()) as bars:
+        sequences = prepared(settings, out, out.with_suffix(".answers.jsonl"), bars.bar)
+    stdout_console().print(
+        f"{out}: {len(sequences):,} sequences of {sequences.length} tokens", soft_wrap=True
+    )
+
+
+for _kind in KINDS:
+    app.command(name=_kind, cls=GroupedHelp)(flattened(_command(_kind)))
+app.command(cls=GroupedHelp)(flattened(data))
+
+
+class _Watch:
+    """A bar that tells loss and acceptance; on a pipe, a line for every validation."""
+
+    def __init__(self, kind: str) -> None:
+        console = stderr_console()
+        self._console, self._live = console, console.is_terminal
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:.0f}%"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[told]}"),
+            console=console,
+            disable=not self._live,
+        )
+        self._task = self._progress.add_task(f"training {kind}", total=1.0, told="")
+        self._acceptance, self._loss = "", ""
+
+    def __enter__(self) -> "_Watch":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, report: "Report") -> None:
+        if report.acceptance is not None:
+            self._acceptance = f"AL {_told(report.acceptance)}"
+            if not self._live:
+                line = f"step {report.step}: {self._loss}{self._acceptance}"
+                self._console.print(line, soft_wrap=True)
+        else:
+            self._loss = f"loss {report.loss:.3f}, {report.tokens_per_second:,.0f} tokens/s, "
+        self._progress.update(
+            self._task, completed=report.done, told=f"{self._loss}{self._acceptance}"
+        )
+
+
+def _told(acceptance: "ChainAcceptance") -> str:
+    return f"{acceptance.greedy_length:.2f} greedy, {acceptance.sampled_length:.2f} sampled"
+
+
+def _spoken() -> str:
+    """The command line, for the model card."""
+    return shlex.join(["slipstream", *sys.argv[1:]])

@@ -1,0 +1,106 @@
+"""Text that the target writes itself, through the engine.
+
+A drafter is asked about the target's own words, which are not quite those of any corpus (Zhou et
+al. 2023, arXiv 2310.08461).
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.llm import LLM
+from slipstream.engine.prompts import TokensPrompt
+from slipstream.models.chat_template import ChatTemplate
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.train.sequences import Document
+from slipstream.train.settings import TrainSettings
+from slipstream.train.texts import Entry
+
+_AT_ONCE = 512  # prompts between two writes
+
+
+def generated(
+    entries: Sequence[Entry],
+    settings: TrainSettings,
+    tokenizer: Tokenizer,
+    file: Path,
+    progress: Callable[[int], None],
+) -> list[Document]:
+    """Every prompt with the target's answer; texts are continued from their beginning.
+
+    Args:
+        file: keeps the answers, so that an interrupted run goes on where it was.
+        progress: is called with the number of prompts just done.
+    """
+    prompts = [_prompt(entry, settings, tokenizer) for entry in entries]
+    answers = list(_kept(file))[: len(prompts)]
+    progress(len(answers))
+    if len(answers) < len(prompts):
+        _rewrite(file, answers)
+        llm = LLM(
+            settings.target,
+            revision=settings.revision,
+            device=settings.device,
+            dtype=settings.dtype,
+            skip_tokenizer_init=True,
+        )
+        for start in range(len(answers), len(prompts), _AT_ONCE):
+            part = prompts[start : start + _AT_ONCE]
+            new = _answers(llm, part, start, settings)
+            with file.open("a", encoding="utf-8") as opened:
+                opened.writelines(json.dumps(answer) + "\n" for answer in new)
+            answers += new
+            progress(len(part))
+    return [
+        # What was asked is learned where it is the target's kind of text too: in texts.
+        Document([*prompt, *answer], [not entry.messages] * len(prompt) + [True] * len(answer))
+        for entry, prompt, answer in zip(entries, prompts, answers, strict=True)
+    ]
+
+
+def _prompt(entry: Entry, settings: TrainSettings, tokenizer: Tokenizer) -> list[int]:
+    if entry.messages:
+        messages = entry.messages if entry.wants_answer else entry.messages[:-1]
+        text = ChatTemplate(tokenizer).render(messages or entry.messages)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    else:
+        assert entry.text is not None
+        ids = tokenizer.encode(entry.text)
+        if not entry.is_prompt:
+            ids = ids[: settings.generate_prompt_tokens]
+    # A prompt leaves room for its answer in a sequence.
+    return ids[: max(1, settings.max_length - 1)]
+
+
+def _answers(
+    llm: LLM, prompts: Sequence[list[int]], first: int, settings: TrainSettings
+) -> list[list[int]]:
+    temperatures = settings.temperatures
+    params = [
+        SamplingParams(
+            temperature=temperatures[(first + place) % len(temperatures)],
+            max_tokens=settings.generate_tokens,
+            seed=settings.seed + first + place,
+        )
+        for place in range(len(prompts))
+    ]
+    given = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
+    outputs = llm.generate(given, params)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def _kept(file: Path) -> Iterator[list[int]]:
+    """The answers of an interrupted run; a line that was cut short is left out."""
+    if not file.is_file():
+        return
+    for line in file.read_text("utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
+
+
+def _rewrite(file: Path, answers: Sequence[list[int]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(answer) + "\n" for answer in answers), "utf-8")

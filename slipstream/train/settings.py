@@ -1,0 +1,142 @@
+"""Every number that a training run depends on."""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from slipstream.core.errors import UsageError
+
+FEATURES = ("auto", "online", "disk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterOptions:
+    """What a drafter is made of; None lets its recipe choose.
+
+    Attributes:
+        draft_vocab_size: tokens that it drafts, the commonest of the text.
+        share_head: it has no lm_head of its own and drafts over the target's whole vocabulary.
+        share_embedding: it uses the target's embedding where others have one of their own.
+        aux_layers: layers of the target whose incoming streams it reads; the number of layers
+            stands for what leaves the last one.
+        num_layers, num_heads, num_kv_heads, head_dim, intermediate_size: of its network.
+        hidden_size: its width, where it may differ from the target's.
+        norm_before_residual, norm_output: flags of EAGLE-3 heads.
+        mask_token: id of the token that parallel drafting asks with.
+        init: a checkpoint to begin with.
+    """
+
+    draft_vocab_size: int | None = None
+    share_head: bool | None = None
+    share_embedding: bool | None = None
+    aux_layers: tuple[int, ...] | None = None
+    num_layers: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    hidden_size: int | None = None
+    norm_before_residual: bool | None = None
+    norm_output: bool | None = None
+    mask_token: int | None = None
+    init: str | None = None
+
+    def require_only(self, known: frozenset[str], kind: str) -> None:
+        """Refuse what the recipe of this kind would ignore."""
+        for one in fields(self):
+            if getattr(self, one.name) is not None and one.name not in known:
+                flag = one.name.replace("_", "-")
+                flags = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in known))
+                raise UsageError(
+                    f"--{flag} means nothing to {kind}; of the drafter's flags it takes {flags}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """One run.
+
+    Attributes:
+        kind: of drafter, a recipe's name.
+        target: a directory, a hub name or a demo.
+        data: files and directories (`texts.py`), or one packed file (`Sequences.save`).
+        out: gets the drafter, and in `training/` what a resumed run needs.
+        generate: the target answers prompts, and continues the beginnings of texts.
+        generate_tokens: most tokens of an answer.
+        generate_prompt_tokens: of a text that is continued.
+        temperatures: of the answers, in turn.
+        max_length: tokens of a sequence.
+        validation: share of the sequences that is held out.
+        steps, minutes: the end, whichever comes first; the rate falls over them.
+        batch_size, accumulate: sequences of a pass, and passes of a step.
+        num_speculative_tokens: places of a draft that are trained and validated.
+        place_decay: a place's loss counts by this to the power of its index.
+        argmax_weight: of the cross-entropy of the target's first choice beside KL.
+        features: of the target, computed with every batch (online) or once and kept (disk).
+        max_feature_gb: what they may take on disk.
+        checkpoint_every, validate_every, log_every: in steps.
+        drop_rate: parallel drafting trains place k at rate^k of the rows (COD).
+    """
+
+    kind: str
+    target: str
+    data: tuple[Path, ...]
+    out: Path
+    revision: str | None = None
+    generate: bool = False
+    generate_tokens: int = 192
+    generate_prompt_tokens: int = 64
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    max_length: int = 512
+    validation: float = 0.02
+    steps: int | None = None
+    minutes: float | None = None
+    batch_size: int = 8
+    accumulate: int = 1
+    learning_rate: float | None = None
+    warmup: float = 0.03
+    weight_decay: float = 0.01
+    clip: float = 0.5
+    num_speculative_tokens: int | None = None
+    place_decay: float | None = None
+    argmax_weight: float = 0.0
+    drop_rate: float = 0.7
+    features: str = "auto"
+    max_feature_gb: float = 20.0
+    checkpoint_every: int = 500
+    validate_every: int = 500
+    log_every: int = 20
+    device: str = "auto"
+    dtype: str = "auto"
+    seed: int = 0
+    options: DrafterOptions = field(default_factory=DrafterOptions)
+
+    def __post_init__(self) -> None:
+        for name in (
+            "generate_tokens",
+            "generate_prompt_tokens",
+            "batch_size",
+            "accumulate",
+            "checkpoint_every",
+            "validate_every",
+            "log_every",
+        ):
+            _require(getattr(self, name) >= 1, name, "must be at least 1")
+        _require(self.max_length >= 16, "max_length", "must be at least 16")
+        _require(0 < self.validation < 1, "validation", "must be a share between 0 and 1")
+        _require(0 <= self.argmax_weight <= 1, "argmax_weight", "must be from 0 to 1")
+        _require(0 <= self.warmup < 1, "warmup", "must be a share below 1")
+        _require(0 < self.drop_rate <= 1, "drop_rate", "must be above 0 and at most 1")
+        _require(self.features in FEATURES, "features", f"must be one of {', '.join(FEATURES)}")
+        _require(self.max_feature_gb > 0, "max_feature_gb", "must be above 0")
+        _require(bool(self.temperatures), "temperatures", "must name at least one")
+        count = self.num_speculative_tokens
+        _require(count is None or count >= 1, "num_speculative_tokens", "must be at least 1")
+        if self.steps is None and self.minutes is None:
+            raise UsageError("say when to end: --steps, --minutes, or both")
+        _require(self.steps is None or self.steps >= 1, "steps", "must be at least 1")
+        _require(self.minutes is None or self.minutes > 0, "minutes", "must be above 0")
+
+
+def _require(holds: bool, name: str, what: str) -> None:
+    if not holds:
+        raise UsageError(f"--{name.replace('_', '-')} {what}")

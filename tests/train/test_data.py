@@ -1,0 +1,202 @@
+"""Texts, chats and prompts to sequences; features on disk; what cannot be read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.train.features import DiskFeatures, capture, how_many
+from slipstream.train.run import WORK, prepared, run_training
+from slipstream.train.sequences import Document, Sequences, encode, pack
+from slipstream.train.tensor_file import read_tensors, write_tensors
+from slipstream.train.texts import read_entries
+from slipstream.train.vocabulary import choose_tokens
+from tests.train.lessons import settings, teacher
+
+CHAT = [
+    {"role": "user", "content": "w10 w11"},
+    {"role": "assistant", "content": "w20"},
+    {"role": "user", "content": "w12"},
+    {"role": "assistant", "content": "w21 w22"},
+]
+
+
+def lines(file: Path, *values: Any) -> Path:
+    file.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return file
+
+
+def silent(*_: Any) -> Any:
+    from slipstream.models.loading import no_progress_bar
+
+    return no_progress_bar("", 0, "")
+
+
+def test_of_a_chat_the_assistant_is_learned(taught_target: str, tmp_path: Path) -> None:
+    entries = read_entries([lines(tmp_path / "chats.jsonl", {"messages": CHAT})])
+    (document,) = encode(entries, Tokenizer(Path(taught_target)))
+    assert list(document.token_ids) == [1, 10, 11, 3, 2, 20, 3, 1, 12, 3, 2, 21, 22, 3]
+    learned = [index for index, wanted in enumerate(document.learned) if wanted]
+    assert learned == [5, 6, 11, 12, 13]
+
+
+def test_documents_are_packed_into_one_length() -> None:
+    documents = [Document([5, 6, 7], [True] * 3), Document([], []), Document([8, 9], [False] * 2)]
+    packed = pack(documents, 4, separator=0)
+    assert packed.token_ids.tolist() == [[5, 6, 7, 0], [8, 9, 0, 0]]
+    assert packed.learned.tolist() == [[True] * 4, [False, False, True, False]]
+    training, validation = packed.split(0.01, seed=0)
+    assert (len(training), len(validation)) == (1, 1)
+    with pytest.raises(UsageError, match="give more text"):
+        training.split(0.5, seed=0)
+
+
+def test_texts_are_read_from_files_and_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "b.txt").write_text("w5 w6")
+    lines(folder / "a.jsonl", {"text": "w7"}, {"prompt": "w8"})
+    found = read_entries([folder])
+    assert [(entry.text, entry.wants_answer) for entry in found] == [
+        ("w7", False),
+        ("w8", True),
+        ("w5 w6", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "w1"}\n{"txt": 3}\n', "line 2 must be one of"),
+        ("a.jsonl", b"{\n", "line 1 is not valid JSON"),
+        ("a.txt", b"\xff\xfe", "is not text in UTF-8"),
+        ("a.txt", b"  ", "there is no text in"),
+    ],
+)
+def test_what_is_no_text_is_refused(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        read_entries([tmp_path / name])
+    with pytest.raises(UsageError, match="no file or directory"):
+        read_entries([tmp_path / "missing"])
+
+
+def test_the_target_answers_prompts_and_an_interrupted_run_asks_for_the_rest(
+    taught_target: str, tmp_path: Path
+) -> None:
+    prompts = [{"prompt": "w5 w6 w7"}, {"messages": CHAT[:1]}, {"text": "w9 w8 w7 w6 w5"}]
+    data = lines(tmp_path / "prompts.jsonl", *prompts)
+    given = settings(
+        "eagle3",
+        taught_target,
+        data,
+        tmp_path,
+        generate=True,
+        generate_tokens=6,
+        generate_prompt_tokens=2,
+        temperatures=(0.0, 1.0),
+        max_length=16,
+    )
+    answers = tmp_path / "answers.jsonl"
+    first = prepared(given, tmp_path / "one.safetensors", answers, silent)
+    ids = first.token_ids.flatten().tolist()
+    assert ids[:3] == [5, 6, 7]
+    kept = answers.read_text().splitlines()
+    assert len(kept) == 3
+    assert ids[3 : 3 + len(json.loads(kept[0]))] == json.loads(kept[0])
+    answers.write_text(kept[0] + "\n" + kept[1][:3])
+    again = prepared(given, tmp_path / "two.safetensors", answers, silent)
+    assert again.digest == first.digest
+    unanswered = settings("eagle3", taught_target, data, tmp_path, max_length=16)
+    with pytest.raises(UsageError, match="--generate lets the target answer"):
+        prepared(unanswered, tmp_path / "three.safetensors", answers, silent)
+
+
+def test_features_on_disk_teach_what_features_online_do(
+    taught_target: str, own_words: Path, tmp_path: Path
+) -> None:
+    options = {"aux_layers": (1, 2, 3)}
+    runs = [
+        run_training(
+            settings(
+                "eagle3",
+                taught_target,
+                own_words,
+                tmp_path / features,
+                steps=4,
+                features=features,
+                options=options,
+            )
+        )
+        for features in ("online", "disk")
+    ]
+    assert runs[0].acceptance == runs[1].acceptance
+    ours, theirs = ((run.folder / "model.safetensors").read_bytes() for run in runs)
+    assert ours == theirs
+    assert list((tmp_path / "disk" / WORK / "features").glob("*.safetensors"))
+
+
+def test_capturing_goes_on_behind_the_last_whole_shard(
+    taught_target: str, own_words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.train.features._SHARD_BYTES", 100_000)
+    target, sequences = teacher(taught_target), Sequences.load(own_words)
+    done: list[int] = []
+    capture(tmp_path, sequences, target, (1, 2), 8, done.append)
+    files = sorted(tmp_path.glob("*"))
+    assert sum(done) == len(sequences)
+    assert len(files) > 3
+    whole = DiskFeatures(tmp_path, sequences, target, (1, 2)).seen(torch.tensor([0, 39]))
+    stamp = files[0].stat().st_mtime_ns
+    files[-1].unlink()
+    with pytest.raises(CheckpointError, match="remove the folder to capture them again"):
+        DiskFeatures(tmp_path, sequences, target, (1, 2))
+    capture(tmp_path, sequences, target, (1, 2), 8, done.append)
+    assert files[0].stat().st_mtime_ns == stamp
+    again = DiskFeatures(tmp_path, sequences, target, (1, 2)).seen(torch.tensor([0, 39]))
+    assert torch.equal(again.hidden, whole.hidden)
+    online = target.read(sequences.token_ids[[0, 39]].long(), (1, 2))
+    for ours, theirs in zip(
+        (again.hidden, *again.streams), (online.hidden, *online.streams), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    files[1].write_bytes(files[1].read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"00001\.safetensors"):
+        DiskFeatures(tmp_path, sequences, target, (1, 2))
+    with pytest.raises(UsageError, match="has no room for one sequence"):
+        how_many(sequences, target, 2, 1e-6)
+    assert how_many(sequences, target, 2, 1e-3) == 36
+
+
+def test_the_draft_vocabulary_is_the_commonest_tokens() -> None:
+    ids = torch.tensor([[7, 7, 7, 2, 2, 9, 9, 4]], dtype=torch.int32)
+    sequences = Sequences(ids, torch.ones_like(ids).bool())
+    chosen = choose_tokens(sequences, 3, 12, kept=(11,))
+    assert chosen is not None
+    assert chosen.tolist() == [2, 7, 11]
+    assert choose_tokens(sequences, 12, 12, ()) is None
+
+
+def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    tensors = {
+        "a": torch.randn(3, 5).bfloat16(),
+        "b": torch.tensor([True, False]),
+        "c": torch.arange(4),
+        "d": torch.randn(2, 2, 2),
+    }
+    write_tensors(tmp_path / "t.safetensors", tensors)
+    theirs = load_file(tmp_path / "t.safetensors")
+    ours = read_tensors(tmp_path / "t.safetensors", list(tensors))
+    for name, tensor in tensors.items():
+        assert torch.equal(ours[name], tensor)
+        assert torch.equal(theirs[name], tensor)
+    with pytest.raises(CheckpointError, match="has no tensor e"):
+        read_tensors(tmp_path / "t.safetensors", ["e"])

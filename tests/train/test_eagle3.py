@@ -1,0 +1,97 @@
+"""EAGLE-3 heads from training to serving."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.core.errors import UsageError
+from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+from slipstream.speculative.recognition import recognise
+from slipstream.train.recipe_eagle3 import Eagle3Recipe
+from slipstream.train.run import run_training
+from slipstream.train.unroll import unroll
+from tests.drafters.recording import record_drafts
+from tests.train.lessons import batch_of, run_drafting, settings, teacher
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {"aux_layers": (1, 2, 3)},
+    "reduced": {"draft_vocab_size": 60, "num_kv_heads": 1, "intermediate_size": 40},
+    "share_head": {"share_head": True, "norm_output": True},
+    "layers": {"num_layers": 2, "norm_before_residual": True},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_engine_runs_the_network_that_was_trained(
+    shape: str,
+    taught_target: str,
+    own_words: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = settings("eagle3", taught_target, own_words, tmp_path / "head", options=SHAPES[shape])
+    trained = run_training(given)
+    drafted = record_drafts(monkeypatch)
+    plain, speculated, length = run_drafting(taught_target, trained.folder, {})
+    assert speculated == plain
+    assert length > 1.3
+    recipe = trained.recipe
+    assert isinstance(recipe, Eagle3Recipe)
+    target = teacher(taught_target)
+    for item in drafted[::7]:
+        count = len(item.tokens)
+        tokens = [*item.known, *item.tokens]
+        batch = batch_of(target, tokens, recipe.columns, recipe.stream_layers)
+        with torch.no_grad():
+            places = list(unroll(recipe.network, recipe.num_layers, batch, count))
+        for place, logits in zip(places, item.logits, strict=True):
+            # Row i is that of token i + 1.
+            ours = place.logits[len(item.known) - 2]
+            torch.testing.assert_close(ours, logits, atol=1e-4, rtol=0)
+
+
+def test_the_export_is_a_head_as_it_is_published(
+    taught_target: str, own_words: Path, tmp_path: Path
+) -> None:
+    options = {"draft_vocab_size": 60, "aux_layers": (1, 2, 3)}
+    given = settings("eagle3", taught_target, own_words, tmp_path, steps=2, options=options)
+    run_training(given, command="slipstream train eagle3 somewhere")
+    checkpoint = HeadCheckpoint(tmp_path)
+    assert recognise(checkpoint.config, checkpoint.tensor_names) == "eagle3"
+    from safetensors.torch import load_file
+
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape == (96, 96)
+    assert tensors["fc.weight"].shape == (48, 144)
+    assert tensors["lm_head.weight"].shape == (60, 48)
+    assert tensors["t2d"].dtype == torch.bool
+    chosen = tensors["d2t"] + torch.arange(60)
+    assert torch.equal(tensors["t2d"].nonzero().flatten(), chosen)
+    assert 0 in chosen  # the token that ends an output
+    assert not any("embed_tokens" in name for name in tensors)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert config["draft_vocab_size"] == 60
+    card = (tmp_path / "README.md").read_text()
+    assert "slipstream train eagle3 somewhere" in card
+    assert torch.__version__ in card
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"aux_layers": (1, 9)}, "layers 1, 9"),
+        ({"share_head": True, "draft_vocab_size": 8}, "leave --draft-vocab-size"),
+        ({"draft_vocab_size": 500}, "between 1 and"),
+        ({"mask_token": 3}, "--mask-token means nothing to eagle3"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    options: dict[str, Any], message: str, taught_target: str, own_words: Path, tmp_path: Path
+) -> None:
+    given = settings("eagle3", taught_target, own_words, tmp_path, options=options)
+    with pytest.raises(UsageError, match=message):
+        run_training(given)

@@ -1,0 +1,116 @@
+"""A run that is killed goes on as though nothing had happened."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.train.records import FILE, Records
+from slipstream.train.run import WORK, run_training
+from slipstream.train.state import FILE as STATE
+from tests.train.lessons import losses, settings
+
+STEPS, EVERY = 18, 4
+
+
+def command(target: str, data: Path, out: Path) -> list[str]:
+    flags = {
+        "data": data,
+        "out": out,
+        "steps": STEPS,
+        "batch-size": 4,
+        "accumulate": 2,
+        "max-length": 48,
+        "num-speculative-tokens": 3,
+        "checkpoint-every": EVERY,
+        "validate-every": 6,
+        "log-every": 1,
+        "validation": 0.2,
+        "learning-rate": 0.003,
+        "device": "cpu",
+    }
+    spoken = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "slipstream", "train", "eagle3", target, *spoken]
+
+
+def train_until(arguments: list[str], out: Path, step: int | None) -> None:
+    """Kill the process once it has logged a step; None lets it end."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    while step is not None and process.poll() is None:
+        records = Records(out).all()
+        if records and max(record["step"] for record in records) >= step:
+            process.send_signal(signal.SIGKILL)
+        time.sleep(0.01)
+    _, complaint = process.communicate(timeout=300)
+    assert process.returncode == (0 if step is None else -signal.SIGKILL), complaint
+
+
+def test_a_run_that_is_killed_twice_ends_with_the_same_curve(
+    taught_target: str, own_words: Path, tmp_path: Path
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_training(
+        settings(
+            "eagle3",
+            taught_target,
+            own_words,
+            whole,
+            steps=STEPS,
+            batch_size=4,
+            accumulate=2,
+            checkpoint_every=EVERY,
+            validate_every=6,
+            learning_rate=3e-3,
+        )
+    )
+    arguments = command(taught_target, own_words, killed)
+    for step in (EVERY + 2, 2 * EVERY + 1):
+        train_until(arguments, killed, step)
+        assert not (killed / "model.safetensors").exists()
+    train_until(arguments, killed, None)
+    curves = [losses(list(map(dict, Records(out).all()))) for out in (whole, killed)]
+    assert len(curves[0]) == len(curves[1]) == STEPS
+    assert curves[0][-1] < 0.8 * curves[0][0]
+    torch.testing.assert_close(curves[0], curves[1], rtol=1e-5, atol=1e-6)
+    steps = [record["step"] for record in Records(killed).all() if record["kind"] == "validation"]
+    assert steps == [0, 6, 12, 18]
+    ours, theirs = ((out / "model.safetensors").read_bytes() for out in (whole, killed))
+    assert ours == theirs
+
+
+def test_a_run_goes_on_with_its_own_settings_only(
+    taught_target: str, own_words: Path, tmp_path: Path
+) -> None:
+    run_training(settings("eagle3", taught_target, own_words, tmp_path, steps=5))
+    with pytest.raises(UsageError, match="a run with another batch size"):
+        run_training(settings("eagle3", taught_target, own_words, tmp_path, batch_size=4))
+    longer = run_training(settings("eagle3", taught_target, own_words, tmp_path, steps=10))
+    assert [record["step"] for record in Records(tmp_path).all() if record["kind"] == "training"]
+    assert max(record["step"] for record in Records(tmp_path).all()) == 10
+    assert longer.acceptance.drafts > 0
+    file = tmp_path / WORK / STATE
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        run_training(settings("eagle3", taught_target, own_words, tmp_path, steps=15))
+
+
+def test_records_of_lost_steps_are_dropped(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    for step in range(6):
+        records.add(step, kind="training", loss=1.0)
+    with (tmp_path / FILE).open("a") as opened:
+        opened.write('{"step": 6, "lo')
+    assert [record["step"] for record in records.all()] == list(range(6))
+    records.rewind(3)
+    lines = (tmp_path / FILE).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
