@@ -24,6 +24,7 @@ KINDS = {
     "draft": "Train a draft model: a small language model that says what the target says.",
     "eagle3": "Train an EAGLE-3 head: one layer over streams of the target, by training-time test.",
     "medusa": "Train Medusa heads: each guesses one place, all from one hidden state.",
+    "mtp": "Train an MTP module: one layer over the target's last hidden state.",
     "p-eagle": "Train a P-EAGLE head: an EAGLE-3 head that drafts all tokens from one pass.",
     "pard": "Train a parallel draft model (PARD): all tokens from one pass over mask tokens.",
 }

@@ -21,6 +21,7 @@ RECIPES = {
     "draft": "slipstream.train.recipe_draft",
     "eagle3": "slipstream.train.recipe_eagle3",
     "medusa": "slipstream.train.recipe_medusa",
+    "mtp": "slipstream.train.recipe_mtp",
     "p-eagle": "slipstream.train.recipe_p_eagle",
     "pard": "slipstream.train.recipe_pard",
 }
