@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from slipstream.train.losses import ChainAcceptance
 
 KINDS = {
+    "dflash": "Train a DFlash drafter: a draft block from one pass over features of the target.",
     "draft": "Train a draft model: a small language model that says what the target says.",
     "eagle3": "Train an EAGLE-3 head: one layer over streams of the target, by training-time test.",
     "medusa": "Train Medusa heads: each guesses one place, all from one hidden state.",

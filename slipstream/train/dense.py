@@ -11,12 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.composition import Parts, compose, query_key_norms, split_heads
+from slipstream.kernels.composition import (
+    Parts,
+    QueryKeyNorms,
+    compose,
+    query_key_norms,
+    split_heads,
+)
 from slipstream.kernels.reference.dense import add_norm, gated_activation
 from slipstream.kernels.table import AttentionInputs, Float8Matrix, Heads, Ops, Weight
 from slipstream.models.decoder import LayerCache
-
-_NO_CACHE = (torch.empty(0), torch.empty(0))
 
 
 class ChainKeys:
@@ -46,11 +50,14 @@ class DenseRows(AttentionInputs):
         mask: [Q, Q] or [B, 1, Q, Q] bool, true where a row (first) sees a row; None: those before
             it and itself.
         chain: remembers the passes of a chain; None: this pass stands alone.
+        context: keys and values [B, heads, C, D] of rows that have no queries, by the cache that
+            their layer was given; a mask then has C columns more, which come first.
     """
 
     batch: int
     mask: Tensor | None = None
     chain: ChainKeys | None = field(default=None, compare=False)
+    context: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
 
 def dense_rows(
@@ -80,8 +87,8 @@ def dense_rows(
 
 
 def no_caches(count: int) -> list[LayerCache]:
-    """What layers get in place of a cache."""
-    return [_NO_CACHE] * count
+    """What layers get in place of a cache; each its own, so that they can be told apart."""
+    return [(torch.empty(0), torch.empty(0)) for _ in range(count)]
 
 
 def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -109,7 +116,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _attend(qkv: Tensor, heads: Heads, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
     """See `AttendOp`; keys and values go nowhere but into the chain."""
-    del cache
     assert isinstance(inputs, DenseRows)
     query, key, value = split_heads(qkv, heads)
     norms = query_key_norms(heads)
@@ -124,6 +130,9 @@ def _attend(qkv: Tensor, heads: Heads, inputs: AttentionInputs, cache: LayerCach
     query, key, value = (
         x.view(inputs.batch, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
     )
+    if id(cache[0]) in inputs.context:
+        before_key, before_value = inputs.context[id(cache[0])]
+        key, value = torch.cat((before_key, key), 2), torch.cat((before_value, value), 2)
     out = _mixed(query, key, value, heads, inputs)
     return out.transpose(1, 2).reshape(len(qkv), -1)
 
@@ -178,6 +187,28 @@ def _continued(
     return out.reshape(batch, num_heads, rows, width)
 
 
+def _remember(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    norms: QueryKeyNorms | None,
+    cos_sin: Tensor,
+    inputs: AttentionInputs,
+    cache: LayerCache,
+) -> Tensor:
+    """Keys and values of rows without queries become the context of whoever has this cache."""
+    assert isinstance(inputs, DenseRows)
+    if norms is not None:
+        key = _norm(key, norms[1], norms[2]).to(value.dtype)
+    cos, sin = cos_sin[inputs.positions].unsqueeze(1).chunk(2, -1)
+    key, value = (
+        x.view(inputs.batch, -1, *x.shape[1:]).transpose(1, 2)
+        for x in (_rotated(key, cos, sin), value)
+    )
+    inputs.context[id(cache[0])] = key, value
+    return query
+
+
 def _unused(*_: object) -> Tensor:
     raise AssertionError("training attends through `_attend`")
 
@@ -191,7 +222,7 @@ DENSE: Ops = replace(
             norm=_norm,
             add_norm=_add_norm,
             gated_activation=gated_activation,
-            rotate_and_store=_unused,
+            rotate_and_store=_remember,
             paged_attention=_unused,
         ),
     ),

@@ -18,6 +18,7 @@ from slipstream.train.target import Target
 
 # A new kind is one file and one line here.
 RECIPES = {
+    "dflash": "slipstream.train.recipe_dflash",
     "draft": "slipstream.train.recipe_draft",
     "eagle3": "slipstream.train.recipe_eagle3",
     "medusa": "slipstream.train.recipe_medusa",

@@ -1,0 +1,74 @@
+"""DFlash drafters from training to serving."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.kernels.table import AttentionInputs
+from slipstream.models.drafters.dflash import load_dflash
+from slipstream.models.drafters.dflash_config import read_dflash_config
+from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+from slipstream.models.loading import LoadOptions
+from slipstream.speculative.recognition import recognise
+from slipstream.train.recipe_dflash import DFlashRecipe
+from slipstream.train.run import run_training
+from tests.train.lessons import batch_of, run_drafting, settings, teacher
+
+
+@pytest.fixture(scope="module")
+def trained(
+    taught_target: str, own_words: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[DFlashRecipe, Path]:
+    out = tmp_path_factory.mktemp("dflash")
+    options = {"num_layers": 2}
+    recipe = run_training(
+        settings("dflash", taught_target, own_words, out, steps=60, options=options)
+    ).recipe
+    assert isinstance(recipe, DFlashRecipe)
+    return recipe, out
+
+
+def test_the_engine_fills_draft_blocks(
+    trained: tuple[DFlashRecipe, Path], taught_target: str
+) -> None:
+    folder = trained[1]
+    checkpoint = HeadCheckpoint(folder)
+    assert recognise(checkpoint.config, checkpoint.tensor_names) == "dflash"
+    plain, speculated, length = run_drafting(taught_target, folder, {})
+    assert speculated == plain
+    assert length > 1.1
+
+
+def test_the_served_network_is_the_trained_one(
+    trained: tuple[DFlashRecipe, Path], taught_target: str
+) -> None:
+    recipe, folder = trained
+    checkpoint, target = HeadCheckpoint(folder), teacher(taught_target)
+    load = LoadOptions(torch.float32, torch.device("cpu"), "auto", 64)
+    served = load_dflash(checkpoint, read_dflash_config(checkpoint), 48, load)
+    served.share(target.network.embedding, target.network.head)
+    tokens = torch.randint(1, 96, (24,), generator=torch.Generator().manual_seed(3)).tolist()
+    batch = batch_of(target, tokens, recipe.columns, recipe.stream_layers)
+    anchor, width = 15, 4
+    with torch.no_grad():
+        places = recipe.places(batch, torch.tensor([4, anchor]))
+        caches = [(torch.zeros(4, 8, 2, 16), torch.zeros(4, 8, 2, 16)) for _ in range(2)]
+        context = served.context([stream[0, :anchor] for stream in batch.seen.streams])
+        served.store(context, _inputs(0, anchor), caches)
+        ids = torch.tensor([tokens[anchor], *[recipe.config["dflash_config"]["mask_token_id"]] * 3])
+        hidden = served(ids, _inputs(anchor, anchor + width), caches)
+        logits = served.head(hidden)
+    for slot, place in enumerate(places, 1):
+        torch.testing.assert_close(place.logits[1], logits[slot], atol=1e-4, rtol=0)
+
+
+def _inputs(start: int, end: int) -> AttentionInputs:
+    positions = torch.arange(start, end)
+    return AttentionInputs(
+        query_start=torch.tensor([0, end - start]),
+        context_lens=torch.tensor([end]),
+        block_tables=torch.arange(4, dtype=torch.int32).unsqueeze(0),
+        positions=positions,
+        slots=positions,
+    )
