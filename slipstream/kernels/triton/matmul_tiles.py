@@ -36,13 +36,47 @@ class Tiles:
 
 
 @dataclass(frozen=True)
+class Stream:
+    """Tiles that the copy engine brings (`matmul_stream_kernels.py`).
+
+    Attributes:
+        rows: of a tile of x.
+        more: what the last tile of x goes on by, so that a small remainder needs no tile.
+        blocks, high: blocks of weights that share a tile of x, and rows of a block.
+        depth: columns of a tile.
+        stages: tiles on their way, the one at work included.
+        ahead: columns of each row of weights brought into the L2 cache beforehand.
+    """
+
+    rows: int
+    more: int = 0
+    blocks: int = 1
+    high: int = 64
+    depth: int = 128
+    stages: int = 6
+    ahead: int = 0
+
+    @property
+    def warps(self) -> int:
+        """Four for 64 rows of weights: the tensor cores take 16 from each."""
+        return self.high // 16
+
+
+@dataclass(frozen=True)
 class Plan:
     """Splits of the sum, the columns of each, and the tiles."""
 
     splits: int
     part: int
-    tiles: Tiles
+    tiles: Tiles | Stream
 
+
+# Where the rule for splits falls short, by (rows of weights, columns).
+SPLITS: dict[tuple[int, int], int] = {
+    (1024, 3072): 4,  # Qwen3-0.6B: down
+    (5120, 8192): 3,  # Qwen3-32B: output, down
+    (5120, 25600): 3,
+}
 
 # What an H200 does best where the rule falls short, by (rows of weights, columns): for up to 16
 # rows of x, and for more.
@@ -73,6 +107,8 @@ def plan(width: int, depth: int, rows: int, dtype: torch.dtype, splitting: bool)
 
 
 def _splits(width: int, depth: int) -> int:
+    if (width, depth) in SPLITS:
+        return SPLITS[width, depth]
     splits = 1
     while splits * triton.cdiv(width, 64) < PROGRAMS and 2 * splits * SMALLEST_PART <= depth:
         splits *= 2
