@@ -3,7 +3,6 @@
 Run as a program, without TRITON_INTERPRET; needs no GPU.
 """
 
-import itertools
 import json
 from typing import Any
 
@@ -14,7 +13,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from slipstream.kernels.triton.matmul_resident_kernels import resident_kernel
 from slipstream.kernels.triton.matmul_stream_kernels import SWIZZLED, stream_kernel
-from slipstream.kernels.triton.matmul_tiles import LANES, RESIDENT, RESIDENT_PART, Stream
+from slipstream.kernels.triton.matmul_tiles import LANES, RESIDENT, Stream
 
 H200 = GPUTarget("cuda", 90, 32)
 ALIGNED = [["tt.divisibility", 16]]
@@ -27,35 +26,33 @@ def stream(tiles: Stream, dtype: torch.dtype, out: torch.dtype, gated: bool, bia
     def described(rows: int) -> str:
         return f"tensordesc<{NAMES[dtype]}[{rows}, {tiles.depth}],{SWIZZLED.value}>"
 
-    types = {
+    types: dict[str, str | None] = {
         "x": described(tiles.rows),
         "more_x": described(tiles.more) if tiles.more else None,
         "weight": described(tiles.high // 2 if gated else tiles.high),
-        "weight_at": f"*{NAMES[dtype]}",
         "bias": f"*{NAMES[dtype]}" if biased else None,
         "out": f"*{NAMES[out]}",
-    } | dict.fromkeys(("rows", "width", "depth", "part"), "i32")
+    }
+    types |= dict.fromkeys(("rows", "width", "depth", "part"), "i32")
     constants = {
         "gated": gated,
         "blocks": tiles.blocks,
         "high": tiles.high,
         "stages": tiles.stages,
-        "ahead": tiles.ahead,
         "pdl": True,
         "warps": tiles.warps,
     }
     return compiled(stream_kernel, types, constants, tiles.warps)
 
 
-def resident(shape: tuple[int, int], rows: int, gated: bool) -> Any:
+def resident(shape: tuple[int, int], gated: bool) -> Any:
     """`matmul.py`'s launch."""
-    tiles = next(tier for tier in RESIDENT[shape] if rows <= tier.rows)
-    types = dict.fromkeys(("x", "weight", "out"), "*bf16")
+    tiles = RESIDENT[shape]
+    types: dict[str, str | None] = dict.fromkeys(("x", "weight", "out"), "*bf16")
     types |= dict.fromkeys(("row_stride", "rows", "width"), "i32")
-    types |= dict.fromkeys(("x_scales", "weight_scales", "bias"))
     constants = {
         "depth": shape[1],
-        "part": RESIDENT_PART,
+        "part": tiles.part,
         "gated": gated,
         "block_m": tiles.rows,
         "block_n": tiles.width,
@@ -73,7 +70,9 @@ def compiled(
     names = kernel.arg_names
     signature = {name: types.get(name) or "constexpr" for name in names}
     given = {(index,): constants.get(name) for index, name in enumerate(names)}
-    constexprs = {at: value for at, value in given.items() if signature[names[at[0]]] == "constexpr"}
+    constexprs = {
+        at: value for at, value in given.items() if signature[names[at[0]]] == "constexpr"
+    }
     attributes = {
         (index,): ALIGNED
         for index, name in enumerate(names)
@@ -95,14 +94,13 @@ def compiled(
 def main() -> None:
     half, whole = torch.bfloat16, torch.float32
     results = [
-        stream(Stream(8, stages=6), torch.float16, whole, gated=False, biased=True),
-        stream(Stream(32, stages=4, ahead=512), half, half, gated=True, biased=True),
-        stream(Stream(64, stages=6), half, whole, gated=False, biased=False),
+        stream(Stream(8, depth=256, stages=4), torch.float16, whole, gated=False, biased=True),
+        stream(Stream(64, stages=6), half, half, gated=True, biased=True),
         stream(Stream(128, 16, 2, 64, 64, 3), half, half, gated=True, biased=False),
-        stream(Stream(128, 0, 1, 128, 128, 3), half, half, gated=False, biased=True),
+        stream(Stream(128, 0, 1, 128, 64, 6), half, half, gated=False, biased=False),
+        resident((6144, 1024), gated=True),
+        resident((4096, 2048), gated=False),
     ]
-    for gated, rows in itertools.product((False, True), (8, 16)):
-        results.append(resident((6144, 1024) if gated else (4096, 1024), rows, gated))
     print(json.dumps(results))
 
 

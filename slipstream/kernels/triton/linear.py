@@ -55,7 +55,7 @@ class Linears:
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         rows, total = normed_rows(addend, residual, norm, isinstance(weight, Float8Matrix))
-        if self._ours(total, weight):
+        if self._ours(total, weight, gated=True):
             return matmul.gated_product(rows, weight, bias, total.dtype, self._free(total)), total
         return gated_activation(_library(rows, weight, bias, total.dtype)), total
 
@@ -82,12 +82,14 @@ class Linears:
             return head.few_logits(x, weight)
         return head.many_logits(x, weight)
 
-    def _ours(self, x: Tensor, weight: Weight, splitting: bool = False) -> bool:
+    def _ours(
+        self, x: Tensor, weight: Weight, splitting: bool = False, gated: bool = False
+    ) -> bool:
         """float32 gains nothing from tiles that are made for the tensor cores."""
         if self.invariant:
             return True
         if len(x) > FEW_ROWS:
-            return matmul.serves_many(x, weight, splitting)
+            return matmul.serves_many(x, weight, splitting, gated)
         return x.dtype != torch.float32 or isinstance(weight, Float8Matrix)
 
     def _free(self, x: Tensor) -> bool:

@@ -5,8 +5,6 @@
 - `matmul_kernels.py`: all else, and any number of rows without dependence on it.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 from torch import Tensor
@@ -17,7 +15,6 @@ from slipstream.kernels.triton.matmul_kernels import matmul_kernel
 from slipstream.kernels.triton.matmul_stream_tiles import few_rows, many_rows
 from slipstream.kernels.triton.matmul_tiles import (
     LANES,
-    RESIDENT_PART,
     Plan,
     Resident,
     Stream,
@@ -78,11 +75,11 @@ def _multiply(
     assert values.is_contiguous()
     (rows, depth), width = x.values.shape, len(values)
     small = _resident(x.values, values, splitting) if loose else None
-    chosen = _plan(x.values, values, splitting, loose)
+    chosen = _plan(x.values, values, splitting, gated, loose)
     splits = parts = chosen.splits
     if small is not None:
         x = _aligned(x)
-        splits = parts = depth // RESIDENT_PART
+        splits = parts = depth // small.part
     elif rows > SPLIT_ROWS and isinstance(chosen.tiles, Tiles):
         parts = 1
     out = torch.empty(
@@ -100,22 +97,22 @@ def _multiply(
     return out
 
 
-def _plan(x: Tensor, weight: Tensor, splitting: bool, loose: bool) -> Plan:
+def _plan(x: Tensor, weight: Tensor, splitting: bool, gated: bool, loose: bool) -> Plan:
     rows, (width, depth) = len(x), weight.shape
     chosen = plan(width, depth, rows, weight.dtype, splitting)
-    if not matmul_stream.serves(x, weight):
+    if not rows or not matmul_stream.serves(x, weight):
         return chosen
     if rows <= SPLIT_ROWS:
-        return replace(chosen, tiles=few_rows(width, rows, chosen.splits))
-    return (many_rows(width, depth, rows, splitting) if loose else None) or chosen
+        return few_rows(width, depth, rows, chosen)
+    return (many_rows(width, depth, rows, splitting, gated) if loose else None) or chosen
 
 
-def serves_many(x: Tensor, weight: Weight, splitting: bool) -> bool:
+def serves_many(x: Tensor, weight: Weight, splitting: bool, gated: bool) -> bool:
     """Whether more than 64 rows are worth a kernel of ours, where bits may follow from them."""
     if not isinstance(weight, Tensor) or not matmul_stream.serves(x, weight):
         return False
     width, depth = weight.shape
-    return many_rows(width, depth, len(x), splitting) is not None
+    return many_rows(width, depth, len(x), splitting, gated) is not None
 
 
 def _aligned(x: Rows) -> Rows:
@@ -170,7 +167,7 @@ def _launch_resident(
     grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(width, own), parts)
     resident_kernel[grid](
         x.values, x.scales, weight, weight_scales, bias, out, x.values.stride(0), rows, width,
-        depth=weight.shape[1], part=RESIDENT_PART, gated=gated, block_m=tiles.rows,
+        depth=weight.shape[1], part=tiles.part, gated=gated, block_m=tiles.rows,
         block_n=tiles.width, lanes=LANES, row_warps=tiles.row_warps,
         num_warps=LANES * tiles.row_warps, **launch.options(out.device),
     )  # fmt: skip

@@ -1,5 +1,7 @@
 """Launches the matmul by tiles that the copy engine brings (`matmul_stream_kernels.py`)."""
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -18,11 +20,17 @@ except ImportError:  # Gluon is still an experiment of Triton's
 ALIGNMENT = 16  # bytes: of what the copy engine reads, and of its rows
 
 
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    """No chip before or after has its matrix instructions."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def serves(x: Tensor, weight: Tensor) -> bool:
-    """Only the copy engine and tensor cores of a GPU, and numbers of 16 bits."""
+    """Numbers of 16 bits whose rows the copy engine can read."""
     return (
         stream_kernel is not None
-        and launch.overlaps(x.device)
+        and _is_hopper(x.device)
         and x.dtype == weight.dtype
         and weight.dtype in (torch.bfloat16, torch.float16)
         and weight.shape[1] % STEP == 0
@@ -52,9 +60,9 @@ def multiply(
         _described(x, tiles.rows, tiles.depth),
         _described(x, tiles.more, tiles.depth) if tiles.more else None,
         _described(weight, tiles.high // 2 if gated else tiles.high, tiles.depth),
-        weight, bias, out, rows, width, weight.shape[1], part, gated=gated, blocks=tiles.blocks,
-        high=tiles.high, stages=tiles.stages, ahead=tiles.ahead, warps=tiles.warps,
-        num_warps=tiles.warps, **launch.options(out.device),
+        bias, out, rows, width, weight.shape[1], part, gated=gated, blocks=tiles.blocks,
+        high=tiles.high, stages=tiles.stages, warps=tiles.warps, num_warps=tiles.warps,
+        **launch.options(out.device),
     )  # fmt: skip
 
 

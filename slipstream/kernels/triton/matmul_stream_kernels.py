@@ -3,9 +3,8 @@
     out[split, m, n] = sum of x[m, k] * weight[n, k] over the split's part of k
 
 Plain Triton fetches its first tile when a kernel's inputs are there. This kernel fills its shared
-memory with weights while the kernel before still runs, and asks for more to be brought into the
-L2 cache: then it waits for nothing but x. Gluon, Triton's lower layer, can say so, but has no
-interpreter.
+memory with weights while the kernel before still runs, and then waits for nothing but x. Gluon,
+Triton's lower layer, can say so, but has no interpreter.
 
 Tiles of weights and of x pass through a ring of `stages`. Weights are the large side of the tensor
 cores' steps, in one block of `high` rows or in several that share the tile of x. A sum runs through
@@ -61,33 +60,6 @@ def _fetch_weights(
             _fetch(weight, [row + width, k], barrier, place.slice(half, half), wanted)
         else:
             _fetch(weight, [(tile * blocks + block) * high, k], barrier, place, wanted)
-
-
-@gluon.jit
-def _prefetch(
-    weight, tile, k, end, width, depth, ahead: gl.constexpr, high: gl.constexpr,
-    blocks: gl.constexpr, gated: gl.constexpr, warps: gl.constexpr,
-):  # fmt: skip
-    """Asks for columns [k, k + ahead) of the tile's weights to be brought into the L2 cache."""
-    line = gl.arange(0, 32 * warps, layout=gl.BlockedLayout([1], [32], [warps], [0]))
-    pieces: gl.constexpr = 32 * warps // high
-    piece: gl.constexpr = ahead // pieces
-    column = k + line // high * piece
-    size = 2 * gl.maximum(gl.minimum(end - column, piece), 0)
-    line = line % high
-    half: gl.constexpr = high // 2
-    for block in gl.static_range(blocks):
-        if gated:
-            row = (tile * blocks + block) * half + line % half
-            row = gl.minimum(row, width - 1) + line // half * width
-        else:
-            row = gl.minimum((tile * blocks + block) * high + line, width - 1)
-        address = (weight + row.to(gl.int64) * depth + column).to(gl.int64)
-        gl.inline_asm_elementwise(
-            "{.reg .pred p; setp.gt.s32 p, $2, 0; "
-            "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
-            "=r,l,r", [address, size], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -164,9 +136,9 @@ def _fetch_rows(x, more_x, m0, k, barrier, ring_x, ring_y, slot, wanted):
 
 @gluon.jit
 def _multiply(
-    x, more_x, weight, weight_at, bias, out, rows, width, depth, part, ring, ring_x, ring_y, full,
-    gated: gl.constexpr, blocks: gl.constexpr, stages: gl.constexpr, ahead: gl.constexpr,
-    pdl: gl.constexpr, warps: gl.constexpr,
+    x, more_x, weight, bias, out, rows, width, depth, part, ring, ring_x, ring_y, full,
+    gated: gl.constexpr, blocks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
+    warps: gl.constexpr,
 ):  # fmt: skip
     """All of a program's work."""
     high: gl.constexpr = ring.shape[1]
@@ -183,9 +155,6 @@ def _multiply(
         barrier, k, wanted = full.index(slot), first + slot * step_k, slot < steps
         mbarrier.expect(barrier, size, wanted)
         _fetch_weights(weight, ring, slot, barrier, tile, k, width, blocks, gated, wanted)
-    if ahead:
-        k = first + stages * step_k
-        _prefetch(weight_at, tile, k, end, width, depth, ahead, high, blocks, gated, warps)
     _wait_for_inputs(pdl)
     for slot in gl.static_range(stages):
         k = first + slot * step_k
@@ -216,15 +185,15 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["rows"])
 def stream_kernel(
-    x, more_x, weight, weight_at, bias, out, rows, width, depth, part, gated: gl.constexpr,
-    blocks: gl.constexpr, high: gl.constexpr, stages: gl.constexpr, ahead: gl.constexpr,
-    pdl: gl.constexpr, warps: gl.constexpr,
+    x, more_x, weight, bias, out, rows, width, depth, part, gated: gl.constexpr,
+    blocks: gl.constexpr, high: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
+    warps: gl.constexpr,
 ):  # fmt: skip
     """Programs (tile of rows, tile of n, split).
 
     x describes x [rows, depth] by tiles of so many rows and k; more_x, or None, by the tile that
-    the last program's rows go on by. weight describes weight_at [width, depth], twice that where
-    `gated`, by the rows fetched at once and k. bias [width] or None; out [splits, rows, width].
+    the last program's rows go on by. weight describes [width, depth], twice that where `gated`, by
+    the rows fetched at once and k. bias [width] or None; out [splits, rows, width].
     """
     _launch_dependents(pdl)
     first_rows: gl.constexpr = x.block_shape[0]
@@ -240,11 +209,11 @@ def stream_kernel(
             x.dtype, [stages, more_x.block_shape[0], step_k], SWIZZLED
         )
         _multiply(
-            x, more_x, weight, weight_at, bias, out, rows, width, depth, part, ring, ring_x, ring_y,
-            full, gated, blocks, stages, ahead, pdl, warps,
+            x, more_x, weight, bias, out, rows, width, depth, part, ring, ring_x, ring_y, full,
+            gated, blocks, stages, pdl, warps,
         )  # fmt: skip
     else:
         _multiply(
-            x, None, weight, weight_at, bias, out, rows, width, depth, part, ring, ring_x, None,
-            full, gated, blocks, stages, ahead, pdl, warps,
+            x, None, weight, bias, out, rows, width, depth, part, ring, ring_x, None, full, gated,
+            blocks, stages, pdl, warps,
         )  # fmt: skip

@@ -45,7 +45,6 @@ class Stream:
         blocks, high: blocks of weights that share a tile of x, and rows of a block.
         depth: columns of a tile.
         stages: tiles on their way, the one at work included.
-        ahead: columns of each row of weights brought into the L2 cache beforehand.
     """
 
     rows: int
@@ -54,7 +53,6 @@ class Stream:
     high: int = 64
     depth: int = 128
     stages: int = 6
-    ahead: int = 0
 
     @property
     def warps(self) -> int:
@@ -73,7 +71,8 @@ class Plan:
 
 # Where the rule for splits falls short, by (rows of weights, columns).
 SPLITS: dict[tuple[int, int], int] = {
-    (1024, 3072): 4,  # Qwen3-0.6B: down
+    (1024, 2048): 4,  # Qwen3-0.6B: output, down
+    (1024, 3072): 4,
     (5120, 8192): 3,  # Qwen3-32B: output, down
     (5120, 25600): 3,
 }
@@ -101,7 +100,7 @@ def plan(width: int, depth: int, rows: int, dtype: torch.dtype, splitting: bool)
     part = depth
     if splits > 1:
         # A multiple of every tile's depth, whatever the dtype and the number of rows.
-        part = triton.cdiv(triton.cdiv(depth, splits), SMALLEST_PART // 2) * (SMALLEST_PART // 2)
+        part = triton.cdiv(triton.cdiv(depth, splits), SMALLEST_PART) * SMALLEST_PART
         splits = triton.cdiv(depth, part)
     return Plan(splits, part, _fitting(tiles, depth, part))
 
@@ -152,35 +151,35 @@ def _fitting(tiles: Tiles, depth: int, part: int) -> Tiles:
 # Small matrices, whose weights wait in registers (`matmul_resident_kernels.py`), and few rows
 
 LANES = 4
-RESIDENT_PART = 1024
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Rows of x and of weights of a tile, and how many warps share the latter."""
+    """Rows of x and of weights of a tile, how many warps share the latter, and a part's columns."""
 
     rows: int
     width: int
     row_warps: int
+    part: int = 1024
 
 
-# By (rows of weights, columns), for up to so many rows.
-RESIDENT: dict[tuple[int, int], tuple[Resident, ...]] = {
-    # Qwen3-0.6B: qkv, output, gate and up, down
-    (4096, 1024): (Resident(8, 64, 2), Resident(16, 64, 4)),
-    (1024, 2048): (Resident(8, 32, 1), Resident(16, 32, 2)),
-    (6144, 1024): (Resident(8, 32, 2), Resident(16, 64, 4)),
-    (1024, 3072): (Resident(8, 32, 2), Resident(16, 32, 2)),
+# By (rows of weights, columns): those that gain by it, for up to so many rows.
+RESIDENT: dict[tuple[int, int], Resident] = {
+    # Qwen3-0.6B: gate and up, down
+    (6144, 1024): Resident(8, 32, 2),
+    (1024, 3072): Resident(8, 32, 2),
+    # Qwen3-1.7B: qkv
+    (4096, 2048): Resident(8, 16, 1, part=2048),
 }
 
 
 def resident(width: int, depth: int, rows: int, splitting: bool) -> Resident | None:
     """The tiles of weights that wait in registers; None for all others.
 
-    Bits follow from the columns alone (parts of 1024, each in four lanes), but are not those of the
-    other kernel, which serves more rows.
+    Bits follow from the columns alone (their parts, each in four lanes), but are not those of the
+    other kernels, which serve more rows.
     """
-    tiers = RESIDENT.get((width, depth), ())
-    if depth != RESIDENT_PART and not splitting:
+    tiles = RESIDENT.get((width, depth))
+    if tiles is None or rows > tiles.rows or (depth != tiles.part and not splitting):
         return None
-    return next((tier for tier in tiers if rows <= tier.rows), None)
+    return tiles
