@@ -1,6 +1,6 @@
 """Whole decoder layers of the triton column on a GPU, inside one CUDA graph, against the library.
 
-    PYTHONPATH=. python3 -m benchmarks.gpu_matmul [--models 0.6b,8b] [--rows 1,5,16,40,64]
+    PYTHONPATH=. python3 -m benchmarks.gpu_matmul [--models 0.6b,8b] [--rows 1,5,16,32,64,100]
 
 A pass is every layer's norm_linear, attend (each row a request of 600 tokens), linear,
 norm_gated_linear and linear, each layer with weights of its own, then the last norm and the head;
@@ -72,7 +72,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cli.add_argument("--models", default=",".join(GEOMETRIES))
-    cli.add_argument("--rows", default="1,5,16,40,64")
+    cli.add_argument("--rows", default="1,5,16,32,64,100")
     cli.add_argument("--float8", action="store_true", help="layers in e4m3")
     cli.add_argument("--no-library", action="store_true")
     options = cli.parse_args()
@@ -80,8 +80,9 @@ def main() -> None:
     print(f"{'limit':>9}{'share':>7}{'library':>9}{'layer':>8}")
     for name in options.models.split(","):
         geometry = GEOMETRIES[name]
-        decoder = _decoder(geometry, options.float8)
-        for rows in map(int, options.rows.split(",")):
+        counts = [int(rows) for rows in options.rows.split(",")]
+        decoder = _decoder(geometry, options.float8, max(counts))
+        for rows in counts:
             library = None if options.no_library or options.float8 else LIBRARY
             _report(name, geometry, decoder, rows, library)
         del decoder
@@ -142,7 +143,7 @@ def _pass_us(ops: Ops, decoder: Decoder, rows: int, attending: bool) -> tuple[fl
     return without / len(decoder.layers), _graph_us(whole) - without
 
 
-def _decoder(geometry: Geometry, float8: bool) -> Decoder:
+def _decoder(geometry: Geometry, float8: bool, requests: int) -> Decoder:
     one, width = geometry, geometry.width
     heads_width = one.heads * one.head_dim
 
@@ -167,7 +168,7 @@ def _decoder(geometry: Geometry, float8: bool) -> Decoder:
     head = torch.empty(one.vocab, width, dtype=DTYPE, device=DEVICE).normal_()
     norm = Norm(torch.ones(one.head_dim, dtype=DTYPE, device=DEVICE), 1e-6)
     turns = torch.randn(4096, one.head_dim, device=DEVICE)
-    blocks = 64 * -(-CONTEXT // BLOCK_SIZE)
+    blocks = requests * -(-CONTEXT // BLOCK_SIZE)
     pages = torch.randn(2, blocks, BLOCK_SIZE, one.kv_heads, one.head_dim, device=DEVICE).to(DTYPE)
     heads = Heads(
         num_heads=one.heads,

@@ -1,4 +1,4 @@
-"""The matmul ops of the column: kernels of our own for few rows, the library for many.
+"""The matmul ops of the column: kernels of our own for few rows, the library for most others.
 
 `Linears(invariant=True)` keeps to our kernels for any number of rows, so that the bits of a row
 never depend on the rows beside it; the library chooses its kernels by the number of rows.
@@ -29,9 +29,9 @@ class Linears:
     loose: bool = False
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        if not self._ours(len(x), x.dtype, weight):
+        if not self._ours(x, weight, splitting=True):
             return _library(_rows(x, weight), weight, bias, x.dtype)
-        return matmul.addends(_rows(x, weight), weight, bias, x.dtype, self.loose)
+        return matmul.addends(_rows(x, weight), weight, bias, x.dtype, self._free(x))
 
     def norm_linear(
         self,
@@ -42,8 +42,8 @@ class Linears:
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         rows, total = normed_rows(addend, residual, norm, isinstance(weight, Float8Matrix))
-        if self._ours(len(total), total.dtype, weight):
-            return matmul.product(rows, weight, bias, total.dtype, self.loose), total
+        if self._ours(total, weight):
+            return matmul.product(rows, weight, bias, total.dtype, self._free(total)), total
         return _library(rows, weight, bias, total.dtype), total
 
     def norm_gated_linear(
@@ -55,8 +55,8 @@ class Linears:
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         rows, total = normed_rows(addend, residual, norm, isinstance(weight, Float8Matrix))
-        if self._ours(len(total), total.dtype, weight):
-            return matmul.gated_product(rows, weight, bias, total.dtype, self.loose), total
+        if self._ours(total, weight, gated=True):
+            return matmul.gated_product(rows, weight, bias, total.dtype, self._free(total)), total
         return gated_activation(_library(rows, weight, bias, total.dtype)), total
 
     def add_norm(self, addend: Tensor, residual: Tensor, norm: Norm) -> Tensor:
@@ -70,22 +70,31 @@ class Linears:
         self, parts: Sequence[tuple[Tensor, Norm | None]], weight: Weight, bias: Tensor | None
     ) -> Tensor:
         x = torch.cat([self._normed(side, norm) for side, norm in parts], -1)
-        if self._ours(len(x), x.dtype, weight):
-            return matmul.product(_rows(x, weight), weight, bias, x.dtype)
+        if self._ours(x, weight):
+            return matmul.product(_rows(x, weight), weight, bias, x.dtype, self._free(x))
         return _library(_rows(x, weight), weight, bias, x.dtype)
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         return x if norm is None else normed_rows(x, None, norm)[0].values
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        if self._ours(len(x), x.dtype, weight):
+        if self.invariant or (len(x) <= FEW_ROWS and self._ours(x, weight)):
             return head.few_logits(x, weight)
         return head.many_logits(x, weight)
 
-    def _ours(self, rows: int, dtype: torch.dtype, weight: Weight) -> bool:
+    def _ours(
+        self, x: Tensor, weight: Weight, splitting: bool = False, gated: bool = False
+    ) -> bool:
         """float32 gains nothing from tiles that are made for the tensor cores."""
-        float32 = dtype == torch.float32 and not isinstance(weight, Float8Matrix)
-        return self.invariant or (rows <= FEW_ROWS and not float32)
+        if self.invariant:
+            return True
+        if len(x) > FEW_ROWS:
+            return matmul.serves_many(x, weight, splitting, gated)
+        return x.dtype != torch.float32 or isinstance(weight, Float8Matrix)
+
+    def _free(self, x: Tensor) -> bool:
+        """Whether bits may follow from the number of rows."""
+        return self.loose or (len(x) > FEW_ROWS and not self.invariant)
 
 
 def _rows(x: Tensor, weight: Weight) -> Rows:

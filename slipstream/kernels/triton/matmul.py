@@ -1,17 +1,24 @@
-"""Launches the matmuls of few rows (`matmul_kernels.py`, `matmul_resident_kernels.py`)."""
+"""The matmuls of few rows: which of three kernels multiplies, and how it is launched.
+
+- `matmul_resident_kernels.py`: a drafter's small matrices and fewest rows;
+- `matmul_stream_kernels.py`: the rest of what Hopper's copy engine and tensor cores take;
+- `matmul_kernels.py`: all else, and any number of rows without dependence on it.
+"""
 
 import torch
 import triton
 from torch import Tensor
 
 from slipstream.kernels.table import Float8Matrix, Weight
-from slipstream.kernels.triton import launch
+from slipstream.kernels.triton import launch, matmul_stream
 from slipstream.kernels.triton.matmul_kernels import matmul_kernel
+from slipstream.kernels.triton.matmul_stream_tiles import few_rows, many_rows
 from slipstream.kernels.triton.matmul_tiles import (
     LANES,
-    RESIDENT_PART,
     Plan,
     Resident,
+    Stream,
+    Tiles,
     plan,
     resident,
 )
@@ -68,12 +75,13 @@ def _multiply(
     assert values.is_contiguous()
     (rows, depth), width = x.values.shape, len(values)
     small = _resident(x.values, values, splitting) if loose else None
+    chosen = _plan(x.values, values, splitting, gated, loose)
+    splits = parts = chosen.splits
     if small is not None:
         x = _aligned(x)
-        splits, parts = depth // RESIDENT_PART, depth // RESIDENT_PART
-    else:
-        chosen = plan(width, depth, rows, values.dtype, splitting)
-        splits, parts = chosen.splits, 1 if rows > SPLIT_ROWS else chosen.splits
+        splits = parts = depth // small.part
+    elif rows > SPLIT_ROWS and isinstance(chosen.tiles, Tiles):
+        parts = 1
     out = torch.empty(
         parts, rows, width // 2 if gated else width,
         dtype=dtype if splits == 1 else torch.float32, device=x.values.device,
@@ -82,9 +90,29 @@ def _multiply(
         return out
     if small is not None:
         _launch_resident(x, values, scales, bias, out, small, gated)
+    elif isinstance(chosen.tiles, Stream):
+        matmul_stream.multiply(x.values, values, bias, out, chosen.tiles, chosen.part, gated)
     else:
-        _launch(x, values, scales, bias, out, chosen, gated)
+        _launch(x, values, scales, bias, out, chosen, chosen.tiles, gated)
     return out
+
+
+def _plan(x: Tensor, weight: Tensor, splitting: bool, gated: bool, loose: bool) -> Plan:
+    rows, (width, depth) = len(x), weight.shape
+    chosen = plan(width, depth, rows, weight.dtype, splitting)
+    if not rows or not matmul_stream.serves(x, weight):
+        return chosen
+    if rows <= SPLIT_ROWS:
+        return few_rows(width, depth, rows, chosen)
+    return (many_rows(width, depth, rows, splitting, gated) if loose else None) or chosen
+
+
+def serves_many(x: Tensor, weight: Weight, splitting: bool, gated: bool) -> bool:
+    """Whether more than 64 rows are worth a kernel of ours, where bits may follow from them."""
+    if not isinstance(weight, Tensor) or not matmul_stream.serves(x, weight):
+        return False
+    width, depth = weight.shape
+    return many_rows(width, depth, len(x), splitting, gated) is not None
 
 
 def _aligned(x: Rows) -> Rows:
@@ -110,9 +138,9 @@ def _launch(
     bias: Tensor | None,
     out: Tensor,
     chosen: Plan,
+    tiles: Tiles,
     gated: bool,
 ) -> None:
-    tiles = chosen.tiles
     parts, rows, width = out.shape
     own = tiles.width // 2 if gated else tiles.width
     grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(width, own), parts)
@@ -139,7 +167,7 @@ def _launch_resident(
     grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(width, own), parts)
     resident_kernel[grid](
         x.values, x.scales, weight, weight_scales, bias, out, x.values.stride(0), rows, width,
-        depth=weight.shape[1], part=RESIDENT_PART, gated=gated, block_m=tiles.rows,
+        depth=weight.shape[1], part=tiles.part, gated=gated, block_m=tiles.rows,
         block_n=tiles.width, lanes=LANES, row_warps=tiles.row_warps,
         num_warps=LANES * tiles.row_warps, **launch.options(out.device),
     )  # fmt: skip

@@ -36,13 +36,46 @@ class Tiles:
 
 
 @dataclass(frozen=True)
+class Stream:
+    """Tiles that the copy engine brings (`matmul_stream_kernels.py`).
+
+    Attributes:
+        rows: of a tile of x.
+        more: what the last tile of x goes on by, so that a small remainder needs no tile.
+        blocks, high: blocks of weights that share a tile of x, and rows of a block.
+        depth: columns of a tile.
+        stages: tiles on their way, the one at work included.
+    """
+
+    rows: int
+    more: int = 0
+    blocks: int = 1
+    high: int = 64
+    depth: int = 128
+    stages: int = 6
+
+    @property
+    def warps(self) -> int:
+        """Four for 64 rows of weights: the tensor cores take 16 from each."""
+        return self.high // 16
+
+
+@dataclass(frozen=True)
 class Plan:
     """Splits of the sum, the columns of each, and the tiles."""
 
     splits: int
     part: int
-    tiles: Tiles
+    tiles: Tiles | Stream
 
+
+# Where the rule for splits falls short, by (rows of weights, columns).
+SPLITS: dict[tuple[int, int], int] = {
+    (1024, 2048): 4,  # Qwen3-0.6B: output, down
+    (1024, 3072): 4,
+    (5120, 8192): 3,  # Qwen3-32B: output, down
+    (5120, 25600): 3,
+}
 
 # What an H200 does best where the rule falls short, by (rows of weights, columns): for up to 16
 # rows of x, and for more.
@@ -67,12 +100,14 @@ def plan(width: int, depth: int, rows: int, dtype: torch.dtype, splitting: bool)
     part = depth
     if splits > 1:
         # A multiple of every tile's depth, whatever the dtype and the number of rows.
-        part = triton.cdiv(triton.cdiv(depth, splits), SMALLEST_PART // 2) * (SMALLEST_PART // 2)
+        part = triton.cdiv(triton.cdiv(depth, splits), SMALLEST_PART) * SMALLEST_PART
         splits = triton.cdiv(depth, part)
     return Plan(splits, part, _fitting(tiles, depth, part))
 
 
 def _splits(width: int, depth: int) -> int:
+    if (width, depth) in SPLITS:
+        return SPLITS[width, depth]
     splits = 1
     while splits * triton.cdiv(width, 64) < PROGRAMS and 2 * splits * SMALLEST_PART <= depth:
         splits *= 2
@@ -116,35 +151,35 @@ def _fitting(tiles: Tiles, depth: int, part: int) -> Tiles:
 # Small matrices, whose weights wait in registers (`matmul_resident_kernels.py`), and few rows
 
 LANES = 4
-RESIDENT_PART = 1024
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Rows of x and of weights of a tile, and how many warps share the latter."""
+    """Rows of x and of weights of a tile, how many warps share the latter, and a part's columns."""
 
     rows: int
     width: int
     row_warps: int
+    part: int = 1024
 
 
-# By (rows of weights, columns), for up to so many rows.
-RESIDENT: dict[tuple[int, int], tuple[Resident, ...]] = {
-    # Qwen3-0.6B: qkv, output, gate and up, down
-    (4096, 1024): (Resident(8, 64, 2), Resident(16, 64, 4)),
-    (1024, 2048): (Resident(8, 32, 1), Resident(16, 32, 2)),
-    (6144, 1024): (Resident(8, 32, 2), Resident(16, 64, 4)),
-    (1024, 3072): (Resident(8, 32, 2), Resident(16, 32, 2)),
+# By (rows of weights, columns): those that gain by it, for up to so many rows.
+RESIDENT: dict[tuple[int, int], Resident] = {
+    # Qwen3-0.6B: gate and up, down
+    (6144, 1024): Resident(8, 32, 2),
+    (1024, 3072): Resident(8, 32, 2),
+    # Qwen3-1.7B: qkv
+    (4096, 2048): Resident(8, 16, 1, part=2048),
 }
 
 
 def resident(width: int, depth: int, rows: int, splitting: bool) -> Resident | None:
     """The tiles of weights that wait in registers; None for all others.
 
-    Bits follow from the columns alone (parts of 1024, each in four lanes), but are not those of the
-    other kernel, which serves more rows.
+    Bits follow from the columns alone (their parts, each in four lanes), but are not those of the
+    other kernels, which serve more rows.
     """
-    tiers = RESIDENT.get((width, depth), ())
-    if depth != RESIDENT_PART and not splitting:
+    tiles = RESIDENT.get((width, depth))
+    if tiles is None or rows > tiles.rows or (depth != tiles.part and not splitting):
         return None
-    return next((tier for tier in tiers if rows <= tier.rows), None)
+    return tiles

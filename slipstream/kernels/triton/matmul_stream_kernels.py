@@ -1,0 +1,219 @@
+"""The matmul of few rows by tiles that the copy engine brings, with Hopper's own instructions.
+
+    out[split, m, n] = sum of x[m, k] * weight[n, k] over the split's part of k
+
+Plain Triton fetches its first tile when a kernel's inputs are there. This kernel fills its shared
+memory with weights while the kernel before still runs, and then waits for nothing but x. Gluon,
+Triton's lower layer, can say so, but has no interpreter.
+
+Tiles of weights and of x pass through a ring of `stages`. Weights are the large side of the tensor
+cores' steps, in one block of `high` rows or in several that share the tile of x. A sum runs through
+its part of k in one chain of steps, so its bits are those of `matmul_kernels.py`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Triton 3.6 has the second names, later versions the first.
+_fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+
+
+@gluon.jit
+def _launch_dependents(pdl: gl.constexpr):
+    if pdl:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+            "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _wait_for_inputs(pdl: gl.constexpr):
+    if pdl:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.u32 $0, 0;",
+            "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _fetch_weights(
+    weight, ring, slot, barrier, tile, k, width, blocks: gl.constexpr, gated: gl.constexpr, wanted
+):
+    """Column tile `k` of the tile's blocks; a gated block holds gates, then what they multiply."""
+    high: gl.constexpr = ring.shape[1]
+    half: gl.constexpr = high // 2
+    for block in gl.static_range(blocks):
+        place = ring.index(slot * blocks + block)
+        if gated:
+            row = (tile * blocks + block) * half
+            _fetch(weight, [row, k], barrier, place.slice(0, half), wanted)
+            _fetch(weight, [row + width, k], barrier, place.slice(half, half), wanted)
+        else:
+            _fetch(weight, [(tile * blocks + block) * high, k], barrier, place, wanted)
+
+
+@gluon.jit
+def _zeros(count: gl.constexpr, high: gl.constexpr, width: gl.constexpr, warps: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, width, 16]
+    )
+    sums = ()
+    for _ in gl.static_range(count):
+        sums += (gl.zeros([high, width], gl.float32, layout),)  # type: ignore[assignment]
+    return sums
+
+
+@gluon.jit
+def _step(ring, slot, ring_x, ring_y, sums, blocks: gl.constexpr):
+    """Begins the next step of each chain, and returns when those before it are done."""
+    chains: gl.constexpr = len(sums)
+    begun = ()
+    for chain in gl.static_range(chains):
+        tile_x = ring_x.index(slot) if chain < blocks else ring_y.index(slot)
+        weights = ring.index(slot * blocks + chain % blocks)
+        stepped = warpgroup_mma(weights, tile_x.permute((1, 0)), sums[chain], is_async=True)
+        begun += (stepped,)  # type: ignore[assignment]
+    return _settled(begun, chains)
+
+
+@gluon.jit
+def _settled(sums, begun: gl.constexpr):
+    """Returns when all steps but the last `begun` are done."""
+    done = warpgroup_mma_wait(num_outstanding=begun, deps=sums)
+    return (done,) if len(sums) == 1 else done
+
+
+@gluon.jit
+def _store(
+    out, sums, bias, block, split, m0, rows, width, gated: gl.constexpr, warps: gl.constexpr
+):
+    """`sums` [high, rows of x] of a block: bias, activation, and rows side by side in memory."""
+    high: gl.constexpr = sums.shape[0]
+    count: gl.constexpr = sums.shape[1]
+    half: gl.constexpr = high // 2
+    if bias is not None:
+        line = gl.arange(0, high, layout=gl.SliceLayout(1, sums.type.layout))
+        if gated:
+            row = gl.minimum(block * half + line % half, width - 1) + line // half * width
+        else:
+            row = gl.minimum(block * high + line, width - 1)
+        added = gl.load(bias + row).to(gl.float32)
+        sums += gl.where(split == 0, added, 0.0)[:, None]
+    if gated:
+        pairs: gl.constexpr = gl.BlockedLayout(
+            [1, 1, 2], [32, 1, 1], [half // 32, 32 * warps // half, 1], [2, 0, 1]
+        )
+        apart = gl.permute(gl.reshape(sums, (2, half, count)), (1, 2, 0))
+        gate, up = gl.split(gl.convert_layout(apart, pairs))
+        sums = gate / (1.0 + gl.exp(-gate)) * up
+    own: gl.constexpr = sums.shape[0]
+    along: gl.constexpr = own // 32
+    stored: gl.constexpr = gl.BlockedLayout([2, 1], [16, 2], [along, warps // along], [0, 1])
+    sums = gl.convert_layout(sums, stored)
+    column = block * own + gl.arange(0, own, layout=gl.SliceLayout(1, stored))[:, None]
+    line = m0 + gl.arange(0, count, layout=gl.SliceLayout(0, stored))[None, :]
+    place = (split * rows + line).to(gl.int64) * width + column
+    inside = (column < width) & (line < rows)
+    gl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _fetch_rows(x, more_x, m0, k, barrier, ring_x, ring_y, slot, wanted):
+    _fetch(x, [m0, k], barrier, ring_x.index(slot), wanted)
+    if more_x is not None:
+        _fetch(more_x, [m0 + x.block_shape[0], k], barrier, ring_y.index(slot), wanted)
+
+
+@gluon.jit
+def _multiply(
+    x, more_x, weight, bias, out, rows, width, depth, part, ring, ring_x, ring_y, full,
+    gated: gl.constexpr, blocks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
+    warps: gl.constexpr,
+):  # fmt: skip
+    """All of a program's work."""
+    high: gl.constexpr = ring.shape[1]
+    step_k: gl.constexpr = ring.shape[2]
+    first_rows: gl.constexpr = x.block_shape[0]
+    more_rows: gl.constexpr = 0 if more_x is None else more_x.block_shape[0]
+    size: gl.constexpr = (blocks * high + first_rows + more_rows) * step_k * 2
+    m0 = gl.program_id(0) * first_rows
+    tile, split = gl.program_id(1), gl.program_id(2)
+    first = split * part
+    end = gl.minimum(first + part, depth)
+    steps = (end - first) // step_k
+    for slot in gl.static_range(stages):
+        barrier, k, wanted = full.index(slot), first + slot * step_k, slot < steps
+        mbarrier.expect(barrier, size, wanted)
+        _fetch_weights(weight, ring, slot, barrier, tile, k, width, blocks, gated, wanted)
+    _wait_for_inputs(pdl)
+    for slot in gl.static_range(stages):
+        k = first + slot * step_k
+        _fetch_rows(x, more_x, m0, k, full.index(slot), ring_x, ring_y, slot, slot < steps)
+    sums = _zeros(blocks, high, first_rows, warps)
+    if more_rows:
+        sums += _zeros(blocks, high, more_rows, warps)
+    slot, turn, last = 0, 0, stages - 1
+    for step in range(steps):
+        mbarrier.wait(full.index(slot), turn)
+        sums = _step(ring, slot, ring_x, ring_y, sums, blocks)
+        _barrier()  # the step before is done in every warp: its tiles make room for new ones
+        barrier, k = full.index(last), first + (step - 1 + stages) * step_k
+        wanted = (step > 0) & (step - 1 + stages < steps)
+        mbarrier.expect(barrier, size, wanted)
+        _fetch_weights(weight, ring, last, barrier, tile, k, width, blocks, gated, wanted)
+        _fetch_rows(x, more_x, m0, k, barrier, ring_x, ring_y, last, wanted)
+        last = slot
+        slot += 1
+        if slot == stages:
+            slot, turn = 0, turn ^ 1
+    sums = _settled(sums, 0)
+    _barrier()
+    for chain in gl.static_range(len(sums)):
+        block, line = tile * blocks + chain % blocks, m0 + chain // blocks * first_rows
+        _store(out, sums[chain], bias, block, split, line, rows, width, gated, warps)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def stream_kernel(
+    x, more_x, weight, bias, out, rows, width, depth, part, gated: gl.constexpr,
+    blocks: gl.constexpr, high: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
+    warps: gl.constexpr,
+):  # fmt: skip
+    """Programs (tile of rows, tile of n, split).
+
+    x describes x [rows, depth] by tiles of so many rows and k; more_x, or None, by the tile that
+    the last program's rows go on by. weight describes [width, depth], twice that where `gated`, by
+    the rows fetched at once and k. bias [width] or None; out [splits, rows, width].
+    """
+    _launch_dependents(pdl)
+    first_rows: gl.constexpr = x.block_shape[0]
+    step_k: gl.constexpr = x.block_shape[1]
+    ring = gl.allocate_shared_memory(weight.dtype, [stages * blocks, high, step_k], SWIZZLED)
+    ring_x = gl.allocate_shared_memory(x.dtype, [stages, first_rows, step_k], SWIZZLED)
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(stages):
+        mbarrier.init(full.index(slot), count=1)
+    last = gl.program_id(0) == gl.num_programs(0) - 1
+    if more_x is not None and last:
+        ring_y = gl.allocate_shared_memory(
+            x.dtype, [stages, more_x.block_shape[0], step_k], SWIZZLED
+        )
+        _multiply(
+            x, more_x, weight, bias, out, rows, width, depth, part, ring, ring_x, ring_y, full,
+            gated, blocks, stages, pdl, warps,
+        )  # fmt: skip
+    else:
+        _multiply(
+            x, None, weight, bias, out, rows, width, depth, part, ring, ring_x, None, full, gated,
+            blocks, stages, pdl, warps,
+        )  # fmt: skip

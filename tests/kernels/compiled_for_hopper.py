@@ -1,0 +1,108 @@
+"""Compiles the kernels that no interpreter has for an H200; prints what each takes, as JSON.
+
+Run as a program, without TRITON_INTERPRET; needs no GPU.
+"""
+
+import json
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from slipstream.kernels.triton.matmul_resident_kernels import resident_kernel
+from slipstream.kernels.triton.matmul_stream_kernels import SWIZZLED, stream_kernel
+from slipstream.kernels.triton.matmul_tiles import LANES, RESIDENT, Stream
+
+H200 = GPUTarget("cuda", 90, 32)
+ALIGNED = [["tt.divisibility", 16]]
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def stream(tiles: Stream, dtype: torch.dtype, out: torch.dtype, gated: bool, biased: bool) -> Any:
+    """`matmul_stream.py`'s launch."""
+
+    def described(rows: int) -> str:
+        return f"tensordesc<{NAMES[dtype]}[{rows}, {tiles.depth}],{SWIZZLED.value}>"
+
+    types: dict[str, str | None] = {
+        "x": described(tiles.rows),
+        "more_x": described(tiles.more) if tiles.more else None,
+        "weight": described(tiles.high // 2 if gated else tiles.high),
+        "bias": f"*{NAMES[dtype]}" if biased else None,
+        "out": f"*{NAMES[out]}",
+    }
+    types |= dict.fromkeys(("rows", "width", "depth", "part"), "i32")
+    constants = {
+        "gated": gated,
+        "blocks": tiles.blocks,
+        "high": tiles.high,
+        "stages": tiles.stages,
+        "pdl": True,
+        "warps": tiles.warps,
+    }
+    return compiled(stream_kernel, types, constants, tiles.warps)
+
+
+def resident(shape: tuple[int, int], gated: bool) -> Any:
+    """`matmul.py`'s launch."""
+    tiles = RESIDENT[shape]
+    types: dict[str, str | None] = dict.fromkeys(("x", "weight", "out"), "*bf16")
+    types |= dict.fromkeys(("row_stride", "rows", "width"), "i32")
+    constants = {
+        "depth": shape[1],
+        "part": tiles.part,
+        "gated": gated,
+        "block_m": tiles.rows,
+        "block_n": tiles.width,
+        "lanes": LANES,
+        "row_warps": tiles.row_warps,
+        "pdl": True,
+    }
+    return compiled(resident_kernel, types, constants, LANES * tiles.row_warps)
+
+
+def compiled(
+    kernel: Any, types: dict[str, str | None], constants: dict[str, Any], warps: int
+) -> dict[str, Any]:
+    """Shared memory in bytes, and how often each matrix instruction stands in the program."""
+    names = kernel.arg_names
+    signature = {name: types.get(name) or "constexpr" for name in names}
+    given = {(index,): constants.get(name) for index, name in enumerate(names)}
+    constexprs = {
+        at: value for at, value in given.items() if signature[names[at[0]]] == "constexpr"
+    }
+    attributes = {
+        (index,): ALIGNED
+        for index, name in enumerate(names)
+        if signature[name].startswith("*") or name in ("width", "row_stride", "depth", "part")
+        if signature[name] != "constexpr"
+    }
+    source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
+    options = {"num_warps": warps, "launch_pdl": True, "enable_fp_fusion": False}
+    result = triton.compile(source, target=H200, options=options)
+    program = result.asm["ptx"]
+    return {
+        "shared": result.metadata.shared,
+        "wgmma": program.count("wgmma.mma_async"),
+        "mma": program.count("mma.sync.aligned"),
+        "machine_code": len(result.asm["cubin"]),
+    }
+
+
+def main() -> None:
+    half, whole = torch.bfloat16, torch.float32
+    results = [
+        stream(Stream(8, depth=256, stages=4), torch.float16, whole, gated=False, biased=True),
+        stream(Stream(64, stages=6), half, half, gated=True, biased=True),
+        stream(Stream(128, 16, 2, 64, 64, 3), half, half, gated=True, biased=False),
+        stream(Stream(128, 0, 1, 128, 64, 6), half, half, gated=False, biased=False),
+        resident((6144, 1024), gated=True),
+        resident((4096, 2048), gated=False),
+    ]
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

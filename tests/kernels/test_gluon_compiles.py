@@ -1,0 +1,35 @@
+"""The kernels that no interpreter has: here they are at least compiled."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed (it is there for Linux only)", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+SHARED_MEMORY = 227 * 1024  # bytes that a program can have on an H200
+
+
+def test_kernels_without_an_interpreter_compile(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compiled_for_hopper"],
+        env=environment, cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads(done.stdout)
+    assert len(results) == 6
+    for result in results[:4]:
+        assert result["wgmma"] > 0
+    for result in results[4:]:
+        assert result["mma"] > 0
+    for result in results:
+        assert result["shared"] <= SHARED_MEMORY
+        assert result["machine_code"] > 0

@@ -1,0 +1,88 @@
+"""How matmuls are cut: what bits depend on follows from the shape, and tiles find room."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed (it is there for Linux only)", allow_module_level=True)
+
+if not torch.cuda.is_available():  # as in tests/conftest.py, and before the kernels are defined
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from slipstream.kernels.triton.matmul_stream_tiles import MEMORY, few_rows, many_rows
+from slipstream.kernels.triton.matmul_tiles import (
+    RESIDENT,
+    SPLITS,
+    TUNED,
+    Plan,
+    Stream,
+    Tiles,
+    plan,
+)
+
+
+@pytest.mark.parametrize("shape", [*TUNED, (1, 1), (70, 136), (1000, 999), (5, 70000)])
+def test_splits_follow_from_the_shape_alone(shape: tuple[int, int]) -> None:
+    width, depth = shape
+    plans = [plan(width, depth, rows, torch.bfloat16, True) for rows in (1, 16, 17, 40, 64, 500)]
+    assert len({(each.splits, each.part) for each in plans}) == 1
+    for each in plans:
+        assert each.part * each.splits >= depth > each.part * (each.splits - 1)
+        assert isinstance(each.tiles, Tiles)
+        assert each.splits == 1 or each.part % each.tiles.depth == 0
+        if each.tiles.ahead:
+            assert depth % each.tiles.depth == 0
+            assert each.part % each.tiles.depth == 0
+    assert plan(width, depth, 5, torch.bfloat16, False).splits == 1
+
+
+SHAPES = [*RESIDENT, *TUNED, *SPLITS, (4096, 4096), (2048, 6144)]
+
+
+def taken(tiles: Stream) -> int:
+    """Bytes of tiles on their way."""
+    lines = tiles.blocks * tiles.high + tiles.rows + tiles.more
+    return lines * tiles.depth * tiles.stages * 2
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("splitting", [False, True])
+def test_the_copy_engine_changes_no_splits(shape: tuple[int, int], splitting: bool) -> None:
+    """Up to 64 rows; its steps come out even, and its tiles find room."""
+    width, depth = shape
+    for rows in (1, 9, 17, 40, 64):
+        chosen = plan(width, depth, rows, torch.bfloat16, splitting)
+        streamed = few_rows(width, depth, rows, chosen)
+        assert (streamed.splits, streamed.part) == (chosen.splits, chosen.part)
+        assert isinstance(streamed.tiles, Stream)
+        assert streamed.part % streamed.tiles.depth == 0
+        assert depth % streamed.tiles.depth == 0
+        assert rows <= streamed.tiles.rows
+        assert streamed.tiles.stages > 1
+        assert taken(streamed.tiles) <= MEMORY
+
+
+def test_many_rows_have_tiles_where_the_library_is_slower() -> None:
+    served: dict[tuple[int, bool, bool], Plan | None] = {}
+    for rows in (65, 100, 128, 129, 160, 161, 256, 300, 400, 512, 513):
+        for splitting, gated in ((False, False), (True, False), (False, True)):
+            served[rows, splitting, gated] = many_rows(4096, 12288, rows, splitting, gated)
+    assert all(served[rows, False, False] is None for rows in (65, 128, 400))
+    assert {rows for rows, splitting, _ in served if splitting and served[rows, True, False]} == {
+        65, 100, 128, 129, 160,
+    }  # fmt: skip
+    assert {rows for rows, _, gated in served if gated and served[rows, False, True]} == {
+        65, 100, 400, 512,
+    }  # fmt: skip
+    for (rows, _, gated), chosen in served.items():
+        if chosen is None:
+            continue
+        assert isinstance(chosen.tiles, Stream)
+        assert chosen.part * chosen.splits >= 12288 > chosen.part * (chosen.splits - 1)
+        assert chosen.part % chosen.tiles.depth == 0
+        assert gated <= (chosen.splits == 1)
+        assert taken(chosen.tiles) <= MEMORY
+        assert chosen.tiles.more == 0 or rows % chosen.tiles.rows <= chosen.tiles.more
