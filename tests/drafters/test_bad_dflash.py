@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
-from slipstream.models.drafters.dflash_config import own_num_tokens, read_dflash_config
+from slipstream.models.drafters.dflash_config import read_dflash_config
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.speculative.recognition import recognise
 from tests.checkpoints import write_qwen3
@@ -160,9 +160,3 @@ def test_layers_that_are_read_unless_listed(tiny_target: str, tmp_path: Path) ->
     assert config.stream_layers(32) == (2, 9, 16, 23, 30)
     write_config(folder, num_hidden_layers=1)
     assert read_dflash_config(HeadCheckpoint(folder)).stream_layers(36) == (19,)
-
-
-def test_own_number_of_tokens() -> None:
-    assert own_num_tokens({"block_size": 16}) == 15
-    assert own_num_tokens({"block_size": "16"}) is None
-    assert own_num_tokens({}) is None

@@ -1,6 +1,6 @@
 """What a DFlash drafter is made of, and whether it fits a target."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,12 +81,6 @@ class DFlashConfig:
         # From the output of layer 1 to that of the third last, evenly.
         step = (target_layers - 4) / (count - 1)
         return tuple(round(1 + index * step) + 1 for index in range(count))
-
-
-def own_num_tokens(config: Mapping[str, Any]) -> int | None:
-    """Draft tokens a step that the config alone asks for: a draft block without its known one."""
-    size = config.get(_BLOCK)
-    return size - 1 if type(size) is int and size > 1 else None
 
 
 def read_dflash_config(checkpoint: HeadCheckpoint) -> DFlashConfig:
