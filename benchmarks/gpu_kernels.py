@@ -60,7 +60,16 @@ class Case:
 WHOLE = [
     (heads, Case(f"attend {heads} heads R={requests} rows={rows} context={context}", *sizes))
     for heads in (16, 32)
-    for sizes in ((1, 1, 600), (1, 5, 600), (1, 1, 2000), (8, 5, 600), (32, 1, 600), (32, 5, 600))
+    for sizes in (
+        (1, 1, 600),
+        (1, 5, 600),
+        (1, 1, 2000),
+        (8, 1, 600),
+        (8, 5, 600),
+        (32, 1, 600),
+        (32, 5, 600),
+        (100, 1, 600),
+    )
     for requests, rows, context in (sizes,)
 ]
 CASES = [
@@ -218,12 +227,11 @@ def _sweep(pool: tuple[Tensor, Tensor]) -> list[Row]:
     short = [case for case in CASES if case.name in (*names, "verify 5 rows R=8 context=8k")]
     chunks = [case for case in CASES if case.rows > 64]
     for tokens, warps, stages, registers, programs in (
-        (64, 4, 3, 168, 1024), (64, 4, 3, 128, 1024), (64, 4, 3, None, 1024), (64, 4, 4, 168, 1024),
-        (64, 4, 2, 168, 1024), (64, 8, 3, 128, 1024), (32, 4, 5, 128, 1024),
-        (128, 8, 2, None, 1024), (64, 4, 3, 168, 528), (64, 4, 3, 168, 4096),
+        (64, 4, 5, None, 132), (64, 8, 5, None, 132), (64, 4, 4, 168, 264), (64, 4, 4, None, 264),
+        (64, 8, 4, 128, 264), (64, 8, 3, 128, 264), (64, 4, 3, 168, 396), (64, 4, 4, 168, 1),
+        (32, 4, 6, 168, 264), (128, 8, 2, None, 264),
     ):  # fmt: skip
-        tuned.short_tiles = _always(Tiles(32, tokens, warps, stages, registers))
-        tuned.PROGRAMS = programs
+        tuned.short_tiles = _divided(Tiles(32, tokens, warps, stages, registers), programs)
         rows += _tried(pool, short, f"{tokens} w{warps} s{stages} r{registers} p{programs}")
     for lines, tokens, warps, stages, registers in (
         (128, 64, 8, 2, 128), (128, 64, 8, 2, None), (128, 64, 8, 3, None), (128, 32, 8, 3, 128),
@@ -236,6 +244,10 @@ def _sweep(pool: tuple[Tensor, Tensor]) -> list[Row]:
 
 def _always(tiles: Tiles) -> Callable[..., Tiles]:
     return lambda *_: tiles
+
+
+def _divided(tiles: Tiles, programs: int) -> Callable[..., tuple[Tiles, int]]:
+    return lambda lines, *_: (replace(tiles, lines=lines), programs)
 
 
 def _tried(pool: tuple[Tensor, Tensor], cases: Sequence[Case], label: str) -> list[Row]:

@@ -46,7 +46,7 @@ BATCHES = [
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
-        monkeypatch.setattr(triton_attention, "PROGRAMS", 8)
+        monkeypatch.setattr(triton_attention, "MULTIPROCESSORS", 3)
 
 
 def randn(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

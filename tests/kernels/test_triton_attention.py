@@ -24,14 +24,7 @@ from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import AttentionInputs, Heads, Norm
 from slipstream.kernels.triton import attention as tuned
 from slipstream.kernels.triton.attention import SHORT_ROWS, Extras, attend
-from slipstream.kernels.triton.splits import (
-    GROUP,
-    group_of,
-    group_start,
-    most_groups,
-    split_of,
-    split_start,
-)
+from slipstream.kernels.triton.splits import SMALLEST, most_splits, split_of, split_start
 from slipstream.layers.rope import RopeConfig, rope_table
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
 
@@ -51,7 +44,7 @@ Case = tuple[Tensor, Heads, AttentionInputs, tuple[Tensor, Tensor]]
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
-        monkeypatch.setattr(tuned, "PROGRAMS", 8)
+        monkeypatch.setattr(tuned, "MULTIPROCESSORS", 5)
 
 
 def case(
@@ -152,13 +145,13 @@ def test_attend_without_norms_in_a_window(dtype: torch.dtype) -> None:
     assert_agrees(case(Shape(6, 2, 24, 16), requests, dtype, normed=False, window=33))
 
 
-def test_groups_begin_at_cuts() -> None:
-    for group in range(1, 12):
-        start = group_start.fn(group)
-        assert start == group * GROUP
-        assert split_start.fn(split_of.fn(start)) == start
-        assert [group_of.fn(start - 1), group_of.fn(start)] == [group - 1, group]
-    assert [most_groups(n) for n in (0, 1, GROUP, GROUP + 1)] == [1, 1, 1, 2]
+def test_a_split_ends_where_the_next_begins() -> None:
+    for split in range(60):
+        start, end = split_start.fn(split), split_start.fn(split + 1)
+        assert start % SMALLEST == 0
+        assert end > start
+        assert {split_of.fn(token) for token in (start, start + 1, end - 1)} == {split}
+        assert [most_splits(start + n) for n in (1, end - start)] == [split + 1] * 2
 
 
 LONG = Requests([150, 4094, 0], [1, 3, 2])
@@ -168,16 +161,15 @@ LONG = Requests([150, 4094, 0], [1, 3, 2])
 def test_bits_do_not_follow_from_who_does_the_work(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups or splits for each program, and few or many programs."""
+    """One program for a request and head, or several."""
     given = case(Shape(2, 1, 16, 16), LONG, DTYPES[-1], window=window)
-    monkeypatch.setattr(tuned, "ENOUGH", 1)
-    grouped, cache = run(given)
+    monkeypatch.setattr(tuned, "MULTIPROCESSORS", 1)
+    alone, cache = run(given)
     assert_agrees(given)
-    for enough, programs in ((1 << 20, 2), (1 << 20, 64), (8, 5)) if ON_GPU else ((8, 5),):
-        monkeypatch.setattr(tuned, "ENOUGH", enough)
-        monkeypatch.setattr(tuned, "PROGRAMS", programs)
+    for multiprocessors in (2, 5, 64, 1000) if ON_GPU else (5,):
+        monkeypatch.setattr(tuned, "MULTIPROCESSORS", multiprocessors)
         out, again = run(given)
-        assert_same(out, grouped)
+        assert_same(out, alone)
         assert_same(again[0], cache[0])
 
 
@@ -219,12 +211,12 @@ def test_hints_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("enough", [1, 256])
+@pytest.mark.parametrize("multiprocessors", [1, 40])
 def test_padding_costs_nothing(
-    enough: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    multiprocessors: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows behind a request's last one, and requests without a context, as a graph has them."""
-    monkeypatch.setattr(tuned, "ENOUGH", enough)
+    monkeypatch.setattr(tuned, "MULTIPROCESSORS", multiprocessors)
     shape, requests = Shape(4, 2, 16, 16), Requests([20, 140], [2, 1])
     qkv, heads, inputs, cache = case(shape, requests, torch.float32, window=window)
     expected, written = run((qkv, heads, inputs, cache))

@@ -55,7 +55,7 @@ INTERPRETED_SHARE = 11
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
-        monkeypatch.setattr(triton_attention, "PROGRAMS", 8)
+        monkeypatch.setattr(triton_attention, "MULTIPROCESSORS", 3)
 
 
 def randn(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -415,7 +415,7 @@ def test_hints_and_the_number_of_programs_change_nothing(monkeypatch: pytest.Mon
     wider = torch.nn.functional.pad(inputs.block_tables, (0, 200), value=1 << 30)
     assert_same(paged_attention(query, cache, replace(inputs, block_tables=wider), 0.3, None), out)
     for programs in (1, 30):
-        monkeypatch.setattr(triton_attention, "PROGRAMS", programs)
+        monkeypatch.setattr(triton_attention, "MULTIPROCESSORS", programs)
         assert_same(paged_attention(query, cache, inputs, 0.3, None), out)
 
 

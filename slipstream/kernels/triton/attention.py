@@ -24,18 +24,16 @@ from slipstream.kernels.triton.attention_chunk_kernel import chunk_kernel
 from slipstream.kernels.triton.attention_short_kernels import combine_kernel, short_kernel
 from slipstream.kernels.triton.launch import options
 from slipstream.kernels.triton.rope import rotate_and_store
-from slipstream.kernels.triton.splits import GROUP, SMALLEST, most_groups, most_splits
+from slipstream.kernels.triton.splits import SMALLEST, most_splits
 
 SHORT_ROWS = 16
-# More programs would mostly find nothing to do.
-PROGRAMS = 1024
-# So many programs keep the machine busy: a group of splits goes to one where that leaves as many.
-ENOUGH = 256
+COMBINING = 1024  # programs
+COMBINED_AT_ONCE = 16
+MULTIPROCESSORS = 132
 # With dependent launch, tables, positions and the tokens of earlier passes are read before the
 # kernel in front has ended. All of that must have been written before an ordinary launch (one
 # without dependent launch, such as torch's) that stands between: the embedding of a pass does.
 EARLY = True
-COMBINED_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -82,25 +80,39 @@ class Layer:
 
     @property
     def block_d(self) -> int:
-        """The tensor cores take 16 columns at a time."""
-        return int(max(16, triton.next_power_of_2(self.head_dim)))
+        """The tensor cores take 16 columns of either half at a time."""
+        return int(max(32, triton.next_power_of_2(self.head_dim)))
 
 
 PLAIN = Extras()
 
 
-def short_tiles(lines: int, block_d: int, dtype: torch.dtype) -> Tiles:
-    """For requests of at most so many lines.
+def short_lines(lines: int) -> int:
+    """Lines of a tile, for requests of at most so many lines.
 
     A line's bits do not follow from how many there are: up to 32 lines the tensor cores are used in
-    one way (from 64 on in another). They do follow from `tokens`; splits are multiples of it.
+    one way (from 64 on in another).
+    """
+    return int(min(32, max(16, triton.next_power_of_2(lines))))
+
+
+def short_tiles(lines: int, pairs: int, block_d: int, dtype: torch.dtype) -> tuple[Tiles, int]:
+    """Tiles of so many lines, and how many programs to divide `pairs` of a tile and a head among.
+
+    Only `tokens` has to do with a line's bits; splits are multiples of it. With dependent launch,
+    programs crowd on the multiprocessors that are free first, where there is room for several: the
+    stages are as many as leave room for as many programs as each is to have.
     """
     if dtype == torch.float32:
-        return Tiles(16, 32, 4, 1)
-    lines = min(32, max(16, triton.next_power_of_2(lines)))
-    if block_d <= 128:
-        return Tiles(lines, 64, 4, 3, 168)
-    return Tiles(lines, 64, 8, 2)
+        return Tiles(lines, 32, 4, 1), 3 * MULTIPROCESSORS
+    if block_d > 128:
+        return Tiles(lines, 64, 8, 2), 2 * MULTIPROCESSORS
+    # A product of 32 lines is work enough; for 16, more and shorter programs are faster.
+    if pairs * 3 <= MULTIPROCESSORS or (lines > 16 and pairs <= MULTIPROCESSORS):
+        return Tiles(lines, 64, 4, 5), MULTIPROCESSORS
+    if pairs * 2 <= 3 * MULTIPROCESSORS:
+        return Tiles(lines, 64, 4, 3, 168), 3 * MULTIPROCESSORS
+    return Tiles(lines, 64, 4, 4, 168), pairs
 
 
 def chunk_tiles(block_d: int, dtype: torch.dtype) -> Tiles:
@@ -181,36 +193,36 @@ def _short(
     cache: tuple[Tensor, Tensor],
     out: Tensor,
 ) -> None:
-    """Requests of at most `SHORT_ROWS` rows: folds of runs, then their sums."""
+    """Requests of at most `SHORT_ROWS` rows: folds of splits, then their sums."""
     most_rows = min(_most_rows(source, inputs), SHORT_ROWS)
-    tiles = short_tiles(most_rows * layer.groups, layer.block_d, source.dtype)
-    assert SMALLEST % tiles.tokens == 0, "tiles do not cross splits"
     block_size, requests = cache[0].shape[1], len(inputs.context_lens)
-    pairs = layer.kv_heads * triton.cdiv(most_rows * layer.groups, tiles.lines)
-    least_groups = triton.cdiv(ENOUGH, requests * pairs)
-    runs = _most_runs(inputs, block_size, least_groups)
-    sizes = (len(source), layer.heads, runs)
-    part = torch.empty((*sizes, layer.head_dim), dtype=torch.float32, device=source.device)
-    part_exponent, part_total = torch.empty((2, *sizes), dtype=torch.float32, device=source.device)
+    lines = short_lines(most_rows * layer.groups)
+    pairs = layer.kv_heads * triton.cdiv(most_rows * layer.groups, lines)
+    tiles, programs = short_tiles(lines, requests * pairs, layer.block_d, source.dtype)
+    assert SMALLEST % tiles.tokens == 0, "tiles do not cross splits"
+    splits = _most_splits(inputs, block_size)
+    lanes = max(1, min(splits, programs // (requests * pairs)))
+    part = part_exponent = part_total = None
+    if lanes > 1:
+        sizes = (len(source), layer.heads, splits)
+        part = torch.empty((*sizes, layer.head_dim), dtype=torch.float32, device=source.device)
+        part_exponent, part_total = part.new_empty((2, *sizes))
     window, extras = layer.window, layer.extras
-    built = _built(layer, block_size, tiles)
     launched = options(source.device)
     early = EARLY and launched["pdl"]
-    short_kernel[(pairs, requests, min(runs, triton.cdiv(PROGRAMS, requests * pairs)))](
+    short_kernel[(pairs, requests, lanes)](
         source, *cache, out, part, part_exponent, part_total, inputs.query_start,
         inputs.context_lens, inputs.block_tables, inputs.positions, inputs.slots, *_mask(extras),
         extras.sinks, *_turn(turn), source.stride(0), inputs.block_tables.stride(0), layer.scale,
-        extras.softcap, window, most_rows, runs, least_groups,
-        early=early, first_seen=inputs.first_seen, causal=_causal(inputs, extras), **built,
-        **launched,
+        extras.softcap, window, most_rows, splits, early=early, first_seen=inputs.first_seen,
+        causal=_causal(inputs, extras), new_rows=max(4, triton.next_power_of_2(most_rows)),
+        **_built(layer, block_size, tiles), **launched,
     )  # fmt: skip
-    lanes = min(most_rows * layer.heads, triton.cdiv(PROGRAMS, requests))
-    if runs > 1:
-        combine_kernel[(lanes, requests)](
+    if lanes > 1:
+        combine_kernel[(min(most_rows * layer.heads, triton.cdiv(COMBINING, requests)), requests)](
             part, part_exponent, part_total, out, inputs.query_start, inputs.context_lens,
-            extras.sinks, window, most_rows, runs, least_groups, heads=layer.heads,
-            head_dim=layer.head_dim, block_d=layer.block_d, block_s=64,
-            at_once=min(COMBINED_AT_ONCE, triton.next_power_of_2(runs)), num_warps=1, early=early,
+            extras.sinks, window, most_rows, splits, heads=layer.heads, head_dim=layer.head_dim,
+            block_d=layer.block_d, block_s=64, at_once=COMBINED_AT_ONCE, num_warps=1, early=early,
             **launched,
         )  # fmt: skip
 
@@ -243,12 +255,12 @@ def _most_rows(source: Tensor, inputs: AttentionInputs) -> int:
     return min(len(source), inputs.max_rows or len(source))
 
 
-def _most_runs(inputs: AttentionInputs, block_size: int, least_groups: int) -> int:
-    """Runs of any request: groups, or splits if it has less than `least_groups` groups."""
+def _most_splits(inputs: AttentionInputs, block_size: int) -> int:
+    """Splits of any request."""
     tokens = int(inputs.block_tables.shape[1]) * block_size
     if inputs.max_context is not None:
         tokens = min(tokens, inputs.max_context)
-    return max(most_groups(tokens), most_splits(min(tokens, (least_groups - 1) * GROUP)))
+    return most_splits(tokens)
 
 
 def _built(layer: Layer, block_size: int, tiles: Tiles) -> dict[str, Any]:

@@ -103,12 +103,12 @@ def chunk_kernel(
     first = tl.load(query_start + request).to(tl.int32)
     rows = tl.load(query_start + request + 1).to(tl.int32) - first
     context = tl.load(context_lens + request).to(tl.int32)
-    row, head, position, begins, ends = sight(
+    row, head, _, begins, ends = sight(
         positions, first, rows, context, tile, kv_head, window, causal, groups, block_m
     )
     inside = row < rows
     source = (first + row).to(tl.int64) * row_stride + head * head_dim
-    loaded = queries(query, source, inside, position, None, 0.0, None, head_dim, block_d)
+    loaded = queries(query, source, inside, head_dim, block_d)
     newest = tl.max(tl.where(inside, ends, 0), axis=0)
     begin = tl.min(tl.where(inside, begins, newest), axis=0) // block_n * block_n
     largest = tl.full((block_m,), float("-inf"), tl.float32)

@@ -42,45 +42,50 @@ def tree_sum(value):
 
 
 @triton.jit
-def rotated(
-    source, place, inside, position, weight, eps, cos_sin, head_dim: tl.constexpr,
-    block_d: tl.constexpr,
-):  # fmt: skip
-    """Heads at `place` [L] of `source`, normed where there is a weight, and turned: two halves."""
+def turns(cos_sin, position, inside, head_dim: tl.constexpr, block_d: tl.constexpr):
+    """(cosines, sines) [L, block_d / 2] of rows at `position` [L]."""
     half: tl.constexpr = head_dim // 2
     pair = tl.arange(0, block_d // 2)
     loaded = inside[:, None] & (pair < half)[None, :]
-    start = source + place[:, None] + pair[None, :]
-    first = tl.load(start, mask=loaded, other=0.0).to(tl.float32)
-    second = tl.load(start + half, mask=loaded, other=0.0).to(tl.float32)
     turn = cos_sin + position[:, None] * head_dim + pair[None, :]
-    cos = tl.load(turn, mask=loaded, other=0.0)
-    sin = tl.load(turn + half, mask=loaded, other=0.0)
+    return tl.load(turn, mask=loaded, other=0.0), tl.load(turn + half, mask=loaded, other=0.0)
+
+
+@triton.jit
+def halves(source, place, inside, head_dim: tl.constexpr, block_d: tl.constexpr):
+    """Both halves [L, block_d / 2] of the heads at `place` [L] of `source`."""
+    half: tl.constexpr = head_dim // 2
+    pair = tl.arange(0, block_d // 2)
+    loaded = inside[:, None]
+    if head_dim != block_d:
+        loaded = loaded & (pair < half)[None, :]
+    start = source + place[:, None] + pair[None, :]
+    return tl.load(start, mask=loaded, other=0.0), tl.load(start + half, mask=loaded, other=0.0)
+
+
+@triton.jit
+def rotated(first, second, cos, sin, weight, eps, head_dim: tl.constexpr):
+    """Two halves of heads, normed where there is a weight, and turned: in their own dtype."""
+    dtype: tl.constexpr = first.dtype
+    first, second = first.to(tl.float32), second.to(tl.float32)
     if weight is not None:
+        half: tl.constexpr = head_dim // 2
+        pair = tl.arange(0, first.shape[1])
         one = tl.load(weight + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
         two = tl.load(weight + half + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
         scale = tl.rsqrt(tree_sum(first * first + second * second) / head_dim + eps)[:, None]
         # Rounded to the model's dtype, as between two layers.
-        first = (first * scale * one).to(source.dtype.element_ty).to(tl.float32)
-        second = (second * scale * two).to(source.dtype.element_ty).to(tl.float32)
-    return first * cos - second * sin, second * cos + first * sin
+        first = (first * scale * one).to(dtype).to(tl.float32)
+        second = (second * scale * two).to(dtype).to(tl.float32)
+    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
 @triton.jit
-def queries(
-    source, place, inside, position, weight, eps, cos_sin, head_dim: tl.constexpr,
-    block_d: tl.constexpr,
-):  # fmt: skip
-    """[L, block_d]: heads at `place` [L] of `source`, rotated if there is a table for it."""
-    if cos_sin is None:
-        number = columns(head_dim, block_d)
-        loaded = inside[:, None] & (number >= 0)[None, :]
-        query = tl.load(source + place[:, None] + number[None, :], mask=loaded, other=0.0)
-    else:
-        one, two = rotated(source, place, inside, position, weight, eps, cos_sin, head_dim, block_d)
-        halves = tl.join(one.to(source.dtype.element_ty), two.to(source.dtype.element_ty))
-        query = tl.reshape(tl.permute(halves, (0, 2, 1)), (place.shape[0], block_d))
-    return query
+def queries(source, place, inside, head_dim: tl.constexpr, block_d: tl.constexpr):
+    """[L, block_d]: heads at `place` [L] of `source`."""
+    number = columns(head_dim, block_d)
+    loaded = inside[:, None] & (number >= 0)[None, :]
+    return tl.load(source + place[:, None] + number[None, :], mask=loaded, other=0.0)
 
 
 @triton.jit

@@ -1,8 +1,7 @@
 """The kernels of attention for requests of few rows. How programs meet the work: `attention.py`.
 
-The cached tokens of a request are folded split by split (`splits.py`), the splits of a group are
-added up in their order, and then the groups. A run is what a program takes at once: a split, or a
-group where there are programs enough without cutting finer; `combine_kernel` adds up the runs.
+The cached tokens of a request are folded split by split (`splits.py`), and the splits are added up
+in their order: by the one program that does them all, or by `combine_kernel`.
 
 Weights stand against an exponent: the largest score seen, in units of log 2, rounded up to an
 integer. So a sum is moved from one exponent to another without rounding, and its bits follow from
@@ -16,21 +15,19 @@ import triton.language as tl
 from slipstream.kernels.triton.attention_parts import (
     LOG2_E,
     capped,
-    columns,
     entries_of,
     finite,
+    halves,
     hidden,
     oldest_token,
     places_of,
-    queries,
     rotated,
     sight,
-    tokens_at,
+    turns,
 )
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
-from slipstream.kernels.triton.splits import group_of, group_start, split_of, split_start
+from slipstream.kernels.triton.splits import split_of, split_start
 
-NEW_ROWS = tl.constexpr(8)  # stored at once
 SUM_COLUMNS = tl.constexpr(16)  # the fewest of a tile
 
 
@@ -42,49 +39,46 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def _store_new(
-    qkv, key_start, value_start, keys, values, positions, slots, first, rows, context, begin, end,
-    row_stride, place_stride: tl.constexpr, key_weight, eps, cos_sin, causal: tl.constexpr,
-    head_dim: tl.constexpr, block_d: tl.constexpr,
+def _new_tokens(
+    positions, slots, first, rows, context, begin, end, causal: tl.constexpr, new_rows: tl.constexpr
 ):  # fmt: skip
-    """One head of the request's rows whose tokens lie in [begin, end) goes to their slots.
+    """(row, position, slot, whether it is stored) of the request's rows.
 
-    The new tokens are the last `rows` of the context.
+    The new tokens are the last `rows` of the context; those in [begin, end) are stored.
     """
+    row = tl.arange(0, new_rows)
+    position = tl.load(positions + first + row, mask=row < rows, other=0)
+    slot = tl.load(slots + first + row, mask=row < rows, other=-1)
+    token = position if causal else context - rows + row
+    return row, position, slot, (slot >= 0) & (token >= begin) & (token < end)
+
+
+@triton.jit
+def _store(pages, place, inside, first, second, head_dim: tl.constexpr):
+    """Two halves of heads [L, C] go to `place` [L]."""
     half: tl.constexpr = head_dim // 2
-    pair = tl.arange(0, block_d // 2)
-    for start in range(0, tl.where(end > context - rows, rows, 0), NEW_ROWS):
-        row = start + tl.arange(0, NEW_ROWS)
-        position = tl.load(positions + first + row, mask=row < rows, other=0)
-        slot = tl.load(slots + first + row, mask=row < rows, other=-1)
-        token = position if causal else context - rows + row
-        stored = (slot >= 0) & (token >= begin) & (token < end)
-        inside = stored[:, None] & (pair < half)[None, :]
-        source = (first + row).to(tl.int64) * row_stride
-        moved = qkv + (source + value_start)[:, None] + pair[None, :]
-        low = tl.load(moved, mask=inside, other=0.0)
-        high = tl.load(moved + half, mask=inside, other=0.0)
-        one, two = rotated(
-            qkv, source + key_start, stored, position, key_weight, eps, cos_sin, head_dim, block_d
-        )
-        target = (slot * place_stride)[:, None] + pair[None, :]
-        tl.store(keys + target, one.to(keys.dtype.element_ty), mask=inside)
-        tl.store(keys + target + half, two.to(keys.dtype.element_ty), mask=inside)
-        tl.store(values + target, low, mask=inside)
-        tl.store(values + target + half, high, mask=inside)
-    tl.debug_barrier()  # the other threads of this program read them next
+    pair = tl.arange(0, first.shape[1])
+    target = pages + place[:, None] + pair[None, :]
+    stored = inside[:, None] & (pair < half)[None, :]
+    tl.store(target, first, mask=stored)
+    tl.store(target + half, second, mask=stored)
 
 
 @triton.jit
 def _fold(
-    query, key, value, exponent, total, mixed, token, row_begins, row_ends, row, rows, context,
+    query_one, query_two, key_one, key_two, value_one, value_two, exponent, total, one, two, token,
+    row_begins, row_ends, row, rows, context,
     mask, mask_stride, scale, softcap, window, first_seen: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of tokens: (exponent, sums of weights, all alike, sums of weighted values).
 
-    query [block_m, block_d]; key and value [block_n, block_d].
+    Heads come in halves: queries and sums of values are [block_m, block_d / 2], keys and values
+    [block_n, block_d / 2].
     """
-    score = tl.dot(query, tl.trans(key), input_precision="ieee")
+    # Halves are not joined: the compiler takes a join for the unpacking of smaller numbers, and
+    # would read the factors of the product in smaller pieces.
+    score = tl.dot(query_one, tl.trans(key_one), input_precision="ieee")
+    score = tl.dot(query_two, tl.trans(key_two), score, input_precision="ieee")
     score, factor = capped(score, scale, softcap)
     score = hidden(
         score,
@@ -103,210 +97,224 @@ def _fold(
     base = finite(highest)
     negative = tl.zeros_like(score) - base[:, None]
     # Fused, as the compiler might do here and not there.
-    weight = tl.exp2(tl.fma(score, tl.zeros_like(score) + factor, negative)).to(value.dtype)
+    weight = tl.exp2(tl.fma(score, tl.zeros_like(score) + factor, negative)).to(value_one.dtype)
     kept = _power_of_two(exponent - base)[:, None]
     # The tensor cores add in one order, however many warps there are.
-    ones = tl.full((value.shape[0], SUM_COLUMNS), 1.0, value.dtype)
+    ones = tl.full((value_one.shape[0], SUM_COLUMNS), 1.0, value_one.dtype)
     total = tl.dot(weight, ones, total * kept, input_precision="ieee")
-    mixed = tl.dot(weight, value, mixed * kept, input_precision="ieee")
-    return highest, total, mixed
+    one = tl.dot(weight, value_one, one * kept, input_precision="ieee")
+    two = tl.dot(weight, value_two, two * kept, input_precision="ieee")
+    return highest, total, one, two
 
 
 @triton.jit
-def _added(exponent, total, mixed, more_exponent, more_total, more_mixed):
+def _added(exponent, total, one, two, more_exponent, more_total, more_one, more_two):
     """The sum of two folds."""
     highest = tl.maximum(exponent, more_exponent)
     kept = _power_of_two(exponent - finite(highest))[:, None]
     moved = _power_of_two(more_exponent - finite(highest))[:, None]
-    return highest, total * kept + more_total * moved, mixed * kept + more_mixed * moved
+    total = total * kept + more_total * moved
+    return highest, total, one * kept + more_one * moved, two * kept + more_two * moved
 
 
 @triton.jit
-def _fold_run(
-    query, keys, values, table, begin, end, row_begins, row_ends, row, rows, context, mask,
-    mask_stride, scale, softcap, window, first_seen: tl.constexpr, place_stride: tl.constexpr,
-    block_size: tl.constexpr, head_dim: tl.constexpr, block_n: tl.constexpr,
+def _fold_splits(
+    query_one, query_two, keys, values, table, begin, end, row_begins, row_ends, row, rows, context,
+    mask, mask_stride, scale, softcap, window, part, part_exponent, part_total, place, split,
+    first_seen: tl.constexpr, place_stride: tl.constexpr, block_size: tl.constexpr,
+    head_dim: tl.constexpr, block_n: tl.constexpr,
 ):  # fmt: skip
-    """The fold of the tokens [begin, end): of each split on its own, then added up."""
-    block_d: tl.constexpr = query.shape[1]
-    exponent = tl.full((query.shape[0],), float("-inf"), tl.float32)
-    total = tl.zeros((query.shape[0], SUM_COLUMNS), tl.float32)
-    mixed = tl.zeros(query.shape, tl.float32)
-    sum_exponent, sum_total, sum_mixed = exponent, total, mixed
-    until = split_start(split_of(begin) + 1)
+    """The sum of the folds of the tokens [begin, end), split by split from `split` on.
+
+    Where there is a `part`, the folds go there instead, from `place` [block_m] on.
+    """
+    block_m: tl.constexpr = query_one.shape[0]
+    block_d: tl.constexpr = 2 * query_one.shape[1]
+    exponent = tl.full((block_m,), float("-inf"), tl.float32)
+    total = tl.zeros((block_m, SUM_COLUMNS), tl.float32)
+    one = tl.zeros(query_one.shape, tl.float32)
+    two = tl.zeros(query_one.shape, tl.float32)
+    sum_exponent, sum_total, sum_one, sum_two = exponent, total, one, two
+    until = split_start(split + 1)
     entries = entries_of(table, begin, end, block_size, block_n)
     for start in range(begin, end, block_n):
         token = start + tl.arange(0, block_n)
         places = places_of(entries, start, place_stride, block_size, block_n)
-        key = tokens_at(keys, places, token < end, head_dim, block_d, True)
-        value = tokens_at(values, places, token < end, head_dim, block_d, True)
+        key_one, key_two = halves(keys, places, token < end, head_dim, block_d)
+        value_one, value_two = halves(values, places, token < end, head_dim, block_d)
         entries = entries_of(table, start + block_n, end, block_size, block_n)
-        exponent, total, mixed = _fold(
-            query, key, value, exponent, total, mixed, token, row_begins, row_ends, row, rows,
-            context, mask, mask_stride, scale, softcap, window, first_seen,
+        exponent, total, one, two = _fold(
+            query_one, query_two, key_one, key_two, value_one, value_two, exponent, total, one, two,
+            token, row_begins, row_ends, row, rows, context, mask, mask_stride, scale, softcap,
+            window, first_seen,
         )  # fmt: skip
-        if start + block_n == until:
-            sum_exponent, sum_total, sum_mixed = _added(
-                sum_exponent, sum_total, sum_mixed, exponent, total, mixed
-            )
-            exponent = tl.full((query.shape[0],), float("-inf"), tl.float32)
-            total = tl.zeros((query.shape[0], SUM_COLUMNS), tl.float32)
-            mixed = tl.zeros(query.shape, tl.float32)
-            until = split_start(split_of(until) + 1)
-    exponent, total, mixed = _added(sum_exponent, sum_total, sum_mixed, exponent, total, mixed)
-    return exponent, tl.max(total, axis=1), mixed
+        if start + block_n >= tl.minimum(until, end):
+            if part is None:
+                sum_exponent, sum_total, sum_one, sum_two = _added(
+                    sum_exponent, sum_total, sum_one, sum_two, exponent, total, one, two
+                )
+            else:
+                tl.store(part_exponent + place, exponent, mask=row < rows)
+                tl.store(part_total + place, tl.max(total, axis=1), mask=row < rows)
+                _store(part, place * head_dim, row < rows, one, two, head_dim)
+                place += 1
+            exponent = tl.full((block_m,), float("-inf"), tl.float32)
+            total = tl.zeros((block_m, SUM_COLUMNS), tl.float32)
+            one = tl.zeros(query_one.shape, tl.float32)
+            two = tl.zeros(query_one.shape, tl.float32)
+            split += 1
+            until = split_start(split + 1)
+    return sum_exponent, tl.max(sum_total, axis=1)[:, None], sum_one, sum_two
 
 
 @triton.jit
-def _prefetch(
+def _ask_for(
     keys, values, table, begin, end, place_stride: tl.constexpr, block_size: tl.constexpr,
-    head_dim: tl.constexpr, query_columns: tl.constexpr, block_n: tl.constexpr,
+    head_dim: tl.constexpr, tokens: tl.constexpr,
 ):  # fmt: skip
-    """Asks for the first tile of a run, without waiting for it."""
-    inside = begin + tl.arange(0, block_n) < end
-    entries = entries_of(table, begin, end, block_size, block_n)
-    places = places_of(entries, begin, place_stride, block_size, block_n)
-    places = tl.where(inside, places, 0)
+    """Asks for so many tokens from `begin` on, of those before `end`, without waiting for them."""
     numbers: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth  # of 128 bytes
-    # At least one line; the last one twice where the head is no power of two.
-    lines: tl.constexpr = (query_columns + numbers - 1) // numbers
-    line = tl.minimum(tl.arange(0, lines) * numbers, head_dim - 1)
-    for pages in tl.static_range(2):
-        source = (values if pages else keys) + places[:, None] + line[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [source], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+    lines: tl.constexpr = (head_dim + numbers - 1) // numbers
+    for line in tl.static_range(lines):
+        token = begin + tl.arange(0, tokens)
+        inside = token < end
+        entry = tl.load(table + token // block_size, mask=inside, other=0).to(tl.int64)
+        place = (entry * block_size + token % block_size) * place_stride + line * numbers
+        for pages in tl.static_range(2):
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; "
+                "mov.u32 $0, 0; }",
+                "=r,l,r", [(values if pages else keys) + place, inside.to(tl.int32)],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
 
 
 @triton.jit
-def _runs(context, rows, window, least_groups):
-    """(whether a run is a group, the first run that rows of a request see, the last)."""
-    oldest = group_of(oldest_token(context, rows, window))
-    newest = tl.maximum(context, 1) - 1
-    grouped = group_of(newest) - oldest + 1 >= least_groups
-    first_run = tl.where(grouped, oldest, split_of(oldest_token(context, rows, window)))
-    return grouped, first_run, tl.where(grouped, group_of(newest), split_of(newest))
+def _first_split(lane, lanes, begin, end):
+    """The first split of a lane: the first one to begin in its share of the tokens [begin, end)."""
+    token = begin + tl.cdiv(lane * (end - begin), lanes)
+    return tl.where(token == 0, 0, split_of(tl.maximum(token, 1) - 1) + 1)
 
 
 @triton.jit
-def _bounds(run, grouped, oldest, context, block_n: tl.constexpr):
-    """The tokens of a run that a row may see."""
-    begin = tl.where(grouped, group_start(run), split_start(run))
-    end = tl.where(grouped, group_start(run + 1), split_start(run + 1))
-    return tl.maximum(begin, oldest // block_n * block_n), tl.minimum(end, context)
+def _with_sink(exponent, total, sink):
+    """(sum of weights, factor of the sums of values) with a score that has no value.
 
-
-@triton.jit
-def _with_sink(exponent, total, mixed, sink):
-    """A sink is a score without a value; its exponent is that of a fold."""
+    Its exponent is that of a fold.
+    """
     highest = tl.maximum(exponent, tl.ceil(sink))
     kept = _power_of_two(exponent - highest)
-    return total * kept + tl.exp2(sink - highest), mixed * kept
+    return total * kept + tl.exp2(sink - highest), kept
 
 
 @triton.jit
-def _write(
-    exponent, total, mixed, out, part, part_exponent, part_total, place, run, runs, most_runs, head,
-    inside, sinks, head_dim: tl.constexpr,
-):  # fmt: skip
-    """The fold of a run, to be added up; or the result, where there is no other run."""
-    number = columns(head_dim, mixed.shape[1])
-    stored = inside[:, None] & (number >= 0)[None, :]
-    if runs == 1:
-        weights, result = tl.zeros_like(mixed) + total[:, None], mixed
-        if sinks is not None:
-            sink = tl.load(sinks + head).to(tl.float32)[:, None] * LOG2_E
-            weights, result = _with_sink(exponent[:, None], weights, result, sink)
-        result = result / tl.where(weights == 0.0, 1.0, weights)  # zero, if nothing was seen
-        whole = out + place[:, None] * head_dim + number[None, :]
-        tl.store(whole, result.to(out.dtype.element_ty), mask=stored)
-    else:
-        target = place * most_runs + run
-        tl.store(part_exponent + target, exponent, mask=inside)
-        tl.store(part_total + target, total, mask=inside)
-        tl.store(part + target[:, None] * head_dim + number[None, :], mixed, mask=stored)
+def _write(exponent, total, one, two, out, place, head, inside, sinks, head_dim: tl.constexpr):
+    kept = tl.full(total.shape, 1.0, tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32)[:, None] * LOG2_E
+        total, kept = _with_sink(exponent[:, None], total, sink)
+    total = tl.where(total == 0.0, 1.0, total)  # zero, if nothing was seen
+    one, two = one * kept / total, two * kept / total
+    dtype: tl.constexpr = out.dtype.element_ty
+    _store(out, place * head_dim, inside, one.to(dtype), two.to(dtype), head_dim)
+
+
+@triton.jit
+def _splits(context, rows, window):
+    """(the first split that rows of a request see, how many they see)."""
+    first_split = split_of(oldest_token(context, rows, window))
+    return first_split, split_of(tl.maximum(context, 1) - 1) + 1 - first_split
 
 
 @triton.jit
 def short_kernel(
     qkv, keys, values, out, part, part_exponent, part_total, query_start, context_lens, tables,
     positions, slots, mask, mask_stride, sinks, query_weight, key_weight, eps, cos_sin, row_stride,
-    table_stride, scale, softcap, window, most_rows, most_runs, least_groups,
+    table_stride, scale, softcap, window, most_rows, most_splits,
     kv_heads: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, pdl: tl.constexpr,
     early: tl.constexpr, first_seen: tl.constexpr, causal: tl.constexpr,
+    new_rows: tl.constexpr,
 ):  # fmt: skip
-    """Programs (KV head and tile, request, lane): a lane does every so-manieth run of a tile.
+    """Programs (KV head and tile, request, lane): a lane folds its share of a tile's splits.
 
-    Folds go to part [T, Hq, most_runs, head_dim], and to part_exponent and part_total. With
-    `cos_sin`, queries and keys are as the matmul left them: the rows of a run's own tokens are
-    stored by the programs that do the run, before they read them; several tiles store the same.
+    The folds go to part [T, Hq, most_splits, head_dim], part_exponent and part_total. Without
+    them there is one lane, which adds them up. With `cos_sin`, queries and keys are as the matmul
+    left them: the rows of a lane's own tokens are stored by the program, before it reads them;
+    several tiles store the same.
     """
     launch_dependents(pdl)
     if not early:
         wait_for_inputs(pdl)
     place_stride: tl.constexpr = kv_heads * head_dim
     tile, kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
-    request, lane = tl.program_id(1), tl.program_id(2)
+    request, lane, lanes = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     first = tl.load(query_start + request).to(tl.int32)
     rows = tl.load(query_start + request + 1).to(tl.int32) - first
     context = tl.load(context_lens + request).to(tl.int32)
-    grouped, first_run, last_run = _runs(context, rows, window, least_groups)
-    runs = last_run - first_run + 1
-    if (rows > most_rows) | (tile * block_m >= rows * groups) | (lane >= runs):
+    oldest = oldest_token(context, rows, window)
+    first_split, _ = _splits(context, rows, window)
+    seen_from, newest = split_start(first_split), tl.maximum(context, 1)
+    split = _first_split(lane, lanes, seen_from, newest)
+    after = _first_split(lane + 1, lanes, seen_from, newest)
+    if (rows > most_rows) | (tile * block_m >= rows * groups) | (split >= after):
         wait_for_inputs(pdl)
         return
-    row, head, position, begins, ends = sight(
-        positions, first, rows, context, tile, kv_head, window, causal, groups, block_m
-    )
-    oldest = oldest_token(context, rows, window)
+    begin = tl.maximum(split_start(split), oldest // block_n * block_n)
+    end = tl.minimum(split_start(after), context)
     keys += kv_head * head_dim
     values += kv_head * head_dim
     table = tables + request.to(tl.int64) * table_stride
-    known = context if cos_sin is None else context - rows  # tokens that are stored already
-    if early:
-        begin, end = _bounds(last_run - lane, grouped, oldest, context, block_n)
-        _prefetch(
-            keys, values, table, begin, tl.minimum(end, known), place_stride, block_size, head_dim,
-            block_d, block_n,
-        )  # fmt: skip
-    wait_for_inputs(pdl)
-    source = (first + row).to(tl.int64) * row_stride + head * head_dim
-    query = queries(
-        qkv, source, row < rows, position, query_weight, eps, cos_sin, head_dim, block_d
+    row, head, position, begins, ends = sight(
+        positions, first, rows, context, tile, kv_head, window, causal, groups, block_m
     )
-    new_mask = mask if mask is None else mask + first.to(tl.int64) * mask_stride
-    place = (first + row).to(tl.int64) * kv_heads * groups + head
-    for step in range(lane, runs, tl.num_programs(2)):
-        begin, end = _bounds(last_run - step, grouped, oldest, context, block_n)  # long ones first
-        if cos_sin is not None:
-            _store_new(
-                qkv, (kv_heads * groups + kv_head) * head_dim,
-                (kv_heads * groups + kv_heads + kv_head) * head_dim, keys, values, positions,
-                slots, first, rows, context, begin, end, row_stride, place_stride, key_weight,
-                eps, cos_sin, mask is None, head_dim, block_d,
-            )  # fmt: skip
-        exponent, total, mixed = _fold_run(
-            query, keys, values, table, begin, end, begins, ends, row, rows, context, new_mask,
-            mask_stride, scale, softcap, window, first_seen, place_stride, block_size, head_dim,
+    if early:
+        known = context if cos_sin is None else context - rows  # tokens that are stored already
+        _ask_for(
+            keys, values, table, begin, tl.minimum(end, known), place_stride, block_size, head_dim,
             block_n,
         )  # fmt: skip
-        _write(
-            exponent, total, mixed, out, part, part_exponent, part_total, place, runs - 1 - step,
-            runs, most_runs, head, row < rows, sinks, head_dim,
-        )  # fmt: skip
+    if cos_sin is not None:
+        cos, sin = turns(cos_sin, position, row < rows, head_dim, block_d)
+        new_row, new_position, slot, stored = _new_tokens(
+            positions, slots, first, rows, context, begin, end, mask is None, new_rows
+        )
+        new_cos, new_sin = turns(cos_sin, new_position, stored, head_dim, block_d)
+    wait_for_inputs(pdl)
+    source = (first + row).to(tl.int64) * row_stride + head * head_dim
+    one, two = halves(qkv, source, row < rows, head_dim, block_d)
+    if cos_sin is not None:
+        source = (first + new_row).to(tl.int64) * row_stride
+        source += (kv_heads * groups + kv_head) * head_dim
+        key_one, key_two = halves(qkv, source, stored, head_dim, block_d)
+        source += place_stride
+        value_one, value_two = halves(qkv, source, stored, head_dim, block_d)
+        key_one, key_two = rotated(key_one, key_two, new_cos, new_sin, key_weight, eps, head_dim)
+        _store(keys, slot * place_stride, stored, key_one, key_two, head_dim)
+        _store(values, slot * place_stride, stored, value_one, value_two, head_dim)
+        one, two = rotated(one, two, cos, sin, query_weight, eps, head_dim)
+        tl.debug_barrier()  # the other threads of this program read the new tokens next
+    new_mask = mask if mask is None else mask + first.to(tl.int64) * mask_stride
+    place = (first + row).to(tl.int64) * kv_heads * groups + head
+    exponent, total, one, two = _fold_splits(
+        one, two, keys, values, table, begin, end, begins, ends, row, rows, context, new_mask,
+        mask_stride, scale, softcap, window, part, part_exponent, part_total,
+        place * most_splits + split - first_split, split, first_seen, place_stride, block_size,
+        head_dim, block_n,
+    )  # fmt: skip
+    if part is None:
+        _write(exponent, total, one, two, out, place, head, row < rows, sinks, head_dim)
 
 
 @triton.jit
 def combine_kernel(
     part, part_exponent, part_total, out, query_start, context_lens, sinks, window, most_rows,
-    most_runs, least_groups, heads: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr,
+    most_splits, heads: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr,
     block_s: tl.constexpr, at_once: tl.constexpr, pdl: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """Programs (lane, request): sums over runs; a lane does every so-manieth row and head.
+    """Programs (lane, request): sums over splits; a lane does every so-manieth row and head.
 
-    Runs that a row does not see add nothing to it.
+    Splits that a row does not see add nothing to it.
     """
     launch_dependents(pdl)
     if not early:
@@ -315,57 +323,36 @@ def combine_kernel(
     first = tl.load(query_start + request).to(tl.int32)
     rows = tl.load(query_start + request + 1).to(tl.int32) - first
     context = tl.load(context_lens + request).to(tl.int32)
-    grouped, first_run, last_run = _runs(context, rows, window, least_groups)
-    lines = tl.where((rows > most_rows) | (first_run == last_run), 0, rows * heads)
+    splits = tl.where(context > 0, _splits(context, rows, window)[1], 0)
+    lines = tl.where(rows > most_rows, 0, rows * heads)
     wait_for_inputs(pdl)
     column = tl.arange(0, block_d)
     for own in range(tl.program_id(0), lines, tl.num_programs(0)):
         line = first.to(tl.int64) * heads + own
-        place = line * most_runs - first_run
+        place = line * most_splits
         exponent = tl.full((), float("-inf"), tl.float32)
-        for start in range(first_run, last_run + 1, block_s):
-            run = start + tl.arange(0, block_s)
-            known = tl.load(part_exponent + place + run, mask=run <= last_run, other=float("-inf"))
+        for start in range(0, splits, block_s):
+            split = start + tl.arange(0, block_s)
+            known = tl.load(part_exponent + place + split, mask=split < splits, other=float("-inf"))
             exponent = tl.maximum(exponent, tl.max(known, axis=0))
-        total, mixed = _sum(
-            part, part_exponent, part_total, place, exponent, grouped, first_run, last_run,
-            head_dim, block_d, at_once,
-        )  # fmt: skip
+        total = tl.zeros((), tl.float32)
+        mixed = tl.zeros((block_d,), tl.float32)
+        for start in range(0, splits, at_once):
+            for split in tl.static_range(at_once):  # loaded at once, added one after the other
+                there = place + start + split
+                inside = (column < head_dim) & (start + split + 0 * column < splits)
+                known = tl.load(
+                    part_exponent + there, mask=start + split < splits, other=float("-inf")
+                )
+                more = tl.load(part_total + there, mask=start + split < splits, other=0.0)
+                values = tl.load(part + there * head_dim + column, mask=inside, other=0.0)
+                moved = _power_of_two(known - finite(exponent))
+                total += more * moved
+                mixed += values * moved
+        kept = tl.full((), 1.0, tl.float32)
         if sinks is not None:
             sink = tl.load(sinks + line % heads).to(tl.float32) * LOG2_E
-            total, mixed = _with_sink(exponent, total, mixed, sink)
-        result = mixed / tl.where(total == 0.0, 1.0, total)
+            total, kept = _with_sink(exponent, total, sink)
+        result = mixed * kept / tl.where(total == 0.0, 1.0, total)
         target = out + line * head_dim + column
         tl.store(target, result.to(out.dtype.element_ty), mask=column < head_dim)
-
-
-@triton.jit
-def _sum(
-    part, part_exponent, part_total, place, exponent, grouped, first_run, last_run,
-    head_dim: tl.constexpr, block_d: tl.constexpr, at_once: tl.constexpr,
-):  # fmt: skip
-    """(sum of weights, sum of weighted values [block_d]) of a line's runs, group by group.
-
-    So many runs are loaded `at_once`; they are added one after the other.
-    """
-    column = tl.arange(0, block_d)
-    total = tl.zeros((), tl.float32)
-    mixed = tl.zeros((block_d,), tl.float32)
-    sum_total, sum_mixed = total, mixed
-    for start in range(first_run, last_run + 1, at_once):
-        for step in tl.static_range(at_once):
-            run = start + step
-            known = tl.load(part_exponent + place + run, mask=run <= last_run, other=float("-inf"))
-            moved = _power_of_two(known - finite(exponent))
-            more = tl.load(part_total + place + run, mask=run <= last_run, other=0.0)
-            inside = (column < head_dim) & (run + 0 * column <= last_run)
-            values = tl.load(part + (place + run) * head_dim + column, mask=inside, other=0.0)
-            sum_total += more * moved
-            sum_mixed += values * moved
-            after = split_start(run + 1)
-            closed = tl.where(grouped, 1, group_of(after) - group_of(split_start(run))) > 0
-            total += tl.where(closed, sum_total, 0.0)
-            mixed += tl.where(closed, sum_mixed, 0.0)
-            sum_total = tl.where(closed, 0.0, sum_total)
-            sum_mixed = tl.where(closed, 0.0, sum_mixed)
-    return total + sum_total, mixed + sum_mixed

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.table import AttentionInputs
-from slipstream.kernels.triton.attention_parts import rotated
+from slipstream.kernels.triton.attention_parts import halves, rotated, turns
 from slipstream.kernels.triton.launch import launch_dependents, options, wait_for_inputs
 
 HEADS_PER_PROGRAM = 8
@@ -33,21 +33,21 @@ def _rotate_and_store_kernel(
     position = tl.load(positions + row) + tl.zeros((block_heads,), tl.int64)
     if group < query_groups:
         head = group * block_heads + tl.arange(0, block_heads)
-        first, second = rotated(
-            query, row * query_stride + head * head_dim, head < query_heads, position,
-            query_weight, eps, cos_sin, head_dim, block_d,
-        )  # fmt: skip
+        place = row * query_stride + head * head_dim
+        first, second = halves(query, place, head < query_heads, head_dim, block_d)
+        cos, sin = turns(cos_sin, position, head < query_heads, head_dim, block_d)
+        first, second = rotated(first, second, cos, sin, query_weight, eps, head_dim)
         inside = (head < query_heads)[:, None] & (pair < half)[None, :]
         target = out + (row * query_heads + head[:, None]) * head_dim + pair[None, :]
-        tl.store(target, first.to(out.dtype.element_ty), mask=inside)
-        tl.store(target + half, second.to(out.dtype.element_ty), mask=inside)
+        tl.store(target, first, mask=inside)
+        tl.store(target + half, second, mask=inside)
     else:
         slot = tl.load(slots + row)
         head = (group - query_groups) * block_heads + tl.arange(0, block_heads)
-        first, second = rotated(
-            key, row * key_stride + head * head_dim, head < kv_heads, position, key_weight, eps,
-            cos_sin, head_dim, block_d,
-        )  # fmt: skip
+        place = row * key_stride + head * head_dim
+        first, second = halves(key, place, head < kv_heads, head_dim, block_d)
+        cos, sin = turns(cos_sin, position, head < kv_heads, head_dim, block_d)
+        first, second = rotated(first, second, cos, sin, key_weight, eps, head_dim)
         stored_heads = tl.where(slot >= 0, kv_heads, 0)
         inside = (head < stored_heads)[:, None] & (pair < half)[None, :]
         place = slot * place_stride + head[:, None] * head_dim + pair[None, :]

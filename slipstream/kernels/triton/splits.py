@@ -2,15 +2,13 @@
 
 The cuts stand at fixed tokens, whatever the batch: a row's numbers are added up in one order only.
 Splits grow with the context, so that a short one still keeps the machine busy and a long one does
-not leave too many parts to combine: 8 of 128 tokens, 8 of 256, 16 of 512, then 1024 each. They are
-added up in groups of 4096 tokens, so that one program can do a group where that is work enough.
+not leave too many parts to add up: 8 of 128 tokens, 8 of 256, 16 of 512, then 1024 each.
 """
 
 import triton
 import triton.language as tl
 
 SMALLEST = 128  # every cut is a multiple of it
-GROUP = 4096
 
 
 @triton.jit
@@ -28,25 +26,7 @@ def split_of(token: tl.tensor) -> tl.tensor:
     )
 
 
-@triton.jit
-def group_start(group: tl.tensor) -> tl.tensor:
-    """The first token of a group of splits: a cut stands at every multiple of 4096."""
-    return group * 4096
-
-
-@triton.jit
-def group_of(token: tl.tensor) -> tl.tensor:
-    """The group that holds a token."""
-    return token // 4096
-
-
 def most_splits(tokens: int) -> int:
     """How many splits a context of at most `tokens` has."""
     last: int = split_of.fn(max(tokens, 1) - 1)
-    return last + 1
-
-
-def most_groups(tokens: int) -> int:
-    """How many groups of splits a context of at most `tokens` has."""
-    last: int = group_of.fn(max(tokens, 1) - 1)
     return last + 1
