@@ -50,13 +50,13 @@ def _rotate_and_store_kernel(
         first, second = rotated(first, second, cos, sin, key_weight, eps, head_dim)
         stored_heads = tl.where(slot >= 0, kv_heads, 0)
         inside = (head < stored_heads)[:, None] & (pair < half)[None, :]
-        place = slot * place_stride + head[:, None] * head_dim + pair[None, :]
-        tl.store(keys + place, first.to(keys.dtype.element_ty), mask=inside)
-        tl.store(keys + place + half, second.to(keys.dtype.element_ty), mask=inside)
+        stored = slot * place_stride + head[:, None] * head_dim + pair[None, :]
+        tl.store(keys + stored, first.to(keys.dtype.element_ty), mask=inside)
+        tl.store(keys + stored + half, second.to(keys.dtype.element_ty), mask=inside)
         source = value + row * value_stride + head[:, None] * head_dim + pair[None, :]
         for part in tl.static_range(2):
             moved = tl.load(source + part * half, mask=inside, other=0.0)
-            tl.store(values + place + part * half, moved.to(values.dtype.element_ty), mask=inside)
+            tl.store(values + stored + part * half, moved.to(values.dtype.element_ty), mask=inside)
 
 
 def rotate_and_store(
