@@ -86,3 +86,12 @@ def test_many_rows_have_tiles_where_the_library_is_slower() -> None:
         assert gated <= (chosen.splits == 1)
         assert taken(chosen.tiles) <= MEMORY
         assert chosen.tiles.more == 0 or rows % chosen.tiles.rows <= chosen.tiles.more
+
+
+@pytest.mark.parametrize("depth", [384, 511, 512, 640, 1536])
+def test_small_matrices_have_tiles_or_the_library(depth: int) -> None:
+    for rows in (65, 100, 129, 160):
+        plan = many_rows(1152, depth, rows, True, False)
+        assert (plan is None) == (depth < 512)
+        if plan is not None:
+            assert plan.splits * plan.part >= depth

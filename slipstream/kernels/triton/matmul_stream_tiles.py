@@ -9,6 +9,7 @@ import triton
 from slipstream.kernels.triton.matmul_tiles import MULTIPROCESSORS, Plan, Stream
 
 STEP = 128  # columns: every part is a multiple of it
+SHORTEST = 512  # columns of a part, where the sum may be split at will
 MEMORY = 221 * 1024  # bytes of a multiprocessor, for tiles on their way
 DEEPEST = {64: 12, 128: 6, 256: 4}  # stages: more gain nothing, by a tile's columns
 
@@ -44,6 +45,8 @@ def many_rows(width: int, depth: int, rows: int, splitting: bool, gated: bool) -
     if not splitting or rows > SPLIT_MANY:
         return None
     more = 32 if rows > 128 else 0
+    if depth < SHORTEST:
+        return None
     blocks, splits = _filling(width, depth)
     stages = _stages(64 * blocks + 128 + more, 64, 1)
     part = triton.cdiv(triton.cdiv(depth, splits), STEP) * STEP
@@ -71,7 +74,7 @@ def _filling(width: int, depth: int) -> tuple[int, int]:
         return (count if count <= MULTIPROCESSORS else -count), -blocks
 
     choices = [(blocks, splits) for blocks in (1, 2) for splits in (1, 2, 3, 4)]
-    return max((each for each in choices if depth >= 512 * each[1]), key=programs)
+    return max((each for each in choices if depth >= SHORTEST * each[1]), key=programs)
 
 
 def _stages(lines: int, columns: int, together: int) -> int:
