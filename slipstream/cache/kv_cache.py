@@ -31,18 +31,17 @@ class KVLayout:
 class KVCache:
     """One model's layers over `num_blocks` blocks; block ids are shared by all models.
 
-    `layers[i]` is (keys, values), each [num_blocks, block_size, num_kv_heads, head_dim]. Pages are
-    not cleared: nothing reads a slot before it was written.
+    `layers[i]` is (keys, values), each [num_blocks, block_size, num_kv_heads, head_dim]: views of
+    `pages` [2 * layers, num_blocks, block_size, num_kv_heads, head_dim]. Pages are not cleared:
+    nothing reads a slot before it was written.
     """
 
     def __init__(
         self, layout: KVLayout, num_blocks: int, block_size: int, device: torch.device
     ) -> None:
-        shape = (num_blocks, block_size, layout.num_kv_heads, layout.head_dim)
-        self.layers: list[tuple[Tensor, Tensor]] = [
-            (
-                torch.empty(shape, dtype=layout.dtype, device=device),
-                torch.empty(shape, dtype=layout.dtype, device=device),
-            )
-            for _ in range(layout.num_layers)
-        ]
+        sizes = (num_blocks, block_size, layout.num_kv_heads, layout.head_dim)
+        shape = (2 * layout.num_layers, *sizes)
+        self.pages = torch.empty(shape, dtype=layout.dtype, device=device)
+        self.layers: list[tuple[Tensor, Tensor]] = list(
+            zip(self.pages[::2].unbind(0), self.pages[1::2].unbind(0), strict=True)
+        )

@@ -18,6 +18,7 @@ class StepLimits:
         cache_identity: what the blocks of drafting requests hold besides the target's layers
             (the drafter's identity); keys the prefix index, so that blocks without a drafter's
             layers are never taken for blocks with them.
+        drafts_trees: drafts are trees, of which one way is accepted at most.
     """
 
     max_num_seqs: int
@@ -27,3 +28,8 @@ class StepLimits:
     num_speculative_tokens: int
     drafts_behind_prompt: bool
     cache_identity: str
+    drafts_trees: bool = False
+
+    def drafts_for(self, acceptable: int) -> int:
+        """Draft tokens that are of use where so many may be accepted: a tree is to be whole."""
+        return self.num_speculative_tokens if self.drafts_trees and acceptable > 0 else acceptable

@@ -24,8 +24,7 @@ class LogprobReader:
         self, result: StepResult, index: int, token_ids: Sequence[int], num_top: int
     ) -> list[dict[int, Logprob]]:
         """Candidates at every token that the request of batch index `index` gained."""
-        first = result.logit_starts[index]
-        return self._read(result.logits[first : first + len(token_ids)], token_ids, num_top)
+        return self._read(result.logits_of(index, len(token_ids)), token_ids, num_top)
 
     def of_prompt(
         self, result: StepResult, index: int, token_ids: Sequence[int], first: int, num_top: int

@@ -11,9 +11,11 @@ from slipstream.kernels.preparation import preparation_for
 from slipstream.kernels.timestamp import timestamp_for
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward, ModelRunner, Rows
+from slipstream.runner.tree_rows import TreeRows
 from slipstream.runner.turn import Turn
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState
+from slipstream.sampling.tree_verification import DraftedTrees, verify_trees
 from slipstream.sampling.verification import Verdict, Verification, verify
 from slipstream.speculative.drafter import Draft, Drafter
 
@@ -40,11 +42,13 @@ class Outcome:
             the round began, had its drafts, and ended, in nanoseconds.
         logits: [N, V] float32, the target's raw logits.
         forward: the target's pass.
+        path: [R, W] int64, which of a request's rows of logits gave each token; None: the first.
     """
 
     numbers: Tensor
     logits: Tensor
     forward: Forward
+    path: Tensor | None
 
 
 class Round:
@@ -68,7 +72,7 @@ class Round:
         self._verification = verification
         self._preparation = preparation_for(state.device)
         self._now = partial(timestamp_for(state.device), state.device)
-        self._drafter_max_model_len = limits.drafter_max_model_len
+        self._limits = limits
 
     @torch.inference_mode()
     def __call__(self, turn: Turn) -> Outcome:
@@ -80,9 +84,9 @@ class Round:
         began = self._now()
         # The host may have planned before it knew the last step's tokens. With them it would have
         # planned as many as are left here: a seed's text must not depend on when it planned.
-        most = self._state.most_drafted[turn.slots].clamp_max(self._drafter_max_model_len)
-        room = (most - self._state.num_tokens[turn.slots]).clamp_min(0)
-        turn = replace(turn, num_draft_tokens=torch.minimum(turn.num_draft_tokens, room))
+        turn = replace(
+            turn, num_draft_tokens=torch.minimum(turn.num_draft_tokens, self._room(turn.slots))
+        )
         draft = self._drafter.propose(turn)
         if not draft.written:
             self._preparation.write_tokens(
@@ -101,7 +105,10 @@ class Round:
             num_rows = turn.num_requests + int(draft.num_tokens.sum())
             hidden = forward.ends(draft.num_tokens + 1, num_rows)
         logits = self._runner.logits(hidden)
-        verdict = self._commit(turn, self._verify(turn, draft, logits, num_rows))
+        verdict = self._verify(turn, draft, logits, num_rows)
+        if verdict.path is not None:
+            self._runner.keep_path(turn.slots, verdict.path, verdict.num_accepted)
+        verdict = self._commit(turn, verdict)
         self._drafter.observe(turn, verdict, forward)
         counts = (
             verdict.num_tokens,
@@ -112,20 +119,49 @@ class Round:
         times = torch.stack((proposal.began, proposal.drafted, self._now()))
         rows = times.expand(turn.num_requests, NUM_TIMES)
         numbers = torch.cat((verdict.token_ids, torch.stack(counts, 1), rows), 1)
-        return Outcome(numbers, logits, forward)
+        return Outcome(numbers, logits, forward, verdict.path)
+
+    def _room(self, slots: Tensor) -> Tensor:
+        """[R] int64, how many draft tokens can be of use; see `Scheduler._most_drafts`."""
+        limits, acceptable = self._limits, self._acceptable(slots)
+        if not limits.drafts_trees:
+            return acceptable
+        longest = min(limits.drafter_max_model_len, limits.max_model_len - 1)
+        places = (longest - self._state.num_tokens[slots]).clamp_min(0)
+        return torch.where(acceptable > 0, places, 0)
+
+    def _acceptable(self, slots: Tensor) -> Tensor:
+        """[R] int64, how many draft tokens may be accepted."""
+        most = self._state.most_drafted[slots].clamp_max(self._limits.drafter_max_model_len)
+        return (most - self._state.num_tokens[slots]).clamp_min(0)
 
     def _forward(self, turn: Turn, draft: Draft) -> Forward:
         """Prompt chunks, last tokens and draft tokens."""
         starts = self._state.num_computed[turn.slots]
         lengths = turn.num_new_tokens + draft.num_tokens
         most = turn.most_rows(draft.token_ids.shape[1] + 1)
+        tree = None
+        if draft.tree is not None:
+            tree = TreeRows(draft.tree, starts, 0, draft.num_tokens > 0)
         if most is not None:
-            return self._runner.forward(Rows(turn.slots, starts, lengths, most))
+            return self._runner.forward(Rows(turn.slots, starts, lengths, most, tree=tree))
         starts, lengths = starts - turn.rereads, lengths + turn.rereads
-        return self._runner.forward(Rows(turn.slots, starts, lengths, None, turn.rereads))
+        rows = Rows(turn.slots, starts, lengths, None, turn.rereads, tree=tree)
+        return self._runner.forward(rows)
 
     def _verify(self, turn: Turn, draft: Draft, logits: Tensor, num_rows: int | None) -> Verdict:
         """The verdict on every request's draft."""
+        if draft.tree is not None:
+            trees = DraftedTrees(
+                nodes=draft.tree,
+                slots=turn.slots,
+                positions=self._state.num_tokens[turn.slots],
+                token_ids=draft.token_ids,
+                num_nodes=draft.num_tokens,
+                most_accepted=self._acceptable(turn.slots),
+                num_rows=num_rows,
+            )
+            return verify_trees(logits, trees, self._sampling, turn.uses, self._verification)
         rows = SampleRows.build(
             turn.slots,
             self._state.num_tokens[turn.slots],

@@ -296,7 +296,7 @@ class Scheduler:
             request.num_speculative_tokens,
             limits.num_speculative_tokens,
             limits.max_model_len - num_tokens - 1,
-            request.max_tokens - request.num_output_tokens - surely_gained - 1,
+            limits.drafts_for(request.max_tokens - request.num_output_tokens - surely_gained - 1),
             limits.drafter_max_model_len - num_tokens,
         )
 

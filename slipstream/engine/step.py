@@ -39,6 +39,7 @@ class StepResult:
             is here about it is surplus.
         logits: [N, V] float32, the target's raw logits; request r owns rows
             logit_starts[r] .. logit_starts[r] + its draft tokens.
+        path: [R, W] int64, which of its rows gave each of a request's tokens; None: the first.
         forward: the target's pass.
     """
 
@@ -47,8 +48,17 @@ class StepResult:
     live: Sequence[bool]
     logits: Tensor
     logit_starts: Sequence[int]
+    path: Tensor | None
     forward: Forward
     times: StepTimes
+
+    def logits_of(self, index: int, count: int) -> Tensor:
+        """[count, V], what the first tokens that the request of batch index `index` gained were
+        sampled from."""
+        first = self.logit_starts[index]
+        if self.path is None:
+            return self.logits[first : first + count]
+        return self.logits[first + self.path[index, :count]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +142,9 @@ class Step:
         times = self._times(launched, rows[0][-NUM_TIMES:])
         starts = _logit_starts(committed, launched)
         outcome = launched.outcome
-        return StepResult(batch, committed, live, outcome.logits, starts, outcome.forward, times)
+        return StepResult(
+            batch, committed, live, outcome.logits, starts, outcome.path, outcome.forward, times
+        )
 
     def forget(self, requests: Sequence[Request]) -> None:
         """Tell the drafter of requests that ended."""
@@ -189,6 +201,7 @@ def _first(proposal: Proposal, requests: int) -> Proposal:
         num_tokens=draft.num_tokens[:requests],
         one_hot=draft.one_hot[:requests],
         probs=None if draft.probs is None else draft.probs[:requests],
+        tree=None if draft.tree is None else draft.tree.first(requests),
     )
     return replace(proposal, draft=kept)
 

@@ -136,6 +136,29 @@ class CommitOp(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class KeepPathOp(Protocol):
+    """Move what is cached of the accepted nodes of a tree to where a chain has it.
+
+    Args:
+        tables: for the block tables.
+        slots, roots: [R] int64, which token of each request is the root of its tree.
+        path: [R, W] int64: node path[r, i] becomes token roots[r] + i; it never rises by less
+            than 1 from one i to the next.
+        counts: [R] int64, below W: the last i that matters.
+        pages: [P, num_blocks, block_size, Hk, D], contiguous.
+    """
+
+    def __call__(
+        self,
+        tables: RequestTables,
+        slots: Tensor,
+        roots: Tensor,
+        path: Tensor,
+        counts: Tensor,
+        pages: Tensor,
+    ) -> None: ...
+
+
 @dataclass(frozen=True)
 class PreparationOps:
     """One column."""
@@ -144,6 +167,7 @@ class PreparationOps:
     advance_drafts: AdvanceDraftsOp
     write_tokens: WriteTokensOp
     commit: CommitOp
+    keep_path: KeepPathOp
 
 
 def preparation_for(device: torch.device) -> PreparationOps:

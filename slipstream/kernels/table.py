@@ -16,6 +16,27 @@ from torch import Tensor
 from slipstream.kernels.devices import runs_triton
 
 
+@dataclass(frozen=True, eq=False)
+class TreeInputs:
+    """Rows that are nodes of token trees: what each sees of the tokens of its tree.
+
+    Attributes:
+        starts: [R] int64, the first token of each request's tree; all before it are seen, as far
+            as the window allows, which is larger than a tree is deep.
+        tokens: [T] int64, which token of its request a row is: its position is that of the text
+            it continues, so several rows of a request may have the same one.
+        ancestors: [T] int64, bit i says whether a row sees token starts + i, of those up to itself;
+            -1 sees all of them, as rows outside of trees do.
+    """
+
+    starts: Tensor
+    tokens: Tensor
+    ancestors: Tensor
+
+
+MOST_TREE_TOKENS = 63  # the bits of `TreeInputs.ancestors`, without the sign
+
+
 @dataclass(frozen=True)
 class AttentionInputs:
     """Where the rows of one pass stand, shared by all layers.
@@ -34,6 +55,7 @@ class AttentionInputs:
             (but the numbers there are finite).
         causal: false: a row also sees the tokens behind its own, up to `context_lens`, so that all
             rows of a request see each other.
+        tree: of passes with rows that are not a causal chain.
     """
 
     query_start: Tensor
@@ -45,6 +67,7 @@ class AttentionInputs:
     max_context: int | None = None
     first_seen: int = 0
     causal: bool = True
+    tree: TreeInputs | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,8 +179,9 @@ class AttendOp(Protocol):
 
     qkv [T, (Hq + 2 Hk) D]: queries, keys, values. Queries and keys are normed and rotated, keys and
     values stored at the rows' slots of the caches [num_blocks, block_size, Hk, D]; then a row at
-    position p sees the cached tokens 0..p of its request, or the last `window` of them; where
-    `inputs` is not causal, those behind p as well. Returns [T, Hq D].
+    position p sees the cached tokens 0..p of its request, or the last `window` of them; of those of
+    a tree, its ancestors and itself; where `inputs` is not causal, those behind p as well.
+    Returns [T, Hq D].
     """
 
     def __call__(

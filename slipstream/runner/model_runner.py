@@ -1,7 +1,7 @@
 """One pass of one model over rows of several requests."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -14,6 +14,7 @@ from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.decoder import Decoder
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.transfer import upload
+from slipstream.runner.tree_rows import TreeRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +31,7 @@ class Rows:
         most: every request gets this many rows, of which those behind `lengths` write nothing and
             mean nothing; None lays out exactly `lengths`, for which the host waits.
         mask_token: what rows behind the known tokens hold; None: what stands in the state.
+        tree: of rows that are nodes of token trees; None where rows are a chain.
     """
 
     slots: Tensor
@@ -38,6 +40,7 @@ class Rows:
     most: int | None
     rereads: Tensor | None = None
     mask_token: int | None = None
+    tree: TreeRows | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +113,10 @@ class Layout:
 
 def lay_out(state: DeviceState, rows: Rows) -> Layout:
     """The rows of a pass; waits to learn how many there are where they are laid out exactly."""
+    if rows.tree is not None:
+        chain = lay_out(state, replace(rows, tree=None))
+        inputs = rows.tree.inputs(chain.inputs, chain.request, chain.offset)
+        return replace(chain, inputs=inputs)
     if rows.most is None:
         return _laid_out_exactly(state, rows)
     expand = preparation_for(state.device).expand_rows
@@ -172,6 +179,19 @@ class ModelRunner:
             laid.token_ids, laid.inputs, self._cache.layers, self._stream_layers
         )
         return Forward(hidden, laid.first_row, laid.last_row, laid.row_starts, streams, laid.inputs)
+
+    def keep_path(self, slots: Tensor, path: Tensor, counts: Tensor) -> None:
+        """Of the trees that the last pass has read, keep the way from the root to an accepted node,
+        where a chain would stand.
+
+        Args:
+            slots: [R] int64; the root is the last known token.
+            path: [R, W] int64, the nodes of the way, the root (0) first.
+            counts: [R] int64, how many follow the root; 0 also where there is no tree.
+        """
+        roots = self._state.num_tokens[slots] - 1
+        keep = preparation_for(self._state.device).keep_path
+        keep(self._state.tables, slots, roots, path, counts, self._cache.pages)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

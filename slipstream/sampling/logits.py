@@ -147,22 +147,18 @@ def ban_words(logits: Tensor, rows: SampleRows, state: SamplingState) -> Tensor:
     """
     banned_rows: list[int] = []
     banned_tokens: list[int] = []
-    drafts = rows.draft_tokens.tolist()
-    layout = zip(
-        rows.slots.tolist(), rows.first_row.tolist(), rows.num_draft_tokens.tolist(), drafts,
-        strict=True,
-    )  # fmt: skip
-    for slot, first_row, length, draft in layout:
-        if Uses.BAD_WORDS not in state.uses([slot]):
+    slots, drafts = rows.slots.tolist(), rows.draft_tokens.tolist()
+    places = zip(rows.request.tolist(), rows.offset.tolist(), strict=True)
+    for row, (index, offset) in enumerate(places):
+        if Uses.BAD_WORDS not in state.uses([slots[index]]):
             continue
-        request = state.request(slot)
+        request = state.request(slots[index])
         reach = max(len(word) for word in request.bad_words)
-        for offset in range(length + 1):
-            context = (*request.token_ids[-reach:], *draft[:offset])
-            for token in _completions(context, request.bad_words):
-                if token < logits.shape[-1]:
-                    banned_rows.append(first_row + offset)
-                    banned_tokens.append(token)
+        context = (*request.token_ids[-reach:], *drafts[index][:offset])
+        for token in _completions(context, request.bad_words):
+            if token < logits.shape[-1]:
+                banned_rows.append(row)
+                banned_tokens.append(token)
     cells = torch.tensor([banned_rows, banned_tokens], dtype=torch.int64, device=logits.device)
     return logits.index_put((cells[0], cells[1]), logits.new_tensor(-torch.inf))
 

@@ -31,6 +31,8 @@ class SampleRows:
         ragged_rows: N where rows are ragged; None where they are uniform.
         allowed: [N, ceil(V / 32)] int32 or None: bit v % 32 of word v // 32 says whether a grammar
             allows token v in that row.
+        depths: [R] int64 where every request is a single row, that of a node of a token tree: so
+            many of its `draft_tokens` stand before the row, none of them is judged.
     """
 
     slots: Tensor
@@ -42,6 +44,7 @@ class SampleRows:
     draft_vocabulary: Tensor | None = None
     ragged_rows: int | None = None
     allowed: Tensor | None = None
+    depths: Tensor | None = None
 
     @classmethod
     def build(
@@ -77,6 +80,8 @@ class SampleRows:
 
     @property
     def num_rows(self) -> int:
+        if self.depths is not None:
+            return self.num_requests
         if self.ragged_rows is not None:
             return self.ragged_rows
         return self.num_requests * (self.max_draft_tokens + 1)
@@ -120,7 +125,9 @@ class SampleRows:
     def judged(self) -> JudgedRows:
         """The same for fused ops, which need no layout of uniform rows."""
         return JudgedRows(
-            layout=None if self.ragged_rows is None else self._layout,
+            layout=self._layout
+            if self.depths is not None or self.ragged_rows is not None
+            else None,
             slots=self.slots,
             positions=self.positions,
             draft_tokens=self.draft_tokens,
@@ -134,6 +141,9 @@ class SampleRows:
     # Worked out when it is first asked for: a graph of fused ops does without.
     @cached_property
     def _layout(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self.depths is not None:
+            row = torch.arange(self.num_requests, device=self.slots.device)
+            return row, self.depths, row
         if self.ragged_rows is not None:
             return _ragged(self.num_draft_tokens, self.ragged_rows)
         return _uniform(self.draft_tokens)

@@ -30,11 +30,14 @@ class Verdict:
             then -1.
         num_tokens: [R] int64, `num_accepted` + 1.
         num_accepted: [R] int64, accepted draft tokens.
+        path: [R, W] int64, which of a request's rows gave each token, where drafts are trees; what
+            stands behind `num_tokens` means nothing. None: its first rows, in their order.
     """
 
     token_ids: Tensor
     num_tokens: Tensor
     num_accepted: Tensor
+    path: Tensor | None = None
 
 
 @dataclass(frozen=True)

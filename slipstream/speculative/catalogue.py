@@ -11,7 +11,7 @@ from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.drafters.head_config import wrapped_num_tokens
 from slipstream.models.drafters.mtp_names import own_drafter_tensors
 from slipstream.speculative.drafter import LoadedDrafter, NoDrafter
-from slipstream.speculative.head_options import HeadFacts
+from slipstream.speculative.head_options import HeadFacts, target_config
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.recognition import (
     CHAIN_HEAD,
@@ -20,6 +20,8 @@ from slipstream.speculative.recognition import (
     PARALLEL_HEAD,
     recognise,
 )
+from slipstream.speculative.token_tree import read_tree, require_count
+from slipstream.speculative.tree_rows import draft_trees
 from slipstream.speculative.verification_options import read_verification
 
 METHODS = {
@@ -54,6 +56,7 @@ _HEADS = (
     *("medusa", "mlp_speculator", "mtp", "p-eagle"),
 )
 OWN_HEAD = "mtp"  # the one that may lie in the target's own checkpoint
+_TREES = ("eagle", "eagle3")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 COMBINATION = "combination"
 
@@ -142,16 +145,24 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
     if config is None or dict(config) == {"num_speculative_tokens": 0}:
         return Speculation(None, 0, NoDrafter())
     options = Options(config)
+    tree = read_tree(options)
     choice = choose(options)
     count = choice.told
     if count is None:
         count = choice.own or DEFAULT_NUM_SPECULATIVE_TOKENS
+        count = count if tree is None else tree.num_nodes
     rates = read_verification(options, count)
+    if tree is not None:
+        _require_trees(choice.name, rates)
     eager = _enforce_eager(options)
     options.finish(choice.name)
     if count == 0:
         return Speculation(None, 0, NoDrafter())
-    return Speculation(choice.name, count, choice.load(target), rates, eager)
+    drafter = choice.load(target)
+    if tree is not None:
+        require_count(tree, count)
+        drafter = draft_trees(drafter, tree, choice.name, target_config(target))
+    return Speculation(choice.name, count, drafter, rates, eager)
 
 
 @dataclass(frozen=True)
@@ -232,6 +243,20 @@ def _num_speculative_tokens(options: Options) -> int | None:
             f"more, not {count!r}"
         )
     return count
+
+
+def _require_trees(name: str, rates: tuple[float, ...] | None) -> None:
+    """Raise UsageError where there are no trees."""
+    if name not in _TREES:
+        raise UsageError(
+            f"speculative_config: {name} drafts no trees, {' and '.join(_TREES)} do; leave out "
+            "the keys of the tree"
+        )
+    if rates is not None:
+        raise UsageError(
+            "speculative_config: forced acceptance is along a chain; leave out either the tree or "
+            'rejection_sample_method "synthetic"'
+        )
 
 
 def _enforce_eager(options: Options) -> bool:

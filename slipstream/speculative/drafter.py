@@ -19,6 +19,7 @@ from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.turn import Guesses, Turn
 from slipstream.sampling.state import SamplingState
+from slipstream.sampling.tree_verification import TreeNodes
 from slipstream.sampling.verification import Verdict
 
 
@@ -35,6 +36,7 @@ class Draft:
         vocabulary: [Vq] int64, rising: the token id of each column of `probs`; None when they are
             the ids from 0 on.
         written: whether the tokens stand behind the known ones in the device state already.
+        tree: what each token continues; None: the one before it. Trees are one-hot.
     """
 
     token_ids: Tensor
@@ -43,6 +45,7 @@ class Draft:
     probs: Tensor | None = None
     vocabulary: Tensor | None = None
     written: bool = False
+    tree: TreeNodes | None = None
 
     @staticmethod
     def empty(turn: Turn) -> "Draft":
@@ -75,6 +78,7 @@ class DrafterLimits:
         looks_up: it knows when it has no guess, and those that it has are one-hot.
         catches_up: left out of steps, it makes up for them when it drafts again, however many
             tokens they gained, as long as turns are exact.
+        drafts_trees: its drafts are trees.
     """
 
     max_speculative_tokens: int | None = None
@@ -86,6 +90,7 @@ class DrafterLimits:
     parallel: bool = False
     looks_up: bool = False
     catches_up: bool = False
+    drafts_trees: bool = False
 
 
 class Drafter(Protocol):

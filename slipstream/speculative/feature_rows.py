@@ -84,12 +84,20 @@ class LoadedFeatureDrafter:
 class FeatureRowsDrafter:
     """Drafts in a chain.
 
+    Args:
+        most_accepted: draft tokens of a step that can be accepted; None: all.
+
     `_computed[slot]` counts the leading tokens whose rows this network has computed, token 0
     among them. `_features[slot, i]` is the feature for the row of token `_computed[slot] + i`; the
     last place of a slot takes what nobody wants.
     """
 
-    def __init__(self, loaded: LoadedFeatureDrafter, resources: DrafterResources) -> None:
+    def __init__(
+        self,
+        loaded: LoadedFeatureDrafter,
+        resources: DrafterResources,
+        most_accepted: int | None = None,
+    ) -> None:
         self._network, self._drafting = loaded.network, loaded.sampling
         self._resources = resources
         self._state = state = resources.state
@@ -101,7 +109,7 @@ class FeatureRowsDrafter:
         self._max_model_len = state.max_model_len if longest is None else longest
         self._advance = preparation_for(state.device).advance_drafts
         self._computed = torch.full_like(state.num_computed, FIRST_ROW)
-        self._most = resources.num_speculative_tokens + 1  # rows that wait
+        self._most = (most_accepted or resources.num_speculative_tokens) + 1  # rows that wait
         shape = (state.num_slots, self._most + 1, loaded.network.feature_size)
         self._features = torch.zeros(shape, dtype=layout.dtype, device=state.device)
         # On the host: no more rows of a slot wait when the next step begins.
@@ -150,12 +158,13 @@ class FeatureRowsDrafter:
         slots = turn.slots
         decodes = turn.at_end & (turn.num_new_tokens == 1)
         counts = torch.where(decodes, 1 + verdict.num_accepted + turn.rereads, 0)
-        place = torch.arange(turn.width + 1 + turn.exact, device=slots.device)
+        most = min(turn.width + 1, self._most)
+        place = torch.arange(most + turn.exact, device=slots.device)
         before = self._state.num_computed[slots] - turn.num_new_tokens - verdict.num_accepted
         first = before - turn.rereads + FIRST_ROW - self._computed[slots]
         index = first.unsqueeze(1) + place
         kept = (place < counts.unsqueeze(1)) & (index >= 0) & (index < self._most)
-        features = self._features_of(turn, forward, place)
+        features = self._features_of(turn, verdict, forward, place)
         self._features[slots.unsqueeze(1), torch.where(kept, index, self._most)] = features
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
@@ -204,7 +213,7 @@ class FeatureRowsDrafter:
             self._waiting[slot] = 1
             return False
         if item.num_draft_tokens:
-            self._waiting[slot] = item.num_draft_tokens + 1
+            self._waiting[slot] = min(item.num_draft_tokens + 1, self._most)
             return False
         never = not request.num_speculative_tokens or request.num_tokens >= self._max_model_len
         full = self._waiting[slot] == self._most and not never
@@ -241,8 +250,9 @@ class FeatureRowsDrafter:
         inputs = replace(laid.inputs, first_seen=FIRST_ROW)
         return self._network(laid.token_ids, features, inputs, self._cache.layers)
 
-    def _features_of(self, turn: Turn, forward: Forward, place: Tensor) -> Tensor:
-        """[R, W, F], of the first rows of each request in the target's pass."""
+    def _features_of(self, turn: Turn, verdict: Verdict, forward: Forward, place: Tensor) -> Tensor:
+        """[R, W, F], of the rows of the target's pass that hold known tokens, and what the verdict
+        added to them: each request's first."""
         hidden, streams = forward.hidden, forward.streams
         if turn.exact:
             row = (forward.first_row.unsqueeze(1) + place).clamp_max(len(hidden) - 1).flatten()

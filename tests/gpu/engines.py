@@ -82,6 +82,15 @@ class Engines:
             "perfect": {"method": "fake", "model": "perfect"},
             "wrong": {"method": "fake", "model": "wrong"},
             **{method: {"model": head} for method, head in self._heads.items()},
+            "eagle_tree": {
+                "model": self._heads["eagle"],
+                "speculative_token_tree": "[(0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 0)]",
+            },
+            "eagle3_tree": {
+                "model": self._heads["eagle3"],
+                "speculative_eagle_topk": 4,
+                "speculative_num_steps": 3,
+            },
         }[drafter]
         return {**chosen, "num_speculative_tokens": k}
 

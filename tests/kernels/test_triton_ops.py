@@ -24,7 +24,7 @@ if not ON_GPU:  # as in tests/conftest.py, and before the kernels are defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
-from slipstream.kernels.table import AttentionInputs, ops_for
+from slipstream.kernels.table import AttentionInputs, TreeInputs, ops_for
 from slipstream.kernels.triton import PARTS as TRITON_PARTS
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton import attention as triton_attention
@@ -447,17 +447,13 @@ EXTRA = Requests([5, 130, 40, 0], [6, 3, 21, 1])
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("kind", ["softcap", "sinks", "mask", "all"])
+@pytest.mark.parametrize("kind", ["softcap", "sinks", "tree", "all"])
 def test_extras(kind: str, window: int | None, dtype: torch.dtype) -> None:
     shape = Shape(6, 2, 24, 16)
     inputs, query, cache = attention_case(shape, EXTRA, dtype)
-    lower = torch.rand(len(query), max(EXTRA.rows), generator=seeded(4)) < 0.5
-    row = torch.arange(len(query)) - inputs.query_start.cpu()[:-1].repeat_interleave(
-        torch.tensor(EXTRA.rows)
-    )
-    lower[torch.arange(len(query)), row] = True  # a row sees itself
+    if kind in ("tree", "all"):
+        inputs = replace(inputs, tree=random_tree(inputs))
     extras = Extras(
-        mask=lower.to(DEVICE) if kind in ("mask", "all") else None,
         softcap=1.7 if kind in ("softcap", "all") else None,
         sinks=randn(6, seed=3) if kind in ("sinks", "all") else None,
     )
@@ -465,20 +461,32 @@ def test_extras(kind: str, window: int | None, dtype: torch.dtype) -> None:
     assert_weighted(out, with_extras(query, cache, inputs, 0.4, window, extras))
 
 
-def test_mask_of_a_causal_chain_is_the_default() -> None:
+def random_tree(inputs: AttentionInputs) -> TreeInputs:
+    """Rows see themselves and any of the request's new tokens before them, or all of those."""
+    counts = inputs.query_start.diff()
+    tokens = inputs.positions.clone()
+    row = torch.arange(len(tokens), device=DEVICE)
+    row -= inputs.query_start[:-1].repeat_interleave(counts)
+    own = torch.ones_like(row) << row
+    drawn = torch.randint(1 << 62, (len(tokens),), generator=seeded(4)).to(DEVICE)
+    words = torch.where(row % 5 == 4, -1, (drawn & (own - 1)) | own)
+    return TreeInputs(inputs.context_lens - counts, tokens, words)
+
+
+def test_the_tree_of_a_causal_chain_is_the_default() -> None:
     inputs, query, cache = attention_case(Shape(6, 2, 24, 16), EXTRA, torch.float32)
-    chain = torch.ones(len(query), max(EXTRA.rows), dtype=torch.bool)
-    row = 0
-    for rows in EXTRA.rows:
-        chain[row : row + rows, :rows].tril_()
-        row += rows
-    extras = Extras(mask=chain.to(DEVICE))
-    assert_close(
-        paged_attention(query, cache, inputs, 0.4, None, extras),
-        paged_attention(query, cache, inputs, 0.4, None),
-        rtol=1e-6,
-        atol=1e-6,
-    )
+    tree = random_tree(inputs)
+    own = tree.tokens - tree.starts.repeat_interleave(inputs.query_start.diff())
+    words = (torch.ones_like(own) << (own + 1)) - 1
+    for chain in (words, torch.full_like(words, -1)):
+        assert_close(
+            paged_attention(
+                query, cache, replace(inputs, tree=replace(tree, ancestors=chain)), 0.4, None
+            ),
+            paged_attention(query, cache, inputs, 0.4, None),
+            rtol=1e-6,
+            atol=1e-6,
+        )
 
 
 def with_extras(
@@ -507,9 +515,10 @@ def with_extras(
         for row in range(first, last):
             position = int(inputs.positions[row])
             seen = token <= position
-            if extras.mask is not None:
-                seen = torch.ones(context, dtype=torch.bool)
-                seen[context - (last - first) :] = extras.mask[row, : last - first].cpu()
+            if inputs.tree is not None:
+                word = int(inputs.tree.ancestors[row])
+                for new in range(last - first):
+                    seen[context - (last - first) + new] &= bool(word >> new & 1)
             if window is not None:
                 seen &= token > position - window
             score = torch.einsum("hd,nhd->hn", query[row].double().cpu(), own_keys) * scale

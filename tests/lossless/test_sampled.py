@@ -98,6 +98,18 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle": {"drafter": "eagle"},
     "eagle3": {"drafter": "eagle3", "params": {"temperature": 0.7, "top_p": 0.9}},
     "eagle3_reduced": {"drafter": "eagle3_reduced"},
+    "eagle_tree": {
+        "drafter": "eagle",
+        "speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0), (1, 1)]",
+        "num_speculative_tokens": 5,
+    },
+    "eagle3_dynamic_tree": {
+        "drafter": "eagle3",
+        "speculative_eagle_topk": 2,
+        "speculative_num_steps": 3,
+        "num_speculative_tokens": 6,
+        "params": {"frequency_penalty": 0.7, "presence_penalty": 0.3, "logit_bias": {2: 0.8}},
+    },
     "eagle3_greedy_drafts": {"drafter": "eagle3_reduced", "draft_sample_method": "greedy"},
     "p-eagle": {"drafter": "p-eagle"},
     "p-eagle_truncated": {"drafter": "p-eagle", "params": {"temperature": 0.7, "top_p": 0.9}},

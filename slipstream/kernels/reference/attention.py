@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.reference.dense import norm
-from slipstream.kernels.table import AttentionInputs
+from slipstream.kernels.table import MOST_TREE_TOKENS, AttentionInputs, TreeInputs
 
 
 def rotate_and_store(
@@ -55,6 +55,8 @@ def paged_attention(
             continue
         keys, values = (_gather(pages, inputs.block_tables[request], length) for pages in cache)
         mask = _mask(inputs.positions[rows], length, window, inputs.causal)
+        if inputs.tree is not None:
+            mask = _tree_mask(inputs, inputs.tree, request, rows, length, window)
         if inputs.first_seen:
             keys, values = keys[:, inputs.first_seen :], values[:, inputs.first_seen :]
             mask = None if mask is None else mask[:, inputs.first_seen :]
@@ -77,6 +79,24 @@ def _mask(positions: Tensor, length: int, window: int | None, causal: bool) -> T
     distance = positions.unsqueeze(1) - keys
     mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     return mask if window is None else mask & (distance < window)
+
+
+def _tree_mask(
+    inputs: AttentionInputs,
+    tree: TreeInputs,
+    request: int,
+    rows: slice,
+    length: int,
+    window: int | None,
+) -> Tensor:
+    """The same where rows are nodes of trees."""
+    keys = torch.arange(length, device=inputs.positions.device)
+    behind = keys - tree.starts[request]
+    words = tree.ancestors[rows].unsqueeze(1) >> behind.clamp(0, MOST_TREE_TOKENS)
+    mask = (keys <= tree.tokens[rows].unsqueeze(1)) & ((behind < 0) | (words & 1 > 0))
+    if window is None:
+        return mask
+    return mask & (inputs.positions[rows].unsqueeze(1) - keys < window)
 
 
 def _attend(

@@ -77,10 +77,35 @@ def commit(
     return gained, accepted
 
 
+def keep_path(
+    tables: RequestTables,
+    slots: Tensor,
+    roots: Tensor,
+    path: Tensor,
+    counts: Tensor,
+    pages: Tensor,
+) -> None:
+    index = torch.arange(path.shape[1], device=path.device)
+    moves = (index <= counts.unsqueeze(1)) & (path != index)
+    tokens = roots.unsqueeze(1) + torch.stack((path, index.expand_as(path)))  # from, to
+    request = torch.arange(len(slots), device=slots.device).unsqueeze(1).expand_as(path)[moves]
+    source, target = tokens[0][moves], tokens[1][moves]
+    flat = pages.flatten(1, 2)
+    flat[:, _places(tables, slots[request], target)] = flat[
+        :, _places(tables, slots[request], source)
+    ]
+
+
+def _places(tables: RequestTables, slots: Tensor, tokens: Tensor) -> Tensor:
+    """[n]: where tokens [n] of the requests in slots [n] stand in the cache."""
+    blocks = tables.block_tables[slots, tokens // tables.block_size].long()
+    return blocks * tables.block_size + tokens % tables.block_size
+
+
 def _write(tables: RequestTables, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
     """Write ids at positions; those beyond the last one land behind it, where nobody reads."""
     last = tables.last_position + 1
     tables.token_ids[slots, positions.clamp_max(last)] = tokens.to(torch.int32)
 
 
-PREPARATION = PreparationOps(expand_rows, advance_drafts, write_tokens, commit)
+PREPARATION = PreparationOps(expand_rows, advance_drafts, write_tokens, commit, keep_path)

@@ -49,16 +49,13 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Extras:
-    """What some models and token trees add to causal attention.
+    """What some models add to attention.
 
     Attributes:
-        mask: [T, most new rows of a request] bool: which of its request's new tokens a row sees,
-            instead of those at positions up to its own; all cached tokens before them are seen.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: [Hq], a score per head that takes weight and has no value.
     """
 
-    mask: Tensor | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
 
@@ -212,10 +209,10 @@ def _short(
     early = EARLY and launched["pdl"]
     short_kernel[(pairs, requests, lanes)](
         source, *cache, out, part, part_exponent, part_total, inputs.query_start,
-        inputs.context_lens, inputs.block_tables, inputs.positions, inputs.slots, *_mask(extras),
+        inputs.context_lens, inputs.block_tables, inputs.positions, inputs.slots, *_tree(inputs),
         extras.sinks, *_turn(turn), source.stride(0), inputs.block_tables.stride(0), layer.scale,
         extras.softcap, window, most_rows, splits, early=early, first_seen=inputs.first_seen,
-        causal=_causal(inputs, extras), new_rows=max(4, triton.next_power_of_2(most_rows)),
+        causal=inputs.causal, new_rows=max(4, triton.next_power_of_2(most_rows)),
         **_built(layer, block_size, tiles), **launched,
     )  # fmt: skip
     if lanes > 1:
@@ -237,16 +234,16 @@ def _chunks(
     """Requests of more than `SHORT_ROWS` rows."""
     rows, requests = len(query), len(inputs.context_lens)
     tiles = chunk_tiles(layer.block_d, query.dtype)
-    if layer.extras.mask is not None:
+    if inputs.tree is not None:
         tiles = replace(tiles, registers=None)  # many would be spilled
     most = triton.cdiv(rows * layer.groups, tiles.lines) + min(requests, rows // SHORT_ROWS)
     extras = layer.extras
     chunk_kernel[(layer.kv_heads, most)](
         query, *cache, out, inputs.query_start, inputs.context_lens, inputs.block_tables,
-        inputs.positions, *_mask(extras), extras.sinks, query.stride(0),
+        inputs.positions, *_tree(inputs), extras.sinks, query.stride(0),
         inputs.block_tables.stride(0), layer.scale, extras.softcap, layer.window, requests,
         SHORT_ROWS, block_r=triton.next_power_of_2(requests), first_seen=inputs.first_seen,
-        causal=_causal(inputs, extras), **_built(layer, cache[0].shape[1], tiles),
+        causal=inputs.causal, **_built(layer, cache[0].shape[1], tiles),
         **options(query.device),
     )  # fmt: skip
 
@@ -289,13 +286,12 @@ def _turn(heads: Heads | None) -> tuple[Tensor | None, Tensor | None, float, Ten
     return query, key, eps, heads.cos_sin
 
 
-def _causal(inputs: AttentionInputs, extras: Extras) -> bool:
-    """Whether a row's position says which new tokens it sees."""
-    return inputs.causal and extras.mask is None
-
-
-def _mask(extras: Extras) -> tuple[Tensor | None, int]:
-    if extras.mask is None:
-        return None, 0
-    assert extras.mask.stride(1) == 1
-    return extras.mask.view(torch.uint8), extras.mask.stride(0)
+def _tree(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(token of each row, its ancestors, where the trees begin)."""
+    tree = inputs.tree
+    if tree is None:
+        return None, None, None
+    assert tree.tokens.is_contiguous()
+    assert tree.ancestors.is_contiguous()
+    assert tree.starts.is_contiguous()
+    return tree.tokens, tree.ancestors, tree.starts

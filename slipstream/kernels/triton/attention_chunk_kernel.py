@@ -20,8 +20,8 @@ from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
 @triton.jit
 def _fold(
-    query, largest, total, mixed, begin, end, row_begins, row_ends, row, rows, context, mask,
-    mask_stride, keys, values, table, scale, softcap, window, first_seen: tl.constexpr,
+    query, largest, total, mixed, begin, end, row_begins, row_ends, row, rows, ancestors,
+    tree_start, keys, values, table, scale, softcap, window, first_seen: tl.constexpr,
     place_stride: tl.constexpr, block_size: tl.constexpr, head_dim: tl.constexpr,
     block_n: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
@@ -47,9 +47,8 @@ def _fold(
                 row_ends,
                 row,
                 rows,
-                context,
-                mask,
-                mask_stride,
+                ancestors,
+                tree_start,
                 window,
                 first_seen,
             )
@@ -84,8 +83,8 @@ def _tile_of_program(query_start, requests, short_rows, groups, block_m, block_r
 
 @triton.jit
 def chunk_kernel(
-    query, keys, values, out, query_start, context_lens, tables, positions, mask, mask_stride,
-    sinks, row_stride, table_stride, scale, softcap, window, requests, short_rows,
+    query, keys, values, out, query_start, context_lens, tables, positions, tokens, ancestors,
+    tree_starts, sinks, row_stride, table_stride, scale, softcap, window, requests, short_rows,
     kv_heads: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_r: tl.constexpr,
     pdl: tl.constexpr, first_seen: tl.constexpr, causal: tl.constexpr,
@@ -104,7 +103,7 @@ def chunk_kernel(
     rows = tl.load(query_start + request + 1).to(tl.int32) - first
     context = tl.load(context_lens + request).to(tl.int32)
     row, head, _, begins, ends = sight(
-        positions, first, rows, context, tile, kv_head, window, causal, groups, block_m
+        positions, tokens, first, rows, context, tile, kv_head, window, causal, groups, block_m
     )
     inside = row < rows
     source = (first + row).to(tl.int64) * row_stride + head * head_dim
@@ -120,19 +119,20 @@ def chunk_kernel(
     keys += kv_head * head_dim
     values += kv_head * head_dim
     table = tables + request.to(tl.int64) * table_stride
-    new_mask = mask if mask is None else mask + first.to(tl.int64) * mask_stride
-    if mask is None and window is None and first_seen == 0:
+    words = ancestors if ancestors is None else ancestors + first
+    tree_start = 0 if ancestors is None else tl.load(tree_starts + request).to(tl.int32)
+    if ancestors is None and window is None and first_seen == 0:
         # Most tiles of keys lie wholly before the first row.
         common = tl.min(tl.where(inside, ends, newest), axis=0) // block_n * block_n
         largest, total, mixed = _fold(
-            loaded, largest, total, mixed, begin, common, begins, ends, row, rows, context, None,
-            mask_stride, keys, values, table, scale, softcap, None, 0, kv_heads * head_dim,
+            loaded, largest, total, mixed, begin, common, begins, ends, row, rows, None, 0,
+            keys, values, table, scale, softcap, None, 0, kv_heads * head_dim,
             block_size, head_dim, block_n, False,
         )  # fmt: skip
         begin = common
     largest, total, mixed = _fold(
-        loaded, largest, total, mixed, begin, newest, begins, ends, row, rows, context, new_mask,
-        mask_stride, keys, values, table, scale, softcap, window, first_seen, kv_heads * head_dim,
+        loaded, largest, total, mixed, begin, newest, begins, ends, row, rows, words,
+        tree_start, keys, values, table, scale, softcap, window, first_seen, kv_heads * head_dim,
         block_size, head_dim, block_n, True,
     )  # fmt: skip
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -90,18 +90,22 @@ def queries(source, place, inside, head_dim: tl.constexpr, block_d: tl.constexpr
 
 @triton.jit
 def sight(
-    positions, first, rows, context, tile, kv_head, window, causal: tl.constexpr,
+    positions, tokens, first, rows, context, tile, kv_head, window, causal: tl.constexpr,
     groups: tl.constexpr, block_m: tl.constexpr,
 ):  # fmt: skip
     """(row, query head, position, first token seen, end of the tokens seen) of a tile's lines.
 
-    Line m of a request and KV head is its row m // groups and its query head m % groups.
+    Line m of a request and KV head is its row m // groups and its query head m % groups. Which
+    token a row is stands in `tokens`, where that is not its position.
     """
     line = tile * block_m + tl.arange(0, block_m)
     row = line // groups
     position = tl.load(positions + first + row, mask=row < rows, other=0)
     own = tl.maximum(position.to(tl.int32), context - rows)  # one that means nothing may be lower
-    ends = tl.minimum(own + 1, context) if causal else tl.zeros_like(own) + context
+    token = own
+    if tokens is not None:
+        token = tl.load(tokens + first + row, mask=row < rows, other=0).to(tl.int32)
+    ends = tl.minimum(token + 1, context) if causal else tl.zeros_like(own) + context
     begins = tl.zeros_like(own)
     if window is not None:
         begins = tl.maximum(own - window + 1, 0)
@@ -168,22 +172,22 @@ def capped(score, scale, softcap):
 
 @triton.jit
 def hidden(
-    score, token, row_begins, row_ends, row, rows, context, mask, mask_stride, window,
+    score, token, row_begins, row_ends, row, rows, ancestors, tree_start, window,
     first_seen: tl.constexpr,
 ):  # fmt: skip
     """Scores [L, N], minus infinity where a row does not see a token.
 
-    A row sees the tokens [row_begins, row_ends), and of the request's `rows` new tokens those that
-    its line of `mask` names, where there is one; none before `first_seen`.
+    A row sees the tokens [row_begins, row_ends), of those from `tree_start` on the ones that its
+    word of `ancestors` names, where there are words; none before `first_seen`.
     """
     seen = token[None, :] < row_ends[:, None]
     if window is not None:
         seen &= token[None, :] >= row_begins[:, None]
     if first_seen > 0:
         seen &= (token >= first_seen)[None, :]
-    if mask is not None:
-        new = (token - (context - rows))[None, :]
-        line = mask + row[:, None] * mask_stride + new
-        asked = (new >= 0) & seen & (row < rows)[:, None]
-        seen &= (new < 0) | (tl.load(line, mask=asked, other=0) != 0)
+    if ancestors is not None:
+        word = tl.load(ancestors + row, mask=row < rows, other=0)[:, None]
+        behind = (token - tree_start)[None, :]
+        bit = tl.minimum(tl.maximum(behind, 0), 63).to(tl.int64)
+        seen &= (behind < 0) | (((word >> bit) & 1) != 0)
     return tl.where(seen, score, float("-inf"))

@@ -40,7 +40,7 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _new_tokens(
-    positions, slots, first, rows, context, begin, end, causal: tl.constexpr, new_rows: tl.constexpr
+    positions, tokens, slots, first, rows, begin, end, new_rows: tl.constexpr
 ):  # fmt: skip
     """(row, position, slot, whether it is stored) of the request's rows.
 
@@ -49,7 +49,9 @@ def _new_tokens(
     row = tl.arange(0, new_rows)
     position = tl.load(positions + first + row, mask=row < rows, other=0)
     slot = tl.load(slots + first + row, mask=row < rows, other=-1)
-    token = position if causal else context - rows + row
+    token = position
+    if tokens is not None:
+        token = tl.load(tokens + first + row, mask=row < rows, other=-1)
     return row, position, slot, (slot >= 0) & (token >= begin) & (token < end)
 
 
@@ -67,8 +69,8 @@ def _store(pages, place, inside, first, second, head_dim: tl.constexpr):
 @triton.jit
 def _fold(
     query_one, query_two, key_one, key_two, value_one, value_two, exponent, total, one, two, token,
-    row_begins, row_ends, row, rows, context,
-    mask, mask_stride, scale, softcap, window, first_seen: tl.constexpr,
+    row_begins, row_ends, row, rows,
+    ancestors, tree_start, scale, softcap, window, first_seen: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of tokens: (exponent, sums of weights, all alike, sums of weighted values).
 
@@ -87,9 +89,8 @@ def _fold(
         row_ends,
         row,
         rows,
-        context,
-        mask,
-        mask_stride,
+        ancestors,
+        tree_start,
         window,
         first_seen,
     )
@@ -119,8 +120,8 @@ def _added(exponent, total, one, two, more_exponent, more_total, more_one, more_
 
 @triton.jit
 def _fold_splits(
-    query_one, query_two, keys, values, table, begin, end, row_begins, row_ends, row, rows, context,
-    mask, mask_stride, scale, softcap, window, part, part_exponent, part_total, place, split,
+    query_one, query_two, keys, values, table, begin, end, row_begins, row_ends, row, rows,
+    ancestors, tree_start, scale, softcap, window, part, part_exponent, part_total, place, split,
     first_seen: tl.constexpr, place_stride: tl.constexpr, block_size: tl.constexpr,
     head_dim: tl.constexpr, block_n: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +146,7 @@ def _fold_splits(
         entries = entries_of(table, start + block_n, end, block_size, block_n)
         exponent, total, one, two = _fold(
             query_one, query_two, key_one, key_two, value_one, value_two, exponent, total, one, two,
-            token, row_begins, row_ends, row, rows, context, mask, mask_stride, scale, softcap,
+            token, row_begins, row_ends, row, rows, ancestors, tree_start, scale, softcap,
             window, first_seen,
         )  # fmt: skip
         if start + block_n >= tl.minimum(until, end):
@@ -229,8 +230,8 @@ def _splits(context, rows, window):
 @triton.jit
 def short_kernel(
     qkv, keys, values, out, part, part_exponent, part_total, query_start, context_lens, tables,
-    positions, slots, mask, mask_stride, sinks, query_weight, key_weight, eps, cos_sin, row_stride,
-    table_stride, scale, softcap, window, most_rows, most_splits,
+    positions, slots, tokens, ancestors, tree_starts, sinks, query_weight, key_weight, eps, cos_sin,
+    row_stride, table_stride, scale, softcap, window, most_rows, most_splits,
     kv_heads: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, pdl: tl.constexpr,
     early: tl.constexpr, first_seen: tl.constexpr, causal: tl.constexpr,
@@ -266,7 +267,7 @@ def short_kernel(
     values += kv_head * head_dim
     table = tables + request.to(tl.int64) * table_stride
     row, head, position, begins, ends = sight(
-        positions, first, rows, context, tile, kv_head, window, causal, groups, block_m
+        positions, tokens, first, rows, context, tile, kv_head, window, causal, groups, block_m
     )
     if early:
         known = context if cos_sin is None else context - rows  # tokens that are stored already
@@ -277,7 +278,7 @@ def short_kernel(
     if cos_sin is not None:
         cos, sin = turns(cos_sin, position, row < rows, head_dim, block_d)
         new_row, new_position, slot, stored = _new_tokens(
-            positions, slots, first, rows, context, begin, end, mask is None, new_rows
+            positions, tokens, slots, first, rows, begin, end, new_rows
         )
         new_cos, new_sin = turns(cos_sin, new_position, stored, head_dim, block_d)
     wait_for_inputs(pdl)
@@ -294,11 +295,12 @@ def short_kernel(
         _store(values, slot * place_stride, stored, value_one, value_two, head_dim)
         one, two = rotated(one, two, cos, sin, query_weight, eps, head_dim)
         tl.debug_barrier()  # the other threads of this program read the new tokens next
-    new_mask = mask if mask is None else mask + first.to(tl.int64) * mask_stride
+    words = ancestors if ancestors is None else ancestors + first
+    tree_start = 0 if ancestors is None else tl.load(tree_starts + request).to(tl.int32)
     place = (first + row).to(tl.int64) * kv_heads * groups + head
     exponent, total, one, two = _fold_splits(
-        one, two, keys, values, table, begin, end, begins, ends, row, rows, context, new_mask,
-        mask_stride, scale, softcap, window, part, part_exponent, part_total,
+        one, two, keys, values, table, begin, end, begins, ends, row, rows, words,
+        tree_start, scale, softcap, window, part, part_exponent, part_total,
         place * most_splits + split - first_split, split, first_seen, place_stride, block_size,
         head_dim, block_n,
     )  # fmt: skip

@@ -191,4 +191,54 @@ def _commit(
     )  # fmt: skip
 
 
-PREPARATION = PreparationOps(expand_rows, advance_drafts, write_tokens, commit)
+@triton.jit
+def _keep_path_kernel(
+    slots, roots, path, counts, all_tables, pages, tables_stride, path_stride, page_stride, width,
+    block_size, numbers, block_w: tl.constexpr, block_n: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Programs (request, page, part of a token's numbers)."""
+    launch_dependents(pdl)
+    wait_for_inputs(pdl)
+    request, page = tl.program_id(0), tl.program_id(1)
+    index = tl.arange(0, block_w)
+    count = tl.load(counts + request)
+    inside = (index < width) & (index <= count)
+    node = tl.load(path + request * path_stride + index, mask=inside, other=0)
+    moves = inside & (node != index)
+    if tl.max(moves.to(tl.int32), axis=0) > 0:
+        root = tl.load(roots + request)
+        table = all_tables + tl.load(slots + request) * tables_stride
+        source, target = root + node, root + index
+        from_block = tl.load(table + source // block_size, mask=moves, other=0).to(tl.int64)
+        to_block = tl.load(table + target // block_size, mask=moves, other=0).to(tl.int64)
+        place = from_block * block_size + source % block_size
+        goal = to_block * block_size + target % block_size
+        number = tl.program_id(2) * block_n + tl.arange(0, block_n)
+        moved = moves[:, None] & (number < numbers)[None, :]
+        own = pages + page.to(tl.int64) * page_stride + number[None, :]
+        value = tl.load(own + (place * numbers)[:, None], mask=moved, other=0.0)
+        tl.debug_barrier()  # a token may stand where another goes
+        tl.store(own + (goal * numbers)[:, None], value, mask=moved)
+
+
+def keep_path(
+    tables: RequestTables,
+    slots: Tensor,
+    roots: Tensor,
+    path: Tensor,
+    counts: Tensor,
+    pages: Tensor,
+) -> None:
+    assert pages.is_contiguous()
+    assert path.stride(1) == 1
+    numbers, width = pages.shape[3] * pages.shape[4], path.shape[1]
+    block_n = min(256, triton.next_power_of_2(numbers))
+    _keep_path_kernel[(len(slots), len(pages), triton.cdiv(numbers, block_n))](
+        slots, roots, path, counts, tables.block_tables, pages, tables.block_tables.stride(0),
+        path.stride(0), pages.stride(0), width, tables.block_size, numbers,
+        block_w=triton.next_power_of_2(width), block_n=block_n, num_warps=4,
+        **options(slots.device),
+    )  # fmt: skip
+
+
+PREPARATION = PreparationOps(expand_rows, advance_drafts, write_tokens, commit, keep_path)

@@ -1,0 +1,154 @@
+"""Which way through a tree of draft tokens the target goes.
+
+A tree's tokens are no samples: the children of a node are the drafter's likeliest tokens there,
+certain each (q is 1). To accept a child with its probability under p, else to remove it from p,
+scale p to 1 and go on to its next sibling, is the same as to sample a token from p and to look for
+it among the children: either way child c is taken with p(c), and any other token t with p(t). So
+every node is judged as in plain decoding, a token is sampled behind each, and the way leads from
+the root to the child that was sampled, as long as there is one. The last token sampled on the way
+is the recovered token, or the bonus token at a leaf.
+
+The noise of these samples is that of plain decoding at the same position. Only one node of a
+position lies on the way, so what leaves has exactly the distribution p; and it is the very text
+that plain decoding with the same seed gives.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.sampling.rows import SampleRows
+from slipstream.sampling.state import SamplingState, Uses
+from slipstream.sampling.verification import PADDING, Verdict, Verification, verify
+
+# What looks at the tokens between the root and a node.
+_HISTORY = frozenset((Uses.PENALTIES, Uses.BAD_WORDS))
+
+
+@dataclass(frozen=True, eq=False)
+class TreeNodes:
+    """The shape of each request's tree. Node 0 is its last known token, the root; node i is draft
+    token i - 1, and its parent comes before it.
+
+    Attributes:
+        parents: [R, K + 1] int64; the root is its own.
+        depths: [R, K + 1] int64, 0 of the root.
+        ancestors: [R, K + 1] int64, bit j says whether node j lies on the way from the root to a
+            node, both included.
+        depth: the largest.
+    """
+
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    depth: int
+
+    def first(self, requests: int) -> "TreeNodes":
+        """The trees of so many requests."""
+        parents, depths, words = self.parents, self.depths, self.ancestors
+        return TreeNodes(parents[:requests], depths[:requests], words[:requests], self.depth)
+
+
+@dataclass(frozen=True, eq=False)
+class DraftedTrees:
+    """The trees of a step, and where their rows of logits are.
+
+    Attributes:
+        slots: [R] int64, slots in the `SamplingState`.
+        positions: [R] int64, number of known tokens.
+        token_ids: [R, K] int64.
+        num_nodes: [R] int64, how many of them there are: the first ones.
+        most_accepted: [R] int64, how many may be accepted, however deep the tree is.
+        num_rows: the sum of `num_nodes` and R, for ragged rows; None for K + 1 rows a request. Row
+            i of a request is that of its node i.
+    """
+
+    nodes: TreeNodes
+    slots: Tensor
+    positions: Tensor
+    token_ids: Tensor
+    num_nodes: Tensor
+    most_accepted: Tensor
+    num_rows: int | None
+
+
+def verify_trees(
+    logits: Tensor,
+    trees: DraftedTrees,
+    state: SamplingState,
+    uses: frozenset[Uses],
+    how: Verification,
+) -> Verdict:
+    """The way through every request's tree; see `verification.verify` for what is left as it is.
+
+    Args:
+        logits: [N, V] float32, the target's raw logits.
+
+    Returns:
+        `token_ids` [R, K + 1] of which depth + 1 are used at most, and the `path`.
+    """
+    width = trees.token_ids.shape[1] + 1
+    layout = SampleRows.build(
+        trees.slots,
+        trees.positions,
+        trees.token_ids,
+        trees.num_nodes,
+        torch.ones_like(trees.slots, dtype=torch.bool),
+        num_rows=trees.num_rows,
+    )
+    sampled = verify(logits, _node_rows(trees, layout, uses), state, uses, how).token_ids[:, 0]
+    node = torch.arange(width, device=logits.device)
+    row = layout.first_row.unsqueeze(1) + torch.minimum(node, trees.num_nodes.unsqueeze(1))
+    return _walk(trees, sampled[row])
+
+
+def _node_rows(trees: DraftedTrees, layout: SampleRows, uses: frozenset[Uses]) -> SampleRows:
+    """Every row as a request without a draft, behind the tokens between the root and its node."""
+    request, node = layout.request, layout.offset
+    depths = trees.nodes.depths[request, node]
+    ways = trees.token_ids.new_zeros((len(request), 0))
+    if uses & _HISTORY:
+        ways = _ways(trees)[request, node]
+    return SampleRows(
+        slots=trees.slots[request],
+        positions=trees.positions[request] + depths,
+        draft_tokens=ways,
+        num_draft_tokens=torch.zeros_like(request),
+        one_hot=torch.ones_like(request, dtype=torch.bool),
+        depths=depths,
+    )
+
+
+def _ways(trees: DraftedTrees) -> Tensor:
+    """[R, K + 1, depth]: the draft tokens from below the root to each node, then zeros."""
+    nodes, depth = trees.nodes, trees.nodes.depth
+    width = nodes.depths.shape[1]
+    node = torch.arange(1, width, device=nodes.depths.device)
+    on_way = (nodes.ancestors.unsqueeze(-1) >> node) & 1 > 0  # [R, K + 1, K]
+    place = torch.where(on_way, nodes.depths[:, None, 1:] - 1, depth)
+    ways = trees.token_ids.new_zeros((*nodes.depths.shape, depth + 1))
+    return ways.scatter_(2, place, trees.token_ids.unsqueeze(1).expand_as(place))[..., :depth]
+
+
+def _walk(trees: DraftedTrees, sampled: Tensor) -> Verdict:
+    """From the token behind every node, sampled [R, K + 1], to the way that they make.
+
+    A node is on it when each of its ancestors, itself included, is what was sampled behind its
+    parent. Siblings differ, so there is one way, and its nodes rise.
+    """
+    nodes, width = trees.nodes, sampled.shape[1]
+    node = torch.arange(width, device=sampled.device)
+    used = node[1:] <= trees.num_nodes.unsqueeze(1)
+    used &= nodes.depths[:, 1:] <= trees.most_accepted.unsqueeze(1)
+    follows = used & (sampled.gather(1, nodes.parents[:, 1:]) == trees.token_ids)
+    bits = torch.ones_like(node[1:]) << node[1:]
+    misses = torch.where(follows, 0, bits).sum(1)  # [R], a word of nodes
+    on_way = nodes.ancestors & misses.unsqueeze(1) == 0
+    # The last column takes what is off the way.
+    place = torch.where(on_way, on_way.cumsum(1) - 1, width)
+    path = node.new_zeros((len(sampled), width + 1))
+    path = path.scatter_(1, place, node.expand_as(place))[:, :width]
+    num_accepted = on_way.sum(1) - 1
+    token_ids = torch.where(node <= num_accepted.unsqueeze(1), sampled.gather(1, path), PADDING)
+    return Verdict(token_ids, num_accepted + 1, num_accepted, path[:, : nodes.depth + 1])
