@@ -44,8 +44,8 @@ class DrafterFlags:
     spec_method: Annotated[
         str | None,
         typer.Option(
-            help="draft_model, pard, eagle, eagle3, p-eagle, mtp, medusa, mlp_speculator, ngram, "
-            "suffix or custom. [found from the drafter]",
+            help="draft_model, pard, eagle, eagle3, p-eagle, mtp, dflash, medusa, mlp_speculator, "
+            "gemma4_assistant, ngram, suffix, custom or combination. [found from the drafter]",
             rich_help_panel=_PANEL,
         ),
     ] = None
