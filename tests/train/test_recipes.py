@@ -125,10 +125,11 @@ def test_medusa_heads_guess_ahead(
     assert speculated == plain
     assert length > 1.05
     from slipstream.models.drafters.medusa import load_medusa
+    from slipstream.models.drafters.medusa_checkpoint import MedusaCheckpoint
     from slipstream.models.loading import LoadOptions
 
     load = LoadOptions(torch.float32, torch.device("cpu"), "auto", 64)
-    served = load_medusa(HeadCheckpoint(tmp_path), 48, 96, load)
+    served = load_medusa(MedusaCheckpoint(tmp_path), 48, 96, load)
     tokens = torch.randint(1, 96, (16,), generator=torch.Generator().manual_seed(3)).tolist()
     batch = batch_of(teacher(taught_target), tokens, recipe.columns, ())
     state = served.start(batch.seen.hidden[0], 3)
