@@ -59,7 +59,7 @@ def parallel_draft(
     probs = drafting.probabilities(turn)
     picked = drafting.sample(
         logits,
-        slots.unsqueeze(1).expand(-1, width).flatten(),
+        slots.unsqueeze(1).expand(-1, width).contiguous().flatten(),
         (state.num_tokens[slots].unsqueeze(1) + place).flatten(),
         turn,
         resources,

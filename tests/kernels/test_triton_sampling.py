@@ -464,6 +464,27 @@ def test_draft(name: str, legal: int, dtype: torch.dtype) -> None:
         assert torch.equal(tokens, logits[:, :legal].argmax(-1))
 
 
+@pytest.mark.parametrize("rows", [1, 5, 9])
+def test_numbers_of_requests_may_have_gaps_or_be_one(rows: int) -> None:
+    """As `expand` and slices make them; what stands between is some other request's number."""
+    state = make_state(LEAN, 151)
+    uses = state.uses(range(5))
+    logits = torch.randn(rows, 151, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    numbers = torch.tensor([2, 0, 1, 3, 4] * 4, device=DEVICE)
+    for view in (numbers[:1].expand(rows), numbers[: 2 * rows : 2]):
+        found = []
+        for ops, slots, positions in (
+            (None, view, view + 9),
+            (fused.SAMPLING, view, (numbers + 9)[: 2 * rows : 2] if view.stride(0) else view + 9),
+        ):
+            probs = torch.empty(rows, 151, device=DEVICE)
+            with served_by(ops):
+                found.append(
+                    sample_draft(logits, slots, positions, state, uses, 151, probs_out=probs)
+                )
+        assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("penalties", [False, True])
 def test_commit(penalties: bool) -> None:
     states = [make_state(PROCESSED, 37) for _ in range(2)]

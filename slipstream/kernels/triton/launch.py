@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @functools.cache
@@ -31,6 +32,14 @@ def wait_for_inputs(pdl: tl.constexpr):
     """Returns when all that earlier kernels wrote can be read."""
     if pdl:
         tl.extra.cuda.gdc_wait()
+
+
+def dense(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same numbers one behind the other, for kernels that are told no strides.
+
+    Even a tensor [n] need not be: `expand` repeats one number with stride 0.
+    """
+    return tuple(tensor.contiguous() for tensor in tensors)
 
 
 def options(device: torch.device) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.kernels.preparation import PaddedRows, PreparationOps, RequestTables
 from slipstream.kernels.table import AttentionInputs
-from slipstream.kernels.triton.launch import launch_dependents, options, wait_for_inputs
+from slipstream.kernels.triton.launch import dense, launch_dependents, options, wait_for_inputs
 
 TABLE_BLOCK = 1024
 
@@ -62,6 +62,7 @@ def expand_rows(
     mask_token: int | None = None,
 ) -> PaddedRows:
     device, requests = slots.device, len(slots)
+    slots, starts, lengths = dense(slots, starts, lengths)
     num_blocks = tables.block_tables.shape[1]
     token_ids = torch.empty(requests * most, dtype=torch.int32, device=device)
     positions, places = torch.empty((2, requests * most), dtype=torch.int64, device=device)
@@ -112,6 +113,7 @@ def advance_drafts(
     index: int,
 ) -> tuple[Tensor, Tensor]:
     starts, lengths = torch.empty((2, len(slots)), dtype=torch.int64, device=slots.device)
+    slots, known, wanted, picked = dense(slots, known, wanted, picked)
     block = 32
     _advance_kernel[(triton.cdiv(len(slots), block),)](
         slots, known, wanted, picked, vocabulary, tokens, tables.token_ids, starts, lengths,
@@ -183,8 +185,11 @@ def _commit(
     accepted: Tensor | None,
 ) -> None:
     width = tokens.shape[1]
+    slots, tokens, counts = dense(slots, tokens, counts)
+    if num_new is not None and at_end is not None and num_accepted is not None:
+        num_new, at_end, num_accepted = dense(num_new, at_end, num_accepted)
     _commit_kernel[(len(slots),)](
-        slots, num_new, at_end, tokens.contiguous(), counts, num_accepted, tables.token_ids,
+        slots, num_new, at_end, tokens, counts, num_accepted, tables.token_ids,
         tables.num_tokens, tables.num_computed, gained, accepted, tables.token_ids.stride(0),
         tables.last_position + 1, width=width, block_w=triton.next_power_of_2(width),
         counting=gained is not None, num_warps=1, **options(slots.device),
@@ -231,6 +236,7 @@ def keep_path(
 ) -> None:
     assert pages.is_contiguous()
     assert path.stride(1) == 1
+    slots, roots, counts = dense(slots, roots, counts)
     numbers, width = pages.shape[3] * pages.shape[4], path.shape[1]
     block_n = min(256, triton.next_power_of_2(numbers))
     _keep_path_kernel[(len(slots), len(pages), triton.cdiv(numbers, block_n))](

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slipstream.kernels.sampling_table import JudgedRows, Needs, SamplingOps, SamplingSlots
-from slipstream.kernels.triton.launch import options
+from slipstream.kernels.triton.launch import dense, options
 from slipstream.kernels.triton.sampling_draft import draft_choice_kernel, draft_race_kernel
 from slipstream.kernels.triton.sampling_scan import scan_kernel
 from slipstream.kernels.triton.sampling_thresholds import thresholds_kernel
@@ -79,8 +79,7 @@ def verify(
     num_tokens, num_accepted = torch.empty((2, requests), dtype=torch.int64, device=device)
     if not requests:
         return token_ids, num_tokens, num_accepted
-    if rows.draft_tokens.stride(1) != 1:
-        rows = replace(rows, draft_tokens=rows.draft_tokens.contiguous())
+    rows = _dense_rows(rows)
     scanned = _scan(_aligned(logits), rows, state, needs, vocab_size)
     chunks, launch = scanned.chunks, options(device)
     last = torch.empty((requests, 3), dtype=torch.int32, device=device)
@@ -129,6 +128,7 @@ def draft(
     out = torch.empty(requests, dtype=torch.int64, device=device)
     if not requests:
         return out
+    slots, positions = dense(slots, positions)
     logits, launch = _aligned(logits), options(device)
     sampled = probs_out is not None
     needs = Needs(sampled, needs.top_k, needs.top_p, needs.min_p)
@@ -159,6 +159,7 @@ def commit(slots: Tensor, token_ids: Tensor, num_tokens: Tensor, state: Sampling
     if not requests:
         return
     assert token_ids.stride(1) == 1
+    slots, num_tokens = dense(slots, num_tokens)
     counts = state.output_counts
     commit_kernel[(requests,)](
         slots, token_ids, num_tokens, state.ints, state.ints.stride(0), counts,
@@ -213,6 +214,26 @@ def _scan(
             block_s=triton.next_power_of_2(chunks), num_warps=tiles.threshold_warps, **place,
         )  # fmt: skip
     return Scan(source, largest, choice, total, facts, chunks)
+
+
+def _dense_rows(rows: JudgedRows) -> JudgedRows:
+    """The same, with the strides that the kernels take for granted."""
+    slots, positions, lengths, one_hot = dense(
+        rows.slots, rows.positions, rows.num_draft_tokens, rows.one_hot
+    )
+    drafts, layout = rows.draft_tokens, rows.layout
+    if layout is not None:
+        request, offset, first_row = dense(*layout)
+        layout = request, offset, first_row
+    return replace(
+        rows,
+        layout=layout,
+        slots=slots,
+        positions=positions,
+        draft_tokens=drafts if drafts.stride(1) == 1 else drafts.contiguous(),
+        num_draft_tokens=lengths,
+        one_hot=one_hot,
+    )
 
 
 def _plain_rows(slots: Tensor, positions: Tensor) -> JudgedRows:

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.triton.launch import dense
+
 BLOCK = 1024
 
 
@@ -43,6 +45,7 @@ def suffix_lookup(
     token_ids: Tensor, slots: Tensor, known: Tensor, width: int, shortest: int, longest: int
 ) -> tuple[Tensor, Tensor]:
     assert token_ids.stride(1) == 1
+    slots, known = dense(slots, known)
     tokens = torch.empty((len(slots), width), dtype=torch.int64, device=slots.device)
     found = torch.empty(len(slots), dtype=torch.bool, device=slots.device)
     _lookup_kernel[(len(slots),)](
