@@ -1,5 +1,5 @@
 """The watch over interpreted kernels sees what leaves their arguments, and nothing else."""
-# ruff: noqa: E402  (what is imported first decides whether kernels are interpreted)
+
 
 import importlib.util
 import os
@@ -60,7 +60,7 @@ def test_one_number_behind_an_argument_is_an_error(short: str, verb: str) -> Non
 @pytest.mark.parametrize(("first", "last"), [(-1, 9), (1 << 40, 1 << 41)])
 def test_what_is_far_off_is_an_error(first: int, last: int) -> None:
     source = torch.zeros(400, dtype=torch.int64)[100:109]
-    with pytest.raises(Exception, match="_copy_kernel loads .* outside of its arguments"):
+    with pytest.raises(Exception, match=r"_copy_kernel loads .* outside of its arguments"):
         copy(source, torch.zeros(9, dtype=torch.int64), None, first, last)
 
 
