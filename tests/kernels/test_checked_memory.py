@@ -1,6 +1,5 @@
 """The watch over interpreted kernels sees what leaves their arguments, and nothing else."""
 
-
 import importlib.util
 import os
 
