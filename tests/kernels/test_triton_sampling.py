@@ -226,7 +226,7 @@ def ulp(values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("most_drafts", range(5))
+@pytest.mark.parametrize("most_drafts", [*range(5), 8, 12])
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 def test_verify(name: str, most_drafts: int, vocab_size: int) -> None:
     if not ON_GPU and (most_drafts + vocab_size + len(name)) % INTERPRETED_SHARE:

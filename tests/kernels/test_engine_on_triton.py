@@ -1,0 +1,71 @@
+"""Engines whose kernels are interpreted say what those say that do without: no number is read that
+is not there, whatever views of tensors the engine hands over."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed (it is there for Linux only)", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("a GPU runs whole engines in tests/gpu", allow_module_level=True)
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from slipstream import LLM, SamplingParams
+from slipstream.kernels import preparation, sampling_table, suffix_lookup, table
+from slipstream.kernels.triton import attention
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
+]
+
+PROMPT = [5, 17, 40, 5, 17]
+SAMPLED = SamplingParams(temperature=1, max_tokens=4, ignore_eos=True, seed=100)
+
+
+@contextmanager
+def triton_serves_the_cpu() -> Iterator[None]:
+    """Engines that are built and run in here use the kernels, few programs of each."""
+    chosen = table.ops_for, sampling_table.sampling_ops_for
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "MULTIPROCESSORS", 1)
+        for module in (preparation, sampling_table, suffix_lookup, table):
+            patch.setattr(module, "runs_triton", lambda device: True)
+        for choice in chosen:
+            choice.cache_clear()
+        yield
+    for choice in chosen:
+        choice.cache_clear()
+
+
+def generate(target: str, drafter: str, k: int) -> list[int]:
+    """What one request alone is given."""
+    llm = LLM(
+        target,
+        speculative_config={"model": drafter, "num_speculative_tokens": k},
+        skip_tokenizer_init=True,
+        max_num_seqs=4,
+        max_model_len=64,
+        num_kv_blocks=16,
+        dtype="float32",
+    )
+    (output,) = llm.generate([{"prompt_token_ids": PROMPT}], SAMPLED)
+    return list(output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(("method", "k"), [("p-eagle", 8), ("dflash", 7), ("eagle3", 3)])
+def test_one_sampled_request(
+    method: str, k: int, tiny_target: str, tiny_heads: dict[str, str]
+) -> None:
+    expected = generate(tiny_target, tiny_heads[method], k)
+    with triton_serves_the_cpu():
+        assert table.ops_for(torch.device("cpu")).column == "triton"
+        assert generate(tiny_target, tiny_heads[method], k) == expected
+    assert table.ops_for(torch.device("cpu")).column == "reference"
+    assert len(expected) == SAMPLED.max_tokens
