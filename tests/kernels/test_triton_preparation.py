@@ -87,6 +87,32 @@ def test_rows_are_expanded_as_by_the_reference(
     assert ours.inputs.positions.max() < LENGTH
 
 
+def test_numbers_of_requests_may_have_gaps() -> None:
+    """What stands between them is some other request's number."""
+    tables = make_tables()
+    slots, lengths = on_device(2, 0, 5, 1, 3, 4), on_device(3, 1, 0, 2, 1, 3)
+    starts = tables.num_computed[slots]
+    for step in (2, 3):
+        spread = slots[::step], starts[::step], lengths[::step]
+        ours = TRITON.expand_rows(tables, *spread, 3)
+        theirs = REFERENCE.expand_rows(tables, *(it.contiguous() for it in spread), 3)
+        assert torch.equal(ours.token_ids, theirs.token_ids)
+        assert torch.equal(ours.inputs.slots, theirs.inputs.slots)
+        both = []
+        for column, given in (
+            (TRITON, (slots[::step], lengths[::step])),
+            (REFERENCE, (slots[::step].contiguous(), lengths[::step].contiguous())),
+        ):
+            own, tokens = copied(tables), on_device(*range(100, 109)).view(3, 3)
+            column.write_tokens(own, given[0], tokens[: len(given[0])], given[1])
+            both.append(own)
+        # Behind the known tokens what is not asked for may be written too.
+        for slot, count in zip(slots[::step].tolist(), lengths[::step].tolist(), strict=True):
+            known = int(tables.num_tokens[slot])
+            kept = slice(known, min(known + count, LENGTH))
+            assert torch.equal(both[0].token_ids[slot, kept], both[1].token_ids[slot, kept])
+
+
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize("reduced", [False, True])
 def test_drafts_advance_as_by_the_reference(index: int, reduced: bool) -> None:
