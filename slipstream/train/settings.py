@@ -1,5 +1,6 @@
 """Every number that a training run depends on."""
 
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -129,6 +130,11 @@ class TrainSettings:
         _require(self.features in FEATURES, "features", f"must be one of {', '.join(FEATURES)}")
         _require(self.max_feature_gb > 0, "max_feature_gb", "must be above 0")
         _require(bool(self.temperatures), "temperatures", "must name at least one")
+        rate = self.learning_rate
+        good = rate is None or (rate > 0 and math.isfinite(rate))
+        _require(good, "learning_rate", "must be a number above 0")
+        _require(math.isfinite(self.weight_decay), "weight_decay", "must be a number")
+        _require(self.clip > 0, "clip", "must be above 0")
         count = self.num_speculative_tokens
         _require(count is None or count >= 1, "num_speculative_tokens", "must be at least 1")
         if self.steps is None and self.minutes is None:
