@@ -236,6 +236,7 @@ def _job(
 
 def _fingerprint(settings: TrainSettings, training: Sequences, target: Target) -> dict[str, Any]:
     """What an interrupted run must have been started with."""
+    options = {name: value for name, value in vars(settings.options).items() if value is not None}
     return {
         "kind": settings.kind,
         "target": str(target.path),
@@ -244,7 +245,7 @@ def _fingerprint(settings: TrainSettings, training: Sequences, target: Target) -
         "batch size": settings.batch_size,
         "accumulation": settings.accumulate,
         "draft length": settings.num_speculative_tokens,
-        "drafter": repr(settings.options),
+        "drafter": repr(options),
     }
 
 

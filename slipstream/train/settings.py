@@ -41,6 +41,19 @@ class DrafterOptions:
     mask_token: int | None = None
     init: str | None = None
 
+    def __post_init__(self) -> None:
+        for name in (
+            "draft_vocab_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "hidden_size",
+        ):
+            size = getattr(self, name)
+            _require(size is None or size >= 1, name, "must be at least 1")
+
     def require_only(self, known: frozenset[str], kind: str) -> None:
         """Refuse what the recipe of this kind would ignore."""
         for one in fields(self):

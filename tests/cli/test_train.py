@@ -91,6 +91,8 @@ def test_every_flag_arrives(slipstream: CommandLine, asked: list[TrainSettings])
         ("--steps 1 --features nowhere", "--features must be one of auto, online, disk"),
         ("--steps 1 --learning-rate nan", "--learning-rate must be a number above 0"),
         ("--steps 1 --learning-rate 0", "--learning-rate must be a number above 0"),
+        ("--steps 1 --num-layers 0", "--num-layers must be at least 1"),
+        ("--steps 1 --draft-vocab-size 0", "--draft-vocab-size must be at least 1"),
         ("--steps 1 --clip 0", "--clip must be above 0"),
         ("--steps 0", "--steps must be at least 1"),
     ],
