@@ -1,5 +1,6 @@
 """`slipstream bench`: measure drafters."""
 
+import os
 import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _WITHOUT_MODEL = ("ngram", "suffix")
 _PANEL = "Workload"
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ def sweep(
     ] = "1",
     workload: WorkloadFlags,
     plot: Annotated[
-        Path | None, typer.Option(metavar="<file>", help="Draw a picture (PNG).")
+        Path | None, typer.Option(metavar="<file>", help="Draw a picture (png, svg or pdf).")
     ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="<file>", help="Write all figures as JSON.")
@@ -96,7 +98,11 @@ def sweep(
     from slipstream.bench.report import require_plots
     from slipstream.bench.sweep import Sweep
 
+    _require_writable("--output", output)
     if plot is not None:
+        _require_writable("--plot", plot)
+        if plot.suffix not in _PICTURES:
+            raise UsageError(f"--plot {plot} must end in one of {', '.join(_PICTURES)}")
         require_plots()
     plan = Sweep(
         _drafters(drafter, model),
@@ -115,6 +121,18 @@ def sweep(
         points.append(point)
         _tell(point, len(points), plan)
     _report(points, f"{model}, {asked.title}", output, plot)
+
+
+def _require_writable(flag: str, file: Path | None) -> None:
+    """Before anything is measured, for a sweep may take hours."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise UsageError(f"{flag} {file} is a directory; name a file")
+    if not file.parent.is_dir():
+        raise UsageError(f"{flag} {file}: there is no directory {file.parent}; make it first")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UsageError(f"{flag} {file} cannot be written; name another file")
 
 
 def _report(points: "list[Point]", title: str, output: Path | None, plot: Path | None) -> None:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
     from slipstream.engine.metrics import EngineMetrics
 
+_MANY = 8  # draft tokens, whose shares are all told
+
 
 @dataclass(frozen=True)
 class Status:
@@ -30,7 +32,7 @@ class Status:
         """`42.0 tokens/s · AL 3.21 · accepted 0.85 0.71 0.60 · draft 31% target 60% rest 9%`."""
         parts = [f"{self.tokens_per_second:.1f} tokens/s"]
         if self.speculation.num_drafts:
-            shares = " ".join(f"{share:.2f}" for share in self.speculation.acceptance_per_position)
+            shares = " ".join(map("{:.2f}".format, self._shares()))
             parts += [f"AL {self.speculation.acceptance_length:.2f}", f"accepted {shares}"]
         if any(self.time_shares.values()):
             times = self.time_shares
@@ -38,6 +40,13 @@ class Status:
                 f"draft {times['draft']:.0%} target {times['target']:.0%} rest {times['rest']:.0%}"
             )
         return " · ".join(parts)
+
+    def _shares(self) -> list[float]:
+        """Of drafts accepted by position; of a long draft (a tree) up to the last that ever was."""
+        shares = list(self.speculation.acceptance_per_position)
+        while len(shares) > _MANY and shares[-1] == 0:
+            shares.pop()
+        return shares
 
     def summary(self) -> str:
         """The same once it is over."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from slipstream.cli.errors import say
 from slipstream.cli.flag_groups import flattened
 from slipstream.cli.help_page import GroupedHelp
 from slipstream.cli.open_llm import Bars
@@ -74,8 +75,12 @@ def _command(kind: str) -> Callable[..., None]:
             **length.values(),
         )
         console = stderr_console()
-        with Bars(console) as bars, _Watch(kind) as watch:
-            trained = run_training(settings, _spoken(), watch, bars.bar)
+        try:
+            with Bars(console) as bars, _Watch(kind) as watch:
+                trained = run_training(settings, _spoken(), watch, bars.bar)
+        except KeyboardInterrupt:
+            say("interrupted; the same command goes on behind the last checkpoint of the run")
+            raise
         stdout_console().print(
             f"{trained.folder}: simulated AL {_told(trained.acceptance)}, "
             f"{trained.num_parameters:,} parameters, {trained.seconds / 60:.1f} minutes",

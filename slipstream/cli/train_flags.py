@@ -203,8 +203,8 @@ class DrafterShapeFlags:
         """A flag that was not given is the recipe's to choose."""
         from slipstream.train.settings import DrafterOptions
 
-        values = {field.name: getattr(self, field.name) or None for field in fields(self)}
-        values["mask_token"] = self.mask_token  # 0 is a token
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: None if value is False else value for name, value in values.items()}
         if self.aux_layers is not None:
             values["aux_layers"] = _numbers(self.aux_layers, int, "aux-layers")
         return DrafterOptions(**values)

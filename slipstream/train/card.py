@@ -60,6 +60,7 @@ def write_card(
     num_parameters: int,
     acceptance: ChainAcceptance,
     records: Records,
+    tokens_per_step: int,
 ) -> None:
     """README.md beside the weights."""
     told = records.all()
@@ -84,7 +85,7 @@ def write_card(
         rates=", ".join(f"{rate:.2f}" for rate in acceptance.rates()),
         command=command or "(called from Python)",
         steps=steps,
-        tokens=settings.batch_size * settings.accumulate * settings.max_length,
+        tokens=tokens_per_step,
         minutes=(training[-1]["seconds"] if training else 0.0) / 60,
         settings=json.dumps(values, indent=2, default=str),
     )

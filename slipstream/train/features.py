@@ -17,10 +17,10 @@ from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.safetensors_file import TensorEntry, read_entries
 from slipstream.train.sequences import Sequences
 from slipstream.train.target import Seen, Target
-from slipstream.train.tensor_file import write_tensors
+from slipstream.train.tensor_file import read_tensors, write_tensors
 
 _SHARD_BYTES = 256 << 20
-_HIDDEN = "hidden"
+_HIDDEN, _SOURCE = "hidden", "source"
 
 
 class DiskFeatures:
@@ -106,7 +106,7 @@ def capture(
     batch_size: int,
     progress: Callable[[int], None],
 ) -> None:
-    """Write the features of all sequences; shards that are there are left as they are.
+    """Write the features of all sequences; shards of the same that are whole are left.
 
     Args:
         progress: is called with the number of sequences just done.
@@ -117,13 +117,19 @@ def capture(
     for number, start in enumerate(range(0, len(sequences), per_shard)):
         file = folder / f"{number:05d}.safetensors"
         part = sequences.at(slice(start, start + per_shard))
-        if not file.is_file():
-            _write(file, part, target, stream_layers, batch_size)
+        source = _source(part, target, stream_layers)
+        if not _holds(file, source):
+            _write(file, part, target, stream_layers, batch_size, source)
         progress(len(part))
 
 
 def _write(
-    file: Path, part: Sequences, target: Target, stream_layers: Sequence[int], batch_size: int
+    file: Path,
+    part: Sequences,
+    target: Target,
+    stream_layers: Sequence[int],
+    batch_size: int,
+    source: Tensor,
 ) -> None:
     seen = [
         target.read(ids.to(target.device).long(), stream_layers)
@@ -132,7 +138,22 @@ def _write(
     tensors = {_HIDDEN: torch.cat([one.hidden.cpu() for one in seen])}
     for index, layer in enumerate(stream_layers):
         tensors[_stream_name(layer)] = torch.cat([one.streams[index].cpu() for one in seen])
-    write_tensors(file, tensors)
+    write_tensors(file, tensors | {_SOURCE: source})
+
+
+def _source(part: Sequences, target: Target, stream_layers: Sequence[int]) -> Tensor:
+    """[n] uint8, tells features of these sequences from those of others, as when the seed of the
+    split, the layers or the target are not those of the run that was interrupted."""
+    told = f"{part.digest} {target.path} {target.dtype} {list(stream_layers)}"
+    return torch.tensor(list(told.encode()), dtype=torch.uint8)
+
+
+def _holds(file: Path, source: Tensor) -> bool:
+    """Whether a shard is there, whole and of this source."""
+    try:
+        return torch.equal(read_tensors(file, (_SOURCE,))[_SOURCE], source)
+    except (CheckpointError, OSError):
+        return False
 
 
 def _stream_name(layer: int) -> str:

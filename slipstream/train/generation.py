@@ -25,19 +25,21 @@ def generated(
     settings: TrainSettings,
     tokenizer: Tokenizer,
     file: Path,
+    source: str,
     progress: Callable[[int], None],
 ) -> list[Document]:
     """Every prompt with the target's answer; texts are continued from their beginning.
 
     Args:
         file: keeps the answers, so that an interrupted run goes on where it was.
+        source: tells the data and settings that they answer; answers to others are not kept.
         progress: is called with the number of prompts just done.
     """
     prompts = [_prompt(entry, settings, tokenizer) for entry in entries]
-    answers = list(_kept(file))[: len(prompts)]
+    answers = list(_kept(file, source))[: len(prompts)]
     progress(len(answers))
     if len(answers) < len(prompts):
-        _rewrite(file, answers)
+        _rewrite(file, source, answers)
         llm = LLM(
             settings.target,
             revision=settings.revision,
@@ -90,17 +92,26 @@ def _answers(
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def _kept(file: Path) -> Iterator[list[int]]:
+def _kept(file: Path, source: str) -> Iterator[list[int]]:
     """The answers of an interrupted run; a line that was cut short is left out."""
     if not file.is_file():
         return
-    for line in file.read_text("utf-8").splitlines():
+    lines = iter(file.read_text("utf-8").splitlines())
+    if next(lines, None) != _headline(source):
+        return
+    for line in lines:
         try:
             yield json.loads(line)
         except ValueError:
             return
 
 
-def _rewrite(file: Path, answers: Sequence[list[int]]) -> None:
+def _rewrite(file: Path, source: str, answers: Sequence[list[int]]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(answer) + "\n" for answer in answers), "utf-8")
+    lines = [_headline(source), *(json.dumps(answer) for answer in answers)]
+    file.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+
+
+def _headline(source: str) -> str:
+    """The first line of a file of answers."""
+    return json.dumps({"source": source})

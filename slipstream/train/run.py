@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def run_training(
     module = recipe_module(settings.kind)
     settings.options.require_only(module.OPTIONS, settings.kind)
     work = settings.out / WORK
+    _require_free(settings.out)
     work.mkdir(parents=True, exist_ok=True)
     sequences = prepared(settings, work / _DATA, work / _ANSWERS, progress_bar)
     device, _ = choose_device(settings.device)
@@ -101,36 +103,43 @@ def run_training(
         plots,
         time.perf_counter() - began,
     )
-    write_card(settings, module.METHOD, command, trained.num_parameters, acceptance, job.records)
+    write_card(
+        settings,
+        module.METHOD,
+        command,
+        trained.num_parameters,
+        acceptance,
+        job.records,
+        settings.accumulate * job.training.tokens_per_batch,
+    )
     return trained
 
 
 def prepared(
     settings: TrainSettings, kept: Path, answers: Path, progress_bar: ProgressBar
 ) -> Sequences:
-    """The data as sequences: read from where an earlier run has put them, or made.
+    """The data as sequences: read from where an earlier run has put the same, or made.
 
     Args:
         kept: gets the sequences.
         answers: gets what the target answered.
     """
-    if kept.is_file():
-        found = Sequences.load(kept)
-        if found.length == settings.max_length:
-            return found
     packed = _packed(settings.data)
     if packed is not None:
         if settings.generate:
             raise UsageError("--generate continues texts, and packed sequences are none")
         return packed
     checkpoint = Checkpoint(resolve_checkpoint(settings.target, settings.revision))
-    tokenizer = Tokenizer(checkpoint.path)
     entries = read_entries(settings.data)
+    source = _source(settings, checkpoint, entries)
+    if kept.is_file() and (found := Sequences.made_from(kept, source)) is not None:
+        return found
+    tokenizer = Tokenizer(checkpoint.path)
     documents = []
     plain: list[Entry] = entries
     if settings.generate:
         with progress_bar("generating", len(entries), "prompts") as progress:
-            documents = generated(entries, settings, tokenizer, answers, progress)
+            documents = generated(entries, settings, tokenizer, answers, source, progress)
         plain = []
     with progress_bar("tokenizing", len(plain), "documents") as progress:
         for document in encode(plain, tokenizer):
@@ -140,8 +149,34 @@ def prepared(
     if separator is None and checkpoint.eos_token_ids:
         separator = checkpoint.eos_token_ids[0]
     sequences = pack(documents, settings.max_length, separator)
-    sequences.save(kept)
+    sequences.save(kept, source)
     return sequences
+
+
+def _source(settings: TrainSettings, checkpoint: Checkpoint, entries: list[Entry]) -> str:
+    """Tells sequences and answers of one run from those of another with other data."""
+    told: list[object] = [str(checkpoint.path), settings.max_length, settings.generate]
+    if settings.generate:
+        told += [settings.generate_tokens, settings.generate_prompt_tokens]
+        told += [settings.temperatures, settings.seed, settings.dtype]
+    content = blake2b(repr(told).encode(), digest_size=8)
+    for entry in entries:
+        content.update(repr(entry).encode())
+    return content.hexdigest()
+
+
+def _require_free(out: Path) -> None:
+    """Refuse to write over a model that no run of ours has put there."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is a file; give a directory for the drafter")
+    if (out / WORK).is_dir():
+        return
+    for file in ("config.json", "model.safetensors", "model.safetensors.index.json"):
+        if (out / file).exists():
+            raise UsageError(
+                f"--out {out} holds a model already ({file}) and no run to go on with; give "
+                "another --out, or remove it first"
+            )
 
 
 def _packed(data: tuple[Path, ...]) -> Sequences | None:
@@ -201,6 +236,7 @@ def _job(
 
 def _fingerprint(settings: TrainSettings, training: Sequences, target: Target) -> dict[str, Any]:
     """What an interrupted run must have been started with."""
+    options = {name: value for name, value in vars(settings.options).items() if value is not None}
     return {
         "kind": settings.kind,
         "target": str(target.path),
@@ -209,7 +245,7 @@ def _fingerprint(settings: TrainSettings, training: Sequences, target: Target) -
         "batch size": settings.batch_size,
         "accumulation": settings.accumulate,
         "draft length": settings.num_speculative_tokens,
-        "drafter": repr(settings.options),
+        "drafter": repr(options),
     }
 
 

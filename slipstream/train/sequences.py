@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.train.tensor_file import read_tensors, write_tensors
 from slipstream.train.texts import Entry
 
-_IDS, _LEARNED = "token_ids", "learned"
+_IDS, _LEARNED, _SOURCE = "token_ids", "learned", "source"
 
 
 class Document(NamedTuple):
@@ -68,16 +68,27 @@ class Sequences:
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return self.at(order[count:]), self.at(order[:count])
 
-    def save(self, file: Path) -> None:
-        """As a safetensors file."""
+    def save(self, file: Path, source: str = "") -> None:
+        """As a safetensors file, with what tells the data that they were made from."""
         ids, learned = self.token_ids.contiguous(), self.learned.to(torch.uint8).contiguous()
-        write_tensors(file, {_IDS: ids, _LEARNED: learned})
+        told = torch.tensor(list(source.encode()), dtype=torch.uint8)
+        write_tensors(file, {_IDS: ids, _LEARNED: learned, _SOURCE: told})
 
     @staticmethod
     def load(file: Path) -> "Sequences":
         """What `save` wrote."""
         tensors = read_tensors(file, (_IDS, _LEARNED))
         return Sequences(tensors[_IDS], tensors[_LEARNED].bool())
+
+    @staticmethod
+    def made_from(file: Path, source: str) -> "Sequences | None":
+        """Those of a file, where it is whole and they were made from the same data."""
+        try:
+            told = read_tensors(file, (_SOURCE,))[_SOURCE]
+            same = bytes(told.tolist()).decode() == source
+            return Sequences.load(file) if same else None
+        except CheckpointError:
+            return None
 
 
 def encode(entries: Iterable[Entry], tokenizer: Tokenizer) -> Iterator[Document]:

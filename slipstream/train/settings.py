@@ -1,5 +1,6 @@
 """Every number that a training run depends on."""
 
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -39,6 +40,19 @@ class DrafterOptions:
     norm_output: bool | None = None
     mask_token: int | None = None
     init: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "draft_vocab_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "hidden_size",
+        ):
+            size = getattr(self, name)
+            _require(size is None or size >= 1, name, "must be at least 1")
 
     def require_only(self, known: frozenset[str], kind: str) -> None:
         """Refuse what the recipe of this kind would ignore."""
@@ -129,6 +143,11 @@ class TrainSettings:
         _require(self.features in FEATURES, "features", f"must be one of {', '.join(FEATURES)}")
         _require(self.max_feature_gb > 0, "max_feature_gb", "must be above 0")
         _require(bool(self.temperatures), "temperatures", "must name at least one")
+        rate = self.learning_rate
+        good = rate is None or (rate > 0 and math.isfinite(rate))
+        _require(good, "learning_rate", "must be a number above 0")
+        _require(math.isfinite(self.weight_decay), "weight_decay", "must be a number")
+        _require(self.clip > 0, "clip", "must be above 0")
         count = self.num_speculative_tokens
         _require(count is None or count >= 1, "num_speculative_tokens", "must be at least 1")
         if self.steps is None and self.minutes is None:

@@ -11,6 +11,7 @@ from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.train.parameters import Trainable
 
 FILE = "state.pt"
+_KEYS = {"fingerprint", "tensors", "names", "optimizer", "step", "seconds"}
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,16 @@ class StateFile:
     def _read(self) -> dict[str, Any]:
         try:
             content = torch.load(self._file, map_location="cpu", weights_only=True)
-            return dict(content)
         except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{self._file} cannot be read ({str(error).splitlines()[0]}); remove it to train "
-                "from the beginning"
-            ) from error
+            raise self._unreadable(str(error).split(".")[0].splitlines()[0]) from error
+        if not isinstance(content, dict) or not content.keys() >= _KEYS:
+            raise self._unreadable("it is no checkpoint of a run")
+        return content
+
+    def _unreadable(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._file} cannot be read ({why}); remove it to train from the beginning"
+        )
 
     def _require_same(self, found: dict[str, Any]) -> None:
         for name, value in self._fingerprint.items():

@@ -68,6 +68,10 @@ def test_all_drafters_are_measured_at_every_k(
         (("some/model", "--drafter", "ngram"), "name a file with --prompts"),
         (("--drafter", 'x={"num_speculative_tokens": 3}'), "-k says it"),
         (("--drafter", "x={"), "--drafter x is not JSON"),
+        (("--output", "/nowhere/s.json"), "there is no directory /nowhere; make it first"),
+        (("--output", "/"), "--output / is a directory; name a file"),
+        (("--plot", "/nowhere/s.png"), "there is no directory /nowhere; make it first"),
+        (("--plot", "sweep.jpgx"), "--plot sweep.jpgx must end in one of .png, .svg, .pdf"),
         (("--prompts", "/nowhere/prompts"), "cannot read the prompts in /nowhere/prompts"),
     ],
 )

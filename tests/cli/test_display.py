@@ -8,9 +8,9 @@ from rich.text import Text
 
 from slipstream.cli.page import Page, TokenColours
 from slipstream.cli.play import Player
-from slipstream.cli.status import Meter
+from slipstream.cli.status import Meter, Status
 from slipstream.cli.views import LiveView, held_back
-from slipstream.core.outputs import CompletionOutput
+from slipstream.core.outputs import CompletionOutput, RequestMetrics
 from slipstream.core.sampling_params import SamplingParams
 from tests.cli.fake_llm import ByteTokenizer, FakeLLM
 
@@ -213,3 +213,14 @@ class Screen:
                 self._lines.append("")
         elif character != "\r":
             self._lines[self._row] += character
+
+
+def test_places_of_a_tree_that_were_never_accepted_are_not_told() -> None:
+    def told(places: int, accepted: int) -> str:
+        metrics = RequestMetrics()
+        metrics.count_draft(places, accepted)
+        return Status(2, 1.0, metrics, {}).line().partition("accepted ")[2]
+
+    assert told(59, 2) == "1.00 1.00" + " 0.00" * 6
+    assert told(59, 10) == " ".join(["1.00"] * 10)
+    assert told(4, 0) == "0.00 0.00 0.00 0.00"

@@ -89,6 +89,11 @@ def test_every_flag_arrives(slipstream: CommandLine, asked: list[TrainSettings])
         ("", "say when to end: --steps, --minutes, or both"),
         ("--steps 1 --validation 2", "--validation must be a share"),
         ("--steps 1 --features nowhere", "--features must be one of auto, online, disk"),
+        ("--steps 1 --learning-rate nan", "--learning-rate must be a number above 0"),
+        ("--steps 1 --learning-rate 0", "--learning-rate must be a number above 0"),
+        ("--steps 1 --num-layers 0", "--num-layers must be at least 1"),
+        ("--steps 1 --draft-vocab-size 0", "--draft-vocab-size must be at least 1"),
+        ("--steps 1 --clip 0", "--clip must be above 0"),
         ("--steps 0", "--steps must be at least 1"),
     ],
 )
@@ -97,6 +102,21 @@ def test_wrong_flags_are_one_sentence(slipstream: CommandLine, flags: str, messa
     assert ran.code == 2
     assert message in ran.err
     assert ran.err.count("\n") == 1
+
+
+def test_ctrl_c_tells_how_to_go_on(
+    slipstream: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_training(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slipstream.train.run.run_training", run_training)
+    line = "train eagle3 demo --data a.txt --out head --steps 5"
+    ran = slipstream(*line.split())
+    assert ran.code == 130
+    assert ran.err.splitlines()[-1] == (
+        "slipstream: interrupted; the same command goes on behind the last checkpoint of the run"
+    )
 
 
 def test_the_kinds_are_told(slipstream: CommandLine) -> None:

@@ -107,15 +107,49 @@ def test_the_target_answers_prompts_and_an_interrupted_run_asks_for_the_rest(
     first = prepared(given, tmp_path / "one.safetensors", answers, silent)
     ids = first.token_ids.flatten().tolist()
     assert ids[:3] == [5, 6, 7]
-    kept = answers.read_text().splitlines()
+    source, *kept = answers.read_text().splitlines()
     assert len(kept) == 3
     assert ids[3 : 3 + len(json.loads(kept[0]))] == json.loads(kept[0])
-    answers.write_text(kept[0] + "\n" + kept[1][:3])
+    answers.write_text("\n".join([source, kept[0], kept[1][:3]]))
     again = prepared(given, tmp_path / "two.safetensors", answers, silent)
     assert again.digest == first.digest
     unanswered = settings("eagle3", taught_target, data, tmp_path, max_length=16)
     with pytest.raises(UsageError, match="--generate lets the target answer"):
         prepared(unanswered, tmp_path / "three.safetensors", answers, silent)
+
+
+def test_other_data_is_not_taken_for_that_of_an_earlier_run(
+    taught_target: str, tmp_path: Path
+) -> None:
+    kept, answers = tmp_path / "kept.safetensors", tmp_path / "answers.jsonl"
+
+    def make(prompt: str, **changes: Any) -> Sequences:
+        data = lines(tmp_path / "prompts.jsonl", {"prompt": prompt})
+        asked = {"generate": True, "generate_tokens": 6, "max_length": 16, **changes}
+        given = settings("eagle3", taught_target, data, tmp_path, **asked)
+        return prepared(given, kept, answers, silent)
+
+    first = make("w5 w6 w7")
+    stamp = kept.stat().st_mtime_ns
+    assert make("w5 w6 w7").digest == first.digest
+    assert kept.stat().st_mtime_ns == stamp
+    other = make("w9 w8")
+    assert other.token_ids[0, :2].tolist() == [9, 8]
+    assert make("w9 w8", generate_tokens=3).digest != other.digest
+    assert make("w5 w6 w7").digest == first.digest
+    kept.write_bytes(kept.read_bytes()[:-10])
+    assert make("w5 w6 w7").digest == first.digest
+
+
+def test_a_model_that_is_there_already_is_not_written_over(
+    taught_target: str, own_words: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=r"holds a model already \(config\.json\)"):
+        run_training(settings("medusa", taught_target, own_words, Path(taught_target)))
+    assert not (Path(taught_target) / WORK).exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is a file; give a directory"):
+        run_training(settings("medusa", taught_target, own_words, tmp_path / "file"))
 
 
 def test_features_on_disk_teach_what_features_online_do(
@@ -169,6 +203,13 @@ def test_capturing_goes_on_behind_the_last_whole_shard(
     files[1].write_bytes(files[1].read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"00001\.safetensors"):
         DiskFeatures(tmp_path, sequences, target, (1, 2))
+    capture(tmp_path, sequences, target, (1, 2), 8, done.append)
+    again = DiskFeatures(tmp_path, sequences, target, (1, 2)).seen(torch.tensor([0, 39]))
+    assert torch.equal(again.hidden, whole.hidden)
+    turned = sequences.at(torch.arange(39, -1, -1))
+    capture(tmp_path, turned, target, (1, 2), 8, done.append)
+    again = DiskFeatures(tmp_path, turned, target, (1, 2)).seen(torch.tensor([39, 0]))
+    torch.testing.assert_close(again.hidden, whole.hidden)
     with pytest.raises(UsageError, match="has no room for one sequence"):
         how_many(sequences, target, 2, 1e-6)
     assert how_many(sequences, target, 2, 1e-3) == 36

@@ -94,13 +94,19 @@ def test_a_run_goes_on_with_its_own_settings_only(
     run_training(settings("eagle3", taught_target, own_words, tmp_path, steps=5))
     with pytest.raises(UsageError, match="a run with another batch size"):
         run_training(settings("eagle3", taught_target, own_words, tmp_path, batch_size=4))
-    longer = run_training(settings("eagle3", taught_target, own_words, tmp_path, steps=10))
+    longer = run_training(
+        settings("eagle3", taught_target, own_words, tmp_path, steps=10, max_length=512)
+    )
     assert [record["step"] for record in Records(tmp_path).all() if record["kind"] == "training"]
     assert max(record["step"] for record in Records(tmp_path).all()) == 10
     assert longer.acceptance.drafts > 0
+    assert "Ended behind 10 steps of 384 tokens" in (tmp_path / "README.md").read_text()
     file = tmp_path / WORK / STATE
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="cannot be read"):
+        run_training(settings("eagle3", taught_target, own_words, tmp_path, steps=15))
+    torch.save({"model": {}}, file)
+    with pytest.raises(CheckpointError, match="it is no checkpoint of a run"):
         run_training(settings("eagle3", taught_target, own_words, tmp_path, steps=15))
 
 
