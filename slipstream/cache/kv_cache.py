@@ -42,6 +42,6 @@ class KVCache:
         sizes = (num_blocks, block_size, layout.num_kv_heads, layout.head_dim)
         shape = (2 * layout.num_layers, *sizes)
         self.pages = torch.empty(shape, dtype=layout.dtype, device=device)
-        self.layers: list[tuple[Tensor, Tensor]] = list(
-            zip(self.pages[::2].unbind(0), self.pages[1::2].unbind(0), strict=True)
-        )
+        self.layers: list[tuple[Tensor, Tensor]] = [
+            (self.pages[2 * layer], self.pages[2 * layer + 1]) for layer in range(layout.num_layers)
+        ]

@@ -166,7 +166,7 @@ def test_later_modules_with_embeddings_of_their_own(tiny_target: str, tmp_path: 
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"revision": "main"}, "revision belongs to model"),
-    ({"parallel_drafting": True}, "drafts in a chain; leave it out"),
+    ({"parallel_drafting": True}, "one way to draft; leave it out"),
     ({"dtype": "bfloat16"}, "shares the target's embedding or lm_head"),
     ({"prompt_lookup_max": 3}, "unknown key prompt_lookup_max for method mtp"),
     ({"draft_tensor_parallel_size": 2}, "runs on one device"),

@@ -99,7 +99,7 @@ def test_other_methods_are_not_mixed_up(
         make(tiny_target, parallel, speculative={"method": "eagle3"})
     with pytest.raises(CheckpointError, match=r"for method p-eagle: .* it is one for eagle3"):
         make(tiny_target, chain, speculative={"method": "p-eagle"})
-    with pytest.raises(UsageError, match="drafts in a chain; leave it out"):
+    with pytest.raises(UsageError, match="one way to draft; leave it out"):
         make(tiny_target, chain, speculative={"method": "eagle3", "parallel_drafting": True})
     with pytest.raises(UsageError, match="drafts all tokens at once; leave it out, or choose"):
         make(tiny_target, parallel, speculative={"parallel_drafting": False})
