@@ -15,27 +15,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from slipstream.kernels.triton.gluon_launch import launch_dependents, wait_for_inputs
+
 # A lane's columns come in four tiles; a thread holds eight neighbours of each row, 16 bytes.
 TILES = gl.constexpr(4)
 NEIGHBOURS = gl.constexpr(8)
-
-
-@gluon.jit
-def _launch_dependents(pdl: gl.constexpr):
-    if pdl:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
-            "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _wait_for_inputs(pdl: gl.constexpr):
-    if pdl:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;",
-            "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -124,7 +108,7 @@ def resident_kernel(
     lanes: gl.constexpr, row_warps: gl.constexpr, pdl: gl.constexpr,
 ):  # fmt: skip
     """Programs (tile of rows, tile of n, split); arguments as in `matmul_kernels.py`."""
-    _launch_dependents(pdl)
+    launch_dependents(pdl)
     own: gl.constexpr = part // lanes
     sub: gl.constexpr = own // TILES
     layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -143,7 +127,7 @@ def resident_kernel(
     w1 = gl.load(at + sub)
     w2 = gl.load(at + 2 * sub)
     w3 = gl.load(at + 3 * sub)
-    _wait_for_inputs(pdl)
+    wait_for_inputs(pdl)
     sums = gl.zeros([lanes, block_n, block_m], gl.float32, layout)
     sums = _loaded_sums(w0, w1, w2, w3, x, row_stride, rows, m0, first, sums, own, right)
     sums = gl.sum(sums, axis=0)

@@ -20,29 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from slipstream.kernels.triton.gluon_launch import launch_dependents, wait_for_inputs
+
 # Triton 3.6 has the second names, later versions the first.
 _fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-
-
-@gluon.jit
-def _launch_dependents(pdl: gl.constexpr):
-    if pdl:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
-            "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _wait_for_inputs(pdl: gl.constexpr):
-    if pdl:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;",
-            "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -155,7 +139,7 @@ def _multiply(
         barrier, k, wanted = full.index(slot), first + slot * step_k, slot < steps
         mbarrier.expect(barrier, size, wanted)
         _fetch_weights(weight, ring, slot, barrier, tile, k, width, blocks, gated, wanted)
-    _wait_for_inputs(pdl)
+    wait_for_inputs(pdl)
     for slot in gl.static_range(stages):
         k = first + slot * step_k
         _fetch_rows(x, more_x, m0, k, full.index(slot), ring_x, ring_y, slot, slot < steps)
@@ -195,7 +179,7 @@ def stream_kernel(
     the last program's rows go on by. weight describes [width, depth], twice that where `gated`, by
     the rows fetched at once and k. bias [width] or None; out [splits, rows, width].
     """
-    _launch_dependents(pdl)
+    launch_dependents(pdl)
     first_rows: gl.constexpr = x.block_shape[0]
     step_k: gl.constexpr = x.block_shape[1]
     ring = gl.allocate_shared_memory(weight.dtype, [stages * blocks, high, step_k], SWIZZLED)
