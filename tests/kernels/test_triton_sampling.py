@@ -285,6 +285,20 @@ def test_a_grammar_forbids_tokens() -> None:
             assert row < 3
 
 
+@pytest.mark.parametrize("uniform_rows", [True, False])
+def test_some_drafts_of_a_sampled_request_are_certain(uniform_rows: bool) -> None:
+    state, changed = make_state(LEAN, 151), 0
+    for seed in range(4):
+        logits, rows = make_batch(state, 3, seed, bool(seed % 2), uniform_rows)
+        before = judge(None, logits, rows, state)
+        chance = torch.rand(rows.draft_tokens.shape, generator=torch.Generator().manual_seed(seed))
+        rows = replace(rows, certain=(chance < 0.5).to(DEVICE))
+        expected = judge(None, logits, rows, state)
+        assert judge(fused.SAMPLING, logits, rows, state) == expected
+        changed += expected != before
+    assert changed
+
+
 def test_processed_logits_equal_the_reference_to_the_bit() -> None:
     for name in ("processed", "full"):
         state = make_state(KINDS[name], 151)
