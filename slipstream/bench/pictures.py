@@ -15,6 +15,7 @@ PAGES = (".html", ".htm")
 # Told apart on white and on black, and by people who see colours differently (Okabe and Ito).
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 _MARKERS = "osD^vP*X<>"
+_LEAST_MS = 0.1  # shorter times are drawn there: what lay in one packet came at once
 _INK = "#010203"  # what becomes the text colour of a page
 _STYLE: Any = {
     "axes.edgecolor": _INK,
@@ -59,8 +60,9 @@ def as_svg(draw: Draw) -> str:
     import matplotlib
 
     out = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context(_STYLE):
-        draw().savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        draw().savefig(out, format="svg", transparent=True, metadata=nothing)
     text = out.getvalue()
     return text[text.index("<svg") :].replace(_INK, "currentColor")
 
@@ -140,7 +142,7 @@ def _spread(axes: Any, times: Mapping[str, Sequence[float]]) -> None:
     for index, (name, own) in enumerate(times.items()):
         if not own:
             continue
-        ordered = sorted(max(time, 1e-3) for time in own)
+        ordered = sorted(max(time, _LEAST_MS) for time in own)
         shares = [(place + 1) / len(ordered) for place in range(len(ordered))]
         axes.step(
             ordered,

@@ -79,13 +79,13 @@ def throughput(
     tables = [_throughput_table(figures), *_step_tables(measured)]
     if not measured.stopped:
         tables += _profiled(llm, asked, profile, "throughput")
-    _report(f"{model}, {asked.title}", tables, figures | _run_figures(measured), output)
     if save_texts is not None:
         entries = [
             text_entry(asked.prompts[place], it.outputs[0].text)
             for place, it in _in_order(measured)
         ]
         write_texts(entries, save_texts)
+    _report(f"{model}, {asked.title}", tables, figures | _run_figures(measured), output)
     _leave(measured.stopped)
 
 
@@ -276,12 +276,12 @@ def _report(
 ) -> None:
     from slipstream.bench.report import write_json
 
+    if output is not None:  # before the tables, whose reader may leave
+        about = {"title": title, "slipstream": __version__, "machine": machine()}
+        write_json(about | figures, output)
     console = stdout_console()
     console.print(f"{title}; slipstream {__version__}, {machine()}", soft_wrap=True)
     show_tables(console, tables)
-    if output is not None:
-        about = {"title": title, "slipstream": __version__, "machine": machine()}
-        write_json(about | figures, output)
 
 
 def _leave(interrupted: bool) -> None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from slipstream.bench.datasets import BenchPrompt
     from slipstream.bench.record import Record
     from slipstream.bench.serve import ServePlan, ServeResult
+    from slipstream.bench.summary import SummaryOptions
+    from slipstream.bench.tables import ReportTable
     from slipstream.models.tokenizer import Tokenizer
 
 
@@ -67,15 +69,17 @@ def serve(
     if result.model.speculative is not None:
         about["drafter"] = _drafter_told(result.model.speculative, load)
     outcome = _Outcome(title, about, plan, result)
-    failed = outcome.show(options, files, expected)
+    outcome.sum_up(options, expected)
     if report.output is not None:
-        outcome.write(options, report.output, _settings(load, dataset), summary.save_detailed)
+        outcome.write(report.output, _settings(load, dataset), summary.save_detailed)
     if summary.save_texts is not None:
         outcome.write_texts(summary.save_texts)
+    outcome.draw(files)
+    outcome.show()  # last, for whoever reads it may leave
     if interrupted:
         say(f"interrupted; {result.run.num_left} requests were not finished")
         raise typer.Exit(INTERRUPTED)
-    if failed:
+    if outcome.is_wrong:
         raise typer.Exit(FAILED)
 
 
@@ -102,32 +106,45 @@ class _Outcome:
         self._title, self._plan, self._result = title, plan, result
         self._about = {**about, "measured": f"{_now()} by slipstream {__version__}"}
         self._figures: dict[str, Any] = {}
+        self._tables: list[ReportTable] = []
 
-    def show(self, options: Any, files: Sequence[Path], expected: dict[str, str] | None) -> bool:
-        """Tables and pictures; whether something was not as it should be."""
-        from slipstream.bench.report import differing, draw_load
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a request failed or a text is not the expected one."""
+        return bool(self._figures["failed"] or self._figures.get("texts_differing"))
+
+    def sum_up(self, options: "SummaryOptions", expected: dict[str, str] | None) -> None:
+        """All figures, and the comparison with what was expected."""
+        from slipstream.bench.report import differing
         from slipstream.bench.summary import summarise
         from slipstream.bench.tables import load_tables
 
         run, speculation = self._result.run, self._result.speculation
         self._figures = summarise(run, speculation, options)
-        tables = load_tables(self._figures, options)
-        wrong: list[str] = []
+        self._tables = load_tables(self._figures, options)
         if expected is not None:
             texts = {record.id: record.text for record in run.records if not record.failed}
             wrong = differing(texts, expected)
             self._figures |= {"texts_compared": len(texts), "texts_differing": wrong}
-            tables.append(_texts_table(len(texts), wrong))
+            self._tables.append(_texts_table(len(texts), wrong))
+
+    def show(self) -> None:
+        """What a person reads."""
         console = stdout_console()
         console.print(self._title, style="bold", soft_wrap=True)
         for name, value in self._about.items():
             console.print(f"{name}: {value}", soft_wrap=True)
-        show_tables(console, tables)
-        shares = () if speculation is None else speculation.shares
-        draw_load(run, shares, self._title, self._about, tables, files)
-        return bool(self._figures["failed"] or wrong)
+        show_tables(console, self._tables)
 
-    def write(self, options: Any, file: Path, settings: dict[str, Any], detailed: bool) -> None:
+    def draw(self, files: Sequence[Path]) -> None:
+        """Pictures and pages."""
+        from slipstream.bench.report import draw_load
+
+        speculation = self._result.speculation
+        shares = () if speculation is None else speculation.shares
+        draw_load(self._result.run, shares, self._title, self._about, self._tables, files)
+
+    def write(self, file: Path, settings: dict[str, Any], detailed: bool) -> None:
         """The figures as JSON, with what they were measured with."""
         from slipstream.bench.report import write_json
         from slipstream.bench.summary import details
@@ -241,7 +258,7 @@ def _settings(load: LoadFlags, dataset: DatasetFlags) -> dict[str, Any]:
     }
 
 
-def _texts_table(compared: int, wrong: Sequence[str]) -> Any:
+def _texts_table(compared: int, wrong: Sequence[str]) -> "ReportTable":
     from slipstream.bench.tables import ReportTable
 
     rows = [("compared", str(compared)), ("as expected", str(compared - len(wrong)))]

@@ -123,16 +123,17 @@ class _Cells:
 
         about = {"title": title, "slipstream": __version__, "machine": machine()}
         if self._points:
+            if output is not None:
+                document = sweep_document(self._points, self._failures, about)
+                write_json(document | {"interrupted": self._stopped}, output)
+            draw_sweep(self._points, self._failures, title, about, files)
+            # Last, for whoever reads them may leave.
             console = stdout_console()
             console.print(f"{title}; slipstream {__version__}, {machine()}", soft_wrap=True)
             tables = [sweep_table(self._points)]
             tables += [failures_table(self._failures)] if self._failures else []
             tables += [profile_table(profile) for profile in self._profiles]
             show_tables(console, tables)
-            if output is not None:
-                document = sweep_document(self._points, self._failures, about)
-                write_json(document | {"interrupted": self._stopped}, output)
-            draw_sweep(self._points, self._failures, title, about, files)
         if self._stopped:
             say(f"interrupted after {len(self._points)} of {self._plan.num_points} cells")
             raise typer.Exit(INTERRUPTED)
