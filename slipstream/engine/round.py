@@ -6,7 +6,6 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.profiler import record_function
 
 from slipstream.core.limits import StepLimits
 from slipstream.kernels.preparation import preparation_for
@@ -119,9 +118,9 @@ class Round:
 
     @torch.inference_mode()
     def __call__(self, turn: Turn) -> Outcome:
-        with record_function(_DRAFT):
+        with torch.profiler.record_function(_DRAFT):
             proposal = self.propose(turn)
-        with record_function(_TARGET):
+        with torch.profiler.record_function(_TARGET):
             return self.judge(turn, proposal)
 
     @torch.inference_mode()
