@@ -148,10 +148,11 @@ class Sweep:
 
 
 def best(points: Sequence[Point]) -> list[Point]:
-    """Of each batch size the point with the most tokens a second."""
-    batches = dict.fromkeys(point.batch for point in points)
+    """Of each batch size the point with the most tokens a second, of those measured to the end."""
+    whole = [point for point in points if not point.partial]
+    batches = dict.fromkeys(point.batch for point in whole)
     return [
-        max((it for it in points if it.batch == batch), key=lambda it: it.tokens_per_second)
+        max((it for it in whole if it.batch == batch), key=lambda it: it.tokens_per_second)
         for batch in batches
     ]
 

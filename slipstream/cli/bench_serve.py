@@ -71,7 +71,7 @@ def serve(
     outcome = _Outcome(title, about, plan, result)
     outcome.sum_up(options, expected)
     if report.output is not None:
-        outcome.write(report.output, _settings(load, dataset), summary.save_detailed)
+        outcome.write(report.output, _settings(server, load, dataset), summary.save_detailed)
     if summary.save_texts is not None:
         outcome.write_texts(summary.save_texts)
     outcome.draw(files)
@@ -154,7 +154,6 @@ class _Outcome:
             "slipstream": __version__,
             "base_url": self._plan.server.url,
             "model_id": self._result.model.name,
-            "tokenizer_id": None if self._plan.encoder is None else str(self._plan.encoder),
             "server_speculative": self._result.model.speculative,
             **settings,
             "num_prompts": len(self._plan.prompts),
@@ -245,9 +244,11 @@ def _drafter_told(speculative: Any, load: LoadFlags) -> str:
     return f"{name}, K = {count}"
 
 
-def _settings(load: LoadFlags, dataset: DatasetFlags) -> dict[str, Any]:
+def _settings(server: ServerFlags, load: LoadFlags, dataset: DatasetFlags) -> dict[str, Any]:
     rate = load.request_rate
     return {
+        "tokenizer_id": server.tokenizer,
+        "endpoint": server.endpoint,
         "dataset": dataset.name,
         "dataset_path": None if dataset.dataset_path is None else str(dataset.dataset_path),
         "request_rate": "inf" if rate == float("inf") else rate,

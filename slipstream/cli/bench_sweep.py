@@ -121,10 +121,10 @@ class _Cells:
         from slipstream.bench.report import draw_sweep, sweep_document, write_json
         from slipstream.bench.tables import failures_table, profile_table, sweep_table
 
-        about = {"title": title, "slipstream": __version__, "machine": machine()}
+        about = {"slipstream": __version__, "machine": machine()}
         if self._points:
             if output is not None:
-                document = sweep_document(self._points, self._failures, about)
+                document = sweep_document(self._points, self._failures, {"title": title, **about})
                 write_json(document | {"interrupted": self._stopped}, output)
             draw_sweep(self._points, self._failures, title, about, files)
             # Last, for whoever reads them may leave.

@@ -28,15 +28,15 @@ def show_tables(console: Console, tables: "Iterable[ReportTable]") -> None:
 
 def as_rich(table: "ReportTable") -> Table:
     """The first column to the left, figures to the right, the best rows in bold."""
+    are_pairs = not any(table.columns)
     shown = Table(
-        box=box.SIMPLE_HEAD if any(table.columns) else None,
+        box=None if are_pairs else box.SIMPLE_HEAD,
         pad_edge=False,
-        padding=(0, 2, 0, 0),
+        padding=(0, 2 if are_pairs else 1, 0, 0),
         show_edge=False,
-        show_header=any(table.columns),
+        show_header=not are_pairs,
         header_style="bold",
     )
-    are_pairs = not any(table.columns)
     for place, name in enumerate(table.columns):
         if place == 0:
             shown.add_column(name, overflow="fold")

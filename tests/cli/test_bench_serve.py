@@ -179,7 +179,7 @@ def test_texts_are_compared(
     file.write_text(json.dumps([{"id": name, "text": "x" * 6} for name in "abc"]))
     ran = bench(slipstream, url, prompts, "--compare-texts", str(file))
     assert ran.code == 0, ran.err
-    assert "as expected  3" in " ".join(ran.out.split(" ")).replace("   ", "  ")
+    assert "as expected  3" in ran.out
     file.write_text(json.dumps([{"id": name, "text": "x" * (5 + (name < "c"))} for name in "abc"]))
     ran = bench(slipstream, url, prompts, "--compare-texts", str(file))
     assert ran.code == 1

@@ -18,7 +18,7 @@ from slipstream.cli.main import app
 ROOT = Path(__file__).parents[2]
 # Float32, where equality is exact: in bfloat16 near-ties may fall otherwise in another batch.
 EXACT = ("--dtype", "float32", "--max-num-seqs", "16")
-WORKLOAD = ("--num-prompts", "100", "--max-tokens", "10")
+WORKLOAD = ("--num-prompts", "90", "--max-tokens", "8")
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("slipstream.serve") is None
@@ -70,8 +70,8 @@ def test_answers_under_load_are_those_of_the_engine(
     url: str, expected: Path, tmp_path: Path
 ) -> None:
     summary = load(url, expected, tmp_path / "s.json", "--max-concurrency", "64")
-    assert (summary["completed"], summary["failed"], summary["texts_differing"]) == (100, 0, [])
-    assert summary["texts_compared"] == 100
+    assert (summary["completed"], summary["failed"], summary["texts_differing"]) == (90, 0, [])
+    assert summary["texts_compared"] == 90
     assert summary["max_concurrent_requests"] == 64
     assert summary["output_tokens_counted_by"] == ["usage"]
     assert summary["spec_decode_source"] == "the usage of each answer"
@@ -91,6 +91,6 @@ def test_counters_tell_what_answers_are_not_asked_for(
 
 
 def test_the_same_texts_come_without_drafts(url: str, expected: Path, tmp_path: Path) -> None:
-    summary = load(url, expected, tmp_path / "s.json", "--num-prompts", "100", "-k", "0")
+    summary = load(url, expected, tmp_path / "s.json", "--num-prompts", "20", "-k", "0")
     assert (summary["failed"], summary["texts_differing"]) == (0, [])
     assert summary.get("spec_decode_num_drafts", 0) == 0
