@@ -11,6 +11,7 @@ from slipstream.core.errors import UsageError
 Message = Mapping[str, Any]
 
 DEMO, CUSTOM, RANDOM = "demo", "custom", "random"
+_LEAST, _LONGEST = 4, 1024  # tokens of what is taken from ShareGPT
 HELD_OUT = Path(__file__).parents[1] / "demo" / "prompts" / "held_out.jsonl"
 
 
@@ -111,11 +112,6 @@ def read_sharegpt(row: Row) -> BenchPrompt | None:
     return BenchPrompt(id=str(row.content.get("id", "")), messages=_asked(said[0]))
 
 
-def sharegpt_answer(row: Row) -> str:
-    """The answer that a conversation of `read_sharegpt` has."""
-    return str(row.listed("conversations", "conversation")[1].get("value", ""))
-
-
 _READERS: dict[str, Callable[[Row], BenchPrompt | None]] = {
     CUSTOM: read_custom,
     "mt-bench": read_question,
@@ -134,7 +130,8 @@ def read_dataset(
     Args:
         name: one of DATASETS but `random`; `demo` needs no file.
         category: keep these only; None keeps all.
-        encoder: with one, answers to ShareGPT's prompts are as long as those that stand there.
+        encoder: with one, answers to ShareGPT's prompts are as long as those that stand there,
+            and what is very short or long is left out, as the field does.
 
     Raises:
         UsageError: there is no such file, or it is not of this kind.
@@ -149,8 +146,9 @@ def read_dataset(
         if prompt is None:
             continue
         if name == "sharegpt" and encoder is not None:
-            answer = encoder.encode(sharegpt_answer(row), add_special_tokens=False)
-            prompt = replace(prompt, max_tokens=max(1, len(answer)))
+            prompt = _measured(prompt, row, encoder)
+            if prompt is None:
+                continue
         prompts.append(prompt if prompt.id else replace(prompt, id=str(number)))
     return _of_category(prompts, category, file)
 
@@ -208,6 +206,17 @@ def take(prompts: Sequence[BenchPrompt], count: int | None) -> list[BenchPrompt]
         prompt = prompts[place]
         taken.append(replace(prompt, id=f"{prompt.id}#{again + 1}") if again else prompt)
     return taken
+
+
+def _measured(prompt: BenchPrompt, row: Row, encoder: TextEncoder) -> BenchPrompt | None:
+    """With the length of the answer that stands there; None for what the field leaves out."""
+    question, answer = (
+        len(encoder.encode(str(turn.get("value", "")), add_special_tokens=False))
+        for turn in row.listed("conversations", "conversation")[:2]
+    )
+    if min(question, answer) < _LEAST or question > _LONGEST or question + answer > 2 * _LONGEST:
+        return None
+    return replace(prompt, max_tokens=answer)
 
 
 def _of_category(prompts: list[BenchPrompt], category: str | None, file: Path) -> list[BenchPrompt]:

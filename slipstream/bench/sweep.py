@@ -89,7 +89,7 @@ class Sweep:
     def num_points(self) -> int:
         return len(self.batches) * (2 + len(self.drafters) * len(self.counts))
 
-    def check(self, open_llm: Open, tell: Callable[[str], None] = lambda name: None) -> None:
+    def check(self, open_llm: Open) -> None:
         """Load every drafter once at its largest K, before hours are spent.
 
         Raises:
@@ -97,7 +97,6 @@ class Sweep:
         """
         most = max(self.counts)
         for name, config in self.drafters.items():
-            tell(name)
             try:
                 open_llm({**config, "num_speculative_tokens": most}, 1)
             except UsageError as error:

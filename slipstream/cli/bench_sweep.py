@@ -150,14 +150,19 @@ class _Cells:
             watch.begin(f"cell {number} of {self._plan.num_points}", size)
             return llm
 
+        def inspect(llm: "LLM", cell: "Cell") -> None:
+            watch.end()
+            self._inspect(llm, cell)
+
         measured = self._plan.run(
             open_and_tell,
             self._workload,
             pressed,
-            self._inspect,
+            inspect,
             lambda done, tokens: watch.move(done, f"{tokens:,} tokens"),
         )
         for point in measured:
+            watch.end()
             self._take(point)
 
     def _take(self, point: "Point | Failure") -> None:
@@ -186,13 +191,11 @@ class _Cells:
 def _check(plan: "Sweep", config: EngineConfig) -> None:
     """Every drafter and its largest K, before anything is measured."""
     small = replace(config, max_num_seqs=1, enforce_eager=True)
-    with watching() as watch:
-        plan.check(
-            lambda speculation, batch: open_llm(
-                replace(small, speculative_config=speculation), verbose=False
-            )[0],
-            lambda name: watch.begin(f"checking {name}", 1),
-        )
+    plan.check(
+        lambda speculation, batch: open_llm(
+            replace(small, speculative_config=speculation), verbose=False
+        )[0]
+    )
 
 
 def _drafters(given: list[str] | None, model: str) -> dict[str, dict[str, Any]]:

@@ -48,7 +48,10 @@ def as_rich(table: "ReportTable") -> Table:
 
 
 class Watch:
-    """A bar for a person who waits; nothing where nobody does."""
+    """A bar for a person who waits; nothing where nobody does.
+
+    It is there between `begin` and `end` only: loading a model shows bars of its own.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -57,6 +60,11 @@ class Watch:
     def begin(self, name: str, size: int) -> None:
         """Something else is measured now."""
         self._progress.reset(self._task, total=size, description=name, told="")
+        self._progress.start()
+
+    def end(self) -> None:
+        """It was measured."""
+        self._progress.stop()
 
     def move(self, done: int, told: str) -> None:
         """So much of it is done."""
@@ -78,8 +86,11 @@ def watching() -> Iterator[Watch]:
         expand=True,
         disable=not console.is_terminal,
     )
-    with progress:
-        yield Watch(progress)
+    watch = Watch(progress)
+    try:
+        yield watch
+    finally:
+        watch.end()
 
 
 def tell(line: str) -> None:

@@ -89,14 +89,23 @@ def test_humaneval_is_continued(tmp_path: Path) -> None:
 
 
 def test_sharegpt_takes_what_was_asked_first_and_how_long_the_answer_was(tmp_path: Path) -> None:
-    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]
-    alone = {"id": "b", "conversations": turns[:1]}
+    def said(name: str, question: str, *answers: str) -> dict[str, Any]:
+        turns = [{"from": "human", "value": question}]
+        turns += [{"from": "gpt", "value": answer} for answer in answers]
+        return {"id": name, "conversations": turns}
+
     file = tmp_path / "s.json"
-    file.write_text(json.dumps([{"id": "a", "conversations": turns}, alone]))
+    entries = [
+        *(said("a", "Hi there", "Hello!"), said("alone", "Hello?"), said("short", "Hi", "Hello!")),
+        *(said("curt", "Hello?", "No."), said("long", "x" * 1025, "Hello!")),
+        said("both", "x" * 1024, "y" * 1025),
+    ]
+    file.write_text(json.dumps(entries))
     (prompt,) = read_dataset("sharegpt", file, encoder=Letters())
-    assert (prompt.id, asked(prompt), prompt.max_tokens) == ("a", "Hi", 6)
-    (prompt,) = read_dataset("sharegpt", file)
-    assert prompt.max_tokens is None
+    assert (prompt.id, asked(prompt), prompt.max_tokens) == ("a", "Hi there", 6)
+    prompts = read_dataset("sharegpt", file)
+    assert [it.id for it in prompts] == ["a", "short", "curt", "long", "both"]
+    assert {it.max_tokens for it in prompts} == {None}
 
 
 def test_custom_prompts_say_how_long(tmp_path: Path) -> None:
