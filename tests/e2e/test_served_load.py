@@ -18,7 +18,7 @@ from slipstream.cli.main import app
 ROOT = Path(__file__).parents[2]
 # Float32, where equality is exact: in bfloat16 near-ties may fall otherwise in another batch.
 EXACT = ("--dtype", "float32", "--max-num-seqs", "16")
-WORKLOAD = ("--num-prompts", "90", "--max-tokens", "8")
+WORKLOAD = ("--num-prompts", "80", "--max-tokens", "6")
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("slipstream.serve") is None
@@ -70,8 +70,8 @@ def test_answers_under_load_are_those_of_the_engine(
     url: str, expected: Path, tmp_path: Path
 ) -> None:
     summary = load(url, expected, tmp_path / "s.json", "--max-concurrency", "64")
-    assert (summary["completed"], summary["failed"], summary["texts_differing"]) == (90, 0, [])
-    assert summary["texts_compared"] == 90
+    assert (summary["completed"], summary["failed"], summary["texts_differing"]) == (80, 0, [])
+    assert summary["texts_compared"] == 80
     assert summary["max_concurrent_requests"] == 64
     assert summary["output_tokens_counted_by"] == ["usage"]
     assert summary["spec_decode_source"] == "the usage of each answer"
