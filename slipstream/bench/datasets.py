@@ -141,6 +141,7 @@ def read_dataset(
     if file is None:
         raise UsageError(f"the data set {name} is a file of yours; name it with --dataset-path")
     prompts: list[BenchPrompt] = []
+    seen: set[str] = set()
     for number, row in enumerate(read_rows(file)):
         prompt = _READERS[name](row)
         if prompt is None:
@@ -149,7 +150,10 @@ def read_dataset(
             prompt = _measured(prompt, row, encoder)
             if prompt is None:
                 continue
-        prompts.append(prompt if prompt.id else replace(prompt, id=str(number)))
+        if prompt.id in seen or not prompt.id:  # answers are compared by id
+            prompt = replace(prompt, id=f"{prompt.id}@{number}" if prompt.id else str(number))
+        seen.add(prompt.id)
+        prompts.append(prompt)
     return _of_category(prompts, category, file)
 
 

@@ -108,6 +108,12 @@ def test_sharegpt_takes_what_was_asked_first_and_how_long_the_answer_was(tmp_pat
     assert {it.max_tokens for it in prompts} == {None}
 
 
+def test_every_prompt_has_an_id_of_its_own(tmp_path: Path) -> None:
+    entries = [{"id": "a", "prompt": "x"}, {"prompt": "y"}, {"id": "a", "prompt": "z"}]
+    prompts = read_dataset("custom", lines(tmp_path / "c.jsonl", *entries))
+    assert [prompt.id for prompt in prompts] == ["a", "1", "a@2"]
+
+
 def test_custom_prompts_say_how_long(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Hi"}]
     file = lines(tmp_path / "c.jsonl", {"prompt": "a", "max_tokens": 5}, {"messages": chat})
