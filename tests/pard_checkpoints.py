@@ -27,7 +27,13 @@ def write_pard(folder: Path) -> str:
     return str(write_qwen3(folder, keep_layers=1, **changes))
 
 
-def write_pard2(folder: Path, layers: list[int], bias: bool = False, **changes: Any) -> str:
+def write_pard2(
+    folder: Path,
+    layers: list[int],
+    bias: bool = False,
+    target_width: int = TARGET_WIDTH,
+    **changes: Any,
+) -> str:
     """A one-layer drafter of another width than its target's, and its projection."""
     config = {
         "pard2": True,
@@ -35,13 +41,14 @@ def write_pard2(folder: Path, layers: list[int], bias: bool = False, **changes: 
         "pard_token": MASK,
         "pard2_scale": 0.5,
         "pard2_proj_bias": bias,
-        "pard2_target_dim": TARGET_WIDTH * len(layers),
+        "pard2_target_dim": target_width * len(layers),
         "pard2_target_layers": layers,
+        **SHAPE,
         **changes,
     }
-    write_qwen3(folder, seed=7, keep_layers=1, **SHAPE, **config)
+    write_qwen3(folder, seed=7, keep_layers=1, **config)
     generator = torch.Generator().manual_seed(1)
-    size = TARGET_WIDTH * len(layers)
+    size = target_width * len(layers)
     weights = {"target_proj.weight": torch.randn(WIDTH, size, generator=generator) * 0.3}
     if bias:
         weights["target_proj.bias"] = torch.randn(WIDTH, generator=generator)
