@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from slipstream.train.batches import Batch
+from slipstream.train.places import sampled_rows
 from slipstream.train.recipe_eagle3 import Eagle3Recipe
 from slipstream.train.recipe_mtp import MtpRecipe
+from slipstream.train.recipe_p_eagle import PEagleRecipe
 from slipstream.train.run import Trained, run_training
 from slipstream.train.unroll import unroll
 from tests.train.lessons import batch_of, settings, teacher
@@ -26,7 +29,7 @@ TOKENS = torch.randint(1, 96, (24,), generator=torch.Generator().manual_seed(3))
 PLACES = 3
 
 
-def ours(trained: Trained, target: str) -> tuple[Any, list[Tensor]]:
+def ours(trained: Trained, target: str) -> tuple[Batch, list[Tensor]]:
     """What the network in training makes of a text, and the logits of its places."""
     recipe = trained.recipe
     assert isinstance(recipe, Eagle3Recipe | MtpRecipe)
@@ -49,42 +52,13 @@ def ours(trained: Trained, target: str) -> tuple[Any, list[Tensor]]:
 def test_an_eagle3_head(
     options: dict[str, Any], taught_target: str, own_words: Path, tmp_path: Path
 ) -> None:
-    from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
-    from transformers import LlamaConfig
 
     trained = run_training(
         settings("eagle3", taught_target, own_words, tmp_path, steps=6, options=options)
     )
     batch, expected = ours(trained, taught_target)
-    config = json.loads((tmp_path / "config.json").read_text())
-    layer = LlamaConfig(**{key: config[key] for key in LAYER_KEYS})
-    layer._attn_implementation = "eager"
-    theirs = Eagle3DraftModel(
-        Eagle3SpeculatorConfig(
-            transformer_layer_config=layer,
-            speculators_config=SpeculatorsConfig(
-                algorithm="eagle3",
-                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=PLACES)],
-                default_proposal_method="greedy",
-                verifier=VerifierConfig(name_or_path=None, architectures=[]),
-            ),
-            **{key: config[key] for key in HEAD_KEYS},
-        )
-    )
-    stored = load_file(tmp_path / "model.safetensors")
-    tensors = {name.replace("midlayer.", "layers.0."): value for name, value in stored.items()}
-    tensors["embed_tokens.weight"] = batch.target.network.embedding.weight
-    missing, unexpected = theirs.load_state_dict(
-        {
-            name: value.float() if value.is_floating_point() else value
-            for name, value in tensors.items()
-        },
-        strict=False,
-    )
-    assert not unexpected
-    assert all(name.startswith(("verifier_", "d2t", "t2d")) for name in missing)
+    theirs = library_head(Eagle3DraftModel, Eagle3SpeculatorConfig, tmp_path, batch)
     found: list[Tensor] = []
     theirs.lm_head.register_forward_hook(lambda _, __, logits: found.append(logits[0]))
     streams = torch.cat([stream[0, :-1] for stream in batch.seen.streams], -1)
@@ -99,6 +73,40 @@ def test_an_eagle3_head(
     for place, (mine, other) in enumerate(zip(expected, found, strict=True)):
         there = len(TOKENS) - 1 - place
         torch.testing.assert_close(mine[:there], other[:there], atol=1e-3, rtol=0)
+
+
+def library_head(model: Any, config_class: Any, folder: Path, batch: Batch, **more: Any) -> Any:
+    """The library's own network with the weights of an export."""
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import LlamaConfig
+
+    config = json.loads((folder / "config.json").read_text())
+    layer = LlamaConfig(**{key: config[key] for key in LAYER_KEYS})
+    layer._attn_implementation = "eager"
+    head = model(
+        config_class(
+            transformer_layer_config=layer,
+            speculators_config=SpeculatorsConfig(
+                algorithm=config_class.model_fields["speculators_model_type"].default,
+                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=PLACES)],
+                default_proposal_method="greedy",
+                verifier=VerifierConfig(name_or_path=None, architectures=[]),
+            ),
+            **{key: config[key] for key in HEAD_KEYS},
+            **more,
+        )
+    )
+    tensors = {
+        name.replace("midlayer.", "layers.0."): value
+        for name, value in load_file(folder / "model.safetensors").items()
+    }
+    head = head.to(torch.float32)
+    tensors.setdefault("embed_tokens.weight", batch.target.network.embedding.weight)
+    missing, unexpected = head.load_state_dict(tensors, strict=False)
+    assert not unexpected
+    assert all(name.startswith(("verifier_", "d2t", "t2d")) for name in missing)
+    return head
 
 
 LAYER_KEYS = (
@@ -120,6 +128,47 @@ HEAD_KEYS = (
     "norm_output",
     "eagle_aux_hidden_state_layer_ids",
 )
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_vocab_size": 60, "num_layers": 2}], ids=str)
+def test_a_p_eagle_head(
+    options: dict[str, Any],
+    taught_target: str,
+    own_words: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the same chains of masks; the library would draw some by lot."""
+    from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig, core
+
+    trained = run_training(
+        settings("p-eagle", taught_target, own_words, tmp_path, steps=6, options=options)
+    )
+    recipe = trained.recipe
+    assert isinstance(recipe, PEagleRecipe)
+    batch = batch_of(teacher(taught_target), TOKENS, recipe.columns, recipe.stream_layers)
+    rows, _ = sampled_rows(1, len(TOKENS), PLACES, 4)
+    with torch.no_grad():
+        expected = recipe.logits(batch, rows)[0]
+    mask = recipe.mask_token
+    theirs = library_head(
+        PEagleDraftModel, PEagleSpeculatorConfig, tmp_path, batch, mask_token_id=mask
+    )
+    # The row of token t is theirs of index t - 1.
+    chains = (rows.anchor - 1, rows.depth)
+    monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: chains)
+    monkeypatch.setattr(core, "compute_metrics", lambda **_: (0.0, {}))
+    found: list[Tensor] = []
+    theirs.lm_head.register_forward_hook(lambda _, __, logits: found.append(logits[0]))
+    streams = torch.cat([stream[0, :-1] for stream in batch.seen.streams], -1)
+    with torch.no_grad():
+        theirs(
+            hidden_states=streams[None],
+            input_ids=batch.token_ids[:, 1:],
+            document_ids=torch.zeros(1, len(TOKENS) - 1, dtype=torch.long),
+            verifier_last_hidden_states=batch.seen.hidden[:, 1:],
+        )
+    torch.testing.assert_close(expected, found[0], atol=1e-3, rtol=0)
 
 
 def test_an_mtp_module(taught_target: str, own_words: Path, tmp_path: Path) -> None:
