@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.train.batches import Batch
 from slipstream.train.places import sampled_rows
+from slipstream.train.recipe_dflash import DFlashRecipe
 from slipstream.train.recipe_eagle3 import Eagle3Recipe
 from slipstream.train.recipe_mtp import MtpRecipe
 from slipstream.train.recipe_p_eagle import PEagleRecipe
@@ -77,36 +78,39 @@ def test_an_eagle3_head(
 
 def library_head(model: Any, config_class: Any, folder: Path, batch: Batch, **more: Any) -> Any:
     """The library's own network with the weights of an export."""
-    from speculators import SpeculatorsConfig, VerifierConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig
 
     config = json.loads((folder / "config.json").read_text())
     layer = LlamaConfig(**{key: config[key] for key in LAYER_KEYS})
-    layer._attn_implementation = "eager"
-    head = model(
-        config_class(
-            transformer_layer_config=layer,
-            speculators_config=SpeculatorsConfig(
-                algorithm=config_class.model_fields["speculators_model_type"].default,
-                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=PLACES)],
-                default_proposal_method="greedy",
-                verifier=VerifierConfig(name_or_path=None, architectures=[]),
-            ),
-            **{key: config[key] for key in HEAD_KEYS},
-            **more,
-        )
-    )
+    head = library_model(model, config_class, layer, **{k: config[k] for k in HEAD_KEYS}, **more)
     tensors = {
         name.replace("midlayer.", "layers.0."): value
         for name, value in load_file(folder / "model.safetensors").items()
     }
-    head = head.to(torch.float32)
     tensors.setdefault("embed_tokens.weight", batch.target.network.embedding.weight)
     missing, unexpected = head.load_state_dict(tensors, strict=False)
     assert not unexpected
     assert all(name.startswith(("verifier_", "d2t", "t2d")) for name in missing)
     return head
+
+
+def library_model(model: Any, config_class: Any, layer: Any, **more: Any) -> Any:
+    """A network of the library with random weights, in float32."""
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    layer._attn_implementation = "eager"
+    config = config_class(
+        transformer_layer_config=layer,
+        speculators_config=SpeculatorsConfig(
+            algorithm=config_class.model_fields["speculators_model_type"].default,
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=PLACES)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=None, architectures=[]),
+        ),
+        **more,
+    )
+    return model(config).float()
 
 
 LAYER_KEYS = (
@@ -169,6 +173,52 @@ def test_a_p_eagle_head(
             verifier_last_hidden_states=batch.seen.hidden[:, 1:],
         )
     torch.testing.assert_close(expected, found[0], atol=1e-3, rtol=0)
+
+
+def test_a_dflash_drafter(
+    taught_target: str, own_words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draft blocks at the same tokens; the library would draw them by lot."""
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig, core
+    from transformers import Qwen3Config
+
+    given = settings("dflash", taught_target, own_words, tmp_path, steps=6)
+    recipe = run_training(given).recipe
+    assert isinstance(recipe, DFlashRecipe)
+    target = teacher(taught_target)
+    batch = batch_of(target, TOKENS, recipe.columns, recipe.stream_layers)
+    anchors = torch.tensor([1, 5, 11, 18])
+    with torch.no_grad():
+        places = recipe.places(batch, anchors)
+    config = json.loads((tmp_path / "config.json").read_text())
+    theirs = library_model(
+        DFlashDraftModel,
+        DFlashSpeculatorConfig,
+        Qwen3Config(**{key: config[key] for key in LAYER_KEYS}),
+        draft_vocab_size=config["vocab_size"],
+        block_size=config["block_size"],
+        aux_hidden_state_layer_ids=config["dflash_config"]["target_layer_ids"],
+        mask_token_id=config["dflash_config"]["mask_token_id"],
+    )
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["embed_tokens.weight"] = target.network.embedding.weight
+    tensors["lm_head.weight"] = torch.as_tensor(target.network.head.weight)
+    missing, unexpected = theirs.load_state_dict(tensors, strict=False)
+    assert not unexpected
+    assert all(name.startswith(("verifier_", "d2t", "t2d")) for name in missing)
+    monkeypatch.setattr(core, "select_anchors", lambda *_: (anchors, anchors > 0))
+    with torch.no_grad():
+        logits = theirs._backbone_forward(
+            hidden_states=torch.cat(batch.seen.streams, -1),
+            input_ids=batch.token_ids,
+            loss_mask=torch.ones(1, len(TOKENS)),
+            verifier_last_hidden_states=batch.seen.hidden,
+            document_ids=torch.zeros(1, len(TOKENS), dtype=torch.long),
+            max_anchors=len(anchors),
+        )[1]
+    blocks = logits.view(len(anchors), config["block_size"], -1)
+    for number, place in enumerate(places, 1):
+        torch.testing.assert_close(place.logits, blocks[:, number], atol=1e-3, rtol=0)
 
 
 def test_an_mtp_module(taught_target: str, own_words: Path, tmp_path: Path) -> None:
