@@ -13,13 +13,13 @@ from slipstream import LLM, RequestOutput, SamplingParams
 
 DEMO = Path(slipstream.__file__).parent / "demo"
 HELD_OUT = DEMO / "prompts" / "held_out.jsonl"
-# Over all 80 prompts they reach 3.7, 3.2, 2.9, 3.1 and 2.8.
+# A little less than the 12 prompts below reach; over all 80 it is 3.7, 3.2, 2.9, 3.1 and 2.8.
 ACCEPTANCE_LENGTHS = {
     "demo/draft": 3.0,
-    "demo/eagle3": 2.8,
-    "demo/mtp": 2.6,
-    "demo/p-eagle": 2.6,
-    "demo/pard": 2.4,
+    "demo/eagle3": 2.5,
+    "demo/mtp": 2.3,
+    "demo/p-eagle": 2.4,
+    "demo/pard": 2.2,
     "ngram": 1.0,
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=76, logprobs=0)
