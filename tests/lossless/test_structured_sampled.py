@@ -7,6 +7,7 @@ that are not allowed is left out, and the rest is scaled to 1.
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,11 @@ pytest.importorskip("llguidance")
 PIECES = ["a", "b", "c", "ab", "bc"]
 TOKENS = ["", *PIECES]  # the first one ends a text
 PROMPT = [1, 4, 2, 4, 2]
-TEXTS = ("abcab", "abcc", "cabab", "cba", "aab", "aabca", "bcbc", "bcac", "bcacb", "ccb", "ccbabc")
+TEXTS = (
+    *(text for text in map("".join, product("abc", repeat=3)) if "cc" not in text),
+    *(text for text in map("".join, product("abc", repeat=4)) if text[0] == "b" and "aa" in text),
+    *("ccabab", "cccb", "aabca"),  # at whose ends there is no choice
+)
 WISH = StructuredOutput(choice=TEXTS)
 SAMPLES = 1200
 MOST_TOKENS = 8
