@@ -219,5 +219,5 @@ def test_other_batches_keep_their_one_graph(
     run(llm, "sampled")
     rules.clear()
     assert texts(llm.generate(PROMPTS, params)) == before
-    assert set(rules) == {"round"} or "judge" not in rules
     assert "round" in rules
+    assert "judge" not in rules
