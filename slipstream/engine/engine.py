@@ -50,7 +50,7 @@ class Engine:
         """For looking at; the engine alone schedules."""
         return self._scheduler
 
-    def add(self, request_id: str, prompt: EncodedPrompt, params: SamplingParams) -> None:
+    def add(self, request_id: str, prompt: EncodedPrompt, params: SamplingParams) -> Submission:
         """Queue a request; its n samples are requests of their own.
 
         Raises:
@@ -74,13 +74,14 @@ class Engine:
             for sample in samples:
                 self._scheduler.add(sample.request)
                 added.append(sample.request)
-        except UsageError:
+        except BaseException:
             for request in added:
                 self._scheduler.finish(request, FinishReason.ABORT)
             raise
         self._submissions[request_id] = submission
         for sample in samples:
             self._owners[sample.request.request_id] = (submission, sample)
+        return submission
 
     def abort(self, request_id: str) -> Submission | None:
         """End a request at once; None when there is none of this id."""
@@ -95,7 +96,9 @@ class Engine:
     def step(self) -> list[Submission]:
         """Take in one step; the requests that gained tokens or ended, each once.
 
-        On a GPU the step after it may be under way already when this returns.
+        On a GPU the step after it may be under way already when this returns. A request whose own
+        share of the results cannot be taken in ends with `Submission.error`. Where the step itself
+        raises, `give_up_step` must follow.
         """
         launched, self._launched = self._launched, None
         # What ran ahead for requests that all ended since is of use to nobody; the device does it
@@ -109,6 +112,14 @@ class Engine:
         self._launched = self._step.launch_ahead(launched)
         result = self._step.finish(launched)
         self.metrics.count_step(result.times)
+        changed = self._take_all(result)
+        for submission in changed:
+            if submission.finished:
+                self._close(submission)
+        return changed
+
+    def _take_all(self, result: StepResult) -> list[Submission]:
+        """Take in a step's results; whoever gained tokens or failed."""
         changed: dict[str, Submission] = {}
         for index, (item, gained) in enumerate(
             zip(result.batch.requests, result.committed, strict=True)
@@ -116,13 +127,42 @@ class Engine:
             if not result.live[index]:
                 continue
             submission, sample = self._owners[item.request.request_id]
-            self._take(submission, sample, result, index)
-            if gained.token_ids:
+            try:
+                if submission.error is None:
+                    self._take(submission, sample, result, index)
+            except Exception as error:  # of this request alone: the others go on
+                self._fail(submission, error)
+            if gained.token_ids or submission.error is not None:
                 changed[submission.request_id] = submission
-        for submission in changed.values():
-            if submission.finished:
-                self._close(submission)
         return list(changed.values())
+
+    def give_up_step(self, error: Exception) -> list[Submission]:
+        """A step raised `error`: end the requests that were running, so that others can go on.
+
+        Their blocks and slots are free again, and nothing that the step wrote was indexed. Those
+        that wait are left as they are.
+
+        Returns:
+            The requests that ended.
+        """
+        self._launched = None
+        ended: dict[str, Submission] = {}
+        for request in [*self._scheduler.running]:
+            submission, _ = self._owners[request.request_id]
+            if submission.error is None:
+                self._fail(submission, error)
+                ended[submission.request_id] = submission
+        for submission in ended.values():
+            self._close(submission)
+        self._scheduler.check_invariants()
+        return list(ended.values())
+
+    def _fail(self, submission: Submission, error: Exception) -> None:
+        """End a request by a fault; its detokenizer, which may be the cause, is left alone."""
+        submission.error = error
+        for sample in submission.samples:
+            self._scheduler.finish(sample.request, FinishReason.ABORT)
+            self._step.forget([sample.request])
 
     def _take(self, submission: Submission, sample: Sample, result: StepResult, index: int) -> None:
         """One request's share of a step's result."""
