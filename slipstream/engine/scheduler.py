@@ -58,7 +58,7 @@ class Scheduler:
     """
 
     def __init__(self, limits: StepLimits, block_manager: BlockManager) -> None:
-        self.limits = limits
+        self.limits, self.num_preemptions = limits, 0
         self.block_manager = block_manager
         self._requests: dict[str, Request] = {}  # waiting and running
         self._waiting: list[Request] = []  # both lists are in arrival order
@@ -211,6 +211,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.num_computed = 0
         request.num_preemptions += 1
+        self.num_preemptions += 1
         insort_left(self._waiting, request, key=arrival)
         return request
 

@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
@@ -21,7 +21,6 @@ from time import monotonic
 from typing import Protocol
 
 from slipstream.core.errors import UsageError
-from slipstream.core.outputs import RequestMetrics
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.prompts import EncodedPrompt
@@ -48,10 +47,10 @@ _DEADLINE_INTERVAL = 0.02  # seconds between two looks at the deadlines
 class Watcher(Protocol):
     """Is told what happens, on the engine's thread; has to be quick."""
 
-    def gained(self, metrics: RequestMetrics, num_tokens: int, gap: float | None) -> None:
-        """A step gave a request tokens, `gap` seconds after it last got some."""
+    def gained(self, submission: Submission, num_tokens: int, gap: float | None) -> None:
+        """A step gave a request tokens, `gap` seconds after it last got some (None: the first)."""
 
-    def ended(self, submission: Submission, reason: str) -> None:
+    def ended(self, request_id: str, submission: Submission, reason: str) -> None:
         """A request ended: "stop", "length", "abort", "error" or "timeout"."""
 
     def stepped(self, engine: Engine) -> None:
@@ -173,18 +172,39 @@ class EngineThread:
             UsageError: it can never be served as it is.
             QueueFull, Draining, EngineFailed: it cannot be served now.
         """
-        self._check_room(params.n)
+        return (await self.submit_all(request_id, [prompt], params, deadline))[0]
+
+    async def submit_all(
+        self,
+        request_id: str,
+        prompts: Sequence[EncodedPrompt],
+        params: SamplingParams,
+        deadline: float | None = None,
+    ) -> list[Stream]:
+        """Like `submit` for several prompts, which enter the same step, all of them or none."""
+        self._check_room(params.n * len(prompts))
         assert self._loop is not None, "start comes first"
         if deadline is None:
             deadline = monotonic() + (self._limits.request_timeout or math.inf)
-        channel = Channel(self._loop, params.n)
-        self._open.add(channel)
-        self._open_samples += params.n
+        channels = [Channel(self._loop, params.n) for _ in prompts]
+        streams = [Stream(channel, self._leave) for channel in channels]
+        self._open.update(channels)
+        self._open_samples += params.n * len(prompts)
         self._set_open()
-        stream = Stream(channel, self._post)
-        self._post(_Add(request_id, prompt, params, deadline, channel))
-        await channel.accepted
-        return stream
+        for channel, prompt in zip(channels, prompts, strict=True):
+            self._inbox.append(_Add(request_id, prompt, params, deadline, channel))
+        self._wake.set()
+        try:
+            # All are waited for, so that no refusal is left unread.
+            waits = [channel.accepted for channel in channels]
+            for refusal in await asyncio.gather(*waits, return_exceptions=True):
+                if refusal is not None:
+                    raise refusal
+        except BaseException:
+            for stream in streams:
+                await stream.aclose()
+            raise
+        return streams
 
     async def drain(self) -> None:
         """Refuse what is new from now on; returns when nothing runs any more."""
@@ -208,8 +228,8 @@ class EngineThread:
         most = self._places + self._limits.max_waiting
         if num_samples > most:
             raise UsageError(
-                f"n is {num_samples}, but this server takes at most {most} samples on at once; "
-                "ask for fewer"
+                f"the request asks for {num_samples} samples, but this server takes on at most "
+                f"{most} at once; ask for fewer (n for each prompt)"
             )
         # Blocks may run out before places do: then fewer run than there are places.
         kept = self._num_waiting
@@ -225,8 +245,9 @@ class EngineThread:
         rate = (len(self._ends) - 1) / max(monotonic() - self._ends[0], 1e-3)
         return max(1, min(60, math.ceil(num_waiting / rate)))
 
-    def _post(self, letter: _Add | Channel) -> None:
-        self._inbox.append(letter)
+    def _leave(self, channel: Channel) -> None:
+        """Its reader left."""
+        self._inbox.append(channel)
         self._wake.set()
 
     def _deliver(self, batch: Iterable[tuple[Channel, _News]]) -> None:
@@ -357,7 +378,7 @@ class EngineThread:
         gained = live.cursor.num_tokens - before
         gap = None if live.last_gain is None else now - live.last_gain
         live.last_gain = now
-        self._watcher.gained(submission.metrics, gained, gap)
+        self._watcher.gained(submission, gained, gap)
         if progress.finished:
             self._end(live, progress.deltas[-1].finish_reason or "stop", progress)
         else:
@@ -365,7 +386,7 @@ class EngineThread:
 
     def _end(self, live: _Live, reason: str, news: _News) -> None:
         del self._lives[live.channel], self._by_engine_id[live.engine_id]
-        self._watcher.ended(live.cursor.submission, reason)
+        self._watcher.ended(live.request_id, live.cursor.submission, reason)
         self._outbox.append((live.channel, news))
 
 

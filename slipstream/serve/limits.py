@@ -16,8 +16,11 @@ class ServeLimits:
         max_body_bytes: of one HTTP request's body (413).
         max_json_depth: how deep its JSON may be nested (400).
         max_header_bytes: of one HTTP request's line and headers (431).
-        max_connections: open at once; more are answered with 503.
-        receive_timeout: seconds in which a client must have sent its whole request (408).
+        max_connections: open at once; beyond it, whoever has waited longest without sending a whole
+            request is cut off (and the newcomer, with 503, where nobody waits).
+        receive_timeout: seconds in which a client must have sent a request's headers, and then its
+            body (408).
+        send_timeout: seconds that a client may leave its answer unread before it is cut off.
         keep_alive_timeout: seconds that an idle connection stays open.
     """
 
@@ -29,6 +32,7 @@ class ServeLimits:
     max_header_bytes: int = 32 << 10
     max_connections: int = 4096
     receive_timeout: float = 20.0
+    send_timeout: float = 60.0
     keep_alive_timeout: float = 30.0
 
     def __post_init__(self) -> None:
@@ -40,6 +44,7 @@ class ServeLimits:
             "max_header_bytes",
             "max_connections",
             "receive_timeout",
+            "send_timeout",
             "keep_alive_timeout",
             "request_timeout",
             "drain_timeout",

@@ -46,9 +46,7 @@ def sampling_params(
     return SamplingParams(**{**given, "max_tokens": max_tokens, "logprobs": logprobs, **overrides})
 
 
-def wanted_shape(
-    body: SamplingFields, response_format: ResponseFormat | None
-) -> Mapping[str, Any]:
+def wanted_shape(body: SamplingFields, response_format: ResponseFormat | None) -> Mapping[str, Any]:
     """What the text must be, as a field of `StructuredOutput` and its value; empty if anything.
 
     Raises ApiError where it is said twice.

@@ -13,9 +13,7 @@ _MOST_PROMPTS = 2048
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Prompts = (
-    str
-    | TokenIds
-    | Annotated[list[str | TokenIds], Field(min_length=1, max_length=_MOST_PROMPTS)]
+    str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=_MOST_PROMPTS)]
 )
 
 
