@@ -101,3 +101,7 @@ def _blamed(message: str) -> str | None:
     first = message.split(" ", 1)[0]
     match = _FIELD.match(first)
     return match[0] if match and ("_" in first or first in ("n", "seed", "temperature")) else None
+
+
+# Exceptions with which a handler may leave, all of them with a message for the client.
+TOLD = (ApiError, UsageError, RequestRefused, RequestFailed, DeadlineExceeded)

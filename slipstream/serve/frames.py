@@ -1,6 +1,7 @@
 """Server-sent events, and answers that end when their reader leaves."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -8,6 +9,10 @@ from typing import Any, TypeVar
 from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from slipstream.serve.errors import as_api_error
+
+logger = logging.getLogger("slipstream.serve")
 
 DONE = b"data: [DONE]\n\n"
 
@@ -38,9 +43,12 @@ class Frames:
         return self._head + to_json(choices) + end
 
 
-def error_frame(body: bytes) -> bytes:
+def failure_frame(error: Exception) -> bytes:
     """An error behind what was sent already."""
-    return b"data: " + body + b"\n\n" + DONE
+    told = as_api_error(error)
+    if told.code == "internal_error":
+        logger.error("a stream failed", exc_info=error)
+    return b"data: " + told.body() + b"\n\n" + DONE
 
 
 class EventStream(Response):

@@ -19,14 +19,20 @@ class Generation:
 
     Args:
         return_speculation: the usage says what speculation did.
+        counts_output: whether what comes is used; the engine gives a token at least.
     """
 
-    def __init__(self, prompts: Sequence[EncodedPrompt], return_speculation: bool) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        return_speculation: bool,
+        counts_output: bool = True,
+    ) -> None:
         self.prompts = prompts
         self._num_output_tokens = 0
         self._metrics: list[RequestMetrics | None] = [None] * len(prompts)
         self._streams: list[Stream] = []
-        self._return_speculation = return_speculation
+        self._return_speculation, self._counts_output = return_speculation, counts_output
 
     async def start(self, thread: EngineThread, request_id: str, params: SamplingParams) -> None:
         """Queue everything or nothing; raises what `EngineThread.submit` does."""
@@ -43,7 +49,8 @@ class Generation:
             async with aclosing(self._merged()) as merged:
                 async for place, progress in merged:
                     self._metrics[place] = progress.metrics
-                    self._num_output_tokens += sum(len(it.token_ids) for it in progress.deltas)
+                    if self._counts_output:
+                        self._num_output_tokens += sum(len(it.token_ids) for it in progress.deltas)
                     yield place, progress
         finally:
             await self._leave()
@@ -53,13 +60,14 @@ class Generation:
         metrics = [it for it in self._metrics if it is not None]
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         cached = sum(it.num_cached_tokens for it in metrics)
+        details = {"speculation": _speculation(metrics)} if self._return_speculation else {}
         return Usage(
             prompt_tokens=num_prompt_tokens,
             completion_tokens=self._num_output_tokens,
             total_tokens=num_prompt_tokens + self._num_output_tokens,
             # A prompt counts once however many samples have found it.
             prompt_tokens_details=PromptTokensDetails(cached_tokens=min(cached, num_prompt_tokens)),
-            speculation=_speculation(metrics) if self._return_speculation else None,
+            **details,
         )
 
     async def _merged(self) -> AsyncGenerator[tuple[int, Progress], None]:

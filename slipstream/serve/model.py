@@ -1,7 +1,7 @@
 """What is served: one engine under one name or more, and what is known of it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +19,7 @@ from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.errors import ApiError, bad_request
 from slipstream.serve.protocol.server import ModelCard, ModelSpeculation
 from slipstream.serve.token_texts import TokenTexts
+from slipstream.serve.tools.formats import FORMATS, ToolFormat, find_format
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -33,12 +34,14 @@ class ServedModel:
         config: that it was opened with.
         engine: for what it knows about itself; `thread` alone runs it.
         thread: takes requests.
+        tool_call_parser: a name of `FORMATS`; found from the checkpoint when None.
     """
 
     names: Sequence[str]
     config: EngineConfig
     engine: Engine
     thread: EngineThread
+    tool_call_parser: str | None = None
     created: int = field(default_factory=lambda: int(time()))
     _pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="tokenize")
@@ -84,14 +87,21 @@ class ServedModel:
         return ChatTemplate(self.tokenizer)
 
     @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """Of the model's tool calls, where it is known."""
+        if self.tool_call_parser is not None:
+            return FORMATS[self.tool_call_parser]
+        return find_format(self.template, self.tokenizer)
+
+    @cached_property
     def _encoder(self) -> PromptEncoder:
         return PromptEncoder(self.engine.tokenizer, self.engine.resolved.vocab_size)
 
     def encode(
-        self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool
-    ) -> Awaitable[EncodedPrompt]:
-        """The prompt as the engine takes it; made beside the event loop and the engine."""
-        return self.aside(self._encoder.encode, prompt, params, add_special_tokens)
+        self, prompts: Sequence[Prompt], params: SamplingParams, add_special_tokens: bool
+    ) -> list[EncodedPrompt]:
+        """Prompts as the engine takes them; takes its time (`aside`)."""
+        return [self._encoder.encode(prompt, params, add_special_tokens) for prompt in prompts]
 
     async def aside(
         self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs

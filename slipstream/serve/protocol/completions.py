@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slipstream.serve.protocol.base import Count, RequestBody, ResponseBody, TokenId
+from slipstream.serve.protocol.base import Count, ResponseBody, TokenId
 from slipstream.serve.protocol.response_format import ResponseFormat
 from slipstream.serve.protocol.sampling import MOST_LOGPROBS, SamplingFields
 from slipstream.serve.protocol.usage import SpeculatedTokens, Usage

@@ -1,0 +1,154 @@
+"""The FastAPI application: routes, errors and the OpenAPI document."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slipstream import __version__
+from slipstream.serve.chat import Chats
+from slipstream.serve.completions import Completions
+from slipstream.serve.document import Route, add_document
+from slipstream.serve.errors import TOLD, ApiError, as_api_error
+from slipstream.serve.frames import ClientGoneError
+from slipstream.serve.model import ServedModel
+from slipstream.serve.protocol.chat import ChatCompletion, ChatRequest
+from slipstream.serve.protocol.completions import Completion, CompletionRequest
+from slipstream.serve.protocol.server import Health, ModelCard, ModelList, Version
+from slipstream.serve.protocol.tokenize import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from slipstream.serve.tokenize import Tokens
+
+_CLIENT_CLOSED = 499  # nobody reads it; for the log
+_GENERATES = (404, 415, 429, 500, 503, 504)
+
+
+def create_app(model: ServedModel) -> FastAPI:
+    """The application around a model whose engine thread has not been started yet."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        model.thread.start()
+        try:
+            yield
+        finally:
+            await model.thread.stop()
+            model.close()
+
+    app = FastAPI(
+        title="Slipstream",
+        version=__version__,
+        summary="The OpenAI protocol over one engine with speculative decoding.",
+        lifespan=lifespan,
+        # Their pages load scripts from elsewhere; the document itself is at /openapi.json.
+        docs_url=None,
+        redoc_url=None,
+    )
+    _add_errors(app)
+    completions, chats, tokens, facts = (
+        Completions(model),
+        Chats(model),
+        Tokens(model),
+        _Facts(model),
+    )
+    routes = [
+        Route(
+            "POST",
+            "/v1/completions",
+            completions.answer,
+            Completion,
+            CompletionRequest,
+            errors=_GENERATES,
+            streams=True,
+        ),
+        Route(
+            "POST",
+            "/v1/chat/completions",
+            chats.answer,
+            ChatCompletion,
+            ChatRequest,
+            errors=_GENERATES,
+            streams=True,
+        ),
+        Route("GET", "/v1/models", facts.models, ModelList),
+        Route("GET", "/v1/models/{model}", facts.model, ModelCard, errors=(404,)),
+        Route("POST", "/tokenize", tokens.tokenize, TokenizeResponse, TokenizeRequest, (404, 415)),
+        Route(
+            "POST",
+            "/detokenize",
+            tokens.detokenize,
+            DetokenizeResponse,
+            DetokenizeRequest,
+            (404, 415),
+        ),
+        Route("GET", "/health", facts.health, Health, errors=(503,)),
+        Route("GET", "/version", facts.version, Version),
+    ]
+    add_document(app, routes)
+    return app
+
+
+class _Facts:
+    """Answers without the engine."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+
+    async def models(self, _: Request) -> Response:
+        """The names under which the model is served."""
+        return _json(ModelList(object="list", data=self._model.cards()))
+
+    async def model(self, request: Request) -> Response:
+        """One of them."""
+        name = request.path_params["model"]
+        self._model.require(name)
+        return _json(next(card for card in self._model.cards() if card.id == name))
+
+    async def health(self, _: Request) -> Response:
+        """Whether requests are taken."""
+        thread = self._model.thread
+        if not thread.alive:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the engine does not run")
+        if thread.draining:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is about to stop")
+        return _json(Health(status="ok"))
+
+    async def version(self, _: Request) -> Response:
+        """Of Slipstream."""
+        return _json(Version(version=__version__))
+
+
+def _json(content: Any) -> Response:
+    return Response(content.model_dump_json(), media_type="application/json")
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Every error in the protocol's form."""
+
+    async def told(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    async def of_http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return ApiError(error.status_code, error.detail, headers=error.headers).response()
+
+    async def gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=_CLIENT_CLOSED)
+
+    handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+        **dict.fromkeys(TOLD, told),
+        HTTPException: of_http,
+        ClientGoneError: gone,
+        Exception: told,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
