@@ -33,16 +33,12 @@ _GENERATES = (404, 415, 429, 500, 503, 504)
 
 
 def create_app(model: ServedModel) -> FastAPI:
-    """The application around a model whose engine thread has not been started yet."""
+    """The application around a model; whoever runs it starts the engine's thread."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        model.thread.start()
-        try:
-            yield
-        finally:
-            await model.thread.stop()
-            model.close()
+        yield
+        model.close()
 
     app = FastAPI(
         title="Slipstream",

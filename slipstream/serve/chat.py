@@ -45,7 +45,7 @@ class Chats:
         prompts = await model.aside(model.encode, [text], params, body.add_special_tokens is True)
         generation = Generation(prompts, bool(body.return_speculation))
         answer = _Answer(model, body, generation, tools)
-        await generation.start(model.thread, answer.id, params)
+        await generation.start(model.thread, params)
         if body.stream:
             return EventStream(answer.events())
         return Response(await answer.whole(), media_type="application/json")

@@ -53,7 +53,7 @@ class Completions:
         )
         answer = _Answer(self._model, body, prompts)
         if answer.needs_engine:
-            await answer.generation.start(self._model.thread, answer.id, params)
+            await answer.generation.start(self._model.thread, params)
         if body.stream:
             return EventStream(answer.events())
         return Response(await answer.whole(), media_type="application/json")

@@ -9,6 +9,7 @@ from slipstream.core.outputs import RequestMetrics
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.serve.engine_thread import EngineThread
+from slipstream.serve.logs import current_request_id
 from slipstream.serve.progress import Delta, Progress
 from slipstream.serve.protocol.usage import PromptTokensDetails, SpeculationUsage, Usage
 from slipstream.serve.stream import Stream
@@ -34,11 +35,11 @@ class Generation:
         self._streams: list[Stream] = []
         self._return_speculation, self._counts_output = return_speculation, counts_output
 
-    async def start(self, thread: EngineThread, request_id: str, params: SamplingParams) -> None:
+    async def start(self, thread: EngineThread, params: SamplingParams) -> None:
         """Queue everything or nothing; raises what `EngineThread.submit` does."""
         try:
             for prompt in self.prompts:
-                self._streams.append(await thread.submit(request_id, prompt, params))
+                self._streams.append(await thread.submit(current_request_id(), prompt, params))
         except BaseException:
             await self._leave()
             raise
