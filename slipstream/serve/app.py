@@ -1,6 +1,6 @@
 """The FastAPI application: routes, errors and the OpenAPI document."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 
 from slipstream import __version__
 from slipstream.serve.chat import Chats
@@ -16,6 +17,7 @@ from slipstream.serve.completions import Completions
 from slipstream.serve.document import Route, add_document
 from slipstream.serve.errors import TOLD, ApiError, as_api_error
 from slipstream.serve.frames import ClientGoneError
+from slipstream.serve.metrics import ServerMetrics
 from slipstream.serve.model import ServedModel
 from slipstream.serve.protocol.chat import ChatCompletion, ChatRequest
 from slipstream.serve.protocol.completions import Completion, CompletionRequest
@@ -32,8 +34,15 @@ _CLIENT_CLOSED = 499  # nobody reads it; for the log
 _GENERATES = (404, 415, 429, 500, 503, 504)
 
 
-def create_app(model: ServedModel) -> FastAPI:
-    """The application around a model; whoever runs it starts the engine's thread."""
+def create_app(
+    model: ServedModel, metrics: ServerMetrics | None = None, pages: Sequence[BaseRoute] = ()
+) -> FastAPI:
+    """The application around a model; whoever runs it starts the engine's thread.
+
+    Args:
+        metrics: shown at /metrics.
+        pages: further routes, which are no part of the document.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -90,6 +99,9 @@ def create_app(model: ServedModel) -> FastAPI:
         Route("GET", "/version", facts.version, Version),
     ]
     add_document(app, routes)
+    if metrics is not None:
+        _add_metrics(app, metrics)
+    app.router.routes.extend(pages)
     return app
 
 
@@ -123,6 +135,19 @@ class _Facts:
         return _json(Version(version=__version__))
 
 
+def _add_metrics(app: FastAPI, metrics: ServerMetrics) -> None:
+    """/metrics is for Prometheus, which has a form of its own."""
+
+    @app.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"description": "The metrics.", "content": {"text/plain": {}}}},
+    )
+    async def show_metrics() -> Response:
+        """Counts and times for Prometheus."""
+        return Response(metrics.render(), headers={"Content-Type": metrics.content_type})
+
+
 def _json(content: Any) -> Response:
     return Response(content.model_dump_json(), media_type="application/json")
 
@@ -133,9 +158,12 @@ def _add_errors(app: FastAPI) -> None:
     async def told(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
-    async def of_http(_: Request, error: Exception) -> Response:
+    async def of_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return ApiError(error.status_code, error.detail, headers=error.headers).response()
+        told = (
+            f"{request.method} {request.url.path}: {error.detail}; /openapi.json has what there is"
+        )
+        return ApiError(error.status_code, told, headers=error.headers).response()
 
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=_CLIENT_CLOSED)
