@@ -97,7 +97,7 @@ def test_what_is_no_json_object(live: Live, content: bytes) -> None:
         ({"bad_words": [""]}, "bad_words", "bad_words"),
         ({"stop_token_ids": [10**8]}, "stop_token_ids", "token ids go from 0"),
         ({"speculative": 3}, "speculative", "speculative"),
-        ({"speculative": {"k": 3}}, "speculative.k", "unknown field speculative.k"),
+        ({"speculative": {"k": 3}}, "speculative", "unknown field speculative.k"),
         ({"speculative": {"num_speculative_tokens": 9}}, "num_speculative_tokens", "at most 4"),
         ({"temprature": 1}, "temprature", "did you mean temperature?"),
         ({"use_beam_search": True}, "use_beam_search", "unknown field use_beam_search"),
