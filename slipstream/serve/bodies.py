@@ -66,7 +66,10 @@ def _telling(error: ErrorDetails) -> tuple[int, int]:
     return depth, int(error["type"] not in _WRONG_KIND)
 
 
-_WRONG_KIND = ("string_type", "list_type", "dict_type", "int_type", "none_required", "bool_type")
+_WRONG_KIND = (
+    *("string_type", "list_type", "dict_type", "int_type", "bool_type", "model_type"),
+    "none_required",
+)
 
 
 def _sentence(error: ErrorDetails, kind: type[RequestBody]) -> str:
@@ -77,7 +80,7 @@ def _sentence(error: ErrorDetails, kind: type[RequestBody]) -> str:
         return f"{where} is not supported: {REFUSALS[name]}"
     if error["type"] == "missing":
         return f"{where} is missing"
-    if error["type"] in _WRONG_KIND and where in _FORMS:
+    if error["type"] in (*_WRONG_KIND, "literal_error") and where in _FORMS:
         return f"{where} must be {_FORMS[where]}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":

@@ -1,6 +1,6 @@
 """/v1/chat/completions: answer conversations."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from time import time
 from typing import Any
@@ -141,13 +141,10 @@ def _check(body: ChatRequest) -> None:
 def _params(body: ChatRequest, tools: ToolUse, model: ServedModel) -> SamplingParams:
     shape = wanted_shape(body, body.response_format)
     if tools.grammar is not None:
-        if shape:
-            raise bad_request(
-                "tool_choice already says what the answer must be; leave response_format and the "
-                "like out",
-                "tool_choice",
-            )
+        _refuse(shape, "tools that are strict, required or named say what the answer must be")
         shape = {"grammar": tools.grammar}
+    elif tools.format is not None and not {"regex", "grammar"} & set(shape):
+        _refuse(shape, "JSON and choices leave no room for tool calls")
     overrides: dict[str, Any] = {}
     if tools.keeps_special(model.tokenizer):
         overrides["skip_special_tokens"] = False
@@ -159,3 +156,10 @@ def _params(body: ChatRequest, tools: ToolUse, model: ServedModel) -> SamplingPa
         shape,
         **overrides,
     )
+
+
+def _refuse(shape: Mapping[str, Any], why: str) -> None:
+    if shape:
+        raise bad_request(
+            f"{why}; leave response_format and the like out, or ask for tool_choice none", "tools"
+        )

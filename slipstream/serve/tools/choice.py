@@ -68,14 +68,18 @@ def choose_tools(body: ChatRequest, model: ServedModel) -> ToolUse:
         )
     single = body.parallel_tool_calls is False
     if choice == "auto":
-        _refuse_strict(body.tools)
-        return ToolUse(body.tools, format, single)
+        grammar = None
+        strict = [tool.function.name for tool in body.tools if tool.function.strict]
+        if strict:  # the others may have any arguments
+            schemas = {name: functions[name] if name in strict else {} for name in functions}
+            grammar = format.calls_amid_text(schemas, model.tokenizer)
+        return ToolUse(body.tools, format, single, grammar)
     if isinstance(choice, ChosenTool):
         name = choice.function.name
         if name not in functions:
             raise bad_request(f"tool_choice names {name}, which is not in tools", "tool_choice")
         functions, single = {name: functions[name]}, True
-    grammar = format.grammar(functions, model.tokenizer, several=not single)
+    grammar = format.only_calls(functions, model.tokenizer, several=not single)
     return ToolUse(body.tools, format, single, grammar)
 
 
@@ -86,13 +90,3 @@ def _functions(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
     if len(functions) < len(tools):
         raise bad_request("two tools have the same name; give each its own", "tools")
     return functions
-
-
-def _refuse_strict(tools: Sequence[Tool]) -> None:
-    strict = [tool.function.name for tool in tools if tool.function.strict]
-    if strict:
-        raise bad_request(
-            f"{strict[0]} is strict, which holds for tool_choice required or a named tool alone; "
-            "ask for one of these, or leave strict out",
-            "tools",
-        )
