@@ -1,5 +1,6 @@
 """The OpenAPI document: every body, every answer, every error."""
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ _ERRORS = {
     503: "The server is about to stop, or its engine has failed.",
     504: "The request was not done in the time that the server gives one.",
 }
+_PARAMETER = re.compile(r"\{(\w+)")
 _OF_ANY = (401, 408, 431, 503)
 _OF_BODIES = (400, 413)
 
@@ -90,6 +92,12 @@ def _operation(route: Route) -> dict[str, Any]:
             **{str(status): _error(status) for status in sorted(statuses)},
         }
     }
+    named = _PARAMETER.findall(route.path)
+    if named:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in named
+        ]
     if route.body is not None:
         operation["requestBody"] = {
             "required": True,
