@@ -19,8 +19,8 @@ from slipstream.serve.errors import TOLD, ApiError, as_api_error
 from slipstream.serve.frames import ClientGoneError
 from slipstream.serve.metrics import ServerMetrics
 from slipstream.serve.model import ServedModel
-from slipstream.serve.protocol.chat import ChatCompletion, ChatRequest
-from slipstream.serve.protocol.completions import Completion, CompletionRequest
+from slipstream.serve.protocol.chat import ChatChunk, ChatCompletion, ChatRequest
+from slipstream.serve.protocol.completions import Completion, CompletionChunk, CompletionRequest
 from slipstream.serve.protocol.server import Health, ModelCard, ModelList, Version
 from slipstream.serve.protocol.tokenize import (
     DetokenizeRequest,
@@ -77,7 +77,7 @@ def _routes(model: ServedModel) -> list[Route]:
             Completion,
             CompletionRequest,
             errors=_GENERATES,
-            streams=True,
+            chunk=CompletionChunk,
         ),
         Route(
             "POST",
@@ -86,7 +86,7 @@ def _routes(model: ServedModel) -> list[Route]:
             ChatCompletion,
             ChatRequest,
             errors=_GENERATES,
-            streams=True,
+            chunk=ChatChunk,
         ),
         Route("GET", "/v1/models", facts.models, ModelList),
         Route("GET", "/v1/models/{model:path}", facts.model, ModelCard, errors=(404,)),

@@ -58,6 +58,13 @@ PATHS = [
 ]
 
 
+def likely(body: dict[str, Any], turn: int) -> dict[str, Any]:
+    """A part of the fields: all of them together contradict each other; a random model is none."""
+    optional = sorted(set(body) - {"prompt", "messages", "tokens", "model"})
+    dropped = {name for place, name in enumerate(optional) if (place + turn) % 7}
+    return {name: value for name, value in body.items() if name not in dropped | {"model"}}
+
+
 @pytest.fixture(scope="module")
 def document(live: Live) -> Any:
     return schemathesis.openapi.from_url(f"{live.url}/openapi.json")
@@ -88,7 +95,7 @@ def test_every_answer_conforms(document: Any, method: str, path: str, mode: Gene
     @given(operation.as_strategy(generation_mode=mode))
     def run(case: Any) -> None:
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
-            case.body.pop("model", None)  # a random one is never there
+            case.body = likely(case.body, len(seen))
         answer = case.call_and_validate(checks=CHECKS, timeout=60)
         seen.append(answer.status_code)
 
