@@ -48,15 +48,21 @@ class Access:
 def bind(host: str, port: int) -> socket.socket:
     """The socket to listen on; UsageError where that is not possible.
 
-    Before a model is loaded, so that a port in use is known at once.
+    Before a model is loaded, so that a port in use is known at once. Nobody can connect until the
+    server listens on it.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
     except (OSError, OverflowError) as error:
         raise UsageError(
             f"cannot listen on {host}:{port} ({error}); choose another --host or --port"
         ) from error
+    return sock
 
 
 def guarded(app: ASGIApp, limits: ServeLimits, access: Access) -> tuple[ASGIApp, Door]:
@@ -95,6 +101,7 @@ def serve(
         server_header=False,
         timeout_keep_alive=round(limits.keep_alive_timeout),
         timeout_graceful_shutdown=_FLUSH_SECONDS,
+        backlog=_BACKLOG,
     )
     server = _Server(config, thread, door, limits.drain_timeout)
     server.run(sockets=[sock])
