@@ -32,6 +32,7 @@ from slipstream.serve.limits import (
     QueueFull,
     RequestFailed,
     ServeLimits,
+    Stopped,
 )
 from slipstream.serve.progress import Cursor, Progress
 from slipstream.serve.stream import Channel, Stream
@@ -294,7 +295,7 @@ class EngineThread:
                     self._wake.clear()
             self._take_in()
             for live in [*self._lives.values()]:
-                self._abort(live.channel, Draining())
+                self._abort(live.channel, Stopped())
         except Exception:
             logger.critical("the engine has failed; start the server again", exc_info=True)
         self._send()

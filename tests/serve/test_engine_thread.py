@@ -4,6 +4,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from time import monotonic
 from typing import Any
 
@@ -23,6 +24,7 @@ from slipstream.serve.limits import (
     QueueFull,
     RequestFailed,
     ServeLimits,
+    Stopped,
 )
 from slipstream.serve.progress import Delta, Progress
 from slipstream.serve.stream import Stream
@@ -169,7 +171,7 @@ def test_origins_say_what_each_step_did(llm: LLM) -> None:
         counts = [accepted.count(position) for position in range(3)]
         assert counts == metrics.num_accepted_tokens_per_pos
         assert {origin.kind for origin in origins} >= {"accepted", "plain"}
-        for before, origin in zip(origins, origins[1:], strict=False):
+        for before, origin in pairwise(origins):
             drafted = (before.position or 0) + 1 if before.kind == "accepted" else 0
             if origin.kind == "bonus":
                 assert drafted
@@ -341,7 +343,7 @@ def test_stopping_ends_what_runs(llm: LLM) -> None:
         thread.start()
         stream = await submit(thread, llm, LONG)
         await thread.stop()
-        with pytest.raises(Draining):
+        with pytest.raises(Stopped):
             await read(stream)
         assert not thread.alive
         check_all_free(llm)
