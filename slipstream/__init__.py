@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from slipstream.core.errors import CheckpointError, SlipstreamError, UsageError
     from slipstream.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from slipstream.core.sampling_params import SamplingParams
+    from slipstream.core.structured import StructuredOutput
     from slipstream.engine.llm import LLM
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ _HOMES = {
     "RequestOutput": "slipstream.core.outputs",
     "SamplingParams": "slipstream.core.sampling_params",
     "SlipstreamError": "slipstream.core.errors",
+    "StructuredOutput": "slipstream.core.structured",
     "UsageError": "slipstream.core.errors",
 }
 
@@ -30,6 +32,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SlipstreamError",
+    "StructuredOutput",
     "UsageError",
     "__version__",
 ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.structured import Guide
 
 
 class RequestStatus(Enum):
@@ -16,11 +17,13 @@ class RequestStatus(Enum):
 
 
 class FinishReason(Enum):
-    """Why an output ended: a stop token or string, a limit, or its user."""
+    """Why an output ended: a stop token or string or a complete grammar, a limit, its user, or a
+    token that its grammar does not allow (where nothing else was left to sample)."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
 
 
 @dataclass(eq=False)
@@ -45,6 +48,7 @@ class Request:
         num_speculative_tokens: most draft tokens a step, resolved (0 never drafts).
         arrival: place in the queue; the smaller goes first.
         bad_words: token sequences that are never completed (from `params.bad_words`).
+        guide: takes in every token of the output, where it has to follow a grammar.
     """
 
     request_id: str
@@ -56,6 +60,7 @@ class Request:
     num_speculative_tokens: int
     arrival: int
     bad_words: tuple[tuple[int, ...], ...] = ()
+    guide: Guide | None = None
     num_prompt_tokens: int = field(init=False)
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -65,6 +70,7 @@ class Request:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was admitted
     num_steps: int = 0  # verification steps so far; keys the noise, survives preemption
     num_preemptions: int = 0
+    drafter_computed: int = 0  # leading tokens that the drafter had behind the last known step
     steps_in_flight: int = 0  # planned, with results not taken in yet
 
     def __post_init__(self) -> None:

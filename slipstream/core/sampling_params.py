@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 from slipstream.core.errors import UsageError
+from slipstream.core.structured import StructuredOutput
 
 SEED_BITS = 64
 
@@ -36,6 +37,8 @@ class SamplingParams:
         logprobs, prompt_logprobs: how many alternatives to report per token (0: the token alone),
             of the target's raw logits, before penalties and temperature.
         num_speculative_tokens: draft tokens per step for this request, 0 to the engine's K.
+        structured: what the output must be; it ends where nothing can follow. Needs the extra
+            `structured`.
     """
 
     n: int = 1
@@ -60,6 +63,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = field(default=None)
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         # Elsewhere None is how these are left out.
@@ -69,6 +73,10 @@ class SamplingParams:
         self._check_counts()
         self._check_numbers()
         self._check_words()
+        _require(
+            self.structured is None or isinstance(self.structured, StructuredOutput),
+            f"structured must be a StructuredOutput, not {self.structured!r}",
+        )
 
     @property
     def greedy(self) -> bool:

@@ -6,6 +6,8 @@ from slipstream.cache.block_manager import BlockManager
 from slipstream.cache.kv_cache import KVCache, KVLayout
 from slipstream.core.config import EngineConfig
 from slipstream.engine.engine import Engine
+from slipstream.engine.grammar import Grammars
+from slipstream.engine.guidance import Guidance
 from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.named_target import with_named_target
 from slipstream.engine.reasons import Reasons
@@ -108,8 +110,12 @@ def assemble(
     on_device = loaded_drafter.limits.on_device
     graphs = _captured(round, not on_device, state, sampling, resolved, progress_bar)
     runs_ahead = on_device and config.async_scheduling is not False
-    step = Step(scheduler, round, drafter, state, sampling, graphs, runs_ahead, needs.features)
-    return Engine(resolved, scheduler, step, LogprobReader(runner, tokenizer), tokenizer)
+    grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
+    guidance = Guidance(grammars, sampling, limits.num_speculative_tokens)
+    step = Step(
+        scheduler, round, drafter, state, sampling, graphs, guidance, runs_ahead, needs.features
+    )
+    return Engine(resolved, scheduler, step, LogprobReader(runner, tokenizer), tokenizer, grammars)
 
 
 def _captured(

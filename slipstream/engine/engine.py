@@ -7,7 +7,9 @@ from slipstream.core.errors import UsageError
 from slipstream.core.outputs import RequestMetrics
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.structured import StructuredOutput
 from slipstream.engine.detokenizer import Detokenizer
+from slipstream.engine.grammar import Grammars
 from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.metrics import EngineMetrics
 from slipstream.engine.prompts import EncodedPrompt
@@ -32,8 +34,9 @@ class Engine:
         step: Step,
         logprobs: LogprobReader,
         tokenizer: Tokenizer | None,
+        grammars: Grammars,
     ) -> None:
-        self.resolved, self.tokenizer = resolved, tokenizer
+        self.resolved, self.tokenizer, self._grammars = resolved, tokenizer, grammars
         self.metrics = EngineMetrics()
         self._scheduler, self._step, self._logprobs = scheduler, step, logprobs
         self._submissions: dict[str, Submission] = {}
@@ -50,6 +53,19 @@ class Engine:
         """For looking at; the engine alone schedules."""
         return self._scheduler
 
+    def compile(self, structured: StructuredOutput) -> None:
+        """Have a grammar ready for `add`, which then waits for nothing. From any thread.
+
+        Raises:
+            UsageError: it cannot be used, or this engine has no use for it.
+        """
+        if self.resolved.verification.synthetic_rates is not None:
+            raise UsageError(
+                "structured output needs drafts that are judged by the target; leave out "
+                "rejection_sample_method synthetic"
+            )
+        self._grammars.compile(structured)
+
     def add(self, request_id: str, prompt: EncodedPrompt, params: SamplingParams) -> Submission:
         """Queue a request; its n samples are requests of their own.
 
@@ -58,6 +74,8 @@ class Engine:
         """
         if request_id in self._submissions:
             raise UsageError(f"request id {request_id!r} is in use; choose another")
+        if params.structured is not None:
+            self.compile(params.structured)
         samples = [self._sample(request_id, prompt, params, index) for index in range(params.n)]
         wants_prompt = params.prompt_logprobs is not None
         submission = Submission(
@@ -250,6 +268,8 @@ class Engine:
             arrival=number,
             bad_words=prompt.bad_words,
         )
+        if params.structured is not None:
+            request.guide = self._grammars.guide(params.structured, request.stop_token_ids)
         detokenizer = self._detokenizer(params)
         return Sample(index, request, detokenizer, None if params.logprobs is None else [])
 

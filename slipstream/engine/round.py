@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from slipstream.core.limits import StepLimits
 from slipstream.kernels.preparation import preparation_for
@@ -30,6 +31,43 @@ class Proposal:
     draft: Draft
     began: Tensor
     drafted: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Steering:
+    """What the host made of a draft that grammars have a say in; tensors on the device.
+
+    Attributes:
+        token_ids: [R, K] int64, in place of the draft's.
+        num_tokens: [R] int64.
+        certain: [R, K] bool, tokens of which the grammar was certain.
+        kept: [R] int64, how many of the first are what the drafter proposed.
+        allowed: [N, ceil(V / 32)] int32, see `SampleRows`; a request's first row is filled in from
+            the sampling state.
+    """
+
+    token_ids: Tensor
+    num_tokens: Tensor
+    certain: Tensor
+    kept: Tensor
+    allowed: Tensor
+
+    def steer(self, turn: Turn, draft: Draft) -> tuple[Turn, Draft]:
+        """The turn and the draft as the grammars have them."""
+        probs = draft.probs
+        missing = self.token_ids.shape[1] - draft.token_ids.shape[1]
+        if probs is not None and missing:
+            probs = pad(probs, (0, 0, 0, missing))
+        # Of padding nothing is known here.
+        num_tokens = torch.where(turn.at_end, self.num_tokens, 0)
+        steered = replace(
+            draft,
+            token_ids=self.token_ids,
+            num_tokens=num_tokens,
+            probs=probs,
+            certain=None if probs is None else self.certain,
+        )
+        return replace(turn, kept=self.kept), steered
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +133,13 @@ class Round:
         return Proposal(draft, began, self._now())
 
     @torch.inference_mode()
-    def judge(self, turn: Turn, proposal: Proposal) -> Outcome:
+    def judge(self, turn: Turn, proposal: Proposal, steering: Steering | None = None) -> Outcome:
         """One pass of the target over known and draft tokens, the verdict, and what follows."""
         draft = proposal.draft
+        if steering is not None:
+            turn, draft = steering.steer(turn, draft)
+            tables = self._state.tables
+            self._preparation.write_tokens(tables, turn.slots, draft.token_ids, draft.num_tokens)
         forward = self._forward(turn, draft)
         num_rows = None
         hidden = forward.hidden
@@ -105,7 +147,8 @@ class Round:
             num_rows = turn.num_requests + int(draft.num_tokens.sum())
             hidden = forward.ends(draft.num_tokens + 1, num_rows)
         logits = self._runner.logits(hidden)
-        verdict = self._verify(turn, draft, logits, num_rows)
+        allowed = None if steering is None else steering.allowed
+        verdict = self._verify(turn, draft, logits, num_rows, allowed)
         if verdict.path is not None:
             self._runner.keep_path(turn.slots, verdict.path, verdict.num_accepted)
         verdict = self._commit(turn, verdict)
@@ -149,19 +192,15 @@ class Round:
         rows = Rows(turn.slots, starts, lengths, None, turn.rereads, tree=tree)
         return self._runner.forward(rows)
 
-    def _verify(self, turn: Turn, draft: Draft, logits: Tensor, num_rows: int | None) -> Verdict:
+    def _verify(
+        self,
+        turn: Turn,
+        draft: Draft,
+        logits: Tensor,
+        num_rows: int | None,
+        allowed: Tensor | None,
+    ) -> Verdict:
         """The verdict on every request's draft."""
-        if draft.tree is not None:
-            trees = DraftedTrees(
-                nodes=draft.tree,
-                slots=turn.slots,
-                positions=self._state.num_tokens[turn.slots],
-                token_ids=draft.token_ids,
-                num_nodes=draft.num_tokens,
-                most_accepted=self._acceptable(turn.slots),
-                num_rows=num_rows,
-            )
-            return verify_trees(logits, trees, self._sampling, turn.uses, self._verification)
         rows = SampleRows.build(
             turn.slots,
             self._state.num_tokens[turn.slots],
@@ -172,6 +211,22 @@ class Round:
             draft.vocabulary,
             num_rows=num_rows,
         )
+        if allowed is not None:
+            assert self._sampling.allowed_next is not None
+            allowed.index_copy_(0, rows.first_row, self._sampling.allowed_next[turn.slots])
+            rows = replace(rows, allowed=allowed, certain=draft.certain)
+        if draft.tree is not None:
+            trees = DraftedTrees(
+                nodes=draft.tree,
+                slots=turn.slots,
+                positions=self._state.num_tokens[turn.slots],
+                token_ids=draft.token_ids,
+                num_nodes=draft.num_tokens,
+                most_accepted=self._acceptable(turn.slots),
+                num_rows=num_rows,
+                allowed=allowed,
+            )
+            return verify_trees(logits, trees, self._sampling, turn.uses, self._verification)
         return verify(logits, rows, self._sampling, turn.uses, self._verification)
 
     def _commit(self, turn: Turn, verdict: Verdict) -> Verdict:

@@ -11,6 +11,7 @@ from slipstream.core.errors import UsageError
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.engine.admission import check_fits
+from slipstream.engine.endings import append_output
 from slipstream.engine.invariants import arrival, check_places, check_queues
 
 
@@ -328,38 +329,18 @@ class Scheduler:
     def _commit_one(self, item: ScheduledRequest, gain: Committed) -> None:
         request = item.request
         _check_gain(item, gain)
-        ending = self._append(request, gain.token_ids)
+        ending = append_output(request, gain.token_ids, self.limits.max_model_len)
         # Without an ending this is num_tokens - 1: the bonus or recovered token is not computed.
         # With one, the output may have been cut inside the accepted drafts.
         computed = request.num_computed + item.num_new_tokens + gain.num_accepted
         request.num_computed = min(computed, request.num_tokens)
         request.num_steps += bool(gain.token_ids)
+        request.drafter_computed = gain.drafter_computed
         self._index(request, gain.drafter_computed)
         if ending is not None:
             self.finish(request, *ending)
         elif not request.steps_in_flight:  # or that step may still write to these blocks
             self.block_manager.rewind(request.request_id, request.num_tokens)
-
-    def _append(
-        self, request: Request, token_ids: Sequence[int]
-    ) -> tuple[FinishReason, int | None] | None:
-        """Append tokens up to the first that ends the output; how it ended, if it did."""
-        for token in token_ids:
-            # A stop token counts only behind min_tokens others.
-            stops = (
-                token in request.stop_token_ids
-                and request.num_output_tokens >= request.params.min_tokens
-            )
-            request.token_ids.append(token)
-            if stops:
-                named = token in request.params.stop_token_ids
-                return FinishReason.STOP, token if named else None
-            if (
-                request.num_output_tokens >= request.max_tokens
-                or request.num_tokens >= self.limits.max_model_len
-            ):
-                return FinishReason.LENGTH, None
-        return None
 
     def _index(self, request: Request, drafter_computed: int) -> None:
         """Offer full blocks to later requests, as far as all that belongs in them is there."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from slipstream.core.batch import Batch, Committed
 from slipstream.core.request import Request
+from slipstream.engine.guidance import Guidance
 from slipstream.engine.round import NUM_COUNTS, NUM_TIMES, Outcome, Proposal, Round
 from slipstream.engine.scheduler import Scheduler
 from slipstream.runner.device_state import DeviceState
@@ -80,6 +82,7 @@ class Step:
 
     Args:
         graphs: of rounds; None where nothing is captured.
+        guidance: between proposal and verdict, for requests that follow a grammar.
         runs_ahead: whether to launch steps early; needs a drafter that needs nothing of the host.
         rereads: the drafter wants features of the last cached token of a prefix hit.
     """
@@ -92,11 +95,13 @@ class Step:
         state: DeviceState,
         sampling: SamplingState,
         graphs: GraphRunner | None,
+        guidance: Guidance,
         runs_ahead: bool,
         rereads: bool,
     ) -> None:
         self._scheduler, self._round, self._drafter = scheduler, round, drafter
         self._state, self._sampling, self._graphs = state, sampling, graphs
+        self._guidance = guidance
         self._runs_ahead, self._rereads = runs_ahead, rereads
         self._ended = 0.0
 
@@ -127,7 +132,8 @@ class Step:
         (or the host needs what a further step would overwrite)."""
         if not (last.padded and self._runs_ahead):
             return None
-        if any(item.request.params.logprobs is not None for item in last.batch.requests):
+        requests = [item.request for item in last.batch.requests]
+        if any(it.params.logprobs is not None or it.guide is not None for it in requests):
             return None
         batch = self._scheduler.schedule_ahead(last.batch)
         return None if batch is None else self.launch(batch)
@@ -167,19 +173,26 @@ class Step:
         if guesses is not None:
             pairs = zip(guesses, drafts, strict=True)
             drafts = [most if guess is None else len(guess) for guess, most in pairs]
+        slots = [item.request.slot for item in items]
+        uses = self._sampling.uses(slots)
+        width = max(drafts)
+        if Uses.GRAMMAR in uses:  # which may have something to say where a drafter has not
+            width = max(item.num_draft_tokens for item in items)
         return Plan(
-            slots=[item.request.slot for item in items],
+            slots=slots,
             num_new_tokens=[item.num_new_tokens for item in items],
             num_draft_tokens=drafts,
             at_end=[item.reaches_end for item in items],
-            width=max(drafts),
-            uses=self._sampling.uses([item.request.slot for item in items]),
+            width=width,
+            uses=uses,
             guesses=guesses,
             rereads=[int(self._rereads and item.admitted and item.start > 0) for item in items],
         )
 
     def _run(self, batch: Batch, plan: Plan) -> tuple[Outcome, bool]:
         """The round, and whether it was a replay."""
+        if Uses.GRAMMAR in plan.uses:
+            return self._run_guided(batch, plan)
         if self._graphs is None or Uses.BAD_WORDS in plan.uses:
             return self._round(plan.on(self._state.device)), False
         if batch.is_decode:
@@ -190,6 +203,25 @@ class Step:
             return self._round(turn), False
         proposal = self._graphs.run("propose", self._round.propose, plan)
         return self._round.judge(turn, _first(proposal, turn.num_requests)), False
+
+    def _run_guided(self, batch: Batch, plan: Plan) -> tuple[Outcome, bool]:
+        """The same with the host between proposal and verdict: grammars live there."""
+        guidance, round, graphs = self._guidance, self._round, self._graphs
+        guidance.open(batch)
+        turn = plan.on(self._state.device)
+        if graphs is None or Uses.BAD_WORDS in plan.uses:
+            proposal = round.propose(turn)
+        elif batch.is_decode or (plan.width and plan.guesses is None):
+            proposal = graphs.run("propose", round.propose, plan)
+            if batch.is_decode:
+                steering = guidance.steer_padded(batch, plan, proposal.draft)
+                judge = partial(round.judge, proposal=proposal, steering=steering)
+                return graphs.run("judge", judge, plan), True
+            proposal = _first(proposal, turn.num_requests)
+        else:
+            proposal = round.propose(turn)
+        steering = guidance.steer(batch, plan, proposal.draft)
+        return round.judge(turn, proposal, steering), False
 
 
 def _first(proposal: Proposal, requests: int) -> Proposal:

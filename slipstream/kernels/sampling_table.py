@@ -66,6 +66,7 @@ class JudgedRows:
     draft_probs: Tensor | None
     draft_vocabulary: Tensor | None
     allowed: Tensor | None
+    certain: Tensor | None = None
 
 
 class VerifyOp(Protocol):

@@ -65,6 +65,10 @@ class Tokenizer:
         """The text of token ids; ids that no token has are left out."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def to_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json, special tokens marked."""
+        return self._backend.to_str()
+
     @property
     def vocab_size(self) -> int:
         """How many tokens there are, added ones included (a model may have more rows)."""

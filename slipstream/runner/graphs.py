@@ -22,7 +22,8 @@ TurnFunction = Callable[[Turn], T]
 
 LEAN = (frozenset[Uses](), frozenset({Uses.SAMPLING}))
 # Words that must not be completed are looked for on the host.
-FULL = frozenset(Uses) - {Uses.BAD_WORDS}
+FULL = frozenset(Uses) - {Uses.BAD_WORDS, Uses.GRAMMAR}
+GUIDED = frozenset({Uses.GRAMMAR})
 
 
 def captures_graphs(device: torch.device, enforce_eager: bool) -> bool:
@@ -145,10 +146,11 @@ class GraphRunner:
     def _key(self, name: str, plan: Plan) -> _Key:
         bucket = next(size for size in self._buckets if size >= len(plan.slots))
         width = self._width if plan.width else 0
-        uses = plan.uses
+        uses, guided = plan.uses - GUIDED, plan.uses & GUIDED
         if uses not in LEAN:
             uses = FULL
             self._sampling.allocate_all()
+        uses |= guided
         if self._generation != self._sampling.generation:
             self._graphs = {key: it for key, it in self._graphs.items() if key.uses in LEAN}
             self._generation = self._sampling.generation

@@ -79,6 +79,8 @@ class Turn:
         exact: passes compute exactly the rows that there are, for which the host may wait to
             learn how many; otherwise each request gets as many as it can have at most, and the
             host waits for nothing.
+        kept: [R] int64, how many of the draft's first tokens are what the drafter proposed; None:
+            all of them.
     """
 
     slots: Tensor
@@ -90,6 +92,7 @@ class Turn:
     width: int
     uses: frozenset[Uses]
     exact: bool
+    kept: Tensor | None = None
 
     @classmethod
     def over(cls, columns: Tensor, width: int, uses: frozenset[Uses], exact: bool) -> "Turn":

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState, Uses
@@ -135,8 +136,44 @@ def _withhold_stops(logits: Tensor, rows: SampleRows, state: SamplingState) -> T
 def _forbid(logits: Tensor, allowed: Tensor) -> Tensor:
     """allowed: [N, ceil(V / 32)] int32, a bit for each token."""
     token = torch.arange(logits.shape[-1], device=logits.device)
-    bits = allowed[:, token // 32] >> (token % 32)
-    return logits.masked_fill((bits & 1) == 0, -torch.inf)
+    return logits.masked_fill(_forbidden(allowed, token), -torch.inf)
+
+
+def _forbidden(allowed: Tensor, token: Tensor) -> Tensor:
+    """[N, n] bool, of tokens [n]."""
+    return ((allowed[:, token // 32] >> (token % 32)) & 1) == 0
+
+
+def allow_next(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    state: SamplingState,
+    uses: frozenset[Uses],
+    vocabulary: Tensor | None = None,
+) -> Tensor:
+    """A drafter's logits without what grammars forbid behind the known tokens.
+
+    What they forbid behind a draft token is not known on the device. Where all that a drafter knows
+    is forbidden its logits stay as they are, and the target will refuse the guess.
+
+    Args:
+        logits: [n, V], left as it is.
+        slots, positions: [n] int64, of the tokens that these logits are for.
+        uses: of the requests.
+        vocabulary: [V], the token ids of the columns; None for those from 0 on.
+    """
+    if Uses.GRAMMAR not in uses:
+        return logits
+    assert state.allowed_next is not None
+    if vocabulary is None:
+        columns = min(logits.shape[-1], state.vocab_size)
+        vocabulary = torch.arange(columns, device=logits.device)
+    known = state.num_prompt_tokens[slots] + state.num_output_tokens[slots]
+    forbidden = _forbidden(state.allowed_next[slots], vocabulary)
+    forbidden &= (positions == known).unsqueeze(1) & ~forbidden.all(1, keepdim=True)
+    forbidden = pad(forbidden, (0, logits.shape[-1] - len(vocabulary)))
+    return logits.masked_fill(forbidden, -torch.inf)
 
 
 def ban_words(logits: Tensor, rows: SampleRows, state: SamplingState) -> Tensor:

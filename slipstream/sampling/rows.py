@@ -31,6 +31,8 @@ class SampleRows:
         ragged_rows: N where rows are ragged; None where they are uniform.
         allowed: [N, ceil(V / 32)] int32 or None: bit v % 32 of word v // 32 says whether a grammar
             allows token v in that row.
+        certain: [R, K] bool or None: draft tokens that were not sampled, though the others of their
+            request were; their probability counts as 1.
         depths: [R] int64 where every request is a single row, that of a node of a token tree: so
             many of its `draft_tokens` stand before the row, none of them is judged.
     """
@@ -44,6 +46,7 @@ class SampleRows:
     draft_vocabulary: Tensor | None = None
     ragged_rows: int | None = None
     allowed: Tensor | None = None
+    certain: Tensor | None = None
     depths: Tensor | None = None
 
     @classmethod
@@ -136,6 +139,7 @@ class SampleRows:
             draft_probs=self.draft_probs,
             draft_vocabulary=self.draft_vocabulary,
             allowed=self.allowed,
+            certain=self.certain,
         )
 
     # Worked out when it is first asked for: a graph of fused ops does without.

@@ -38,6 +38,7 @@ class Uses(Enum):
     BIAS = "logit_bias or allowed_token_ids"
     MIN_TOKENS = "min_tokens"
     BAD_WORDS = "bad_words"
+    GRAMMAR = "structured output"
 
 
 class SamplingState:
@@ -58,6 +59,8 @@ class SamplingState:
         output_counts: [S, V] int32 or None, how often each token was generated.
         prompt_mask: [S, V] bool or None, which tokens the prompt holds.
         bias: [S, V] float32 or None, logit_bias, and -inf outside allowed_token_ids.
+        allowed_next: [S, ceil(V / 32)] int32 or None, the tokens that a grammar allows behind the
+            known ones, a bit each; all where there is no grammar.
         ints, floats: [S, 6], the numbers above, packed.
         generation: rises whenever one of these tensors is replaced: whoever keeps their addresses
             (a captured graph) must then look again.
@@ -100,11 +103,13 @@ class SamplingState:
         self.output_counts: Tensor | None = None
         self.prompt_mask: Tensor | None = None
         self.bias: Tensor | None = None
+        self.allowed_next: Tensor | None = None
         self._requests: list[Request | None] = [None] * max_num_seqs
         self._slots: dict[Uses, set[int]] = {use: set() for use in Uses}
         # What the device holds, so that only what changes is copied.
         self._stop_ids: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._biased: set[int] = set()
+        self._guided: set[int] = set()
 
     def admit(self, slot: int, request: Request) -> None:
         """Give the slot to a request, with everything it has generated so far.
@@ -129,6 +134,7 @@ class SamplingState:
             assert self.bias is not None
             self.bias[slot].zero_()
             self._biased.discard(slot)
+        self._open_grammar(slot, Uses.GRAMMAR in uses)
 
     def release(self, slot: int) -> None:
         """The slot's request has left; nothing is computed for the slot any more."""
@@ -231,6 +237,18 @@ class SamplingState:
             self.generation += 1
         return self.bias
 
+    def _open_grammar(self, slot: int, guided: bool) -> None:
+        """Until it is said what a grammar allows, all tokens are."""
+        if guided and self.allowed_next is None:
+            shape = (self.max_num_seqs, -(-self.vocab_size // 32))
+            self.allowed_next = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        if slot in self._guided and not guided:
+            assert self.allowed_next is not None
+            self.allowed_next[slot].fill_(-1)
+            self._guided.discard(slot)
+        elif guided:
+            self._guided.add(slot)
+
     def _fill_history(self, slot: int, request: Request) -> None:
         output_counts, prompt_mask = self._history()
         ids = send(torch.tensor(request.token_ids, dtype=torch.int64), self.device)
@@ -263,6 +281,7 @@ def _uses(request: Request) -> set[Uses]:
         Uses.BIAS: bool(params.logit_bias) or params.allowed_token_ids is not None,
         Uses.MIN_TOKENS: params.min_tokens > 0 and bool(request.stop_token_ids),
         Uses.BAD_WORDS: bool(request.bad_words),
+        Uses.GRAMMAR: request.guide is not None,
     }
     return {use for use, answer in answers.items() if answer}
 

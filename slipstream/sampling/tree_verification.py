@@ -62,6 +62,7 @@ class DraftedTrees:
         most_accepted: [R] int64, how many may be accepted, however deep the tree is.
         num_rows: the sum of `num_nodes` and R, for ragged rows; None for K + 1 rows a request. Row
             i of a request is that of its node i.
+        allowed: [N, ceil(V / 32)] int32 or None, see `SampleRows`.
     """
 
     nodes: TreeNodes
@@ -71,6 +72,7 @@ class DraftedTrees:
     num_nodes: Tensor
     most_accepted: Tensor
     num_rows: int | None
+    allowed: Tensor | None = None
 
 
 def verify_trees(
@@ -117,6 +119,7 @@ def _node_rows(trees: DraftedTrees, layout: SampleRows, uses: frozenset[Uses]) -
         num_draft_tokens=torch.zeros_like(request),
         one_hot=torch.ones_like(request, dtype=torch.bool),
         depths=depths,
+        allowed=trees.allowed,
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.kernels.sampling_table import Needs, sampling_ops_for
-from slipstream.sampling.logits import ban_words, probabilities, process
+from slipstream.sampling.logits import allow_next, ban_words, probabilities, process
 from slipstream.sampling.noise import NoiseKeys, Purpose, gumbel, uniform
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState, Uses
@@ -116,6 +116,7 @@ def sample_draft(
     greedy_only: bool = False,
     use_fp64_gumbel: bool = False,
     probs_out: Tensor | None = None,
+    vocabulary: Tensor | None = None,
 ) -> Tensor:
     """Sample one draft token for each request.
 
@@ -134,10 +135,12 @@ def sample_draft(
         probs_out: [R, min(V, num_legal_tokens)] float32, of any row stride: receives the very
             numbers that the tokens were sampled from; zeros for greedy requests. It is given when
             any request is sampled, and only then.
+        vocabulary: [V] int64, the token ids of the columns of `logits`; None for those from 0 on.
 
     Returns:
-        [R] int64.
+        [R] int64, columns.
     """
+    logits = allow_next(logits, slots, positions, state, uses, vocabulary)
     is_plain = greedy_only or Uses.SAMPLING not in uses
     assert (probs_out is None) == is_plain, "probs_out belongs to batches that are sampled"
     ops = sampling_ops_for(state.device)
@@ -224,7 +227,13 @@ def _draft_probability(rows: SampleRows, drafted: Tensor) -> Tensor:
     known = index < rows.draft_probs.shape[-1]
     index = torch.where(known, index, 0).unsqueeze(-1)
     probability = rows.draft_probs.gather(-1, index).squeeze(-1) * known
-    return torch.where(rows.one_hot.unsqueeze(-1), 1.0, probability)
+    return torch.where(_certain_places(rows), 1.0, probability)
+
+
+def _certain_places(rows: SampleRows) -> Tensor:
+    """[R, K] or [R, 1] bool, which draft tokens were not sampled."""
+    one_hot = rows.one_hot.unsqueeze(-1)
+    return one_hot if rows.certain is None else one_hot | rows.certain
 
 
 def _sample_last(
@@ -239,8 +248,11 @@ def _sample_last(
     is_refused = refused >= 0
     weights = target
     if rows.max_draft_tokens:
-        draft = _last_draft_probs(rows, num_accepted)
-        one_hot_token = torch.where(rows.one_hot, refused, PADDING)
+        certain = _certain_places(rows).expand(rows.draft_tokens.shape)
+        place = num_accepted.clamp_max(rows.max_draft_tokens - 1)
+        certain = certain.gather(-1, place.unsqueeze(-1)).squeeze(-1)
+        draft = _last_draft_probs(rows, place, certain)
+        one_hot_token = torch.where(certain, refused, PADDING)
         residual = _residual(target, draft, rows.draft_vocabulary, one_hot_token)
         # Where p and q are equal up to rounding nothing is left, and p is as good.
         usable = is_refused & (residual.sum(-1) > 0)
@@ -258,13 +270,12 @@ def _refused_token(rows: SampleRows, num_accepted: Tensor) -> Tensor:
     return pad(drafted, (0, 1), value=PADDING).gather(-1, num_accepted.unsqueeze(-1)).squeeze(-1)
 
 
-def _last_draft_probs(rows: SampleRows, num_accepted: Tensor) -> Tensor | None:
-    """[R, Vq], what the first refused draft token was sampled from; zeros for one-hot drafts."""
+def _last_draft_probs(rows: SampleRows, place: Tensor, certain: Tensor) -> Tensor | None:
+    """[R, Vq], what the draft token in this place was sampled from; zeros for certain ones."""
     if rows.draft_probs is None:
         return None
-    batch = torch.arange(rows.num_requests, device=num_accepted.device)
-    place = num_accepted.clamp_max(rows.max_draft_tokens - 1)
-    return rows.draft_probs[batch, place].masked_fill_(rows.one_hot.unsqueeze(-1), 0.0)
+    batch = torch.arange(rows.num_requests, device=place.device)
+    return rows.draft_probs[batch, place].masked_fill_(certain.unsqueeze(-1), 0.0)
 
 
 def _residual(

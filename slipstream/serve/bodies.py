@@ -54,15 +54,22 @@ def _refusal(errors: Sequence[ErrorDetails], kind: type[RequestBody]) -> ApiErro
     """Of several members of a union that do not fit, the one that got furthest tells most."""
     field = errors[0]["loc"][:1]
     same = [error for error in errors if error["loc"][:1] == field]
-    told = max(same, key=lambda error: (_depth(error), error["type"] not in _WRONG_KIND))
+    told = max(same, key=_telling)
     return bad_request(_sentence(told, kind), str(field[0]) if field else None)
 
 
-_WRONG_KIND = ("string_type", "list_type", "dict_type", "int_type", "none_required", "bool_type")
+def _telling(error: ErrorDetails) -> tuple[int, int]:
+    """A field that should not be there may be the one that is missing, misspelt."""
+    depth = sum(isinstance(step, int) or step.isidentifier() for step in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return depth, 2
+    return depth, int(error["type"] not in _WRONG_KIND)
 
 
-def _depth(error: ErrorDetails) -> int:
-    return sum(isinstance(step, int) or step.isidentifier() for step in error["loc"])
+_WRONG_KIND = (
+    *("string_type", "list_type", "dict_type", "int_type", "bool_type", "model_type"),
+    "none_required",
+)
 
 
 def _sentence(error: ErrorDetails, kind: type[RequestBody]) -> str:
@@ -73,6 +80,8 @@ def _sentence(error: ErrorDetails, kind: type[RequestBody]) -> str:
         return f"{where} is not supported: {REFUSALS[name]}"
     if error["type"] == "missing":
         return f"{where} is missing"
+    if error["type"] in (*_WRONG_KIND, "literal_error") and where in _FORMS:
+        return f"{where} must be {_FORMS[where]}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{where}: {message}" if where else message
@@ -89,6 +98,14 @@ def _place(location: Sequence[int | str]) -> str:
             place += f".{step}" if place else step
     return place
 
+
+# What fields may be that may be several things.
+_FORMS = {
+    "prompt": "a text, token ids, or a list of texts and lists of token ids",
+    "stop": "a text or a list of texts",
+    "tool_choice": '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+    "guided_json": "a JSON schema, as an object or a text",
+}
 
 _UNION_MEMBERS = (
     *("str", "int", "float", "bool", "TextPart", "ChosenTool"),

@@ -1,6 +1,6 @@
 """/v1/chat/completions: answer conversations."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from time import time
 from typing import Any
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.serve.bodies import read_body
 from slipstream.serve.chat_choice import ChatAnswerChoice
-from slipstream.serve.conversation import render
+from slipstream.serve.conversation import render, require_template
 from slipstream.serve.errors import bad_request
 from slipstream.serve.frames import DONE, EventStream, Frames, failure_frame, unless_gone
 from slipstream.serve.generation import Generation
@@ -39,7 +39,8 @@ class Chats:
 
     async def _begin(self, body: ChatRequest) -> Response:
         model = self._model
-        tools = choose_tools(body, model.tool_format, model.tokenizer)
+        require_template(model.template)
+        tools = choose_tools(body, model)
         params = _params(body, tools, model)
         text = await model.aside(render, model.template, body, tools.told)
         prompts = await model.aside(model.encode, [text], params, body.add_special_tokens is True)
@@ -71,13 +72,15 @@ class _Answer:
             async for progress in steps:
                 for delta in progress.deltas:
                     self._choices[delta.index].collect(delta)
+        rows = {}
+        if self._body.prompt_logprobs is not None:
+            rows["prompt_logprobs"] = self._of_prompt(self._body.prompt_logprobs)
         answer = ChatCompletion(
             **self._head("chat.completion"),
             choices=[ChatChoice(**choice.whole()) for choice in self._choices],
             usage=self._generation.usage(),
+            **rows,
         )
-        if self._body.prompt_logprobs is not None:
-            answer.prompt_logprobs = self._of_prompt(self._body.prompt_logprobs)
         return answer.model_dump_json(exclude_unset=True).encode()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -138,13 +141,10 @@ def _check(body: ChatRequest) -> None:
 def _params(body: ChatRequest, tools: ToolUse, model: ServedModel) -> SamplingParams:
     shape = wanted_shape(body, body.response_format)
     if tools.grammar is not None:
-        if shape:
-            raise bad_request(
-                "tool_choice already says what the answer must be; leave response_format and the "
-                "like out",
-                "tool_choice",
-            )
+        _refuse(shape, "tools that are strict, required or named say what the answer must be")
         shape = {"grammar": tools.grammar}
+    elif tools.format is not None and not {"regex", "grammar"} & set(shape):
+        _refuse(shape, "JSON and choices leave no room for tool calls")
     overrides: dict[str, Any] = {}
     if tools.keeps_special(model.tokenizer):
         overrides["skip_special_tokens"] = False
@@ -156,3 +156,10 @@ def _params(body: ChatRequest, tools: ToolUse, model: ServedModel) -> SamplingPa
         shape,
         **overrides,
     )
+
+
+def _refuse(shape: Mapping[str, Any], why: str) -> None:
+    if shape:
+        raise bad_request(
+            f"{why}; leave response_format and the like out, or ask for tool_choice none", "tools"
+        )

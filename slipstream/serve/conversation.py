@@ -32,12 +32,7 @@ def render(template: ChatTemplate, body: ChatFields, tools: Sequence[Tool] | Non
         ApiError: the template cannot do what is asked for.
         UsageError: the template refuses the messages.
     """
-    if not template.exists:
-        raise bad_request(
-            "this model has no chat template, so it cannot chat; use /v1/completions, or put a "
-            "chat_template.jinja into its directory",
-            "messages",
-        )
+    require_template(template)
     options = body.chat_template_kwargs or {}
     _check_options(template, options)
     continues = bool(body.continue_final_message)
@@ -46,12 +41,8 @@ def render(template: ChatTemplate, body: ChatFields, tools: Sequence[Tool] | Non
             "add_generation_prompt and continue_final_message contradict each other; give one",
             "continue_final_message",
         )
-    if tools and "tools" not in template.variables:
-        raise bad_request(
-            "the chat template of this model knows no tools; leave tools out, or give the model a "
-            "template that does",
-            "tools",
-        )
+    if tools:
+        require_tools(template)
     text = template.render(
         [_message(place, message) for place, message in enumerate(body.messages)],
         add_generation_prompt=not continues and body.add_generation_prompt is not False,
@@ -59,6 +50,26 @@ def render(template: ChatTemplate, body: ChatFields, tools: Sequence[Tool] | Non
         **options,
     )
     return _cut(text, body.messages[-1]) if continues else text
+
+
+def require_template(template: ChatTemplate) -> None:
+    """Raise ApiError for a model that cannot chat."""
+    if not template.exists:
+        raise bad_request(
+            "this model has no chat template, so it cannot chat; use /v1/completions, or put a "
+            "chat_template.jinja into its directory",
+            "messages",
+        )
+
+
+def require_tools(template: ChatTemplate) -> None:
+    """Raise ApiError for a template that would leave tools out in silence."""
+    if "tools" not in template.variables:
+        raise bad_request(
+            "the chat template of this model knows no tools; leave tools out, or give the model a "
+            "template that does",
+            "tools",
+        )
 
 
 def _check_options(template: ChatTemplate, options: Mapping[str, Any]) -> None:

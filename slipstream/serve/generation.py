@@ -9,6 +9,7 @@ from slipstream.core.outputs import RequestMetrics
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.serve.engine_thread import EngineThread
+from slipstream.serve.errors import bad_request
 from slipstream.serve.logs import current_request_id
 from slipstream.serve.progress import Delta, Progress
 from slipstream.serve.protocol.usage import PromptTokensDetails, SpeculationUsage, Usage
@@ -45,6 +46,7 @@ class Generation:
             async with aclosing(self._merged()) as merged:
                 async for place, progress in merged:
                     self._metrics[place] = progress.metrics
+                    _check(progress)
                     if self._counts_output:
                         self._num_output_tokens += sum(len(it.token_ids) for it in progress.deltas)
                     yield place, progress
@@ -107,6 +109,13 @@ async def _read(
         await news.put((place, error))
     else:
         await news.put((place, None))
+
+
+def _check(progress: Progress) -> None:
+    """Raise ApiError for an output that could not go on as its grammar wants."""
+    for delta in progress.deltas:
+        if delta.finish_reason == "error":
+            raise bad_request(str(delta.stop_reason), "structured_outputs", "grammar_failed")
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:

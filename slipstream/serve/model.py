@@ -100,7 +100,9 @@ class ServedModel:
     def encode(
         self, prompts: Sequence[Prompt], params: SamplingParams, add_special_tokens: bool
     ) -> list[EncodedPrompt]:
-        """Prompts as the engine takes them; takes its time (`aside`)."""
+        """Prompts as the engine takes them, and their grammar; takes its time (`aside`)."""
+        if params.structured is not None:
+            self.engine.compile(params.structured)
         return [self._encoder.encode(prompt, params, add_special_tokens) for prompt in prompts]
 
     async def aside(

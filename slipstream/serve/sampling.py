@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.structured import StructuredOutput
 from slipstream.serve.errors import bad_request
 from slipstream.serve.protocol.response_format import JsonSchemaFormat, ResponseFormat, TextFormat
 from slipstream.serve.protocol.sampling import SamplingFields
@@ -42,7 +43,7 @@ def sampling_params(
     if body.speculative is not None:
         given["num_speculative_tokens"] = body.speculative.num_speculative_tokens
     if shape:
-        given["structured"] = _structured(shape)
+        given["structured"] = StructuredOutput(**shape)
     return SamplingParams(**{**given, "max_tokens": max_tokens, "logprobs": logprobs, **overrides})
 
 
@@ -99,7 +100,3 @@ def _of_structured_outputs(body: SamplingFields) -> Mapping[str, Any]:
 
 def _if_given(name: str, value: object) -> Mapping[str, Any]:
     return _NO_SHAPE if value is None else {name: value}
-
-
-def _structured(shape: Mapping[str, Any]) -> Any:
-    raise bad_request("structured output is not there yet")

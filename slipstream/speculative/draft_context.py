@@ -7,9 +7,10 @@ over the token ids that stand in the device state.
 import torch
 from torch import Tensor
 
-from slipstream.core.batch import Batch
+from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import ModelRunner, Rows
+from slipstream.runner.turn import Turn
 
 
 class DraftContext:
@@ -20,12 +21,18 @@ class DraftContext:
     Args:
         most_missing: known tokens that a round can read before it drafts; what is more than that is
             read before the round.
+        captured: see `DrafterResources`.
     """
 
     def __init__(
-        self, runner: ModelRunner, state: DeviceState, max_model_len: int, most_missing: int
+        self,
+        runner: ModelRunner,
+        state: DeviceState,
+        max_model_len: int,
+        most_missing: int,
+        captured: bool = True,
     ) -> None:
-        self._runner, self._state = runner, state
+        self._runner, self._state, self._captured = runner, state, captured
         self._max_model_len, self._most_missing = max_model_len, most_missing
         self.computed = torch.zeros_like(state.num_computed)
         # On the host: no more known tokens of a slot are missing when the next step begins.
@@ -46,6 +53,9 @@ class DraftContext:
                 self._missing[slot] = 1  # or it has a prompt chunk
             if item.is_prompt_chunk:  # `read_prompts` will catch up
                 self._missing[slot] = 1
+            elif item.request.guide is not None:
+                if self._is_behind_grammar(item):
+                    behind.append(slot)
             elif not item.num_draft_tokens:
                 self._missing[slot] += 1
             else:
@@ -55,13 +65,28 @@ class DraftContext:
         if behind:
             self._catch_up(behind)
 
+    def _is_behind_grammar(self, item: ScheduledRequest) -> bool:
+        """Whether too much is missing of a request whose grammar replaces drafts: the tokens in
+        their place were never computed. Its steps do not run ahead, so the counts are those of now,
+        and exact turns read any number."""
+        if item.admitted or not item.num_draft_tokens or not self._captured:
+            return False
+        return item.request.num_tokens - item.request.drafter_computed > self._most_missing
+
     def advance(self, slots: Tensor, wanted: Tensor, computed: Tensor) -> None:
         """The requests that wanted drafts have so many tokens computed, known or not."""
         self.computed.index_copy_(0, slots, torch.where(wanted > 0, computed, self.computed[slots]))
 
-    def settle(self, slots: Tensor) -> None:
-        """What was refused is not computed any more."""
-        computed = torch.minimum(self.computed[slots], self._state.num_computed[slots])
+    def settle(self, turn: Turn, gained: Tensor) -> None:
+        """What was refused, or was another token than is known now, is not computed any more.
+
+        Args:
+            gained: [R] int64, tokens that became known since the round began.
+        """
+        slots, state = turn.slots, self._state
+        computed = torch.minimum(self.computed[slots], state.num_computed[slots])
+        if turn.kept is not None:
+            computed = torch.minimum(computed, state.num_tokens[slots] - gained + turn.kept)
         self.computed.index_copy_(0, slots, computed)
 
     def read_prompts(self, batch: Batch) -> None:

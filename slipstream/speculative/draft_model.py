@@ -76,7 +76,11 @@ class DraftModelDrafter:
             resources.num_speculative_tokens + 1 if resources.has_rivals else MOST_MISSING
         )
         self._context = DraftContext(
-            self._runner, resources.state, network.max_model_len, self._most_missing
+            self._runner,
+            resources.state,
+            network.max_model_len,
+            self._most_missing,
+            resources.captured,
         )
         self._advance = preparation_for(self._state.device).advance_drafts
 
@@ -111,7 +115,7 @@ class DraftModelDrafter:
         return Draft(tokens, wanted, one_hot, probs, drafting.vocabulary, written=True)
 
     def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
-        self._context.settle(turn.slots)
+        self._context.settle(turn, verdict.num_tokens)
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
         self._context.read_prompts(batch)

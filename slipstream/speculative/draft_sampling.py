@@ -53,6 +53,7 @@ class DraftSampling:
             greedy_only=self.greedy_only,
             use_fp64_gumbel=resources.use_fp64_gumbel,
             probs_out=probs_out,
+            vocabulary=self.vocabulary,
         )
 
     def token_ids(self, columns: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ class Draft:
             the ids from 0 on.
         written: whether the tokens stand behind the known ones in the device state already.
         tree: what each token continues; None: the one before it. Trees are one-hot.
+        certain: [R, K] bool, tokens that a grammar put in place of what was sampled; None: nowhere.
     """
 
     token_ids: Tensor
@@ -46,6 +47,7 @@ class Draft:
     vocabulary: Tensor | None = None
     written: bool = False
     tree: TreeNodes | None = None
+    certain: Tensor | None = None
 
     @staticmethod
     def empty(turn: Turn) -> "Draft":

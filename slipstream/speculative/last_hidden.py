@@ -136,6 +136,7 @@ class HeadsDrafter:
                 greedy_only=self._greedy_only,
                 use_fp64_gumbel=self._resources.use_fp64_gumbel,
                 probs_out=None if probs is None else probs[:, index],
+                vocabulary=network.vocabulary,
             )
             last = picked if network.vocabulary is None else network.vocabulary[picked]
             tokens[:, index] = last

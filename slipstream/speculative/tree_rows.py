@@ -18,6 +18,7 @@ from slipstream.models.decoder_config import DecoderConfig
 from slipstream.runner.model_runner import Forward, Rows, lay_out
 from slipstream.runner.tree_rows import TreeRows
 from slipstream.runner.turn import Turn
+from slipstream.sampling.logits import allow_next
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, LoadedDrafter
 from slipstream.speculative.feature_rows import FeatureRowsDrafter, LoadedFeatureDrafter
@@ -92,7 +93,8 @@ class TreeDrafter(FeatureRowsDrafter):
             turn.most_rows(self._most),
         )
         hidden, following = self._forward(rows, self._features[slots, : self._most])
-        level = growth.add(*self._likeliest(hidden.unsqueeze(1), growth.reach, growth.scored))
+        logits = self._next_logits(hidden, turn, known)
+        level = growth.add(*_likeliest(logits.unsqueeze(1), growth.reach, growth.scored))
         following = following.unsqueeze(1)
         tentative = slots.new_empty((turn.num_requests, 0))
         while level is not None:
@@ -100,7 +102,8 @@ class TreeDrafter(FeatureRowsDrafter):
             self._write(state.tables, slots, tentative, wanted.clamp_max(tentative.shape[1]))
             tree = TreeRows(growth.frontier(), known - 1, level.first, wanted > 0)
             hidden, following = self._read(turn, level, tree, known, wanted, following)
-            level = growth.add(*self._likeliest(hidden, growth.reach, growth.scored))
+            logits = self._logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+            level = growth.add(*_likeliest(logits, growth.reach, growth.scored))
         computed = torch.where(wanted > 0, known, starts)
         self._computed.index_copy_(0, slots, computed)
         columns, nodes = growth.finish()
@@ -139,18 +142,15 @@ class TreeDrafter(FeatureRowsDrafter):
             padded[place], features[place] = hidden, following
         return padded, features
 
-    def _likeliest(self, hidden: Tensor, reach: int, scored: bool) -> tuple[Tensor, Tensor | None]:
-        """hidden [R, B, H] -> the likeliest columns of each row [R, B, reach], and their log
-        probabilities if they are wanted."""
-        logits = self._network.head(hidden.flatten(0, 1))[:, : self._drafting.num_legal_tokens]
-        shape = (*hidden.shape[:2], reach)
-        if reach == 1 and not scored:
-            return logits.argmax(-1).view(shape), None
-        best = logits.topk(reach)
-        if not scored:
-            return best.indices.view(shape), None
-        scores = best.values.float() - logits.float().logsumexp(-1, keepdim=True)
-        return best.indices.view(shape), scores.view(shape)
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, H] -> of the columns that are tokens."""
+        return self._network.head(hidden)[:, : self._drafting.num_legal_tokens]
+
+    def _next_logits(self, hidden: Tensor, turn: Turn, known: Tensor) -> Tensor:
+        """Those of the roots [R, H], without what grammars forbid."""
+        sampling, vocabulary = self._resources.sampling, self._drafting.vocabulary
+        logits = self._logits(hidden)
+        return allow_next(logits, turn.slots, known, sampling, turn.uses, vocabulary)
 
     def _tokens(self, columns: Tensor) -> Tensor:
         """The token ids of the head's columns."""
@@ -169,3 +169,14 @@ class TreeDrafter(FeatureRowsDrafter):
         streams = [stream[row] for stream in forward.streams]
         features = self._project(forward.hidden[row], streams)
         return features.view(-1, len(place), features.shape[-1])
+
+
+def _likeliest(logits: Tensor, reach: int, scored: bool) -> tuple[Tensor, Tensor | None]:
+    """logits [R, B, V] -> the likeliest columns of each row [R, B, reach], and their log
+    probabilities if they are wanted."""
+    if reach == 1 and not scored:
+        return logits.argmax(-1, keepdim=True), None
+    best = logits.topk(reach)
+    if not scored:
+        return best.indices, None
+    return best.indices, best.values.float() - logits.float().logsumexp(-1, keepdim=True)

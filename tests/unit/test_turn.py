@@ -291,7 +291,18 @@ def admit(sampling: SamplingState, slot: int, **params: Any) -> Request:
 PENALTIES = frozenset({Uses.PENALTIES})
 
 
-@pytest.mark.parametrize("use", [use for use in Uses if use not in (Uses.SAMPLING, Uses.BAD_WORDS)])
+SPECIAL = (Uses.SAMPLING, Uses.BAD_WORDS, Uses.GRAMMAR)
+
+
+def test_a_grammar_stands_beside_the_other_uses(captures: Captures) -> None:
+    """It is said what is allowed whatever else is done."""
+    guided = frozenset({Uses.GRAMMAR})
+    for others, run in ((LEAN[0], LEAN[0]), (LEAN[1], LEAN[1]), (frozenset({Uses.TOP_K}), FULL)):
+        captures.run(plan([0], uses=others | guided))
+        assert captures.turns[-1].uses == run | guided
+
+
+@pytest.mark.parametrize("use", [use for use in Uses if use not in SPECIAL])
 def test_whatever_is_not_plain_runs_with_everything(captures: Captures, use: Uses) -> None:
     sampling = captures.sampling
     captures.run(plan([0], uses=frozenset({use})))

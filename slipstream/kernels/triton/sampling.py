@@ -93,12 +93,15 @@ def verify(
     assert state.ints.stride(1) == state.floats.stride(1) == 1
     numbers = (state.ints, state.floats, state.ints.stride(0), state.floats.stride(0))
     one_hot, stride = rows.one_hot.view(torch.uint8), scanned.source.stride(0)
+    certain = None
+    if probs is not None and rows.certain is not None:
+        certain = rows.certain.contiguous().view(torch.uint8)
     accept_kernel[(requests,)](
         scanned.source, scanned.largest, scanned.choice, scanned.total, scanned.facts, token_ids,
         num_tokens, num_accepted, last, last_facts, arrivals, rows.layout and rows.layout[2],
-        rows.slots, rows.positions, rows.draft_tokens, rows.num_draft_tokens, one_hot, probs,
-        columns, *numbers, stride, rows.draft_tokens.stride(0), *draft_strides, width, vocab_size,
-        chunks, rates=rates, num_rates=len(rates), uniform_rows=rows.layout is None,
+        rows.slots, rows.positions, rows.draft_tokens, rows.num_draft_tokens, one_hot, certain,
+        probs, columns, *numbers, stride, rows.draft_tokens.stride(0), *draft_strides, width,
+        vocab_size, chunks, rates=rates, num_rates=len(rates), uniform_rows=rows.layout is None,
         sampled=needs.sampling, truncated=scanned.facts is not None,
         block_k=triton.next_power_of_2(width), block_s=scanned.block_s, num_warps=4, **launch,
     )  # fmt: skip
@@ -107,9 +110,9 @@ def verify(
         tokens = torch.empty((requests, 2, chunks), dtype=torch.int32, device=device)
         race_kernel[(chunks, requests)](
             scanned.source, last, last_facts, arrivals, scores, tokens, token_ids, rows.slots,
-            rows.positions, one_hot, probs, columns, *numbers, stride, *draft_strides, width,
-            vocab_size, block=TILES.block, block_s=scanned.block_s, num_warps=TILES.race_warps,
-            **launch,
+            rows.positions, one_hot, certain, probs, columns, *numbers, stride, *draft_strides,
+            width, vocab_size, block=TILES.block, block_s=scanned.block_s,
+            num_warps=TILES.race_warps, **launch,
         )  # fmt: skip
     return token_ids, num_tokens, num_accepted
 

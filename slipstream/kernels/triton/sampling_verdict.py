@@ -78,11 +78,20 @@ def _draft_probability(
     return tl.load(line + column, mask=asked & (column < probs_width), other=0.0)
 
 
+@triton.jit
+def _is_certain(one_hot, certain, request, index, width, asked):
+    """Whether draft tokens were not sampled."""
+    sure = tl.load(one_hot + request) != 0
+    if certain is not None:
+        sure = sure | (tl.load(certain + request * (width - 1) + index, mask=asked, other=0) != 0)
+    return sure
+
+
 @triton.jit(do_not_specialize=["width"])
 def accept_kernel(
     source, chunk_largest, chunk_choice, chunk_sum, result, token_ids, num_tokens, num_accepted,
     last, last_facts, arrivals, first_row, slots, positions, draft_tokens, num_draft_tokens,
-    one_hot, draft_probs, draft_columns, all_ints, all_floats, ints_stride, floats_stride,
+    one_hot, certain, draft_probs, draft_columns, all_ints, all_floats, ints_stride, floats_stride,
     source_stride, draft_stride, probs_stride, probs_place_stride, probs_width, width, vocab_size,
     chunks, rates: tl.constexpr, num_rates: tl.constexpr, uniform_rows: tl.constexpr,
     sampled: tl.constexpr, truncated: tl.constexpr, block_k: tl.constexpr, block_s: tl.constexpr,
@@ -114,12 +123,12 @@ def accept_kernel(
         logit = tl.load(source + place, mask=legal, other=float("-inf")).to(tl.float32)
         q = tl.full((block_k,), 1.0, tl.float32)
         if draft_probs is not None:
-            is_one_hot = tl.load(one_hot + request) != 0
             probability = _draft_probability(
                 draft_probs, draft_columns, request, tl.minimum(column, width - 2), token, legal,
                 probs_stride, probs_place_stride, probs_width,
             )  # fmt: skip
-            q = tl.where(is_one_hot, 1.0, probability)
+            is_certain = _is_certain(one_hot, certain, request, column, width, legal)
+            q = tl.where(is_certain, 1.0, probability)
     if sampled or num_rates > 0:
         seed = tl.load(all_ints + slot * ints_stride + SEED)
         step = tl.load(all_ints + slot * ints_stride + STEPS)
@@ -196,9 +205,9 @@ def chunk_tokens(chunk, block: tl.constexpr):
 @triton.jit(do_not_specialize=["width"])
 def race_kernel(
     source, last, last_facts, arrivals, scores, tokens, token_ids, slots, positions, one_hot,
-    draft_probs, draft_columns, all_ints, all_floats, ints_stride, floats_stride, source_stride,
-    probs_stride, probs_place_stride, probs_width, width, vocab_size, block: tl.constexpr,
-    block_s: tl.constexpr, pdl: tl.constexpr,
+    certain, draft_probs, draft_columns, all_ints, all_floats, ints_stride, floats_stride,
+    source_stride, probs_stride, probs_place_stride, probs_width, width, vocab_size,
+    block: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (chunk, request): the chunk's winner among the tokens for the last place.
 
@@ -234,8 +243,7 @@ def race_kernel(
     tl.store(tokens + chunk, best)
     if refused >= 0:
         rest = p
-        is_one_hot = tl.load(one_hot + request) != 0
-        if is_one_hot:
+        if _is_certain(one_hot, certain, request, place, width, place < width - 1):
             rest = tl.where(token == refused, 0.0, p)
         elif draft_probs is not None:
             q = _draft_probability(

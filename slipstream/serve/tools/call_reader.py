@@ -41,7 +41,7 @@ class CallReader:
 
     @property
     def rest(self) -> str:
-        """What stands behind the object."""
+        """What stands behind the object, or behind what there is of it."""
         return self._scanner.rest
 
     def feed(self, text: str) -> Iterator[ToolEvent]:

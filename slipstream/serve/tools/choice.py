@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.serve.conversation import require_tools
 from slipstream.serve.errors import bad_request
+from slipstream.serve.model import ServedModel
 from slipstream.serve.protocol.chat import ChatRequest, ChosenTool, Tool
 from slipstream.serve.tools.events import ToolParser
 from slipstream.serve.tools.formats import ToolFormat
@@ -44,7 +46,7 @@ class ToolUse:
         return self.format.parser([tool.function.name for tool in self.told or ()], dropped)
 
 
-def choose_tools(body: ChatRequest, format: ToolFormat | None, tokenizer: Tokenizer) -> ToolUse:
+def choose_tools(body: ChatRequest, model: ServedModel) -> ToolUse:
     """Raises ApiError for wishes that cannot be met."""
     choice = body.tool_choice or ("auto" if body.tools else "none")
     if not body.tools:
@@ -56,6 +58,8 @@ def choose_tools(body: ChatRequest, format: ToolFormat | None, tokenizer: Tokeni
     functions = _functions(body.tools)
     if choice == "none":
         return ToolUse()
+    require_tools(model.template)
+    format = model.tool_format
     if format is None:
         raise bad_request(
             "the format of this model's tool calls is not known; start the server with "
@@ -64,14 +68,18 @@ def choose_tools(body: ChatRequest, format: ToolFormat | None, tokenizer: Tokeni
         )
     single = body.parallel_tool_calls is False
     if choice == "auto":
-        _refuse_strict(body.tools)
-        return ToolUse(body.tools, format, single)
+        grammar = None
+        strict = [tool.function.name for tool in body.tools if tool.function.strict]
+        if strict:  # the others may have any arguments
+            schemas = {name: functions[name] if name in strict else {} for name in functions}
+            grammar = format.calls_amid_text(schemas, model.tokenizer)
+        return ToolUse(body.tools, format, single, grammar)
     if isinstance(choice, ChosenTool):
         name = choice.function.name
         if name not in functions:
             raise bad_request(f"tool_choice names {name}, which is not in tools", "tool_choice")
         functions, single = {name: functions[name]}, True
-    grammar = format.grammar(functions, tokenizer, several=not single)
+    grammar = format.only_calls(functions, model.tokenizer, several=not single)
     return ToolUse(body.tools, format, single, grammar)
 
 
@@ -82,13 +90,3 @@ def _functions(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
     if len(functions) < len(tools):
         raise bad_request("two tools have the same name; give each its own", "tools")
     return functions
-
-
-def _refuse_strict(tools: Sequence[Tool]) -> None:
-    strict = [tool.function.name for tool in tools if tool.function.strict]
-    if strict:
-        raise bad_request(
-            f"{strict[0]} is strict, which holds for tool_choice required or a named tool alone; "
-            "ask for one of these, or leave strict out",
-            "tools",
-        )

@@ -1,6 +1,7 @@
 """Which format of tool calls a model was trained on, and a grammar of its calls."""
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -36,11 +37,20 @@ class ToolFormat:
     marks: tuple[str, ...]
     parser: Callable[[Collection[str], Sequence[str]], ToolParser]
     call_id: Callable[[], str]
-    _rules: Callable[["_Literals", str, bool], list[str]]
+    _only_calls: Callable[["_Literals", bool], list[str]]
+    _calls_amid_text: Callable[["_Literals"], list[str]]
     _arguments: str
 
-    def grammar(self, functions: Schemas, tokenizer: Tokenizer, several: bool) -> str:
-        """Exactly calls, of these functions alone, in the Lark syntax of llguidance."""
+    def only_calls(self, functions: Schemas, tokenizer: Tokenizer, several: bool) -> str:
+        """A grammar of nothing but calls of these functions, in the Lark syntax of llguidance."""
+        return "\n".join([*self._only_calls(_Literals(tokenizer), several), self._call(functions)])
+
+    def calls_amid_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
+        """The same of any text, in which what begins like a call is one of these functions."""
+        rules = self._calls_amid_text(_Literals(tokenizer))
+        return "\n".join([*rules, "TEXT: /(.|\\n)*/", self._call(functions)])
+
+    def _call(self, functions: Schemas) -> str:
         calls = [
             {
                 "type": "object",
@@ -54,8 +64,7 @@ class ToolFormat:
             for name, schema in functions.items()
         ]
         schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-        call = f"call: %json {json.dumps({**_lifted(schema), 'x-guidance': _WRITING})}"
-        return "\n".join([*self._rules(_Literals(tokenizer), "call", several), call])
+        return f"call: %json {json.dumps({**_lifted(schema), 'x-guidance': _WRITING})}"
 
 
 class _Literals:
@@ -65,10 +74,19 @@ class _Literals:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> str:
+        token = self._special(text)
+        return json.dumps(text) if token is None else f"<[{token}]>"
+
+    def behind_text(self, rule: str, mark: str) -> str:
+        """A rule for any text up to a mark, the first one."""
+        token = self._special(mark)
+        if token is None:
+            return f"{rule}[lazy]: /(.|\\n)*{re.escape(mark)}/"
+        return f"{rule}: TEXT <[{token}]>"
+
+    def _special(self, text: str) -> int | None:
         token = self._tokenizer.token_to_id(text)
-        if token is not None and token in self._tokenizer.special_token_ids:
-            return f"<[{token}]>"
-        return json.dumps(text)
+        return token if token in self._tokenizer.special_token_ids else None
 
 
 def _lifted(schema: dict[str, Any]) -> dict[str, Any]:
@@ -89,20 +107,35 @@ def _lifted(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, **definitions}
 
 
-def _hermes_rules(literal: _Literals, call: str, several: bool) -> list[str]:
+def _hermes_only(literal: _Literals, several: bool) -> list[str]:
     begin, end = literal(hermes.BEGIN), literal(hermes.END)
     more = ' ("\\n" marked)*' if several else ""
-    return [f"start: marked{more}", f'marked: {begin} "\\n" {call} "\\n" {end}']
+    return [f"start: marked{more}", f'marked: {begin} "\\n" call "\\n" {end}']
 
 
-def _llama3_rules(literal: _Literals, call: str, several: bool) -> list[str]:
-    del literal
-    return [f'start: {call} ("; " {call})*' if several else f"start: {call}"]
+def _hermes_amid(literal: _Literals) -> list[str]:
+    begun = literal.behind_text("begun", hermes.BEGIN)
+    inner = f'inner: "\\n" call "\\n" {literal(hermes.END)}'
+    return ["start: (begun inner)* TEXT", begun, inner]
 
 
-def _mistral_rules(literal: _Literals, call: str, several: bool) -> list[str]:
-    more = f' (", " {call})*' if several else ""
-    return [f'start: {literal(mistral.BEGIN)} "[" {call}{more} "]"']
+def _llama3_only(_: _Literals, several: bool) -> list[str]:
+    return ['start: call ("; " call)*' if several else "start: call"]
+
+
+def _llama3_amid(_: _Literals) -> list[str]:
+    """An answer is calls from its first letter on, or it is none."""
+    return ['start: call ("; " call)* | other', r"other: /([^{\s](.|\n)*)?/"]
+
+
+def _mistral_only(literal: _Literals, several: bool) -> list[str]:
+    more = ' (", " call)*' if several else ""
+    return [f'start: {literal(mistral.BEGIN)} "[" call{more} "]"']
+
+
+def _mistral_amid(literal: _Literals) -> list[str]:
+    begun = literal.behind_text("begun", mistral.BEGIN)
+    return ['start: begun "[" call (", " call)* "]" | TEXT', begun]
 
 
 def _long_id() -> str:
@@ -122,7 +155,8 @@ FORMATS: Final = {
             (hermes.BEGIN, hermes.END),
             lambda _, dropped: HermesParser(dropped),
             _long_id,
-            _hermes_rules,
+            _hermes_only,
+            _hermes_amid,
             "arguments",
         ),
         ToolFormat(
@@ -130,7 +164,8 @@ FORMATS: Final = {
             (),
             lambda names, _: Llama3Parser(names),
             _long_id,
-            _llama3_rules,
+            _llama3_only,
+            _llama3_amid,
             "parameters",
         ),
         ToolFormat(
@@ -138,7 +173,8 @@ FORMATS: Final = {
             (mistral.BEGIN,),
             lambda _, dropped: MistralParser(dropped),
             _short_id,
-            _mistral_rules,
+            _mistral_only,
+            _mistral_amid,
             "arguments",
         ),
     )

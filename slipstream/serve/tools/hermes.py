@@ -55,7 +55,7 @@ class HermesParser:
             self._call = None
             if call.begun:
                 self._closing = MarkFinder([END])
-                return text
+                return call.rest
             events.extend(self._content.write(BEGIN))
             return call.raw
         if call.done:

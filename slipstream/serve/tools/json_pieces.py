@@ -75,7 +75,7 @@ class ObjectScanner:
     """Reads the members of one JSON object.
 
     Attributes:
-        rest: what stands behind the object, once it is done.
+        rest: what stands behind the object once it is done, and from the letter on that broke it.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class ObjectScanner:
                 place = end
             else:
                 place = self._step(text, place)
-        if self.done:
+        if self.done or self.broken:
             self.rest = text[place:]
 
     def _read_key(self, text: str, place: int) -> int:
@@ -137,4 +137,4 @@ class ObjectScanner:
         elif self._state is _State.KEY_TEXT:
             self._value, self._key = ValueScanner(), ""
             return place  # the quote is part of what is scanned
-        return place + 1
+        return place if self.broken else place + 1

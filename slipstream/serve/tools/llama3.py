@@ -66,7 +66,6 @@ class Llama3Parser:
             return call.rest
         if call.failed:
             self._call, self._is_text = None, True
-            if not call.begun:
-                held, self._held = self._held, ""
-                return held + call.raw
+            held, self._held = self._held, ""
+            return call.rest if call.begun else held + call.raw
         return ""

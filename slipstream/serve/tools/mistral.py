@@ -98,9 +98,7 @@ class MistralParser:
         events.extend(call.feed(text))
         if call.failed:
             self._call, self._in_calls = None, False
-            if not call.begun:
-                events.extend(self._content.write(call.raw))
-            return ""
+            return call.rest if call.begun else call.raw
         if call.done:
             self._call = None
             return call.rest

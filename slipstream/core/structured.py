@@ -1,0 +1,107 @@
+"""Outputs that must follow a grammar, and what the engine asks of whoever follows one along."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from slipstream.core.errors import UsageError
+
+KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutput:
+    """What an output must be, whole: exactly one of these is given.
+
+    Args:
+        json_schema: a JSON document that satisfies this schema (an object or its JSON text).
+        json_object: any JSON object.
+        regex: a text that this regular expression (of Rust's kind) matches as a whole.
+        choice: one of these texts.
+        grammar: a text of this grammar, in the Lark syntax of llguidance.
+    """
+
+    json_schema: str | Mapping[str, Any] | bool | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
+        if self.json_schema is False:
+            raise UsageError("the json_schema false allows nothing; give one that allows something")
+        if len(given) != 1:
+            raise UsageError(
+                f"structured output takes exactly one of {', '.join(KINDS)}, not "
+                f"{', '.join(given) or 'none'}"
+            )
+        getattr(self, f"_check_{given[0]}")()
+
+    @property
+    def kind(self) -> str:
+        """Which of `KINDS` it is."""
+        return next(kind for kind in KINDS if getattr(self, kind) not in (None, False))
+
+    @property
+    def text(self) -> str:
+        """What it says; of one kind, equal texts mean the same."""
+        if self.choice is not None:
+            return json.dumps(list(self.choice))
+        return str(self.json_schema or self.regex or self.grammar or "")
+
+    def _check_json_schema(self) -> None:
+        """The text is kept, so that a schema that is changed later changes nothing."""
+        schema = self.json_schema
+        try:
+            found = json.loads(schema) if isinstance(schema, str) else schema
+            text = json.dumps(found, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UsageError(f"json_schema is not JSON ({error}); give a JSON schema") from error
+        if not isinstance(found, Mapping | bool) or found is False:
+            raise UsageError(f"json_schema must be a JSON object, not {text[:80]}")
+        object.__setattr__(self, "json_schema", text)
+
+    def _check_json_object(self) -> None:
+        if self.json_object is not True:
+            raise UsageError(f"json_object must be true or false, not {self.json_object!r}")
+
+    def _check_regex(self) -> None:
+        _require_text("regex", self.regex)
+
+    def _check_grammar(self) -> None:
+        _require_text("grammar", self.grammar)
+
+    def _check_choice(self) -> None:
+        texts = self.choice
+        legal = isinstance(texts, Sequence) and not isinstance(texts, str | bytes) and len(texts)
+        if not legal or not all(isinstance(text, str) and text for text in texts or ()):
+            raise UsageError("choice must be a list of one or more texts, none of them empty")
+
+
+def _require_text(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{name} must be a text that is not empty")
+
+
+class Advance(Enum):
+    """What a token did to a grammar: more may follow; nothing can; it was not allowed."""
+
+    OPEN = "open"
+    COMPLETE = "complete"
+    REFUSED = "refused"
+
+
+class Guide(Protocol):
+    """Follows one sample's output through its grammar, on the host.
+
+    Attributes:
+        problem: why a token was refused.
+    """
+
+    problem: str
+
+    def advance(self, token: int) -> Advance:
+        """Take in a token of the output."""

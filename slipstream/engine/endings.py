@@ -1,0 +1,33 @@
+"""Where an output ends."""
+
+from collections.abc import Sequence
+
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.structured import Advance
+
+Ending = tuple[FinishReason, str | int | None]
+
+
+def append_output(request: Request, token_ids: Sequence[int], max_model_len: int) -> Ending | None:
+    """Append tokens up to the first that ends the output; how it ended, if it did."""
+    guide = request.guide
+    for token in token_ids:
+        advance = Advance.OPEN
+        if guide is not None:
+            advance = guide.advance(token)
+            if advance is Advance.REFUSED:
+                return FinishReason.ERROR, guide.problem
+        # A stop token counts only behind min_tokens others.
+        stops = (
+            token in request.stop_token_ids
+            and request.num_output_tokens >= request.params.min_tokens
+        )
+        request.token_ids.append(token)
+        if stops:
+            named = token in request.params.stop_token_ids
+            return FinishReason.STOP, token if named else None
+        if advance is Advance.COMPLETE:
+            return FinishReason.STOP, None
+        if request.num_output_tokens >= request.max_tokens or request.num_tokens >= max_model_len:
+            return FinishReason.LENGTH, None
+    return None

@@ -1,0 +1,242 @@
+"""Grammars, by llguidance: the only file that knows that package.
+
+A grammar is compiled once and kept; every sample gets a copy of its own, a *guide*, which knows
+where in the grammar the sample's output stands. Guides look ahead along drafts, and go back.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import UsageError
+from slipstream.core.structured import Advance, StructuredOutput
+from slipstream.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+MOST_COMPILED = 128
+WORD_BITS = 32
+# Nothing is lost to a JSON document, but a model that would write spaces for ever has to go on.
+WHITESPACE = r"\x20|\n[\x20\t]{0,16}"
+NOTHING_LEFT = (
+    "the grammar, with what logit_bias, allowed_token_ids, bad_words and min_tokens rule out, left "
+    "no token to go on with"
+)
+
+
+@dataclass(frozen=True)
+class Path:
+    """A draft as a grammar leaves it.
+
+    Attributes:
+        forced: which tokens are the grammar's own.
+        kept: how many of the first are what the drafter guessed.
+    """
+
+    token_ids: list[int]
+    forced: list[bool]
+    kept: int
+
+
+class GrammarGuide:
+    """One sample's place in its grammar.
+
+    Args:
+        ends: tokens behind which nothing follows.
+        withheld: end tokens that do not end this request, and so are not allowed.
+    """
+
+    def __init__(
+        self, matcher: "LLMatcher", ends: frozenset[int], withheld: frozenset[int]
+    ) -> None:
+        self.matcher, self.withheld = matcher, withheld
+        self._ends = ends
+        self.problem = ""
+
+    def advance(self, token: int) -> Advance:
+        """Take in a token of the output."""
+        matcher = self.matcher
+        broken = matcher.get_error().splitlines()
+        if token in self.withheld or not matcher.consume_token(token):
+            self.problem = f"the grammar failed: {broken[0]}" if broken else NOTHING_LEFT
+            return Advance.REFUSED
+        return Advance.COMPLETE if matcher.is_stopped() else Advance.OPEN
+
+    def follow(self, guess: Sequence[int], room: int, certain: bool) -> Path:
+        """Where the grammar leaves a choice take the guess, elsewhere its own tokens.
+
+        Whether a guess is replaced depends on the tokens before it alone. So a sampled one is
+        never dropped because of what it is: one that the grammar refuses stays, to be refused.
+
+        Args:
+            room: tokens at most.
+            certain: the guess was not sampled.
+        """
+        path = Path([], [], 0)
+        tokens, own, kept, walked = path.token_ids, True, 0, 0
+        while len(tokens) < room:
+            forced = self.matcher.compute_ff_tokens()[: room - len(tokens)]
+            if not forced and not (own and len(tokens) < len(guess)):
+                break
+            for token in forced or [guess[len(tokens)]]:
+                place = len(tokens)
+                own = own and place < len(guess) and guess[place] == token
+                kept += own
+                allowed = self._enter(token)
+                walked += allowed
+                if allowed or not (certain or forced):
+                    tokens.append(token)
+                    path.forced.append(bool(forced))
+                if not allowed:
+                    break
+            if not allowed or self.matcher.is_stopped():
+                break
+        self.matcher.rollback(walked)
+        return Path(tokens, path.forced, min(kept, len(tokens)))
+
+    def enter(self, token: int) -> bool:
+        """Go one token ahead; whether there is anything to allow behind it."""
+        if not self._enter(token):
+            return False
+        if token in self._ends:
+            self.leave()
+            return False
+        return True
+
+    def leave(self) -> None:
+        """Go back by one token."""
+        self.matcher.rollback(1)
+
+    def _enter(self, token: int) -> bool:
+        return token not in self.withheld and self.matcher.try_consume_tokens([token]) == 1
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, keeps the latest, and makes guides.
+
+    `compile` may be called from any thread; the rest belongs to the engine's.
+
+    Args:
+        tokenizer: None when the engine was told to do without.
+        vocab_size: of the model.
+        eos_token_ids: of the model.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
+        self._vocab_size = vocab_size
+        self._backend: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._lock = Lock()
+
+    def compile(self, structured: StructuredOutput) -> None:
+        """Have a grammar ready for `guide`; UsageError for one that cannot be used."""
+        self._matcher(structured)
+
+    def guide(self, structured: StructuredOutput, stop_token_ids: frozenset[int]) -> GrammarGuide:
+        """For a new sample, which these tokens end."""
+        matcher = self._matcher(structured)
+        assert self._backend is not None
+        ends = frozenset(self._backend.eos_tokens)
+        return GrammarGuide(matcher.deep_copy(), ends, ends - stop_token_ids)
+
+    def masks(self, rows: int) -> Tensor:
+        """[rows, words] int32 for `fill`; every token is allowed."""
+        assert self._backend is not None
+        words = -(-self._backend.vocab_size // WORD_BITS)
+        return torch.full((rows, words), -1, dtype=torch.int32)
+
+    def fill(self, masks: Tensor, wanted: Sequence[tuple[GrammarGuide, int, list[int]]]) -> None:
+        """Write what grammars allow.
+
+        Args:
+            masks: from `masks`.
+            wanted: a guide, a row of `masks`, and tokens: what may come next goes to the row, and
+                what may come behind each of the tokens to the rows that follow. Rows behind a
+                token that is not allowed stay as they are.
+        """
+        from llguidance import LLExecutor
+
+        if self._executor is None:
+            self._executor = LLExecutor()
+        rows, words = masks.shape
+        where = (masks.data_ptr(), words * 4, rows)
+        single = [(guide.matcher, row) for guide, row, tokens in wanted if not tokens]
+        if single:
+            self._executor.unsafe_compute_mask_ptr(single, *where)
+        chains = [(guide.matcher, row, tokens) for guide, row, tokens in wanted if tokens]
+        if chains:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(chains, *where)
+        for guide, row, tokens in wanted:
+            for token in guide.withheld:
+                bit = torch.tensor(1 << token % WORD_BITS).to(torch.int32)
+                masks[row : row + len(tokens) + 1, token // WORD_BITS] &= ~bit
+
+    def _matcher(self, structured: StructuredOutput) -> "LLMatcher":
+        """The compiled grammar, which nobody moves along."""
+        key = (structured.kind, structured.text)
+        with self._lock:
+            backend = self._load()
+            found = self._compiled.get(key)
+            if found is not None:
+                self._compiled.move_to_end(key)
+                return found
+        matcher = _compile(backend, structured)  # may take long
+        with self._lock:
+            self._compiled[key] = matcher
+            while len(self._compiled) > MOST_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _load(self) -> "LLTokenizer":
+        """The tokenizer in the package's form; made once."""
+        if self._backend is not None:
+            return self._backend
+        if self._tokenizer is None:
+            raise UsageError("structured output needs a tokenizer; leave skip_tokenizer_init out")
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as error:
+            raise UsageError(
+                "structured output needs the package llguidance; "
+                "install it with pip install 'slipstream[structured]'"
+            ) from error
+        eos = list(self._eos_token_ids) or None
+        most = max(self._vocab_size, self._tokenizer.vocab_size)
+        try:
+            self._backend = LLTokenizer(self._tokenizer.to_json(), n_vocab=most, eos_token=eos)
+        except Exception as error:  # the package raises plain kinds
+            raise UsageError(
+                f"structured output does not work with this model's tokenizer ({error}); use a "
+                "model with a byte-level or a byte-fallback tokenizer"
+            ) from error
+        return self._backend
+
+
+def _compile(backend: "LLTokenizer", structured: StructuredOutput) -> "LLMatcher":
+    from llguidance import LLMatcher, grammar_from
+
+    kind, text = structured.kind, structured.text
+    try:
+        if kind in ("json_schema", "json_object"):
+            schema = text if kind == "json_schema" else '{"type": "object"}'
+            source = LLMatcher.grammar_from_json_schema(
+                schema, defaults={"whitespace_pattern": WHITESPACE}
+            )
+        else:
+            source = grammar_from("lark" if kind == "grammar" else kind, text)  # type: ignore[arg-type]
+        matcher = LLMatcher(backend, source, log_level=0)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"this {kind} cannot be used: {error}") from error
+    if matcher.is_error():
+        raise UsageError(f"this {kind} cannot be used: {matcher.get_error().strip()}")
+    return matcher

@@ -1,0 +1,247 @@
+"""The host's part in steps whose requests follow grammars, between proposal and verdict.
+
+Before the proposal, what a grammar allows next goes to the sampling state, where drafters find it.
+Then the draft comes to the host in one copy. Grammars walk it, put in what they force, and say what
+may stand in each of its places, which goes back to the device for the verdict.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.core.batch import Batch
+from slipstream.core.request import Request
+from slipstream.engine.grammar import GrammarGuide, Grammars, Path
+from slipstream.engine.round import Steering
+from slipstream.kernels.devices import send
+from slipstream.runner.transfer import Download, upload
+from slipstream.runner.turn import Plan
+from slipstream.sampling.state import SamplingState
+from slipstream.speculative.drafter import Draft
+
+
+@dataclass
+class _Proposed:
+    """One request's draft on the host; `parents` of its nodes where it is a tree."""
+
+    token_ids: list[int]
+    one_hot: bool
+    parents: list[int] | None
+
+
+@dataclass
+class _Steered:
+    """What grammars made of a batch's draft, on the host.
+
+    Attributes:
+        paths: of each request.
+        rows: (request, place) of each row of `masks`.
+    """
+
+    paths: list[Path]
+    rows: list[tuple[int, int]]
+    masks: Tensor
+
+    @property
+    def counts(self) -> list[int]:
+        return [len(path.token_ids) for path in self.paths]
+
+
+@dataclass
+class _Buffers:
+    """What captured verdicts read, for the largest bucket."""
+
+    token_ids: Tensor
+    num_tokens: Tensor
+    certain: Tensor
+    kept: Tensor
+    allowed: Tensor
+
+
+class Guidance:
+    """Steers drafts through grammars.
+
+    Args:
+        most_drafts: K of the engine.
+    """
+
+    def __init__(self, grammars: Grammars, sampling: SamplingState, most_drafts: int) -> None:
+        self._grammars, self._sampling, self._most_drafts = grammars, sampling, most_drafts
+        self._words = -(-sampling.vocab_size // 32)
+        self._buffers: _Buffers | None = None
+
+    def open(self, batch: Batch) -> None:
+        """Tell the device what may come next."""
+        found = [
+            (guide, item.request.slot)
+            for item in batch.requests
+            if item.reaches_end and (guide := _guide(item.request)) is not None
+        ]
+        if found:
+            masks = self._grammars.masks(len(found))
+            self._grammars.fill(masks, [(guide, row, []) for row, (guide, _) in enumerate(found)])
+            assert self._sampling.allowed_next is not None
+            slots = upload([slot for _, slot in found], self._sampling.device)
+            self._sampling.allowed_next.index_copy_(0, slots, self._sent(masks))
+
+    def steer(self, batch: Batch, plan: Plan, draft: Draft) -> Steering:
+        """For exactly these requests, whose rows follow one another."""
+        steered, device = self._steered(batch, plan, draft), self._sampling.device
+        counts = steered.counts
+        width = max(draft.token_ids.shape[1], *counts)
+        firsts = [0]
+        for count in counts:
+            firsts.append(firsts[-1] + count + 1)
+        allowed = torch.full((firsts[-1], self._words), -1, dtype=torch.int32, device=device)
+        self._spread(allowed, steered, firsts)
+        numbers = upload(_columns(steered.paths, width), device)
+        tokens, certain, kept = numbers[:, :width], numbers[:, width : 2 * width], numbers[:, -1]
+        return Steering(tokens.contiguous(), numbers[:, -2], certain != 0, kept, allowed)
+
+    def steer_padded(self, batch: Batch, plan: Plan, draft: Draft) -> Steering:
+        """For a bucket of requests, whose tensors stay where they are."""
+        bucket, width = draft.token_ids.shape
+        buffers = self._allocated()
+        steered = self._steered(batch, plan, draft)
+        count = len(steered.paths)
+        allowed = buffers.allowed[: bucket * (width + 1)]
+        allowed.fill_(-1)
+        self._spread(allowed, steered, [index * (width + 1) for index in range(count)])
+        numbers = upload(_columns(steered.paths, width), self._sampling.device)
+        buffers.token_ids[:count, :width] = numbers[:, :width]
+        buffers.certain[:count, :width] = numbers[:, width : 2 * width] != 0
+        buffers.num_tokens[:count], buffers.kept[:count] = numbers[:, -2], numbers[:, -1]
+        return Steering(
+            token_ids=buffers.token_ids[:bucket, :width],
+            num_tokens=buffers.num_tokens[:bucket],
+            certain=buffers.certain[:bucket, :width],
+            kept=buffers.kept[:bucket],
+            allowed=allowed,
+        )
+
+    def _steered(self, batch: Batch, plan: Plan, draft: Draft) -> _Steered:
+        """Let every grammar walk its request's draft, and say what it allows."""
+        proposed = _fetch(draft, len(batch.requests))
+        paths: list[Path] = []
+        walks: list[_Walk] = []
+        for index, (item, own) in enumerate(zip(batch.requests, proposed, strict=True)):
+            guide = _guide(item.request) if item.reaches_end else None
+            if guide is None:
+                paths.append(_as_proposed(own))
+                continue
+            path = _as_proposed(own)
+            if own.parents is None:
+                # Behind rows that are read again for their features drafters want no drafts.
+                rereads = bool(plan.rereads and plan.rereads[index])
+                room = len(own.token_ids) if rereads else item.num_draft_tokens
+                path = guide.follow(own.token_ids, room, own.one_hot)
+            paths.append(path)
+            if path.token_ids:
+                walks.append(_Walk(index, guide, path.token_ids, own.parents))
+        rows = [(walk.index, place) for walk in walks for place in range(1, walk.size + 1)]
+        masks = self._grammars.masks(len(rows))
+        self._fill(masks, walks)
+        return _Steered(paths, rows, masks)
+
+    def _fill(self, masks: Tensor, walks: Sequence["_Walk"]) -> None:
+        """The rows behind every draft token; those that nothing reaches stay as they are."""
+        chains: list[tuple[GrammarGuide, int, list[int]]] = []
+        row = 0
+        for walk in walks:
+            if walk.parents is not None:
+                self._fill_tree(masks, row, walk, 0)
+            elif walk.guide.enter(walk.token_ids[0]):
+                chains.append((walk.guide, row, walk.token_ids[1:]))
+            row += walk.size
+        if chains:
+            self._grammars.fill(masks, chains)
+        for guide, _, _ in chains:
+            guide.leave()
+
+    def _fill_tree(self, masks: Tensor, row: int, walk: "_Walk", parent: int) -> None:
+        """The rows of the nodes below `parent`."""
+        assert walk.parents is not None
+        for node in range(parent + 1, walk.size + 1):
+            if walk.parents[node] == parent and walk.guide.enter(walk.token_ids[node - 1]):
+                self._grammars.fill(masks, [(walk.guide, row + node - 1, [])])
+                self._fill_tree(masks, row, walk, node)
+                walk.guide.leave()
+
+    def _spread(self, allowed: Tensor, steered: _Steered, firsts: Sequence[int]) -> None:
+        """Write the masks to the rows of logits that they are for."""
+        if steered.rows:
+            places = [firsts[request] + place for request, place in steered.rows]
+            rows = upload(places, self._sampling.device)
+            allowed.index_copy_(0, rows, self._sent(steered.masks))
+
+    def _sent(self, masks: Tensor) -> Tensor:
+        """On the device, for the model's tokens."""
+        return send(masks[:, : self._words].contiguous(), self._sampling.device)
+
+    def _allocated(self) -> _Buffers:
+        if self._buffers is None:
+            most, device = self._sampling.max_num_seqs, self._sampling.device
+            shape = (most, self._most_drafts)
+            rows = most * (self._most_drafts + 1)
+            self._buffers = _Buffers(
+                token_ids=torch.zeros(shape, dtype=torch.int64, device=device),
+                num_tokens=torch.zeros(most, dtype=torch.int64, device=device),
+                certain=torch.zeros(shape, dtype=torch.bool, device=device),
+                kept=torch.zeros(most, dtype=torch.int64, device=device),
+                allowed=torch.full((rows, self._words), -1, dtype=torch.int32, device=device),
+            )
+        return self._buffers
+
+
+@dataclass
+class _Walk:
+    """A request's draft that its grammar looks along."""
+
+    index: int
+    guide: GrammarGuide
+    token_ids: list[int]
+    parents: list[int] | None
+
+    @property
+    def size(self) -> int:
+        return len(self.token_ids)
+
+
+def _guide(request: Request) -> GrammarGuide | None:
+    guide = request.guide
+    assert guide is None or isinstance(guide, GrammarGuide)
+    return guide
+
+
+def _fetch(draft: Draft, requests: int) -> list[_Proposed]:
+    """The first requests' drafts, in one copy."""
+    width = draft.token_ids.shape[1]
+    parts = [draft.num_tokens.unsqueeze(1), draft.one_hot.unsqueeze(1), draft.token_ids]
+    if draft.tree is not None:
+        parts.append(draft.tree.parents)
+    rows = Download(torch.cat([part[:requests].to(torch.int64) for part in parts], 1)).wait()
+    return [
+        _Proposed(
+            token_ids=row[2 : 2 + row[0]],
+            one_hot=bool(row[1]),
+            parents=None if draft.tree is None else row[2 + width :],
+        )
+        for row in rows
+    ]
+
+
+def _as_proposed(proposed: _Proposed) -> Path:
+    tokens = proposed.token_ids
+    return Path(tokens, [False] * len(tokens), len(tokens))
+
+
+def _columns(paths: Sequence[Path], width: int) -> list[list[int]]:
+    """Of each path its tokens, which of them were forced, their number, and how many were kept."""
+    rows = []
+    for path in paths:
+        padding = [0] * (width - len(path.token_ids))
+        forced = [int(it) for it in path.forced]
+        rows.append([*path.token_ids, *padding, *forced, *padding, len(path.token_ids), path.kept])
+    return rows
