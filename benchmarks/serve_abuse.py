@@ -48,6 +48,7 @@ WARM_UP = [
 ]
 MEGABYTE = b"x" * (1 << 20)
 MOST_GROWTH = 0.05
+SETTLING = 6.0  # seconds in which an idle server gives memory back
 
 
 def bad_bodies() -> list[bytes]:
@@ -147,8 +148,10 @@ class Abuse:
     async def run(self) -> None:
         """All of it."""
         await post_all(self._port, 32, WARM_UP)
-        await post_all(self._port, 32, HONEST)
+        for concurrency in (1, 8, 32, 64):
+            await post_all(self._port, concurrency, HONEST)
         await self._speed("before")
+        await asyncio.sleep(SETTLING)
         start = self._server.resident
         held = await self._half_open()
         await self._speed("with half-open connections")
@@ -159,6 +162,7 @@ class Abuse:
         await self._rest()
         await self._speed("after")
         await self._rest()
+        await asyncio.sleep(SETTLING)
         end = self._server.resident
         self.facts["resident_megabytes"] = [round(start / 1e6, 1), round(end / 1e6, 1)]
         self.facts["memory_growth"] = round(end / start - 1, 4)

@@ -18,6 +18,7 @@ from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.guards import ApiKeys, Bodies, Door
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.logs import RequestIds
+from slipstream.serve.memory import give_back_memory
 
 logger = logging.getLogger("slipstream.serve")
 
@@ -125,10 +126,15 @@ class _Server(uvicorn.Server):
         """Run the engine's thread as long as the server."""
         self._loop = asyncio.get_running_loop()
         self._engine_thread.start()
+        memory = asyncio.create_task(give_back_memory(lambda: self._door.empty, self._work_done))
         try:
             await super().serve(sockets)
         finally:
+            memory.cancel()
             await self._engine_thread.stop()
+
+    def _work_done(self) -> tuple[int, int]:
+        return self.server_state.total_requests, len(self.server_state.connections)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Of the first signal: begin to drain; of the second: stop."""
