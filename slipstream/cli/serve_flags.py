@@ -26,9 +26,10 @@ class ListenFlags:
             rich_help_panel=_LISTENING,
         ),
     ] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="0 takes a free one.", rich_help_panel=_LISTENING)] = (
-        8000
-    )
+    port: Annotated[
+        int,
+        typer.Option(help="0 takes a free one.", min=0, max=65535, rich_help_panel=_LISTENING),
+    ] = 8000
     served_model_name: Annotated[
         _Texts,
         typer.Option(

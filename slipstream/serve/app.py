@@ -19,8 +19,8 @@ from slipstream.serve.errors import TOLD, ApiError, as_api_error
 from slipstream.serve.frames import ClientGoneError
 from slipstream.serve.metrics import ServerMetrics
 from slipstream.serve.model import ServedModel
-from slipstream.serve.protocol.chat import ChatCompletion, ChatRequest
-from slipstream.serve.protocol.completions import Completion, CompletionRequest
+from slipstream.serve.protocol.chat import ChatChunk, ChatCompletion, ChatRequest
+from slipstream.serve.protocol.completions import Completion, CompletionChunk, CompletionRequest
 from slipstream.serve.protocol.server import Health, ModelCard, ModelList, Version
 from slipstream.serve.protocol.tokenize import (
     DetokenizeRequest,
@@ -59,33 +59,37 @@ def create_app(
         redoc_url=None,
     )
     _add_errors(app)
-    completions, chats, tokens, facts = (
-        Completions(model),
-        Chats(model),
-        Tokens(model),
-        _Facts(model),
-    )
-    routes = [
+    add_document(app, _routes(model))
+    if metrics is not None:
+        _add_metrics(app, metrics)
+    app.router.routes.extend(pages)
+    return app
+
+
+def _routes(model: ServedModel) -> list[Route]:
+    """The endpoints of the protocol."""
+    tokens, facts = Tokens(model), _Facts(model)
+    return [
         Route(
             "POST",
             "/v1/completions",
-            completions.answer,
+            Completions(model).answer,
             Completion,
             CompletionRequest,
             errors=_GENERATES,
-            streams=True,
+            chunk=CompletionChunk,
         ),
         Route(
             "POST",
             "/v1/chat/completions",
-            chats.answer,
+            Chats(model).answer,
             ChatCompletion,
             ChatRequest,
             errors=_GENERATES,
-            streams=True,
+            chunk=ChatChunk,
         ),
         Route("GET", "/v1/models", facts.models, ModelList),
-        Route("GET", "/v1/models/{model}", facts.model, ModelCard, errors=(404,)),
+        Route("GET", "/v1/models/{model:path}", facts.model, ModelCard, errors=(404,)),
         Route("POST", "/tokenize", tokens.tokenize, TokenizeResponse, TokenizeRequest, (404, 415)),
         Route(
             "POST",
@@ -98,11 +102,6 @@ def create_app(
         Route("GET", "/health", facts.health, Health, errors=(503,)),
         Route("GET", "/version", facts.version, Version),
     ]
-    add_document(app, routes)
-    if metrics is not None:
-        _add_metrics(app, metrics)
-    app.router.routes.extend(pages)
-    return app
 
 
 class _Facts:

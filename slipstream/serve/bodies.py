@@ -74,14 +74,19 @@ _WRONG_KIND = (
 
 def _sentence(error: ErrorDetails, kind: type[RequestBody]) -> str:
     where, name = _place(error["loc"]), str(error["loc"][-1]) if error["loc"] else ""
+    if error["type"] in ("extra_forbidden", "none_required") and name in REFUSALS:
+        return f"{where} is not supported: {REFUSALS[name]}"
     if error["type"] == "extra_forbidden":
         return f"unknown field {where}{_suggestion(where, kind)}"
-    if error["type"] == "none_required" and name in REFUSALS:
-        return f"{where} is not supported: {REFUSALS[name]}"
+    if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        told = error["ctx"]
+        name = told["discriminator"].strip("'")
+        return f"{where}.{name} must be one of {told.get('expected_tags', 'those in the document')}"
     if error["type"] == "missing":
         return f"{where} is missing"
-    if error["type"] in (*_WRONG_KIND, "literal_error") and where in _FORMS:
-        return f"{where} must be {_FORMS[where]}"
+    form = _FORMS.get(where.rpartition(".")[2])
+    if error["type"] in (*_WRONG_KIND, "literal_error") and form is not None:
+        return f"{where} must be {form}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{where}: {message}" if where else message
@@ -94,13 +99,16 @@ def _place(location: Sequence[int | str]) -> str:
     for step in location:
         if isinstance(step, int):
             place += f"[{step}]"
-        elif step.isidentifier() and step not in _UNION_MEMBERS:
-            place += f".{step}" if place else step
+        elif not place:
+            place = step
+        elif step.isidentifier() and step not in _UNION_MEMBERS and not place.endswith(step):
+            place += f".{step}"
     return place
 
 
 # What fields may be that may be several things.
 _FORMS = {
+    "content": "a text or a list of parts of type text",
     "prompt": "a text, token ids, or a list of texts and lists of token ids",
     "stop": "a text or a list of texts",
     "tool_choice": '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
@@ -109,11 +117,13 @@ _FORMS = {
 
 _UNION_MEMBERS = (
     *("str", "int", "float", "bool", "TextPart", "ChosenTool"),
-    *("text", "json_object"),
+    *("assistant", "developer", "system", "tool", "user"),
 )
 
 
 def _suggestion(name: str, kind: type[RequestBody]) -> str:
+    if "." in name:
+        return "; nothing is ignored here: leave it out"
     near = get_close_matches(name, _names(kind), n=1, cutoff=0.8)
     return f"; did you mean {near[0]}?" if near else "; nothing is ignored here: leave it out"
 

@@ -1,5 +1,6 @@
 """The OpenAPI document: every body, every answer, every error."""
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ _ERRORS = {
     503: "The server is about to stop, or its engine has failed.",
     504: "The request was not done in the time that the server gives one.",
 }
+_PARAMETER = re.compile(r"\{(\w+)")
 _OF_ANY = (401, 408, 431, 503)
 _OF_BODIES = (400, 413)
 
@@ -38,7 +40,7 @@ class Route:
         answer: model of the body of a 200.
         body: model of the request's body; None without one.
         errors: statuses besides those that any endpoint may have.
-        streams: a 200 may be server-sent events.
+        chunk: model of the data of an event, where a 200 may be server-sent events.
     """
 
     method: str
@@ -47,7 +49,7 @@ class Route:
     answer: type[BaseModel]
     body: type[BaseModel] | None = None
     errors: Sequence[int] = ()
-    streams: bool = False
+    chunk: type[BaseModel] | None = None
 
 
 def add_document(app: FastAPI, routes: Sequence[Route]) -> None:
@@ -65,6 +67,8 @@ def add_document(app: FastAPI, routes: Sequence[Route]) -> None:
             openapi_extra=_operation(route),
         )
         models.append((route.answer, "serialization"))
+        if route.chunk is not None:
+            models.append((route.chunk, "serialization"))
         if route.body is not None:
             models.append((route.body, "validation"))
     _, definitions = models_json_schema(models, ref_template=_TEMPLATE)
@@ -81,8 +85,8 @@ def add_document(app: FastAPI, routes: Sequence[Route]) -> None:
 
 def _operation(route: Route) -> dict[str, Any]:
     ok: dict[str, Any] = {"application/json": _content(route.answer)}
-    if route.streams:
-        ok["text/event-stream"] = {"schema": {"type": "string"}}
+    if route.chunk is not None:
+        ok["text/event-stream"] = {"schema": _events(route.chunk)}
     statuses = {*route.errors, *_OF_ANY, *(_OF_BODIES if route.body is not None else ())}
     operation: dict[str, Any] = {
         "responses": {
@@ -90,6 +94,12 @@ def _operation(route: Route) -> dict[str, Any]:
             **{str(status): _error(status) for status in sorted(statuses)},
         }
     }
+    named = _PARAMETER.findall(route.path)
+    if named:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in named
+        ]
     if route.body is not None:
         operation["requestBody"] = {
             "required": True,
@@ -100,6 +110,16 @@ def _operation(route: Route) -> dict[str, Any]:
 
 def _content(model: type[BaseModel]) -> dict[str, Any]:
     return {"schema": {"$ref": _TEMPLATE.format(model=model.__name__)}}
+
+
+def _events(chunk: type[BaseModel]) -> dict[str, Any]:
+    """One server-sent event; the data of the last one is [DONE]."""
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": _content(chunk)["schema"],
+    }
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _error(status: int) -> dict[str, Any]:

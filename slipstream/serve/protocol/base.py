@@ -22,4 +22,4 @@ class RequestBody(BaseModel):
 class ResponseBody(BaseModel):
     """What the server says; the OpenAPI document describes it exactly."""
 
-    model_config = ConfigDict(extra="forbid", json_schema_serialization_defaults_required=True)
+    model_config = ConfigDict(extra="forbid")

@@ -35,27 +35,45 @@ class MessageToolCall(RequestBody):
     function: CalledFunction
 
 
-class Message(RequestBody):
-    """One turn of a conversation."""
+Content = str | Annotated[list[TextPart], Field(min_length=1)]
 
-    role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+
+class PlainMessage(RequestBody):
+    """What the user says, or what the model is told before."""
+
+    role: Literal["developer", "system", "user"]
+    content: Content
+    name: str | None = None
+
+
+class AssistantMessage(RequestBody):
+    """What the model said, or called."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
-    tool_call_id: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
 
     @model_validator(mode="after")
-    def _check(self) -> "Message":
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("only a message of the assistant has tool_calls")
-        if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("a message of role tool, and no other, has a tool_call_id")
+    def _check(self) -> "AssistantMessage":
         if self.content is None and not self.tool_calls:
             raise ValueError("a message needs a content; only one with tool_calls may lack it")
         return self
+
+
+class ToolMessage(RequestBody):
+    """What came of a call."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+    name: str | None = None
+
+
+Message = Annotated[PlainMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
 class Function(RequestBody):
@@ -113,7 +131,7 @@ class ChatRequest(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
 
-    # Accepted because they change nothing here: see docs/serving.md.
+    # Accepted because they change nothing here: see docs/protocol.md.
     metadata: dict[str, str] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1)] | None = None
     prompt_cache_key: str | None = None
@@ -205,3 +223,49 @@ class ChatCompletion(ResponseBody):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
+
+
+class FunctionPiece(ResponseBody):
+    """More of a call; its name comes first."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallPiece(ResponseBody):
+    """More of the call with this index; its id comes first."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionPiece
+
+
+class ChatDelta(ResponseBody):
+    """More of the assistant's turn."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[ToolCallPiece] | None = None
+
+
+class ChatPiece(ResponseBody):
+    """More of a choice; the last one of it has the finish reason."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    stop_reason: str | int | None
+    speculation: SpeculatedTokens | None = None
+
+
+class ChatChunk(ResponseBody):
+    """One event of a streamed answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatPiece]
+    usage: Usage | None = None

@@ -79,3 +79,25 @@ class Completion(ResponseBody):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+
+
+class CompletionPiece(ResponseBody):
+    """More of a choice; the last one of it has the finish reason."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None
+    speculation: SpeculatedTokens | None = None
+
+
+class CompletionChunk(ResponseBody):
+    """One event of a streamed answer."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionPiece]
+    usage: Usage | None = None

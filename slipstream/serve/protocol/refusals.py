@@ -5,7 +5,10 @@ from typing import Final
 REFUSALS: Final = {
     "audio": "this server reads and writes text only; leave it out",
     "function_call": "it is the older form of tool calls; use tools and tool_choice",
+    "file": "this server reads and writes text only; leave it out",
     "functions": "it is the older form of tools; use tools",
+    "image_url": "this server reads and writes text only; leave it out",
+    "input_audio": "this server reads and writes text only; leave it out",
     "moderation": "this server moderates nothing; leave it out",
     "prediction": "the server drafts by itself; use speculative to set how much",
     "prompt_cache_options": "the prefix cache has no options of a request; leave it out",

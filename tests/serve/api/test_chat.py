@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from slipstream import LLM, SamplingParams
+from slipstream.serve.protocol.chat import ChatChunk
 from tests.serve.api.live import Live
 
 MESSAGES = [{"role": "user", "content": "Write a function that adds two numbers."}]
+IMAGE = {"type": "image_url", "image_url": {"url": "https://x.org"}}
 OWN = {
     "max_tokens",
     "max_completion_tokens",
@@ -108,6 +111,17 @@ def test_logprobs_have_bytes(client: openai.OpenAI, stream: bool) -> None:
         assert token.logprob <= 0
 
 
+def test_chunks_are_as_the_document_says(live: Live) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 5, "stream": True, "logprobs": True}
+    body |= {"return_speculation": True, "stream_options": {"include_usage": True}}
+    answer = httpx.post(f"{live.url}/v1/chat/completions", json=body)
+    *events, done, nothing = answer.text.split("\n\n")
+    assert (done, nothing) == ("data: [DONE]", "")
+    chunks = [ChatChunk.model_validate_json(it.removeprefix("data: ")) for it in events]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+
+
 def test_logprobs_without_alternatives(client: openai.OpenAI) -> None:
     content = create(client, logprobs=True).choices[0].logprobs.content
     assert [token.top_logprobs for token in content] == [[]] * 12
@@ -203,9 +217,11 @@ def test_fields_that_change_nothing(client: openai.OpenAI) -> None:
         ({"max_tokns": 5}, "did you mean max_tokens?"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "needs a content"),
+        ({"messages": [{"role": "user"}]}, "content is missing"),
+        ({"messages": [{"role": "assistant"}]}, "needs a content"),
         ({"messages": [{"role": "user", "content": "x", "extra": 1}]}, "extra"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "text only"),
+        ({"messages": [{"role": "user", "content": 5}]}, "must be a text or a list of parts"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
         (
             {"tools": [{"type": "function", "function": {"name": "f"}}]},

@@ -3,10 +3,12 @@
 from collections import defaultdict
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from slipstream import LLM, SamplingParams
+from slipstream.serve.protocol.completions import CompletionChunk
 from tests.serve.api.live import Live
 
 PROMPT = "def main("
@@ -112,14 +114,14 @@ def test_usage_comes_only_where_it_is_asked_for(client: openai.OpenAI) -> None:
 
 
 def test_streams_share_an_id_and_end_with_done(live: Live) -> None:
-    import httpx
-
-    body = {"prompt": PROMPT, "max_tokens": 5, "stream": True}
+    body = {"prompt": PROMPT, "max_tokens": 5, "stream": True, "logprobs": 2}
+    body |= {"return_speculation": True, "stream_options": {"include_usage": True}}
     answer = httpx.post(f"{live.url}/v1/completions", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
-    events = answer.text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    assert all(event.startswith("data: {") for event in events[:-2])
+    *events, done, nothing = answer.text.split("\n\n")
+    assert (done, nothing) == ("data: [DONE]", "")
+    chunks = [CompletionChunk.model_validate_json(it.removeprefix("data: ")) for it in events]
+    assert len({chunk.id for chunk in chunks}) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
