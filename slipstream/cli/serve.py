@@ -48,6 +48,7 @@ def serve(
     sock = bind(listen.host, listen.port)
     try:
         llm, seconds = open_llm(config, run.verbose)
+        sock.listen()  # who reads the address may come at once, and waits until the loop turns
         _announce(listen, options, sock, seconds)
         code = start_server(llm.engine, config, options, sock)
     finally:

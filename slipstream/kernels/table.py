@@ -240,12 +240,10 @@ class Ops:
 
 
 @functools.cache
-def ops_for(device: torch.device, batch_invariant: bool = False, drafts: bool = False) -> Ops:
+def ops_for(device: torch.device, batch_invariant: bool = False) -> Ops:
     """The fastest column that serves `device`.
 
     Args:
-        drafts: for a drafter, whose bits may depend on the number of rows, since what it says is
-            verified.
         batch_invariant: the fastest of those whose rows' bits depend on nothing beside the row.
             The reference column does not promise that: torch picks a matmul by its row count.
     """
@@ -253,8 +251,6 @@ def ops_for(device: torch.device, batch_invariant: bool = False, drafts: bool = 
 
     if not runs_triton(device):
         return REFERENCE
-    from slipstream.kernels.triton import TRITON, TRITON_DRAFTING, TRITON_INVARIANT
+    from slipstream.kernels.triton import TRITON, TRITON_INVARIANT
 
-    if batch_invariant:
-        return TRITON_INVARIANT
-    return TRITON_DRAFTING if drafts else TRITON
+    return TRITON_INVARIANT if batch_invariant else TRITON

@@ -67,7 +67,6 @@ class LoadOptions:
         seed: of random weights.
         quantization: "fp8" rounds the matrices; None leaves them.
         batch_invariant: no row of a result may depend on the rows beside it.
-        drafts: this is a drafter's network, whose bits nobody depends on.
         twin_of: the target that a twin is a part of, or is.
         progress_bar: shows how the reading goes on.
         memory_check: is asked before anything is allocated.
@@ -80,7 +79,6 @@ class LoadOptions:
     seed: int = 0
     quantization: str | None = None
     batch_invariant: bool = False
-    drafts: bool = False
     twin_of: DecoderConfig | None = None
     progress_bar: ProgressBar = no_progress_bar
     memory_check: MemoryCheck = no_memory_check
@@ -120,7 +118,7 @@ def load_decoder(
 
 
 def _build(config: DecoderConfig, tensors: TensorSource, options: LoadOptions) -> Decoder:
-    ops = ops_for(options.device, options.batch_invariant, options.drafts)
+    ops = ops_for(options.device, options.batch_invariant)
     source = in_precision(tensors, options.quantization)
     return Decoder(ops, source, config, options.max_positions)
 

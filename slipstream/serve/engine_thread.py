@@ -32,6 +32,7 @@ from slipstream.serve.limits import (
     QueueFull,
     RequestFailed,
     ServeLimits,
+    Stopped,
 )
 from slipstream.serve.progress import Cursor, Progress
 from slipstream.serve.stream import Channel, Stream
@@ -275,8 +276,7 @@ class EngineThread:
     def _fail_all(self) -> None:
         """The engine does not run any more."""
         self._failed = True
-        error = Draining if self._stopping else EngineFailed
-        self._deliver([(channel, error()) for channel in self._open])
+        self._deliver([(channel, EngineFailed()) for channel in self._open])
 
     # ------------------------------------------------------------------ on the engine's thread
 
@@ -293,6 +293,9 @@ class EngineThread:
                     self._send()
                     self._wake.wait()
                     self._wake.clear()
+            self._take_in()
+            for live in [*self._lives.values()]:
+                self._abort(live.channel, Stopped())
         except Exception:
             logger.critical("the engine has failed; start the server again", exc_info=True)
         self._send()
@@ -335,12 +338,12 @@ class EngineThread:
             self._lives[add.channel] = self._by_engine_id[engine_id] = live
             self._outbox.append((add.channel, _Note.ACCEPTED))
 
-    def _abort(self, channel: Channel) -> None:
+    def _abort(self, channel: Channel, news: _News = _Note.GONE) -> None:
         """Its reader left; where the request has ended already there is nothing to do."""
         live = self._lives.get(channel)
         if live is not None:
             self._engine.abort(live.engine_id)
-            self._end(live, "abort", _Note.GONE)
+            self._end(live, "abort", news)
 
     def _check_deadlines(self) -> None:
         now = monotonic()

@@ -38,12 +38,7 @@ class Generation:
 
     async def start(self, thread: EngineThread, params: SamplingParams) -> None:
         """Queue everything or nothing; raises what `EngineThread.submit` does."""
-        try:
-            for prompt in self.prompts:
-                self._streams.append(await thread.submit(current_request_id(), prompt, params))
-        except BaseException:
-            await self._leave()
-            raise
+        self._streams = await thread.submit_all(current_request_id(), self.prompts, params)
 
     async def steps(self) -> AsyncGenerator[tuple[int, Progress], None]:
         """What the prompts gain, by their places; closing this early ends them all."""

@@ -175,6 +175,11 @@ class Door:
         """Whether new requests are answered with 503."""
         return self._closed
 
+    @property
+    def empty(self) -> bool:
+        """Whether no request is inside."""
+        return not self._inside
+
     async def close(self) -> None:
         """Answer new requests with 503; returns when nobody is inside any more."""
         self._closed = True

@@ -79,6 +79,13 @@ class Draining(RequestRefused):
         super().__init__("the server is about to stop and takes no new requests")
 
 
+class Stopped(RequestRefused):
+    """The server stopped before the request was done (503)."""
+
+    def __init__(self) -> None:
+        super().__init__("the server stopped before the request was done")
+
+
 class EngineFailed(RequestRefused):
     """The engine does not run any more (503)."""
 

@@ -101,7 +101,7 @@ class PlainFormatter(logging.Formatter):
         request_id = getattr(record, "request_id", "")
         first, *rest = text.split("\n")
         indented = "\n    ".join([_printable(first), *map(_printable, rest)])
-        return f"{indented} [{request_id}]" if request_id else indented
+        return f"{indented} [{_printable(request_id)}]" if request_id else indented
 
 
 class JsonFormatter(logging.Formatter):

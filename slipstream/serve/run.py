@@ -18,6 +18,7 @@ from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.guards import ApiKeys, Bodies, Door
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.logs import RequestIds
+from slipstream.serve.memory import give_back_memory
 
 logger = logging.getLogger("slipstream.serve")
 
@@ -48,15 +49,21 @@ class Access:
 def bind(host: str, port: int) -> socket.socket:
     """The socket to listen on; UsageError where that is not possible.
 
-    Before a model is loaded, so that a port in use is known at once.
+    Before a model is loaded, so that a port in use is known at once. Nobody can connect until the
+    server listens on it.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
     except (OSError, OverflowError) as error:
         raise UsageError(
             f"cannot listen on {host}:{port} ({error}); choose another --host or --port"
         ) from error
+    return sock
 
 
 def guarded(app: ASGIApp, limits: ServeLimits, access: Access) -> tuple[ASGIApp, Door]:
@@ -95,6 +102,7 @@ def serve(
         server_header=False,
         timeout_keep_alive=round(limits.keep_alive_timeout),
         timeout_graceful_shutdown=_FLUSH_SECONDS,
+        backlog=_BACKLOG,
     )
     server = _Server(config, thread, door, limits.drain_timeout)
     server.run(sockets=[sock])
@@ -118,10 +126,15 @@ class _Server(uvicorn.Server):
         """Run the engine's thread as long as the server."""
         self._loop = asyncio.get_running_loop()
         self._engine_thread.start()
+        memory = asyncio.create_task(give_back_memory(lambda: self._door.empty, self._work_done))
         try:
             await super().serve(sockets)
         finally:
+            memory.cancel()
             await self._engine_thread.stop()
+
+    def _work_done(self) -> tuple[int, int]:
+        return self.server_state.total_requests, len(self.server_state.connections)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Of the first signal: begin to drain; of the second: stop."""

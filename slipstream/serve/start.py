@@ -1,7 +1,7 @@
 """A server around an engine, from its parts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from socket import socket
 
 from starlette.routing import Route
@@ -65,4 +65,7 @@ def start_server(
         tool_call_parser=options.tool_call_parser,
     )
     app = create_app(model, metrics, pages)
-    return serve(app, thread, sock, options.limits, options.access)
+    # The page itself asks for the key.
+    open_paths = (*options.access.open_paths, *(page.path for page in pages))
+    access = replace(options.access, open_paths=open_paths)
+    return serve(app, thread, sock, options.limits, access)

@@ -83,7 +83,7 @@ def load_network(
     tokens = _token_map(config, target, checkpoint, shape.vocab_size)
     vocabulary = _vocabulary(config, target, min(target.vocab_size, shape.vocab_size), tokens)
     dtype = dtype_named(config.dtype) if config.dtype else target.load.dtype
-    load = replace(target.load, dtype=dtype, quantization=config.quantization, drafts=True)
+    load = replace(target.load, dtype=dtype, quantization=config.quantization)
     network = load_decoder(checkpoint, load, shape)
     kind = "tli" if tokens else "same"
     identity = f"{method}:{checkpoint.path}:{dtype}:{config.quantization}:{kind}:{mask_token}"

@@ -11,9 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from slipstream.kernels.triton.matmul_resident_kernels import resident_kernel
 from slipstream.kernels.triton.matmul_stream_kernels import SWIZZLED, stream_kernel
-from slipstream.kernels.triton.matmul_tiles import LANES, RESIDENT, Stream
+from slipstream.kernels.triton.matmul_tiles import Stream
 
 H200 = GPUTarget("cuda", 90, 32)
 ALIGNED = [["tt.divisibility", 16]]
@@ -45,24 +44,6 @@ def stream(tiles: Stream, dtype: torch.dtype, out: torch.dtype, gated: bool, bia
     return compiled(stream_kernel, types, constants, tiles.warps)
 
 
-def resident(shape: tuple[int, int], gated: bool) -> Any:
-    """`matmul.py`'s launch."""
-    tiles = RESIDENT[shape]
-    types: dict[str, str | None] = dict.fromkeys(("x", "weight", "out"), "*bf16")
-    types |= dict.fromkeys(("row_stride", "rows", "width"), "i32")
-    constants = {
-        "depth": shape[1],
-        "part": tiles.part,
-        "gated": gated,
-        "block_m": tiles.rows,
-        "block_n": tiles.width,
-        "lanes": LANES,
-        "row_warps": tiles.row_warps,
-        "pdl": True,
-    }
-    return compiled(resident_kernel, types, constants, LANES * tiles.row_warps)
-
-
 def compiled(
     kernel: Any, types: dict[str, str | None], constants: dict[str, Any], warps: int
 ) -> dict[str, Any]:
@@ -86,7 +67,6 @@ def compiled(
     return {
         "shared": result.metadata.shared,
         "wgmma": program.count("wgmma.mma_async"),
-        "mma": program.count("mma.sync.aligned"),
         "machine_code": len(result.asm["cubin"]),
     }
 
@@ -98,8 +78,7 @@ def main() -> None:
         stream(Stream(64, stages=6), half, half, gated=True, biased=True),
         stream(Stream(128, 16, 2, 64, 64, 3), half, half, gated=True, biased=False),
         stream(Stream(128, 0, 1, 128, 64, 6), half, half, gated=False, biased=False),
-        resident((6144, 1024), gated=True),
-        resident((4096, 2048), gated=False),
+        stream(Stream(32, 8, stages=8), half, whole, gated=False, biased=False),
     ]
     print(json.dumps(results))
 

@@ -14,7 +14,6 @@ if not torch.cuda.is_available():  # as in tests/conftest.py, and before the ker
 
 from slipstream.kernels.triton.matmul_stream_tiles import MEMORY, few_rows, many_rows
 from slipstream.kernels.triton.matmul_tiles import (
-    RESIDENT,
     SPLITS,
     TUNED,
     Plan,
@@ -39,7 +38,7 @@ def test_splits_follow_from_the_shape_alone(shape: tuple[int, int]) -> None:
     assert plan(width, depth, 5, torch.bfloat16, False).splits == 1
 
 
-SHAPES = [*RESIDENT, *TUNED, *SPLITS, (4096, 4096), (2048, 6144)]
+SHAPES = [*TUNED, *SPLITS, (4096, 4096), (2048, 6144), (6144, 1024)]
 
 
 def taken(tiles: Stream) -> int:
@@ -60,22 +59,22 @@ def test_the_copy_engine_changes_no_splits(shape: tuple[int, int], splitting: bo
         assert isinstance(streamed.tiles, Stream)
         assert streamed.part % streamed.tiles.depth == 0
         assert depth % streamed.tiles.depth == 0
-        assert rows <= streamed.tiles.rows
+        assert rows <= streamed.tiles.rows + streamed.tiles.more
         assert streamed.tiles.stages > 1
         assert taken(streamed.tiles) <= MEMORY
 
 
 def test_many_rows_have_tiles_where_the_library_is_slower() -> None:
     served: dict[tuple[int, bool, bool], Plan | None] = {}
-    for rows in (65, 100, 128, 129, 160, 161, 256, 300, 400, 512, 513):
+    for rows in (65, 80, 100, 128, 129, 160, 161, 256, 300, 320, 321, 400, 512, 513):
         for splitting, gated in ((False, False), (True, False), (False, True)):
-            served[rows, splitting, gated] = many_rows(4096, 12288, rows, splitting, gated)
+            served[rows, splitting, gated] = many_rows(24576, 12288, rows, splitting, gated)
     assert all(served[rows, False, False] is None for rows in (65, 128, 400))
     assert {rows for rows, splitting, _ in served if splitting and served[rows, True, False]} == {
-        65, 100, 128, 129, 160,
+        65, 80, 100, 128, 129, 160, 161, 256, 300, 320,
     }  # fmt: skip
     assert {rows for rows, _, gated in served if gated and served[rows, False, True]} == {
-        65, 100, 400, 512,
+        65, 80, 400, 512,
     }  # fmt: skip
     for (rows, _, gated), chosen in served.items():
         if chosen is None:
@@ -86,6 +85,16 @@ def test_many_rows_have_tiles_where_the_library_is_slower() -> None:
         assert gated <= (chosen.splits == 1)
         assert taken(chosen.tiles) <= MEMORY
         assert chosen.tiles.more == 0 or rows % chosen.tiles.rows <= chosen.tiles.more
+
+
+@pytest.mark.parametrize("rows", [65, 72, 96, 128, 160, 192])
+def test_small_gated_matrices_get_a_program_for_each_multiprocessor(rows: int) -> None:
+    for width, high in ((6144, 64), (12288, 128)):
+        plan = many_rows(width, 1024, rows, False, True)
+        assert plan is not None
+        assert isinstance(plan.tiles, Stream)
+        assert (plan.splits, plan.tiles.high) == (1, high)
+        assert taken(plan.tiles) <= MEMORY
 
 
 @pytest.mark.parametrize("depth", [384, 511, 512, 640, 1536])

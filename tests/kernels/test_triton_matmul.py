@@ -24,13 +24,12 @@ from slipstream.kernels.reference import dense
 from slipstream.kernels.table import Float8Matrix, Norm, Ops, Weight
 from slipstream.kernels.triton import (
     TRITON,
-    TRITON_DRAFTING,
     TRITON_INVARIANT,
     matmul_stream,
     matmul_tiles,
 )
 from slipstream.kernels.triton.linear import FEW_ROWS
-from slipstream.kernels.triton.matmul_tiles import RESIDENT, Tiles
+from slipstream.kernels.triton.matmul_tiles import Tiles
 from slipstream.kernels.triton.norm import normed_rows, round_rows
 from tests.kernels import oracles
 from tests.kernels.batches import seeded
@@ -299,23 +298,6 @@ def test_rows_do_not_depend_on_their_number(
                     torch.testing.assert_close(out, all_rows[part].to(out.dtype))
                 else:
                     assert_same_sums(out, all_rows[part].to(out.dtype))
-
-
-@pytest.mark.skipif(not ON_GPU, reason="no interpreter has the kernel")
-@pytest.mark.parametrize("shape", list(RESIDENT), ids=str)
-@pytest.mark.parametrize("rows", [1, 5, 8, 9])
-def test_a_drafter_gets_nearly_the_same_numbers(shape: tuple[int, int], rows: int) -> None:
-    """Weights that wait in registers are added up in another order."""
-    width, depth = shape
-    x, weight = randn(rows, depth, dtype=torch.bfloat16), matrix(width, depth, torch.bfloat16)
-    truth = dense.linear(x.double(), weight.double(), None)
-    for out in (TRITON_DRAFTING.linear(x, weight, None), TRITON.linear(x, weight, None)):
-        assert_near(out, truth)
-    norm = Norm(randn(depth, seed=4, dtype=torch.bfloat16), 1e-6)
-    ours, total = TRITON_DRAFTING.norm_gated_linear(x, None, norm, weight, None)
-    theirs, same = TRITON.norm_gated_linear(x, None, norm, weight, None)
-    assert torch.equal(total, same)
-    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -32,7 +32,13 @@ class Models:
 
     def llm(self, speculative: Any, **options: Any) -> LLM:
         options = {"num_kv_blocks": 200, "block_size": 8, "max_model_len": 160, **options}
-        return LLM(self.target, speculative_config=speculative, skip_tokenizer_init=True, **options)
+        return LLM(
+            self.target,
+            speculative_config=speculative,
+            skip_tokenizer_init=True,
+            enforce_eager=True,  # drafts are looked at, which a captured step has no time for
+            **options,
+        )
 
     def alone(self, name: str, count: int = K, **options: Any) -> LLM:
         return self.llm({**self.options[name], "num_speculative_tokens": count}, **options)

@@ -41,5 +41,4 @@ def _column(name: str, linears: Linears) -> Ops:
 
 
 TRITON = _column("triton", Linears())
-TRITON_DRAFTING = _column("triton, for drafters", Linears(loose=True))
 TRITON_INVARIANT = _column("triton, batch invariant", Linears(invariant=True))

@@ -24,6 +24,7 @@ from slipstream.kernels.triton.attention_chunk_kernel import chunk_kernel
 from slipstream.kernels.triton.attention_short_kernels import combine_kernel, short_kernel
 from slipstream.kernels.triton.launch import options
 from slipstream.kernels.triton.rope import rotate_and_store
+from slipstream.kernels.triton.spare_rows import empty_rows
 from slipstream.kernels.triton.splits import SMALLEST, most_splits
 
 SHORT_ROWS = 16
@@ -166,8 +167,7 @@ def _attention(
     cache: tuple[Tensor, Tensor],
 ) -> Tensor:
     """Requests of few rows from `source`, to be turned by `turn`, the others from `query`."""
-    shape = (len(source), layer.heads * layer.head_dim)
-    out = torch.empty(shape, dtype=source.dtype, device=source.device)
+    out = empty_rows(len(source), layer.heads * layer.head_dim, source.dtype, source.device)
     if not out.numel():
         return out
     keys, values = cache

@@ -2,8 +2,6 @@
 
 `Linears(invariant=True)` keeps to our kernels for any number of rows, so that the bits of a row
 never depend on the rows beside it; the library chooses its kernels by the number of rows.
-`Linears(loose=True)` takes whichever kernel of ours is fastest, where up to 64 rows would otherwise
-have the same bits: right for a drafter, since whatever it says is verified.
 """
 
 from collections.abc import Sequence
@@ -26,7 +24,6 @@ class Linears:
     """What `kernels/table.py` calls linear, the norms and their matmuls, and logits."""
 
     invariant: bool = False
-    loose: bool = False
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         if not self._ours(x, weight, splitting=True):
@@ -94,7 +91,7 @@ class Linears:
 
     def _free(self, x: Tensor) -> bool:
         """Whether bits may follow from the number of rows."""
-        return self.loose or (len(x) > FEW_ROWS and not self.invariant)
+        return len(x) > FEW_ROWS and not self.invariant
 
 
 def _rows(x: Tensor, weight: Weight) -> Rows:

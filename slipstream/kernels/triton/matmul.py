@@ -1,7 +1,6 @@
-"""The matmuls of few rows: which of three kernels multiplies, and how it is launched.
+"""The matmuls of few rows: which of two kernels multiplies, and how it is launched.
 
-- `matmul_resident_kernels.py`: a drafter's small matrices and fewest rows;
-- `matmul_stream_kernels.py`: the rest of what Hopper's copy engine and tensor cores take;
+- `matmul_stream_kernels.py`: what Hopper's copy engine and tensor cores take;
 - `matmul_kernels.py`: all else, and any number of rows without dependence on it.
 """
 
@@ -13,21 +12,9 @@ from slipstream.kernels.table import Float8Matrix, Weight
 from slipstream.kernels.triton import launch, matmul_stream
 from slipstream.kernels.triton.matmul_kernels import matmul_kernel
 from slipstream.kernels.triton.matmul_stream_tiles import few_rows, many_rows
-from slipstream.kernels.triton.matmul_tiles import (
-    LANES,
-    Plan,
-    Resident,
-    Stream,
-    Tiles,
-    plan,
-    resident,
-)
+from slipstream.kernels.triton.matmul_tiles import Plan, Stream, Tiles, plan
 from slipstream.kernels.triton.norm import Rows
-
-try:
-    from slipstream.kernels.triton.matmul_resident_kernels import resident_kernel
-except ImportError:  # Gluon is still an experiment of Triton's
-    resident_kernel = None
+from slipstream.kernels.triton.spare_rows import empty_rows
 
 SPLIT_ROWS = 64  # with more rows, a program adds up all splits itself: sums take much memory
 
@@ -37,7 +24,7 @@ def product(
 ) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`.
 
-    `loose`, here and below: a row's bits may depend on the number of rows.
+    `loose`, here and below: beyond 64 rows, a row's bits may depend on their number.
     """
     return _multiply(x, weight, bias, dtype, splitting=False, gated=False, loose=loose)[0]
 
@@ -73,24 +60,20 @@ def _multiply(
     assert isinstance(values, Tensor)
     assert x.values.stride(-1) == 1
     assert values.is_contiguous()
-    (rows, depth), width = x.values.shape, len(values)
-    small = _resident(x.values, values, splitting) if loose else None
+    rows, width = len(x.values), len(values)
     chosen = _plan(x.values, values, splitting, gated, loose)
     splits = parts = chosen.splits
-    if small is not None:
-        x = _aligned(x)
-        splits = parts = depth // small.part
-    elif rows > SPLIT_ROWS and isinstance(chosen.tiles, Tiles):
+    if rows > SPLIT_ROWS and isinstance(chosen.tiles, Tiles):
         parts = 1
-    out = torch.empty(
-        parts, rows, width // 2 if gated else width,
-        dtype=dtype if splits == 1 else torch.float32, device=x.values.device,
-    )  # fmt: skip
+    if gated:
+        assert splits == 1
+        out = empty_rows(rows, width // 2, dtype, values.device).unsqueeze(0)
+    else:
+        dtype = dtype if splits == 1 else torch.float32
+        out = torch.empty(parts, rows, width, dtype=dtype, device=values.device)
     if not out.numel():
         return out
-    if small is not None:
-        _launch_resident(x, values, scales, bias, out, small, gated)
-    elif isinstance(chosen.tiles, Stream):
+    if isinstance(chosen.tiles, Stream):
         matmul_stream.multiply(x.values, values, bias, out, chosen.tiles, chosen.part, gated)
     else:
         _launch(x, values, scales, bias, out, chosen, chosen.tiles, gated)
@@ -115,22 +98,6 @@ def serves_many(x: Tensor, weight: Weight, splitting: bool, gated: bool) -> bool
     return many_rows(width, depth, len(x), splitting, gated) is not None
 
 
-def _aligned(x: Rows) -> Rows:
-    """With rows that start at multiples of 16 numbers."""
-    values = x.values
-    if values.stride(0) % 16 == 0 and values.data_ptr() % 16 == 0:
-        return x
-    return Rows(values.clone(memory_format=torch.contiguous_format), x.scales)
-
-
-def _resident(x: Tensor, weight: Tensor, splitting: bool) -> Resident | None:
-    """Only for the tensor cores of a GPU."""
-    if resident_kernel is None or not launch.overlaps(x.device) or weight.dtype == torch.float32:
-        return None
-    width, depth = weight.shape
-    return resident(width, depth, len(x), splitting)
-
-
 def _launch(
     x: Rows,
     weight: Tensor,
@@ -150,24 +117,4 @@ def _launch(
         block_m=tiles.rows, block_n=tiles.width, block_k=tiles.depth, stages=tiles.stages,
         ahead=tiles.ahead if launch.overlaps(out.device) else 0,
         num_warps=tiles.warps, num_stages=tiles.stages, **launch.options(out.device),
-    )  # fmt: skip
-
-
-def _launch_resident(
-    x: Rows,
-    weight: Tensor,
-    weight_scales: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    tiles: Resident,
-    gated: bool,
-) -> None:
-    parts, rows, width = out.shape
-    own = tiles.width // 2 if gated else tiles.width
-    grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(width, own), parts)
-    resident_kernel[grid](
-        x.values, x.scales, weight, weight_scales, bias, out, x.values.stride(0), rows, width,
-        depth=weight.shape[1], part=tiles.part, gated=gated, block_m=tiles.rows,
-        block_n=tiles.width, lanes=LANES, row_warps=tiles.row_warps,
-        num_warps=LANES * tiles.row_warps, **launch.options(out.device),
     )  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.matmul_stream_tiles import STEP
 from slipstream.kernels.triton.matmul_tiles import Stream
+from slipstream.kernels.triton.spare_rows import with_spare
 
 try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -55,7 +56,7 @@ def multiply(
         triton.cdiv(width, own),
         splits,
     )
-    x = _aligned(x)
+    x = with_spare(_aligned(x), grid[0] * tiles.rows + tiles.more)
     stream_kernel[grid](
         _described(x, tiles.rows, tiles.depth),
         _described(x, tiles.more, tiles.depth) if tiles.more else None,

@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.kernels.table import Norm
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
+from slipstream.kernels.triton.spare_rows import empty_rows
 
 FLOAT8_MAX = tl.constexpr(448.0)  # of e4m3
 # The smallest normal number: a row of zeros has a scale too.
@@ -123,10 +124,8 @@ def normed_rows(
     shape, dtype, device = addend.shape[-2:], norm.weight.dtype, addend.device
     summing = residual is not None or addend.ndim == 3
     total = torch.empty(shape, dtype=dtype, device=device) if summing else addend
-    if float8:
-        rows = _float8_rows(shape, device)
-    else:
-        rows = Rows(torch.empty(shape, dtype=dtype, device=device), None)
+    plain = None if float8 else Rows(empty_rows(shape[0], shape[1], dtype, device), None)
+    rows = plain or _float8_rows(shape, device)
     if residual is not None:
         residual = residual.contiguous()
     _launch(addend, residual, norm, rows, total if summing else None)

@@ -13,6 +13,7 @@ from slipstream.engine.build import build_engine
 from slipstream.engine.engine import Engine
 from slipstream.serve.activity import Watchers
 from slipstream.serve.app import create_app
+from slipstream.serve.connections import connection_class
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.model import ServedModel
@@ -70,7 +71,9 @@ def serving(
     )
     app, _ = guarded(create_app(model), limits, access or Access())
     sock = socket.create_server(("127.0.0.1", 0))
-    server = _Server(uvicorn.Config(app, log_config=None, ws="none"), thread)
+    server = _Server(
+        uvicorn.Config(app, log_config=None, ws="none", http=connection_class(limits)), thread
+    )
     runner = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     runner.start()
     try:
