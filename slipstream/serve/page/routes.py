@@ -12,7 +12,7 @@ from hashlib import sha256
 from importlib.resources import files
 
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 _DOCUMENT = "index.html"
@@ -66,36 +66,35 @@ class _File:
 
 
 def page_routes() -> list[Route]:
-    """`GET /` and the page's files; no part of the server's OpenAPI, and open to all.
+    """`GET /` and the page's files, a route for each; no part of the server's OpenAPI.
 
-    The page itself tells nothing: an API key guards what it asks for, not the page.
+    The page itself tells nothing, so all these paths may be open where the server asks for an API
+    key: the key guards what the page asks for.
     """
     contents = _read()
     version = _digest(contents)[:12]
-    document = _document(contents.pop(_DOCUMENT), version)
-    kept = {name: _file(name, body, _FOR_EVER) for name, body in contents.items()}
+    document = contents.pop(_DOCUMENT).replace(_VERSION.encode(), version.encode())
+    answers = {"/": _file(_DOCUMENT, document, "no-cache")}
+    for name, body in contents.items():
+        answers[f"/page/{version}/{name}"] = _file(name, body, _FOR_EVER)
+    return [_route(path, answer) for path, answer in answers.items()]
 
-    async def index(request: Request) -> Response:
-        return document.answer(request)
 
-    async def asset(request: Request) -> Response:
-        name, asked = request.path_params["name"], request.path_params["version"]
-        if name not in kept:
-            return PlainTextResponse("the page has no such file", 404, headers=_HEADERS)
-        if asked != version:
-            # A document of an older server, whose other files are gone: it must load anew.
-            return PlainTextResponse("this version of the page is gone; reload", 404, _HEADERS)
-        return kept[name].answer(request)
+def _route(path: str, file: _File) -> Route:
+    async def answer(request: Request) -> Response:
+        return file.answer(request)
 
-    return [
-        Route("/", index, methods=["GET"], include_in_schema=False),
-        Route("/page/{version}/{name}", asset, methods=["GET"], include_in_schema=False),
-    ]
+    return Route(path, answer, methods=["GET"], include_in_schema=False)
 
 
 def _read() -> dict[str, bytes]:
     folder = files("slipstream.serve.page") / "assets"
-    return {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
+    known = [entry for entry in folder.iterdir() if _suffix(entry.name) in _TYPES]
+    return {entry.name: entry.read_bytes() for entry in known}
+
+
+def _suffix(name: str) -> str:
+    return name[name.rfind(".") :]
 
 
 def _digest(contents: Mapping[str, bytes]) -> str:
@@ -105,10 +104,5 @@ def _digest(contents: Mapping[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-def _document(source: bytes, version: str) -> _File:
-    return _file(_DOCUMENT, source.replace(_VERSION.encode(), version.encode()), "no-cache")
-
-
 def _file(name: str, body: bytes, cache: str) -> _File:
-    suffix = name[name.rfind(".") :]
-    return _File(body, _TYPES[suffix], cache, f'"{sha256(body).hexdigest()[:24]}"')
+    return _File(body, _TYPES[_suffix(name)], cache, f'"{sha256(body).hexdigest()[:24]}"')

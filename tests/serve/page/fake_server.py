@@ -23,7 +23,7 @@ from slipstream.serve.page import page_routes
 RECORDINGS = json.loads((Path(__file__).parent / "recordings.json").read_text())
 K = 4
 # Long enough to see a text grow, short enough for a test.
-PASS_SECONDS = 0.004
+PASS_SECONDS = 0.002
 
 
 @dataclass

@@ -21,17 +21,18 @@ export function drawSteps(svg, tally, most, marked = null) {
   }
   const cell = (height - 3) / most;
   const fit = Math.floor((width + GAP) / (COLUMN + GAP));
-  const first = Math.max(0, steps.length - fit);
+  const first = Math.max(0, Math.min(steps.length - fit, marked ?? Infinity));
+  const end = Math.min(first + fit, steps.length);
   shapes.push(shape("line", { class: "grid", x1: 0, x2: width, y1: 2, y2: 2 }));
   shapes.push(shape("text", { x: width + 5, y: 9 }, String(most)));
   shapes.push(shape("text", { x: width + 5, y: height }, "0"));
-  for (let index = first; index < steps.length; index += 1) {
-    const { accepted, end } = steps[index];
+  for (let index = first; index < end; index += 1) {
+    const { accepted, end: last } = steps[index];
     if (index === marked) {
       const x = (index - first) * (COLUMN + GAP) - GAP;
       shapes.push(shape("rect", { class: "marked", x, y: 0, width: COLUMN + 2 * GAP, height }));
     }
-    const kinds = [...Array(accepted).fill("accepted"), ...(end ? [end] : [])];
+    const kinds = [...Array(accepted).fill("accepted"), ...(last ? [last] : [])];
     kinds.forEach((kind, place) => {
       const inset = kind === "recovered" ? 0.5 : 0; // drawn as a frame, not filled
       shapes.push(shape("rect", {
@@ -49,8 +50,8 @@ export function drawSteps(svg, tally, most, marked = null) {
     shapes.push(shape("line", { class: "mean", x1: 0, x2: width, y1: y, y2: y }));
     shapes.push(shape("text", { class: "strong", x: width + 5, y: Math.min(height - 11, Math.max(20, y + 3)) }, length.toFixed(1)));
   }
-  const shown = first ? `last ${steps.length - first} of ${steps.length} passes` : `${steps.length} passes`;
+  const shown = end - first < steps.length ? `${first + 1}–${end} of ${steps.length} passes` : `${steps.length} passes`;
   shapes.push(shape("text", { x: width, y: height + 12, "text-anchor": "end" }, shown));
-  const recent = steps.slice(-8).map(({ accepted, end }) => accepted + (end ? 1 : 0));
+  const recent = steps.slice(-8).map((step) => step.accepted + (step.end ? 1 : 0));
   draw(svg, shapes, `Tokens of each pass of the target; the last ones gave ${recent.join(", ")}`);
 }
