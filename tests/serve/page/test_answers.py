@@ -45,7 +45,16 @@ def test_the_text_is_the_models_own(open_page: OpenPage, server: FakeServer) -> 
     page = open_page()
     page.click("#run")
     page.wait_for_selector(".replays")
-    assert page.locator(".text").text_content() == COMPLETION["prompt"] + TEXT
+    text = COMPLETION["prompt"] + TEXT
+    assert page.locator(".text").text_content() == text
+    assert page.locator(".text > div").count() > 1  # paragraphs, which a copy does not show
+    copied = page.evaluate(
+        """() => {
+            getSelection().selectAllChildren(document.querySelector(".text"));
+            return getSelection().toString();
+        }"""
+    )
+    assert copied == text
 
 
 def test_what_is_asked_for_is_what_the_form_says(open_page: OpenPage, server: FakeServer) -> None:

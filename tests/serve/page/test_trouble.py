@@ -29,7 +29,7 @@ def test_escape_stops_a_stream_and_the_server_learns_of_it(
     page = open_page()
     page.fill("#prompt", "#endless")
     page.press("#prompt", "Control+Enter")
-    page.wait_for_selector(".tok.bonus")
+    page.wait_for_selector(".text .tok.bonus")
     assert page.locator("#run").inner_text().startswith("Stop")
     page.keyboard.press("Escape")
     page.wait_for_selector(".replays")
@@ -45,7 +45,7 @@ def test_the_stop_button_stops(open_page: OpenPage, server: FakeServer) -> None:
     page = open_page()
     page.fill("#prompt", "#endless")
     page.click("#run", click_count=2)  # a double click starts, and does not stop at once
-    page.wait_for_selector(".tok.bonus")
+    page.wait_for_selector(".text .tok.bonus")
     page.wait_for_timeout(350)
     page.click("#run")
     page.wait_for_selector(".replays")

@@ -4,6 +4,8 @@ import { stream } from "./api.js";
 import { Recording } from "./recording.js";
 import { bodyOf, pathOf } from "./request.js";
 
+const MOST_BUSY = 30; // milliseconds
+
 /**
  * @param prompt text or messages.
  * @param onTokens called whenever the pane has more.
@@ -15,9 +17,13 @@ export async function answer(pane, values, prompt, numDraftTokens, signal, onTok
   pane.begin();
   try {
     const body = bodyOf(values, prompt, numDraftTokens);
+    let rested = performance.now();
     for await (const chunk of stream(pathOf(values.mode), body, signal)) {
       pane.push(recording.take(chunk));
       onTokens();
+      if (performance.now() - rested < MOST_BUSY) continue;
+      await new Promise((resolve) => setTimeout(resolve)); // chunks in hand must not keep keys waiting
+      rested = performance.now();
     }
     return true;
   } catch (error) {

@@ -56,7 +56,7 @@ export class Inspector {
 
   /** The tokens of the same pass. */
   _mates() {
-    return [...this._shown.parentElement.querySelectorAll(`[data-step="${this._shown.dataset.step}"]`)];
+    return [...this._shown.closest(".text").querySelectorAll(`[data-step="${this._shown.dataset.step}"]`)];
   }
 
   _mark(on) {

@@ -10,8 +10,6 @@ import { Player } from "./player.js";
 import { Settings } from "./settings.js";
 import { Transcript } from "./transcript.js";
 
-const RUN_KEY = /Mac|iP(hone|ad)/.test(navigator.platform) ? "⌘ ↵" : "Ctrl ↵";
-
 const at = (id) => document.getElementById(id);
 const prompt = at("prompt");
 const stage = document.querySelector(".stage");
@@ -63,8 +61,10 @@ async function run() {
     await player.run(values, text, settings.numDraftTokens);
     state("ready", "ready");
   } catch (error) {
-    if (mode === "chat" && !prompt.value && !transcript.turns.some((turn) => turn.prompt === text)) prompt.value = text;
     fail(error, run);
+  } finally {
+    // Nothing came of it: the words are not lost.
+    if (!prompt.value && transcript.turns.at(-1)?.prompt !== text) prompt.value = text;
   }
 }
 
@@ -91,15 +91,22 @@ function state(name, text) {
 function onBusy(busy) {
   document.body.classList.toggle("busy", busy);
   at("run-label").textContent = busy ? "Stop" : "Run";
-  at("run-key").textContent = busy ? "Esc" : RUN_KEY;
+  at("run-key").textContent = busy ? "Esc" : runKey();
   at("run").classList.toggle("stop", busy);
   for (const id of ["clear", "example"]) at(id).disabled = busy;
   for (const button of document.querySelectorAll(".replays button")) button.disabled = busy;
   settings.lock(busy);
 }
 
+/** A message goes off with Enter; in a text to continue that is a new line. */
+function runKey() {
+  const modifier = /Mac|iP(hone|ad)/.test(navigator.platform) ? "⌘ " : "Ctrl ";
+  return mode === "chat" ? "↵" : `${modifier}↵`;
+}
+
 function changeMode() {
   mode = settings.mode;
+  at("run-key").textContent = runKey();
   clear();
   at("prompt-label").textContent = mode === "chat" ? "Message" : "Text to continue";
   at("clear").textContent = mode === "chat" ? "New chat" : "Clear";
@@ -158,6 +165,6 @@ stage.addEventListener("click", (event) => {
 
 at("transcript").addEventListener("inspect", (event) => meters.mark(event.target.closest(".pane"), event.detail));
 
-at("run-key").textContent = RUN_KEY;
+at("run-key").textContent = runKey();
 prompt.value = EXAMPLES[mode][0];
 connect();

@@ -38,12 +38,14 @@ export class Pane {
     }
     this.element.append(head, this._text);
     this.tokens = new TokenText(this._text);
+    this._text.addEventListener("grow", () => this.say(count(this.tally.numTokens, "token")));
     this.say("waiting");
   }
 
   /** The text begins, or begins again. */
   begin() {
     this.tally = new Tally();
+    this.numGuesses = null;
     this.tokens.begin();
     this.say("…");
   }
@@ -51,7 +53,6 @@ export class Pane {
   push(tokens) {
     this.tokens.push(tokens);
     this.tally.push(tokens);
-    if (this.tally.numTokens) this.say(count(this.tally.numTokens, "token"));
   }
 
   /** Nothing more will come of this recording. */

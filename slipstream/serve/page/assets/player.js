@@ -43,8 +43,12 @@ export class Player {
           if (!done) break;
         }
       } finally {
-        if (!turn.panes.some((pane) => pane.tally.numTokens)) transcript.remove(turn);
-        else announce(this._close(turn, values));
+        if (turn.panes.some((pane) => pane.tally.numTokens)) {
+          announce(this._close(turn, values));
+        } else {
+          transcript.remove(turn);
+          announce("Stopped.");
+        }
       }
     });
   }

@@ -37,21 +37,22 @@ export function drawRates(svg, series) {
   draw(svg, shapes, `Tokens per second over ${seconds(span)}: ${said.join(", ")}`);
 }
 
-/** Rates in a sliding window around each point; times count from the first token. */
+/** Rates in a window around each point; times count from the first token. */
 function ratesOf(times) {
   if (times.length < 3) return [];
   const first = times[0];
   const span = times.at(-1) - first;
   if (span <= 0) return [];
-  const half = Math.min(Math.max(span / 12, 0.08), 0.5);
+  const window = Math.min(Math.max(span / 6, 0.16), 1, span);
   const points = [];
   let [low, high] = [0, 0];
   for (let index = 0; index <= POINTS; index += 1) {
     const time = (span * index) / POINTS;
-    const [from, to] = [Math.max(time - half, 0), Math.min(time + half, span)];
+    const from = Math.min(Math.max(time - window / 2, 0), span - window);
+    const to = from + window;
     while (high < times.length && times[high] - first <= to) high += 1;
     while (low < high && times[low] - first <= from) low += 1;
-    points.push({ time, rate: (high - low) / (to - from) });
+    points.push({ time, rate: (high - low) / window });
   }
   return points;
 }

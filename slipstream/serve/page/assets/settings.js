@@ -123,7 +123,7 @@ export class Settings {
     }
   }
 
-  /** Drafter, K and view as the chosen model allows them. */
+  /** Drafter, K, length and view as the chosen model allows them. */
   _follow() {
     const { drafter } = this;
     const select = this._at("drafter");
@@ -138,6 +138,7 @@ export class Settings {
       slider.value = slider.max;
     }
     slider.disabled = select.value !== "on";
+    this._at("max_tokens").max = this._models.get(this._at("model").value)?.max_model_len ?? "";
     const both = [...this._form.elements.view].find((radio) => radio.value === "both");
     both.disabled = !drafter;
     if (!drafter && both.checked) this._form.elements.view.value = "one";

@@ -18,9 +18,11 @@ export function percent(share) {
   return `${value < 10 && value > 0 ? value.toFixed(1) : value.toFixed(0)}%`;
 }
 
+const WHOLE = new Intl.NumberFormat("en");
+
 /** 1 -> "1 token", 2 -> "2 tokens". */
 export function count(number, noun, plural = `${noun}s`) {
-  return `${number.toLocaleString("en")} ${number === 1 ? noun : plural}`;
+  return `${WHOLE.format(number)} ${number === 1 ? noun : plural}`;
 }
 
 /** A text whose blanks and control characters can be seen. */
