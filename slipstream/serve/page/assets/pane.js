@@ -64,9 +64,9 @@ export class Pane {
     const pace = tally.secondsPerToken;
     this.say([
       count(tally.numTokens, "token"),
-      tally.numTokens ? `first after ${seconds(tally.times[0])}` : "",
-      pace ? `then ${rate(1 / pace)}/s` : "",
+      pace ? `${rate(1 / pace)}/s` : "",
       recording.stopped ? "stopped" : ENDS[recording.finishReason] ?? "",
+      tally.numTokens ? `first after ${seconds(tally.times[0])}` : "",
     ].filter(Boolean).join(" · "));
   }
 
