@@ -43,6 +43,10 @@ def test_the_first_difference_is_shown(open_page: OpenPage) -> None:
     marks = page.locator(".verdict mark").all_text_contents()
     shown = TEXT[place : place + 24].replace("\n", "↵").replace(" ", "·")
     assert marks == [shown.upper(), shown]
+    assert page.locator(".snippet-token").all_text_contents() == [
+        " ·SELF had 62.4%",
+        " ·self had 62.4%",
+    ]
 
 
 def test_sampled_texts_may_differ_and_the_page_says_why(open_page: OpenPage) -> None:

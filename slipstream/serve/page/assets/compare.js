@@ -10,11 +10,18 @@ export function firstDifference(one, other) {
   // Never between the halves of one character.
   if (index > 0 && /[\udc00-\udfff]/.test(one[index] ?? other[index] ?? "")) index -= 1;
   return {
+    index,
     character: [...one.slice(0, index)].length + 1,
     before: one.slice(Math.max(0, index - AROUND), index),
     one: one.slice(index, index + AROUND),
     other: other.slice(index, index + AROUND),
   };
+}
+
+/** The token that a text has at an index; undefined behind its end. */
+export function tokenAt(tokens, index) {
+  let end = 0;
+  return tokens.find(({ text }) => (end += text.length) > index);
 }
 
 /** How many times as fast; null where one of them could not be measured. */

@@ -3,7 +3,6 @@
 export const EXAMPLES = {
   completion: [
     'class Cache:\n    """A dictionary that forgets what was used least recently.\n\n    Args:\n        capacity: the most entries it keeps.\n    """\n\n    def __init__(self, capacity):\n',
-    'def mean(values):\n    """Return the arithmetic mean of a sequence of numbers.\n\n    Raises:\n        ValueError: if the sequence is empty.\n    """\n',
     'import json\nfrom pathlib import Path\n\n\ndef load_config(path):\n    """Read a JSON file and return its settings."""\n',
     'import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(description="Count the words of a file.")\n',
   ],

@@ -1,8 +1,8 @@
 // One prompt with its answer, or with two of them side by side.
 
-import { firstDifference, speedUp } from "./compare.js";
+import { firstDifference, speedUp, tokenAt } from "./compare.js";
 import { Pane } from "./pane.js";
-import { count, seconds, visible } from "./words.js";
+import { count, percent, seconds, visible } from "./words.js";
 
 export class Turn {
   /**
@@ -38,7 +38,9 @@ export class Turn {
     const verdict = make("div", "verdict");
     const factor = speedUp(plain.tally, speculative.tally);
     if (factor !== null) verdict.append(gain(factor, plain.tally, speculative.tally));
-    verdict.append(difference ? differs(difference, greedy) : same(speculative.recording.text));
+    verdict.append(difference
+      ? differs(difference, greedy, this.panes.map((pane) => tokenAt(pane.recording.tokens, difference.index)))
+      : same(speculative.recording.text));
     this._foot.append(verdict);
     return verdict.textContent;
   }
@@ -73,19 +75,23 @@ function same(text) {
   return line;
 }
 
-function differs({ character, before, one, other }, greedy) {
+function differs({ character, before, one, other }, greedy, tokens) {
   const block = make("div", "differs");
   const why = greedy
-    ? " Greedy texts part only where two tokens tie within rounding."
+    ? " Greedy texts part only where two tokens tie within the rounding of low precision."
     : " Both are sampled: two draws from one distribution need not be equal. At temperature 0 they are.";
   const line = make("p", "");
   line.append(make("strong", "", `Different from character ${character} on.`), why);
   block.append(line);
-  for (const [name, text] of [["without", one], ["with", other]]) {
+  [["without", one], ["with", other]].forEach(([name, text], index) => {
     const row = make("p", "snippet");
     row.append(make("span", "snippet-name", name), `…${visible(before)}`, make("mark", "", visible(text) || "(end)"));
+    const { text: token, logprob = null } = tokens[index] ?? {};
+    if (logprob !== null) {
+      row.append(make("span", "snippet-token", ` ${visible(token)} had ${percent(Math.exp(logprob), 1)}`));
+    }
     block.append(row);
-  }
+  });
   return block;
 }
 

@@ -11,11 +11,11 @@ export function rate(value) {
   return value < 10 ? value.toFixed(2) : value < 100 ? value.toFixed(1) : value.toFixed(0);
 }
 
-/** 0.875 -> "88%", with a decimal where it matters. */
-export function percent(share) {
+/** 0.875 -> "88%", with a decimal where it matters or where `decimals` asks for it. */
+export function percent(share, decimals = 0) {
   const value = share * 100;
   if (value > 0 && value < 0.1) return "< 0.1%";
-  return `${value < 10 && value > 0 ? value.toFixed(1) : value.toFixed(0)}%`;
+  return `${value.toFixed(value < 10 && value > 0 ? 1 : decimals)}%`;
 }
 
 const WHOLE = new Intl.NumberFormat("en");
