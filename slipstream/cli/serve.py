@@ -42,6 +42,7 @@ def serve(
     config = engine.config(model, drafter.config(model))
     _refuse_synthetic(config, listen.allow_synthetic)
     options = _options(model, listen, limits, log)
+    from slipstream.serve.page import page_routes
     from slipstream.serve.run import bind
     from slipstream.serve.start import start_server
 
@@ -50,7 +51,7 @@ def serve(
         llm, seconds = open_llm(config, run.verbose)
         sock.listen()  # who reads the address may come at once, and waits until the loop turns
         _announce(listen, options, sock, seconds)
-        code = start_server(llm.engine, config, options, sock)
+        code = start_server(llm.engine, config, options, sock, page_routes())
     finally:
         sock.close()
     raise typer.Exit(code)
@@ -106,7 +107,8 @@ def _announce(
     key = "-H 'Authorization: Bearer KEY' " if options.access.api_keys else ""
     name = options.names[0]
     console = stderr_console()
-    console.print(f"{name} is served at {url}/v1 (loaded in {seconds:.1f} s)", highlight=False)
+    told = f"{name} is served at {url}/v1, a page to try it at {url} (loaded in {seconds:.1f} s)"
+    console.print(told, soft_wrap=True, highlight=False)
     console.print(
         f"try: curl {url}/v1/completions {key}-H 'Content-Type: application/json' -d "
         f'\'{{"model": "{name}", "prompt": "def main(", "temperature": 0}}\'',

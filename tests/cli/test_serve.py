@@ -2,10 +2,12 @@
 
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from starlette.routing import Route
 
 from slipstream.core.config import EngineConfig
 from slipstream.serve.limits import ServeLimits
@@ -38,8 +40,14 @@ class Started:
     code: int = 0
 
     def start(
-        self, engine: Any, config: EngineConfig, options: ServerOptions, sock: socket.socket
+        self,
+        engine: Any,
+        config: EngineConfig,
+        options: ServerOptions,
+        sock: socket.socket,
+        pages: Sequence[Route],
     ) -> int:
+        assert "/" in {page.path for page in pages}
         self.calls.append((config, options, sock.getsockname()[1]))
         return self.code
 

@@ -12,6 +12,7 @@ from slipstream.serve.protocol.completions import CompletionChunk
 from tests.serve.api.live import Live
 
 PROMPT = "def main("
+REPEATED = "x = 1\nx = 1\nx = 1\nx = 1\n"
 PROMPTS = [PROMPT, "import numpy", "class Tree:\n    def __init__("]
 
 
@@ -47,11 +48,11 @@ def streamed(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> dict
 
 
 def test_greedy_text_is_the_offline_text(client: openai.OpenAI, offline: LLM) -> None:
-    expected = offline.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=40))
-    answer = create(client, PROMPTS, max_tokens=40)
+    expected = offline.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24))
+    answer = create(client, PROMPTS, max_tokens=24)
     assert [choice.text for choice in answer.choices] == [it.outputs[0].text for it in expected]
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    pieces = streamed(client, PROMPTS, max_tokens=40)
+    pieces = streamed(client, PROMPTS, max_tokens=24)
     assert [pieces[index]["text"] for index in range(3)] == [it.outputs[0].text for it in expected]
 
 
@@ -223,15 +224,15 @@ def test_prompt_logprobs(client: openai.OpenAI, live: Live) -> None:
 
 
 def test_stop_strings(client: openai.OpenAI) -> None:
-    whole = create(client, max_tokens=40).choices[0].text
+    whole = create(client, max_tokens=24).choices[0].text
     stop = whole[20:24]
     for fields in ({"stop": stop}, {"stop": ["never ever", stop]}):
-        choice = create(client, max_tokens=40, **fields).choices[0]
+        choice = create(client, max_tokens=24, **fields).choices[0]
         assert choice.text == whole[: whole.index(stop)]
         assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
-        one = streamed(client, max_tokens=40, **fields)[0]
+        one = streamed(client, max_tokens=24, **fields)[0]
         assert (one["text"], one["finish_reason"]) == (choice.text, "stop")
-    kept = create(client, max_tokens=40, stop=stop, include_stop_str_in_output=True).choices[0]
+    kept = create(client, max_tokens=24, stop=stop, include_stop_str_in_output=True).choices[0]
     assert kept.text == whole[: whole.index(stop) + len(stop)]
 
 
@@ -266,7 +267,7 @@ def test_end_tokens_can_be_ignored(client: openai.OpenAI, live: Live) -> None:
         {"frequency_penalty": 2.0},
         {"repetition_penalty": 1.4},
         {"logit_bias": {"466": 30}},
-        {"bad_words": ["list", "args"]},
+        {"bad_words": ["x", "1"]},
         {"allowed_token_ids": [466, 10, 3225, 12, 13]},
     ],
 )
@@ -276,10 +277,10 @@ def test_what_shapes_the_text_arrives(
     own = dict(fields)
     if "logit_bias" in own:
         own["logit_bias"] = {466: 30}
-    params = SamplingParams(temperature=0, max_tokens=40, **own)
-    expected = offline.generate([PROMPT], params)[0].outputs[0].text
-    assert create(client, max_tokens=40, **fields).choices[0].text == expected
-    assert expected != create(client, max_tokens=40).choices[0].text
+    params = SamplingParams(temperature=0, max_tokens=16, **own)
+    expected = offline.generate([REPEATED], params)[0].outputs[0].text
+    assert create(client, REPEATED, max_tokens=16, **fields).choices[0].text == expected
+    assert expected != create(client, REPEATED, max_tokens=16).choices[0].text
 
 
 def test_how_much_to_draft(client: openai.OpenAI) -> None:
@@ -287,7 +288,7 @@ def test_how_much_to_draft(client: openai.OpenAI) -> None:
     for most in range(5):
         answer = create(
             client,
-            max_tokens=30,
+            max_tokens=16,
             speculative={"num_speculative_tokens": most},
             return_speculation=True,
         )
@@ -301,7 +302,7 @@ def test_how_much_to_draft(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_where_tokens_came_from(client: openai.OpenAI, stream: bool) -> None:
-    fields = {"return_speculation": True, "logprobs": 0, "max_tokens": 40}
+    fields = {"return_speculation": True, "logprobs": 0, "max_tokens": 24}
     if stream:
         pieces = streamed(client, **fields)
         text, tokens = pieces[0]["text"], pieces[0]["tokens"]
@@ -311,13 +312,13 @@ def test_where_tokens_came_from(client: openai.OpenAI, stream: bool) -> None:
         text, tokens = answer.choices[0].text, answer.choices[0].speculation["tokens"]
         usage = answer.usage.speculation
     assert "".join(token["text"] for token in tokens) == text
-    assert len(tokens) == 40
+    assert len(tokens) == 24
     accepted = [token for token in tokens if token["kind"] == "accepted"]
     assert 0 < len(accepted) <= usage["accepted_tokens"]
     assert {token["position"] for token in accepted} <= {0, 1, 2, 3}
     assert {token["kind"] for token in tokens} <= {"accepted", "bonus", "recovered", "plain"}
     assert all(token["logprob"] <= 0 for token in tokens)
-    assert usage["steps"] < 40
+    assert usage["steps"] < 24
     assert usage["acceptance_length"] == 1 + usage["accepted_tokens"] / usage["drafts"]
 
 

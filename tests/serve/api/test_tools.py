@@ -50,6 +50,10 @@ def create(client: openai.OpenAI, messages: Any = MESSAGES, **fields: Any) -> An
     return client.chat.completions.create(messages=messages, extra_body=extra, **given)
 
 
+def short(client: openai.OpenAI, messages: Any = MESSAGES, **fields: Any) -> Any:
+    return create(client, messages, max_completion_tokens=2, **fields)
+
+
 def streamed(client: openai.OpenAI, **fields: Any) -> tuple[str, list[Any], str]:
     """Content, calls and the finish reason, put together as clients do."""
     content, calls, reason = "", [], ""
@@ -111,9 +115,9 @@ def test_several_answers_have_calls_of_their_own(client: openai.OpenAI) -> None:
 
 
 def test_tools_stand_in_the_prompt_unless_none_may_be_called(client: openai.OpenAI) -> None:
-    plain = create(client).usage.prompt_tokens
-    assert create(client, tools=[WEATHER]).usage.prompt_tokens > plain + 20
-    unused = create(client, tools=[WEATHER], tool_choice="none")
+    plain = short(client).usage.prompt_tokens
+    assert short(client, tools=[WEATHER]).usage.prompt_tokens > plain + 20
+    unused = short(client, tools=[WEATHER], tool_choice="none")
     assert unused.usage.prompt_tokens == plain
     assert unused.choices[0].message.tool_calls is None
 
@@ -125,11 +129,11 @@ def test_calls_and_their_results_are_history(client: openai.OpenAI) -> None:
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "abcdefghi", "content": "12:00"},
     ]
-    assert create(client, history).usage.prompt_tokens > create(client).usage.prompt_tokens
+    assert short(client, history).usage.prompt_tokens > short(client).usage.prompt_tokens
     for arguments in ("[1]", "{", "1"):
         call["function"]["arguments"] = arguments  # type: ignore[index]
         with pytest.raises(openai.BadRequestError, match="arguments of a tool call"):
-            create(client, history)
+            short(client, history)
 
 
 @pytest.mark.parametrize(
