@@ -10,6 +10,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine.detokenizer import Detokenizer
 from slipstream.engine.grammar import Grammars
+from slipstream.engine.isolation import Isolation
 from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.metrics import EngineMetrics
 from slipstream.engine.prompts import EncodedPrompt
@@ -19,6 +20,8 @@ from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.step import Launched, Step, StepResult
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.sampling.noise import derive_seed
+
+_PROBE = "probe"  # no request of a user has this id: those have numbers
 
 
 class Engine:
@@ -43,10 +46,11 @@ class Engine:
         self._owners: dict[str, tuple[Submission, Sample]] = {}  # by the sample's request id
         self._arrivals = 0
         self._launched: Launched | None = None
+        self._isolation = Isolation(scheduler)
 
     @property
     def has_unfinished(self) -> bool:
-        return self._scheduler.has_unfinished
+        return self._scheduler.has_unfinished or self._isolation.holds_any
 
     @property
     def scheduler(self) -> Scheduler:
@@ -99,6 +103,7 @@ class Engine:
         self._submissions[request_id] = submission
         for sample in samples:
             self._owners[sample.request.request_id] = (submission, sample)
+            self._isolation.newcomer(sample.request)
         return submission
 
     def abort(self, request_id: str) -> Submission | None:
@@ -118,6 +123,10 @@ class Engine:
         share of the results cannot be taken in ends with `Submission.error`. Where the step itself
         raises, `give_up_step` must follow.
         """
+        self._isolation.proceed()
+        return self._run_step()
+
+    def _run_step(self) -> list[Submission]:
         launched, self._launched = self._launched, None
         # What ran ahead for requests that all ended since is of use to nobody; the device does it
         # before whatever is launched next.
@@ -155,30 +164,58 @@ class Engine:
         return list(changed.values())
 
     def give_up_step(self, error: Exception) -> list[Submission]:
-        """A step raised `error`: end the requests that were running, so that others can go on.
+        """A step raised `error`: end the request whose fault that is, so that others can go on.
 
-        Their blocks and slots are free again, and nothing that the step wrote was indexed. Those
-        that wait are left as they are.
+        As long as that is not known, those that took part are tried one by one; they lose the work
+        of this step, and nothing in what they say.
 
         Returns:
-            The requests that ended.
+            The request that ended, if there is one.
+
+        Raises:
+            Exception: not even a request without any demands can be run.
         """
         self._launched = None
-        ended: dict[str, Submission] = {}
-        for request in [*self._scheduler.running]:
-            submission, _ = self._owners[request.request_id]
-            if submission.error is None:
-                self._fail(submission, error)
-                ended[submission.request_id] = submission
-        for submission in ended.values():
+        running = [*self._scheduler.running]
+        blamed = self._isolation.failed()
+        self._step.forget(running)
+        for request in running:
+            self._renew_guide(request)
+        ended: list[Submission] = []
+        if blamed is not None:
+            submission, _ = self._owners[blamed.request_id]
+            self._fail(submission, error)
             self._close(submission)
+            ended.append(submission)
         self._scheduler.check_invariants()
-        return list(ended.values())
+        self._probe()
+        return ended
+
+    def _probe(self) -> None:
+        """Run a small request alone; raises what a step raises."""
+        held, self._isolation = self._isolation, Isolation(self._scheduler)
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        try:
+            self.add(_PROBE, EncodedPrompt(None, [0], ()), params)
+            while self._scheduler.has_unfinished:
+                self._run_step()
+        finally:
+            self.abort(_PROBE)
+            self._isolation = held
+
+    def _renew_guide(self, request: Request) -> None:
+        """A step that failed may have left a grammar further on than the output is."""
+        structured = request.params.structured
+        if request.guide is not None and structured is not None:
+            request.guide = self._grammars.guide(structured, request.stop_token_ids)
+            for token in request.output_token_ids:
+                request.guide.advance(token)
 
     def _fail(self, submission: Submission, error: Exception) -> None:
         """End a request by a fault; its detokenizer, which may be the cause, is left alone."""
         submission.error = error
         for sample in submission.samples:
+            self._isolation.release(sample.request)
             self._scheduler.finish(sample.request, FinishReason.ABORT)
             self._step.forget([sample.request])
 
@@ -232,6 +269,7 @@ class Engine:
 
     def _end(self, sample: Sample, reason: FinishReason) -> None:
         if not sample.request.finished:
+            self._isolation.release(sample.request)
             self._scheduler.finish(sample.request, reason)
             self._step.forget([sample.request])
             if sample.detokenizer is not None:

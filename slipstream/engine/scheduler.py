@@ -125,6 +125,22 @@ class Scheduler:
             self.finish(request, FinishReason.ABORT)
         return request
 
+    def set_aside(self, requests: Sequence[Request]) -> None:
+        """Forget requests for now; what they hold is given back, and no step of theirs is in
+        flight any more."""
+        for request in requests:
+            request.steps_in_flight = 0
+            if request.request_id in self._requests:
+                if request.status is RequestStatus.RUNNING:
+                    self._preempt(request)
+                self._waiting.remove(request)
+                del self._requests[request.request_id]
+
+    def bring_back(self, request: Request) -> None:
+        """A request that was set aside waits for its place again."""
+        self._requests[request.request_id] = request
+        insort_right(self._waiting, request, key=arrival)
+
     # ------------------------------------------------------------------ planning a step
 
     def schedule(self) -> Batch:

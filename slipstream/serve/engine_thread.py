@@ -14,6 +14,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
@@ -39,9 +40,6 @@ from slipstream.serve.stream import Channel, Stream
 
 logger = logging.getLogger("slipstream.serve")
 
-# So many steps in a row may fail before the engine counts as broken: a device that is lost fails
-# every step.
-_MOST_FAILURES = 3
 _DEADLINE_INTERVAL = 0.02  # seconds between two looks at the deadlines
 
 
@@ -113,7 +111,6 @@ class EngineThread:
         self._lives: dict[Channel, _Live] = {}
         self._by_engine_id: dict[str, _Live] = {}
         self._outbox: list[tuple[Channel, _News]] = []
-        self._failures = 0
         self._next_deadline_check = 0.0
         self._num_waiting = 0  # read by the loop
         # Of the event loop:
@@ -294,10 +291,12 @@ class EngineThread:
                     self._wake.wait()
                     self._wake.clear()
             self._take_in()
-            for live in [*self._lives.values()]:
-                self._abort(live.channel, Stopped())
+            self._abort_all(Stopped())
         except Exception:
             logger.critical("the engine has failed; start the server again", exc_info=True)
+            self._failed = True
+            with suppress(Exception):  # as far as it still goes
+                self._abort_all(EngineFailed())
         self._send()
         self._call(self._fail_all)
 
@@ -345,6 +344,10 @@ class EngineThread:
             self._engine.abort(live.engine_id)
             self._end(live, "abort", news)
 
+    def _abort_all(self, error: Exception) -> None:
+        for live in [*self._lives.values()]:
+            self._abort(live.channel, error)
+
     def _check_deadlines(self) -> None:
         now = monotonic()
         if now < self._next_deadline_check:
@@ -357,13 +360,9 @@ class EngineThread:
     def _step(self) -> None:
         try:
             changed = self._engine.step()
-            self._failures = 0
         except Exception as error:
-            self._failures += 1
-            logger.exception("a step failed; the requests that it ran end")
+            logger.exception("a step failed; the requests in it are tried one by one")
             changed = self._engine.give_up_step(error)
-            if self._failures >= _MOST_FAILURES:
-                raise
         self._num_waiting = self._engine.scheduler.num_waiting
         now = monotonic()
         for submission in changed:
