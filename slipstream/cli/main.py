@@ -18,6 +18,7 @@ from slipstream.cli.generate import generate
 from slipstream.cli.help_page import GroupedHelp
 from slipstream.cli.inspect import inspect
 from slipstream.cli.run_flags import DebugFlag
+from slipstream.cli.serve import serve
 from slipstream.cli.train import app as train_app
 
 
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 app.command(cls=GroupedHelp)(flattened(generate))
 app.command(cls=GroupedHelp)(flattened(chat))
+app.command(cls=GroupedHelp)(flattened(serve))
 app.command(cls=GroupedHelp)(flattened(inspect))
 app.add_typer(bench_app)
 app.add_typer(train_app)

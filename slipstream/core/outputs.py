@@ -1,7 +1,10 @@
 """What a user gets back."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +17,31 @@ class Logprob:
     logprob: float
     rank: int
     decoded_token: str | None
+
+
+class TokenOrigin(NamedTuple):
+    """Where an output token came from.
+
+    Attributes:
+        kind: "accepted" is a draft token; "bonus" is the target's own behind a wholly accepted
+            draft, "recovered" in place of a refused draft token, "plain" where nothing was drafted.
+        position: its place in the draft, from 0; None for those that have none.
+    """
+
+    kind: Literal["accepted", "bonus", "recovered", "plain"]
+    position: int | None
+
+
+@cache
+def token_origin(place: int, num_draft_tokens: int, num_accepted: int) -> TokenOrigin:
+    """Of the token at `place` among those that one step gave a request."""
+    if place < num_accepted:
+        return TokenOrigin("accepted", place)
+    if not num_draft_tokens:
+        return TokenOrigin("plain", None)
+    if num_accepted == num_draft_tokens:
+        return TokenOrigin("bonus", None)
+    return TokenOrigin("recovered", place)
 
 
 @dataclass
@@ -47,7 +75,9 @@ class RequestMetrics:
 
     def snapshot(self) -> "RequestMetrics":
         """A copy that later steps leave alone."""
-        return replace(self, num_accepted_tokens_per_pos=[*self.num_accepted_tokens_per_pos])
+        taken = copy(self)
+        taken.num_accepted_tokens_per_pos = [*self.num_accepted_tokens_per_pos]
+        return taken
 
     @property
     def acceptance_length(self) -> float:

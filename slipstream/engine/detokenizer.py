@@ -61,12 +61,17 @@ class Detokenizer:
     @property
     def settled_text(self) -> str:
         """The text that will stay: without an end that may turn out to begin a stop string."""
+        return self.text[: self.settled_length]
+
+    @property
+    def settled_length(self) -> int:
+        """Characters of `settled_text`."""
         if self._ended or self._include_stop:
-            return self.text
+            return len(self.text)
         for size in range(min(self._longest_stop - 1, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-size:]) for stop in self._stop):
-                return self.text[:-size]
-        return self.text
+                return len(self.text) - size
+        return len(self.text)
 
     def _decode(self, start: int, end: int | None) -> str:
         return self._tokenizer.decode(

@@ -10,6 +10,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine.detokenizer import Detokenizer
 from slipstream.engine.grammar import Grammars
+from slipstream.engine.isolation import Isolation
 from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.metrics import EngineMetrics
 from slipstream.engine.prompts import EncodedPrompt
@@ -19,6 +20,8 @@ from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.step import Launched, Step, StepResult
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.sampling.noise import derive_seed
+
+_PROBE = "probe"  # no request of a user has this id: those have numbers
 
 
 class Engine:
@@ -43,10 +46,11 @@ class Engine:
         self._owners: dict[str, tuple[Submission, Sample]] = {}  # by the sample's request id
         self._arrivals = 0
         self._launched: Launched | None = None
+        self._isolation = Isolation(scheduler)
 
     @property
     def has_unfinished(self) -> bool:
-        return self._scheduler.has_unfinished
+        return self._scheduler.has_unfinished or self._isolation.holds_any
 
     @property
     def scheduler(self) -> Scheduler:
@@ -66,7 +70,7 @@ class Engine:
             )
         self._grammars.compile(structured)
 
-    def add(self, request_id: str, prompt: EncodedPrompt, params: SamplingParams) -> None:
+    def add(self, request_id: str, prompt: EncodedPrompt, params: SamplingParams) -> Submission:
         """Queue a request; its n samples are requests of their own.
 
         Raises:
@@ -92,13 +96,15 @@ class Engine:
             for sample in samples:
                 self._scheduler.add(sample.request)
                 added.append(sample.request)
-        except UsageError:
+        except BaseException:
             for request in added:
                 self._scheduler.finish(request, FinishReason.ABORT)
             raise
         self._submissions[request_id] = submission
         for sample in samples:
             self._owners[sample.request.request_id] = (submission, sample)
+            self._isolation.newcomer(sample.request)
+        return submission
 
     def abort(self, request_id: str) -> Submission | None:
         """End a request at once; None when there is none of this id."""
@@ -113,8 +119,14 @@ class Engine:
     def step(self) -> list[Submission]:
         """Take in one step; the requests that gained tokens or ended, each once.
 
-        On a GPU the step after it may be under way already when this returns.
+        On a GPU the step after it may be under way already when this returns. A request whose own
+        share of the results cannot be taken in ends with `Submission.error`. Where the step itself
+        raises, `give_up_step` must follow.
         """
+        self._isolation.proceed()
+        return self._run_step()
+
+    def _run_step(self) -> list[Submission]:
         launched, self._launched = self._launched, None
         # What ran ahead for requests that all ended since is of use to nobody; the device does it
         # before whatever is launched next.
@@ -127,6 +139,14 @@ class Engine:
         self._launched = self._step.launch_ahead(launched)
         result = self._step.finish(launched)
         self.metrics.count_step(result.times)
+        changed = self._take_all(result)
+        for submission in changed:
+            if submission.finished:
+                self._close(submission)
+        return changed
+
+    def _take_all(self, result: StepResult) -> list[Submission]:
+        """Take in a step's results; whoever gained tokens or failed."""
         changed: dict[str, Submission] = {}
         for index, (item, gained) in enumerate(
             zip(result.batch.requests, result.committed, strict=True)
@@ -134,13 +154,70 @@ class Engine:
             if not result.live[index]:
                 continue
             submission, sample = self._owners[item.request.request_id]
-            self._take(submission, sample, result, index)
-            if gained.token_ids:
+            try:
+                if submission.error is None:
+                    self._take(submission, sample, result, index)
+            except Exception as error:  # of this request alone: the others go on
+                self._fail(submission, error)
+            if gained.token_ids or submission.error is not None:
                 changed[submission.request_id] = submission
-        for submission in changed.values():
-            if submission.finished:
-                self._close(submission)
         return list(changed.values())
+
+    def give_up_step(self, error: Exception) -> list[Submission]:
+        """A step raised `error`: end the request whose fault that is, so that others can go on.
+
+        As long as that is not known, those that took part are tried one by one; they lose the work
+        of this step, and nothing in what they say.
+
+        Returns:
+            The request that ended, if there is one.
+
+        Raises:
+            Exception: not even a request without any demands can be run.
+        """
+        self._launched = None
+        running = [*self._scheduler.running]
+        blamed = self._isolation.failed()
+        self._step.forget(running)
+        for request in running:
+            self._renew_guide(request)
+        ended: list[Submission] = []
+        if blamed is not None:
+            submission, _ = self._owners[blamed.request_id]
+            self._fail(submission, error)
+            self._close(submission)
+            ended.append(submission)
+        self._scheduler.check_invariants()
+        self._probe()
+        return ended
+
+    def _probe(self) -> None:
+        """Run a small request alone; raises what a step raises."""
+        held, self._isolation = self._isolation, Isolation(self._scheduler)
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        try:
+            self.add(_PROBE, EncodedPrompt(None, [0], ()), params)
+            while self._scheduler.has_unfinished:
+                self._run_step()
+        finally:
+            self.abort(_PROBE)
+            self._isolation = held
+
+    def _renew_guide(self, request: Request) -> None:
+        """A step that failed may have left a grammar further on than the output is."""
+        structured = request.params.structured
+        if request.guide is not None and structured is not None:
+            request.guide = self._grammars.guide(structured, request.stop_token_ids)
+            for token in request.output_token_ids:
+                request.guide.advance(token)
+
+    def _fail(self, submission: Submission, error: Exception) -> None:
+        """End a request by a fault; its detokenizer, which may be the cause, is left alone."""
+        submission.error = error
+        for sample in submission.samples:
+            self._isolation.release(sample.request)
+            self._scheduler.finish(sample.request, FinishReason.ABORT)
+            self._step.forget([sample.request])
 
     def _take(self, submission: Submission, sample: Sample, result: StepResult, index: int) -> None:
         """One request's share of a step's result."""
@@ -192,6 +269,7 @@ class Engine:
 
     def _end(self, sample: Sample, reason: FinishReason) -> None:
         if not sample.request.finished:
+            self._isolation.release(sample.request)
             self._scheduler.finish(sample.request, reason)
             self._step.forget([sample.request])
             if sample.detokenizer is not None:

@@ -59,7 +59,7 @@ class LLM:
         self._encoder = PromptEncoder(self.engine.tokenizer, self.engine.resolved.vocab_size)
         self._numbers = count()
         # Outputs of live requests that their stream has not yielded: streams may be interleaved.
-        self._mail: dict[str, deque[RequestOutput]] = {}
+        self._mail: dict[str, deque[RequestOutput | Exception]] = {}
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -161,6 +161,8 @@ class LLM:
                 mine[request_id] = None
             while mine:
                 for output in self._collect(mine):
+                    if isinstance(output, Exception):
+                        raise output
                     if output.finished:
                         del mine[output.request_id], self._mail[output.request_id]
                     yield output
@@ -169,12 +171,14 @@ class LLM:
                 self.engine.abort(request_id)
                 del self._mail[request_id]
 
-    def _collect(self, mine: Iterable[str]) -> list[RequestOutput]:
+    def _collect(self, mine: Iterable[str]) -> list[RequestOutput | Exception]:
         """What came for these requests, by anyone's steps; steps when nothing has."""
         if not any(self._mail[request_id] for request_id in mine):
             for submission in self.engine.step():
                 if submission.request_id in self._mail:
-                    self._mail[submission.request_id].append(submission.output())
+                    self._mail[submission.request_id].append(
+                        submission.error or submission.output()
+                    )
         outputs = [output for request_id in mine for output in self._mail[request_id]]
         for request_id in mine:
             self._mail[request_id].clear()

@@ -5,7 +5,14 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from slipstream.core.batch import Committed
-from slipstream.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from slipstream.core.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    TokenOrigin,
+    token_origin,
+)
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.detokenizer import Detokenizer
@@ -21,7 +28,7 @@ class Sample:
     request: Request
     detokenizer: Detokenizer | None
     logprobs: list[Candidates] | None
-    from_draft: list[bool] = field(default_factory=list)
+    origins: list[TokenOrigin] = field(default_factory=list)
     cumulative_logprob: float = 0.0
 
     def take(self, gained: Committed, candidates: Sequence[Candidates] | None) -> str | None:
@@ -29,9 +36,9 @@ class Sample:
 
         After a stop string `num_taken` tells how many output tokens are left.
         """
-        start = len(self.from_draft)
+        start = self.num_taken
         for place, token in enumerate(self.request.token_ids[self._first(start) :]):
-            self.from_draft.append(place < gained.num_accepted)
+            self.origins.append(token_origin(place, gained.num_draft_tokens, gained.num_accepted))
             if self.logprobs is not None and candidates is not None:
                 self.logprobs.append(candidates[place])
                 self.cumulative_logprob += candidates[place][token].logprob
@@ -54,7 +61,7 @@ class Sample:
 
     @property
     def num_taken(self) -> int:
-        return len(self.from_draft)
+        return len(self.origins)
 
     def _first(self, num_taken: int) -> int:
         return self.request.num_prompt_tokens + num_taken
@@ -68,7 +75,7 @@ class Sample:
             token_ids=list(self.request.output_token_ids),
             cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
             logprobs=None if self.logprobs is None else list(self.logprobs),
-            from_draft=list(self.from_draft),
+            from_draft=[origin.kind == "accepted" for origin in self.origins],
             finish_reason=reason.value if reason else None,
             stop_reason=self.request.stop_reason,
         )
@@ -85,6 +92,7 @@ class Submission:
     samples: list[Sample]
     metrics: RequestMetrics
     prompt_logprobs: list[Candidates | None] | None
+    error: Exception | None = None  # what ended it, if that was a fault
 
     @property
     def finished(self) -> bool:

@@ -59,7 +59,7 @@ class Scheduler:
     """
 
     def __init__(self, limits: StepLimits, block_manager: BlockManager) -> None:
-        self.limits = limits
+        self.limits, self.num_preemptions = limits, 0
         self.block_manager = block_manager
         self._requests: dict[str, Request] = {}  # waiting and running
         self._waiting: list[Request] = []  # both lists are in arrival order
@@ -124,6 +124,22 @@ class Scheduler:
         if request is not None:
             self.finish(request, FinishReason.ABORT)
         return request
+
+    def set_aside(self, requests: Sequence[Request]) -> None:
+        """Forget requests for now; what they hold is given back, and no step of theirs is in
+        flight any more."""
+        for request in requests:
+            request.steps_in_flight = 0
+            if request.request_id in self._requests:
+                if request.status is RequestStatus.RUNNING:
+                    self._preempt(request)
+                self._waiting.remove(request)
+                del self._requests[request.request_id]
+
+    def bring_back(self, request: Request) -> None:
+        """A request that was set aside waits for its place again."""
+        self._requests[request.request_id] = request
+        insort_right(self._waiting, request, key=arrival)
 
     # ------------------------------------------------------------------ planning a step
 
@@ -212,6 +228,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.num_computed = 0
         request.num_preemptions += 1
+        self.num_preemptions += 1
         insort_left(self._waiting, request, key=arrival)
         return request
 

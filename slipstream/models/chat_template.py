@@ -38,6 +38,20 @@ class ChatTemplate:
         """Whether there is any template (base models have none)."""
         return bool(self._sources)
 
+    def mentions(self, text: str) -> bool:
+        """Whether a template holds this text."""
+        return any(text in source for source in self._sources.values())
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """What the templates read of what they are given: "messages", "tools", ..."""
+        from jinja2.meta import find_undeclared_variables
+
+        for name in self._sources:
+            self._template(name)  # says what is wrong with one that is not valid
+        parsed = (self._environment.parse(source) for source in self._sources.values())
+        return frozenset().union(*(find_undeclared_variables(tree) for tree in parsed))
+
     def render(
         self,
         messages: Sequence[Message],

@@ -1,0 +1,1 @@
+"""The server: the OpenAI protocol over one engine."""

@@ -1,0 +1,156 @@
+"""What the log says of the engine's work: a line for each request, and one now and then."""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+from slipstream.engine.engine import Engine
+from slipstream.engine.samples import Submission
+from slipstream.serve.engine_thread import Watcher
+
+logger = logging.getLogger("slipstream.serve")
+
+
+class Watchers:
+    """Several watchers as one."""
+
+    def __init__(self, watchers: Sequence[Watcher]) -> None:
+        self._watchers = tuple(watchers)
+
+    def gained(self, submission: Submission, num_tokens: int, gap: float | None) -> None:
+        """Tell all."""
+        for watcher in self._watchers:
+            watcher.gained(submission, num_tokens, gap)
+
+    def ended(self, request_id: str, submission: Submission, reason: str) -> None:
+        """Tell all."""
+        for watcher in self._watchers:
+            watcher.ended(request_id, submission, reason)
+
+    def stepped(self, engine: Engine) -> None:
+        """Tell all."""
+        for watcher in self._watchers:
+            watcher.stepped(engine)
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """What the engine had done at some time."""
+
+    time: float
+    prompt_tokens: int
+    output_tokens: int
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    queried_tokens: int
+    hit_tokens: int
+
+
+class ActivityLog:
+    """Writes the log.
+
+    Args:
+        show_text: whether prompts and outputs may be in it.
+        interval: seconds between two lines about the engine while it is busy.
+    """
+
+    def __init__(self, show_text: bool = False, interval: float = 10.0) -> None:
+        self._show_text, self._interval = show_text, interval
+        self._prompt_tokens = 0
+        self._last_step = -math.inf
+        self._start: _Totals | None = None
+
+    def gained(self, submission: Submission, num_tokens: int, gap: float | None) -> None:
+        """Count prompts."""
+        if gap is None:
+            self._prompt_tokens += len(submission.prompt_token_ids)
+
+    def ended(self, request_id: str, submission: Submission, reason: str) -> None:
+        """One line about the request."""
+        metrics = submission.metrics
+        facts: dict[str, object] = {
+            "request_id": request_id,
+            "finish_reason": reason,
+            "prompt_tokens": len(submission.prompt_token_ids),
+            "output_tokens": sum(sample.num_taken for sample in submission.samples),
+            "cached_tokens": metrics.num_cached_tokens,
+            "time_to_first_token": metrics.time_to_first_token,
+            "latency": metrics.latency,
+            "drafts": metrics.num_drafts,
+            "acceptance_length": round(metrics.acceptance_length, 4),
+        }
+        line = "ended by %(finish_reason)s: %(prompt_tokens)d prompt tokens, %(output_tokens)d "
+        line += "output tokens, AL %(acceptance_length).2f"
+        if self._show_text:
+            facts["prompt"], facts["outputs"] = submission.prompt, _texts(submission)
+            line += ", prompt %(prompt)r, outputs %(outputs)r"
+        logger.info(line, facts, extra=facts)
+
+    def stepped(self, engine: Engine) -> None:
+        """Every now and then, what the engine did since the last line."""
+        now = monotonic()
+        idle, self._last_step = now - self._last_step, now
+        if self._start is None or idle > self._interval:
+            self._start = self._totals(engine, now)
+        elif now - self._start.time >= self._interval:
+            end = self._totals(engine, now)
+            _say(engine, self._start, end)
+            self._start = end
+
+    def _totals(self, engine: Engine, now: float) -> _Totals:
+        blocks, spec = engine.scheduler.block_manager, engine.metrics.speculation
+        return _Totals(
+            time=now,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=engine.metrics.num_output_tokens,
+            drafts=spec.num_drafts,
+            draft_tokens=spec.num_draft_tokens,
+            accepted_tokens=spec.num_accepted_tokens,
+            queried_tokens=blocks.num_queried_tokens,
+            hit_tokens=blocks.num_hit_tokens,
+        )
+
+
+def _texts(submission: Submission) -> list[str | None]:
+    samples = submission.samples
+    return [None if it.detokenizer is None else it.detokenizer.text for it in samples]
+
+
+def _say(engine: Engine, start: _Totals, end: _Totals) -> None:
+    """One line about the time between two."""
+    scheduler, seconds = engine.scheduler, end.time - start.time
+    blocks = scheduler.block_manager
+    drafts = end.drafts - start.drafts
+    accepted, drafted = (
+        end.accepted_tokens - start.accepted_tokens,
+        end.draft_tokens - start.draft_tokens,
+    )
+    facts: dict[str, float] = {
+        "prompt_tokens_per_second": round((end.prompt_tokens - start.prompt_tokens) / seconds, 1),
+        "output_tokens_per_second": round((end.output_tokens - start.output_tokens) / seconds, 1),
+        "running": scheduler.num_running,
+        "waiting": scheduler.num_waiting,
+        "kv_cache_usage": round(1 - blocks.num_available / blocks.num_blocks, 4),
+        "prefix_hit_rate": _share(
+            end.hit_tokens - start.hit_tokens, end.queried_tokens - start.queried_tokens
+        ),
+        "acceptance_length": round(1 + accepted / max(drafts, 1), 3),
+        "acceptance_rate": _share(accepted, drafted),
+        "draft_tokens_per_draft": round(drafted / max(drafts, 1), 2),
+    }
+    line = "%(output_tokens_per_second).1f output tokens/s, %(prompt_tokens_per_second).1f prompt "
+    line += "tokens/s; %(running)d running, %(waiting)d waiting; KV cache %(kv_cache_usage).1f%%, "
+    line += "prefix hits %(prefix_hit_rate).1f%%"
+    if drafts:
+        line += "; AL %(acceptance_length).2f of K %(draft_tokens_per_draft).1f, "
+        line += "%(acceptance_rate).1f%% of draft tokens accepted"
+    shares = ("kv_cache_usage", "prefix_hit_rate", "acceptance_rate")
+    shown = {name: 100 * it if name in shares else it for name, it in facts.items()}
+    logger.info(line, shown, extra=facts)
+
+
+def _share(part: int, whole: int) -> float:
+    return round(part / whole, 4) if whole else 0.0

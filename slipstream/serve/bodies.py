@@ -1,0 +1,133 @@
+"""From the bytes of a request to its checked body, and what is wrong with it in plain words."""
+
+import asyncio
+from collections.abc import Sequence
+from difflib import get_close_matches
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails, from_json
+from starlette.requests import Request
+
+from slipstream.serve.errors import ApiError, bad_request
+from slipstream.serve.protocol.base import RequestBody
+from slipstream.serve.protocol.refusals import REFUSALS
+
+Body = TypeVar("Body", bound=RequestBody)
+
+_LARGE = 32 << 10  # bytes whose reading would keep the event loop for milliseconds
+
+
+async def read_body(request: Request, kind: type[Body]) -> Body:
+    """The body of a request; ApiError names the first field that is wrong.
+
+    Only JSON that says so is read: a page of another origin can send any other type unasked.
+    """
+    content_type = request.headers.get("content-type", "")
+    if content_type.split(";")[0].strip().lower() != "application/json":
+        raise ApiError(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            "the body must be JSON; send it with Content-Type: application/json",
+        )
+    content = await request.body()
+    if len(content) < _LARGE:
+        return parse_body(content, kind)
+    return await asyncio.to_thread(parse_body, content, kind)
+
+
+def parse_body(content: bytes, kind: type[Body]) -> Body:
+    """The same from the bytes."""
+    try:
+        value = from_json(content, allow_inf_nan=False)
+    except ValueError as error:
+        raise bad_request(f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise bad_request("the body must be a JSON object", code="invalid_json")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_input=False), kind) from None
+
+
+def _refusal(errors: Sequence[ErrorDetails], kind: type[RequestBody]) -> ApiError:
+    """Of several members of a union that do not fit, the one that got furthest tells most."""
+    field = errors[0]["loc"][:1]
+    same = [error for error in errors if error["loc"][:1] == field]
+    told = max(same, key=_telling)
+    return bad_request(_sentence(told, kind), str(field[0]) if field else None)
+
+
+def _telling(error: ErrorDetails) -> tuple[int, int]:
+    """A field that should not be there may be the one that is missing, misspelt."""
+    depth = sum(isinstance(step, int) or step.isidentifier() for step in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return depth, 2
+    return depth, int(error["type"] not in _WRONG_KIND)
+
+
+_WRONG_KIND = (
+    *("string_type", "list_type", "dict_type", "int_type", "bool_type", "model_type"),
+    "none_required",
+)
+
+
+def _sentence(error: ErrorDetails, kind: type[RequestBody]) -> str:
+    where, name = _place(error["loc"]), str(error["loc"][-1]) if error["loc"] else ""
+    if error["type"] in ("extra_forbidden", "none_required") and name in REFUSALS:
+        return f"{where} is not supported: {REFUSALS[name]}"
+    if error["type"] == "extra_forbidden":
+        return f"unknown field {where}{_suggestion(where, kind)}"
+    if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        told = error["ctx"]
+        name = told["discriminator"].strip("'")
+        return f"{where}.{name} must be one of {told.get('expected_tags', 'those in the document')}"
+    if error["type"] == "missing":
+        return f"{where} is missing"
+    form = _FORMS.get(where.rpartition(".")[2])
+    if error["type"] in (*_WRONG_KIND, "literal_error") and form is not None:
+        return f"{where} must be {form}"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{where}: {message}" if where else message
+    return f"{where}: {message[:1].lower()}{message[1:]}"
+
+
+def _place(location: Sequence[int | str]) -> str:
+    """ "messages[0].content": without the names that the library gives members of a union."""
+    place = ""
+    for step in location:
+        if isinstance(step, int):
+            place += f"[{step}]"
+        elif not place:
+            place = step
+        elif step.isidentifier() and step not in _UNION_MEMBERS and not place.endswith(step):
+            place += f".{step}"
+    return place
+
+
+# What fields may be that may be several things.
+_FORMS = {
+    "content": "a text or a list of parts of type text",
+    "prompt": "a text, token ids, or a list of texts and lists of token ids",
+    "stop": "a text or a list of texts",
+    "tool_choice": '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+    "guided_json": "a JSON schema, as an object or a text",
+}
+
+_UNION_MEMBERS = (
+    *("str", "int", "float", "bool", "TextPart", "ChosenTool"),
+    *("assistant", "developer", "system", "tool", "user"),
+)
+
+
+def _suggestion(name: str, kind: type[RequestBody]) -> str:
+    if "." in name:
+        return "; nothing is ignored here: leave it out"
+    near = get_close_matches(name, _names(kind), n=1, cutoff=0.8)
+    return f"; did you mean {near[0]}?" if near else "; nothing is ignored here: leave it out"
+
+
+def _names(kind: type[RequestBody]) -> list[str]:
+    fields: dict[str, Any] = dict(kind.model_fields)
+    return [field.alias or name for name, field in fields.items()]

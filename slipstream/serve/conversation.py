@@ -1,0 +1,130 @@
+"""From the messages of a request to the text that the model continues."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from slipstream.models.chat_template import ChatTemplate
+from slipstream.serve.errors import bad_request
+from slipstream.serve.protocol.chat import Message, Tool
+
+# Set by the server, so chat_template_kwargs may not.
+_OWN = ("messages", "tools", "add_generation_prompt")
+
+
+class ChatFields(Protocol):
+    """The fields that say how a conversation becomes a text."""
+
+    messages: Any
+    tools: Any
+    chat_template_kwargs: Any
+    add_generation_prompt: Any
+    continue_final_message: Any
+
+
+def render(template: ChatTemplate, body: ChatFields, tools: Sequence[Tool] | None) -> str:
+    """The text of a conversation; takes its time.
+
+    Args:
+        tools: that the model is told of; the request may have others that it must not call.
+
+    Raises:
+        ApiError: the template cannot do what is asked for.
+        UsageError: the template refuses the messages.
+    """
+    require_template(template)
+    options = body.chat_template_kwargs or {}
+    _check_options(template, options)
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise bad_request(
+            "add_generation_prompt and continue_final_message contradict each other; give one",
+            "continue_final_message",
+        )
+    if tools:
+        require_tools(template)
+    text = template.render(
+        [_message(place, message) for place, message in enumerate(body.messages)],
+        add_generation_prompt=not continues and body.add_generation_prompt is not False,
+        tools=[_plain_tool(tool) for tool in tools] if tools else None,
+        **options,
+    )
+    return _cut(text, body.messages[-1]) if continues else text
+
+
+def require_template(template: ChatTemplate) -> None:
+    """Raise ApiError for a model that cannot chat."""
+    if not template.exists:
+        raise bad_request(
+            "this model has no chat template, so it cannot chat; use /v1/completions, or put a "
+            "chat_template.jinja into its directory",
+            "messages",
+        )
+
+
+def require_tools(template: ChatTemplate) -> None:
+    """Raise ApiError for a template that would leave tools out in silence."""
+    if "tools" not in template.variables:
+        raise bad_request(
+            "the chat template of this model knows no tools; leave tools out, or give the model a "
+            "template that does",
+            "tools",
+        )
+
+
+def _check_options(template: ChatTemplate, options: Mapping[str, Any]) -> None:
+    """A variable that no template reads would be ignored in silence."""
+    for name in options:
+        if name in _OWN:
+            raise bad_request(f"give {name} as a field of its own", "chat_template_kwargs")
+        if name not in template.variables:
+            read = sorted(template.variables - {*_OWN, "raise_exception", "strftime_now"})
+            raise bad_request(
+                f"the chat template of this model does not read {name}; it reads "
+                f"{', '.join(read) or 'nothing else'}",
+                "chat_template_kwargs",
+            )
+
+
+def _message(place: int, message: Message) -> dict[str, Any]:
+    plain = message.model_dump(exclude_none=True)
+    if plain["role"] == "developer":  # the newer name; templates know the older one
+        plain["role"] = "system"
+    for call in plain.get("tool_calls", ()):
+        # Templates write the arguments as JSON themselves.
+        call["function"]["arguments"] = _arguments(place, call["function"]["arguments"])
+    return plain
+
+
+def _arguments(place: int, text: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text or "{}")
+    except ValueError as error:
+        raise bad_request(
+            f"messages[{place}]: the arguments of a tool call are not JSON: {error}", "messages"
+        ) from None
+    if not isinstance(arguments, dict):
+        raise bad_request(
+            f"messages[{place}]: the arguments of a tool call must be a JSON object", "messages"
+        )
+    return arguments
+
+
+def _plain_tool(tool: Tool) -> dict[str, Any]:
+    return tool.model_dump(exclude_none=True)
+
+
+def _cut(text: str, last: Message) -> str:
+    """The text up to the end of what the last message says."""
+    content = last.content
+    if not isinstance(content, str):
+        content = content[-1].text if content else ""
+    said = content.strip()
+    place = text.rfind(said) if said else -1
+    if place < 0:
+        raise bad_request(
+            "the last message has no text that could be continued; leave continue_final_message "
+            "out",
+            "continue_final_message",
+        )
+    return text[: place + len(said)]

@@ -1,0 +1,134 @@
+"""The OpenAPI document: every body, every answer, every error."""
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slipstream.serve.protocol.server import ErrorResponse
+
+_TEMPLATE = "#/components/schemas/{model}"
+_ERRORS = {
+    400: "The request is wrong as it is; the message names the field and the remedy.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model.",
+    408: "The request did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "Too many requests wait; Retry-After says when to come again.",
+    431: "The headers are too large.",
+    500: "The request failed inside the server.",
+    503: "The server is about to stop, or its engine has failed.",
+    504: "The request was not done in the time that the server gives one.",
+}
+_PARAMETER = re.compile(r"\{(\w+)")
+_OF_ANY = (401, 408, 431, 503)
+_OF_BODIES = (400, 413)
+
+
+@dataclass(frozen=True)
+class Route:
+    """An endpoint.
+
+    Attributes:
+        answer: model of the body of a 200.
+        body: model of the request's body; None without one.
+        errors: statuses besides those that any endpoint may have.
+        chunk: model of the data of an event, where a 200 may be server-sent events.
+    """
+
+    method: str
+    path: str
+    handler: Callable[[Request], Awaitable[Response]]
+    answer: type[BaseModel]
+    body: type[BaseModel] | None = None
+    errors: Sequence[int] = ()
+    chunk: type[BaseModel] | None = None
+
+
+def add_document(app: FastAPI, routes: Sequence[Route]) -> None:
+    """Add the routes to the app, and what they take and give to its document."""
+    models: list[tuple[type[BaseModel], Any]] = [(ErrorResponse, "serialization")]
+    for route in routes:
+        app.add_api_route(
+            route.path,
+            route.handler,
+            methods=[route.method],
+            response_class=Response,
+            response_model=None,
+            summary=(route.handler.__doc__ or "").strip().rstrip("."),
+            operation_id=route.handler.__qualname__.strip("_").replace(".", "_").lower(),
+            openapi_extra=_operation(route),
+        )
+        models.append((route.answer, "serialization"))
+        if route.chunk is not None:
+            models.append((route.chunk, "serialization"))
+        if route.body is not None:
+            models.append((route.body, "validation"))
+    _, definitions = models_json_schema(models, ref_template=_TEMPLATE)
+    original = app.openapi
+
+    def document() -> dict[str, Any]:
+        content = original()
+        schemas = content.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update(definitions["$defs"])
+        return content
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    ok: dict[str, Any] = {"application/json": _content(route.answer)}
+    if route.chunk is not None:
+        ok["text/event-stream"] = {"schema": _events(route.chunk)}
+    statuses = {*route.errors, *_OF_ANY, *(_OF_BODIES if route.body is not None else ())}
+    operation: dict[str, Any] = {
+        "responses": {
+            "200": {"description": "The answer.", "content": ok},
+            **{str(status): _error(status) for status in sorted(statuses)},
+        }
+    }
+    named = _PARAMETER.findall(route.path)
+    if named:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in named
+        ]
+    if route.body is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": _content(route.body)},
+        }
+    return operation
+
+
+def _content(model: type[BaseModel]) -> dict[str, Any]:
+    return {"schema": {"$ref": _TEMPLATE.format(model=model.__name__)}}
+
+
+def _events(chunk: type[BaseModel]) -> dict[str, Any]:
+    """One server-sent event; the data of the last one is [DONE]."""
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": _content(chunk)["schema"],
+    }
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+
+
+def _error(status: int) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "description": _ERRORS[status],
+        "content": {"application/json": _content(ErrorResponse)},
+    }
+    if status == 429:
+        told["headers"] = {
+            "Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}
+        }
+    return told

@@ -1,0 +1,107 @@
+"""Errors in the form that clients of the OpenAI protocol read."""
+
+import json
+import re
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from starlette.responses import Response
+
+from slipstream.core.errors import UsageError
+from slipstream.serve.limits import (
+    DeadlineExceeded,
+    QueueFull,
+    RequestFailed,
+    RequestRefused,
+)
+
+_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+_FIELD = re.compile(r"[a-z]+(_[a-z]+)*")
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong and what to do about it.
+        param: the field that is to blame.
+        code: a word for programs.
+        headers: of the response, such as Retry-After.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """The JSON document; plain ASCII, whatever the request held."""
+        error = {
+            "message": self.message,
+            "type": error_type(self.status),
+            "param": self.param,
+            "code": self.code,
+        }
+        return json.dumps({"error": error}).encode("ascii")
+
+    def response(self) -> Response:
+        """The answer to the request."""
+        return Response(self.body(), self.status, self.headers, media_type="application/json")
+
+
+def error_type(status: int) -> str:
+    """The protocol's name for a kind of error."""
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return "server_error"
+    return _TYPES.get(HTTPStatus(status), "invalid_request_error")
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The request is wrong as it is."""
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told about an error; only that it was internal where it is a fault."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UsageError):
+        return bad_request(str(error), _blamed(str(error)))
+    if isinstance(error, QueueFull):
+        wait = {"Retry-After": str(error.retry_after)}
+        return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="queue_full", headers=wait)
+    if isinstance(error, RequestRefused):
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="unavailable")
+    if isinstance(error, DeadlineExceeded):
+        return ApiError(HTTPStatus.GATEWAY_TIMEOUT, str(error), code="timeout")
+    if isinstance(error, RequestFailed):
+        return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error), code="request_failed")
+    return ApiError(
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+        "the server met an internal error; its log says why",
+        code="internal_error",
+    )
+
+
+def _blamed(message: str) -> str | None:
+    """Messages about a field begin with its name."""
+    first = message.split(" ", 1)[0]
+    match = _FIELD.match(first)
+    return match[0] if match and ("_" in first or first in ("n", "seed", "temperature")) else None
+
+
+# Exceptions with which a handler may leave, all of them with a message for the client.
+TOLD = (ApiError, UsageError, RequestRefused, RequestFailed, DeadlineExceeded)

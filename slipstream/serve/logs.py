@@ -1,0 +1,146 @@
+"""Logs that people and machines can read, and the ids by which requests are found in them."""
+
+import json
+import logging
+import re
+import sys
+from contextvars import ContextVar
+from time import perf_counter
+from typing import Any, TextIO
+from uuid import uuid4
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger("slipstream.serve.access")
+
+_GIVEN = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
+# Asked for every few seconds by machines; said at the level DEBUG only.
+_ROUTINE = frozenset({"/health", "/metrics"})
+_PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
+
+_request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+
+def current_request_id() -> str:
+    """The id of the HTTP request that is being answered here; "" outside of one."""
+    return _request_id.get()
+
+
+class RequestIds:
+    """Gives every HTTP request an id, and says in the log how it was answered.
+
+    A client's own `X-Request-Id` is kept if it is short and plain; the answer has it in any case.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status, sent = perf_counter(), 0, 0
+        request_id = _id_of(scope)
+        header = (b"x-request-id", request_id.encode("ascii"))
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), header]
+            else:
+                sent += len(message.get("body", b""))
+            await send(message)
+
+        token = _request_id.set(request_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            _log_answer(scope, status, perf_counter() - began, sent)
+            _request_id.reset(token)
+
+
+def _id_of(scope: Scope) -> str:
+    given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    text = given[0].decode("latin-1") if given else ""
+    return text if _GIVEN.fullmatch(text) else f"req-{uuid4().hex}"
+
+
+def _log_answer(scope: Scope, status: int, seconds: float, sent: int) -> None:
+    """One line; the path without its query, which may hold anything."""
+    level = logging.DEBUG if scope["path"] in _ROUTINE else logging.INFO
+    client = scope.get("client")
+    logger.log(
+        level,
+        "%s %s %s in %.3f s",
+        scope["method"],
+        scope["path"],
+        status or "left unanswered",
+        seconds,
+        extra={
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "seconds": round(seconds, 6),
+            "sent_bytes": sent,
+            "client": client[0] if client else None,
+        },
+    )
+
+
+class PlainFormatter(logging.Formatter):
+    """A line for people: time, level, message, and the request it is about."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, and the traceback behind it; no other line can be forged with a message."""
+        text = super().format(record)
+        request_id = getattr(record, "request_id", "")
+        first, *rest = text.split("\n")
+        indented = "\n    ".join([_printable(first), *map(_printable, rest)])
+        return f"{indented} [{_printable(request_id)}]" if request_id else indented
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, and whatever else is known."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Plain ASCII, so that nothing in it can break a line."""
+        line: dict[str, Any] = {
+            "time": round(record.created, 6),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: value for name, value in vars(record).items() if name not in _PLAIN}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps({name: it for name, it in line.items() if it != ""}, default=str)
+
+
+class _AddRequestId(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not hasattr(record, "request_id"):
+            record.request_id = current_request_id()
+        return True
+
+
+def set_up_logs(as_json: bool, level: str, stream: TextIO | None = None) -> None:
+    """Send the server's logs, and uvicorn's, to a stream (standard error if none is named)."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if as_json else PlainFormatter())
+    handler.addFilter(_AddRequestId())
+    for name in ("slipstream", "uvicorn"):
+        own = logging.getLogger(name)
+        own.handlers[:] = [handler]
+        own.setLevel(level.upper())
+        own.propagate = False
+
+
+def _printable(text: str) -> str:
+    return "".join(
+        char if char.isprintable() or char == "\t" else repr(char)[1:-1] for char in text
+    )

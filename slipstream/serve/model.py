@@ -1,0 +1,143 @@
+"""What is served: one engine under one name or more, and what is known of it."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from http import HTTPStatus
+from time import time
+from typing import ParamSpec, TypeVar
+
+from slipstream.core.config import EngineConfig
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.engine import Engine
+from slipstream.engine.prompts import EncodedPrompt, Prompt, PromptEncoder
+from slipstream.models.chat_template import ChatTemplate
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.serve.engine_thread import EngineThread
+from slipstream.serve.errors import ApiError, bad_request
+from slipstream.serve.protocol.server import ModelCard, ModelSpeculation
+from slipstream.serve.token_texts import TokenTexts
+from slipstream.serve.tools.formats import FORMATS, ToolFormat, find_format
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ServedModel:
+    """A model, and the ways to it.
+
+    Args:
+        names: under which requests may ask for it; the first is its own.
+        config: that it was opened with.
+        engine: for what it knows about itself; `thread` alone runs it.
+        thread: takes requests.
+        tool_call_parser: a name of `FORMATS`; found from the checkpoint when None.
+    """
+
+    names: Sequence[str]
+    config: EngineConfig
+    engine: Engine
+    thread: EngineThread
+    tool_call_parser: str | None = None
+    created: int = field(default_factory=lambda: int(time()))
+    _pool: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+    )
+
+    @property
+    def name(self) -> str:
+        """The name that answers carry."""
+        return self.names[0]
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output."""
+        return self.engine.resolved.limits.max_model_len
+
+    def require(self, name: str | None) -> None:
+        """Raise ApiError where a request asks for another model."""
+        if name is not None and name not in self.names:
+            raise ApiError(
+                HTTPStatus.NOT_FOUND,
+                f"there is no model {name!r} here; this server has {', '.join(self.names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; ApiError when the engine does without."""
+        if self.engine.tokenizer is None:
+            raise bad_request(
+                "this server runs without a tokenizer; send prompts as token ids to /v1/completions"
+            )
+        return self.engine.tokenizer
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """Of single tokens."""
+        return TokenTexts(self.tokenizer)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Of conversations."""
+        return ChatTemplate(self.tokenizer)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """Of the model's tool calls, where it is known."""
+        if self.tool_call_parser is not None:
+            return FORMATS[self.tool_call_parser]
+        return find_format(self.template, self.tokenizer)
+
+    @cached_property
+    def _encoder(self) -> PromptEncoder:
+        return PromptEncoder(self.engine.tokenizer, self.engine.resolved.vocab_size)
+
+    def encode(
+        self, prompts: Sequence[Prompt], params: SamplingParams, add_special_tokens: bool
+    ) -> list[EncodedPrompt]:
+        """Prompts as the engine takes them, and their grammar; takes its time (`aside`)."""
+        if params.structured is not None:
+            self.engine.compile(params.structured)
+        return [self._encoder.encode(prompt, params, add_special_tokens) for prompt in prompts]
+
+    async def aside(
+        self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
+    ) -> Result:
+        """Work that takes its time, beside the event loop and the engine."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, lambda: work(*arguments, **options))
+
+    def close(self) -> None:
+        """Let its threads go."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def cards(self) -> list[ModelCard]:
+        """What /v1/models says, one for each name."""
+        return [
+            ModelCard(
+                id=name,
+                object="model",
+                created=self.created,
+                owned_by="slipstream",
+                root=self.config.model,
+                max_model_len=self.max_model_len,
+                speculative=self._speculation(),
+            )
+            for name in self.names
+        ]
+
+    def _speculation(self) -> ModelSpeculation | None:
+        resolved = self.engine.resolved
+        if resolved.method is None:
+            return None
+        drafter = (self.config.drafter_options or {}).get("model")
+        return ModelSpeculation(
+            method=resolved.method,
+            model=None if drafter is None else str(drafter),
+            num_speculative_tokens=resolved.limits.num_speculative_tokens,
+        )

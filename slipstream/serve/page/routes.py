@@ -1,0 +1,108 @@
+"""Routes of the playground: one document, and files that browsers may keep for ever.
+
+The page needs nothing from elsewhere, and its Content-Security-Policy holds it to that. Its files
+stand under a path with a digest of them all, so a new version is a new path; the document, which
+names that path, is revalidated every time. Every address in it is relative: a reverse proxy may
+put the server under any prefix.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.resources import files
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+_DOCUMENT = "index.html"
+_VERSION = "{{version}}"  # in the document, where the digest goes
+_POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+# Not left to the machine's own table, which may call a module text/plain: browsers refuse that.
+_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_FOR_EVER = "public, max-age=31536000, immutable"
+
+
+@dataclass(frozen=True)
+class _File:
+    """One answer: the bytes, and how they may be kept."""
+
+    body: bytes
+    media_type: str
+    cache: str
+    etag: str
+
+    def answer(self, request: Request) -> Response:
+        headers = {**_HEADERS, "Cache-Control": self.cache, "ETag": self.etag}
+        known = request.headers.get("if-none-match", "")
+        if self.etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
+            return Response(status_code=304, headers=headers)
+        return Response(self.body, media_type=self.media_type, headers=headers)
+
+
+def page_routes() -> list[Route]:
+    """`GET /` and the page's files, a route for each; no part of the server's OpenAPI.
+
+    The page itself tells nothing, so all these paths may be open where the server asks for an API
+    key: the key guards what the page asks for.
+    """
+    contents = _read()
+    version = _digest(contents)[:12]
+    document = contents.pop(_DOCUMENT).replace(_VERSION.encode(), version.encode())
+    answers = {"/": _file(_DOCUMENT, document, "no-cache")}
+    for name, body in contents.items():
+        answers[f"/page/{version}/{name}"] = _file(name, body, _FOR_EVER)
+    return [_route(path, answer) for path, answer in answers.items()]
+
+
+def _route(path: str, file: _File) -> Route:
+    async def answer(request: Request) -> Response:
+        return file.answer(request)
+
+    return Route(path, answer, methods=["GET"], include_in_schema=False)
+
+
+def _read() -> dict[str, bytes]:
+    folder = files("slipstream.serve.page") / "assets"
+    known = [entry for entry in folder.iterdir() if _suffix(entry.name) in _TYPES]
+    return {entry.name: entry.read_bytes() for entry in known}
+
+
+def _suffix(name: str) -> str:
+    return name[name.rfind(".") :]
+
+
+def _digest(contents: Mapping[str, bytes]) -> str:
+    digest = sha256()
+    for name in sorted(contents):
+        digest.update(f"{name}\0{len(contents[name])}\0".encode() + contents[name])
+    return digest.hexdigest()
+
+
+def _file(name: str, body: bytes, cache: str) -> _File:
+    return _File(body, _TYPES[_suffix(name)], cache, f'"{sha256(body).hexdigest()[:24]}"')

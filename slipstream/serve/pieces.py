@@ -1,0 +1,121 @@
+"""Logprobs and speculation of tokens in the forms of the two protocols."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
+from typing import Any, NamedTuple
+
+from slipstream.core.outputs import Logprob
+from slipstream.serve.progress import Delta
+from slipstream.serve.token_texts import TokenReader, TokenTexts
+
+Candidates = Mapping[int, Logprob]
+
+_IMPOSSIBLE = -9999.0  # JSON has no infinity; clients of the protocol know this number
+
+
+class Token(NamedTuple):
+    """A token in its text.
+
+    Attributes:
+        offset: characters before it.
+        added: what it adds to the text.
+    """
+
+    token_id: int
+    offset: int
+    added: str
+
+
+def read_tokens(reader: TokenReader, token_ids: Iterable[int]) -> list[Token]:
+    """Go on reading a text."""
+    return [Token(token_id, reader.offset, reader.take(token_id)) for token_id in token_ids]
+
+
+def finite(logprob: float) -> float:
+    """A number that JSON can hold."""
+    return logprob if isfinite(logprob) else _IMPOSSIBLE
+
+
+def completion_logprobs(
+    texts: TokenTexts, tokens: Sequence[Token], rows: Sequence[Candidates | None], num_top: int
+) -> dict[str, Any]:
+    """The form of /v1/completions: lists side by side. A row is None where nothing predicts."""
+    return {
+        "text_offset": [token.offset for token in tokens],
+        "token_logprobs": [
+            None if row is None else finite(row[token.token_id].logprob)
+            for token, row in zip(tokens, rows, strict=True)
+        ],
+        "tokens": [texts.text(token.token_id) for token in tokens],
+        "top_logprobs": [
+            None
+            if row is None
+            else {texts.text(rival): finite(it.logprob) for rival, it in _top(row, num_top, token)}
+            for token, row in zip(tokens, rows, strict=True)
+        ],
+    }
+
+
+def _top(row: Candidates, num_top: int, token: Token) -> list[tuple[int, Logprob]]:
+    """The most probable candidates, and the token itself; a row may hold more."""
+    return [
+        (rival, it) for rival, it in row.items() if it.rank <= num_top or rival == token.token_id
+    ]
+
+
+def chat_logprobs(
+    texts: TokenTexts, token_ids: Sequence[int], rows: Sequence[Candidates], num_top: int
+) -> dict[str, Any]:
+    """The form of /v1/chat/completions: an object a token."""
+    content = []
+    for token_id, row in zip(token_ids, rows, strict=True):
+        best = sorted(row.items(), key=lambda item: item[1].rank)
+        top = [_chat_token(texts, rival, it) for rival, it in best if it.rank <= num_top]
+        content.append({**_chat_token(texts, token_id, row[token_id]), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(texts: TokenTexts, token_id: int, it: Logprob) -> dict[str, Any]:
+    return {
+        "token": texts.text(token_id),
+        "logprob": finite(it.logprob),
+        "bytes": list(texts.content(token_id)),
+    }
+
+
+def prompt_logprobs(
+    texts: TokenTexts,
+    token_ids: Sequence[int],
+    rows: Sequence[Candidates | None],
+    num_top: int,
+) -> list[dict[str, Any] | None]:
+    """The form that `prompt_logprobs` asks for: candidates by token id."""
+    return [
+        None
+        if row is None
+        else {
+            str(rival): {
+                "logprob": finite(it.logprob),
+                "rank": it.rank,
+                "decoded_token": texts.text(rival),
+            }
+            for rival, it in _top(row, num_top, Token(token_id, 0, ""))
+        }
+        for token_id, row in zip(token_ids, rows, strict=True)
+    ]
+
+
+def speculation(delta: Delta, tokens: Sequence[Token]) -> dict[str, Any]:
+    """What `return_speculation` asks for."""
+    rows: Sequence[Candidates | None] = delta.logprobs or [None] * len(tokens)
+    return {
+        "tokens": [
+            {
+                "text": token.added,
+                "kind": origin.kind,
+                "position": origin.position,
+                "logprob": None if row is None else finite(row[token.token_id].logprob),
+            }
+            for token, origin, row in zip(tokens, delta.origins, rows, strict=True)
+        ]
+    }

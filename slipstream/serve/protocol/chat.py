@@ -1,0 +1,271 @@
+"""Bodies of /v1/chat/completions."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from slipstream.serve.protocol.base import Count, JsonSchema, RequestBody, ResponseBody
+from slipstream.serve.protocol.completions import PromptLogprobs
+from slipstream.serve.protocol.response_format import ResponseFormat
+from slipstream.serve.protocol.sampling import MOST_LOGPROBS, SamplingFields
+from slipstream.serve.protocol.usage import SpeculatedTokens, Usage
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class TextPart(RequestBody):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(RequestBody):
+    """A call that the assistant made before; `arguments` is a JSON object as a text."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(RequestBody):
+    """One of the calls of an assistant's message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+Content = str | Annotated[list[TextPart], Field(min_length=1)]
+
+
+class PlainMessage(RequestBody):
+    """What the user says, or what the model is told before."""
+
+    role: Literal["developer", "system", "user"]
+    content: Content
+    name: str | None = None
+
+
+class AssistantMessage(RequestBody):
+    """What the model said, or called."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "AssistantMessage":
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message needs a content; only one with tool_calls may lack it")
+        return self
+
+
+class ToolMessage(RequestBody):
+    """What came of a call."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+    name: str | None = None
+
+
+Message = Annotated[PlainMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class Function(RequestBody):
+    """A function that the model may call.
+
+    Attributes:
+        parameters: JSON schema of its arguments; none without.
+        strict: arguments follow the schema whatever the model would say.
+    """
+
+    name: FunctionName
+    description: str | None = None
+    parameters: JsonSchema | None = None
+    strict: bool | None = None
+
+
+class Tool(RequestBody):
+    """Tools are functions."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(RequestBody):
+    """The name of one of the tools."""
+
+    name: str
+
+
+class ChosenTool(RequestBody):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class ChatRequest(SamplingFields):
+    """Answer a conversation.
+
+    Attributes:
+        max_tokens: the older name of `max_completion_tokens`; up to the model's length without.
+        parallel_tool_calls: false ends the answer behind its first call.
+        chat_template_kwargs: further variables of the chat template.
+        continue_final_message: go on with the text of the last message.
+    """
+
+    model: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    # Accepted because they change nothing here: see docs/protocol.md.
+    metadata: dict[str, str] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1)] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+
+    # Of the protocol, and refused with the remedy (`refusals.py`).
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    moderation: None = None
+    prediction: None = None
+    prompt_cache_options: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
+
+    # Additions.
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class TopLogprob(ResponseBody):
+    """A candidate for a token's place; `bytes` of its text in UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token and its most probable rivals."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(ResponseBody):
+    """One entry a token."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class FunctionCall(ResponseBody):
+    """What the model wants called; `arguments` is JSON as it wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(ResponseBody):
+    """One call."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class AnswerMessage(ResponseBody):
+    """The assistant's turn."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(ResponseBody):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None
+    speculation: SpeculatedTokens | None = None
+
+
+class ChatCompletion(ResponseBody):
+    """The answers."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class FunctionPiece(ResponseBody):
+    """More of a call; its name comes first."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallPiece(ResponseBody):
+    """More of the call with this index; its id comes first."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionPiece
+
+
+class ChatDelta(ResponseBody):
+    """More of the assistant's turn."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[ToolCallPiece] | None = None
+
+
+class ChatPiece(ResponseBody):
+    """More of a choice; the last one of it has the finish reason."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    stop_reason: str | int | None
+    speculation: SpeculatedTokens | None = None
+
+
+class ChatChunk(ResponseBody):
+    """One event of a streamed answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatPiece]
+    usage: Usage | None = None

@@ -1,0 +1,103 @@
+"""Bodies of /v1/completions."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from slipstream.serve.protocol.base import Count, ResponseBody, TokenId
+from slipstream.serve.protocol.response_format import ResponseFormat
+from slipstream.serve.protocol.sampling import MOST_LOGPROBS, SamplingFields
+from slipstream.serve.protocol.usage import SpeculatedTokens, Usage
+
+_MOST_PROMPTS = 2048
+
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Prompts = (
+    str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=_MOST_PROMPTS)]
+)
+
+
+class CompletionRequest(SamplingFields):
+    """Continue one prompt or several.
+
+    Attributes:
+        prompt: a text, token ids, or a list of either or both.
+        best_of: at most `n`, which draws as many.
+        echo: begin with the prompt; with `max_tokens` 0 nothing is generated.
+        logprobs: alternatives per token.
+        max_tokens: 16 where not given.
+    """
+
+    model: str | None = None
+    prompt: Prompts
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    max_tokens: Count | None = None
+    suffix: None = None
+    response_format: ResponseFormat | None = None
+
+
+class CompletionLogprobs(ResponseBody):
+    """One entry a token; the first token of a prompt has no logprob."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(ResponseBody):
+    """One candidate for a place in the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionChoice(ResponseBody):
+    """One continuation of one prompt: `index` is prompt x n + sample."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None
+    prompt_logprobs: PromptLogprobs | None = None
+    speculation: SpeculatedTokens | None = None
+
+
+class Completion(ResponseBody):
+    """The answer."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionPiece(ResponseBody):
+    """More of a choice; the last one of it has the finish reason."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None
+    speculation: SpeculatedTokens | None = None
+
+
+class CompletionChunk(ResponseBody):
+    """One event of a streamed answer."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionPiece]
+    usage: Usage | None = None

@@ -1,0 +1,64 @@
+"""The fields that completions and chats share: how to sample, when to stop, what to report."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from slipstream.core.sampling_params import SEED_BITS
+from slipstream.serve.protocol.base import MOST_INT, Count, JsonSchema, RequestBody, TokenId
+from slipstream.serve.protocol.usage import SpeculativeOptions, StreamOptions
+
+MOST_LOGPROBS = 20
+_MOST_CHOICES = 128
+
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+_LogitKey = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+_LogitBias = dict[_LogitKey, Annotated[float, Field(ge=-100, le=100)]]
+
+
+class StructuredOutputs(RequestBody):
+    """What the text must be; exactly one of the fields."""
+
+    json_: JsonSchema | str | None = Field(None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+
+
+class SamplingFields(RequestBody):
+    """Of the OpenAI protocol and, behind a mark, what engines have added to it."""
+
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: _LogitBias | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << SEED_BITS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    # Additions.
+    top_k: Annotated[int, Field(ge=-1, le=MOST_INT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    add_special_tokens: bool | None = None
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
+    speculative: SpeculativeOptions | None = None
+    return_speculation: bool | None = None

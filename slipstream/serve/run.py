@@ -1,0 +1,180 @@
+"""Listening, and stopping in good order."""
+
+import asyncio
+import logging
+import resource
+import socket
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from slipstream.core.errors import UsageError
+from slipstream.serve.connections import connection_class
+from slipstream.serve.engine_thread import EngineThread
+from slipstream.serve.guards import ApiKeys, Bodies, Door
+from slipstream.serve.limits import ServeLimits
+from slipstream.serve.logs import RequestIds
+from slipstream.serve.memory import give_back_memory
+
+logger = logging.getLogger("slipstream.serve")
+
+_BACKLOG = 4096
+_SPARE_FILES = 256  # besides connections
+_FLUSH_SECONDS = 10  # for answers that are complete but not read yet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Who may use the server.
+
+    Args:
+        api_keys: any of them lets in; without one everybody is let in.
+        allowed_origins: web pages of these origins may use it ("*": of all); none by default.
+        open_paths: what needs no key.
+    """
+
+    api_keys: Sequence[str] = ()
+    allowed_origins: Sequence[str] = ()
+    open_paths: Collection[str] = ("/health",)
+
+    def __post_init__(self) -> None:
+        if not all(key.strip() == key and key.isascii() and key for key in self.api_keys):
+            raise UsageError("an API key must not be empty, and be ASCII without spaces around it")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The socket to listen on; UsageError where that is not possible.
+
+    Before a model is loaded, so that a port in use is known at once. Nobody can connect until the
+    server listens on it.
+    """
+    try:
+        return _bound(host, port)
+    except (OSError, OverflowError) as error:
+        raise UsageError(
+            f"cannot listen on {host}:{port} ({error}); choose another --host or --port"
+        ) from error
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def guarded(app: ASGIApp, limits: ServeLimits, access: Access) -> tuple[ASGIApp, Door]:
+    """The application behind everything that protects it, and its door."""
+    door = Door(app)
+    whole: ASGIApp = Bodies(door, limits)
+    if access.api_keys:
+        whole = ApiKeys(whole, access.api_keys, access.open_paths)
+    if access.allowed_origins:
+        whole = CORSMiddleware(
+            whole,
+            allow_origins=access.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return RequestIds(whole), door
+
+
+def serve(
+    app: ASGIApp, thread: EngineThread, sock: socket.socket, limits: ServeLimits, access: Access
+) -> int:
+    """Serve until a signal ends it; the exit code, which is 1 where requests were cut off.
+
+    The first SIGTERM or SIGINT lets what runs finish, while new requests are answered with 503;
+    the second stops at once.
+    """
+    _allow_files(limits.max_connections + _SPARE_FILES)
+    whole, door = guarded(app, limits, access)
+    config = uvicorn.Config(
+        whole,
+        http=connection_class(limits),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=round(limits.keep_alive_timeout),
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+        backlog=_BACKLOG,
+    )
+    server = _Server(config, thread, door, limits.drain_timeout)
+    server.run(sockets=[sock])
+    return server.exit_code
+
+
+class _Server(uvicorn.Server):
+    """Drains before it stops."""
+
+    def __init__(
+        self, config: uvicorn.Config, thread: EngineThread, door: Door, patience: float | None
+    ) -> None:
+        super().__init__(config)
+        self._engine_thread, self._door, self._patience = thread, door, patience
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._signalled = False
+        self.exit_code = 0
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Run the engine's thread as long as the server."""
+        self._loop = asyncio.get_running_loop()
+        self._engine_thread.start()
+        memory = asyncio.create_task(give_back_memory(lambda: self._door.empty, self._work_done))
+        try:
+            await super().serve(sockets)
+        finally:
+            memory.cancel()
+            await self._engine_thread.stop()
+
+    def _work_done(self) -> tuple[int, int]:
+        return self.server_state.total_requests, len(self.server_state.connections)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Of the first signal: begin to drain; of the second: stop."""
+        if self._signalled or self._loop is None or not self.started:
+            self.exit_code = 1
+            self.should_exit = self.force_exit = True
+            return
+        self._signalled = True
+        self._loop.call_soon_threadsafe(self._start_draining)
+
+    def _start_draining(self) -> None:
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        logger.info(
+            "stopping: %d requests run to their end (a second signal stops at once)",
+            self._engine_thread.num_open,
+        )
+        try:
+            async with asyncio.timeout(self._patience):
+                await self._door.close()
+                await self._engine_thread.drain()
+        except TimeoutError:
+            logger.warning("%d requests are cut off", self._engine_thread.num_open)
+            self.exit_code, self.force_exit = 1, True
+        self.should_exit = True
+
+
+def _allow_files(number: int) -> None:
+    """Every connection is an open file, of which there are few by default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        number = min(number, hard)
+    if soft != resource.RLIM_INFINITY and soft < number:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))

@@ -1,0 +1,93 @@
+"""Tokens one by one: their bytes, their texts, and where in the whole text they stand."""
+
+from codecs import getincrementaldecoder
+
+from slipstream.models.tokenizer import Tokenizer
+
+_INCOMPLETE = "\ufffd"
+_SPACE = "\u2581"  # how vocabularies of the other kind spell a space
+_Utf8 = getincrementaldecoder("utf-8")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The letters with which byte-level vocabularies spell bytes: what prints stands for itself,
+    the others follow from U+0100 on."""
+    printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    letters = {chr(byte): byte for byte in printing}
+    others = (byte for byte in range(256) if byte not in printing)
+    letters.update({chr(0x100 + place): byte for place, byte in enumerate(others)})
+    return letters
+
+
+_BYTES = _byte_alphabet()
+
+
+class TokenTexts:
+    """What single tokens stand for; remembered, for logprobs ask again and again."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, bytes] = {}
+
+    def content(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, which may be a part of a character."""
+        known = self._known.get(token_id)
+        if known is None:
+            known = self._known[token_id] = self._find(token_id)
+        return known
+
+    def text(self, token_id: int) -> str:
+        """For people: a part of a character is written as its bytes."""
+        content = self.content(token_id)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves it out."""
+        return token_id in self._tokenizer.special_token_ids
+
+    def first_text(self, token_id: int) -> str:
+        """What the tokenizer makes of it at the start of a text: some drop a space there."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def _find(self, token_id: int) -> bytes:
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        spelling = self._tokenizer.id_to_token(token_id)
+        if spelling is None or self.is_special(token_id):
+            return text.encode()
+        if all(letter in _BYTES for letter in spelling):
+            content = bytes(_BYTES[letter] for letter in spelling)
+            if content.decode(errors="replace") == text:
+                return content
+        if len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">"):
+            return bytes([int(spelling[3:5], 16)])
+        return spelling.replace(_SPACE, " ").encode() if _SPACE in spelling else text.encode()
+
+
+class TokenReader:
+    """Follows the tokens of one text.
+
+    Args:
+        skip_special: special tokens are no part of the text.
+        offset: characters that stand before the first token.
+    """
+
+    def __init__(self, texts: TokenTexts, skip_special: bool, offset: int = 0) -> None:
+        self._texts, self._skip_special = texts, skip_special
+        self._decoder = _Utf8("replace")
+        self._at_start = True
+        self.offset = offset
+
+    def take(self, token_id: int) -> str:
+        """What a token adds to the text: characters count for the token that completes them."""
+        if self._skip_special and self._texts.is_special(token_id):
+            return ""
+        content = self._texts.content(token_id)
+        if self._at_start and content.startswith(b" "):
+            content = self._texts.first_text(token_id).encode()
+        self._at_start = False
+        added = self._decoder.decode(content)
+        self.offset += len(added)
+        return added

@@ -1,0 +1,1 @@
+"""Tool calls in the formats of the model families."""

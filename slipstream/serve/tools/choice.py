@@ -1,0 +1,92 @@
+"""What a request says about tools, and what follows from it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.serve.conversation import require_tools
+from slipstream.serve.errors import bad_request
+from slipstream.serve.model import ServedModel
+from slipstream.serve.protocol.chat import ChatRequest, ChosenTool, Tool
+from slipstream.serve.tools.events import ToolParser
+from slipstream.serve.tools.formats import ToolFormat
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of one request.
+
+    Attributes:
+        told: the tools that the chat template writes into the prompt.
+        format: of the calls that are looked for; None where none are.
+        single: the answer ends behind its first call.
+        grammar: that the answer must follow; None where it may be any text.
+    """
+
+    told: Sequence[Tool] | None = None
+    format: ToolFormat | None = None
+    single: bool = False
+    grammar: str | None = None
+
+    def keeps_special(self, tokenizer: Tokenizer) -> bool:
+        """Whether marks of calls are special tokens, which the text must then have."""
+        special = tokenizer.special_token_ids
+        marks = self.format.marks if self.format is not None else ()
+        return any(tokenizer.token_to_id(mark) in special for mark in marks)
+
+    def parser(self, tokenizer: Tokenizer, skip_special: bool) -> ToolParser | None:
+        """For one answer."""
+        if self.format is None:
+            return None
+        dropped: list[str] = []
+        if skip_special and self.keeps_special(tokenizer):
+            spelled = map(tokenizer.id_to_token, sorted(tokenizer.special_token_ids))
+            dropped = [token for token in spelled if token is not None]
+        return self.format.parser([tool.function.name for tool in self.told or ()], dropped)
+
+
+def choose_tools(body: ChatRequest, model: ServedModel) -> ToolUse:
+    """Raises ApiError for wishes that cannot be met."""
+    choice = body.tool_choice or ("auto" if body.tools else "none")
+    if not body.tools:
+        if choice != "none":
+            raise bad_request("tool_choice goes with tools", "tool_choice")
+        if body.parallel_tool_calls is not None:
+            raise bad_request("parallel_tool_calls goes with tools", "parallel_tool_calls")
+        return ToolUse()
+    functions = _functions(body.tools)
+    if choice == "none":
+        return ToolUse()
+    require_tools(model.template)
+    format = model.tool_format
+    if format is None:
+        raise bad_request(
+            "the format of this model's tool calls is not known; start the server with "
+            "--tool-call-parser, or ask for tool_choice none",
+            "tools",
+        )
+    single = body.parallel_tool_calls is False
+    if choice == "auto":
+        grammar = None
+        strict = [tool.function.name for tool in body.tools if tool.function.strict]
+        if strict:  # the others may have any arguments
+            schemas = {name: functions[name] if name in strict else {} for name in functions}
+            grammar = format.calls_amid_text(schemas, model.tokenizer)
+        return ToolUse(body.tools, format, single, grammar)
+    if isinstance(choice, ChosenTool):
+        name = choice.function.name
+        if name not in functions:
+            raise bad_request(f"tool_choice names {name}, which is not in tools", "tool_choice")
+        functions, single = {name: functions[name]}, True
+    grammar = format.only_calls(functions, model.tokenizer, several=not single)
+    return ToolUse(body.tools, format, single, grammar)
+
+
+def _functions(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
+    functions: dict[str, Mapping[str, Any]] = {
+        tool.function.name: tool.function.parameters or {} for tool in tools
+    }
+    if len(functions) < len(tools):
+        raise bad_request("two tools have the same name; give each its own", "tools")
+    return functions

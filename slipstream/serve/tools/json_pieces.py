@@ -1,0 +1,140 @@
+"""JSON that is read while it is written."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+_SPACE = " \t\r\n"
+
+
+class ValueScanner:
+    """Finds the end of one JSON value; what is inside is not checked."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._depth = 0
+        self._in_string = self._escaped = self._begun = self._scalar = False
+
+    def scan(self, text: str, start: int) -> int:
+        """The place behind what belongs to the value, from `start` on."""
+        for place in range(start, len(text)):
+            letter = text[place]
+            if self._scalar and letter in ",]}" + _SPACE:
+                self.done = True
+                return place
+            self._take(letter)
+            if self.done:
+                return place + 1
+        return len(text)
+
+    def _take(self, letter: str) -> None:
+        if self._in_string:
+            self._take_in_string(letter)
+        elif letter == '"':
+            self._in_string = self._begun = True
+        elif letter in "{[":
+            self._depth += 1
+            self._begun = True
+        elif letter in "}]":
+            self._depth -= 1
+            self.done = self._depth <= 0
+        elif not self._begun and letter not in _SPACE:
+            self._begun = self._scalar = True
+
+    def _take_in_string(self, letter: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif letter == "\\":
+            self._escaped = True
+        elif letter == '"':
+            self._in_string = False
+            self.done = self._depth == 0
+
+
+class _State(Enum):
+    START = auto()
+    KEY = auto()
+    KEY_TEXT = auto()
+    COLON = auto()
+    VALUE = auto()
+    BEHIND_VALUE = auto()
+    DONE = auto()
+    BROKEN = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class MemberPiece:
+    """More of the value of a member of an object."""
+
+    key: str
+    text: str
+    ended: bool
+
+
+class ObjectScanner:
+    """Reads the members of one JSON object.
+
+    Attributes:
+        rest: what stands behind the object once it is done, and from the letter on that broke it.
+    """
+
+    def __init__(self) -> None:
+        self.rest = ""
+        self._state = _State.START
+        self._key = ""
+        self._value = ValueScanner()
+
+    @property
+    def done(self) -> bool:
+        """The object is closed."""
+        return self._state is _State.DONE
+
+    @property
+    def broken(self) -> bool:
+        """This is no object."""
+        return self._state is _State.BROKEN
+
+    def feed(self, text: str) -> Iterator[MemberPiece]:
+        """The pieces of values in this further text."""
+        place = 0
+        while place < len(text) and not (self.done or self.broken):
+            if self._state is _State.KEY_TEXT:
+                place = self._read_key(text, place)
+            elif self._state is _State.VALUE:
+                end = self._value.scan(text, place)
+                if self._value.done:
+                    self._state = _State.BEHIND_VALUE
+                yield MemberPiece(self._key, text[place:end], self._value.done)
+                place = end
+            else:
+                place = self._step(text, place)
+        if self.done or self.broken:
+            self.rest = text[place:]
+
+    def _read_key(self, text: str, place: int) -> int:
+        """A key with its quotes."""
+        end = self._value.scan(text, place)
+        self._key += text[place:end]
+        if self._value.done:
+            self._key, self._state = self._key[1:-1], _State.COLON
+        return end
+
+    def _step(self, text: str, place: int) -> int:
+        letter = text[place]
+        if letter in _SPACE:
+            return place + 1
+        following = {
+            (_State.START, "{"): _State.KEY,
+            (_State.KEY, '"'): _State.KEY_TEXT,
+            (_State.KEY, "}"): _State.DONE,
+            (_State.COLON, ":"): _State.VALUE,
+            (_State.BEHIND_VALUE, ","): _State.KEY,
+            (_State.BEHIND_VALUE, "}"): _State.DONE,
+        }
+        self._state = following.get((self._state, letter), _State.BROKEN)
+        if self._state is _State.VALUE:
+            self._value = ValueScanner()
+        elif self._state is _State.KEY_TEXT:
+            self._value, self._key = ValueScanner(), ""
+            return place  # the quote is part of what is scanned
+        return place if self.broken else place + 1

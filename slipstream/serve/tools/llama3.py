@@ -1,0 +1,71 @@
+"""Llama 3: the whole answer is {"name": ..., "parameters": {...}}, or several behind semicolons."""
+
+from collections.abc import Collection, Sequence
+
+from slipstream.serve.tools.call_reader import CallReader
+from slipstream.serve.tools.events import Content, ToolEvent
+
+TAG = "<|python_tag|>"  # may stand before; a special token, so it is seen only where they are kept
+_SPACE = " \t\r\n"
+
+
+class Llama3Parser:
+    """Nothing marks these calls, so only objects with the name of a known function are calls.
+
+    Args:
+        names: of the functions.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._held = ""  # before the first letter that tells what this is
+        self._call: CallReader | None = None
+        self._is_text = self._has_called = False
+
+    def feed(self, text: str) -> Sequence[ToolEvent]:
+        """What is certain with this further text."""
+        events: list[ToolEvent] = []
+        while text:
+            if self._is_text:
+                events.append(Content(text))
+                break
+            text = self._look(text) if self._call is None else self._read_call(text, events)
+        return events
+
+    def finish(self) -> Sequence[ToolEvent]:
+        """What was held back."""
+        if self._call is not None and not self._call.begun:
+            return [Content(self._held + self._call.raw)]
+        if self._call is None and self._held and not self._has_called:
+            return [Content(self._held)]
+        return []
+
+    def _look(self, text: str) -> str:
+        """Whether a call begins here."""
+        self._held += text
+        start = self._held.lstrip(_SPACE + ";" if self._has_called else _SPACE)
+        if TAG.startswith(start):
+            return ""
+        start = start.removeprefix(TAG).lstrip(_SPACE)
+        if not start:
+            return ""
+        if start.startswith("{"):
+            self._held = self._held[: len(self._held) - len(start)]
+            self._call = CallReader(self._names)
+            return start
+        held, self._held = self._held, ""
+        self._is_text = True
+        return held
+
+    def _read_call(self, text: str, events: list[ToolEvent]) -> str:
+        call = self._call
+        assert call is not None
+        events.extend(call.feed(text))
+        if call.done and call.begun:
+            self._call, self._has_called, self._held = None, True, ""
+            return call.rest
+        if call.failed:
+            self._call, self._is_text = None, True
+            held, self._held = self._held, ""
+            return call.rest if call.begun else held + call.raw
+        return ""

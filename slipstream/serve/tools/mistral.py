@@ -1,0 +1,113 @@
+"""Mistral: [TOOL_CALLS] and then [{"name": ..., "arguments": {...}}, ...] or name[ARGS]{...}."""
+
+import re
+from collections.abc import Sequence
+
+from slipstream.serve.tools.call_reader import CallReader
+from slipstream.serve.tools.content import ContentWriter
+from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, Content, ToolEvent
+from slipstream.serve.tools.json_pieces import ValueScanner
+from slipstream.serve.tools.marked_text import MarkFinder
+
+BEGIN, ARGS = "[TOOL_CALLS]", "[ARGS]"
+_SPACE = " \t\r\n"
+# The newer form; models between the two wrote the name right before the object.
+_NAMED = re.compile(
+    r"\s*([a-zA-Z0-9_.-]{1,64})(?:\[CALL_ID\][a-zA-Z0-9]*)?\s*(?:\[ARGS\]\s*)?(?=\{)"
+)
+_MAY_BE_NAMED = re.compile(r"\s*[a-zA-Z0-9_.\-\[\]\s]{0,200}")
+
+
+class MistralParser:
+    """Everything behind the mark is calls.
+
+    Args:
+        dropped: special tokens that are no part of the content.
+    """
+
+    def __init__(self, dropped: Sequence[str] = ()) -> None:
+        self._finder = MarkFinder([BEGIN, *(it for it in dropped if it != BEGIN)])
+        self._content = ContentWriter()
+        self._in_calls = self._in_list = False
+        self._held = ""  # behind the mark or a call, before it is clear what follows
+        self._call: CallReader | None = None
+        self._value: ValueScanner | None = None
+
+    def feed(self, text: str) -> Sequence[ToolEvent]:
+        """What is certain with this further text."""
+        events: list[ToolEvent] = []
+        while text:
+            if self._call is not None:
+                text = self._read_call(self._call, text, events)
+            elif self._value is not None:
+                text = self._read_value(self._value, text, events)
+            elif self._in_calls:
+                text = self._look(text, events)
+            else:
+                before, mark, text = self._finder.feed(text)
+                events.extend(self._content.write(before))
+                if mark == BEGIN:
+                    self._content.break_off()
+                    self._in_calls, self._in_list = True, False
+        return events
+
+    def finish(self) -> Sequence[ToolEvent]:
+        """What was held back."""
+        if self._call is not None and not self._call.begun:
+            return [Content(self._call.raw)]
+        held = self._held if self._in_calls else self._finder.finish()
+        return [*self._content.write(held), *self._content.flush()]
+
+    def _look(self, text: str, events: list[ToolEvent]) -> str:
+        """What comes next behind the mark."""
+        text, self._held = self._held + text, ""
+        start = text.lstrip(_SPACE + ("," if self._in_list else ""))
+        if not start:
+            return ""
+        if not self._in_list:
+            if start.startswith(BEGIN):
+                return start[len(BEGIN) :]
+            if BEGIN.startswith(start):
+                self._held = start
+                return ""
+            if start.startswith("["):
+                self._in_list = True
+                return start[1:]
+        if start.startswith("{"):
+            self._call = CallReader()
+            return start
+        if start.startswith("]") and self._in_list:
+            self._in_calls = self._in_list = False
+            return start[1:]
+        return self._look_for_name(start, events)
+
+    def _look_for_name(self, text: str, events: list[ToolEvent]) -> str:
+        named = _NAMED.match(text)
+        if named is not None:
+            events.append(CallBegun(named[1]))
+            self._value = ValueScanner()
+            return text[named.end() :]
+        if _MAY_BE_NAMED.fullmatch(text):
+            self._held = text
+            return ""
+        self._in_calls = False
+        events.extend(self._content.write(text))
+        return ""
+
+    def _read_call(self, call: CallReader, text: str, events: list[ToolEvent]) -> str:
+        events.extend(call.feed(text))
+        if call.failed:
+            self._call, self._in_calls = None, False
+            return call.rest if call.begun else call.raw
+        if call.done:
+            self._call = None
+            return call.rest
+        return ""
+
+    def _read_value(self, value: ValueScanner, text: str, events: list[ToolEvent]) -> str:
+        end = value.scan(text, 0)
+        events.append(Arguments(text[:end]))
+        if value.done:
+            events.append(CallEnded())
+            self._value = None
+        return text[end:]

@@ -1,0 +1,198 @@
+"""`slipstream serve`: from flags to what the server is started with."""
+
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from starlette.routing import Route
+
+from slipstream.core.config import EngineConfig
+from slipstream.serve.limits import ServeLimits
+from slipstream.serve.run import Access
+from slipstream.serve.start import ServerOptions
+from tests.cli.conftest import CommandLine
+from tests.cli.fake_llm import FakeLLM
+from tests.cli.test_flags import GENERATE_FLAGS, flags_in
+
+DEMO_DRAFT = {"model": "demo/draft", "num_speculative_tokens": 4}
+OWN_FLAGS = """
+    --allow-synthetic --api-key --cors-origin --drain-timeout --host --keep-alive-timeout
+    --log-json --log-level --log-prompts --max-body-bytes --max-connections --max-header-bytes
+    --max-json-depth --max-queue --max-waiting --port --receive-timeout --request-timeout
+    --send-timeout --served-model-name --tool-call-parser
+"""
+NOT_OF_A_SERVER = """
+    --allowed-token-ids --bad-words --frequency-penalty --ignore-eos --include-stop-str-in-output
+    --json --logit-bias --logprobs --max-tokens --min-p --min-tokens --n --no-skip-special-tokens
+    --presence-penalty --prompt --prompt-file --prompt-logprobs --repetition-penalty --seed
+    --skip-special-tokens --stop --stop-token-ids --temperature --top-k --top-p -n -t
+"""
+
+
+@dataclass
+class Started:
+    """What the server was started with."""
+
+    calls: list[tuple[EngineConfig, ServerOptions, int]] = field(default_factory=list)
+    code: int = 0
+
+    def start(
+        self,
+        engine: Any,
+        config: EngineConfig,
+        options: ServerOptions,
+        sock: socket.socket,
+        pages: Sequence[Route],
+    ) -> int:
+        assert "/" in {page.path for page in pages}
+        self.calls.append((config, options, sock.getsockname()[1]))
+        return self.code
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, fake_llm: type[FakeLLM]) -> Started:
+    started = Started()
+    monkeypatch.setattr("slipstream.serve.start.start_server", started.start)
+    monkeypatch.delenv("SLIPSTREAM_API_KEY", raising=False)
+    return started
+
+
+def test_nothing_given_is_the_demo_on_loopback(slipstream: CommandLine, started: Started) -> None:
+    ran = slipstream("serve", "--port", "0")
+    assert ran.code == 0, ran.err
+    ((config, options, port),) = started.calls
+    assert config == EngineConfig(model="demo", speculative_config=DEMO_DRAFT)
+    assert options == ServerOptions(names=("demo",), limits=ServeLimits(), access=Access())
+    assert f"http://127.0.0.1:{port}/v1" in ran.err
+    assert "curl" in ran.err
+    assert "Authorization" not in ran.err
+
+
+def test_every_flag_arrives(slipstream: CommandLine, started: Started) -> None:
+    line = (
+        "serve some/model --host 127.0.0.1 --port 0 --served-model-name a --served-model-name b "
+        "--api-key k1 --api-key k2 --cors-origin https://x.org --tool-call-parser hermes "
+        "--max-queue 7 --request-timeout 0 --drain-timeout 9 --max-body-bytes 2M "
+        "--max-json-depth 8 --max-header-bytes 16K --max-connections 99 --receive-timeout 3 "
+        "--send-timeout 4 --keep-alive-timeout 5 --log-level debug --log-json --log-prompts "
+        "--max-num-seqs 5 --drafter d -k 2"
+    )
+    ran = slipstream(*line.split())
+    assert ran.code == 0, ran.err
+    ((config, options, _),) = started.calls
+    assert config == EngineConfig(
+        model="some/model",
+        max_num_seqs=5,
+        speculative_config={"model": "d", "num_speculative_tokens": 2},
+    )
+    assert options == ServerOptions(
+        names=("a", "b"),
+        limits=ServeLimits(
+            max_waiting=7,
+            request_timeout=None,
+            drain_timeout=9.0,
+            max_body_bytes=2 << 20,
+            max_json_depth=8,
+            max_header_bytes=16 << 10,
+            max_connections=99,
+            receive_timeout=3.0,
+            send_timeout=4.0,
+            keep_alive_timeout=5.0,
+        ),
+        access=Access(api_keys=("k1", "k2"), allowed_origins=("https://x.org",)),
+        tool_call_parser="hermes",
+        log_prompts=True,
+        log_json=True,
+        log_level="debug",
+    )
+    assert "Authorization: Bearer KEY" in ran.err
+    assert "k1" not in ran.err
+
+
+def test_the_key_may_stand_in_the_environment(
+    slipstream: CommandLine, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_API_KEY", "secret")
+    ran = slipstream("serve", "--port", "0", "--host", "0.0.0.0")
+    assert started.calls[0][1].access.api_keys == ("secret",)
+    assert "open to the network" not in ran.err
+    assert "secret" not in ran.err
+
+
+def test_an_open_server_is_pointed_out(slipstream: CommandLine, started: Started) -> None:
+    ran = slipstream("serve", "--port", "0", "--host", "0.0.0.0")
+    assert "open to the network and no --api-key" in ran.err
+
+
+def test_requests_that_were_cut_off_are_in_the_exit_code(
+    slipstream: CommandLine, started: Started
+) -> None:
+    started.code = 1
+    assert slipstream("serve", "--port", "0").code == 1
+
+
+SYNTHETIC = (
+    '{"model":"d","num_speculative_tokens":2,"rejection_sample_method":"synthetic",'
+    '"synthetic_acceptance_length":2}'
+)
+
+
+def test_forced_acceptance_is_served_only_by_name(
+    slipstream: CommandLine, started: Started
+) -> None:
+    refused = slipstream("serve", "m", "--port", "0", "-sc", SYNTHETIC)
+    assert refused.code == 2
+    assert "--allow-synthetic" in refused.err
+    assert slipstream("serve", "m", "--port", "0", "-sc", SYNTHETIC, "--allow-synthetic").code == 0
+    assert len(started.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--max-queue -1", "max_waiting"),
+        ("--request-timeout -1", "request_timeout"),
+        ("--max-body-bytes lots", "--max-body-bytes"),
+        ("--log-level loud", "--log-level"),
+        ("--tool-call-parser xml", "--tool-call-parser"),
+        ("--api-key é", "API key"),
+        ("--host no.such.host.invalid", "--host"),
+        ("--port 99999", "--port"),
+        ("--temperature 1", "--temperature"),
+    ],
+)
+def test_wrong_flags_are_found_before_a_model_is_loaded(
+    slipstream: CommandLine, started: Started, fake_llm: type[FakeLLM], line: str, named: str
+) -> None:
+    ran = slipstream("serve", "--port", "0", *line.split())
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert named in ran.err
+    assert fake_llm.made == []
+
+
+def test_a_port_in_use(slipstream: CommandLine, started: Started) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ran = slipstream("serve", "--port", str(taken.getsockname()[1]))
+    assert ran.code == 2
+    assert "choose another --host or --port" in ran.err
+
+
+def test_missing_packages_are_named(
+    slipstream: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("slipstream.serve.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    ran = slipstream("serve", "--port", "0")
+    assert ran.code == 1
+    assert "uvicorn" in ran.err
+    assert "slipstream[serve]" in ran.err
+
+
+def test_the_list_of_flags_is_frozen(slipstream: CommandLine) -> None:
+    """A flag is a promise: whoever adds or drops one does it here as well."""
+    expected = set(GENERATE_FLAGS.split()) - set(NOT_OF_A_SERVER.split()) | set(OWN_FLAGS.split())
+    assert flags_in(slipstream("serve", "--help").out) == expected

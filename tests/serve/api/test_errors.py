@@ -1,0 +1,151 @@
+"""Whatever is wrong is told in OpenAI's form, and the server goes on."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from slipstream.serve.protocol.server import ErrorResponse
+from tests.serve.api.live import Live
+
+GOOD = {"prompt": "def main(", "max_tokens": 2, "temperature": 0}
+
+
+def post(live: Live, content: bytes | str, path: str = "/v1/completions") -> httpx.Response:
+    return httpx.post(
+        f"{live.url}{path}", content=content, headers={"Content-Type": "application/json"}
+    )
+
+
+def error_of(answer: httpx.Response, status: int = 400) -> Any:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    return ErrorResponse.model_validate_json(answer.content).error
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "x", "seed": 1' + b"0" * 5000 + b"}",
+        b'{"a": ' * 5000 + b"1" + b"}" * 5000,
+        b'{"prompt": "x"} {"prompt": "y"}',
+    ],
+    ids=range(13),
+)
+def test_what_is_no_json_object(live: Live, content: bytes) -> None:
+    error = error_of(post(live, content))
+    assert error.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "named"),
+    [
+        ({"prompt": None}, "prompt", "prompt"),
+        ({"prompt": {}}, "prompt", "a text, token ids"),
+        ({"prompt": [1, "x"]}, "prompt", "prompt"),
+        ({"prompt": [[1], [2.5]]}, "prompt", "prompt"),
+        ({"prompt": [True]}, "prompt", "prompt"),
+        ({"prompt": []}, "prompt", "prompt"),
+        ({"prompt": ""}, None, "empty"),
+        ({"prompt": [-1]}, "prompt", "prompt"),
+        ({"prompt": [10**9]}, "prompt_token_ids", "token ids go from 0"),
+        ({"prompt": [10**30]}, "prompt", "prompt"),
+        ({"prompt": "x " * 3000}, None, "max_model_len"),
+        ({"temperature": "hot"}, "temperature", "number"),
+        ({"temperature": True}, "temperature", "number"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": 1e308}, "temperature", "less than or equal"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"n": 0}, "n", "n:"),
+        ({"n": 1.5}, "n", "n:"),
+        ({"n": 10**40}, "n", "n:"),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens", "max_tokens"),
+        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens", "must not exceed"),
+        ({"max_tokens": 0, "min_tokens": 3}, "min_tokens", "must not exceed"),
+        ({"best_of": 3}, "best_of", "leave best_of out"),
+        ({"suffix": "x"}, "suffix", "prompt"),
+        ({"logprobs": True}, "logprobs", "integer"),
+        ({"logprobs": 21}, "logprobs", "20"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "100"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias", "token ids go from 0"),
+        ({"stop": ""}, "stop", "stop"),
+        ({"stop": [1]}, "stop", "stop"),
+        ({"stop": ["a"] * 65}, "stop", "64"),
+        ({"seed": 2**70}, "seed", "seed"),
+        ({"stream": "yes"}, "stream", "boolean"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options",
+            "include_obfuscation",
+        ),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "streamed"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words", "bad_words"),
+        ({"stop_token_ids": [10**8]}, "stop_token_ids", "token ids go from 0"),
+        ({"speculative": 3}, "speculative", "speculative"),
+        ({"speculative": {"k": 3}}, "speculative", "unknown field speculative.k"),
+        ({"speculative": {"num_speculative_tokens": 9}}, "num_speculative_tokens", "at most 4"),
+        ({"temprature": 1}, "temprature", "did you mean temperature?"),
+        ({"use_beam_search": True}, "use_beam_search", "unknown field use_beam_search"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "contradict"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly"),
+        ({"structured_outputs": {"structural_tag": "x"}}, None, "structural_tag"),
+        ({"response_format": {"type": "xml"}}, "response_format", "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format",
+            "schema is missing",
+        ),
+    ],
+)
+def test_wrong_fields_are_named(
+    live: Live, fields: dict[str, Any], param: str | None, named: str
+) -> None:
+    error = error_of(post(live, json.dumps({**GOOD, **fields})))
+    assert named in error.message
+    if param is not None:
+        assert error.param == param
+
+
+def test_the_server_still_works(live: Live) -> None:
+    assert post(live, json.dumps(GOOD)).status_code == 200
+    live.engine.scheduler.check_invariants()
+
+
+def test_a_missing_prompt(live: Live) -> None:
+    assert error_of(post(live, b"{}")).message == "prompt is missing"
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_other_bodies_than_json(live: Live, content_type: str) -> None:
+    headers = {"Content-Type": content_type} if content_type else {}
+    answer = httpx.post(f"{live.url}/v1/completions", content=json.dumps(GOOD), headers=headers)
+    assert "application/json" in error_of(answer, 415).message
+
+
+def test_paths_and_methods(live: Live) -> None:
+    assert "/nowhere" in error_of(httpx.get(f"{live.url}/nowhere"), 404).message
+    answer = httpx.get(f"{live.url}/v1/completions")
+    assert error_of(answer, 405).type == "invalid_request_error"
+    assert answer.headers["allow"] == "POST"
+
+
+def test_errors_of_several_prompts_leave_nothing_behind(live: Live) -> None:
+    body = {**GOOD, "prompt": ["def main(", "x " * 3000]}
+    assert "max_model_len" in error_of(post(live, json.dumps(body))).message
+    assert post(live, json.dumps(GOOD)).status_code == 200

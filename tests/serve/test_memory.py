@@ -1,0 +1,37 @@
+"""Memory goes back while nothing runs, and only then."""
+
+import asyncio
+
+import pytest
+
+from slipstream.serve import memory
+
+
+def test_it_is_given_back_once_behind_work_and_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[int] = []
+    monkeypatch.setattr(memory, "_INTERVAL", 0.001)
+    monkeypatch.setattr(memory, "_trim", lambda: trims.append)
+    state = {"idle": False, "work": 1}
+
+    async def test() -> None:
+        async def turns(expected: int) -> None:
+            for _ in range(40):
+                await asyncio.sleep(0.005)
+            assert len(trims) == expected
+
+        task = asyncio.create_task(
+            memory.give_back_memory(lambda: bool(state["idle"]), lambda: state["work"])
+        )
+        await turns(0)
+        state["idle"] = True
+        await turns(1)
+        state["work"] = 2
+        await turns(2)
+        task.cancel()
+
+    asyncio.run(test())
+
+
+def test_the_library_of_this_machine_can_be_asked() -> None:
+    trim = memory._trim()
+    assert trim is None or trim(0) in (0, 1)

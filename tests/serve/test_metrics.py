@@ -1,0 +1,181 @@
+"""What Prometheus and the log are told."""
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from slipstream import LLM, SamplingParams
+from slipstream.engine.prompts import PromptEncoder
+from slipstream.serve.activity import ActivityLog, Watchers
+from slipstream.serve.engine_thread import EngineThread
+from slipstream.serve.limits import ServeLimits
+from slipstream.serve.logs import JsonFormatter, PlainFormatter, set_up_logs
+from slipstream.serve.metrics import REASONS, ServerMetrics
+
+PROMPTS = ["def main(", "class Engine:", "import os\n"]
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+TOKENS = 12 * len(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(
+        "demo",
+        speculative_config={"model": "demo/draft", "num_speculative_tokens": 3},
+        max_num_seqs=4,
+        num_kv_blocks=600,
+        threads=1,
+    )
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    stream = io.StringIO()
+    before = {
+        name: (logging.getLogger(name).handlers[:], logging.getLogger(name).propagate)
+        for name in NAMES
+    }
+    set_up_logs(True, "info", stream)
+    yield stream
+    for name, (handlers, propagate) in before.items():
+        own = logging.getLogger(name)
+        own.handlers[:], own.propagate = handlers, propagate
+        own.setLevel(logging.NOTSET)
+
+
+NAMES = ("slipstream", "uvicorn")
+
+
+def run(llm: LLM, watchers: Watchers) -> None:
+    """The prompts, and one request that is left early."""
+    encoder = PromptEncoder(llm.engine.tokenizer, llm.engine.resolved.vocab_size)
+
+    async def test() -> None:
+        thread = EngineThread(llm.engine, ServeLimits(), watchers)
+        thread.start()
+        encoded = [encoder.encode(prompt, PARAMS) for prompt in PROMPTS]
+        for stream in await thread.submit_all("some-id", encoded, PARAMS):
+            async for _ in stream:
+                pass
+        endless = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
+        stream = await thread.submit("left", encoded[0], endless)
+        await stream.aclose()
+        await thread.drain()
+        await thread.stop()
+
+    asyncio.run(test())
+
+
+def samples(metrics: ServerMetrics) -> dict[str, float]:
+    """Values by name and by the labels besides the model's name."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
+            assert sample.labels.get("model_name", "a name") == "a name"
+            found[sample.name + (json.dumps(labels) if labels else "")] = sample.value
+    return found
+
+
+def test_counts_are_those_of_the_engine(llm: LLM) -> None:
+    metrics = ServerMetrics(llm.engine, "a name")
+    before = samples(metrics)
+    run(llm, Watchers([metrics]))
+    now = samples(metrics)
+    spec = llm.engine.metrics.speculation
+    prompt_tokens = sum(len(llm.tokenizer.encode(prompt)) for prompt in PROMPTS)
+
+    def gained(name: str) -> float:
+        return now["slipstream:" + name] - before["slipstream:" + name]
+
+    assert gained("prompt_tokens_total") >= prompt_tokens
+    assert gained("generation_tokens_total") >= TOKENS
+    assert gained('request_success_total{"finished_reason": "length"}') == len(PROMPTS)
+    assert gained('request_success_total{"finished_reason": "abort"}') == 1
+    for name in ("time_to_first_token_seconds", "request_time_per_output_token_seconds"):
+        assert gained(name + "_count") >= len(PROMPTS)
+    assert gained("inter_token_latency_seconds_count") >= len(PROMPTS)
+    assert gained("e2e_request_latency_seconds_count") == len(PROMPTS) + 1
+    assert gained("request_generation_tokens_sum") >= TOKENS
+    assert now["slipstream:spec_decode_num_drafts_total"] == spec.num_drafts > 0
+    assert now["slipstream:spec_decode_num_draft_tokens_total"] == spec.num_draft_tokens
+    assert now["slipstream:spec_decode_num_accepted_tokens_total"] == spec.num_accepted_tokens
+    positions = [
+        now[f'slipstream:spec_decode_num_accepted_tokens_per_pos_total{{"position": "{place}"}}']
+        for place in range(3)
+    ]
+    assert sum(positions) == spec.num_accepted_tokens
+    assert positions == sorted(positions, reverse=True)
+    assert 0 < now["slipstream:spec_decode_current_k"] <= 3
+    assert now["slipstream:num_speculative_tokens"] == 3
+    assert now["slipstream:prefix_cache_queries_total"] >= prompt_tokens
+    assert now["slipstream:prefix_cache_hits_total"] <= now["slipstream:prefix_cache_queries_total"]
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert now["slipstream:" + name] == 0
+    for part in ("draft", "target", "rest"):
+        assert gained(f'step_time_seconds_total{{"part": "{part}"}}') > 0
+    assert now["process_resident_memory_bytes"] > 0
+
+
+def test_every_way_to_end_has_a_series_from_the_start(llm: LLM) -> None:
+    found = samples(ServerMetrics(llm.engine, "a name"))
+    for reason in REASONS:
+        assert found[f'slipstream:request_success_total{{"finished_reason": "{reason}"}}'] == 0
+
+
+def test_the_log_has_a_line_for_each_request_and_one_now_and_then(
+    llm: LLM, log: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = count(step=4)  # seconds that seem to pass with every step
+    monkeypatch.setattr("slipstream.serve.activity.monotonic", lambda: float(next(clock)))
+    run(llm, Watchers([ActivityLog()]))
+    lines = [json.loads(line) for line in log.getvalue().splitlines()]
+    ended = [line for line in lines if "finish_reason" in line]
+    assert [line["request_id"] for line in ended] == ["some-id"] * 3 + ["left"]
+    assert [line["finish_reason"] for line in ended] == ["length"] * 3 + ["abort"]
+    assert {line["output_tokens"] for line in ended[:3]} == {12}
+    assert ended[0]["time_to_first_token"] > 0
+    assert all(line["acceptance_length"] >= 1 for line in ended)
+    busy = [line for line in lines if "running" in line]
+    assert busy
+    assert any(line["acceptance_length"] > 1 for line in busy)
+    assert "output tokens/s" in busy[0]["message"]
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_text_is_in_the_log_only_when_asked_for(llm: LLM, log: io.StringIO, shown: bool) -> None:
+    run(llm, Watchers([ActivityLog(show_text=shown)]))
+    assert (PROMPTS[0] in log.getvalue()) == shown
+
+
+def record(message: str, **extra: object) -> logging.LogRecord:
+    made = logging.makeLogRecord({"msg": message, "levelname": "INFO", "name": "slipstream.serve"})
+    vars(made).update(extra)
+    return made
+
+
+def test_nothing_logged_can_forge_a_line() -> None:
+    hostile = record("a\nb\x1b[31m\r\u2028c", request_id="id\nx")
+    line = PlainFormatter().format(hostile)
+    assert len(line.splitlines()) == 2
+    assert all(start == "    " for start in [part[:4] for part in line.splitlines()[1:]])
+    assert "\x1b" not in line
+    parsed = json.loads(JsonFormatter().format(hostile))
+    assert parsed["message"] == "a\nb\x1b[31m\r\u2028c"
+    assert len(JsonFormatter().format(hostile).splitlines()) == 1
+
+
+def test_exceptions_are_in_the_log(log: io.StringIO) -> None:
+    try:
+        raise RuntimeError("broken")
+    except RuntimeError:
+        logging.getLogger("slipstream.serve").exception("it %s", "failed")
+    line = json.loads(log.getvalue())
+    assert (line["message"], line["level"]) == ("it failed", "error")
+    assert "RuntimeError: broken" in line["exception"]
