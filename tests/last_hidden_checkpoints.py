@@ -92,12 +92,13 @@ def medusa_oracle(tensors: Tensors, layers: int = 1) -> Guess:
     return guess
 
 
-def medusa_for(target: str) -> str:
-    """Random heads for a target, in a folder of its own."""
-    folder = Path(target) / "medusa"
+def medusa_for(target: str, heads: int = NUM_HEADS) -> str:
+    """Random heads for a target, in a folder of their own."""
+    folder = Path(target) / f"medusa-{heads}"
     if folder.is_dir():
         return str(folder)
-    return write_medusa(folder, medusa_tensors(*target_sizes(target)))
+    tensors = medusa_tensors(*target_sizes(target), heads=heads)
+    return write_medusa(folder, tensors, medusa_num_heads=heads, medusa_num_layers=1)
 
 
 def mapped_medusa_for(target: str) -> str:
@@ -194,14 +195,14 @@ def mlp_oracle(tensors: Tensors, config: dict[str, Any]) -> Guess:
     return guess
 
 
-def mlp_for(target: str) -> str:
+def mlp_for(target: str, steps: int = NUM_HEADS) -> str:
     """A random speculator for a target, in a folder of its own."""
-    folder = Path(target) / "mlp_speculator"
+    folder = Path(target) / f"mlp_speculator-{steps}"
     if folder.is_dir():
         return str(folder)
     width, vocab_size = target_sizes(target)
-    tensors = mlp_tensors(width, vocab_size, inner=40)
-    return write_mlp(folder, tensors, mlp_config(width, vocab_size, inner=40))
+    tensors = mlp_tensors(width, vocab_size, inner=40, steps=steps)
+    return write_mlp(folder, tensors, mlp_config(width, vocab_size, inner=40, steps=steps))
 
 
 # ---------------------------------------------------------------------- right by construction

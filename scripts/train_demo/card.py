@@ -11,6 +11,11 @@ Two small language models of Python source, made for showing and testing specula
 without a download: a target of {target_parameters} parameters and a draft of {draft_parameters}
 parameters with the same tokenizer, both of the Qwen3 architecture, both trained from scratch.
 
+Four more drafters of the target stand beside them, each with a card of its own: an EAGLE-3 head
+(`eagle3/`), an MTP module (`mtp/`), a P-EAGLE head (`p-eagle/`) and a PARD model that began as
+the draft (`pard/`). `scripts/train_demo_drafters` trains them, and
+`scripts.train_demo.bundle_drafters` puts them here.
+
 ## What they can do, and what they cannot
 
 The target continues Python source with plausible lines and, asked in the chat template for a

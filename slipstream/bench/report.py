@@ -1,69 +1,159 @@
-"""A sweep as JSON and as a picture."""
+"""Results as files: JSON, texts, pictures and pages."""
 
-import importlib.util
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.sweep import PLAIN, Point
+from slipstream.bench.datasets import BenchPrompt
+from slipstream.bench.load import LoadRun
+from slipstream.bench.page import PageChart, write_page
+from slipstream.bench.pictures import (
+    PAGES,
+    PICTURES,
+    as_svg,
+    load_figure,
+    require_plots,
+    save,
+    sweep_figure,
+)
+from slipstream.bench.summary import E2EL, ITL, TPOT, TTFT, series, timeline
+from slipstream.bench.sweep import Failure, Point
+from slipstream.bench.tables import ReportTable, failures_table, sweep_table
 from slipstream.core.errors import UsageError
 
-PANELS = {
-    "acceptance_length": "acceptance length",
-    "tokens_per_second": "tokens/s",
-    "iteration_ms": "iteration, ms",
-}
-_MARKERS = "osD^vP*X<>"
+
+def require_writable(flag: str, file: Path | None) -> None:
+    """Raise UsageError before anything is measured, for that may take hours."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise UsageError(f"{flag} {file} is a directory; name a file")
+    if not file.parent.is_dir():
+        raise UsageError(f"{flag} {file}: there is no directory {file.parent}; make it first")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UsageError(f"{flag} {file} cannot be written; name another file")
 
 
-def require_plots() -> None:
-    """Raise UsageError where pictures cannot be drawn, before any time is spent."""
-    if importlib.util.find_spec("matplotlib") is None:
+def plot_files(plot: Path | None) -> tuple[Path, ...]:
+    """What --plot asks for: a picture or a page by its ending, both where it has none.
+
+    Raises:
+        UsageError: another ending, no room for the file, or nothing to draw with.
+    """
+    if plot is None:
+        return ()
+    files: tuple[Path, ...] = (plot,)
+    if not plot.suffix:
+        files = (plot.with_name(f"{plot.name}.png"), plot.with_name(f"{plot.name}.html"))
+    elif plot.suffix not in (*PICTURES, *PAGES):
         raise UsageError(
-            "plots need matplotlib: pip install 'slipstream[bench]', or leave out --plot"
+            f"--plot {plot} must end in one of {', '.join((*PICTURES, PAGES[0]))}, or have no "
+            "ending for a PNG and an HTML page"
         )
+    for file in files:
+        require_writable("--plot", file)
+    require_plots()
+    return files
 
 
-def write_json(points: Sequence[Point], about: dict[str, Any], file: Path) -> None:
-    """`about` says what was measured, and where."""
-    document = {**about, "points": [asdict(point) for point in points]}
-    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+def write_json(document: Mapping[str, Any], file: Path) -> None:
+    """Readable, one figure a line."""
+    file.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def draw(points: Sequence[Point], title: str, file: Path) -> None:
-    """A PNG: a row of panels for each batch size, a line for each drafter, K along the axis."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    batches = sorted({point.batch for point in points})
-    figure = Figure(figsize=(13.5, 0.6 + 3.9 * len(batches)), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(len(batches), len(PANELS), squeeze=False)
-    names = list(dict.fromkeys(it.drafter for it in points if it.drafter != PLAIN))
-    for row, batch in zip(grid, batches, strict=True):
-        for axes, (field, label) in zip(row, PANELS.items(), strict=True):
-            _panel(axes, [it for it in points if it.batch == batch], names, field)
-            axes.set_title(f"{label}, batch {batch}")
-    grid[0][0].legend(fontsize="small")
-    figure.suptitle(title)
-    figure.savefig(file, dpi=110)
+def text_entry(prompt: BenchPrompt, text: str) -> dict[str, Any]:
+    """What was asked and what was answered, to be compared between engines."""
+    return {"id": prompt.id, "prompt": prompt.shown(), "text": text}
 
 
-def _panel(axes: Any, points: Sequence[Point], names: Sequence[str], field: str) -> None:
-    for index, name in enumerate(names):
-        own = sorted((it for it in points if it.drafter == name), key=lambda it: it.k)
-        axes.plot(
-            [it.k for it in own],
-            [getattr(it, field) for it in own],
-            marker=_MARKERS[index % len(_MARKERS)],
-            label=name,
+def write_texts(entries: Iterable[Mapping[str, Any]], file: Path) -> None:
+    """A JSON list of `text_entry`."""
+    file.write_text(
+        json.dumps(list(entries), indent=1, ensure_ascii=False) + "\n",
+        encoding="utf-8",
+        errors="surrogatepass",
+    )
+
+
+def read_texts(file: Path) -> dict[str, str]:
+    """Texts by id, as `write_texts` left them.
+
+    Raises:
+        UsageError: it is no such file.
+    """
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8", errors="surrogatepass"))
+        return {str(entry["id"]): str(entry["text"]) for entry in entries}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"{file} is no file of --save-texts ({error}); write one with that flag"
+        ) from None
+
+
+def differing(texts: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+    """Ids of answers that are not as expected, or of which there is none."""
+    return [name for name, text in texts.items() if expected.get(name) != text]
+
+
+def sweep_document(
+    points: Sequence[Point], failures: Sequence[Failure], about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A sweep as JSON; `about` says what was measured, and where."""
+    return {
+        **about,
+        "points": [asdict(point) for point in points],
+        "failures": [asdict(failure) for failure in failures],
+    }
+
+
+def draw_sweep(
+    points: Sequence[Point],
+    failures: Sequence[Failure],
+    title: str,
+    about: Mapping[str, str],
+    files: Sequence[Path],
+) -> None:
+    """Pictures and pages."""
+    for file in files:
+        if file.suffix not in PAGES:
+            save(lambda: sweep_figure(points, title), file)
+            continue
+        parts: list[ReportTable | PageChart] = [
+            sweep_table(points),
+            PageChart(
+                "Against K",
+                as_svg(lambda: sweep_figure(points, None)),
+                "Acceptance length, TPOT, speed-up and median iteration against K",
+            ),
+        ]
+        if failures:
+            parts.append(failures_table(failures))
+        write_page(file, title, about, parts)
+
+
+def draw_load(
+    run: LoadRun,
+    shares: Sequence[float],
+    title: str,
+    about: Mapping[str, str],
+    tables: Sequence[ReportTable],
+    files: Sequence[Path],
+) -> None:
+    """Pictures and pages of a load on a server."""
+    measured = series([record for record in run.records if not record.failed])
+    names = {TTFT: "TTFT", TPOT: "TPOT", ITL: "ITL, per chunk", E2EL: "end to end"}
+    times = {shown: measured[metric] for metric, shown in names.items()}
+    per_second = timeline(run)
+    for file in files:
+        if file.suffix not in PAGES:
+            save(lambda: load_figure(times, per_second, shares, title), file)
+            continue
+        chart = PageChart(
+            "Over time",
+            as_svg(lambda: load_figure(times, per_second, shares, None)),
+            "Spread of times, tokens and requests in each second, acceptance by position",
         )
-    for level in (getattr(it, field) for it in points if it.drafter == PLAIN):
-        axes.axhline(level, color="grey", linestyle="--", linewidth=1)
-    if field != "acceptance_length":
-        axes.set_ylim(bottom=0)
-    axes.set_xlabel("K, draft tokens a step")
-    axes.set_xticks(sorted({it.k for it in points if it.drafter != PLAIN}))
-    axes.grid(alpha=0.3)
+        write_page(file, title, about, [*tables, chart])

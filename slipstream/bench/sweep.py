@@ -7,41 +7,68 @@ of each batch size: a machine whose speed drifts shows in the difference.
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from slipstream.bench.workload import Workload
+from slipstream.bench.workload import OfflineRun, Workload, run_offline, warm_up
+from slipstream.core.errors import SlipstreamError, UsageError
 
 if TYPE_CHECKING:
-    from slipstream.core.outputs import RequestMetrics, RequestOutput
     from slipstream.engine.llm import LLM
 
 PLAIN = "plain"
 Open = Callable[[dict[str, Any] | None, int], "LLM"]  # speculative_config, batch -> an engine
+Inspect = Callable[["LLM", "Cell"], None]
+"""Looks at the engine of a cell once that is measured."""
 
 
 @dataclass(frozen=True)
-class Point:
-    """One drafter, K and batch size.
-
-    Attributes:
-        acceptance_length: 1 + accepted draft tokens per draft.
-        per_position: of all drafts, the share whose i-th token was accepted.
-        tokens_per_second: output tokens over the wall time of the whole workload.
-        iteration_ms: mean time of a step, prompt chunks included.
-        shares: of the steps' time: draft, target, rest.
-        times_plain: tokens per second over those of plain decoding at this batch size.
-    """
+class Cell:
+    """One drafter, K and batch size."""
 
     drafter: str
     k: int
     batch: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.drafter} K={self.k} batch {self.batch}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point(Cell):
+    """What was measured of it.
+
+    Attributes:
+        acceptance_length: 1 + accepted draft tokens per draft.
+        per_position: of all drafts, the share whose i-th token was accepted.
+        without_drafts: of the steps in which a request gained tokens, those that drafted nothing.
+        tokens_per_second: output tokens over the wall time of the whole workload.
+        iteration_ms: mean time of a step, prompt chunks included.
+        median_iteration_ms: of the same steps.
+        tpot_ms: mean over the requests of the time per output token behind the first.
+        shares: of the steps' time: draft, target, rest.
+        times_plain: tokens per second over those of plain decoding at this batch size.
+        partial: it was interrupted within the workload.
+    """
+
     acceptance_length: float
     per_position: tuple[float, ...]
+    without_drafts: float | None
     tokens_per_second: float
     iteration_ms: float
+    median_iteration_ms: float
+    tpot_ms: float | None
     shares: Mapping[str, float]
     times_plain: float = 1.0
+    partial: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure(Cell):
+    """A cell that could not be measured, and why."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -62,83 +89,118 @@ class Sweep:
     def num_points(self) -> int:
         return len(self.batches) * (2 + len(self.drafters) * len(self.counts))
 
-    def run(self, open_llm: Open, workload: Workload) -> Iterator[Point]:
+    def check(self, open_llm: Open) -> None:
+        """Load every drafter once at its largest K, before hours are spent.
+
+        Raises:
+            SlipstreamError: one of them cannot be run so.
+        """
+        most = max(self.counts)
+        for name, config in self.drafters.items():
+            try:
+                open_llm({**config, "num_speculative_tokens": most}, 1)
+            except UsageError as error:
+                raise UsageError(f"{name} at K={most}: {error}") from None
+            gc.collect()  # the next engine wants the memory
+
+    def run(
+        self,
+        open_llm: Open,
+        workload: Workload,
+        stopped: Callable[[], bool] = lambda: False,
+        inspect: Inspect = lambda llm, cell: None,
+        advance: Callable[[int, int], None] = lambda requests, tokens: None,
+    ) -> Iterator[Point | Failure]:
         """Points as they are measured; the second plain one of a batch size comes last.
 
-        Ratios are to the first plain point.
+        Ratios are to the first plain point. Once `stopped` is true the point under way comes, as
+        far as it was measured, and no more.
         """
         for batch in self.batches:
-            plain = _measure(PLAIN, 0, batch, None, open_llm, workload)
-            yield plain
-            for name, config in self.drafters.items():
-                for k in self.counts:
-                    whole = {**config, "num_speculative_tokens": k}
-                    yield _measure(name, k, batch, whole, open_llm, workload, plain)
-            yield _measure(PLAIN, 0, batch, None, open_llm, workload, plain)
+            plain: Point | None = None
+            for cell, config in self._cells(batch):
+                if stopped():
+                    return
+                reason = ""
+                try:
+                    point = _measure(
+                        cell, config, open_llm, workload, plain, stopped, inspect, advance
+                    )
+                except Exception as error:  # of whatever kind: the other cells are still wanted
+                    reason = _reason(error)
+                if reason:
+                    gc.collect()  # the engine that failed hung on the error
+                    yield Failure(cell.drafter, cell.k, cell.batch, reason=reason)
+                    continue
+                if point is None:
+                    return
+                if cell.drafter == PLAIN and plain is None:
+                    plain = point
+                yield point
+
+    def _cells(self, batch: int) -> Iterator[tuple[Cell, dict[str, Any] | None]]:
+        yield Cell(PLAIN, 0, batch), None
+        for name, config in self.drafters.items():
+            for k in self.counts:
+                yield Cell(name, k, batch), {**config, "num_speculative_tokens": k}
+        yield Cell(PLAIN, 0, batch), None
+
+
+def best(points: Sequence[Point]) -> list[Point]:
+    """Of each batch size the point with the most tokens a second, of those measured to the end."""
+    whole = [point for point in points if not point.partial]
+    batches = dict.fromkeys(point.batch for point in whole)
+    return [
+        max((it for it in whole if it.batch == batch), key=lambda it: it.tokens_per_second)
+        for batch in batches
+    ]
+
+
+def _reason(error: Exception) -> str:
+    """One line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {text}"
 
 
 def _measure(
-    name: str,
-    k: int,
-    batch: int,
+    cell: Cell,
     config: dict[str, Any] | None,
     open_llm: Open,
     workload: Workload,
-    plain: Point | None = None,
-) -> Point:
-    llm = open_llm(config, batch)
-    _warm_up(llm)
-    before = _Clock(llm)
-    began = perf_counter()
-    outputs = workload.run(llm)
-    seconds = perf_counter() - began
-    after = _Clock(llm)
-    accepted = _accepted(outputs)
-    rate = sum(len(sample.token_ids) for it in outputs for sample in it.outputs) / seconds
-    parts = [mine - old for mine, old in zip(after.parts, before.parts, strict=True)]
-    point = Point(
-        drafter=name,
-        k=k,
-        batch=batch,
-        acceptance_length=1.0 + sum(accepted),
-        per_position=tuple(accepted),
-        tokens_per_second=rate,
-        iteration_ms=sum(parts) / max(1, after.steps - before.steps) * 1e3,
-        shares={
-            part: own / max(sum(parts), 1e-12)
-            for part, own in zip(("draft", "target", "rest"), parts, strict=True)
-        },
-        times_plain=1.0 if plain is None else rate / plain.tokens_per_second,
-    )
-    del llm, outputs
+    plain: Point | None,
+    stopped: Callable[[], bool],
+    inspect: Inspect,
+    advance: Callable[[int, int], None],
+) -> Point | None:
+    """None where it was interrupted before there was anything to tell."""
+    llm = open_llm(config, cell.batch)
+    warm_up(llm)
+    run = run_offline(llm, workload, stopped, advance)
+    if not run.num_tokens:
+        return None
+    if not run.stopped:
+        inspect(llm, cell)
+    point = _point(cell, run, plain)
+    del llm, run
     gc.collect()  # the next engine wants the memory
     return point
 
 
-def _warm_up(llm: "LLM") -> None:
-    """Every kind of step once; few tokens, whatever they are."""
-    from slipstream.core.sampling_params import SamplingParams
-
-    ids = [1 + index % 7 for index in range(24)]
-    llm.generate([{"prompt_token_ids": ids}], SamplingParams(temperature=0, max_tokens=12))
-
-
-class _Clock:
-    """An engine's totals at a moment."""
-
-    def __init__(self, llm: "LLM") -> None:
-        metrics = llm.metrics
-        self.steps = metrics.num_steps
-        self.parts = (metrics.draft_seconds, metrics.target_seconds, metrics.rest_seconds)
-
-
-def _accepted(outputs: "Sequence[RequestOutput]") -> list[float]:
-    """Of all drafts, the share whose i-th token was accepted."""
-    all_metrics: list[RequestMetrics] = [output.metrics for output in outputs]
-    drafts = sum(metrics.num_drafts for metrics in all_metrics)
-    width = max((len(metrics.num_accepted_tokens_per_pos) for metrics in all_metrics), default=0)
-    counts = [0] * width
-    for metrics in all_metrics:
-        for place, count in enumerate(metrics.num_accepted_tokens_per_pos):
-            counts[place] += count
-    return [count / max(1, drafts) for count in counts]
+def _point(cell: Cell, run: OfflineRun, plain: Point | None) -> Point:
+    speculation, tpots = run.speculation, run.tpots_ms()
+    rate = run.tokens_per_second
+    return Point(
+        cell.drafter,
+        cell.k,
+        cell.batch,
+        acceptance_length=speculation.acceptance_length,
+        per_position=speculation.shares,
+        without_drafts=speculation.without_drafts,
+        tokens_per_second=rate,
+        iteration_ms=run.iteration_ms,
+        median_iteration_ms=run.median_iteration_ms,
+        tpot_ms=fmean(tpots) if tpots else None,
+        shares=run.shares,
+        times_plain=1.0 if plain is None else rate / plain.tokens_per_second,
+        partial=run.stopped,
+    )

@@ -1,91 +1,209 @@
-"""What a benchmark asks of an engine: prompts from a file, and how much is to be said to each."""
+"""What a benchmark asks of an engine in this process, and one run of it."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from slipstream.core.errors import UsageError
+from slipstream.bench.datasets import BenchPrompt
+from slipstream.bench.speculation import SpeculationCounts, from_outputs
+from slipstream.core.outputs import RequestOutput
 from slipstream.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from slipstream.core.outputs import RequestOutput
     from slipstream.engine.llm import LLM
 
-Message = dict[str, Any]
+PARTS = ("draft", "target", "rest")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts to continue and chats to answer, all with the same parameters."""
+    """Prompts, and how they are to be continued; a prompt's own length goes before."""
 
-    texts: tuple[str, ...]
-    chats: tuple[tuple[Message, ...], ...]
+    prompts: Sequence[BenchPrompt]
     params: SamplingParams
-
-    def run(self, llm: "LLM") -> "list[RequestOutput]":
-        """Texts first, then chats."""
-        outputs = llm.generate(list(self.texts), self.params) if self.texts else []
-        if self.chats:
-            outputs += llm.chat([list(chat) for chat in self.chats], self.params)
-        return outputs
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.texts) + len(self.chats)
+    name: str = "prompts"
 
     @property
     def title(self) -> str:
         """In words."""
+        told = "" if self.name == "prompts" else f" of {self.name}"
+        own = any(prompt.max_tokens is not None for prompt in self.prompts)
+        tokens = "as many tokens as each says" if own else f"{self.params.max_tokens} tokens each"
         return (
-            f"{self.num_prompts} prompts, {self.params.max_tokens} tokens each, "
-            f"temperature {self.params.temperature:g}"
+            f"{len(self.prompts)} prompts{told}, {tokens}, temperature {self.params.temperature:g}"
         )
 
+    def stream(self, llm: "LLM") -> "Iterator[RequestOutput]":
+        """Snapshots, as `LLM.stream` gives them."""
+        given = [engine_prompt(llm, prompt) for prompt in self.prompts]
+        return llm.stream(given, [self._params(prompt) for prompt in self.prompts])
 
-def read_workload(file: Path, most: int | None, params: SamplingParams) -> Workload:
-    """From JSON lines, each with `prompt` (a text) or `messages` (a chat).
+    def _params(self, prompt: BenchPrompt) -> SamplingParams:
+        if prompt.max_tokens is None:
+            return self.params
+        return replace(self.params, max_tokens=prompt.max_tokens)
+
+
+def engine_prompt(llm: "LLM", prompt: BenchPrompt) -> Any:
+    """As the engine takes it; chats by the model's own template."""
+    if prompt.text is not None:
+        return prompt.text
+    if prompt.token_ids is not None:
+        return {"prompt_token_ids": list(prompt.token_ids)}
+    from slipstream.models.chat_template import ChatTemplate
+
+    text = ChatTemplate(llm.tokenizer).render(list(prompt.messages or ()))
+    return {"prompt_token_ids": llm.tokenizer.encode(text, add_special_tokens=False)}
+
+
+@dataclass(kw_only=True)
+class OfflineRun:
+    """What an engine did with a workload.
+
+    Attributes:
+        latest: the last snapshot of each request, in the order of the prompts.
+        iterations: seconds of each step, prompt chunks included.
+        parts: seconds of drafting, of the target and of the rest.
+        stopped: whether it ended before its time.
+    """
+
+    latest: dict[int, RequestOutput] = field(default_factory=dict)
+    iterations: list[float] = field(default_factory=list)
+    parts: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    seconds: float = 0.0
+    stopped: bool = False
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """Of requests that ran to their ends."""
+        return [self.latest[index] for index in sorted(self.latest) if self.latest[index].finished]
+
+    @property
+    def num_tokens(self) -> int:
+        """All output tokens, of unfinished requests too."""
+        return sum(
+            len(sample.token_ids) for output in self.latest.values() for sample in output.outputs
+        )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(output.prompt_token_ids) for output in self.latest.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / max(self.seconds, 1e-9)
+
+    @property
+    def median_iteration_ms(self) -> float:
+        return median(self.iterations) * 1e3 if self.iterations else 0.0
+
+    @property
+    def iteration_ms(self) -> float:
+        """The mean."""
+        return fmean(self.iterations) * 1e3 if self.iterations else 0.0
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the steps' time, by PARTS."""
+        whole = max(sum(self.parts), 1e-12)
+        return {part: own / whole for part, own in zip(PARTS, self.parts, strict=True)}
+
+    @property
+    def speculation(self) -> SpeculationCounts:
+        return from_outputs([output.metrics for output in self.latest.values()])
+
+    def tpots_ms(self) -> list[float]:
+        """Milliseconds per output token behind the first, of each finished request."""
+        times = []
+        for output in self.outputs:
+            first, last = output.metrics.first_token_time, output.metrics.finished_time
+            count = max(len(sample.token_ids) for sample in output.outputs)
+            if first is not None and last is not None and count > 1:
+                times.append((last - first) / (count - 1) * 1e3)
+        return times
+
+    def ttfts_ms(self) -> list[float]:
+        """From being queued to the first token, of each finished request."""
+        told = [output.metrics.time_to_first_token for output in self.outputs]
+        return [time * 1e3 for time in told if time is not None]
+
+
+def run_offline(
+    llm: "LLM",
+    workload: Workload,
+    stopped: Callable[[], bool] = lambda: False,
+    advance: Callable[[int, int], None] = lambda requests, tokens: None,
+) -> OfflineRun:
+    """All of it, or up to the step in which `stopped` became true.
 
     Args:
-        most: prompts to take, spread evenly over the file; None takes all.
-
-    Raises:
-        UsageError: the file cannot be read, a line is neither, or there is none.
+        advance: called now and then with the requests that are done and the tokens so far.
     """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the prompts in {file}: {error}") from None
-    entries = [
-        _entry(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()
-    ]
-    if not entries:
-        raise UsageError(f'{file} holds no prompts; write lines such as {{"prompt": "..."}}')
-    entries = _spread(entries, most)
-    return Workload(
-        texts=tuple(entry["prompt"] for entry in entries if "prompt" in entry),
-        chats=tuple(tuple(entry["messages"]) for entry in entries if "prompt" not in entry),
-        params=params,
-    )
+    run = OfflineRun()
+    clock = _Clock(llm)
+    first: int | None = None
+    done = tokens = 0
+    began = perf_counter()
+    with closing(workload.stream(llm)) as outputs:  # type: ignore[type-var]
+        for output in outputs:
+            number = int(output.request_id)
+            first = number if first is None else min(first, number)
+            before = run.latest.get(number)
+            tokens += _length(output) - (0 if before is None else _length(before))
+            run.latest[number] = output
+            done += output.finished
+            if clock.moved():
+                run.iterations += clock.steps()
+                advance(done, tokens)
+                if stopped():
+                    run.stopped = done < len(workload.prompts)
+                    break
+    run.seconds = perf_counter() - began
+    run.parts = clock.parts()
+    advance(done, tokens)
+    return run
 
 
-def _entry(file: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise UsageError(f"{file}, line {number} is not JSON: {error}") from None
-    if isinstance(entry, dict):
-        if isinstance(entry.get("prompt"), str):
-            return entry
-        if isinstance(entry.get("messages"), list) and entry["messages"]:
-            return {"messages": entry["messages"]}
-    raise UsageError(
-        f'{file}, line {number} has neither "prompt" (a text) nor "messages" (a list of messages)'
-    )
+def warm_up(llm: "LLM") -> None:
+    """Every kind of step once; few tokens, whatever they are."""
+    ids = [1 + index % 7 for index in range(24)]
+    llm.generate([{"prompt_token_ids": ids}], SamplingParams(temperature=0, max_tokens=12))
 
 
-def _spread(entries: Sequence[dict[str, Any]], most: int | None) -> list[dict[str, Any]]:
-    if most is None or most >= len(entries):
-        return list(entries)
-    return [entries[index * len(entries) // most] for index in range(most)]
+def _length(output: RequestOutput) -> int:
+    return sum(len(sample.token_ids) for sample in output.outputs)
+
+
+class _Clock:
+    """Reads an engine's totals after each step."""
+
+    def __init__(self, llm: "LLM") -> None:
+        self._llm = llm
+        self._first = self._read()
+        self._steps, self._seconds = llm.metrics.num_steps, sum(self._first)
+
+    def moved(self) -> bool:
+        """Whether there were steps since `steps`."""
+        return self._llm.metrics.num_steps != self._steps
+
+    def steps(self) -> list[float]:
+        """Their seconds; of several (chunks of a prompt bring no output) each is taken for the
+        mean."""
+        seconds, steps = sum(self._read()), self._llm.metrics.num_steps
+        count, gained = steps - self._steps, seconds - self._seconds
+        self._steps, self._seconds = steps, seconds
+        return [gained / count] * count
+
+    def parts(self) -> tuple[float, float, float]:
+        """Seconds by part since the beginning."""
+        draft, target, rest = (
+            now - old for now, old in zip(self._read(), self._first, strict=True)
+        )
+        return draft, target, rest
+
+    def _read(self) -> tuple[float, float, float]:
+        metrics = self._llm.metrics
+        return metrics.draft_seconds, metrics.target_seconds, metrics.rest_seconds

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from slipstream.core.errors import CheckpointError
+
 if TYPE_CHECKING:
     from slipstream.models.checkpoint import Checkpoint
     from slipstream.models.decoder_config import DecoderConfig
@@ -94,7 +96,10 @@ class CheckpointFacts:
 
 
 def read_facts(name: str) -> CheckpointFacts:
-    """Raises CheckpointError for what is no checkpoint, or of an architecture that is not known."""
+    """Raises CheckpointError for what is no checkpoint, or of an architecture that is not known.
+
+    Of a language model a config alone can be looked at; a drafting head is nothing without weights.
+    """
     from slipstream.models.catalogue import read_decoder_config
     from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
     from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
@@ -106,6 +111,11 @@ def read_facts(name: str) -> CheckpointFacts:
     of_head = HeadCheckpoint(path)
     kind = recognise(of_head.config, of_head.tensor_names)
     head = describe_head(kind, of_head)
+    if head is not None and not of_head.has_weights:
+        raise CheckpointError(
+            f"{path} is a drafter of the kind {kind} by its config.json, and has no weights; "
+            "download them, or train to the end the run that is to write them"
+        )
     checkpoint = Checkpoint(path) if head is None else of_head
     config = read_decoder_config(checkpoint, MASK_TOKEN_KEYS) if head is None else head.layers
     entries = checkpoint.entries.values() if checkpoint.has_weights else ()

@@ -45,6 +45,8 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
     if draft.head is not None:
         return Fit(tuple(draft.head.problems(target.config)), draft.head.notes, share)
     assert draft.config is not None, "a language model has one"
+    if draft.num_parameters is None:
+        problems.append(f"{draft.checkpoint.path} has no weights; download them")
     mismatch = _vocabulary_problem(draft, draft.config, target, target.config)
     if mismatch:
         problems.append(mismatch)

@@ -14,6 +14,7 @@ from slipstream.cli.prompts import gather_prompts
 from slipstream.cli.run_flags import RunFlags
 from slipstream.cli.sampling_flags import SamplingFlags
 from slipstream.cli.status import Meter
+from slipstream.cli.structured_flags import StructuredFlags
 from slipstream.cli.terminal import QUIET_STYLE, shows_live, stderr_console, stdout_console
 from slipstream.cli.views import LiveView, NoView, PlainView, View
 from slipstream.core.errors import UsageError
@@ -51,6 +52,7 @@ def generate(
     ] = None,
     drafter: DrafterFlags,
     sampling: SamplingFlags,
+    structured: StructuredFlags,
     engine: EngineFlags,
     run: RunFlags,
 ) -> None:
@@ -63,7 +65,12 @@ def generate(
     if not as_json and (logprobs is not None or prompt_logprobs is not None):
         raise UsageError("--logprobs and --prompt-logprobs are shown in --json only; add --json")
     config = engine.config(model, drafter.config(model))
-    params = sampling.params(n=n, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    params = sampling.params(
+        n=n,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        structured=structured.wish(),
+    )
     prompts = gather_prompts(prompt or (), prompt_file or (), model)
     llm, load_seconds = open_llm(config, run.verbose)
     if as_json:

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from slipstream import __version__
-from slipstream.cli.bench import sweep
+from slipstream.cli.bench import app as bench_app
 from slipstream.cli.chat import chat
 from slipstream.cli.errors import run
 from slipstream.cli.flag_groups import flattened
@@ -40,9 +40,7 @@ app.command(cls=GroupedHelp)(flattened(generate))
 app.command(cls=GroupedHelp)(flattened(chat))
 app.command(cls=GroupedHelp)(flattened(serve))
 app.command(cls=GroupedHelp)(flattened(inspect))
-bench = typer.Typer(help="Measure drafters.", no_args_is_help=True, rich_markup_mode=None)
-bench.command(cls=GroupedHelp)(flattened(sweep))
-app.add_typer(bench, name="bench")
+app.add_typer(bench_app)
 app.add_typer(train_app)
 
 

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from slipstream.cli.errors import say
 from slipstream.cli.flag_groups import flattened
 from slipstream.cli.help_page import GroupedHelp
+from slipstream.cli.interrupt import interrupt_noted
 from slipstream.cli.open_llm import Bars
 from slipstream.cli.run_flags import DebugFlag
 from slipstream.cli.terminal import stderr_console, stdout_console
@@ -63,6 +64,7 @@ def _command(kind: str) -> Callable[..., None]:
         debug: DebugFlag = False,
     ) -> None:
         del debug  # its callback did the work
+        from slipstream.train.loop import RunStoppedError
         from slipstream.train.run import run_training
         from slipstream.train.settings import TrainSettings
 
@@ -77,9 +79,12 @@ def _command(kind: str) -> Callable[..., None]:
         console = stderr_console()
         try:
             with Bars(console) as bars, _Watch(kind) as watch:
-                trained = run_training(settings, _spoken(), watch, bars.bar)
+                trained = run_training(settings, _spoken(), watch, bars.bar, interrupt_noted)
+        except RunStoppedError as stopped:
+            say(f"{stopped}, which is kept; the same command goes on from there")
+            raise KeyboardInterrupt from stopped
         except KeyboardInterrupt:
-            say("interrupted; the same command goes on behind the last checkpoint of the run")
+            say("interrupted; the same command goes on with what is kept so far")
             raise
         stdout_console().print(
             f"{trained.folder}: simulated AL {_told(trained.acceptance)}, "
@@ -100,15 +105,16 @@ def data(
 ) -> None:
     """Make sequences of texts once, the target's own answers included, for several drafters."""
     del debug
-    from slipstream.core.errors import UsageError
-    from slipstream.train.run import prepared
+    from slipstream.train.pack import pack_data
     from slipstream.train.settings import TrainSettings
 
-    if out.suffix != ".safetensors":
-        raise UsageError(f"--out {out} must end in .safetensors")
     settings = TrainSettings(kind="data", target=target, out=out, steps=1, **data.values())
-    with Bars(stderr_console()) as bars:
-        sequences = prepared(settings, out, out.with_suffix(".answers.jsonl"), bars.bar)
+    try:
+        with Bars(stderr_console()) as bars:
+            sequences = pack_data(settings, bars.bar)
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on behind the answers that are kept")
+        raise
     stdout_console().print(
         f"{out}: {len(sequences):,} sequences of {sequences.length} tokens", soft_wrap=True
     )
@@ -145,7 +151,9 @@ class _Watch:
         self._progress.stop()
 
     def __call__(self, report: "Report") -> None:
-        if report.acceptance is not None:
+        if report.goes_on:
+            self._console.print(f"going on behind step {report.step}", soft_wrap=True)
+        elif report.acceptance is not None:
             self._acceptance = f"AL {_told(report.acceptance)}"
             if not self._live:
                 line = f"step {report.step}: {self._loss}{self._acceptance}"

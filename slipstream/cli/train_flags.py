@@ -35,17 +35,21 @@ class DataFlags:
         ),
     ] = False
     generate_tokens: Annotated[
-        int, typer.Option(help="Most tokens of an answer.", rich_help_panel=_DATA)
-    ] = 192
+        int | None, typer.Option(help="Most tokens of an answer [192].", rich_help_panel=_DATA)
+    ] = None
     generate_prompt_tokens: Annotated[
-        int, typer.Option(help="Tokens of a text that is continued.", rich_help_panel=_DATA)
-    ] = 64
+        int | None,
+        typer.Option(help="Tokens of a text that is continued [64].", rich_help_panel=_DATA),
+    ] = None
     temperatures: Annotated[
-        str, typer.Option(help="Of the answers, in turn.", rich_help_panel=_DATA)
-    ] = "0,1"
+        str | None, typer.Option(help="Of the answers, in turn [0,1].", rich_help_panel=_DATA)
+    ] = None
     max_length: Annotated[
-        int, typer.Option(help="Tokens of a sequence.", rich_help_panel=_DATA)
-    ] = 512
+        int | None,
+        typer.Option(
+            help="Tokens of a sequence [512, or what packed ones have].", rich_help_panel=_DATA
+        ),
+    ] = None
     revision: Annotated[
         str | None, typer.Option(help="Of the target's hub name.", rich_help_panel=_DATA)
     ] = None
@@ -61,8 +65,9 @@ class DataFlags:
     def values(self) -> dict[str, Any]:
         """Fields of `TrainSettings`."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        temperatures = _numbers(self.temperatures, float, "temperatures")
-        return {**own, "data": tuple(self.data), "temperatures": temperatures}
+        if self.temperatures is not None:
+            own["temperatures"] = _numbers(self.temperatures, float, "temperatures")
+        return {**own, "data": tuple(self.data)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +119,12 @@ class LengthFlags:
         ),
     ] = 0.0
     drop_rate: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="Parallel drafting trains place k at rate^k of the rows.", rich_help_panel=_LENGTH
+            help="Parallel drafting trains place k at rate^k of the rows [0.7].",
+            rich_help_panel=_LENGTH,
         ),
-    ] = 0.7
+    ] = None
     validation: Annotated[
         float, typer.Option(help="Share of the text held out.", rich_help_panel=_LENGTH)
     ] = 0.02
@@ -130,8 +136,8 @@ class LengthFlags:
         ),
     ] = "auto"
     max_feature_gb: Annotated[
-        float, typer.Option(help="Most that they take on disk.", rich_help_panel=_RUN)
-    ] = 20.0
+        float | None, typer.Option(help="Most that they take on disk [20].", rich_help_panel=_RUN)
+    ] = None
     checkpoint_every: Annotated[
         int, typer.Option(help="Steps between checkpoints.", rich_help_panel=_RUN)
     ] = 500

@@ -107,8 +107,10 @@ class CompletionOutput:
     Attributes:
         logprobs: per token, candidates by token id; None unless asked for.
         from_draft: per token, whether it is an accepted draft token.
-        finish_reason: "stop", "length" or "abort"; None while it runs.
-        stop_reason: the stop string or stop token id that ended it, if one did.
+        finish_reason: "stop", "length", "abort", or "error" where a grammar could not be followed
+            any further; None while it runs.
+        stop_reason: the stop string or stop token id that ended it, if one did; of an error, what
+            was wrong.
     """
 
     index: int

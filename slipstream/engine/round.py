@@ -20,6 +20,10 @@ from slipstream.sampling.tree_verification import DraftedTrees, verify_trees
 from slipstream.sampling.verification import Verdict, Verification, verify
 from slipstream.speculative.drafter import Draft, Drafter
 
+# What a profiler's trace calls the parts of a round.
+PART_LABELS = {"slipstream: draft": "draft", "slipstream: target": "target"}
+_DRAFT, _TARGET = PART_LABELS
+
 # Numbers of a request behind its tokens in `Outcome.numbers`.
 NUM_COUNTS, NUM_TIMES = 4, 3
 
@@ -114,7 +118,10 @@ class Round:
 
     @torch.inference_mode()
     def __call__(self, turn: Turn) -> Outcome:
-        return self.judge(turn, self.propose(turn))
+        with torch.profiler.record_function(_DRAFT):
+            proposal = self.propose(turn)
+        with torch.profiler.record_function(_TARGET):
+            return self.judge(turn, proposal)
 
     @torch.inference_mode()
     def propose(self, turn: Turn) -> Proposal:

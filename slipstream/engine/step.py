@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from time import perf_counter
 
 import torch
@@ -11,13 +10,13 @@ from torch import Tensor
 from slipstream.core.batch import Batch, Committed
 from slipstream.core.request import Request
 from slipstream.engine.guidance import Guidance
-from slipstream.engine.round import NUM_COUNTS, NUM_TIMES, Outcome, Proposal, Round
+from slipstream.engine.round import NUM_COUNTS, NUM_TIMES, Outcome, Proposal, Round, Steering
 from slipstream.engine.scheduler import Scheduler
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.transfer import Download, upload
-from slipstream.runner.turn import Plan
+from slipstream.runner.turn import Plan, Turn
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.speculative.drafter import Drafter
 
@@ -102,6 +101,7 @@ class Step:
         self._scheduler, self._round, self._drafter = scheduler, round, drafter
         self._state, self._sampling, self._graphs = state, sampling, graphs
         self._guidance = guidance
+        self._steered: tuple[Proposal, Steering] | None = None
         self._runs_ahead, self._rereads = runs_ahead, rereads
         self._ended = 0.0
 
@@ -214,14 +214,19 @@ class Step:
         elif batch.is_decode or (plan.width and plan.guesses is None):
             proposal = graphs.run("propose", round.propose, plan)
             if batch.is_decode:
-                steering = guidance.steer_padded(batch, plan, proposal.draft)
-                judge = partial(round.judge, proposal=proposal, steering=steering)
-                return graphs.run("judge", judge, plan), True
+                self._steered = proposal, guidance.steer_padded(batch, plan, proposal.draft)
+                return graphs.run("judge", self._judge_steered, plan), True
             proposal = _first(proposal, turn.num_requests)
         else:
             proposal = round.propose(turn)
         steering = guidance.steer(batch, plan, proposal.draft)
         return round.judge(turn, proposal, steering), False
+
+    def _judge_steered(self, turn: Turn) -> Outcome:
+        """What a graph is made of: the tensors it finds here are there in every replay."""
+        assert self._steered is not None
+        proposal, steering = self._steered
+        return self._round.judge(turn, proposal, steering)
 
 
 def _first(proposal: Proposal, requests: int) -> Proposal:

@@ -136,12 +136,6 @@ class SamplingState:
             self._biased.discard(slot)
         self._open_grammar(slot, Uses.GRAMMAR in uses)
 
-    def release(self, slot: int) -> None:
-        """The slot's request has left; nothing is computed for the slot any more."""
-        self._requests[slot] = None
-        for slots in self._slots.values():
-            slots.discard(slot)
-
     def commit(
         self, slots: Tensor, token_ids: Tensor, num_tokens: Tensor, uses: frozenset[Uses]
     ) -> None:

@@ -72,6 +72,10 @@ class _Answer:
             async for progress in steps:
                 for delta in progress.deltas:
                     self._choices[delta.index].collect(delta)
+        return await self._model.aside(self._document)
+
+    def _document(self) -> bytes:
+        """Takes its time where there are many logprobs."""
         rows = {}
         if self._body.prompt_logprobs is not None:
             rows["prompt_logprobs"] = self._of_prompt(self._body.prompt_logprobs)

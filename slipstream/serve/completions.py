@@ -66,7 +66,7 @@ class _Answer:
         self, model: ServedModel, body: CompletionRequest, prompts: Sequence[EncodedPrompt]
     ) -> None:
         self.id = f"cmpl-{uuid4().hex}"
-        self._body, self._name = body, model.name
+        self._model, self._body = model, body
         self.generation = Generation(
             prompts, bool(body.return_speculation), counts_output=body.max_tokens != 0
         )
@@ -89,18 +89,19 @@ class _Answer:
         async with aclosing(self._steps()) as steps:
             async for choice, delta in steps:
                 deltas[choice.index].append(delta)
-        return (
-            Completion(
-                **self._head("text_completion"),
-                choices=[
-                    CompletionChoice(**choice.whole(joined(own)))
-                    for choice, own in zip(self._choices, deltas, strict=True)
-                ],
-                usage=self.generation.usage(),
-            )
-            .model_dump_json(exclude_unset=True)
-            .encode()
+        return await self._model.aside(self._document, deltas)
+
+    def _document(self, deltas: Sequence[Sequence[Delta]]) -> bytes:
+        """Takes its time where there are many logprobs."""
+        answer = Completion(
+            **self._head("text_completion"),
+            choices=[
+                CompletionChoice(**choice.whole(joined(own)))
+                for choice, own in zip(self._choices, deltas, strict=True)
+            ],
+            usage=self.generation.usage(),
         )
+        return answer.model_dump_json(exclude_unset=True).encode()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes."""
@@ -141,7 +142,7 @@ class _Answer:
                     yield own[delta.index], delta
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._name}
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._model.name}
 
 
 class _Choice:

@@ -155,4 +155,5 @@ class LoadedCombination:
             Member(loaded.build(lent), loaded.limits, count)
             for loaded, count in zip(self._loaded, self._counts, strict=True)
         ]
-        return CombinedDrafter(members, resources.state, resources.captured)
+        count = resources.num_speculative_tokens
+        return CombinedDrafter(members, resources.state, resources.captured, count)

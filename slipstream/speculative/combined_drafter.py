@@ -40,10 +40,13 @@ class CombinedDrafter:
     Args:
         members: all but the last look up; those on the host come first.
         captured: see `DrafterResources`.
+        count: draft tokens that any of them guesses at most.
     """
 
-    def __init__(self, members: Sequence[Member], state: DeviceState, captured: bool) -> None:
-        self._state = state
+    def __init__(
+        self, members: Sequence[Member], state: DeviceState, captured: bool, count: int
+    ) -> None:
+        self._state, self._count = state, count
         self._members = [member.drafter for member in members]
         self._on_host = [member for member in members if not member.limits.on_device]
         self._on_device = [member for member in members if member.limits.on_device]
@@ -67,6 +70,10 @@ class CombinedDrafter:
     def propose(self, turn: Turn) -> Draft:
         if not turn.width:
             return Draft.empty(turn)
+        # What waits for a drafter that reads features has room for so many rows and one more: one
+        # that is read again takes the place of a draft token, which a look-up might have accepted.
+        most = self._count - turn.rereads
+        turn = replace(turn, num_draft_tokens=torch.minimum(turn.num_draft_tokens, most))
         draft = _host_draft(turn)
         for member in self._on_device:
             asked = self._asked(member, turn, draft.num_tokens > 0)

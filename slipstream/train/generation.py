@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from slipstream.core.errors import UsageError
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.llm import LLM
 from slipstream.engine.prompts import TokensPrompt
@@ -23,6 +24,7 @@ _AT_ONCE = 512  # prompts between two writes
 def generated(
     entries: Sequence[Entry],
     settings: TrainSettings,
+    length: int,
     tokenizer: Tokenizer,
     file: Path,
     source: str,
@@ -31,11 +33,12 @@ def generated(
     """Every prompt with the target's answer; texts are continued from their beginning.
 
     Args:
+        length: of a sequence.
         file: keeps the answers, so that an interrupted run goes on where it was.
         source: tells the data and settings that they answer; answers to others are not kept.
         progress: is called with the number of prompts just done.
     """
-    prompts = [_prompt(entry, settings, tokenizer) for entry in entries]
+    prompts = [_prompt(entry, settings, length, tokenizer) for entry in entries]
     answers = list(_kept(file, source))[: len(prompts)]
     progress(len(answers))
     if len(answers) < len(prompts):
@@ -61,7 +64,22 @@ def generated(
     ]
 
 
-def _prompt(entry: Entry, settings: TrainSettings, tokenizer: Tokenizer) -> list[int]:
+def require_enough(
+    entries: Sequence[Entry], settings: TrainSettings, length: int, tokenizer: Tokenizer
+) -> None:
+    """Raise UsageError, before anything is generated, for what can never make two sequences."""
+    most = 0
+    for entry in entries:
+        most += len(_prompt(entry, settings, length, tokenizer)) + settings.answers.tokens + 1
+        if most > length:
+            return
+    raise UsageError(
+        f"{len(entries)} prompts and their answers make {most} tokens at most, which fit into one "
+        f"sequence of {length}; give more prompts, or a smaller --max-length"
+    )
+
+
+def _prompt(entry: Entry, settings: TrainSettings, length: int, tokenizer: Tokenizer) -> list[int]:
     if entry.messages:
         messages = entry.messages if entry.wants_answer else entry.messages[:-1]
         text = ChatTemplate(tokenizer).render(messages or entry.messages)
@@ -70,19 +88,19 @@ def _prompt(entry: Entry, settings: TrainSettings, tokenizer: Tokenizer) -> list
         assert entry.text is not None
         ids = tokenizer.encode(entry.text)
         if not entry.is_prompt:
-            ids = ids[: settings.generate_prompt_tokens]
+            ids = ids[: settings.answers.prompt_tokens]
     # A prompt leaves room for its answer in a sequence.
-    return ids[: max(1, settings.max_length - 1)]
+    return ids[: max(1, length - 1)]
 
 
 def _answers(
     llm: LLM, prompts: Sequence[list[int]], first: int, settings: TrainSettings
 ) -> list[list[int]]:
-    temperatures = settings.temperatures
+    temperatures = settings.answers.temperatures
     params = [
         SamplingParams(
             temperature=temperatures[(first + place) % len(temperatures)],
-            max_tokens=settings.generate_tokens,
+            max_tokens=settings.answers.tokens,
             seed=settings.seed + first + place,
         )
         for place in range(len(prompts))

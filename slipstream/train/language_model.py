@@ -18,7 +18,8 @@ from slipstream.speculative.mask_token import MASK_TOKEN_KEYS
 from slipstream.train.dense import DENSE
 from slipstream.train.export import copy_tokenizer, write_checkpoint
 from slipstream.train.parameters import FreshSource, Trainable
-from slipstream.train.recipe import Workshop
+from slipstream.train.recipe import Order, Workshop
+from slipstream.train.settings import flag
 
 SHAPE_OPTIONS = frozenset(
     {
@@ -64,37 +65,52 @@ def build_language_model(
         num_tokens: rows of the embedding; None for as many as the target (or `--init`) has.
         more: keys for its config.json.
     """
-    settings, target = workshop.settings, workshop.target
-    initial: TensorSource = FreshSource(target.device, settings.seed)
-    if settings.options.init is None:
-        config = smaller_config(workshop)
+    order, device = workshop.order, workshop.target.device
+    config, shape = planned(order, num_tokens, **more)
+    initial: TensorSource = FreshSource(device, order.settings.seed)
+    begun = _begun(order)
+    if begun is not None:
+        initial = _Longer(CheckpointSource(begun, torch.float32, device), begun, initial)
+    trained = Trainable(initial)
+    longest = max(2 * order.length, shape.max_position_embeddings)
+    network = Decoder(DENSE, trained, shape, longest)
+    return LanguageModel(config, shape, network, trained, order.target.path)
+
+
+def planned(
+    order: Order, num_tokens: int | None = None, **more: Any
+) -> tuple[dict[str, Any], DecoderConfig]:
+    """Its config.json, and the same read; see `build_language_model`."""
+    begun = _begun(order)
+    if begun is None:
+        config = _smaller_config(order)
     else:
-        begun = Checkpoint(resolve_checkpoint(settings.options.init))
-        _require_no_sizes(workshop)
+        _require_no_sizes(order)
         config = dict(begun.config)
-        _require_tokens(settings.options.init, config, target.config.vocab_size)
-        initial = _Longer(CheckpointSource(begun, torch.float32, target.device), begun, initial)
+        _require_tokens(str(order.settings.options.init), config, order.shape.vocab_size)
     config |= more
     if num_tokens is not None:
         config["vocab_size"] = num_tokens
-    shape = read_decoder_config(config, MASK_TOKEN_KEYS)
-    trained = Trainable(initial)
-    longest = max(2 * settings.max_length, shape.max_position_embeddings)
-    network = Decoder(DENSE, trained, shape, longest)
-    return LanguageModel(config, shape, network, trained, target.path)
+    return config, read_decoder_config(config, MASK_TOKEN_KEYS)
 
 
-def smaller_config(workshop: Workshop) -> dict[str, Any]:
+def _begun(order: Order) -> Checkpoint | None:
+    """What it begins with."""
+    init = order.settings.options.init
+    return None if init is None else Checkpoint(resolve_checkpoint(init))
+
+
+def _smaller_config(order: Order) -> dict[str, Any]:
     """The target's config.json with a quarter of its layers at half of its width, or what the
     options say."""
-    options, shape = workshop.settings.options, workshop.target.config
+    options, shape = order.settings.options, order.shape
     heads = options.num_heads or max(1, shape.num_heads // 2)
     kv_heads = options.num_kv_heads or max(1, shape.num_kv_heads // 2)
     layers = options.num_layers or max(1, shape.num_layers // 4)
     if heads % kv_heads:
         raise UsageError(f"--num-heads ({heads}) must be a multiple of --num-kv-heads ({kv_heads})")
     config = {
-        **Checkpoint(workshop.target.path).config,
+        **order.target.config,
         "hidden_size": options.hidden_size or max(16, shape.hidden_size // 2),
         "intermediate_size": options.intermediate_size or max(16, shape.intermediate_size // 2),
         "num_hidden_layers": layers,
@@ -108,11 +124,10 @@ def smaller_config(workshop: Workshop) -> dict[str, Any]:
     return config
 
 
-def _require_no_sizes(workshop: Workshop) -> None:
+def _require_no_sizes(order: Order) -> None:
     for name in sorted(_SIZES):
-        if getattr(workshop.settings.options, name) is not None:
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} is given by --init; leave one of them out")
+        if getattr(order.settings.options, name) is not None:
+            raise UsageError(f"{flag(name)} is given by --init; leave one of them out")
 
 
 def _require_tokens(name: str, config: dict[str, Any], wanted: int) -> None:

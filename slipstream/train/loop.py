@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,12 @@ _LAST_SHARE = 0.05  # of the rate, at the end
 
 @dataclass(frozen=True)
 class Report:
-    """What a watcher is told after a step; the last two only when they were measured."""
+    """What a watcher is told after a step; what was not measured is not a number, or None.
+
+    Attributes:
+        done: from 0 to 1.
+        goes_on: it is the step that an earlier run has come to.
+    """
 
     step: int
     done: float
@@ -30,9 +36,29 @@ class Report:
     rate: float
     tokens_per_second: float
     acceptance: ChainAcceptance | None = None
+    goes_on: bool = False
 
 
 Watcher = Callable[[Report], None]
+Noted = Callable[[], AbstractContextManager[Callable[[], bool]]]
+
+
+class RunStoppedError(Exception):
+    """A run was to stop: it ended its step and kept what it has learned.
+
+    Attributes:
+        step: that it goes on behind.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped behind step {step}")
+        self.step = step
+
+
+@contextmanager
+def never() -> Iterator[Callable[[], bool]]:
+    """Nobody wants a run to stop."""
+    yield lambda: False
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,29 +82,48 @@ class Job:
     watch: Watcher
 
 
-def train(job: Job) -> ChainAcceptance:
-    """Train to the end, from where an earlier run was interrupted; the last validation."""
+def train(job: Job, noted: Noted = never) -> ChainAcceptance:
+    """Train to the end, from where an earlier run was interrupted; the last validation.
+
+    Args:
+        noted: within it, a wish to stop is noted, and told by what it gives.
+
+    Raises:
+        RunStoppedError: it was to stop.
+    """
     optimizer = _optimizer(job.recipe.trained, job.settings)
     progress = job.state.restore(job.recipe.trained, optimizer)
     job.records.rewind(progress.step)
-    settings = job.settings
     if progress.step == 0:
         _validate(job, progress)
-    while (done := _done(settings, progress)) < 1.0:
-        began = time.perf_counter()
-        rate = _rate(job.rate, settings.warmup, done)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        lesson = _step(job, optimizer, progress.step)
-        tells = (progress.step + 1) % settings.log_every == 0 or progress.step == 0
-        loss = float(lesson.loss) if tells else 0.0  # waits for the device
-        seconds = time.perf_counter() - began
-        progress = Progress(progress.step + 1, progress.seconds + seconds)
-        if tells:
-            _tell(job, progress, lesson, loss, rate)
-        _keep(job, optimizer, progress)
+    else:
+        done = _done(job.settings, progress)
+        job.watch(Report(progress.step, done, math.nan, math.nan, math.nan, goes_on=True))
+    with noted() as is_to_stop:
+        while _done(job.settings, progress) < 1.0:
+            progress = _advance(job, optimizer, progress)
+            if is_to_stop():
+                job.state.save(job.recipe.trained, optimizer, progress)
+                raise RunStoppedError(progress.step)
     job.state.save(job.recipe.trained, optimizer, progress)
     return _validate(job, progress)
+
+
+def _advance(job: Job, optimizer: torch.optim.Optimizer, progress: Progress) -> Progress:
+    """One step with all that is told and kept of it."""
+    began, settings = time.perf_counter(), job.settings
+    rate = _rate(job.rate, settings.warmup, _done(settings, progress))
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    lesson = _step(job, optimizer, progress.step)
+    tells = (progress.step + 1) % settings.log_every == 0 or progress.step == 0
+    loss = float(lesson.loss) if tells else 0.0  # waits for the device
+    seconds = time.perf_counter() - began
+    progress = Progress(progress.step + 1, progress.seconds + seconds)
+    if tells:
+        _tell(job, progress, lesson, loss, rate)
+    _keep(job, optimizer, progress)
+    return progress
 
 
 def _keep(job: Job, optimizer: torch.optim.Optimizer, progress: Progress) -> None:

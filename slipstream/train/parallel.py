@@ -11,6 +11,7 @@ from slipstream.train.losses import Agreement, agreement, distillation
 from slipstream.train.places import ParallelRows, dropped_rows, sampled_rows
 from slipstream.train.recipe import Lesson
 
+DROP_RATE = 0.7  # of chains, from place to place, where nothing else is asked for
 _TEST_STEP = 8  # tokens between two chains that are validated
 
 # Logits [B, Q, Vd] of rows, which are the same in every sequence of the batch.

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.decoder_config import DecoderConfig
 from slipstream.train.batches import Batch
 from slipstream.train.losses import Agreement, Columns
 from slipstream.train.parameters import Trainable
@@ -71,32 +73,62 @@ class Recipe(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
+class Order:
+    """What is asked for, known before data are made and the target is loaded.
+
+    Attributes:
+        target: its directory.
+        shape: its config.
+        length: tokens of a sequence.
+        places: of a draft.
+        rate: the highest learning rate.
+        dtype: of products.
+    """
+
+    settings: TrainSettings
+    target: Checkpoint
+    shape: DecoderConfig
+    length: int
+    places: int
+    rate: float
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
 class Workshop:
     """What a recipe is made from.
 
     Attributes:
         sequences: to be trained on.
-        eos_token_ids: end an output.
     """
 
-    settings: TrainSettings
+    order: Order
     target: Target
     sequences: Sequences
-    eos_token_ids: tuple[int, ...]
+
+    @property
+    def settings(self) -> TrainSettings:
+        return self.order.settings
 
 
 class RecipeModule(Protocol):
     """The module of a kind.
 
     Attributes:
-        OPTIONS: names of the fields of `DrafterOptions` that it heeds.
+        OPTIONS: what it heeds of the fields of `DrafterOptions` and of `LOSS_OPTIONS`.
+        PLACES: of a draft, where nothing else is asked for.
         LEARNING_RATE: its own.
         METHOD: how the engine is told to load it: keys of `speculative_config` beside `model`.
     """
 
     OPTIONS: frozenset[str]
+    PLACES: int
     LEARNING_RATE: float
     METHOD: dict[str, Any]
+
+    def check(self, order: Order) -> None:
+        """Raise UsageError for an order that no drafter of this kind can meet."""
 
     def build(self, workshop: Workshop) -> Recipe: ...
 

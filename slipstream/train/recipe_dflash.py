@@ -15,18 +15,22 @@ from torch import Tensor
 
 from slipstream.core.errors import UsageError
 from slipstream.models.drafters.dflash import DFlashNetwork
-from slipstream.models.drafters.dflash_config import dflash_problems, read_dflash_config
+from slipstream.models.drafters.dflash_config import (
+    DFlashConfig,
+    dflash_problems,
+    read_dflash_config,
+)
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.loading import LoadOptions
-from slipstream.models.tokenizer import Tokenizer
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DENSE, DenseRows, dense_rows, no_caches
 from slipstream.train.export import write_checkpoint
 from slipstream.train.losses import Agreement, Columns
 from slipstream.train.parameters import FreshSource, Trainable
-from slipstream.train.recipe import Lesson, Workshop
+from slipstream.train.recipe import Lesson, Order, Workshop
 from slipstream.train.recipe_eagle3 import usual_layers
 from slipstream.train.unroll import Place, learn_chain, test_chain
+from slipstream.train.vocabulary import mask_token_of_head
 
 OPTIONS = frozenset(
     {
@@ -37,12 +41,13 @@ OPTIONS = frozenset(
         "head_dim",
         "intermediate_size",
         "mask_token",
+        "place_decay",
     }
 )
 LEARNING_RATE = 6e-4
 METHOD: dict[str, Any] = {"method": "dflash"}
 
-_PLACES, _LAYERS = 7, 4
+PLACES, _LAYERS = 7, 4
 _BLOCKS = 16  # of a sequence, learned in one pass
 
 
@@ -63,24 +68,16 @@ class DFlashRecipe:
 
     def __init__(self, workshop: Workshop) -> None:
         settings, target = workshop.settings, workshop.target
-        self._places = settings.num_speculative_tokens or _PLACES
+        self._places = workshop.order.places
         # g is 4 for blocks of 8 and 7 for blocks of 16.
         self._decay = settings.place_decay or math.exp(-2 / (self._places + 1))
         self._argmax_weight = settings.argmax_weight
-        if settings.max_length <= 2 * self._places:
-            raise UsageError(
-                f"--max-length {settings.max_length} has no room for draft blocks of "
-                f"{self._places + 1} tokens; raise it"
-            )
         self.columns = Columns(None, target.config.vocab_size)
-        self.config = block_config(workshop, self._places + 1)
-        planned = read_dflash_config(PlannedBlocks(self.config))
-        if problems := dflash_problems(planned, target.config):
-            raise UsageError(f"such a drafter does not fit this target: {'; '.join(problems)}")
+        self.config, planned = _plan(workshop.order)
         self._mask_token, self._num_layers = planned.mask_token, planned.layers.num_layers
         self.stream_layers = planned.stream_layers(target.config.num_layers)
         self.trained = Trainable(FreshSource(target.device, settings.seed))
-        longest = max(settings.max_length, target.config.max_position_embeddings) + self._places
+        longest = max(workshop.order.length, target.config.max_position_embeddings) + self._places
         load = LoadOptions(torch.float32, target.device, "auto", longest)
         self.network = DFlashNetwork(DENSE, self.trained, planned, target.config.hidden_size, load)
         self.network.share(target.network.embedding, target.network.head)
@@ -130,14 +127,28 @@ class DFlashRecipe:
         write_checkpoint(folder, self.config, tensors, dtype)
 
 
+def check(order: Order) -> None:
+    """Sizes, layers and tokens that do not fit the target."""
+    _plan(order)
+
+
 def build(workshop: Workshop) -> DFlashRecipe:
     """A new drafter for the target."""
     return DFlashRecipe(workshop)
 
 
-def block_config(workshop: Workshop, block_size: int) -> dict[str, Any]:
+def _plan(order: Order) -> tuple[dict[str, Any], DFlashConfig]:
+    """The config.json of a drafter, and the same read."""
+    config = _block_config(order, order.places + 1)
+    planned = read_dflash_config(PlannedBlocks(config))
+    if problems := dflash_problems(planned, order.shape):
+        raise UsageError(f"such a drafter does not fit this target: {'; '.join(problems)}")
+    return config, planned
+
+
+def _block_config(order: Order, block_size: int) -> dict[str, Any]:
     """A config.json as the authors publish it: layers of Qwen3's kind."""
-    options, shape = workshop.settings.options, workshop.target.config
+    options, shape = order.settings.options, order.shape
     entered = options.aux_layers or usual_layers(shape.num_layers)
     layers = options.num_layers or _LAYERS
     return {
@@ -145,7 +156,7 @@ def block_config(workshop: Workshop, block_size: int) -> dict[str, Any]:
         "model_type": "qwen3",
         "block_size": block_size,
         "dflash_config": {
-            "mask_token_id": _mask_token(workshop),
+            "mask_token_id": mask_token_of_head(order),
             "target_layer_ids": [layer - 1 for layer in entered],
         },
         "num_target_layers": shape.num_layers,
@@ -164,14 +175,3 @@ def block_config(workshop: Workshop, block_size: int) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "vocab_size": shape.vocab_size,
     }
-
-
-def _mask_token(workshop: Workshop) -> int:
-    """The one of `--mask-token`, else the first id that no token has, else the last."""
-    token, size = workshop.settings.options.mask_token, workshop.target.config.vocab_size
-    if token is not None:
-        return token
-    path = workshop.target.path
-    if not (path / "tokenizer.json").is_file():
-        return size - 1
-    return min(size - 1, max(Tokenizer(path).vocabulary().values()) + 1)

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from slipstream.train.batches import Batch
 from slipstream.train.dense import dense_rows, no_caches
-from slipstream.train.language_model import SHAPE_OPTIONS, build_language_model
+from slipstream.train.language_model import SHAPE_OPTIONS, build_language_model, planned
 from slipstream.train.losses import Agreement, Columns, agreement, distillation
 from slipstream.train.places import shifted
-from slipstream.train.recipe import Lesson, Workshop
+from slipstream.train.recipe import Lesson, Order, Workshop
 
 OPTIONS = SHAPE_OPTIONS
 LEARNING_RATE = 5e-4
 METHOD: dict[str, Any] = {"method": "draft_model"}
 
-_PLACES = 4
+PLACES = 4
 
 
 class DraftRecipe:
@@ -30,7 +30,7 @@ class DraftRecipe:
 
     def __init__(self, workshop: Workshop) -> None:
         settings = workshop.settings
-        self._places = settings.num_speculative_tokens or _PLACES
+        self._places = workshop.order.places
         self._argmax_weight = settings.argmax_weight
         self.model = build_language_model(workshop)
         self.trained, self.export = self.model.trained, self.model.export
@@ -67,6 +67,11 @@ class DraftRecipe:
         for place in range(self._places):
             weight = weight * shifted(batch.follows.flatten(), batch.shape, place)
         return places, weight
+
+
+def check(order: Order) -> None:
+    """Sizes that make no language model, or a checkpoint of another vocabulary."""
+    planned(order)
 
 
 def build(workshop: Workshop) -> DraftRecipe:

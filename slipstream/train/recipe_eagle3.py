@@ -28,9 +28,9 @@ from slipstream.train.dense import DENSE
 from slipstream.train.export import write_checkpoint
 from slipstream.train.losses import Agreement, Columns
 from slipstream.train.parameters import FreshSource, Trainable
-from slipstream.train.recipe import Lesson, Workshop
+from slipstream.train.recipe import Lesson, Order, Workshop
 from slipstream.train.unroll import learn_chain, test_chain, unroll
-from slipstream.train.vocabulary import choose_tokens, membership, offsets
+from slipstream.train.vocabulary import choose_tokens, membership, offsets, require_draft_vocabulary
 
 OPTIONS = frozenset(
     {
@@ -44,12 +44,13 @@ OPTIONS = frozenset(
         "intermediate_size",
         "norm_before_residual",
         "norm_output",
+        "place_decay",
     }
 )
 LEARNING_RATE = 1e-3
 METHOD: dict[str, Any] = {"method": "eagle3"}
 
-_PLACES, _DECAY = 5, 0.8
+PLACES, _DECAY = 5, 0.8
 _DRAFT_VOCAB_SIZE = 32_000
 
 
@@ -69,30 +70,20 @@ class Eagle3Recipe:
     """A head in training; see `Recipe`."""
 
     def __init__(self, workshop: Workshop) -> None:
-        settings, target = workshop.settings, workshop.target
-        options = settings.options
-        self._places = settings.num_speculative_tokens or _PLACES
+        order, settings, target = workshop.order, workshop.settings, workshop.target
+        self._places = workshop.order.places
         self._decay = settings.place_decay or _DECAY
         self._argmax_weight = settings.argmax_weight
-        shares = bool(options.share_head)
-        if shares and options.draft_vocab_size is not None:
-            raise UsageError(
-                "--share-head drafts over the target's whole vocabulary; leave --draft-vocab-size "
-                "or --share-head out"
-            )
-        vocab_size = target.config.vocab_size
-        size = None if shares else options.draft_vocab_size or min(_DRAFT_VOCAB_SIZE, vocab_size)
-        chosen = choose_tokens(workshop.sequences, size, vocab_size, workshop.eos_token_ids)
+        vocab_size, shares = target.config.vocab_size, bool(settings.options.share_head)
+        size, eos = draft_vocab_size(order), order.target.eos_token_ids
+        chosen = choose_tokens(workshop.sequences, size, vocab_size, eos)
         self._token_ids = None if chosen is None else chosen.to(target.device)
         self.columns = Columns(self._token_ids, vocab_size)
-        self.config = head_config(workshop, size or vocab_size)
-        planned = read_eagle3_config(PlannedHead(self.config))
-        planned = replace(planned, parts=replace(planned.parts, head=not shares))
-        _require_fit(planned, target.config)
+        self.config, planned = _plan(order)
         self.stream_layers = planned.stream_layers(target.config.num_layers)
         self.num_layers = planned.layers.num_layers
         self.trained = Trainable(FreshSource(target.device, settings.seed))
-        longest = max(settings.max_length, target.config.max_position_embeddings)
+        longest = max(order.length, target.config.max_position_embeddings)
         load = LoadOptions(torch.float32, target.device, "auto", longest)
         width = target.config.hidden_size
         self.network = Eagle3Head(DENSE, self.trained, planned, width, load)
@@ -129,14 +120,37 @@ class Eagle3Recipe:
         write_checkpoint(folder, self.config, tensors, dtype)
 
 
+def check(order: Order) -> None:
+    """Sizes and layers that do not fit the target."""
+    _plan(order)
+
+
 def build(workshop: Workshop) -> Eagle3Recipe:
     """A new head for the target."""
     return Eagle3Recipe(workshop)
 
 
-def head_config(workshop: Workshop, draft_vocab_size: int) -> dict[str, Any]:
+def _plan(order: Order) -> tuple[dict[str, Any], Eagle3Config]:
+    """The config.json of a head, and the same read."""
+    require_draft_vocabulary(order)
+    config = head_config(order)
+    head = read_eagle3_config(PlannedHead(config))
+    head = replace(head, parts=replace(head.parts, head=not order.settings.options.share_head))
+    require_fit(head, order.shape)
+    return config, head
+
+
+def draft_vocab_size(order: Order) -> int | None:
+    """Tokens that it drafts; None over a shared head, which has them all."""
+    options = order.settings.options
+    if options.share_head:
+        return None
+    return options.draft_vocab_size or min(_DRAFT_VOCAB_SIZE, order.shape.vocab_size)
+
+
+def head_config(order: Order) -> dict[str, Any]:
     """The config.json of a head: a layer like the target's where nothing else is asked for."""
-    options, shape = workshop.settings.options, workshop.target.config
+    options, shape = order.settings.options, order.shape
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -152,7 +166,7 @@ def head_config(workshop: Workshop, draft_vocab_size: int) -> dict[str, Any]:
         "rms_norm_eps": shape.rms_norm_eps,
         "rope_theta": shape.rope.theta,
         "vocab_size": shape.vocab_size,
-        "draft_vocab_size": draft_vocab_size,
+        "draft_vocab_size": draft_vocab_size(order) or shape.vocab_size,
         "tie_word_embeddings": False,
         "bias": False,
         "eagle_aux_hidden_state_layer_ids": list(
@@ -179,7 +193,8 @@ def published_name(name: str, num_layers: int) -> str:
     return name.replace("layers.0.", "midlayer.", 1) if num_layers == 1 else name
 
 
-def _require_fit(head: Eagle3Config, target: DecoderConfig) -> None:
+def require_fit(head: Eagle3Config, target: DecoderConfig) -> None:
+    """Raise UsageError for a head that cannot draft for the target."""
     problems = eagle3_problems(head, target)
     # A head in training gets its draft vocabulary with its weights.
     if problems:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core.errors import UsageError
 from slipstream.models.drafters.medusa import MedusaHeads
 from slipstream.models.drafters.medusa_checkpoint import TOKEN_MAP, MedusaShape
 from slipstream.models.loading import LoadOptions
@@ -20,15 +19,15 @@ from slipstream.train.export import write_checkpoint
 from slipstream.train.losses import Agreement, Columns
 from slipstream.train.parameters import FreshSource, Trainable
 from slipstream.train.places import shifted
-from slipstream.train.recipe import Lesson, Workshop
+from slipstream.train.recipe import Lesson, Order, Workshop
 from slipstream.train.unroll import Place, learn_chain, test_chain
-from slipstream.train.vocabulary import choose_tokens
+from slipstream.train.vocabulary import choose_tokens, require_draft_vocabulary
 
-OPTIONS = frozenset({"draft_vocab_size", "share_head", "num_layers"})
+OPTIONS = frozenset({"draft_vocab_size", "share_head", "num_layers", "place_decay"})
 LEARNING_RATE = 1e-3
 METHOD: dict[str, Any] = {"method": "medusa"}
 
-_HEADS, _DECAY = 4, 0.8
+PLACES, _DECAY = 4, 0.8
 
 
 class MedusaRecipe:
@@ -39,9 +38,7 @@ class MedusaRecipe:
     def __init__(self, workshop: Workshop) -> None:
         settings, target = workshop.settings, workshop.target
         options, shape = settings.options, target.config
-        if options.share_head and options.draft_vocab_size is not None:
-            raise UsageError("--share-head drafts over the whole vocabulary; leave one flag out")
-        self._heads = settings.num_speculative_tokens or _HEADS
+        self._heads = workshop.order.places
         self._layers = options.num_layers or 1
         self._decay = settings.place_decay or _DECAY
         self._argmax_weight = settings.argmax_weight
@@ -49,7 +46,7 @@ class MedusaRecipe:
             workshop.sequences,
             options.draft_vocab_size,
             shape.vocab_size,
-            workshop.eos_token_ids,
+            workshop.order.target.eos_token_ids,
         )
         self._token_ids = None if chosen is None else chosen.to(target.device)
         self.columns = Columns(self._token_ids, shape.vocab_size)
@@ -66,7 +63,7 @@ class MedusaRecipe:
             vocabulary=chosen,
         )
         self.trained = Trainable(FreshSource(target.device, settings.seed))
-        load = LoadOptions(torch.float32, target.device, "auto", settings.max_length)
+        load = LoadOptions(torch.float32, target.device, "auto", workshop.order.length)
         self.network = MedusaHeads(DENSE, self.trained, planned, load)
         self.network.share(target.network.head)
         self._target = target
@@ -119,6 +116,11 @@ class MedusaRecipe:
             tensors[TOKEN_MAP] = self._token_ids
             config["truncated_vocab_size"] = len(self._token_ids)
         write_checkpoint(folder, config, tensors, dtype)
+
+
+def check(order: Order) -> None:
+    """Whatever its flags say there are such heads."""
+    require_draft_vocabulary(order)
 
 
 def build(workshop: Workshop) -> MedusaRecipe:

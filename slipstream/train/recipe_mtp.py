@@ -12,24 +12,23 @@ from typing import Any
 
 import torch
 
-from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.drafters.mtp import MtpHead
 from slipstream.models.drafters.mtp_checkpoint import MtpCheckpoint
-from slipstream.models.drafters.mtp_config import read_mtp_config
+from slipstream.models.drafters.mtp_config import MtpConfig, read_mtp_config
 from slipstream.models.loading import LoadOptions
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DENSE
 from slipstream.train.export import write_checkpoint
 from slipstream.train.losses import Agreement, Columns
 from slipstream.train.parameters import FreshSource, Trainable
-from slipstream.train.recipe import Lesson, Workshop
+from slipstream.train.recipe import Lesson, Order, Workshop
 from slipstream.train.unroll import learn_chain, test_chain, unroll
 
-OPTIONS = frozenset({"num_heads", "num_kv_heads", "head_dim", "intermediate_size"})
+OPTIONS = frozenset({"num_heads", "num_kv_heads", "head_dim", "intermediate_size", "place_decay"})
 LEARNING_RATE = 1e-3
 METHOD: dict[str, Any] = {"method": "mtp"}
 
-_PLACES, _DECAY = 3, 0.6
+PLACES, _DECAY = 3, 0.6
 # Keys of config.json that name the target's shape differently from flag to flag.
 _SIZES = {
     "num_attention_heads": "num_heads",
@@ -58,15 +57,14 @@ class MtpRecipe:
 
     def __init__(self, workshop: Workshop) -> None:
         settings, target = workshop.settings, workshop.target
-        self._places = settings.num_speculative_tokens or _PLACES
+        self._places = workshop.order.places
         self._decay = settings.place_decay or _DECAY
         self._argmax_weight = settings.argmax_weight
         self.columns = Columns(None, target.config.vocab_size)
-        self.config = module_config(workshop, self._places)
-        planned = read_mtp_config(PlannedModule(self.config))
+        self.config, planned = _plan(workshop.order)
         self._style = planned.style
         self.trained = Trainable(FreshSource(target.device, settings.seed))
-        longest = max(settings.max_length, target.config.max_position_embeddings)
+        longest = max(workshop.order.length, target.config.max_position_embeddings)
         load = LoadOptions(torch.float32, target.device, "auto", longest)
         plain = replace(planned, style=planned.style.plain)
         self.network = MtpHead(DENSE, self.trained, plain, load)
@@ -92,15 +90,26 @@ class MtpRecipe:
         write_checkpoint(folder, self.config, tensors, dtype)
 
 
+def check(order: Order) -> None:
+    """Sizes that make no layer."""
+    _plan(order)
+
+
 def build(workshop: Workshop) -> MtpRecipe:
     """A new module for the target."""
     return MtpRecipe(workshop)
 
 
-def module_config(workshop: Workshop, places: int) -> dict[str, Any]:
+def _plan(order: Order) -> tuple[dict[str, Any], MtpConfig]:
+    """The config.json of a module, and the same read."""
+    config = _module_config(order, order.places)
+    return config, read_mtp_config(PlannedModule(config))
+
+
+def _module_config(order: Order, places: int) -> dict[str, Any]:
     """A config.json of the speculators library; the layer is one of the target's own kind."""
-    options = workshop.settings.options
-    shape = dict(Checkpoint(workshop.target.path).config)
+    options = order.settings.options
+    shape = dict(order.target.config)
     for key, name in _SIZES.items():
         if getattr(options, name) is not None:
             shape[key] = getattr(options, name)
@@ -120,7 +129,7 @@ def module_config(workshop: Workshop, places: int) -> dict[str, Any]:
                 }
             ],
             "verifier": {
-                "name_or_path": workshop.settings.target,
+                "name_or_path": order.settings.target,
                 "architectures": shape.get("architectures", []),
             },
         },

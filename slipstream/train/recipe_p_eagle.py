@@ -11,73 +11,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core.errors import UsageError
-from slipstream.models.drafters.eagle3_config import eagle3_problems
 from slipstream.models.drafters.head_checkpoint import MASK_HIDDEN
-from slipstream.models.drafters.p_eagle import PEagleHead, read_p_eagle_config
+from slipstream.models.drafters.p_eagle import PEagleConfig, PEagleHead, read_p_eagle_config
 from slipstream.models.loading import LoadOptions
-from slipstream.models.tokenizer import Tokenizer
 from slipstream.speculative.mask_token import MASK_HEAD_KEYS
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DENSE, dense_rows, no_caches
 from slipstream.train.export import write_checkpoint
 from slipstream.train.losses import Agreement, Columns
-from slipstream.train.parallel import ParallelLesson
+from slipstream.train.parallel import DROP_RATE, ParallelLesson
 from slipstream.train.parameters import FreshSource, Trainable
 from slipstream.train.places import ParallelRows
-from slipstream.train.recipe import Lesson, Workshop
+from slipstream.train.recipe import Lesson, Order, Workshop
 from slipstream.train.recipe_eagle3 import OPTIONS as HEAD_OPTIONS
-from slipstream.train.recipe_eagle3 import PlannedHead, head_config
-from slipstream.train.vocabulary import choose_tokens, membership, offsets
+from slipstream.train.recipe_eagle3 import PlannedHead, draft_vocab_size, head_config, require_fit
+from slipstream.train.vocabulary import (
+    choose_tokens,
+    mask_token_of_head,
+    membership,
+    offsets,
+    require_draft_vocabulary,
+)
 
-OPTIONS = HEAD_OPTIONS | {"mask_token", "share_embedding"}
+OPTIONS = HEAD_OPTIONS | {"mask_token", "share_embedding", "drop_rate"}
 LEARNING_RATE = 1e-3
 METHOD: dict[str, Any] = {"method": "p-eagle"}
 
-_PLACES, _DECAY, _LAYERS = 8, 1.0, 4
-_DRAFT_VOCAB_SIZE = 32_000
+PLACES, _DECAY, _LAYERS = 8, 1.0, 4
 
 
 class PEagleRecipe:
     """A head in training; see `Recipe`."""
 
     def __init__(self, workshop: Workshop) -> None:
-        settings, target = workshop.settings, workshop.target
+        order, settings, target = workshop.order, workshop.settings, workshop.target
         options, shape = settings.options, target.config
-        places = settings.num_speculative_tokens or _PLACES
-        decay, argmax_weight = settings.place_decay or _DECAY, settings.argmax_weight
+        places = workshop.order.places
+        decay, rate = settings.place_decay or _DECAY, settings.drop_rate or DROP_RATE
         # The row of token 0 would need a feature that comes before it.
-        self.lesson = ParallelLesson(1, places, settings.drop_rate, decay, argmax_weight)
-        shares = bool(options.share_head)
-        if shares and options.draft_vocab_size is not None:
-            raise UsageError(
-                "--share-head drafts over the target's whole vocabulary; leave --draft-vocab-size "
-                "or --share-head out"
-            )
-        default = min(_DRAFT_VOCAB_SIZE, shape.vocab_size)
-        size = None if shares else options.draft_vocab_size or default
-        chosen = choose_tokens(workshop.sequences, size, shape.vocab_size, workshop.eos_token_ids)
+        self.lesson = ParallelLesson(1, places, rate, decay, settings.argmax_weight)
+        size, eos = draft_vocab_size(order), order.target.eos_token_ids
+        chosen = choose_tokens(workshop.sequences, size, shape.vocab_size, eos)
         self._token_ids = None if chosen is None else chosen.to(target.device)
         self.columns = Columns(self._token_ids, shape.vocab_size)
-        self.mask_token = choose_mask_token(workshop)
-        self.config = {
-            **head_config(workshop, size or shape.vocab_size),
-            "architectures": ["PEagleDraftModel"],
-            "num_hidden_layers": options.num_layers or _LAYERS,
-            "mask_token_id": self.mask_token,
-            "num_depths": places,
-        }
-        planned = read_p_eagle_config(PlannedHead(self.config), MASK_HEAD_KEYS)
-        own_embedding = not options.share_embedding
-        parts = replace(planned.head.parts, head=not shares, embedding=own_embedding)
-        planned = replace(planned, head=replace(planned.head, parts=parts))
-        problems = eagle3_problems(planned.head, shape)
-        if problems:
-            raise UsageError(f"such a head cannot draft for this target: {'; '.join(problems)}")
+        self.config, planned = _plan(order)
+        self.mask_token = self.config["mask_token_id"]
+        shares, own_embedding = bool(options.share_head), not options.share_embedding
         self.stream_layers = planned.head.stream_layers(shape.num_layers)
         self._num_layers = planned.head.layers.num_layers
         self.trained = Trainable(FreshSource(target.device, settings.seed))
-        longest = max(settings.max_length, shape.max_position_embeddings) + places
+        longest = max(order.length, shape.max_position_embeddings) + places
         load = LoadOptions(torch.float32, target.device, "auto", longest)
         self.network = PEagleHead(DENSE, self.trained, planned, shape.hidden_size, load)
         # Before the embedding gets the target's numbers, or it would be taken for the target's.
@@ -137,20 +120,30 @@ class PEagleRecipe:
         write_checkpoint(folder, self.config, tensors, dtype)
 
 
+def check(order: Order) -> None:
+    """Sizes, layers and tokens that do not fit the target."""
+    _plan(order)
+
+
 def build(workshop: Workshop) -> PEagleRecipe:
     """A new head for the target."""
     return PEagleRecipe(workshop)
 
 
-def choose_mask_token(workshop: Workshop) -> int:
-    """The one of `--mask-token`, else the first id that no token has, else the last id: the head
-    has an embedding of its own, and the mask's feature tells a mask from that token."""
-    token, size = workshop.settings.options.mask_token, workshop.target.config.vocab_size
-    if token is not None:
-        if not 0 <= token < size:
-            raise UsageError(f"--mask-token {token} is none of the {size} ids of the vocabulary")
-        return token
-    path = workshop.target.path
-    if not (path / "tokenizer.json").is_file():
-        return size - 1
-    return min(size - 1, max(Tokenizer(path).vocabulary().values()) + 1)
+def _plan(order: Order) -> tuple[dict[str, Any], PEagleConfig]:
+    """The config.json of a head, and the same read."""
+    require_draft_vocabulary(order)
+    options = order.settings.options
+    config = {
+        **head_config(order),
+        "architectures": ["PEagleDraftModel"],
+        "num_hidden_layers": options.num_layers or _LAYERS,
+        "mask_token_id": mask_token_of_head(order),
+        "num_depths": order.places,
+    }
+    planned = read_p_eagle_config(PlannedHead(config), MASK_HEAD_KEYS)
+    shared, own_embedding = bool(options.share_head), not options.share_embedding
+    parts = replace(planned.head.parts, head=not shared, embedding=own_embedding)
+    planned = replace(planned, head=replace(planned.head, parts=parts))
+    require_fit(planned.head, order.shape)
+    return config, planned

@@ -15,17 +15,17 @@ from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.train.batches import Batch
 from slipstream.train.dense import dense_rows, no_caches
-from slipstream.train.language_model import SHAPE_OPTIONS, build_language_model
+from slipstream.train.language_model import SHAPE_OPTIONS, build_language_model, planned
 from slipstream.train.losses import Agreement, Columns
-from slipstream.train.parallel import ParallelLesson
+from slipstream.train.parallel import DROP_RATE, ParallelLesson
 from slipstream.train.places import ParallelRows
-from slipstream.train.recipe import Lesson, Workshop
+from slipstream.train.recipe import Lesson, Order, Workshop
 
-OPTIONS = SHAPE_OPTIONS | {"mask_token"}
+OPTIONS = SHAPE_OPTIONS | {"mask_token", "place_decay", "drop_rate"}
 LEARNING_RATE = 5e-4
 METHOD: dict[str, Any] = {"method": "pard"}
 
-_PLACES, _DECAY = 8, 1.0
+PLACES, _DECAY = 8, 1.0
 _ROWS = 8  # a vocabulary that grows does so by so many, for the kernels' sake
 
 
@@ -36,10 +36,10 @@ class PardRecipe:
 
     def __init__(self, workshop: Workshop) -> None:
         settings, shape = workshop.settings, workshop.target.config
-        places = settings.num_speculative_tokens or _PLACES
-        decay, argmax_weight = settings.place_decay or _DECAY, settings.argmax_weight
-        self.lesson = ParallelLesson(0, places, settings.drop_rate, decay, argmax_weight)
-        self.mask_token, num_tokens = choose_mask_token(workshop)
+        places = workshop.order.places
+        decay, rate = settings.place_decay or _DECAY, settings.drop_rate or DROP_RATE
+        self.lesson = ParallelLesson(0, places, rate, decay, settings.argmax_weight)
+        self.mask_token, num_tokens = choose_mask_token(workshop.order)
         keys = {"pard_token": self.mask_token, "spd_type": "pard", "para_num": places}
         self.model = build_language_model(workshop, num_tokens, **keys)
         self.trained = self.model.trained
@@ -66,18 +66,23 @@ class PardRecipe:
         self.model.export(folder, dtype)
 
 
+def check(order: Order) -> None:
+    """As of a draft model, with its mask token."""
+    planned(order, choose_mask_token(order)[1])
+
+
 def build(workshop: Workshop) -> PardRecipe:
     """A new parallel draft model, or one that goes on from `--init`."""
     return PardRecipe(workshop)
 
 
-def choose_mask_token(workshop: Workshop) -> tuple[int, int]:
+def choose_mask_token(order: Order) -> tuple[int, int]:
     """(its id, rows that the drafter's embedding needs).
 
     The one of `--mask-token`, else of `--init`, else the first id that no token has; where all have
     one, the drafter gets some rows more than the target.
     """
-    options, size = workshop.settings.options, workshop.target.config.vocab_size
+    options, size = order.settings.options, order.shape.vocab_size
     if options.init is not None:
         begun = Checkpoint(resolve_checkpoint(options.init)).config
         size = max(size, int(begun.get("vocab_size", 0)))
@@ -88,7 +93,7 @@ def choose_mask_token(workshop: Workshop) -> tuple[int, int]:
     if token is not None and not 0 <= token < size:
         raise UsageError(f"--mask-token {token} is none of the {size} ids of the vocabulary")
     if token is None:
-        token = _first_free(workshop.target.path, size)
+        token = _first_free(order.target.path, size)
     if token < size:
         return token, size
     return token, size + _ROWS

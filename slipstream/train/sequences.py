@@ -58,15 +58,19 @@ class Sequences:
 
     def split(self, share: float, seed: int) -> tuple["Sequences", "Sequences"]:
         """(the rest, a random share of them but at least one)."""
+        self.require_two()
+        count = min(len(self) - 1, max(1, round(share * len(self))))
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        return self.at(order[count:]), self.at(order[:count])
+
+    def require_two(self) -> None:
+        """Raise UsageError where there is nothing to validate with."""
         if len(self) < 2:
             raise UsageError(
                 f"the text makes {len(self)} sequence of {self.length} tokens, and one to train "
                 "on and one to validate with is the least; give more text, or a smaller "
                 "--max-length"
             )
-        count = min(len(self) - 1, max(1, round(share * len(self))))
-        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
-        return self.at(order[count:]), self.at(order[:count])
 
     def save(self, file: Path, source: str = "") -> None:
         """As a safetensors file, with what tells the data that they were made from."""

@@ -65,15 +65,20 @@ class StateFile:
         if not self._file.is_file():
             return Progress()
         content = self._read()
-        self._require_same(content["fingerprint"])
+        self._compare(content["fingerprint"])
         for parameter, tensor in zip(trained.parameters, content["tensors"], strict=True):
             parameter.tensor.detach().copy_(tensor)
         optimizer.load_state_dict(content["optimizer"])
         return Progress(content["step"], content["seconds"])
 
-    def _read(self) -> dict[str, Any]:
+    def require_same(self) -> None:
+        """Raise UsageError for a checkpoint of other settings, without reading its tensors."""
+        if self._file.is_file():
+            self._compare(self._read(mapped=True)["fingerprint"])
+
+    def _read(self, mapped: bool = False) -> dict[str, Any]:
         try:
-            content = torch.load(self._file, map_location="cpu", weights_only=True)
+            content = torch.load(self._file, map_location="cpu", weights_only=True, mmap=mapped)
         except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
             raise self._unreadable(str(error).split(".")[0].splitlines()[0]) from error
         if not isinstance(content, dict) or not content.keys() >= _KEYS:
@@ -85,11 +90,15 @@ class StateFile:
             f"{self._file} cannot be read ({why}); remove it to train from the beginning"
         )
 
-    def _require_same(self, found: dict[str, Any]) -> None:
+    def _compare(self, found: dict[str, Any]) -> None:
         for name, value in self._fingerprint.items():
             if found.get(name) != value:
                 raise UsageError(
                     f"{self._file.parent.parent} holds a run with another {name} "
-                    f"({found.get(name)}, now {value}); give the settings of that run to go on "
-                    "with it, or another --out"
+                    f"({_told(found.get(name))}, now {_told(value)}); give the settings of that "
+                    "run to go on with it, or another --out"
                 )
+
+
+def _told(value: Any) -> str:
+    return "not given" if value is None else str(value)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.reference.dense import logits as exact_logits
-from slipstream.models.catalogue import read_decoder_config
-from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
+from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import CheckpointSource
@@ -96,11 +95,13 @@ class Target:
 
 
 def load_target(
-    model: str, revision: str | None, dtype: torch.dtype, device: torch.device, longest: int
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    longest: int,
 ) -> Target:
     """The network with its weights, for sequences of at most `longest` tokens and a draft."""
-    checkpoint = Checkpoint(resolve_checkpoint(model, revision))
-    config = read_decoder_config(checkpoint)
     source = CheckpointSource(checkpoint, dtype, device)
     network = Decoder(DENSE, in_precision(source, None), config, longest)
     source.finish(ignored=("lm_head.weight",) if config.tie_word_embeddings else ())

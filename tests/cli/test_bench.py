@@ -1,10 +1,14 @@
-"""`slipstream bench sweep`: every drafter and K is measured, reported and drawn."""
+"""`slipstream bench` offline: everything is measured, reported and drawn, or refused first."""
 
+import gzip
 import json
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from slipstream.cli import bench_sweep
 from tests.cli.conftest import CommandLine
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -31,7 +35,7 @@ def test_all_drafters_are_measured_at_every_k(
     ran = slipstream(
         *("bench", "sweep", "--prompts", str(prompts), "--max-tokens", "12", "-k", "1,3"),
         *("--drafter", "demo/draft", "--drafter", f"own={own}", "--batch-sizes", "2"),
-        *("--output", str(figures), "--plot", str(picture)),
+        *("--output", str(figures), "--plot", str(picture.with_suffix(""))),
     )
     assert ran.code == 0, ran.err
     document = json.loads(figures.read_text())
@@ -48,6 +52,10 @@ def test_all_drafters_are_measured_at_every_k(
         assert point["acceptance_length"] == pytest.approx(1 + sum(point["per_position"]))
         assert point["tokens_per_second"] > 0
         assert point["iteration_ms"] > 0
+        assert point["median_iteration_ms"] > 0
+        assert point["tpot_ms"] > 0
+        assert 0 < point["without_drafts"] <= 1
+        assert not point["partial"]
         assert sum(point["shares"].values()) == pytest.approx(1.0)
         ratio = point["tokens_per_second"] / points[0]["tokens_per_second"]
         assert point["times_plain"] == pytest.approx(ratio)
@@ -56,6 +64,16 @@ def test_all_drafters_are_measured_at_every_k(
     assert f"{drafted['acceptance_length']:.2f}" in ran.out
     assert "5/6 own K=3" in ran.err
     assert picture.read_bytes().startswith(PNG)
+    page = picture.with_suffix(".html").read_text()
+    assert f"<td>{drafted['acceptance_length']:.2f}</td>" in page
+    assert '<tr class="best">' in page
+    assert "<svg" in page
+    assert document["failures"] == []
+    (fastest,) = [line for line in ran.out.splitlines() if "*" in line.split("draft", 1)[-1][:80]][
+        -1:
+    ]
+    best = max(points, key=lambda point: point["tokens_per_second"])
+    assert f"{best['tokens_per_second']:.1f}*" in fastest
 
 
 @pytest.mark.parametrize(
@@ -65,13 +83,21 @@ def test_all_drafters_are_measured_at_every_k(
         (("-k", "0-2"), "-k must be numbers from 1 on"),
         (("--batch-sizes", ""), "--batch-sizes must be a list"),
         (("some/model",), "nothing to sweep; add --drafter"),
-        (("some/model", "--drafter", "ngram"), "name a file with --prompts"),
+        (("--dataset", "mtbench"), "--dataset-name must be one of demo, custom, mt-bench"),
+        (("--dataset", "mt-bench"), "name it with --dataset-path"),
+        (("--random-input-len", "9"), "add --dataset-name random"),
+        (("--dataset", "random", "--category", "x"), "--category is for data sets with categories"),
+        (("--dataset", "random", "--random-range-ratio", "2"), "must be from 0 to 1, not 2"),
+        (("--max-num-seqs", "4"), "--batch-sizes says how many requests run at once"),
+        (("--max-tokens", "1"), "--max-tokens must be at least 2"),
+        (("--temperature", "-1"), "temperature must be 0 (greedy) or more"),
+        (("--profile", "/dev/null"), "--profile /dev/null cannot be made a folder"),
         (("--drafter", 'x={"num_speculative_tokens": 3}'), "-k says it"),
         (("--drafter", "x={"), "--drafter x is not JSON"),
         (("--output", "/nowhere/s.json"), "there is no directory /nowhere; make it first"),
         (("--output", "/"), "--output / is a directory; name a file"),
         (("--plot", "/nowhere/s.png"), "there is no directory /nowhere; make it first"),
-        (("--plot", "sweep.jpgx"), "--plot sweep.jpgx must end in one of .png, .svg, .pdf"),
+        (("--plot", "sweep.jpgx"), "--plot sweep.jpgx must end in one of .png, .svg, .pdf, .html"),
         (("--prompts", "/nowhere/prompts"), "cannot read the prompts in /nowhere/prompts"),
     ],
 )
@@ -101,15 +127,168 @@ def test_a_broken_file_of_prompts_is_refused(
     assert says in ran.err
 
 
-def test_prompts_are_spread_over_the_file(tmp_path: Path) -> None:
-    from slipstream import SamplingParams
-    from slipstream.bench.workload import read_workload
+def test_all_drafters_are_tried_before_anything_is_measured(
+    slipstream: CommandLine, prompts: Path, tmp_path: Path
+) -> None:
+    drafters = ("--drafter", "ngram", "--drafter", 'own={"method": "ngram", "nonsense": 1}')
+    ran = slipstream("bench", "sweep", "--prompts", str(prompts), *drafters)
+    assert ran.code == 2
+    assert "own at K=8: " in ran.err
+    assert "nonsense" in ran.err
+    assert "tokens/s" not in ran.err
 
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("\n".join(json.dumps({"prompt": str(index)}) for index in range(9)))
-    workload = read_workload(file, 3, SamplingParams())
-    assert workload.texts == ("0", "3", "6")
-    assert read_workload(file, 20, SamplingParams()).num_prompts == 9
+
+class Interrupter:
+    """Stands for a user who presses Ctrl-C once so many engines were opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engines: int) -> None:
+        self._left, self._open = engines, bench_sweep.open_llm
+        monkeypatch.setattr(bench_sweep, "open_llm", self._opened)
+
+    def _opened(self, config: Any, verbose: bool) -> Any:
+        self._left -= 1
+        llm = self._open(config, verbose)
+        if self._left == 0:
+            signal.raise_signal(signal.SIGINT)
+        return llm
+
+
+@pytest.mark.parametrize("engines", [3, 4])
+def test_an_interrupted_sweep_reports_what_it_has(
+    slipstream: CommandLine,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engines: int,
+) -> None:
+    figures = tmp_path / "sweep.json"
+    Interrupter(monkeypatch, engines)
+    ran = slipstream(
+        *("bench", "sweep", "--prompts", str(prompts), "--max-tokens", "8", "-k", "1-3"),
+        *("--drafter", "ngram", "--output", str(figures)),
+    )
+    assert ran.code == 130
+    document = json.loads(figures.read_text())
+    assert document["interrupted"]
+    assert len(document["points"]) == engines - 1
+    assert document["points"][-1]["partial"]
+    assert "(part)" in ran.out
+    assert f"interrupted after {engines - 1} of 5 cells" in ran.err
+
+
+def test_a_cell_that_fails_is_told_and_the_others_are_measured(
+    slipstream: CommandLine, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures, page = tmp_path / "sweep.json", tmp_path / "sweep.html"
+    opened = bench_sweep.open_llm
+
+    def open_or_fail(config: Any, verbose: bool) -> Any:
+        drafter = config.speculative_config or {}
+        if drafter.get("num_speculative_tokens") == 1:
+            raise RuntimeError("out of\nmemory")
+        return opened(config, verbose)
+
+    monkeypatch.setattr(bench_sweep, "open_llm", open_or_fail)
+    ran = slipstream(
+        *("bench", "sweep", "--prompts", str(prompts), "--max-tokens", "4", "-k", "1,2"),
+        *("--drafter", "ngram", "--output", str(figures), "--plot", str(page)),
+    )
+    assert ran.code == 1
+    document = json.loads(figures.read_text())
+    assert [(point["drafter"], point["k"]) for point in document["points"]] == [
+        ("plain", 0), ("ngram", 2), ("plain", 0),
+    ]  # fmt: skip
+    assert document["failures"] == [
+        {"drafter": "ngram", "k": 1, "batch": 1, "reason": "RuntimeError: out of memory"}
+    ]
+    assert "ngram K=1 batch 1" in ran.out
+    assert "1 of 4 cells could not be measured" in ran.err
+    assert "RuntimeError: out of memory" in page.read_text()
+
+
+def test_throughput_tells_tokens_drafts_and_where_the_time_went(
+    slipstream: CommandLine, prompts: Path, tmp_path: Path
+) -> None:
+    figures, texts, traces = tmp_path / "t.json", tmp_path / "texts.json", tmp_path / "traces"
+    ran = slipstream(
+        *("bench", "throughput", "--prompts", str(prompts), "--max-tokens", "12"),
+        *("--num-prompts", "4", "-k", "2", "--output", str(figures), "--save-texts", str(texts)),
+        *("--profile", str(traces), "--profile-steps", "4"),
+    )
+    assert ran.code == 0, ran.err
+    told = json.loads(figures.read_text())
+    assert told["num_requests"] == 4
+    assert told["not_finished"] == 0
+    assert told["total_num_tokens"] > told["total_output_tokens"] > 4
+    rate = told["total_output_tokens"] / told["elapsed_time"]
+    assert told["output_tokens_per_second"] == pytest.approx(rate)
+    assert 1 <= told["spec_decode_acceptance_length"] <= 3
+    assert len(told["spec_decode_per_position_acceptance_rates"]) == 2
+    assert told["mean_tpot_ms"] > 0
+    answers = json.loads(texts.read_text())
+    assert [answer["id"] for answer in answers] == ["0", "a", "2", "0#2"]
+    assert answers[0]["text"] == answers[3]["text"] != ""
+    assert answers[0]["prompt"] == "def area(width, height):\n"
+    trace = json.loads(gzip.decompress((traces / "throughput.json.gz").read_bytes()))
+    names = {event["name"] for event in trace["traceEvents"]}
+    assert {"slipstream: draft", "slipstream: target"} <= names
+    rows = {line[:26].strip(): line[26:].split() for line in ran.out.splitlines()}
+    draft, target, rest, whole, share = rows["matmul"]
+    assert float(draft) > 0
+    assert float(target) > 0
+    assert float(whole) == pytest.approx(float(draft) + float(target) + float(rest), abs=0.01)
+    assert share.endswith("%")
+    assert float(rows["the engine's clock"][3]) > 0
+
+
+def test_latency_is_of_whole_batches(
+    slipstream: CommandLine, prompts: Path, tmp_path: Path
+) -> None:
+    figures = tmp_path / "l.json"
+    line = (
+        *("bench", "latency", "--prompts", str(prompts), "--max-tokens", "6", "--batch-size", "2"),
+        *("--num-iters", "3", "--num-iters-warmup", "1", "--output", str(figures)),
+    )
+    ran = slipstream(*line, "--drafter", "ngram", "-k", "2")
+    assert ran.code == 0, ran.err
+    told = json.loads(figures.read_text())
+    assert len(told["latencies"]) == 3
+    assert told["avg_latency"] == pytest.approx(sum(told["latencies"]) / 3)
+    assert told["percentiles"]["50"] == pytest.approx(sorted(told["latencies"])[1])
+    assert "Latency of a batch, s (3 batches)" in ran.out
+    for wrong, says in (
+        (("--num-prompts", "3"), "leave out --num-prompts"),
+        (("--max-num-seqs", "3"), "leave out --max-num-seqs"),
+    ):
+        ran = slipstream(*line, *wrong)
+        assert (ran.code, says in ran.err) == (2, True)
+
+
+def test_interrupted_runs_report_what_was_done(
+    slipstream: CommandLine, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.bench import workload
+
+    figures, steps = tmp_path / "t.json", iter(range(100))
+
+    real = workload._Clock.steps
+
+    def interrupting(clock: Any) -> list[float]:
+        if next(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return real(clock)
+
+    monkeypatch.setattr(workload._Clock, "steps", interrupting)
+    ran = slipstream(
+        *("bench", "throughput", "--prompts", str(prompts), "--max-tokens", "64"),
+        *("--no-speculation", "--output", str(figures), "--max-num-seqs", "1"),
+    )
+    assert ran.code == 130
+    told = json.loads(figures.read_text())
+    assert told["interrupted"]
+    assert told["not_finished"] == 3
+    assert told["total_output_tokens"] == 4
+    assert "not finished" in ran.out
 
 
 def test_without_matplotlib_plots_are_refused_at_once(

@@ -253,14 +253,15 @@ def test_a_given_method_is_not_overruled_by_the_demo() -> None:
 
 
 GENERATE_FLAGS = """
-    --allowed-token-ids --async-scheduling --bad-words --batch-invariant --block-size --debug
-    --device --drafter --drafter-quantization --dtype --enable-prefix-caching --enforce-eager
-    --engine-seed --frequency-penalty --gpu-memory-utilization --help --ignore-eos
-    --include-stop-str-in-output --json --kv-cache-memory --load-format --logit-bias --logprobs
+    --allowed-token-ids --async-scheduling --bad-words --batch-invariant --block-size --choice
+    --debug --device --drafter --drafter-quantization --dtype --enable-prefix-caching
+    --enforce-eager --engine-seed --frequency-penalty --gpu-memory-utilization --grammar --help
+    --ignore-eos --include-stop-str-in-output --json --json-object --json-schema --kv-cache-memory
+    --load-format --logit-bias --logprobs
     --max-model-len --max-num-batched-tokens --max-num-seqs --max-tokens --min-p --min-tokens --n
     --no-async-scheduling --no-enable-prefix-caching --no-enforce-eager --no-skip-special-tokens
     --no-speculation --num-kv-blocks --num-speculative-tokens --presence-penalty --prompt
-    --prompt-file --prompt-logprobs --quantization --repetition-penalty --revision --seed
+    --prompt-file --prompt-logprobs --quantization --regex --repetition-penalty --revision --seed
     --skip-special-tokens --spec-method --spec-model --spec-tokens --speculative-config --stop
     --stop-token-ids --temperature --tensor-parallel-size --threads --tokenizer --top-k --top-p
     --trust-remote-code --use-fp64-gumbel --verbose -h -k -n -sc -t -tp -v
@@ -268,6 +269,7 @@ GENERATE_FLAGS = """
 CHAT_ONLY = {"--system"}
 GENERATE_ONLY = {
     *("--json", "--logprobs", "--n", "-n", "--prompt", "--prompt-file", "--prompt-logprobs"),
+    *("--choice", "--grammar", "--json-object", "--json-schema", "--regex"),
 }
 
 

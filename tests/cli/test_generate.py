@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, SamplingParams, StructuredOutput
 from slipstream.models.checkpoint import resolve_checkpoint
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM
@@ -44,6 +45,51 @@ def test_a_pipe_gets_the_text_alone(slipstream: CommandLine, fake_llm: type[Fake
     for part in ("28 tokens in", "tokens/s", "AL 4.00", "accepted 1.00 1.00 1.00 0.00"):
         assert part in ran.err
     assert "draft 25% target 75% rest 0%" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "wish"),
+    [
+        (["--json-schema", ' {"type": "object"}'], {"json_schema": {"type": "object"}}),
+        (["--json-schema", "schema.json"], {"json_schema": {"type": "array"}}),
+        (["--json-object"], {"json_object": True}),
+        (["--regex", "[a-z]+"], {"regex": "[a-z]+"}),
+        (["--choice", "yes", "--choice", "no"], {"choice": ["yes", "no"]}),
+        (["--grammar", "yes.lark"], {"grammar": 'start: "yes"\n'}),
+    ],
+)
+def test_flags_say_what_the_text_must_be(
+    flags: list[str],
+    wish: dict[str, Any],
+    slipstream: CommandLine,
+    fake_llm: type[FakeLLM],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("schema.json").write_text('{"type": "array"}')
+    Path("yes.lark").write_text('start: "yes"\n')
+    assert slipstream("generate", "--prompt", "x", *flags).code == 0
+    params = FakeLLM.made[-1].params
+    assert params is not None
+    assert params.structured == StructuredOutput(**wish)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--regex", "a", "--json-object"], "--json-object and --regex contradict each other"),
+        (["--json-schema", "nowhere.json"], "--json-schema: nowhere.json cannot be read"),
+        (["--json-schema", "{"], "json_schema is not JSON"),
+        (["--regex", ""], "regex must be a text"),
+    ],
+)
+def test_bad_flags_of_structure_are_refused(
+    flags: list[str], words: str, slipstream: CommandLine, fake_llm: type[FakeLLM]
+) -> None:
+    ran = slipstream("generate", "--prompt", "x", *flags)
+    assert ran.code == 2
+    assert words in ran.err
 
 
 def test_several_prompts_come_in_order_under_headings(

@@ -1,6 +1,8 @@
 """`slipstream inspect`."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -210,6 +212,38 @@ def test_modules_of_another_target(
     ran = slipstream("inspect", head, "--target", other, "--json")
     assert ran.code == 1
     assert "trained for another target" in json.loads(ran.out)["drafter"]["problems"][0]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "medusa", "mlp_speculator", "mtp"])
+def test_a_drafter_without_weights_is_a_broken_one(
+    kind: str, slipstream: CommandLine, tiny_target: str, tmp_path: Path
+) -> None:
+    writers: dict[str, Callable[[], object]] = {
+        "eagle3": lambda: write_eagle3(tmp_path / "head", tiny_target, draft_vocab=60),
+        "p-eagle": lambda: write_p_eagle(tmp_path / "head", tiny_target, fit=False),
+        "medusa": lambda: medusa_for(tiny_target),
+        "mlp_speculator": lambda: mlp_for(tiny_target),
+        "mtp": lambda: write_mtp(tmp_path / "head", tiny_target, "speculators"),
+    }
+    folder = Path(str(writers[kind]()))
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(folder / "config.json", bare)
+    for arguments in ((str(bare),), (str(bare), "--target", tiny_target)):
+        ran = slipstream("inspect", *arguments)
+        assert ran.code == 1
+        assert f"of the kind {kind} by its config.json, and has no weights" in ran.err
+        assert ran.err.count("\n") == 1
+
+
+def test_a_draft_model_without_weights_does_not_fit(
+    slipstream: CommandLine, tiny_target: str, tmp_path: Path
+) -> None:
+    draft = write_qwen3(tmp_path / "draft", keep_layers=1)
+    (draft / "model.safetensors").unlink()
+    ran = slipstream("inspect", str(draft), "--target", tiny_target)
+    assert ran.code == 1
+    assert f"{draft} has no weights" in ran.out
 
 
 def test_an_unknown_architecture(slipstream: CommandLine, tmp_path: Path) -> None:

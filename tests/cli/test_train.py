@@ -95,6 +95,12 @@ def test_every_flag_arrives(slipstream: CommandLine, asked: list[TrainSettings])
         ("--steps 1 --draft-vocab-size 0", "--draft-vocab-size must be at least 1"),
         ("--steps 1 --clip 0", "--clip must be above 0"),
         ("--steps 0", "--steps must be at least 1"),
+        ("--steps 1 --device tpu", "--device must be one of auto, cpu, cuda"),
+        ("--steps 1 --place-decay 0", "--place-decay must be above 0"),
+        ("--steps 1 --weight-decay -1", "--weight-decay must be a number from 0 up"),
+        ("--steps 1 --generate --temperatures -1", "--temperatures must be numbers from 0 up"),
+        ("--steps 1 --generate-tokens 9", "tells how the target answers; give --generate as well"),
+        ("--steps 1 --features online --max-feature-gb 2", "leave --features online out"),
     ],
 )
 def test_wrong_flags_are_one_sentence(slipstream: CommandLine, flags: str, message: str) -> None:
@@ -115,7 +121,7 @@ def test_ctrl_c_tells_how_to_go_on(
     ran = slipstream(*line.split())
     assert ran.code == 130
     assert ran.err.splitlines()[-1] == (
-        "slipstream: interrupted; the same command goes on behind the last checkpoint of the run"
+        "slipstream: interrupted; the same command goes on with what is kept so far"
     )
 
 

@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.drafters.oracles import Eagle1, Eagle3, PEagle, Target
+from tests.drafters.oracles import MASK, Eagle1, Eagle3, PEagle, Target
 
 INNER = 64
 FIT_TEXTS, FIT_LENGTH, FIT_DEPTHS = 24, 40, 3
-MASK = 2
 Matrix = Callable[..., Tensor]
 
 

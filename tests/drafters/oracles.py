@@ -187,6 +187,9 @@ class Eagle3(Head):
         return normed @ self.head.T, normed if self.config.get("norm_output") else x
 
 
+MASK = 2  # token that parallel heads ask with in the tests
+
+
 class PEagle(Eagle3):
     """Section 5: masks behind the known tokens, all in one pass."""
 
@@ -213,6 +216,13 @@ class PEagle(Eagle3):
         if "d2t" in self.weights:
             drafts = [index + int(self.weights["d2t"][index]) for index in drafts]
         return drafts, logits
+
+
+def p_eagle_oracle(
+    folder: Path | str, target: Path | str, mask: int = MASK, **flags: Any
+) -> PEagle:
+    """Of a head and the target that it is for."""
+    return PEagle(folder, Target(target), mask, **flags)
 
 
 class Eagle1(Head):

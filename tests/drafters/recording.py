@@ -1,5 +1,6 @@
-"""What a feature drafter really drafted, and from which logits."""
+"""What a drafter really drafted, and from which logits."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +10,18 @@ from torch import Tensor
 
 from slipstream.runner.turn import Turn
 from slipstream.sampling import verification
-from slipstream.speculative import draft_sampling
+from slipstream.speculative import draft_sampling, gemma4_assistant, last_hidden
+from slipstream.speculative.dflash import DFlashDrafter
+from slipstream.speculative.draft_model import DraftModelDrafter
 from slipstream.speculative.drafter import Draft
 from slipstream.speculative.feature_rows import FeatureRowsDrafter
+from slipstream.speculative.gemma4_assistant import AssistantDrafter
+from slipstream.speculative.last_hidden import HeadsDrafter
 from slipstream.speculative.p_eagle import PEagleDrafter
+from slipstream.speculative.pard import PardDrafter
+
+CHAINS = (FeatureRowsDrafter, DraftModelDrafter, AssistantDrafter, HeadsDrafter)
+AT_ONCE = (PEagleDrafter, PardDrafter, DFlashDrafter)
 
 
 @dataclass
@@ -25,17 +34,18 @@ class Drafted:
 
 
 def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
-    """Filled by every greedy draft from here on."""
+    """Filled by every greedy draft from here on. No draft may change a cache of the target's."""
     drafted: list[Drafted] = []
     rows: list[Tensor] = []
-    for kind in (FeatureRowsDrafter, PEagleDrafter):
+    for kind in (*CHAINS, *AT_ONCE):
         _record(monkeypatch, kind, drafted, rows)
 
     def sample_draft(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         rows.append(logits)
         return verification.sample_draft(logits, *args, **kwargs)
 
-    monkeypatch.setattr(draft_sampling, "sample_draft", sample_draft)
+    for module in (draft_sampling, gemma4_assistant, last_hidden):
+        monkeypatch.setattr(module, "sample_draft", sample_draft)
     return drafted
 
 
@@ -46,25 +56,40 @@ def _record(
 
     def recorded(self: Any, turn: Turn) -> Draft:
         rows.clear()
+        before = [pages.clone() for pages in _read_only(self)]
+        known = [
+            self._state.token_ids[slot, : int(self._state.num_tokens[slot])].tolist()
+            for slot in turn.slots.tolist()
+        ]
         draft = propose(self, turn)
-        if kind is PEagleDrafter and rows:  # all of them came at once
-            rows[:] = rows[0].view(turn.num_requests, turn.width, -1).unbind(1)
-        for index, slot in enumerate(turn.slots.tolist()):
+        for ours, theirs in zip(_read_only(self), before, strict=True):
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+        if kind in AT_ONCE and rows:
+            rows[:] = torch.cat(rows).view(turn.num_requests, turn.width, -1).unbind(1)
+        for index, text in enumerate(known):
             count = int(draft.num_tokens[index])
             if count:
-                known = self._state.token_ids[slot, : int(self._state.num_tokens[slot])].tolist()
                 tokens = draft.token_ids[index, :count].tolist()
                 logits = [row[index].clone() for row in rows[:count]]
-                drafted.append(Drafted(known, tokens, logits))
+                assert len(logits) == count
+                drafted.append(Drafted(text, tokens, logits))
         return draft
 
     monkeypatch.setattr(kind, "propose", recorded)
 
 
-def assert_drafts_are(drafted: list[Drafted], head: Any) -> None:
+def _read_only(drafter: Any) -> Iterator[Tensor]:
+    """Pages that the drafter reads and that are not its own."""
+    if isinstance(drafter, AssistantDrafter):
+        for layer in drafter._caches:
+            yield from layer
+
+
+def assert_drafts_are(drafted: Sequence[Drafted], head: Any) -> None:
     """Tokens equal to the oracle's, logits within 1e-4."""
+    assert drafted
     for item in drafted:
         tokens, logits = head.drafts(item.known, len(item.tokens))
         assert item.tokens == tokens, len(item.known)
         for ours, theirs in zip(item.logits, logits, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+            torch.testing.assert_close(ours, theirs.to(ours.dtype), atol=1e-4, rtol=0)

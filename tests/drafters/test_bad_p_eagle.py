@@ -9,15 +9,9 @@ import torch
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
 from tests.checkpoints import write_qwen3
+from tests.drafters.engines import GREEDY, check_drafts, make, run
 from tests.drafters.heads import as_pickle, as_wrapper, write_eagle3, write_p_eagle
-from tests.drafters.p_eagle_engines import (
-    AUX,
-    GREEDY,
-    check,
-    make,
-    oracle,
-    run,
-)
+from tests.drafters.oracles import p_eagle_oracle as oracle
 from tests.drafters.recording import assert_drafts_are, record_drafts
 from tests.drafters.test_bad_heads import edit, write_config
 
@@ -68,7 +62,7 @@ def test_a_speculators_wrapper_is_the_same_head(
         num_kv_blocks=64,
     )
     assert llm.engine.resolved.limits.num_speculative_tokens == 3
-    check(tiny_target, folder, head, monkeypatch, count=3)
+    check_drafts(tiny_target, folder, head, monkeypatch, count=3)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +102,10 @@ def test_other_methods_are_not_mixed_up(
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "aux out of range": ({AUX: [0, 1, 3]}, "target of 2 layers has those of 0 to 2"),
+    "aux out of range": (
+        {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
+        "target of 2 layers has those of 0 to 2",
+    ),
     "vocabulary": ({"vocab_size": 99}, "vocabulary of 99 tokens"),
     "target width": ({"target_hidden_size": 64}, "target of hidden size 64, and this one has 48"),
     "mask of no token": ({"ptd_token_id": 96}, "mask token 96 is none of the 96 ids"),

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from slipstream import LLM, RequestOutput, SamplingParams
-from slipstream.engine.scheduler import Scheduler
 from tests.checkpoints import write_qwen3
+from tests.drafters.engines import GREEDY, PROMPT, K, forced, make, run
 from tests.drafters.heads import as_pickle
 from tests.drafters.mtp_heads import add_mtp, with_gains, write_mimo, write_mtp
 from tests.drafters.mtp_oracle import Mtp
 from tests.drafters.oracles import Target
 from tests.drafters.recording import assert_drafts_are, record_drafts
-from tests.drafters.test_eagle import FORCED, GREEDY, PROMPT, SEEDED, K, make, run
 from tests.padded_steps import use_padded_steps
 
 STYLES = ["qwen", "deepseek", "mimo", "speculators"]
@@ -53,7 +52,7 @@ def test_drafts_are_the_oracles(
 ) -> None:
     folder = write_mtp(tmp_path, target, style)
     drafted = record_drafts(monkeypatch)
-    llm = make(target, folder, speculative=FORCED)
+    llm = make(target, folder, speculative=forced())
     assert llm.engine.resolved.method == "mtp"
     check(llm, Mtp(folder, Target(target), style), drafted)
 
@@ -80,7 +79,7 @@ def test_a_target_drafts_for_itself(
         use_padded_steps(monkeypatch)
     drafted = record_drafts(monkeypatch)
     head = Mtp(target, Target(target), style)
-    check(own(str(target), speculative=FORCED), head, drafted)
+    check(own(str(target), speculative=forced()), head, drafted)
     output = run(own(str(target)), GREEDY)
     assert output.outputs[0].token_ids == expected
     assert output.metrics.num_accepted_tokens > 0
@@ -107,9 +106,9 @@ def test_several_modules_draft_in_order(
     if padded:
         use_padded_steps(monkeypatch)
     drafted = record_drafts(monkeypatch)
-    rates = [0.8, 0.6, 0.6, 0.5]
-    forced = {**FORCED, "num_speculative_tokens": 4, "synthetic_acceptance_rates": rates}
-    llm = make(tiny_target, folder, speculative=forced, max_num_batched_tokens=rows, max_num_seqs=1)
+    llm = make(
+        tiny_target, folder, speculative=forced(), max_num_batched_tokens=rows, max_num_seqs=1
+    )
     check(llm, head, drafted)
 
 
@@ -153,145 +152,13 @@ def test_every_trait_changes_the_drafts(trait: str, target: str, tmp_path: Path)
     assert (ours - theirs).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("modules", [1, 3])
-@pytest.mark.parametrize("length", [33, 34, 40])
-@pytest.mark.parametrize("rows", [24, 512])
-def test_acceptance_after_a_prefix_hit_equals_acceptance_without(
-    modules: int, length: int, rows: int, tiny_target: str, tmp_path: Path
-) -> None:
-    """With block_size 8 a prompt of 33 leaves one token to compute, one of 34 two."""
-    folder = write_mtp(tmp_path, tiny_target, "deepseek", modules=modules)
-    prompt = [*PROMPT, *PROMPT][:length]
-    llm = make(tiny_target, folder, block_size=8, max_num_seqs=2, max_num_batched_tokens=rows)
-    cold, warm = run(llm, SEEDED, prompt), run(llm, SEEDED, prompt)
-    assert cold.metrics.num_cached_tokens == 0
-    assert warm.metrics.num_cached_tokens == (length - 1) // 8 * 8
-    assert warm.metrics.num_accepted_tokens_per_pos == cold.metrics.num_accepted_tokens_per_pos
-    assert warm.metrics.num_drafts == cold.metrics.num_drafts
-    assert cold.metrics.num_accepted_tokens > 0
-
-
-@pytest.mark.parametrize("modules", [1, 3])
-@pytest.mark.parametrize("length", [33, 40])
-def test_drafts_behind_a_prefix_hit_are_the_oracles(
-    modules: int, length: int, tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where another request, of another next token, has left the blocks."""
-    folder = write_mtp(tmp_path, tiny_target, "mimo", modules=modules)
-    head = Mtp(folder, Target(tiny_target), "mimo")
-    prompt = [*PROMPT, *PROMPT][:length]
-    llm = make(tiny_target, folder, block_size=8)
-    run(llm, GREEDY, [*prompt[:24], 7, 7, 7, 7])
-    drafted = record_drafts(monkeypatch)
-    assert run(llm, GREEDY, prompt).metrics.num_cached_tokens == 24
-    assert_drafts_are(drafted, head)
-    drafted.clear()
-    assert run(llm, GREEDY, prompt).metrics.num_cached_tokens == (length - 1) // 8 * 8
-    assert_drafts_are(drafted, head)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("modules", [1, 3])
-@pytest.mark.parametrize("pause", [1, 4, 5, 14])
-def test_drafting_goes_on_rightly_after_a_pause(
-    pause: int,
-    modules: int,
-    padded: bool,
-    tiny_target: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """K = 0 for some steps: features wait, and are computed when there is no room for more."""
-    folder = write_mtp(tmp_path, tiny_target, "qwen", modules=modules)
-    plain = LLM(tiny_target, skip_tokenizer_init=True, num_kv_blocks=64)
-    expected = run(plain, GREEDY).outputs[0].token_ids
-    if padded:
-        use_padded_steps(monkeypatch)
-    llm = make(tiny_target, folder)
-    drafted = record_drafts(monkeypatch)
-    most_drafts, calls = Scheduler._most_drafts, []
-
-    def paused(self: Scheduler, *args: Any, **kwargs: Any) -> int:
-        calls.append(None)
-        count = most_drafts(self, *args, **kwargs)
-        return 0 if 3 <= len(calls) < 3 + pause else count
-
-    monkeypatch.setattr(Scheduler, "_most_drafts", paused)
-    assert run(llm, GREEDY).outputs[0].token_ids == expected
-    assert len(calls) > 3 + pause
-    assert len(drafted) >= 2
-    assert_drafts_are(drafted, Mtp(folder, Target(tiny_target), "qwen"))
-
-
-@pytest.mark.parametrize("modules", [1, 2])
-def test_preempted_requests_draft_what_the_oracle_drafts(
-    modules: int, tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_mtp(tmp_path, tiny_target, "deepseek", modules=modules)
-    prompts = [{"prompt_token_ids": [*PROMPT[index:], 5, index]} for index in range(4)]
-    llm = make(tiny_target, folder, num_kv_blocks=18, block_size=8, max_num_seqs=4)
-    drafted = record_drafts(monkeypatch)
-    outputs = llm.generate(prompts, GREEDY)
-    assert sum(output.metrics.num_preemptions for output in outputs) > 0
-    assert_drafts_are(drafted, Mtp(folder, Target(tiny_target), "deepseek"))
-
-
-@pytest.mark.parametrize("modules", [1, 3])
-@pytest.mark.parametrize("length", [40, 41, 48])
-def test_nothing_goes_beyond_max_model_len(
-    modules: int, length: int, tiny_target: str, tmp_path: Path
-) -> None:
-    folder = write_mtp(tmp_path, tiny_target, "qwen", modules=modules)
-    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    llm = LLM(tiny_target, skip_tokenizer_init=True, num_kv_blocks=64, max_model_len=length)
-    plain = run(llm, params, PROMPT[:9])
-    llm = make(tiny_target, folder, max_model_len=length, speculative={"num_speculative_tokens": 7})
-    drafted = run(llm, params, PROMPT[:9])
-    assert 9 + len(drafted.outputs[0].token_ids) == length
-    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
-
-
-@pytest.mark.parametrize("modules", [1, 2])
-def test_beyond_the_drafters_max_model_len_nothing_is_drafted(
-    modules: int, tiny_target: str, tmp_path: Path
-) -> None:
-    folder = write_mtp(tmp_path, tiny_target, "mimo", modules=modules)
-    llm = make(tiny_target, folder, speculative={"max_model_len": 20})
-    plain = LLM(tiny_target, skip_tokenizer_init=True, num_kv_blocks=64)
-    output = run(llm, GREEDY, PROMPT[:9])
-    assert output.outputs[0].token_ids == run(plain, GREEDY, PROMPT[:9]).outputs[0].token_ids
-    assert output.metrics.num_draft_tokens > 0
-    assert run(llm, GREEDY).metrics.num_drafts == 0
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("modules", [1, 3])
-def test_many_draft_tokens_for_many_requests(
-    modules: int,
-    padded: bool,
-    tiny_target: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    folder = write_mtp(tmp_path, tiny_target, "deepseek", modules=modules)
-    prompts = [{"prompt_token_ids": PROMPT[index : 30 + index]} for index in range(8)]
-    plain = LLM(tiny_target, skip_tokenizer_init=True, num_kv_blocks=64)
-    expected = [output.outputs[0].token_ids for output in plain.generate(prompts, GREEDY)]
-    if padded:
-        use_padded_steps(monkeypatch)
-    options: dict[str, Any] = {"speculative": {"num_speculative_tokens": 15}, "block_size": 8}
-    llm = make(tiny_target, folder, num_kv_blocks=90, max_num_seqs=8, **options)
-    outputs = llm.generate(prompts, GREEDY)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
-
-
 def test_embeddings_and_heads_in_the_file_are_the_targets_own(
     tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepSeek's modules carry copies of them, each module its own."""
     folder = write_mtp(tmp_path, tiny_target, "deepseek", modules=2, own_ends=True)
     drafted = record_drafts(monkeypatch)
-    llm = make(tiny_target, folder, speculative=FORCED)
+    llm = make(tiny_target, folder, speculative=forced())
     check(llm, Mtp(folder, Target(tiny_target), "deepseek"), drafted)
 
 
@@ -326,7 +193,7 @@ def test_a_draft_vocabulary_leaves_the_other_tokens_out(
     """Of the whole head's logits those of the first tokens, here without a text to count in."""
     folder = write_mtp(tmp_path, tiny_target, "deepseek", modules=modules)
     drafted = record_drafts(monkeypatch)
-    llm = make(tiny_target, folder, speculative={**FORCED, "draft_vocab_size": 60})
+    llm = make(tiny_target, folder, speculative={**forced(), "draft_vocab_size": 60})
     run(llm, GREEDY)
     oracle = Mtp(folder, Target(tiny_target), "deepseek")
     vocabulary = torch.arange(60)

@@ -17,11 +17,11 @@ from slipstream.models.drafters.mtp import FIRST_ROW, MtpHead, load_mtp
 from slipstream.models.drafters.mtp_checkpoint import MtpCheckpoint
 from slipstream.models.drafters.mtp_config import read_mtp_config
 from slipstream.models.loading import LoadOptions, load_decoder
+from tests.drafters.engines import GREEDY, make, run
 from tests.drafters.mtp_heads import write_mtp
 from tests.drafters.mtp_oracle import Mtp
 from tests.drafters.oracles import Target
 from tests.drafters.recording import assert_drafts_are, record_drafts
-from tests.drafters.test_eagle import GREEDY, make, run
 
 STYLES = ["qwen", "deepseek", "mimo", "speculators"]
 CPU = torch.device("cpu")

@@ -19,9 +19,10 @@ from slipstream.models.drafters.p_eagle import PEagleHead, load_p_eagle, read_p_
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.head_options import head_layout
 from slipstream.speculative.mask_token import MASK_HEAD_KEYS
-from tests.drafters.heads import MASK, write_p_eagle
-from tests.drafters.oracles import Target
-from tests.drafters.p_eagle_engines import PROMPT, oracle
+from tests.drafters.engines import PROMPT
+from tests.drafters.heads import write_p_eagle
+from tests.drafters.oracles import MASK, Target
+from tests.drafters.oracles import p_eagle_oracle as oracle
 
 
 def load_network(folder: Path, target: str) -> PEagleHead:

@@ -1,5 +1,6 @@
-"""The bundled pair on text that neither model saw: accepted often, and changing nothing."""
+"""The bundled models on text that none of them saw: accepted often, and changing nothing."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,17 @@ import pytest
 import slipstream
 from slipstream import LLM, RequestOutput, SamplingParams
 
-HELD_OUT = Path(slipstream.__file__).parent / "demo" / "prompts" / "held_out.jsonl"
+DEMO = Path(slipstream.__file__).parent / "demo"
+HELD_OUT = DEMO / "prompts" / "held_out.jsonl"
+# A little less than the 12 prompts below reach; over all 80 it is 3.7, 3.2, 2.9, 3.1 and 2.8.
+ACCEPTANCE_LENGTHS = {
+    "demo/draft": 3.0,
+    "demo/eagle3": 2.5,
+    "demo/mtp": 2.3,
+    "demo/p-eagle": 2.4,
+    "demo/pard": 2.2,
+    "ngram": 1.0,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=76, logprobs=0)
 NEAR_TIE = 0.125  # of two logits in bf16, whose rounding at this size is of that order
 
@@ -39,13 +50,23 @@ def plain() -> dict[str, list[RequestOutput]]:
     }
 
 
-@pytest.mark.parametrize("drafter", ["demo/draft", "ngram"])
+@pytest.mark.parametrize("drafter", ACCEPTANCE_LENGTHS)
 def test_greedy_text_is_the_plain_text(drafter: str, plain: dict[str, list[RequestOutput]]) -> None:
     llm = make(drafter, "float32")
     outputs = llm.generate(prompts(12), GREEDY)
     assert [o.outputs[0].text for o in outputs] == [o.outputs[0].text for o in plain["float32"]]
-    if drafter == "demo/draft":
-        assert acceptance_length(llm) >= 3.0
+    assert acceptance_length(llm) >= ACCEPTANCE_LENGTHS[drafter]
+
+
+def test_what_ships_is_what_the_manifest_says() -> None:
+    hashes = json.loads((DEMO / "manifest.json").read_text())["files"]
+    files = {file.relative_to(DEMO).as_posix(): file for file in DEMO.glob("*/*.*")}
+    files = {name: file for name, file in files.items() if "__pycache__" not in name}
+    assert set(files) == set(hashes)
+    for name, file in files.items():
+        assert hashlib.sha256(file.read_bytes()).hexdigest() == hashes[name], name
+    size = sum(file.stat().st_size for file in files.values())
+    assert size <= 40 << 20
 
 
 def test_in_bf16_outputs_part_only_where_two_tokens_tie(

@@ -175,6 +175,30 @@ def test_acceptance_behind_a_prefix_hit_equals_acceptance_without(
     assert warm.metrics.num_accepted_tokens_per_pos == cold.metrics.num_accepted_tokens_per_pos
 
 
+@pytest.mark.parametrize("first", ["ngram", "suffix"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@STEPS
+def test_a_look_up_is_right_where_a_prefix_hit_leaves_one_token(
+    padded: bool, name: str, first: str, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row that is read again waits for the head beside those of all that was accepted."""
+    prompt = {"prompt_token_ids": [*range(20, 28), *[7] * 25]}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logit_bias={7: 50.0})
+    if padded:
+        use_padded_steps(monkeypatch)
+    llm = models.behind(LOOKUPS[first], name)
+    cold, warm = llm.generate(prompt, params)[0], llm.generate(prompt, params)[0]
+    assert warm.metrics.num_cached_tokens == 32
+    assert tokens([warm]) == tokens([cold]) == [[7] * 40]
+    assert warm.metrics.num_accepted_tokens > 20
+    # The head has kept up: it drafts as it would without a hit.
+    other = {"prompt_token_ids": [*prompt["prompt_token_ids"], *[7] * 20, 5, 9]}
+    again = llm.generate(other, GREEDY)[0]
+    assert again.metrics.num_cached_tokens >= 48
+    fresh = models.behind(LOOKUPS[first], name).generate(other, GREEDY)[0]
+    assert tokens([again]) == tokens([fresh])
+
+
 @pytest.mark.parametrize("name", ["draft_model", "eagle"])
 @STEPS
 def test_drafting_goes_on_after_a_while_without(

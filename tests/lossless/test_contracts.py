@@ -66,18 +66,6 @@ def test_the_target_as_its_own_draft_is_accepted_when_sampled(tiny_target: str) 
     assert output.metrics.num_accepted_tokens == output.metrics.num_draft_tokens
 
 
-def test_acceptance_after_a_prefix_hit_equals_acceptance_without(
-    tiny_target: str, tiny_draft: str
-) -> None:
-    prompt = [*range(1, 50), *PROMPT]
-    llm = make(tiny_target, drafts(tiny_draft))
-    cold, warm = run(llm, GREEDY, prompt), run(llm, GREEDY, prompt)
-    assert cold.metrics.num_cached_tokens == 0
-    assert warm.metrics.num_cached_tokens == 48
-    assert warm.metrics.num_drafts == cold.metrics.num_drafts
-    assert warm.metrics.num_accepted_tokens_per_pos == cold.metrics.num_accepted_tokens_per_pos
-
-
 def test_blocks_without_the_drafters_part_are_not_taken_for_a_drafting_request(
     tiny_target: str, tiny_draft: str
 ) -> None:
@@ -90,18 +78,6 @@ def test_blocks_without_the_drafters_part_are_not_taken_for_a_drafting_request(
     assert run(llm, alone, prompt).metrics.num_cached_tokens == 48
     fresh = run(make(tiny_target, drafts(tiny_draft)), GREEDY, prompt)
     assert drafted.metrics.num_accepted_tokens == fresh.metrics.num_accepted_tokens
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 4])
-def test_a_request_may_ask_for_fewer_draft_tokens(
-    count: int, tiny_target: str, tiny_draft: str
-) -> None:
-    params = SamplingParams(
-        temperature=0, max_tokens=30, ignore_eos=True, num_speculative_tokens=count
-    )
-    output = run(make(tiny_target, drafts(tiny_draft)), params)
-    assert len(output.metrics.num_accepted_tokens_per_pos) == count
-    assert output.outputs[0].token_ids == run(make(tiny_target), GREEDY).outputs[0].token_ids
 
 
 def test_a_request_may_not_ask_for_more_draft_tokens(tiny_target: str, tiny_draft: str) -> None:
@@ -183,27 +159,6 @@ def test_prompt_logprobs_survive_chunks_hits_and_preemption(
         assert row is not None
         assert wanted is not None
         assert row[token].logprob == pytest.approx(wanted[token].logprob, abs=1e-4)
-
-
-@pytest.mark.parametrize("length", [40, 41, 48])
-def test_nothing_goes_beyond_max_model_len(length: int, tiny_target: str, tiny_draft: str) -> None:
-    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    plain = run(make(tiny_target, max_model_len=length), params)
-    drafted = run(make(tiny_target, drafts(tiny_draft, 7), max_model_len=length), params)
-    assert len(PROMPT) + len(drafted.outputs[0].token_ids) == length
-    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
-    assert drafted.outputs[0].finish_reason == "length"
-
-
-def test_beyond_the_drafters_max_model_len_nothing_is_drafted(
-    tiny_target: str, tiny_draft: str
-) -> None:
-    llm = make(tiny_target, {**drafts(tiny_draft), "max_model_len": 20})
-    output = run(llm, GREEDY)
-    assert output.outputs[0].token_ids == run(make(tiny_target), GREEDY).outputs[0].token_ids
-    assert 0 < output.metrics.num_draft_tokens <= 20 * 4
-    long = run(llm, GREEDY, [*range(1, 30)])
-    assert long.metrics.num_drafts == 0
 
 
 def test_a_stop_token_inside_an_accepted_block_cuts_it(tiny_target: str) -> None:

@@ -19,7 +19,7 @@ AXES: dict[str, list[Any]] = {
         *("dflash", "assistant", "mtp", "mtp_modules"),
         *("combination", "host_combination", "uneven_combination"),
     ],
-    "k": [1, 3, 7],
+    "k": [1, 3, 7, 15],
     "batch": [1, 8],
     "rows": [512, 24],  # 24: prompts come in chunks, mixed with decoding
     "blocks": [400, 16],  # 16 blocks of 8 tokens: requests are preempted
@@ -101,8 +101,8 @@ def speculative_config(
         "self": {"model": target},
         "subset": {"model": draft, "draft_vocab_size": 60},
         "pard": {"method": "pard", "model": draft, "pard_token": 90},
-        "medusa": {"method": "medusa", "model": medusa_for(target)},
-        "mlp_speculator": {"method": "mlp_speculator", "model": mlp_for(target)},
+        "medusa": {"method": "medusa", "model": medusa_for(target, heads=15)},
+        "mlp_speculator": {"method": "mlp_speculator", "model": mlp_for(target, steps=15)},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
         "suffix": {"method": "suffix", "suffix_decoding_max_spec_factor": 3},
         "custom": {"method": "custom", "model": "tests.user_drafters:LastFollower"},

@@ -104,19 +104,6 @@ def test_good_drafts_are_accepted(
         assert (preempted > 0) == ("num_kv_blocks" in options)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_acceptance_after_a_prefix_hit_equals_acceptance_without(method: str, toy: Toy) -> None:
-    for length in (48, 49, 50):  # 49: all but the last token are in the prefix cache
-        prompt = {"prompt_token_ids": [(5 * index) % 90 for index in range(length)]}
-        llm = toy.llm(method)
-        cold, warm = llm.generate([prompt], GREEDY)[0], llm.generate([prompt], GREEDY)[0]
-        assert warm.metrics.num_cached_tokens == (length - 1) // 8 * 8
-        assert tokens(warm) == tokens(cold) == expected(prompt)
-        assert warm.metrics.num_drafts == cold.metrics.num_drafts > 0
-        ours, theirs = warm.metrics, cold.metrics
-        assert ours.num_accepted_tokens_per_pos == theirs.num_accepted_tokens_per_pos
-
-
 @pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_last_token_of_a_chunked_prompt_may_have_drafts_behind_it(
@@ -164,76 +151,6 @@ def accepted_tokens(output: RequestOutput) -> list[int]:
     sample = output.outputs[0]
     pairs = zip(sample.token_ids, sample.from_draft, strict=True)
     return [token for token, drafted in pairs if drafted]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_blocks_are_shared_with_requests_that_do_not_draft(method: str, toy: Toy) -> None:
-    alone = SamplingParams(temperature=0, max_tokens=4, num_speculative_tokens=0)
-    llm = toy.llm(method)
-    prompt = [PROMPTS[2]]
-    assert llm.generate(prompt, alone)[0].metrics.num_drafts == 0
-    assert llm.generate(prompt, GREEDY)[0].metrics.num_cached_tokens == 48
-
-
-@pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
-@pytest.mark.parametrize("method", METHODS)
-def test_drafting_goes_on_after_a_while_without(
-    method: str, padded: bool, toy: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if padded:
-        use_padded_steps(monkeypatch)
-    llm = toy.llm(method)
-    scheduler, planned = llm.engine.scheduler, llm.engine.scheduler._most_drafts
-    calls = iter(range(10_000))
-
-    def most_drafts(*args: Any, **kwargs: Any) -> int:
-        return 0 if 8 <= next(calls) < 40 else planned(*args, **kwargs)
-
-    monkeypatch.setattr(scheduler, "_most_drafts", most_drafts)
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    outputs = llm.generate(PROMPTS[:2], params)
-    assert [tokens(output) for output in outputs] == [expected(it, 60) for it in PROMPTS[:2]]
-    for output in outputs:
-        assert output.metrics.num_steps > output.metrics.num_drafts + 10
-        assert output.metrics.num_accepted_tokens > 1.5 * output.metrics.num_drafts
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_request_may_ask_for_fewer_draft_tokens(method: str, toy: Toy) -> None:
-    for count in (0, 1, 2):
-        params = SamplingParams(
-            temperature=0, max_tokens=30, ignore_eos=True, num_speculative_tokens=count
-        )
-        output = toy.llm(method).generate(PROMPTS[:1], params)[0]
-        assert tokens(output) == expected(PROMPTS[0], 30)
-        assert len(output.metrics.num_accepted_tokens_per_pos) == count
-
-
-@pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
-@pytest.mark.parametrize("method", METHODS)
-def test_max_model_len_is_reached_and_not_passed(
-    method: str, padded: bool, toy: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if padded:
-        use_padded_steps(monkeypatch)
-    for length in (33, 40, 41):
-        llm = toy.llm(method, 7, max_model_len=length)
-        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-        prompts = [PROMPTS[0], PROMPTS[5], PROMPTS[7]]
-        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
-            left = length - len(prompt["prompt_token_ids"])
-            assert tokens(output) == expected(prompt, left)
-            assert output.outputs[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_beyond_the_drafters_max_model_len_nothing_is_drafted(method: str, toy: Toy) -> None:
-    speculative = {"method": method, "model": toy.drafters[method], "max_model_len": 20}
-    llm = LLM(toy.target, speculative_config=speculative, skip_tokenizer_init=True)
-    short, long = llm.generate([PROMPTS[0], PROMPTS[1]], GREEDY)
-    assert 0 < short.metrics.num_draft_tokens <= 20 * 4
-    assert long.metrics.num_drafts == 0
-    assert tokens(short) == expected(PROMPTS[0])
 
 
 # ---------------------------------------------------------------------- options

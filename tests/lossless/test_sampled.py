@@ -21,6 +21,7 @@ from tests.drafters.heads import write_eagle1, write_eagle3, write_p_eagle
 from tests.drafters.mtp_heads import write_mtp
 from tests.last_hidden_checkpoints import mapped_medusa_for, medusa_for, mlp_for
 from tests.padded_steps import use_padded_steps
+from tests.pard_checkpoints import write_pard2
 
 VOCAB = 6
 PROMPT = [1, 4, 2, 4, 2]
@@ -63,6 +64,9 @@ def heads(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> di
         "eagle": str(write_eagle1(folder / "eagle", pair[0])),
         "eagle3": str(write_eagle3(folder / "eagle3", pair[0], norm_output=True)),
         "eagle3_reduced": str(write_eagle3(folder / "reduced", pair[0], draft_vocab=4)),
+        "pard2": write_pard2(
+            folder / "pard2", [-1, 1], target_width=32, pard_token=3, logit_scale=0.8, **SHAPE
+        ),
         "p-eagle": str(write_p_eagle(folder / "p-eagle", pair[0], draft_vocab=5)),
         "mtp": str(write_mtp(folder / "mtp", pair[0])),
         "mtp_modules": str(write_mtp(folder / "modules", pair[0], "deepseek", modules=2)),
@@ -82,6 +86,8 @@ CASES: dict[str, dict[str, Any]] = {
         "pard_token": 3,
         "draft_sample_method": "greedy",
     },
+    "pard2": {"drafter": "pard2"},
+    "greedy_pard2": {"drafter": "pard2", "draft_sample_method": "greedy"},
     "medusa": {"drafter": "medusa"},
     "mlp_speculator": {"drafter": "mlp_speculator"},
     "mapped_medusa": {"drafter": "mapped_medusa"},

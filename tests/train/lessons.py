@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 
 from slipstream import LLM, SamplingParams
+from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.loading import no_progress_bar
 from slipstream.train.batches import Batch
+from slipstream.train.data import Data
 from slipstream.train.losses import Columns
 from slipstream.train.sequences import Sequences
 from slipstream.train.settings import DrafterOptions, TrainSettings
@@ -63,7 +67,15 @@ def batch_of(
 
 
 def teacher(target: str) -> Target:
-    return load_target(target, None, torch.float32, torch.device("cpu"), 256)
+    checkpoint = Checkpoint(Path(target))
+    config = read_decoder_config(checkpoint)
+    return load_target(checkpoint, config, torch.float32, torch.device("cpu"), 256)
+
+
+def prepared(given: TrainSettings, kept: Path, answers: Path) -> Sequences:
+    """The sequences of a run."""
+    checkpoint = Checkpoint(Path(given.target))
+    return Data(given, checkpoint, 96).sequences(kept, answers, no_progress_bar)
 
 
 def run_drafting(

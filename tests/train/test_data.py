@@ -10,12 +10,13 @@ import torch
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.train.features import DiskFeatures, capture, how_many
-from slipstream.train.run import WORK, prepared, run_training
+from slipstream.train.orders import WORK
+from slipstream.train.run import run_training
 from slipstream.train.sequences import Document, Sequences, encode, pack
 from slipstream.train.tensor_file import read_tensors, write_tensors
 from slipstream.train.texts import read_entries
 from slipstream.train.vocabulary import choose_tokens
-from tests.train.lessons import settings, teacher
+from tests.train.lessons import prepared, settings, teacher
 
 CHAT = [
     {"role": "user", "content": "w10 w11"},
@@ -28,12 +29,6 @@ CHAT = [
 def lines(file: Path, *values: Any) -> Path:
     file.write_text("".join(json.dumps(value) + "\n" for value in values))
     return file
-
-
-def silent(*_: Any) -> Any:
-    from slipstream.models.loading import no_progress_bar
-
-    return no_progress_bar("", 0, "")
 
 
 def test_of_a_chat_the_assistant_is_learned(taught_target: str, tmp_path: Path) -> None:
@@ -104,18 +99,18 @@ def test_the_target_answers_prompts_and_an_interrupted_run_asks_for_the_rest(
         max_length=16,
     )
     answers = tmp_path / "answers.jsonl"
-    first = prepared(given, tmp_path / "one.safetensors", answers, silent)
+    first = prepared(given, tmp_path / "one.safetensors", answers)
     ids = first.token_ids.flatten().tolist()
     assert ids[:3] == [5, 6, 7]
     source, *kept = answers.read_text().splitlines()
     assert len(kept) == 3
     assert ids[3 : 3 + len(json.loads(kept[0]))] == json.loads(kept[0])
     answers.write_text("\n".join([source, kept[0], kept[1][:3]]))
-    again = prepared(given, tmp_path / "two.safetensors", answers, silent)
+    again = prepared(given, tmp_path / "two.safetensors", answers)
     assert again.digest == first.digest
     unanswered = settings("eagle3", taught_target, data, tmp_path, max_length=16)
     with pytest.raises(UsageError, match="--generate lets the target answer"):
-        prepared(unanswered, tmp_path / "three.safetensors", answers, silent)
+        prepared(unanswered, tmp_path / "three.safetensors", answers)
 
 
 def test_other_data_is_not_taken_for_that_of_an_earlier_run(
@@ -127,7 +122,7 @@ def test_other_data_is_not_taken_for_that_of_an_earlier_run(
         data = lines(tmp_path / "prompts.jsonl", {"prompt": prompt})
         asked = {"generate": True, "generate_tokens": 6, "max_length": 16, **changes}
         given = settings("eagle3", taught_target, data, tmp_path, **asked)
-        return prepared(given, kept, answers, silent)
+        return prepared(given, kept, answers)
 
     first = make("w5 w6 w7")
     stamp = kept.stat().st_mtime_ns

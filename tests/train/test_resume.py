@@ -7,13 +7,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from slipstream.cli.interrupt import interrupt_noted
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.train.loop import Report, RunStoppedError
+from slipstream.train.orders import WORK
 from slipstream.train.records import FILE, Records
-from slipstream.train.run import WORK, run_training
+from slipstream.train.run import run_training
 from slipstream.train.state import FILE as STATE
 from tests.train.lessons import losses, settings
 
@@ -92,10 +96,24 @@ def test_a_run_goes_on_with_its_own_settings_only(
     taught_target: str, own_words: Path, tmp_path: Path
 ) -> None:
     run_training(settings("eagle3", taught_target, own_words, tmp_path, steps=5))
-    with pytest.raises(UsageError, match="a run with another batch size"):
-        run_training(settings("eagle3", taught_target, own_words, tmp_path, batch_size=4))
+    changes: list[dict[str, Any]] = [
+        {"batch_size": 4},
+        {"learning_rate": 1e-4},
+        {"argmax_weight": 0.5},
+        {"place_decay": 0.5},
+        {"weight_decay": 0.5},
+        {"clip": 0.1},
+        {"warmup": 0.2},
+        {"validation": 0.1},
+        {"dtype": "bfloat16"},
+        {"options": {"norm_output": True}},
+    ]
+    for change in changes:
+        name = next(iter(change.get("options", change))).replace("_", "-")
+        with pytest.raises(UsageError, match=f"a run with another --{name} .*another --out"):
+            run_training(settings("eagle3", taught_target, own_words, tmp_path, **change))
     longer = run_training(
-        settings("eagle3", taught_target, own_words, tmp_path, steps=10, max_length=512)
+        settings("eagle3", taught_target, own_words, tmp_path, steps=10, max_length=None)
     )
     assert [record["step"] for record in Records(tmp_path).all() if record["kind"] == "training"]
     assert max(record["step"] for record in Records(tmp_path).all()) == 10
@@ -108,6 +126,45 @@ def test_a_run_goes_on_with_its_own_settings_only(
     torch.save({"model": {}}, file)
     with pytest.raises(CheckpointError, match="it is no checkpoint of a run"):
         run_training(settings("eagle3", taught_target, own_words, tmp_path, steps=15))
+
+
+def test_ctrl_c_keeps_what_was_learned(taught_target: str, own_words: Path, tmp_path: Path) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    asked = {"steps": 12, "checkpoint_every": 100}
+    run_training(settings("medusa", taught_target, own_words, whole, **asked))
+    arguments = settings("medusa", taught_target, own_words, stopped, **asked)
+    seen: list[Report] = []
+
+    def press(report: Report) -> None:
+        seen.append(report)
+        if report.step == 7 and not report.goes_on:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(RunStoppedError, match="stopped behind step 7"):
+        run_training(arguments, watch=press, noted=interrupt_noted)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    seen.clear()
+    run_training(arguments, watch=seen.append)
+    assert [report.step for report in seen if report.goes_on] == [7]
+    assert Records(stopped).all()[-1]["step"] == 12
+    curves = [losses(list(map(dict, Records(out).all()))) for out in (whole, stopped)]
+    torch.testing.assert_close(curves[0], curves[1], rtol=1e-5, atol=1e-6)
+    ours, theirs = ((out / "model.safetensors").read_bytes() for out in (whole, stopped))
+    assert ours == theirs
+
+
+def test_ctrl_c_pressed_twice_leaves_at_once(
+    taught_target: str, own_words: Path, tmp_path: Path
+) -> None:
+    def press(report: Report) -> None:
+        if report.step == 3:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    given = settings("medusa", taught_target, own_words, tmp_path, steps=9)
+    with pytest.raises(KeyboardInterrupt):
+        run_training(given, watch=press, noted=interrupt_noted)
+    assert not (tmp_path / WORK / STATE).exists()
 
 
 def test_records_of_lost_steps_are_dropped(tmp_path: Path) -> None:

@@ -1,40 +1,27 @@
-"""Parallel drafting with a language model: K draft tokens from one pass over mask tokens.
-
-What is expected comes from the format: committed tokens, then K-1 mask tokens, at consecutive
-positions under the ordinary causal mask; the last K rows give the draft.
-"""
+"""Parallel drafting with a language model: K draft tokens from one pass over mask tokens."""
 
 import json
 import logging
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
-from slipstream.engine.scheduler import Scheduler
 from tests.checkpoints import write_qwen3
-from tests.drafter_recording import ProposedDraft, Recording, record
+from tests.drafter_recording import record
+from tests.drafters.engines import forced
+from tests.drafters.recording import assert_drafts_are, record_drafts
 from tests.padded_steps import use_padded_steps
-from tests.qwen3_oracle import Qwen3Oracle
+from tests.pard_checkpoints import MASK, Pard, write_pard
 
-MASK = 90
 PROMPT = [5, 9, 14, 33, 5, 9]
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
-def forced(count: int) -> dict[str, Any]:
-    """Drafts are accepted to all lengths, by lot: each with about the same chance."""
-    rates = [1 - (place + 1) / (count + 1) for place in range(count)]
-    return {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
-
-
 @pytest.fixture(scope="module")
 def pard(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A PARD checkpoint as published: an ordinary model with two keys more, its head stored."""
-    changes: dict[str, Any] = {"spd_type": "pard", "pard_token": MASK, "tie_word_embeddings": False}
-    return str(write_qwen3(tmp_path_factory.mktemp("pard"), keep_layers=1, **changes))
+    return write_pard(tmp_path_factory.mktemp("pard"))
 
 
 def make(target: str, speculative: dict[str, Any] | None, **options: Any) -> LLM:
@@ -46,19 +33,6 @@ def generate(llm: LLM, *prompts: list[int], params: SamplingParams = GREEDY) -> 
     return llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
 
 
-def expected(oracle: Qwen3Oracle, draft: ProposedDraft, mask: int = MASK) -> Any:
-    """[K, V], the last rows of one text: what is known, then masks."""
-    count = len(draft.tokens)
-    return oracle.logits([*draft.known, *[mask] * (count - 1)])[-count:]
-
-
-def check(recording: Recording, oracle: Qwen3Oracle, mask: int = MASK) -> None:
-    for draft in recording.drafts:
-        logits = expected(oracle, draft, mask)
-        assert (draft.logits.double() - logits).abs().max() < 1e-4
-        assert draft.tokens == logits.argmax(-1).tolist()
-
-
 @pytest.mark.parametrize("steps", ["exact", "padded"])
 @pytest.mark.parametrize("count", [1, 4, 15])
 def test_every_draft_is_the_oracles(
@@ -67,18 +41,18 @@ def test_every_draft_is_the_oracles(
     """Over 32 rounds and more whose drafts are accepted to all lengths, forced by lot."""
     if steps == "padded":
         use_padded_steps(monkeypatch)
-    recording = record(monkeypatch)
-    llm = make(tiny_target, {"model": pard, "num_speculative_tokens": count, **forced(count)})
+    drafted = record_drafts(monkeypatch)
+    llm = make(tiny_target, {"model": pard, **forced(count)})
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     outputs = generate(llm, PROMPT, [*range(1, 30)], [8, 8], params=params)
-    assert len(recording.drafts) >= 32
+    assert len(drafted) >= 32
     accepted = [
         sum(out.metrics.num_accepted_tokens_per_pos[place] for out in outputs)
         for place in range(count)
     ]
     assert accepted[-1] > 0  # a round may have as much to read as can be
     assert count == 1 or accepted[0] > accepted[-1]
-    check(recording, Qwen3Oracle(pard))
+    assert_drafts_are(drafted, Pard(pard))
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
@@ -101,93 +75,6 @@ def test_a_chain_of_the_same_drafter_is_k_passes(
     assert recording.num_passes > recording.num_rounds
 
 
-def test_chunks_preemption_and_prefix_hits_leave_the_drafts_as_they_are(
-    tiny_target: str, pard: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recording = record(monkeypatch)
-    config = {"model": pard, "num_speculative_tokens": 5}
-    llm = make(tiny_target, config, num_kv_blocks=18, max_num_batched_tokens=24, max_num_seqs=4)
-    prompts = [[*range(1, 41)], [*range(50, 70)], PROMPT, [*range(1, 33), 7, 8, 9]]
-    outputs = [*generate(llm, *prompts), *generate(llm, prompts[0])]
-    assert sum(output.metrics.num_preemptions for output in outputs) > 0
-    assert outputs[-1].metrics.num_cached_tokens > 0
-    check(recording, Qwen3Oracle(pard))
-
-
-@pytest.mark.parametrize("rounds", [3, 4, 5, 6, 20])
-@pytest.mark.parametrize("steps", ["exact", "padded"])
-def test_drafting_can_rest_and_go_on(
-    steps: str, rounds: int, tiny_target: str, pard: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was committed meanwhile is as much as a round can read, or more."""
-    if steps == "padded":
-        use_padded_steps(monkeypatch)
-    recording, asked = record(monkeypatch), iter(range(1000))
-    most_drafts = Scheduler._most_drafts
-
-    def resting(self: Scheduler, *args: Any, **named: Any) -> int:
-        return 0 if 6 <= next(asked) < 6 + rounds else most_drafts(self, *args, **named)
-
-    monkeypatch.setattr(Scheduler, "_most_drafts", resting)
-    llm = make(tiny_target, {"model": pard, "num_speculative_tokens": 3})
-    generate(llm, PROMPT)
-    known = [len(draft.known) for draft in recording.drafts]
-    assert max(after - before for before, after in pairwise(known)) > rounds
-    check(recording, Qwen3Oracle(pard))
-
-
-def test_acceptance_after_a_prefix_hit_equals_acceptance_without(
-    tiny_target: str, pard: str
-) -> None:
-    llm = make(tiny_target, {"model": pard, "num_speculative_tokens": 4}, block_size=16)
-    cold, warm = (generate(llm, [*range(1, 50), *PROMPT])[0].metrics for _ in range(2))
-    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 48)
-    assert warm.num_drafts == cold.num_drafts
-    assert warm.num_accepted_tokens_per_pos == cold.num_accepted_tokens_per_pos
-
-
-@pytest.mark.parametrize("steps", ["exact", "padded"])
-@pytest.mark.parametrize("length", [40, 41, 48])
-def test_masks_stay_within_max_model_len(
-    length: int, steps: str, tiny_target: str, pard: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = generate(make(tiny_target, None, max_model_len=length), PROMPT)[0]
-    if steps == "padded":
-        use_padded_steps(monkeypatch)
-    recording = record(monkeypatch)
-    config = {"model": pard, "num_speculative_tokens": 15}
-    output = generate(make(tiny_target, config, max_model_len=length), PROMPT)[0]
-    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
-    assert max(len(draft.known) + len(draft.tokens) for draft in recording.drafts) == length - 1
-    check(recording, Qwen3Oracle(pard))
-
-
-def test_beyond_the_drafters_max_model_len_nothing_is_drafted(tiny_target: str, pard: str) -> None:
-    llm = make(tiny_target, {"model": pard, "max_model_len": 20})
-    output = generate(llm, PROMPT)[0]
-    assert (
-        output.outputs[0].token_ids
-        == generate(make(tiny_target, None), PROMPT)[0].outputs[0].token_ids
-    )
-    assert output.metrics.num_draft_tokens > 0
-    assert generate(llm, [*range(1, 30)])[0].metrics.num_drafts == 0
-
-
-def test_more_requests_times_k_than_rows_of_the_target(tiny_target: str, pard: str) -> None:
-    """The drafter's pass has 2K rows a request, the target's budget is a tenth of that."""
-    llm = make(
-        tiny_target,
-        {"model": pard, "num_speculative_tokens": 15},
-        max_num_batched_tokens=24,
-        max_num_seqs=8,
-        num_kv_blocks=200,
-    )
-    plain = make(tiny_target, None)
-    prompts = [[index, *PROMPT] for index in range(1, 9)]
-    for ours, theirs in zip(generate(llm, *prompts), generate(plain, *prompts), strict=True):
-        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
-
-
 # Where the method and its mask token come from
 
 
@@ -195,10 +82,10 @@ def test_the_mask_token_may_be_given(
     tiny_target: str, pard: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for token in (MASK, 77):
-        recording = record(monkeypatch)
+        drafted = record_drafts(monkeypatch)
         llm = make(tiny_target, {"model": pard, "pard_token": token, "num_speculative_tokens": 4})
         generate(llm, PROMPT)
-        check(recording, Qwen3Oracle(pard), token)
+        assert_drafts_are(drafted, Pard(pard, token))
         monkeypatch.undo()
 
 

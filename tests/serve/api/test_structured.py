@@ -141,3 +141,11 @@ def test_a_shape_that_nothing_can_follow(live: Live) -> None:
     error = error_of(live, guided_choice=["yes"], allowed_token_ids=[0])
     assert error["code"] == "grammar_failed"
     assert "no token" in error["message"]
+
+
+def test_a_stream_tells_of_its_failure(live: Live) -> None:
+    body = {"prompt": "x", "guided_choice": ["yes"], "allowed_token_ids": [0], "stream": True}
+    answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60)
+    failure, done = answer.text.split("\n\n")[-3:-1]
+    assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "grammar_failed"
+    assert done == "data: [DONE]"

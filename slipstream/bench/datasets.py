@@ -1,0 +1,245 @@
+"""The prompts of a benchmark, from the files that the field measures with, or drawn at random."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from slipstream.bench.prompt_files import Row, read_rows
+from slipstream.core.errors import UsageError
+
+Message = Mapping[str, Any]
+
+DEMO, CUSTOM, RANDOM = "demo", "custom", "random"
+_LEAST, _LONGEST = 4, 1024  # tokens of what is taken from ShareGPT
+HELD_OUT = Path(__file__).parents[1] / "demo" / "prompts" / "held_out.jsonl"
+
+
+class TextEncoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below it."""
+
+    @property
+    def special_token_ids(self) -> Collection[int]:
+        """Ids that steer the model, never drawn."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchPrompt:
+    """One thing that is asked: a text to continue, messages to answer, or token ids to continue.
+
+    Attributes:
+        max_tokens: how long its answer is to be, where the data set says so.
+    """
+
+    id: str
+    text: str | None = None
+    messages: tuple[Message, ...] | None = None
+    token_ids: tuple[int, ...] | None = None
+    category: str | None = None
+    max_tokens: int | None = None
+
+    def shown(self) -> Any:
+        """What was asked, as JSON has it."""
+        if self.text is not None:
+            return self.text
+        return list(self.messages if self.messages is not None else self.token_ids or ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomShape:
+    """Random prompts: token ids, all lengths within `spread` (0 to 1) of what is named.
+
+    Attributes:
+        prefix: tokens that all prompts begin with, besides.
+        vocabulary: ids are below it; None takes the tokenizer's.
+    """
+
+    input_tokens: int = 128
+    output_tokens: int = 128
+    spread: float = 0.0
+    prefix: int = 0
+    vocabulary: int | None = None
+
+
+def read_custom(row: Row) -> BenchPrompt:
+    """`{"prompt": text}` or `{"messages": [...]}`; `id` and `max_tokens` if given."""
+    content = row.content
+    given: dict[str, Any] = {"id": str(content.get("id", "")), "category": _category(row)}
+    most = content.get("max_tokens", content.get("output_tokens"))
+    if most is not None:
+        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+            raise UsageError(f"{row.place}: max_tokens must be an integer from 1 on, not {most!r}")
+        given["max_tokens"] = most
+    if isinstance(content.get("prompt"), str):
+        return BenchPrompt(text=content["prompt"], **given)
+    messages = content.get("messages")
+    if isinstance(messages, list) and messages:
+        return BenchPrompt(messages=tuple(messages), **given)
+    raise UsageError(f'{row.place} has neither "prompt" (a text) nor "messages" (a list)')
+
+
+def read_question(row: Row) -> BenchPrompt:
+    """MT-Bench and Spec-Bench: the first of a question's turns, the later ones need its answer."""
+    turns = row.listed("turns", "prompt")
+    if not isinstance(turns[0], str) or not turns[0]:
+        raise UsageError(f"{row.place}: the first turn is not a text")
+    name = row.content.get("question_id", row.content.get("prompt_id", ""))
+    return BenchPrompt(id=str(name), messages=_asked(turns[0]), category=_category(row))
+
+
+def read_humaneval(row: Row) -> BenchPrompt:
+    """The head of a function, to be completed."""
+    return BenchPrompt(id=str(row.content.get("task_id", "")), text=row.text("prompt"))
+
+
+def read_sharegpt(row: Row) -> BenchPrompt | None:
+    """What a person said first; None for a conversation that goes no further."""
+    turns = row.listed("conversations", "conversation")
+    said = [turn.get("value") for turn in turns if isinstance(turn, dict)]
+    if len(said) < 2 or not isinstance(said[0], str) or not said[0]:
+        return None
+    # Whoever knows the tokenizer takes the length of the answer that stands there.
+    return BenchPrompt(id=str(row.content.get("id", "")), messages=_asked(said[0]))
+
+
+_READERS: dict[str, Callable[[Row], BenchPrompt | None]] = {
+    CUSTOM: read_custom,
+    "mt-bench": read_question,
+    "spec-bench": read_question,
+    "humaneval": read_humaneval,
+    "sharegpt": read_sharegpt,
+}
+DATASETS = (DEMO, *_READERS, RANDOM)
+
+
+def read_dataset(
+    name: str, file: Path | None, category: str | None = None, encoder: TextEncoder | None = None
+) -> list[BenchPrompt]:
+    """All prompts of a data set that is a file.
+
+    Args:
+        name: one of DATASETS but `random`; `demo` needs no file.
+        category: keep these only; None keeps all.
+        encoder: with one, answers to ShareGPT's prompts are as long as those that stand there,
+            and what is very short or long is left out, as the field does.
+
+    Raises:
+        UsageError: there is no such file, or it is not of this kind.
+    """
+    if name == DEMO:
+        name, file = CUSTOM, HELD_OUT
+    if file is None:
+        raise UsageError(f"the data set {name} is a file of yours; name it with --dataset-path")
+    prompts: list[BenchPrompt] = []
+    seen: set[str] = set()
+    for number, row in enumerate(read_rows(file)):
+        prompt = _READERS[name](row)
+        if prompt is None:
+            continue
+        if name == "sharegpt" and encoder is not None:
+            prompt = _measured(prompt, row, encoder)
+            if prompt is None:
+                continue
+        if prompt.id in seen or not prompt.id:  # answers are compared by id
+            prompt = replace(prompt, id=f"{prompt.id}@{number}" if prompt.id else str(number))
+        seen.add(prompt.id)
+        prompts.append(prompt)
+    return _of_category(prompts, category, file)
+
+
+def draw_random(
+    count: int, shape: RandomShape, seed: int, encoder: TextEncoder | None, as_text: bool
+) -> list[BenchPrompt]:
+    """Prompts of random tokens, whose acceptance says nothing about real texts.
+
+    Args:
+        as_text: chats take no token ids; their lengths in tokens are then only nearly those asked.
+
+    Raises:
+        UsageError: there is no vocabulary to draw from.
+    """
+    import numpy
+
+    if encoder is None and (as_text or shape.vocabulary is None):
+        raise UsageError(
+            "random prompts are drawn from a vocabulary; name the model's directory with "
+            "--tokenizer, or (for completions) give --random-vocab-size"
+        )
+    source = numpy.random.default_rng(seed)
+    special = frozenset[int]() if encoder is None else frozenset(encoder.special_token_ids)
+    size = shape.vocabulary or (encoder.vocab_size if encoder is not None else 0)
+    ids = numpy.array([token for token in range(size) if token not in special])
+
+    def length(named: int) -> int:
+        low, high = named * (1 - shape.spread), named * (1 + shape.spread)
+        return max(1, int(source.integers(int(low), int(high) + 1)))
+
+    prefix = source.choice(ids, shape.prefix)
+    prompts = []
+    for number in range(count):
+        drawn = [*prefix, *source.choice(ids, length(shape.input_tokens))]
+        tokens = tuple(int(token) for token in drawn)
+        prompt = BenchPrompt(
+            id=f"random-{number}", token_ids=tokens, max_tokens=length(shape.output_tokens)
+        )
+        if as_text and encoder is not None:
+            prompt = replace(prompt, token_ids=None, messages=_asked(encoder.decode(tokens)))
+        prompts.append(prompt)
+    return prompts
+
+
+def take(prompts: Sequence[BenchPrompt], count: int | None) -> list[BenchPrompt]:
+    """So many of them (None: all), spread evenly; where there are fewer they come again."""
+    if count is None:
+        return list(prompts)
+    if count <= len(prompts):
+        return [prompts[index * len(prompts) // count] for index in range(count)]
+    taken = []
+    for index in range(count):
+        again, place = divmod(index, len(prompts))
+        prompt = prompts[place]
+        taken.append(replace(prompt, id=f"{prompt.id}#{again + 1}") if again else prompt)
+    return taken
+
+
+def _measured(prompt: BenchPrompt, row: Row, encoder: TextEncoder) -> BenchPrompt | None:
+    """With the length of the answer that stands there; None for what the field leaves out."""
+    question, answer = (
+        len(encoder.encode(str(turn.get("value", "")), add_special_tokens=False))
+        for turn in row.listed("conversations", "conversation")[:2]
+    )
+    if min(question, answer) < _LEAST or question > _LONGEST or question + answer > 2 * _LONGEST:
+        return None
+    return replace(prompt, max_tokens=answer)
+
+
+def _of_category(prompts: list[BenchPrompt], category: str | None, file: Path) -> list[BenchPrompt]:
+    if not prompts:
+        raise UsageError(f"{file} holds no prompts that can be asked")
+    if category is None:
+        return prompts
+    kept = [prompt for prompt in prompts if prompt.category == category]
+    if not kept:
+        known = sorted({prompt.category for prompt in prompts if prompt.category is not None})
+        says = f"there are {', '.join(known)}" if known else "its prompts have none"
+        raise UsageError(f"{file} has no prompts of the category {category}; {says}")
+    return kept
+
+
+def _asked(text: str) -> tuple[Message, ...]:
+    return ({"role": "user", "content": text},)
+
+
+def _category(row: Row) -> str | None:
+    value = row.content.get("category", row.content.get("kind"))
+    return value if isinstance(value, str) else None

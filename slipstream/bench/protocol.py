@@ -1,0 +1,167 @@
+"""The OpenAI protocol as a client needs it: a request's body, and what a stream's events say."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.bench.datasets import BenchPrompt
+from slipstream.core.errors import UsageError
+
+AUTO, COMPLETIONS, CHAT = "auto", "completions", "chat"
+ENDPOINTS = (AUTO, COMPLETIONS, CHAT)
+_PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
+
+
+class BrokenStreamError(ValueError):
+    """A stream that does not follow the protocol."""
+
+
+class ServerError(Exception):
+    """An error that the server reports within a stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestForm:
+    """How prompts become requests.
+
+    Attributes:
+        endpoint: one of ENDPOINTS; `auto` takes the one that suits each prompt.
+        max_tokens: for prompts that do not say themselves.
+        fields: of the body, as they are.
+    """
+
+    model: str
+    endpoint: str = AUTO
+    max_tokens: int = 128
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def path(self, prompt: BenchPrompt) -> str:
+        """Where to send it."""
+        return _PATHS[self._endpoint(prompt)]
+
+    def body(self, prompt: BenchPrompt) -> bytes:
+        """UTF-8 JSON.
+
+        Raises:
+            UsageError: the endpoint does not take such prompts.
+        """
+        document: dict[str, Any] = {
+            "model": self.model,
+            **self._question(prompt),
+            "max_tokens": prompt.max_tokens or self.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.fields,
+        }
+        return json.dumps(document, ensure_ascii=False).encode("utf-8", errors="surrogatepass")
+
+    def _endpoint(self, prompt: BenchPrompt) -> str:
+        if self.endpoint != AUTO:
+            return self.endpoint
+        return COMPLETIONS if prompt.messages is None else CHAT
+
+    def _question(self, prompt: BenchPrompt) -> dict[str, Any]:
+        if self._endpoint(prompt) == COMPLETIONS:
+            if prompt.messages is not None:
+                raise UsageError(
+                    f"the prompt {prompt.id} is a chat, which the completions endpoint does not "
+                    "take; give --endpoint auto or chat, or --tokenizer for its chat template"
+                )
+            return {"prompt": list(prompt.token_ids) if prompt.token_ids else prompt.text}
+        if prompt.messages is not None:
+            return {"messages": list(prompt.messages)}
+        if prompt.text is None:
+            raise UsageError(
+                f"the prompt {prompt.id} is token ids, which the chat endpoint does not take; give "
+                "--endpoint auto or completions"
+            )
+        return {"messages": [{"role": "user", "content": prompt.text}]}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one event of a stream brought.
+
+    Attributes:
+        has_output: whether it brought tokens (their text may still be to come).
+        num_tokens: how many, where the server tells.
+    """
+
+    text: str = ""
+    has_output: bool = False
+    num_tokens: int | None = None
+    finish_reason: str | None = None
+    usage: Mapping[str, Any] | None = None
+
+
+def read_event(data: str) -> Chunk:
+    """One event of either endpoint's stream.
+
+    Raises:
+        BrokenStreamError: it is not what the protocol has.
+        ServerError: it is the server's own report of an error.
+    """
+    try:
+        event = json.loads(data)
+    except ValueError:
+        raise BrokenStreamError("an event of the stream is not JSON") from None
+    if not isinstance(event, dict):
+        raise BrokenStreamError("an event of the stream is not an object")
+    if event.get("error") is not None:
+        raise ServerError(error_message(event))
+    usage = event.get("usage")
+    usage = usage if isinstance(usage, dict) else None
+    choices = event.get("choices")
+    if not isinstance(choices, list):
+        raise BrokenStreamError('an event of the stream has no "choices"')
+    if not choices:
+        return Chunk(usage=usage)
+    choice = choices[0]
+    if not isinstance(choice, dict):
+        raise BrokenStreamError("a choice of the stream is not an object")
+    text, more = _said(choice)
+    count = _num_tokens(choice, event)
+    reason = choice.get("finish_reason")
+    return Chunk(
+        text=text,
+        has_output=bool(text or more or count),
+        num_tokens=count,
+        finish_reason=reason if isinstance(reason, str) else None,
+        usage=usage,
+    )
+
+
+def error_message(document: Any) -> str:
+    """The message of an error in OpenAI's form, or in a server's own."""
+    error = document.get("error", document) if isinstance(document, dict) else document
+    if isinstance(error, dict):
+        error = error.get("message", error)
+    return error if isinstance(error, str) else json.dumps(error)
+
+
+def _said(choice: Mapping[str, Any]) -> tuple[str, bool]:
+    """The text, and whether there is output besides it (thoughts, calls of tools)."""
+    if "text" in choice:
+        text, more = choice["text"], False
+    else:
+        delta = choice.get("delta")
+        if not isinstance(delta, dict):
+            raise BrokenStreamError('a choice of the stream has neither "text" nor "delta"')
+        text = delta.get("content")
+        more = any(delta.get(key) for key in ("reasoning_content", "reasoning", "tool_calls"))
+    if text is None:
+        text = ""
+    if not isinstance(text, str):
+        raise BrokenStreamError("a text of the stream is not a text")
+    return text, more
+
+
+def _num_tokens(choice: Mapping[str, Any], event: Mapping[str, Any]) -> int | None:
+    """From what servers can be asked to send: their tokens, or token ids."""
+    for holder in (choice, event):
+        speculation = holder.get("speculation")
+        if isinstance(speculation, dict) and isinstance(speculation.get("tokens"), list):
+            return len(speculation["tokens"])
+    ids = choice.get("token_ids")
+    return len(ids) if isinstance(ids, list) else None

@@ -1,0 +1,192 @@
+"""What a load comes to: the figures of `vllm bench serve` under the names that they have there.
+
+TPOT is the fair figure for a server that speculates. ITL is the time between chunks, as elsewhere,
+and a speculative server sends several tokens in one; `itl_per_token` counts tokens, those of one
+chunk as arriving at once.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.bench.load import LoadRun
+from slipstream.bench.record import Record
+from slipstream.bench.speculation import NOT_REPORTED, SpeculationCounts
+from slipstream.core.errors import UsageError
+
+TTFT, TPOT, ITL, ITL_PER_TOKEN, E2EL = "ttft", "tpot", "itl", "itl_per_token", "e2el"
+METRICS = (TTFT, TPOT, ITL, ITL_PER_TOKEN, E2EL)
+GOODPUT_METRICS = (TTFT, TPOT, E2EL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummaryOptions:
+    """What to report.
+
+    Attributes:
+        metrics: of METRICS.
+        percentiles: 0 to 100.
+        goodput: most milliseconds by metric (of GOODPUT_METRICS) of a request that is good.
+    """
+
+    metrics: Sequence[str] = METRICS
+    percentiles: Sequence[float] = (90.0, 99.0)
+    goodput: Mapping[str, float] | None = None
+
+
+def read_goodput(texts: Sequence[str]) -> dict[str, float] | None:
+    """`ttft:200` and the like; UsageError for anything else."""
+    goals: dict[str, float] = {}
+    for text in texts:
+        name, colon, value = text.partition(":")
+        try:
+            goal = float(value)
+        except ValueError:
+            goal = -1.0
+        if not colon or name not in GOODPUT_METRICS or not goal > 0:
+            raise UsageError(
+                f"--goodput must be such as ttft:200 (milliseconds; {', '.join(GOODPUT_METRICS)}), "
+                f"not {text!r}"
+            )
+        goals[name] = goal
+    return goals or None
+
+
+def percentile_name(percentile: float) -> str:
+    """`p99`, `p99.9`."""
+    return f"p{percentile:g}"
+
+
+def series(records: Sequence[Record]) -> dict[str, list[float]]:
+    """All measured times by metric, in milliseconds; what nobody knows is empty."""
+    times: dict[str, list[float]] = {metric: [] for metric in METRICS}
+    told = [record.token_gaps() for record in records]
+    for record, gaps in zip(records, told, strict=True):
+        times[TTFT].append(record.ttft)
+        times[E2EL].append(record.latency)
+        times[ITL].extend(record.chunk_gaps())
+        if record.tpot is not None:
+            times[TPOT].append(record.tpot)
+        if gaps is not None and None not in told:  # of all requests or of none
+            times[ITL_PER_TOKEN].extend(gaps)
+    return {metric: [time * 1e3 for time in own] for metric, own in times.items()}
+
+
+def spread(times: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+    """mean, median, std and percentiles; None where nothing was measured."""
+    import numpy
+
+    names = ["mean", "median", "std", *map(percentile_name, percentiles)]
+    if not times:
+        return dict.fromkeys(names)
+    array = numpy.asarray(times)
+    values = [array.mean(), numpy.median(array), array.std()]
+    values += [numpy.percentile(array, percentile) for percentile in percentiles]
+    return {name: float(value) for name, value in zip(names, values, strict=True)}
+
+
+def summarise(
+    run: LoadRun, speculation: SpeculationCounts | None, options: SummaryOptions
+) -> dict[str, Any]:
+    """All figures, as JSON has them."""
+    completed = [record for record in run.records if not record.failed]
+    failed = [record for record in run.records if record.failed]
+    seconds = max(run.seconds, 1e-9)
+    inputs = sum(record.num_prompt_tokens for record in completed)
+    outputs = sum(record.num_tokens for record in completed)
+    per_second = timeline(run)
+    summary: dict[str, Any] = {
+        "duration": run.seconds,
+        "completed": len(completed),
+        "failed": len(failed),
+        "not_finished": run.num_left,
+        "errors": dict(Counter(str(record.error) for record in failed).most_common()),
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "output_tokens_counted_by": sorted({record.counted_by for record in completed}),
+        "request_throughput": len(completed) / seconds,
+        "request_goodput": _goodput(completed, options.goodput, seconds),
+        "output_throughput": outputs / seconds,
+        "total_token_throughput": (inputs + outputs) / seconds,
+        "max_output_tokens_per_s": max(per_second["output_tokens"], default=0.0),
+        "max_concurrent_requests": run.most_at_once,
+    }
+    times = series(completed)
+    for metric in options.metrics:
+        for name, value in spread(times[metric], options.percentiles).items():
+            summary[f"{name}_{metric}_ms"] = value
+    queued = [record.queued * 1e3 for record in completed if record.due is not None]
+    if queued:
+        for name, value in spread(queued, options.percentiles).items():
+            summary[f"{name}_client_queue_time_ms"] = value
+    return summary | speculation_figures(speculation)
+
+
+def speculation_figures(counts: SpeculationCounts | None) -> dict[str, Any]:
+    """Under the names of the field; only where they come from when nobody tells."""
+    if counts is None:
+        return {"spec_decode_source": NOT_REPORTED}
+    return {
+        "spec_decode_source": counts.source,
+        "spec_decode_acceptance_length": counts.acceptance_length,
+        "spec_decode_acceptance_rate": counts.acceptance_rate * 100,
+        "spec_decode_num_drafts": counts.drafts,
+        "spec_decode_draft_tokens": counts.draft_tokens,
+        "spec_decode_accepted_tokens": counts.accepted,
+        "spec_decode_per_position_acceptance_rates": list(counts.shares),
+        "spec_decode_steps": counts.steps,
+        "spec_decode_steps_without_drafts": counts.without_drafts,
+    }
+
+
+def timeline(run: LoadRun) -> dict[str, list[float]]:
+    """Output tokens, and the most requests under way, in each second from the start."""
+    length = int(max([run.seconds, *(it.ended - run.began for it in run.records)])) + 1
+    tokens, requests = [0.0] * length, [0.0] * length
+    changes: list[tuple[float, int]] = []
+    for record in run.records:
+        changes += [(record.sent - run.began, 1), (record.ended - run.began, -1)]
+        if not record.failed:
+            for time, share in record.shares():
+                tokens[int(time - run.began)] += share
+    under_way, second = 0, 0
+    for time, change in sorted(changes):
+        while second < int(time):
+            second += 1
+            requests[second] = under_way
+        under_way += change
+        requests[second] = max(requests[second], under_way)
+    return {"output_tokens": tokens, "requests": requests}
+
+
+def details(run: LoadRun) -> dict[str, Any]:
+    """Every request's own figures, in seconds, as arrays."""
+    records = run.records
+    return {
+        "ids": [record.id for record in records],
+        "input_lens": [record.num_prompt_tokens for record in records],
+        "output_lens": [record.num_tokens for record in records],
+        "start_times": [record.sent - run.began for record in records],
+        "queue_times": [record.queued for record in records],
+        "ttfts": [record.ttft if record.arrivals else None for record in records],
+        "itls": [record.chunk_gaps() for record in records],
+        "tokens_per_chunk": [record.tokens_per_chunk() for record in records],
+        "latencies": [record.latency for record in records],
+        "finish_reasons": [record.finish_reason for record in records],
+        "errors": [record.error for record in records],
+    }
+
+
+def _goodput(
+    completed: Sequence[Record], goals: Mapping[str, float] | None, seconds: float
+) -> float | None:
+    """Requests a second that met every goal."""
+    if goals is None:
+        return None
+    return sum(_is_good(record, goals) for record in completed) / seconds
+
+
+def _is_good(record: Record, goals: Mapping[str, float]) -> bool:
+    measured = {TTFT: record.ttft, TPOT: record.tpot or 0.0, E2EL: record.latency}
+    return all(measured[name] * 1e3 <= goal for name, goal in goals.items())

@@ -1,0 +1,273 @@
+"""`slipstream bench serve`: put a load on a server."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from slipstream import __version__
+from slipstream.cli.bench_flags import (
+    BenchSamplingFlags,
+    DatasetFlags,
+    ReportFlags,
+    model_tokenizer,
+)
+from slipstream.cli.bench_serve_flags import LoadFlags, ServerFlags, SummaryFlags
+from slipstream.cli.bench_views import Watch, show_tables, watching
+from slipstream.cli.errors import FAILED, INTERRUPTED, say
+from slipstream.cli.interrupt import interrupt_noted
+from slipstream.cli.run_flags import DebugFlag
+from slipstream.cli.terminal import stdout_console
+from slipstream.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from slipstream.bench.datasets import BenchPrompt
+    from slipstream.bench.record import Record
+    from slipstream.bench.serve import ServePlan, ServeResult
+    from slipstream.bench.summary import SummaryOptions
+    from slipstream.bench.tables import ReportTable
+    from slipstream.models.tokenizer import Tokenizer
+
+
+def serve(
+    *,
+    server: ServerFlags,
+    load: LoadFlags,
+    dataset: DatasetFlags,
+    sampling: BenchSamplingFlags,
+    summary: SummaryFlags,
+    report: ReportFlags,
+    debug: DebugFlag = False,
+) -> None:
+    """Put a load on a server of the OpenAI protocol: throughput, TTFT, TPOT, acceptance.
+
+    Without --request-rate it is a closed loop of --max-concurrency requests at once. The figures
+    have the names that vllm bench serve gives them. Ctrl-C ends it and reports what was measured
+    so far. The exit code is 1 when a request failed or a text differs from --compare-texts.
+    """
+    del debug  # its callback did the work
+    _require_client()
+    from slipstream.bench.report import read_texts, require_writable
+    from slipstream.bench.serve import measure_server
+
+    options, files = summary.options(), report.files()
+    require_writable("--save-texts", summary.save_texts)
+    if summary.save_detailed and report.output is None:
+        raise UsageError("--save-detailed says what --output holds; add --output FILE")
+    expected = None if summary.compare_texts is None else read_texts(summary.compare_texts)
+    plan = _plan(server, load, dataset, sampling)
+    with interrupt_noted() as pressed, watching() as watch:
+        watch.begin("requests", len(plan.prompts))
+        result = measure_server(plan, pressed, _Told(watch))
+        interrupted = result.run.num_left > 0
+    title = f"{result.model.name} at {plan.server.url}"
+    about = {"prompts": _prompts_told(dataset, plan), "load": _load_told(load)}
+    if result.model.speculative is not None:
+        about["drafter"] = _drafter_told(result.model.speculative, load)
+    outcome = _Outcome(title, about, plan, result)
+    outcome.sum_up(options, expected)
+    if report.output is not None:
+        outcome.write(report.output, _settings(server, load, dataset), summary.save_detailed)
+    if summary.save_texts is not None:
+        outcome.write_texts(summary.save_texts)
+    outcome.draw(files)
+    outcome.show()  # last, for whoever reads it may leave
+    if interrupted:
+        say(f"interrupted; {result.run.num_left} requests were not finished")
+        raise typer.Exit(INTERRUPTED)
+    if outcome.is_wrong:
+        raise typer.Exit(FAILED)
+
+
+class _Told:
+    """What the bar says of the requests that ended."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._done, self._failed, self._tokens = watch, 0, 0, 0
+
+    def __call__(self, record: "Record") -> None:
+        self._done += 1
+        self._failed += record.failed
+        self._tokens += record.num_tokens
+        failed = f", {self._failed} failed" if self._failed else ""
+        self._watch.move(self._done, f"{self._tokens:,} tokens{failed}")
+
+
+class _Outcome:
+    """A load that was measured, on its way to terminal and files."""
+
+    def __init__(
+        self, title: str, about: dict[str, str], plan: "ServePlan", result: "ServeResult"
+    ) -> None:
+        self._title, self._plan, self._result = title, plan, result
+        self._about = {**about, "measured": f"{_now()} by slipstream {__version__}"}
+        self._figures: dict[str, Any] = {}
+        self._tables: list[ReportTable] = []
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a request failed or a text is not the expected one."""
+        return bool(self._figures["failed"] or self._figures.get("texts_differing"))
+
+    def sum_up(self, options: "SummaryOptions", expected: dict[str, str] | None) -> None:
+        """All figures, and the comparison with what was expected."""
+        from slipstream.bench.report import differing
+        from slipstream.bench.summary import summarise
+        from slipstream.bench.tables import load_tables
+
+        run, speculation = self._result.run, self._result.speculation
+        self._figures = summarise(run, speculation, options)
+        self._tables = load_tables(self._figures, options)
+        if expected is not None:
+            texts = {record.id: record.text for record in run.records if not record.failed}
+            wrong = differing(texts, expected)
+            self._figures |= {"texts_compared": len(texts), "texts_differing": wrong}
+            self._tables.append(_texts_table(len(texts), wrong))
+
+    def show(self) -> None:
+        """What a person reads."""
+        console = stdout_console()
+        console.print(self._title, style="bold", soft_wrap=True)
+        for name, value in self._about.items():
+            console.print(f"{name}: {value}", soft_wrap=True)
+        show_tables(console, self._tables)
+
+    def draw(self, files: Sequence[Path]) -> None:
+        """Pictures and pages."""
+        from slipstream.bench.report import draw_load
+
+        speculation = self._result.speculation
+        shares = () if speculation is None else speculation.shares
+        draw_load(self._result.run, shares, self._title, self._about, self._tables, files)
+
+    def write(self, file: Path, settings: dict[str, Any], detailed: bool) -> None:
+        """The figures as JSON, with what they were measured with."""
+        from slipstream.bench.report import write_json
+        from slipstream.bench.summary import details
+
+        head = {
+            "date": _now(),
+            "slipstream": __version__,
+            "base_url": self._plan.server.url,
+            "model_id": self._result.model.name,
+            "server_speculative": self._result.model.speculative,
+            **settings,
+            "num_prompts": len(self._plan.prompts),
+        }
+        more = details(self._result.run) if detailed else {}
+        write_json(head | self._figures | more, file)
+
+    def write_texts(self, file: Path) -> None:
+        """Every answer, with what was asked."""
+        from slipstream.bench.report import text_entry, write_texts
+
+        prompts = {prompt.id: prompt for prompt in self._plan.prompts}
+        done = [record for record in self._result.run.records if not record.failed]
+        write_texts([text_entry(prompts[it.id], it.text) for it in done], file)
+
+
+def _plan(
+    server: ServerFlags, load: LoadFlags, dataset: DatasetFlags, sampling: BenchSamplingFlags
+) -> "ServePlan":
+    from slipstream.bench.arrivals import arrival_times
+    from slipstream.bench.protocol import CHAT, COMPLETIONS, ENDPOINTS, RequestForm
+    from slipstream.bench.serve import ServePlan
+
+    if server.endpoint not in ENDPOINTS:
+        raise UsageError(f"--endpoint must be one of {', '.join(ENDPOINTS)}, not {server.endpoint}")
+    tokenizer = None if server.tokenizer is None else model_tokenizer(server.tokenizer)
+    prompts = dataset.prompts(tokenizer, as_text=server.endpoint == CHAT)
+    if server.endpoint == COMPLETIONS and tokenizer is not None:
+        prompts = [_as_tokens(prompt, tokenizer) for prompt in prompts]
+    return ServePlan(
+        server=server.server(),
+        model=server.model,
+        form=RequestForm(
+            model="",
+            endpoint=server.endpoint,
+            max_tokens=dataset.length,
+            fields=sampling.fields(dataset.seed) | server.more_fields(),
+        ),
+        prompts=prompts,
+        due=arrival_times(len(prompts), load.request_rate, load.burstiness, dataset.seed or 0),
+        max_concurrency=load.max_concurrency,
+        num_warmups=load.num_warmups,
+        ready_wait=server.ready_timeout,
+        num_speculative_tokens=load.num_speculative_tokens,
+        tells_speculation=load.return_speculation,
+        profile=load.profile,
+        encoder=tokenizer,
+    )
+
+
+def _as_tokens(prompt: "BenchPrompt", tokenizer: "Tokenizer") -> "BenchPrompt":
+    """A chat as the completions endpoint takes it: the template's own tokens and no others."""
+    if prompt.messages is None:
+        return prompt
+    from slipstream.models.chat_template import ChatTemplate
+
+    text = ChatTemplate(tokenizer).render(list(prompt.messages))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return replace(prompt, messages=None, token_ids=tuple(ids))
+
+
+def _require_client() -> None:
+    if importlib.util.find_spec("aiohttp") is None:
+        raise UsageError("bench serve needs aiohttp: pip install 'slipstream[bench]'")
+
+
+def _prompts_told(dataset: DatasetFlags, plan: "ServePlan") -> str:
+    distinct = len({str(prompt.shown()) for prompt in plan.prompts})
+    again = "" if distinct == len(plan.prompts) else f" ({distinct} different ones)"
+    own = any(prompt.max_tokens is not None for prompt in plan.prompts)
+    length = "as many tokens as each says" if own else f"up to {dataset.length} tokens each"
+    temperature = plan.form.fields.get("temperature", 0)
+    return f"{len(plan.prompts)} of {dataset.name}{again}, {length}, temperature {temperature:g}"
+
+
+def _load_told(load: LoadFlags) -> str:
+    most = "all at once" if load.max_concurrency is None else f"{load.max_concurrency} at once"
+    if load.request_rate == float("inf"):
+        return f"closed loop, {most}"
+    limit = "" if load.max_concurrency is None else f", at most {load.max_concurrency} under way"
+    return f"open loop, {load.request_rate:g} requests/s, burstiness {load.burstiness:g}{limit}"
+
+
+def _drafter_told(speculative: Any, load: LoadFlags) -> str:
+    name = speculative.get("model") or speculative.get("method") or "?"
+    asked = load.num_speculative_tokens
+    count = speculative.get("num_speculative_tokens") if asked is None else asked
+    return f"{name}, K = {count}"
+
+
+def _settings(server: ServerFlags, load: LoadFlags, dataset: DatasetFlags) -> dict[str, Any]:
+    rate = load.request_rate
+    return {
+        "tokenizer_id": server.tokenizer,
+        "endpoint": server.endpoint,
+        "dataset": dataset.name,
+        "dataset_path": None if dataset.dataset_path is None else str(dataset.dataset_path),
+        "request_rate": "inf" if rate == float("inf") else rate,
+        "burstiness": load.burstiness,
+        "max_concurrency": load.max_concurrency,
+        "num_speculative_tokens": load.num_speculative_tokens,
+        "seed": dataset.seed,
+    }
+
+
+def _texts_table(compared: int, wrong: Sequence[str]) -> "ReportTable":
+    from slipstream.bench.tables import ReportTable
+
+    rows = [("compared", str(compared)), ("as expected", str(compared - len(wrong)))]
+    if wrong:
+        more = "" if len(wrong) <= 5 else f" and {len(wrong) - 5} more"
+        rows.append(("differing", ", ".join(wrong[:5]) + more))
+    return ReportTable("Texts", ("", ""), rows)
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

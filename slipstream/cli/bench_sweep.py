@@ -1,0 +1,234 @@
+"""`slipstream bench sweep`: drafters against K and concurrency."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream import __version__
+from slipstream.cli.bench_flags import (
+    BenchSamplingFlags,
+    DatasetFlags,
+    ProfileFlags,
+    ReportFlags,
+    read_workload,
+    refuse_num_seqs,
+)
+from slipstream.cli.bench_views import Watch, machine, show_tables, tell, watching
+from slipstream.cli.drafter_flags import DEMO, read_object
+from slipstream.cli.engine_flags import EngineFlags, ModelArgument
+from slipstream.cli.errors import FAILED, INTERRUPTED, say
+from slipstream.cli.interrupt import interrupt_noted
+from slipstream.cli.open_llm import open_llm
+from slipstream.cli.run_flags import RunFlags
+from slipstream.cli.terminal import stdout_console
+from slipstream.core.config import EngineConfig
+from slipstream.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from slipstream.bench.profile import Profile
+    from slipstream.bench.sweep import Cell, Failure, Open, Point, Sweep
+    from slipstream.bench.workload import Workload
+    from slipstream.engine.llm import LLM
+
+_WITHOUT_MODEL = ("ngram", "suffix")
+
+
+def sweep(
+    *,
+    model: ModelArgument = DEMO,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="<drafter>",
+            help="A checkpoint, ngram, suffix, or NAME=<json> with a speculative_config "
+            "(repeatable). [for the demo: all that are bundled, ngram and suffix]",
+        ),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        str,
+        typer.Option(
+            "--num-speculative-tokens", "-k", metavar="<list>", help="Such as 1,2,4 or 1-8."
+        ),
+    ] = "1-8",
+    batch_sizes: Annotated[
+        str,
+        typer.Option(
+            "--batch-sizes",
+            "--concurrency",
+            metavar="<list>",
+            help="Requests that run at once, such as 1,8.",
+        ),
+    ] = "1",
+    dataset: DatasetFlags,
+    sampling: BenchSamplingFlags,
+    report: ReportFlags,
+    profile: ProfileFlags,
+    engine: EngineFlags,
+    run: RunFlags,
+) -> None:
+    """All drafters against K: acceptance length, tokens/s, time of an iteration.
+
+    Plain decoding is measured first and last at each batch size; ratios are to the first. Ctrl-C
+    ends it and reports what was measured so far.
+    """
+    from slipstream.bench.sweep import Sweep
+
+    refuse_num_seqs("--batch-sizes", engine.max_num_seqs)
+    files = report.files()
+    profile.prepare()
+    plan = Sweep(
+        _drafters(drafter, model),
+        _numbers("-k", num_speculative_tokens, least=1),
+        _numbers("--batch-sizes", batch_sizes, least=1),
+    )
+    asked = read_workload(dataset, sampling, model, engine.revision)
+    config = engine.config(model, None)
+    _check(plan, config)
+
+    def open_engine(speculative_config: dict[str, Any] | None, batch: int) -> "LLM":
+        own = replace(config, speculative_config=speculative_config, max_num_seqs=batch)
+        return open_llm(own, run.verbose)[0]
+
+    cells = _Cells(plan, asked, profile)
+    cells.measure(open_engine)
+    cells.report(f"{model}, {asked.title}", report.output, files)
+
+
+class _Cells:
+    """A sweep, and what it has measured so far."""
+
+    def __init__(self, plan: "Sweep", workload: "Workload", profile: ProfileFlags) -> None:
+        self._plan, self._workload, self._profile = plan, workload, profile
+        self._points: list[Point] = []
+        self._failures: list[Failure] = []
+        self._profiles: list[Profile] = []
+        self._stopped = False
+
+    def measure(self, open_engine: "Open") -> None:
+        """Everything, or until Ctrl-C; pressed twice it ends at once."""
+        with interrupt_noted() as pressed, watching() as watch:
+            try:
+                self._measure(open_engine, pressed, watch)
+            except KeyboardInterrupt:
+                self._stopped = True
+            self._stopped |= pressed()
+
+    def report(self, title: str, output: Path | None, files: Sequence[Path]) -> None:
+        """Tables, files, and the exit code."""
+        from slipstream.bench.report import draw_sweep, sweep_document, write_json
+        from slipstream.bench.tables import failures_table, profile_table, sweep_table
+
+        about = {"slipstream": __version__, "machine": machine()}
+        if self._points:
+            if output is not None:
+                document = sweep_document(self._points, self._failures, {"title": title, **about})
+                write_json(document | {"interrupted": self._stopped}, output)
+            draw_sweep(self._points, self._failures, title, about, files)
+            # Last, for whoever reads them may leave.
+            console = stdout_console()
+            console.print(f"{title}; slipstream {__version__}, {machine()}", soft_wrap=True)
+            tables = [sweep_table(self._points)]
+            tables += [failures_table(self._failures)] if self._failures else []
+            tables += [profile_table(profile) for profile in self._profiles]
+            show_tables(console, tables)
+        if self._stopped:
+            say(f"interrupted after {len(self._points)} of {self._plan.num_points} cells")
+            raise typer.Exit(INTERRUPTED)
+        if self._failures:
+            say(f"{len(self._failures)} of {self._plan.num_points} cells could not be measured")
+            raise typer.Exit(FAILED)
+
+    def _measure(self, open_engine: "Open", pressed: Callable[[], bool], watch: Watch) -> None:
+        size = len(self._workload.prompts)
+
+        def open_and_tell(config: dict[str, Any] | None, batch: int) -> "LLM":
+            llm = open_engine(config, batch)
+            number = len(self._points) + len(self._failures) + 1
+            watch.begin(f"cell {number} of {self._plan.num_points}", size)
+            return llm
+
+        def inspect(llm: "LLM", cell: "Cell") -> None:
+            watch.end()
+            self._inspect(llm, cell)
+
+        measured = self._plan.run(
+            open_and_tell,
+            self._workload,
+            pressed,
+            inspect,
+            lambda done, tokens: watch.move(done, f"{tokens:,} tokens"),
+        )
+        for point in measured:
+            watch.end()
+            self._take(point)
+
+    def _take(self, point: "Point | Failure") -> None:
+        from slipstream.bench.sweep import Failure
+
+        number = f"{len(self._points) + len(self._failures) + 1}/{self._plan.num_points}"
+        if isinstance(point, Failure):
+            self._failures.append(point)
+            tell(f"{number} {point.title}: not measured: {point.reason}")
+            return
+        self._points.append(point)
+        tell(
+            f"{number} {point.title}: AL {point.acceptance_length:.2f}, "
+            f"{point.tokens_per_second:.0f} tokens/s"
+        )
+
+    def _inspect(self, llm: "LLM", cell: "Cell") -> None:
+        trace = self._profile.trace(cell.title)
+        if trace is not None:
+            from slipstream.bench.profile import profile
+
+            taken = profile(llm, self._workload, self._profile.profile_steps, trace)
+            self._profiles.append(taken)
+
+
+def _check(plan: "Sweep", config: EngineConfig) -> None:
+    """Every drafter and its largest K, before anything is measured."""
+    small = replace(config, max_num_seqs=1, enforce_eager=True)
+    plan.check(
+        lambda speculation, batch: open_llm(
+            replace(small, speculative_config=speculation), verbose=False
+        )[0]
+    )
+
+
+def _drafters(given: list[str] | None, model: str) -> dict[str, dict[str, Any]]:
+    if not given:
+        if model != DEMO:
+            raise UsageError("nothing to sweep; add --drafter, as often as there are drafters")
+        given = [*_bundled(), *_WITHOUT_MODEL]
+    drafters: dict[str, dict[str, Any]] = {}
+    for text in given:
+        name, equals, config = text.partition("=")
+        if equals and config.lstrip().startswith("{"):
+            drafters[name] = read_object(f"--drafter {name}", config) or {}
+        else:
+            drafters[text] = {"method": text} if text in _WITHOUT_MODEL else {"model": text}
+        if "num_speculative_tokens" in drafters.get(name, {}):
+            raise UsageError(f"--drafter {name} has its own num_speculative_tokens; -k says it")
+    return drafters
+
+
+def _bundled() -> list[str]:
+    from slipstream.models.checkpoint import bundled_names
+
+    return [name for name in bundled_names() if name != DEMO]
+
+
+def _numbers(flag: str, text: str, least: int) -> list[int]:
+    """ "1,2,4" or "1-8", or both mixed."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UsageError(f"{flag} must be a list such as 1,2,4 or 1-8, not {text!r}")
+        numbers.extend(range(int(first), int(last or first) + 1))
+    if not numbers or min(numbers) < least:
+        raise UsageError(f"{flag} must be numbers from {least} on, not {text!r}")
+    return list(dict.fromkeys(numbers))

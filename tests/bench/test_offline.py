@@ -1,0 +1,163 @@
+"""The report of an example, a profile's arithmetic, and what pages show."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.bench.page import PageChart, write_page
+from slipstream.bench.profile import GROUPS, group_of, read_trace
+from slipstream.bench.sweep import PLAIN, Point, best
+from slipstream.bench.tables import ReportTable, by_position, sweep_table
+
+ROOT = Path(__file__).parents[2]
+
+
+def event(name: str, begin: float, length: float, kind: str = "cpu_op", **more: Any) -> Any:
+    return {"ph": "X", "cat": kind, "name": name, "ts": begin, "dur": length, "tid": 1, **more}
+
+
+def test_ops_count_their_own_time_in_the_range_that_they_lie_in() -> None:
+    events = [
+        event("slipstream: draft", 0, 1000, "user_annotation"),
+        event("aten::linear", 100, 500),
+        event("aten::mm", 200, 300),
+        event("slipstream: target", 1000, 2000, "user_annotation"),
+        event("aten::scaled_dot_product_attention", 1000, 900),
+        event("aten::argmax", 2000, 100),
+        event("aten::copy_", 3000, 50),
+        event("aten::mm", 500, 100, tid=2),  # of another thread
+        {"ph": "M", "name": "process_name"},
+    ]
+    on_device, times = read_trace(events)
+    assert not on_device
+    assert times["draft"]["matmul"] == pytest.approx(0.5)
+    assert times["target"]["attention"] == pytest.approx(0.9)
+    assert times["target"]["sampling, verification"] == pytest.approx(0.1)
+    assert times["rest"]["copies, indexing"] == pytest.approx(0.05)
+    assert times["rest"]["matmul"] == pytest.approx(0.1)
+    whole = sum(value for part in times.values() for value in part.values())
+    assert whole == pytest.approx(1.65)
+
+
+def test_kernels_belong_to_the_part_whose_stamps_they_lie_between() -> None:
+    kernels = []
+    for step in range(2):
+        at = step * 1000.0
+        kernels += [
+            event("_timestamp_kernel", at, 1, "kernel"),
+            event("matmul_kernel", at + 1, 100, "kernel"),
+            event("_timestamp_kernel", at + 200, 1, "kernel"),
+            event("short_kernel", at + 201, 30, "kernel"),
+            event("Memcpy DtoD", at + 300, 5, "gpu_memcpy"),
+            event("_timestamp_kernel", at + 400, 1, "kernel"),
+            event("Memcpy DtoH", at + 401, 2, "gpu_memcpy"),
+        ]
+    on_device, times = read_trace([*reversed(kernels), event("aten::mm", 0, 9)])
+    assert on_device
+    assert times["draft"]["matmul"] == pytest.approx(0.2)
+    assert times["target"]["attention"] == pytest.approx(0.06)
+    assert times["target"]["copies, indexing"] == pytest.approx(0.01)
+    assert times["rest"]["copies, indexing"] == pytest.approx(0.004)
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("aten::addmm", "matmul"),
+        ("nvjet_tst_64x8", "matmul"),
+        ("stream_kernel", "matmul"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("chunk_kernel", "attention"),
+        ("_norm_kernel", "norm, rotation, activation"),
+        ("_rotate_and_store_kernel", "norm, rotation, activation"),
+        ("aten::silu", "norm, rotation, activation"),
+        ("draft_race_kernel", "sampling, verification"),
+        ("accept_kernel", "sampling, verification"),
+        ("thresholds_kernel", "sampling, verification"),
+        ("_advance_kernel", "preparation"),
+        ("aten::index_select", "copies, indexing"),
+        ("Memcpy DtoD (Device -> Device)", "copies, indexing"),
+        ("aten::add", "other"),
+    ],
+)
+def test_ops_and_kernels_are_grouped(name: str, group: str) -> None:
+    assert group_of(name) == group
+    assert group in GROUPS
+
+
+def point(drafter: str, k: int, batch: int, rate: float) -> Point:
+    return Point(
+        drafter,
+        k,
+        batch,
+        acceptance_length=2.0,
+        per_position=(1.0,),
+        without_drafts=0.1,
+        tokens_per_second=rate,
+        iteration_ms=2.0,
+        median_iteration_ms=1.5,
+        tpot_ms=None,
+        shares={"draft": 0.25, "target": 0.5, "rest": 0.25},
+    )
+
+
+def test_the_best_of_each_batch_size_stands_out() -> None:
+    points = [point(PLAIN, 0, 1, 10), point("a", 1, 1, 30), point("a", 2, 1, 20)]
+    points += [point(PLAIN, 0, 8, 90), point("a", 1, 8, 50), point(PLAIN, 0, 8, 88)]
+    assert best(points) == [points[1], points[3]]
+    assert best([points[0], replace(points[1], partial=True)]) == [points[0]]
+    table = sweep_table(points)
+    assert table.best == {1, 3}
+    assert [row[6] for row in table.rows] == ["10.0 ", "30.0*", "20.0 ", "90.0*", "50.0 ", "88.0 "]
+    assert table.rows[1][:6] == ["a", "1", "1", "2.00", "1.50", "-"]
+
+
+def test_of_long_drafts_the_end_that_was_never_accepted_is_left_out() -> None:
+    assert by_position([0.5, 0.25, 0.0]) == "0.50 0.25 0.00"
+    assert by_position([0.5, 0.0, 0.25, *[0.0] * 30]).count(" ") == 15
+
+
+def test_a_page_shows_texts_as_texts(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    table = ReportTable("<b>", ("a & b",), [("<script>",)], frozenset({0}), note="1 < 2")
+    chart = PageChart("chart", "<svg></svg>", 'what "it" shows')
+    write_page(file, "a<b", {"load": "x>y"}, [table, chart])
+    text = file.read_text()
+    assert "<script>" not in text
+    for shown in (
+        "a&lt;b",
+        "load: x&gt;y",
+        "&lt;script&gt;",
+        "a &amp; b",
+        "1 &lt; 2",
+        "<svg></svg>",
+    ):
+        assert shown in text
+    assert 'aria-label="what &quot;it&quot; shows"' in text
+    assert "color-scheme: light dark" in text
+
+
+def test_the_report_of_the_example() -> None:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "examples" / "acceptance_report.py")),
+            *("--drafter", "ngram", "-k", "3", "--num-prompts", "2", "--max-tokens", "32"),
+        ],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = dict(line.split(": ") for line in ran.stdout.splitlines() if ": " in line)
+    drafts, accepted = int(told["num_drafts"]), int(told["num_accepted_tokens"])
+    assert drafts > 0
+    assert float(told["mean acceptance length"]) == pytest.approx(1 + accepted / drafts, abs=0.01)
+    shares = [float(told[f"acceptance at token {position}"]) for position in range(3)]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) == pytest.approx(accepted / drafts, abs=0.02)
