@@ -25,10 +25,11 @@ OWN_FLAGS = """
     --send-timeout --served-model-name --tool-call-parser
 """
 NOT_OF_A_SERVER = """
-    --allowed-token-ids --bad-words --frequency-penalty --ignore-eos --include-stop-str-in-output
-    --json --logit-bias --logprobs --max-tokens --min-p --min-tokens --n --no-skip-special-tokens
-    --presence-penalty --prompt --prompt-file --prompt-logprobs --repetition-penalty --seed
-    --skip-special-tokens --stop --stop-token-ids --temperature --top-k --top-p -n -t
+    --allowed-token-ids --bad-words --choice --frequency-penalty --grammar --ignore-eos
+    --include-stop-str-in-output --json --json-object --json-schema --logit-bias --logprobs
+    --max-tokens --min-p --min-tokens --n --no-skip-special-tokens --presence-penalty --prompt
+    --prompt-file --prompt-logprobs --regex --repetition-penalty --seed --skip-special-tokens
+    --stop --stop-token-ids --temperature --top-k --top-p -n -t
 """
 
 
