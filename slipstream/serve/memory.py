@@ -5,6 +5,7 @@ import ctypes
 from collections.abc import Callable
 
 _INTERVAL = 2.0  # seconds
+_ARENA_MAX, _ARENAS = -8, 2  # M_ARENA_MAX of malloc.h
 
 
 def _trim() -> Callable[[int], object] | None:
@@ -14,6 +15,17 @@ def _trim() -> Callable[[int], object] | None:
     except (OSError, AttributeError):
         return None
     return found
+
+
+def share_memory() -> None:
+    """Let all threads take memory from the same few places.
+
+    By default every thread gets its own, and what one of them freed is of no use to the others.
+    """
+    try:
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, _ARENAS)
+    except (OSError, AttributeError):  # another C library, with ways of its own
+        return
 
 
 async def give_back_memory(idle: Callable[[], bool], work_done: Callable[[], object]) -> None:

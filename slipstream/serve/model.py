@@ -10,6 +10,7 @@ from time import time
 from typing import ParamSpec, TypeVar
 
 from slipstream.core.config import EngineConfig
+from slipstream.core.errors import UsageError
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.prompts import EncodedPrompt, Prompt, PromptEncoder
@@ -20,6 +21,8 @@ from slipstream.serve.errors import ApiError, bad_request
 from slipstream.serve.protocol.server import ModelCard, ModelSpeculation
 from slipstream.serve.token_texts import TokenTexts
 from slipstream.serve.tools.formats import FORMATS, ToolFormat, find_format
+
+_SHRINKING = 4  # so many characters may become one before they are looked up
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -97,10 +100,22 @@ class ServedModel:
     def _encoder(self) -> PromptEncoder:
         return PromptEncoder(self.engine.tokenizer, self.engine.resolved.vocab_size)
 
+    @cached_property
+    def _longest_text(self) -> int:
+        """Characters of a text that certainly is too long, so that nobody need tokenize it."""
+        longest = max(map(len, self.tokenizer.vocabulary()), default=1)
+        return _SHRINKING * self.max_model_len * longest
+
     def encode(
         self, prompts: Sequence[Prompt], params: SamplingParams, add_special_tokens: bool
     ) -> list[EncodedPrompt]:
         """Prompts as the engine takes them, and their grammar; takes its time (`aside`)."""
+        for prompt in prompts:
+            if isinstance(prompt, str) and len(prompt) > self._longest_text:
+                raise UsageError(
+                    f"the prompt has {len(prompt)} characters, which are more than max_model_len "
+                    f"({self.max_model_len} tokens) can hold; shorten it"
+                )
         if params.structured is not None:
             self.engine.compile(params.structured)
         return [self._encoder.encode(prompt, params, add_special_tokens) for prompt in prompts]

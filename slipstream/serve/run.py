@@ -18,7 +18,7 @@ from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.guards import ApiKeys, Bodies, Door
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.logs import RequestIds
-from slipstream.serve.memory import give_back_memory
+from slipstream.serve.memory import give_back_memory, share_memory
 
 logger = logging.getLogger("slipstream.serve")
 
@@ -99,6 +99,7 @@ def serve(
     The first SIGTERM or SIGINT lets what runs finish, while new requests are answered with 503;
     the second stops at once.
     """
+    share_memory()
     _allow_files(limits.max_connections + _SPARE_FILES)
     whole, door = guarded(app, limits, access)
     config = uvicorn.Config(
