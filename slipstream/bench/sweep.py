@@ -108,7 +108,8 @@ class Sweep:
                 fitting = [count for count in self.counts if count <= error.most]
                 if not fitting:
                     raise UsageError(
-                        f"{name} guesses at most {error.most} tokens a step; give -k smaller numbers"
+                        f"{name} guesses at most {error.most} tokens a step; give -k "
+                        "smaller numbers"
                     ) from None
                 limits[name] = error.most
                 self._load(name, config, max(fitting), open_llm)
