@@ -6,12 +6,12 @@ of each batch size: a machine whose speed drifts shows in the difference.
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from slipstream.bench.workload import OfflineRun, Workload, run_offline, warm_up
-from slipstream.core.errors import SlipstreamError, UsageError
+from slipstream.core.errors import DraftTooLongError, SlipstreamError, UsageError
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -79,29 +79,56 @@ class Sweep:
         drafters: a `speculative_config` without K, by the name to show.
         counts: the Ks.
         batches: most requests that run at once.
+        limits: the largest K of drafters that cannot guess as many as the others.
     """
 
     drafters: Mapping[str, Mapping[str, Any]]
     counts: Sequence[int]
     batches: Sequence[int]
+    limits: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_points(self) -> int:
-        return len(self.batches) * (2 + len(self.drafters) * len(self.counts))
+        return len(self.batches) * (2 + sum(len(self._counts(name)) for name in self.drafters))
 
-    def check(self, open_llm: Open) -> None:
+    def fit(self, open_llm: Open) -> "Sweep":
         """Load every drafter once at its largest K, before hours are spent.
 
+        Returns:
+            The sweep without the Ks that are more than a drafter guesses.
+
         Raises:
-            SlipstreamError: one of them cannot be run so.
+            SlipstreamError: one of them cannot be run at all.
         """
-        most = max(self.counts)
+        limits = {}
         for name, config in self.drafters.items():
             try:
-                open_llm({**config, "num_speculative_tokens": most}, 1)
-            except UsageError as error:
-                raise UsageError(f"{name} at K={most}: {error}") from None
+                self._load(name, config, max(self.counts), open_llm)
+            except DraftTooLongError as error:
+                fitting = [count for count in self.counts if count <= error.most]
+                if not fitting:
+                    raise UsageError(
+                        f"{name} guesses at most {error.most} tokens a step; give -k "
+                        "smaller numbers"
+                    ) from None
+                limits[name] = error.most
+                self._load(name, config, max(fitting), open_llm)
+        return replace(self, limits=limits)
+
+    @staticmethod
+    def _load(name: str, config: Mapping[str, Any], count: int, open_llm: Open) -> None:
+        try:
+            open_llm({**config, "num_speculative_tokens": count}, 1)
+        except DraftTooLongError:
+            raise
+        except UsageError as error:
+            raise UsageError(f"{name} at K={count}: {error}") from None
+        finally:
             gc.collect()  # the next engine wants the memory
+
+    def _counts(self, name: str) -> list[int]:
+        most = self.limits.get(name)
+        return [count for count in self.counts if most is None or count <= most]
 
     def run(
         self,
@@ -141,7 +168,7 @@ class Sweep:
     def _cells(self, batch: int) -> Iterator[tuple[Cell, dict[str, Any] | None]]:
         yield Cell(PLAIN, 0, batch), None
         for name, config in self.drafters.items():
-            for k in self.counts:
+            for k in self._counts(name):
                 yield Cell(name, k, batch), {**config, "num_speculative_tokens": k}
         yield Cell(PLAIN, 0, batch), None
 

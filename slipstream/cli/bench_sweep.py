@@ -86,7 +86,7 @@ def sweep(
     )
     asked = read_workload(dataset, sampling, model, engine.revision)
     config = engine.config(model, None)
-    _check(plan, config)
+    plan = _fit(plan, config)
 
     def open_engine(speculative_config: dict[str, Any] | None, batch: int) -> "LLM":
         own = replace(config, speculative_config=speculative_config, max_num_seqs=batch)
@@ -188,14 +188,17 @@ class _Cells:
             self._profiles.append(taken)
 
 
-def _check(plan: "Sweep", config: EngineConfig) -> None:
+def _fit(plan: "Sweep", config: EngineConfig) -> "Sweep":
     """Every drafter and its largest K, before anything is measured."""
     small = replace(config, max_num_seqs=1, enforce_eager=True)
-    plan.check(
+    fitting = plan.fit(
         lambda speculation, batch: open_llm(
             replace(small, speculative_config=speculation), verbose=False
         )[0]
     )
+    for name, most in fitting.limits.items():
+        tell(f"{name} guesses at most {most} tokens a step; its larger K are left out")
+    return fitting
 
 
 def _drafters(given: list[str] | None, model: str) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from slipstream.core.errors import UsageError
 DEMO, DEMO_DRAFT = "demo", "demo/draft"
 _DEMO_TOKENS = 4
 # Methods and not checkpoints, wherever a drafter is named.
-_WITHOUT_MODEL = ("mtp", "ngram", "suffix")
+WITHOUT_MODEL = ("mtp", "ngram", "suffix")
 
 _PANEL = "Drafting"
 
@@ -87,7 +87,7 @@ class DrafterFlags:
         if self.speculative_config is not None:
             return _read_speculative(self.speculative_config)
         names = {"method": self.spec_method, "model": self.drafter}
-        if self.drafter in _WITHOUT_MODEL and self.spec_method in (None, self.drafter):
+        if self.drafter in WITHOUT_MODEL and self.spec_method in (None, self.drafter):
             names = {"method": self.drafter, "model": None}
         if self.drafter is None and self.spec_method is None and model == DEMO:
             names["model"] = DEMO_DRAFT

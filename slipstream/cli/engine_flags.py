@@ -11,7 +11,7 @@ from slipstream.core.config import EngineConfig
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        help="A local directory, a hub name, or a bundled demo (demo, demo/draft); or a drafter "
+        help="A local directory, a hub name, or the bundled demo; or a drafter "
         "whose config.json names its target."
     ),
 ]

@@ -1,6 +1,7 @@
 """`slipstream inspect`: what is this checkpoint, and does it fit that target?"""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -9,9 +10,11 @@ from rich.text import Text
 
 from slipstream.cli.checkpoint_facts import BLOCK_SIZE, CheckpointFacts, read_facts
 from slipstream.cli.drafter_fit import Fit, check_fit
+from slipstream.cli.drafter_flags import WITHOUT_MODEL
 from slipstream.cli.errors import FAILED
 from slipstream.cli.run_flags import DebugFlag
 from slipstream.cli.terminal import QUIET_STYLE, stdout_console
+from slipstream.core.errors import UsageError
 
 
 def inspect(
@@ -28,6 +31,11 @@ def inspect(
     With --target the exit code is 1 when it does not fit as a drafter.
     """
     del debug  # its callback did the work
+    if path in WITHOUT_MODEL and not Path(path).exists():
+        raise UsageError(
+            f"{path} is a way to draft without a checkpoint of its own, so there is nothing to "
+            "look at; inspect takes a model or a drafter's checkpoint"
+        )
     facts = read_facts(path)
     fit = None if target is None else check_fit(facts, read_facts(target))
     if as_json:

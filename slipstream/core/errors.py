@@ -2,6 +2,7 @@
 
 SlipstreamError
 ├── UsageError        a parameter, flag or request is wrong (the command line exits with 2)
+│   └── DraftTooLongError
 └── CheckpointError   a model directory is missing, broken or does not fit (it exits with 1)
 """
 
@@ -12,6 +13,16 @@ class SlipstreamError(Exception):
 
 class UsageError(SlipstreamError, ValueError):
     """A parameter, flag or request is wrong; the message names the remedy."""
+
+
+class DraftTooLongError(UsageError):
+    """More draft tokens a step are asked for than the drafter can guess, which is `most`."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(
+            f"this drafter guesses at most {most} tokens a step; lower num_speculative_tokens"
+        )
+        self.most = most
 
 
 class CheckpointError(SlipstreamError):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from slipstream.cache.block_manager import BlockManager
 from slipstream.cache.kv_cache import KVCache, KVLayout
 from slipstream.core.config import EngineConfig
+from slipstream.core.errors import CheckpointError
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.guidance import Guidance
@@ -25,6 +26,7 @@ from slipstream.engine.step import Step
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.decoder import Decoder
+from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions, ProgressBar, load_decoder, no_progress_bar
 from slipstream.models.precision import weight_bytes
 from slipstream.models.tokenizer import Tokenizer
@@ -36,6 +38,21 @@ from slipstream.sampling.state import SamplingState
 from slipstream.speculative.catalogue import load_drafter
 from slipstream.speculative.drafter import DrafterResources, LoadedDrafter
 from slipstream.speculative.options import TargetModel
+from slipstream.speculative.recognition import kind_of_drafter
+
+
+def _read_shape(checkpoint: Checkpoint) -> DecoderConfig:
+    """Of the target; a drafter in its place is told as one, not by the keys that it stumbles on."""
+    try:
+        return read_decoder_config(checkpoint)
+    except CheckpointError as error:
+        kind = kind_of_drafter(checkpoint.config)
+        if kind is None:
+            raise
+        raise CheckpointError(
+            f"{checkpoint.path} is a drafter of the kind {kind}, which goes with a target: give "
+            "the target as model, and this as the drafter (--drafter)"
+        ) from error
 
 
 def build_engine(config: EngineConfig, progress_bar: ProgressBar = no_progress_bar) -> Engine:
@@ -48,7 +65,7 @@ def build_engine(config: EngineConfig, progress_bar: ProgressBar = no_progress_b
     reasons = Reasons()
     config = with_named_target(config, reasons)
     checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision))
-    shape = read_decoder_config(checkpoint)
+    shape = _read_shape(checkpoint)
     device, why = choose_device(config.device)
     reasons.add("device", device, why)
     require_precision(config, device)

@@ -7,7 +7,7 @@ import torch
 
 from slipstream.cache.kv_cache import KVLayout
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import DraftTooLongError, UsageError
 from slipstream.core.limits import StepLimits
 from slipstream.engine.reasons import Reasons
 from slipstream.engine.sizing import size_cache
@@ -159,12 +159,10 @@ def _draft_rows(speculation: Speculation) -> int:
 
 
 def _require_width(speculation: Speculation) -> None:
-    """Raise UsageError when the drafter cannot guess so many tokens."""
+    """Raise DraftTooLongError when the drafter cannot guess so many tokens."""
     most = speculation.drafter.limits.max_speculative_tokens
     if most is not None and speculation.num_speculative_tokens > most:
-        raise UsageError(
-            f"this drafter guesses at most {most} tokens a step; lower num_speculative_tokens"
-        )
+        raise DraftTooLongError(most)
 
 
 def _max_num_batched_tokens(config: EngineConfig, device: torch.device, reasons: Reasons) -> int:

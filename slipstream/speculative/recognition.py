@@ -77,6 +77,12 @@ def recognise(config: Mapping[str, Any], tensor_names: Collection[str]) -> str:
     return "eagle" if is_eagle1 or _is_eagle1(names) else DRAFT_MODEL
 
 
+def kind_of_drafter(config: Mapping[str, Any]) -> str | None:
+    """By config.json alone: the kind of a checkpoint that only drafts, None for any other."""
+    kind = recognise(config, ())
+    return None if kind == DRAFT_MODEL else kind
+
+
 def _is_eagle3(config: Mapping[str, Any], architectures: set[str], names: set[str]) -> bool:
     if architectures & _EAGLE3 or any(name.startswith("Eagle3Qwen") for name in architectures):
         return True

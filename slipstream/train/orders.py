@@ -13,7 +13,9 @@ from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.loading import dtype_named
 from slipstream.runner.capability import choose_device
 from slipstream.train.data import Data
+from slipstream.train.plots import ACCEPTANCE, LOSS
 from slipstream.train.recipe import Order, RecipeModule
+from slipstream.train.records import FILE as METRICS
 from slipstream.train.settings import LOSS_OPTIONS, DrafterOptions, TrainSettings, flag
 
 WORK = "training"
@@ -89,7 +91,7 @@ def fingerprint(order: Order, source: str) -> dict[str, Any]:
 
 
 def _require_free(out: Path) -> None:
-    """Refuse to write over a model that no run of ours has put there."""
+    """Refuse to write over a model, or any other file, that no run of ours has put there."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file; give a directory for the drafter")
     if (out / WORK).is_dir():
@@ -99,6 +101,12 @@ def _require_free(out: Path) -> None:
             raise UsageError(
                 f"--out {out} holds a model already ({file}) and no run to go on with; give "
                 "another --out, or remove it first"
+            )
+    for file in ("README.md", METRICS, LOSS, ACCEPTANCE):
+        if (out / file).exists():
+            raise UsageError(
+                f"--out {out} holds a {file} that no run has put there and that this one would "
+                "write over; give another --out, or remove it first"
             )
 
 

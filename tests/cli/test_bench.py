@@ -138,6 +138,33 @@ def test_all_drafters_are_tried_before_anything_is_measured(
     assert "tokens/s" not in ran.err
 
 
+def test_a_k_above_what_a_drafter_guesses_is_left_out_of_the_sweep(
+    slipstream: CommandLine, prompts: Path, tmp_path: Path
+) -> None:
+    figures = tmp_path / "sweep.json"
+    ran = slipstream(
+        *("bench", "sweep", "--prompts", str(prompts), "--max-tokens", "4", "-k", "5-8"),
+        *("--drafter", "demo/p-eagle", "--drafter", "ngram", "--output", str(figures)),
+    )
+    assert ran.code == 0, ran.err
+    assert "demo/p-eagle guesses at most 6 tokens a step; its larger K are left out" in ran.err
+    points = json.loads(figures.read_text())["points"]
+    measured = [(point["drafter"], point["k"]) for point in points]
+    assert measured[1:3] == [("demo/p-eagle", 5), ("demo/p-eagle", 6)]
+    assert measured[3:7] == [("ngram", k) for k in (5, 6, 7, 8)]
+    assert "8/8 plain" in ran.err
+
+
+def test_a_drafter_that_guesses_too_few_for_every_k_is_refused(
+    slipstream: CommandLine, prompts: Path
+) -> None:
+    ran = slipstream(
+        *("bench", "sweep", "--prompts", str(prompts), "-k", "7,8", "--drafter", "demo/p-eagle"),
+    )
+    assert ran.code == 2
+    assert "demo/p-eagle guesses at most 6 tokens a step; give -k smaller numbers" in ran.err
+
+
 class Interrupter:
     """Stands for a user who presses Ctrl-C once so many engines were opened."""
 

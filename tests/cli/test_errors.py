@@ -72,6 +72,13 @@ def test_an_interrupt_is_exit_code_130(
     assert (ran.code, ran.err) == (130, "")
 
 
+@pytest.mark.parametrize("name", ["eagle3", "p-eagle", "pard"])
+def test_a_drafter_in_the_target_s_place_is_told_as_one(slipstream: CommandLine, name: str) -> None:
+    ran = slipstream("generate", f"demo/{name}", "--prompt", "x")
+    assert ran.code == 1
+    assert f"is a drafter of the kind {name}, which goes with a target" in ran.err
+
+
 def test_a_missing_model_directory(slipstream: CommandLine, tmp_path: Path) -> None:
     missing = str(tmp_path / "nowhere")
     for command in (["generate", missing, "--prompt", "x"], ["inspect", missing]):

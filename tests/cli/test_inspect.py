@@ -63,6 +63,12 @@ def test_a_config_alone_can_be_looked_at(slipstream: CommandLine, tmp_path: Path
     assert "no weights" in slipstream("inspect", str(folder)).out
 
 
+def test_a_method_without_a_checkpoint_cannot_be_looked_at(slipstream: CommandLine) -> None:
+    ran = slipstream("inspect", "ngram")
+    assert ran.code == 2
+    assert "ngram is a way to draft without a checkpoint of its own" in ran.err
+
+
 def test_the_bundled_draft_fits_the_demo(slipstream: CommandLine) -> None:
     ran = slipstream("inspect", "demo/draft", "--target", "demo", "--json")
     assert ran.code == 0

@@ -142,6 +142,11 @@ def test_a_model_that_is_there_already_is_not_written_over(
     with pytest.raises(UsageError, match=r"holds a model already \(config\.json\)"):
         run_training(settings("medusa", taught_target, own_words, Path(taught_target)))
     assert not (Path(taught_target) / WORK).exists()
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(UsageError, match=r"holds a README\.md that no run has put there"):
+        run_training(settings("medusa", taught_target, own_words, tmp_path))
+    assert (tmp_path / "README.md").read_text() == "mine"
+    assert not (tmp_path / WORK).exists()
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file; give a directory"):
         run_training(settings("medusa", taught_target, own_words, tmp_path / "file"))
