@@ -23,6 +23,7 @@ from slipstream.serve.token_texts import TokenTexts
 from slipstream.serve.tools.formats import FORMATS, ToolFormat, find_format
 
 _SHRINKING = 4  # so many characters may become one before they are looked up
+_TOO_LONG = "context_length_exceeded"
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -119,6 +120,34 @@ class ServedModel:
         if params.structured is not None:
             self.engine.compile(params.structured)
         return [self._encoder.encode(prompt, params, add_special_tokens) for prompt in prompts]
+
+    def require_room(
+        self, prompts: Sequence[EncodedPrompt], max_tokens: int | None, field_name: str
+    ) -> None:
+        """Raise ApiError where a prompt, or the output asked for behind it, cannot fit.
+
+        The engine would end such an output early; who asks over HTTP learns it at once.
+
+        Args:
+            max_tokens: None where the request does not say.
+            field_name: in which it said so.
+        """
+        for prompt in prompts:
+            num_tokens, most = len(prompt.token_ids), self.max_model_len
+            if num_tokens >= most:
+                raise bad_request(
+                    f"the prompt has {num_tokens} tokens, but max_model_len is {most}, prompt and "
+                    "output; shorten it",
+                    "prompt",
+                    _TOO_LONG,
+                )
+            if max_tokens is not None and num_tokens + max_tokens > most:
+                raise bad_request(
+                    f"{field_name} is {max_tokens}, but max_model_len is {most}, of which the "
+                    f"prompt takes {num_tokens}; ask for at most {most - num_tokens}",
+                    field_name,
+                    _TOO_LONG,
+                )
 
     async def aside(
         self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
