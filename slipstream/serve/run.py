@@ -55,9 +55,22 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return _bound(host, port)
     except (OSError, OverflowError) as error:
-        raise UsageError(
-            f"cannot listen on {host}:{port} ({error}); choose another --host or --port"
-        ) from error
+        raise _cannot_listen(host, port, error) from error
+
+
+def listen(sock: socket.socket) -> None:
+    """Let clients connect: who comes before the loop turns waits.
+
+    Raises UsageError where another server, which was bound at the same time, listens already.
+    """
+    try:
+        sock.listen()
+    except OSError as error:
+        raise _cannot_listen(*sock.getsockname()[:2], error) from error
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> UsageError:
+    return UsageError(f"cannot listen on {host}:{port} ({error}); choose another --host or --port")
 
 
 def _bound(host: str, port: int) -> socket.socket:
