@@ -45,6 +45,7 @@ class Chats:
         text = await model.aside(render, model.template, body, tools.told)
         prompts = await model.aside(model.encode, [text], params, body.add_special_tokens is True)
         model.require_room(prompts, *_asked_tokens(body))
+        await model.compile(params)
         generation = Generation(prompts, bool(body.return_speculation))
         answer = _Answer(model, body, generation, tools)
         await generation.start(model.thread, params)

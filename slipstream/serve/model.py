@@ -50,6 +50,10 @@ class ServedModel:
     _pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="tokenize")
     )
+    # Apart: a large grammar takes seconds, in which other requests' prompts must not wait.
+    _compilers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="grammar")
+    )
 
     @property
     def name(self) -> str:
@@ -110,16 +114,20 @@ class ServedModel:
     def encode(
         self, prompts: Sequence[Prompt], params: SamplingParams, add_special_tokens: bool
     ) -> list[EncodedPrompt]:
-        """Prompts as the engine takes them, and their grammar; takes its time (`aside`)."""
+        """Prompts as the engine takes them; takes its time (`aside`)."""
         for prompt in prompts:
             if isinstance(prompt, str) and len(prompt) > self._longest_text:
                 raise UsageError(
                     f"the prompt has {len(prompt)} characters, which are more than max_model_len "
                     f"({self.max_model_len} tokens) can hold; shorten it"
                 )
-        if params.structured is not None:
-            self.engine.compile(params.structured)
         return [self._encoder.encode(prompt, params, add_special_tokens) for prompt in prompts]
+
+    async def compile(self, params: SamplingParams) -> None:
+        """Have the request's grammar ready, if it has one, so that the engine need not wait."""
+        if params.structured is not None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._compilers, self.engine.compile, params.structured)
 
     def require_room(
         self, prompts: Sequence[EncodedPrompt], max_tokens: int | None, field_name: str
@@ -158,7 +166,8 @@ class ServedModel:
 
     def close(self) -> None:
         """Let its threads go."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._compilers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def cards(self) -> list[ModelCard]:
         """What /v1/models says, one for each name."""
