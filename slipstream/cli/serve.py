@@ -44,12 +44,13 @@ def serve(
     options = _options(model, listen, limits, log)
     from slipstream.serve.page import page_routes
     from slipstream.serve.run import bind
+    from slipstream.serve.run import listen as let_connect
     from slipstream.serve.start import start_server
 
     sock = bind(listen.host, listen.port)
     try:
         llm, seconds = open_llm(config, run.verbose)
-        sock.listen()  # who reads the address may come at once, and waits until the loop turns
+        let_connect(sock)  # who reads the address may come at once
         _announce(listen, options, sock, seconds)
         code = start_server(llm.engine, config, options, sock, page_routes())
     finally:

@@ -79,9 +79,8 @@ class ChatTemplate:
         try:
             return template.render(variables)
         except Exception as error:  # the template's own, jinja's, or of Python operations within
-            raise UsageError(
-                f"the chat template of {self._path} refuses these messages: {error}"
-            ) from error
+            # Without the path: a server tells this to its clients, whom its files do not concern.
+            raise UsageError(f"the chat template refuses these messages: {error}") from error
 
     def _choose(self, with_tools: bool) -> str:
         if with_tools and "tool_use" in self._sources:

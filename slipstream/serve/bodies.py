@@ -30,6 +30,12 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
             "the body must be JSON; send it with Content-Type: application/json",
         )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            f"Content-Encoding {encoding!r} is not read here; send the body as it is",
+        )
     content = await request.body()
     if len(content) < _LARGE:
         return parse_body(content, kind)

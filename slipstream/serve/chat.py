@@ -44,6 +44,8 @@ class Chats:
         params = _params(body, tools, model)
         text = await model.aside(render, model.template, body, tools.told)
         prompts = await model.aside(model.encode, [text], params, body.add_special_tokens is True)
+        model.require_room(prompts, *_asked_tokens(body))
+        await model.compile(params)
         generation = Generation(prompts, bool(body.return_speculation))
         answer = _Answer(model, body, generation, tools)
         await generation.start(model.thread, params)
@@ -152,14 +154,20 @@ def _params(body: ChatRequest, tools: ToolUse, model: ServedModel) -> SamplingPa
     overrides: dict[str, Any] = {}
     if tools.keeps_special(model.tokenizer):
         overrides["skip_special_tokens"] = False
-    newer = body.max_completion_tokens
     return sampling_params(
         body,
-        body.max_tokens if newer is None else newer,
+        _asked_tokens(body)[0],
         (body.top_logprobs or 0) if body.logprobs else None,
         shape,
         **overrides,
     )
+
+
+def _asked_tokens(body: ChatRequest) -> tuple[int | None, str]:
+    """Most output tokens, if the request says, and the name of its field."""
+    if body.max_completion_tokens is None:
+        return body.max_tokens, "max_tokens"
+    return body.max_completion_tokens, "max_completion_tokens"
 
 
 def _refuse(shape: Mapping[str, Any], why: str) -> None:

@@ -51,6 +51,8 @@ class Completions:
         prompts = await self._model.aside(
             self._model.encode, _prompts(body), params, body.add_special_tokens is not False
         )
+        self._model.require_room(prompts, body.max_tokens, "max_tokens")
+        await self._model.compile(params)
         answer = _Answer(self._model, body, prompts)
         if answer.needs_engine:
             await answer.generation.start(self._model.thread, params)

@@ -23,6 +23,7 @@ from slipstream.serve.token_texts import TokenTexts
 from slipstream.serve.tools.formats import FORMATS, ToolFormat, find_format
 
 _SHRINKING = 4  # so many characters may become one before they are looked up
+_TOO_LONG = "context_length_exceeded"
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -48,6 +49,10 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time()))
     _pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+    )
+    # Apart: a large grammar takes seconds, in which other requests' prompts must not wait.
+    _compilers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="grammar")
     )
 
     @property
@@ -109,16 +114,48 @@ class ServedModel:
     def encode(
         self, prompts: Sequence[Prompt], params: SamplingParams, add_special_tokens: bool
     ) -> list[EncodedPrompt]:
-        """Prompts as the engine takes them, and their grammar; takes its time (`aside`)."""
+        """Prompts as the engine takes them; takes its time (`aside`)."""
         for prompt in prompts:
             if isinstance(prompt, str) and len(prompt) > self._longest_text:
                 raise UsageError(
                     f"the prompt has {len(prompt)} characters, which are more than max_model_len "
                     f"({self.max_model_len} tokens) can hold; shorten it"
                 )
-        if params.structured is not None:
-            self.engine.compile(params.structured)
         return [self._encoder.encode(prompt, params, add_special_tokens) for prompt in prompts]
+
+    async def compile(self, params: SamplingParams) -> None:
+        """Have the request's grammar ready, if it has one, so that the engine need not wait."""
+        if params.structured is not None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._compilers, self.engine.compile, params.structured)
+
+    def require_room(
+        self, prompts: Sequence[EncodedPrompt], max_tokens: int | None, field_name: str
+    ) -> None:
+        """Raise ApiError where a prompt, or the output asked for behind it, cannot fit.
+
+        The engine would end such an output early; who asks over HTTP learns it at once.
+
+        Args:
+            max_tokens: None where the request does not say.
+            field_name: in which it said so.
+        """
+        for prompt in prompts:
+            num_tokens, most = len(prompt.token_ids), self.max_model_len
+            if num_tokens >= most:
+                raise bad_request(
+                    f"the prompt has {num_tokens} tokens, but max_model_len is {most}, prompt and "
+                    "output; shorten it",
+                    "prompt",
+                    _TOO_LONG,
+                )
+            if max_tokens is not None and num_tokens + max_tokens > most:
+                raise bad_request(
+                    f"{field_name} is {max_tokens}, but max_model_len is {most}, of which the "
+                    f"prompt takes {num_tokens}; ask for at most {most - num_tokens}",
+                    field_name,
+                    _TOO_LONG,
+                )
 
     async def aside(
         self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
@@ -129,7 +166,8 @@ class ServedModel:
 
     def close(self) -> None:
         """Let its threads go."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._compilers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def cards(self) -> list[ModelCard]:
         """What /v1/models says, one for each name."""

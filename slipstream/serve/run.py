@@ -25,6 +25,7 @@ logger = logging.getLogger("slipstream.serve")
 _BACKLOG = 4096
 _SPARE_FILES = 256  # besides connections
 _FLUSH_SECONDS = 10  # for answers that are complete but not read yet
+_LAST_SECONDS = 1  # the same where the server is to stop at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +56,23 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return _bound(host, port)
     except (OSError, OverflowError) as error:
-        raise UsageError(
-            f"cannot listen on {host}:{port} ({error}); choose another --host or --port"
-        ) from error
+        raise _cannot_listen(host, port, error) from error
+
+
+def listen(sock: socket.socket) -> None:
+    """Let clients connect: who comes before the loop turns waits.
+
+    Raises UsageError where another server, which was bound at the same time, listens already.
+    """
+    try:
+        sock.listen()
+    except OSError as error:
+        host, port = sock.getsockname()[:2]
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> UsageError:
+    return UsageError(f"cannot listen on {host}:{port} ({error}); choose another --host or --port")
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -128,7 +143,8 @@ class _Server(uvicorn.Server):
         self._engine_thread, self._door, self._patience = thread, door, patience
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
-        self._signalled = False
+        self._stopping: asyncio.Task[None] | None = None
+        self._num_signals = 0
         self.exit_code = 0
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -146,16 +162,20 @@ class _Server(uvicorn.Server):
         return self.server_state.total_requests, len(self.server_state.connections)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Of the first signal: begin to drain; of the second: stop."""
-        if self._signalled or self._loop is None or not self.started:
+        """Of the first signal: begin to drain; of the second: stop; of the third: drop all."""
+        self._num_signals += 1
+        if self._loop is None or not self.started or self._num_signals > 2:
             self.exit_code = 1
             self.should_exit = self.force_exit = True
             return
-        self._signalled = True
-        self._loop.call_soon_threadsafe(self._start_draining)
+        begin = self._start_draining if self._num_signals == 1 else self._start_stopping
+        self._loop.call_soon_threadsafe(begin)
 
     def _start_draining(self) -> None:
         self._draining = asyncio.create_task(self._drain())
+
+    def _start_stopping(self) -> None:
+        self._stopping = asyncio.create_task(self._stop())
 
     async def _drain(self) -> None:
         logger.info(
@@ -167,8 +187,14 @@ class _Server(uvicorn.Server):
                 await self._door.close()
                 await self._engine_thread.drain()
         except TimeoutError:
-            logger.warning("%d requests are cut off", self._engine_thread.num_open)
-            self.exit_code, self.force_exit = 1, True
+            await self._stop()
+        self.should_exit = True
+
+    async def _stop(self) -> None:
+        """End what runs; its clients are told so."""
+        logger.warning("%d requests are cut off", self._engine_thread.num_open)
+        self.exit_code, self.config.timeout_graceful_shutdown = 1, _LAST_SECONDS
+        await self._engine_thread.stop()
         self.should_exit = True
 
 

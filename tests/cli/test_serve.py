@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
+from slipstream.cli.open_llm import open_llm
 from slipstream.core.config import EngineConfig
+from slipstream.engine.llm import LLM
 from slipstream.serve.limits import ServeLimits
-from slipstream.serve.run import Access
+from slipstream.serve.run import Access, bind
 from slipstream.serve.start import ServerOptions
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM
@@ -179,6 +181,23 @@ def test_a_port_in_use(slipstream: CommandLine, started: Started) -> None:
         ran = slipstream("serve", "--port", str(taken.getsockname()[1]))
     assert ran.code == 2
     assert "choose another --host or --port" in ran.err
+
+
+def test_a_port_that_another_server_took_while_the_model_was_loaded(
+    slipstream: CommandLine, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sockets can be bound to one port, and only one can listen."""
+    with bind("127.0.0.1", 0) as first:
+
+        def load(*arguments: Any) -> tuple[LLM, float]:
+            first.listen()
+            return open_llm(*arguments)
+
+        monkeypatch.setattr("slipstream.cli.serve.open_llm", load)
+        ran = slipstream("serve", "--port", str(first.getsockname()[1]))
+    assert ran.code == 2
+    assert "choose another --host or --port" in ran.err
+    assert started.calls == []
 
 
 def test_missing_packages_are_named(

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 NUM_STREAMS = 4
@@ -17,8 +18,8 @@ NUM_STREAMS = 4
 class Process:
     """`slipstream serve` as a user runs it."""
 
-    def __init__(self, port: int) -> None:
-        command = ["serve", "demo", "--port", str(port), "--threads", "1"]
+    def __init__(self, port: int, *flags: str) -> None:
+        command = ["serve", "demo", "--port", str(port), "--threads", "1", *flags]
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "slipstream", *command],
             stderr=subprocess.PIPE,
@@ -62,6 +63,13 @@ class Process:
         connection.request("GET", "/health")
         return connection.getresponse().status
 
+    def num_running(self) -> int:
+        connection = self._connection()
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        (line,) = [it for it in lines if it.startswith("slipstream:num_requests_running{")]
+        return int(float(line.split()[-1]))
+
     def _connection(self) -> http.client.HTTPConnection:
         self._connections.append(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60))
         return self._connections[-1]
@@ -84,8 +92,8 @@ class Process:
 
 
 @contextmanager
-def process(port: int = 0) -> Iterator[Process]:
-    server = Process(port)
+def process(port: int = 0, *flags: str) -> Iterator[Process]:
+    server = Process(port, *flags)
     try:
         yield server
     finally:
@@ -102,7 +110,7 @@ def texts(stream: bytes) -> list[str]:
 def test_what_runs_is_finished_and_what_is_new_refused() -> None:
     """Of a server that takes the place of one that was killed."""
     with process() as killed:
-        killed.ask(4000, stream=True).readline()
+        killed.ask(2000, stream=True).readline()
         killed.signal(signal.SIGKILL)
         assert killed.exit_code() == -signal.SIGKILL
     with process(killed.port) as server:
@@ -122,13 +130,31 @@ def test_what_runs_is_finished_and_what_is_new_refused() -> None:
 
 
 def test_a_second_signal_stops_at_once() -> None:
+    """Whoever waits is told so, and the log has no traceback of what was meant to happen."""
     with process() as server:
-        stream = server.ask(4000, stream=True)
+        stream = server.ask(2000, stream=True)
+        stream.readline()
+        with ThreadPoolExecutor() as pool:
+            whole = pool.submit(server.ask, 2000, stream=False)
+            while server.num_running() < 2:
+                assert server.popen.poll() is None
+            server.signal(signal.SIGTERM)
+            while server.health() != 503:
+                assert server.popen.poll() is None
+            server.signal(signal.SIGTERM)
+            assert whole.result().status == 503
+        assert b"the server stopped" in stream.read()
+        assert server.exit_code() == 1
+        log = server.log()
+        assert "2 requests are cut off" in log
+        assert "Traceback" not in log
+
+
+def test_a_drain_has_its_time() -> None:
+    with process(0, "--drain-timeout", "0.2") as server:
+        stream = server.ask(2000, stream=True)
         stream.readline()
         server.signal(signal.SIGTERM)
-        while server.health() != 503:
-            assert server.popen.poll() is None
-        server.signal(signal.SIGTERM)
+        assert b"the server stopped" in stream.read()
         assert server.exit_code() == 1
-        with suppress(http.client.IncompleteRead, ConnectionError):
-            assert b"the server stopped" in stream.read()
+        assert "Traceback" not in server.log()

@@ -1,5 +1,6 @@
 """Whatever is wrong is told in OpenAI's form, and the server goes on."""
 
+import gzip
 import json
 from typing import Any
 
@@ -61,7 +62,10 @@ def test_what_is_no_json_object(live: Live, content: bytes) -> None:
         ({"prompt": [-1]}, "prompt", "prompt"),
         ({"prompt": [10**9]}, "prompt_token_ids", "token ids go from 0"),
         ({"prompt": [10**30]}, "prompt", "prompt"),
-        ({"prompt": "x " * 3000}, None, "max_model_len"),
+        ({"prompt": "x " * 3000}, "prompt", "max_model_len"),
+        ({"max_tokens": 99_999}, "max_tokens", "ask for at most 2045"),
+        ({"max_tokens": 2046}, "max_tokens", "ask for at most 2045"),
+        ({"prompt": [1] * 2047, "max_tokens": 2}, "max_tokens", "ask for at most 1"),
         ({"temperature": "hot"}, "temperature", "number"),
         ({"temperature": True}, "temperature", "number"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
@@ -122,6 +126,19 @@ def test_wrong_fields_are_named(
         assert error.param == param
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_chat_that_asks_for_more_than_fits(live: Live, name: str) -> None:
+    """The engine would end it early; the client could not tell this from its own limit."""
+    chat = {"messages": [{"role": "user", "content": "hi"}], name: 2048}
+    error = error_of(post(live, json.dumps(chat), "/v1/chat/completions"))
+    assert (error.param, error.code) == (name, "context_length_exceeded")
+
+
+def test_the_last_free_place_can_be_used(live: Live) -> None:
+    body = {"prompt": [1] * 2047, "max_tokens": 1}
+    assert post(live, json.dumps(body)).json()["usage"]["total_tokens"] == 2048
+
+
 def test_the_server_still_works(live: Live) -> None:
     assert post(live, json.dumps(GOOD)).status_code == 200
     live.engine.scheduler.check_invariants()
@@ -149,3 +166,10 @@ def test_errors_of_several_prompts_leave_nothing_behind(live: Live) -> None:
     body = {**GOOD, "prompt": ["def main(", "x " * 3000]}
     assert "max_model_len" in error_of(post(live, json.dumps(body))).message
     assert post(live, json.dumps(GOOD)).status_code == 200
+
+
+def test_a_compressed_body(live: Live) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    packed = gzip.compress(json.dumps(GOOD).encode())
+    answer = httpx.post(f"{live.url}/v1/completions", content=packed, headers=headers)
+    assert "Content-Encoding" in error_of(answer, 415).message

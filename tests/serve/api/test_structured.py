@@ -2,11 +2,14 @@
 
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
+from slipstream import StructuredOutput
 from tests.serve.api.live import Live
 
 SCHEMA = {
@@ -149,3 +152,27 @@ def test_a_stream_tells_of_its_failure(live: Live) -> None:
     failure, done = answer.text.split("\n\n")[-3:-1]
     assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "grammar_failed"
     assert done == "data: [DONE]"
+
+
+def test_who_has_no_grammar_waits_for_nobodys(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling a large one takes seconds, and several may come at once."""
+    go_on, compiling = threading.Event(), threading.Semaphore(0)
+    compile_now = live.engine.compile
+
+    def held(structured: StructuredOutput) -> None:
+        compiling.release()
+        assert go_on.wait(60)
+        compile_now(structured)
+
+    monkeypatch.setattr(live.engine, "compile", held)
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(text_of, live, guided_regex=f"[ab]{{{n}}}") for n in range(1, 5)]
+        try:
+            assert compiling.acquire(timeout=60)
+            assert compiling.acquire(timeout=60)
+            plain = {"prompt": "x", "max_tokens": 2}
+            answer = httpx.post(f"{live.url}/v1/completions", json=plain, timeout=30)
+            assert answer.status_code == 200
+        finally:
+            go_on.set()
+        assert [len(text.result()) for text in waiting] == [1, 2, 3, 4]
