@@ -48,7 +48,7 @@ WARM_UP = [
 ]
 MEGABYTE = b"x" * (1 << 20)
 MOST_GROWTH = 0.05
-MOST_WARM_UPS, CALM_ROUNDS, CALM_GROWTH = 20, 3, 0.005
+MOST_WARM_UPS, CALM_ROUNDS, CALM_GROWTH = 12, 2, 0.005
 SETTLING = 6.0  # seconds in which an idle server gives memory back
 
 
@@ -173,9 +173,11 @@ class Abuse:
         """Until honest loads take no more memory: torch keeps a compiled matmul for every number of
         rows that it has met, up to about a thousand."""
         await post_all(self._port, 32, WARM_UP)
+        for concurrency in (1, 8):
+            await post_all(self._port, concurrency, HONEST)
         most, calm = self._server.resident, 0
         for _ in range(MOST_WARM_UPS):
-            for concurrency in (1, 8, 32, 64):
+            for concurrency in (32, 64):
                 await post_all(self._port, concurrency, HONEST)
             now = self._server.resident
             calm = calm + 1 if now < most * (1 + CALM_GROWTH) else 0
