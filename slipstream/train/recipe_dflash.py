@@ -6,7 +6,6 @@ exp(-(j - 1) / g).
 """
 
 import math
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from slipstream.models.drafters.dflash_config import (
     dflash_problems,
     read_dflash_config,
 )
-from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.loading import LoadOptions
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DENSE, DenseRows, dense_rows, no_caches
@@ -28,7 +26,7 @@ from slipstream.train.export import write_checkpoint
 from slipstream.train.losses import Agreement, Columns
 from slipstream.train.parameters import FreshSource, Trainable
 from slipstream.train.recipe import Lesson, Order, Workshop
-from slipstream.train.recipe_eagle3 import usual_layers
+from slipstream.train.recipe_eagle3 import PlannedHead, usual_layers
 from slipstream.train.unroll import Place, learn_chain, test_chain
 from slipstream.train.vocabulary import mask_token_of_head
 
@@ -49,18 +47,6 @@ METHOD: dict[str, Any] = {"method": "dflash"}
 
 PLACES, _LAYERS = 7, 4
 _BLOCKS = 16  # of a sequence, learned in one pass
-
-
-class PlannedBlocks(HeadCheckpoint):
-    """A drafter that has a config and no files yet."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(Path("drafter in training"))
-        self._planned = config
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        return self._planned
 
 
 class DFlashRecipe:
@@ -140,7 +126,7 @@ def build(workshop: Workshop) -> DFlashRecipe:
 def _plan(order: Order) -> tuple[dict[str, Any], DFlashConfig]:
     """The config.json of a drafter, and the same read."""
     config = _block_config(order, order.places + 1)
-    planned = read_dflash_config(PlannedBlocks(config))
+    planned = read_dflash_config(PlannedHead(config))
     if problems := dflash_problems(planned, order.shape):
         raise UsageError(f"such a drafter does not fit this target: {'; '.join(problems)}")
     return config, planned

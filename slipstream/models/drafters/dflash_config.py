@@ -13,7 +13,7 @@ from slipstream.models.drafters.head_loading import (
     DRAFT_IDS,
     HeadParts,
     sharing_problems,
-    vocabulary_problem,
+    vocabulary_problems,
 )
 
 _BLOCK, _MASK = "block_size", "mask_token_id"
@@ -141,14 +141,9 @@ def dflash_problems(config: DFlashConfig, target: DecoderConfig) -> list[str]:
             f"it was trained for a target of {config.target_layers} layers, and this one has "
             f"{target.num_layers}"
         )
-    mismatch = vocabulary_problem(config.layers, target)
-    if mismatch is not None:
-        problems.append(mismatch)
-    elif config.draft_vocab_size != target.vocab_size and not config.has_draft_ids:
-        problems.append(
-            f"its draft vocabulary has {config.draft_vocab_size} of the target's "
-            f"{target.vocab_size} tokens, and without a tensor {DRAFT_IDS} nobody knows which"
-        )
+    problems += vocabulary_problems(
+        config.layers, config.draft_vocab_size, config.has_draft_ids, target
+    )
     problems += sharing_problems(config.parts, config.layers, config.draft_vocab_size, target)
     layers = config.stream_layers(target.num_layers)
     if any(not 0 <= layer <= target.num_layers for layer in layers):

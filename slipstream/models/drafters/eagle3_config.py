@@ -11,7 +11,7 @@ from slipstream.models.drafters.head_loading import (
     DRAFT_IDS,
     HeadParts,
     sharing_problems,
-    vocabulary_problem,
+    vocabulary_problems,
 )
 
 _AUX_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -108,14 +108,9 @@ def read_eagle3_config(
 def eagle3_problems(config: Eagle3Config, target: DecoderConfig) -> list[str]:
     """Why the head cannot draft for this target."""
     problems = _width_problems(config, target)
-    mismatch = vocabulary_problem(config.layers, target)
-    if mismatch is not None:
-        problems.append(mismatch)
-    elif config.draft_vocab_size != target.vocab_size and not config.has_draft_ids:
-        problems.append(
-            f"its draft vocabulary has {config.draft_vocab_size} of the target's "
-            f"{target.vocab_size} tokens, and without a tensor {DRAFT_IDS} nobody knows which"
-        )
+    problems += vocabulary_problems(
+        config.layers, config.draft_vocab_size, config.has_draft_ids, target
+    )
     problems += sharing_problems(config.parts, config.layers, config.draft_vocab_size, target)
     layers = config.stream_layers(target.num_layers)
     wrong = [layer for layer in layers if not 0 <= layer <= target.num_layers]

@@ -177,6 +177,21 @@ def vocabulary_problem(head: DecoderConfig, target: DecoderConfig) -> str | None
     )
 
 
+def vocabulary_problems(
+    head: DecoderConfig, draft_vocab_size: int, has_draft_ids: bool, target: DecoderConfig
+) -> list[str]:
+    """The same, and why nobody knows which of the target's tokens a head drafts."""
+    mismatch = vocabulary_problem(head, target)
+    if mismatch is not None:
+        return [mismatch]
+    if draft_vocab_size == target.vocab_size or has_draft_ids:
+        return []
+    return [
+        f"its draft vocabulary has {draft_vocab_size} of the target's "
+        f"{target.vocab_size} tokens, and without a tensor {DRAFT_IDS} nobody knows which"
+    ]
+
+
 def sharing_problems(
     parts: HeadParts, head: DecoderConfig, draft_vocab_size: int, target: DecoderConfig
 ) -> list[str]:
