@@ -23,13 +23,14 @@ std::unique_ptr<Matrix> pack(const Array& values) {
                        values.shape(1));
 }
 
-std::unique_ptr<Matrix> pack_i8(const Array& values, const Array& scales, bool rounds_input) {
+std::unique_ptr<Matrix> pack_i8(const Array& values, const Array& scales, bool one_digit) {
     require(values.ndim() == 2 && scales.ndim() == 1 && scales.shape(0) == values.shape(0),
             "values [N, K], scales [N]");
+    require(values.shape(1) <= 65536, "sums of more than 65,536 int8 columns may overflow");
     const auto* from = contiguous<const int8_t>(values, Number::i8, "values");
     const auto* by = contiguous<const float>(scales, Number::f32, "scales");
     nb::gil_scoped_release released;
-    return pack_int8(from, by, values.shape(0), values.shape(1), rounds_input);
+    return pack_int8(from, by, values.shape(0), values.shape(1), one_digit);
 }
 
 std::unique_ptr<Matrix> pack_i4(const Array& values, const Array& scales,
@@ -95,7 +96,7 @@ void bind_matmul(nb::module_& module) {
         .def_ro("columns", &Matrix::columns)
         .def_prop_ro("nbytes",
                      [](const Matrix& m) {
-                         return m.values.size() + m.scales.size() + m.row_sums.size();
+                         return m.values.size() + m.scales.size();
                      })
         .def("select", [](const Matrix& weight, const Array& ids) {
             const auto* from = contiguous<const int64_t>(ids, Number::i64, "ids");
@@ -104,7 +105,7 @@ void bind_matmul(nb::module_& module) {
             return select_rows(weight, from, static_cast<int64_t>(ids.size()));
         });
     module.def("pack", pack, nb::arg("values"));
-    module.def("pack_int8", pack_i8, nb::arg("values"), nb::arg("scales"), nb::arg("rounds_input"));
+    module.def("pack_int8", pack_i8, nb::arg("values"), nb::arg("scales"), nb::arg("one_digit"));
     module.def("pack_int4", pack_i4, nb::arg("values"), nb::arg("scales"),
                nb::arg("zeros").none(), nb::arg("group"));
     module.def("matmul", run_matmul, nb::arg("weight"), nb::arg("x"), nb::arg("bias").none(),

@@ -13,10 +13,13 @@
 
 namespace slipstream {
 
-// How a weight's numbers are stored: float32, bfloat16, int8 with a scale a row, the same for
-// products with rows that are rounded to int8 themselves, and int4 with a scale for each group
-// along K.
-enum class Storage { f32, bf16, i8, i8_rounded, i4 };
+// How a weight's numbers are stored. Integers are unsigned, and stand for (q - zero) * scale: of i8
+// zero is 128 and each row has a scale; of i4 groups of columns of a row have a scale and a zero.
+//
+// Rows that meet integers are integers themselves: divided by a scale of the row's own, rounded,
+// and written in one to three digits of base 128, each a row of signed bytes. All sums of a group
+// are then exact.
+enum class Storage { f32, bf16, i8, i4 };
 
 // Rows of the weight are taken 64 at a time (a block: 4 panels of 16), and K in tiles. A block is
 // contiguous: for each tile, 4 panels; a panel's tile is steps of 16 lanes, one a row, so that
@@ -31,30 +34,28 @@ struct TileShape {
     constexpr int block_bytes() const { return panel_bytes() * block_panels; }
 };
 
-// f32: a step is one column. bf16: a pair of columns. i8: one column. i8_rounded: four columns.
-// i4: 8 columns; bits 4s..4s+3 of the first 16-bit word of a lane are column 2s, of the second
-// 2s + 1.
+// A step is one column of f32, two of bf16, four of i8, and eight of i4: four in the low halves of
+// a lane's bytes, the next four in the high halves.
 constexpr TileShape tile_shape(Storage storage) {
     switch (storage) {
         case Storage::f32: return {16, 16, 4};
         case Storage::bf16: return {32, 16, 4};
-        case Storage::i8: return {32, 32, 1};
-        case Storage::i8_rounded: return {64, 16, 4};
+        case Storage::i8: return {64, 16, 4};
         case Storage::i4: return {32, 4, 4};
     }
     return {};
 }
 
+constexpr int int8_zero = 128, int4_zero = 8;
+
 struct Matrix {
     Storage storage;
-    int64_t rows, columns;  // N and K
-    int64_t group = 0;      // columns that share a scale; 0 where a row has one
-    bool has_zeros = false;
+    int64_t rows, columns;      // N and K
+    int64_t group = 0;          // columns that share a scale; 0 where a row has one
+    bool has_zeros = false;     // groups have zeros of their own
+    bool one_digit = false;     // rows that it meets are rounded to int8
     Buffer values;
-    // float32 [rows, padded to blocks]: of i8, of i8_rounded, and powers of two of i4.
-    Buffer scales;
-    // int32 [rows, padded]: of i8_rounded, the sum of a row's numbers.
-    Buffer row_sums;
+    Buffer scales;  // float32 [rows, padded to blocks]: of i8; of i4 powers of two
 
     int64_t num_blocks() const { return (rows + block_rows - 1) / block_rows; }
     int64_t num_tiles() const {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "matmul.h"
-#include "matmul_decode.h"
 #include "matmul_rows.h"
 
 namespace slipstream::SLIPSTREAM_LEVEL {
@@ -39,89 +38,96 @@ inline F16 add_pair(F16 sum, const bf16* w, uint32_t pair) {
 #endif
 }
 
-template <int R>
-void multiply_pairs(const bf16* x, int64_t stride, const bf16* tiles, int64_t num_tiles,
-                    float* sums) {
-    F16 acc[R][block_panels];
-    for (int r = 0; r < R; ++r)
-        for (int p = 0; p < block_panels; ++p) acc[r][p] = zero();
-    for (int64_t tile = 0; tile < num_tiles; ++tile)
-        for (int step = 0; step < 16; ++step)
-            for (int r = 0; r < R; ++r) {
-                uint32_t pair;
-                std::memcpy(&pair, x + r * stride + tile * 32 + step * 2, 4);
-                for (int p = 0; p < block_panels; ++p)
-                    acc[r][p] = add_pair(acc[r][p], tiles + (tile * 4 + p) * 512 + step * 32, pair);
-            }
-    for (int r = 0; r < R; ++r)
-        for (int p = 0; p < block_panels; ++p)
-            store(sums + r * block_rows + p * panel_rows, acc[r][p]);
-}
-
-class TileUnit {
+class ProductUnit {
   public:
-    explicit TileUnit(int64_t) {}
-
-    void narrow(const Matrix& weight, const char* group, const PackedRows& rows, int64_t index,
-                int count, bf16* decoded, float* sums) {
-        // Tile by tile the sums would have to be kept in memory: the whole group is decoded.
-        if (weight.storage != Storage::bf16)
-            decoded = static_cast<bf16*>(
-                scratch(Scratch::weights, weight.tiles_per_group() * block_panels * 1024));
-        wide(weight, decode_group(weight, group, decoded), rows, index, 0, count, sums);
+    template <typename Number, typename Weight, typename Sum>
+    void narrow(const Lines<Number>& lines, int64_t line, int64_t tile, const Weight* weight,
+                int64_t num_tiles, Sum* sums) {
+        multiply(lines, line, tile, weight, num_tiles, 0, block_panels, false, sums);
     }
 
-    void wide(const Matrix& weight, const bf16* tiles, const PackedRows& rows, int64_t index,
-              int64_t row, int count, float* sums) {
-        const int64_t num_tiles = weight.tiles_per_group();
-        const bf16* x = rows.at(row) + index * num_tiles * 32;
-        for (int done = 0; done < count; done += 4) {
-            const int left = count - done;
-            const auto multiply = left == 1   ? multiply_pairs<1>
-                                  : left == 2 ? multiply_pairs<2>
-                                  : left == 3 ? multiply_pairs<3>
-                                              : multiply_pairs<4>;
-            multiply(x + done * rows.columns, rows.columns, tiles, num_tiles,
-                     sums + done * block_rows);
-        }
+    template <typename Number, typename Weight, typename Sum>
+    void wide(const Lines<Number>& lines, int64_t line, int64_t tile, const Weight* weight,
+              int64_t num_tiles, int half, bool adds, Sum* sums) {
+        multiply(lines, line, tile, weight, num_tiles, half * 2, 2, adds, sums);
     }
 
-    void integers(const Matrix& weight, int64_t block, const RoundedRows& rows, int64_t row,
-                  int count, [[maybe_unused]] const int32_t* row_sums, int32_t* sums) {
-        const int64_t num_tiles = weight.num_tiles();
-        for (int i = 0; i < count; ++i) {
-            const int8_t* x = rows.values + (row + i) * rows.columns;
-            const char* w = weight.block(block);
-            int32_t* out = sums + i * block_rows;
-#if defined(__AVX512VNNI__)
-            // The instruction multiplies unsigned by signed: 128 more of x, and as much less after.
-            __m512i acc[block_panels];
-            for (int p = 0; p < block_panels; ++p)
-                acc[p] = _mm512_mullo_epi32(_mm512_loadu_si512(row_sums + p * panel_rows),
-                                            _mm512_set1_epi32(-128));
-            for (int64_t tile = 0; tile < num_tiles; ++tile, w += 4096)
-                for (int step = 0; step < 16; ++step) {
-                    int32_t quad;
-                    std::memcpy(&quad, x + tile * 64 + step * 4, 4);
-                    const __m512i factor =
-                        _mm512_set1_epi32(quad ^ static_cast<int32_t>(0x80808080));
-                    for (int p = 0; p < block_panels; ++p)
-                        acc[p] = _mm512_dpbusd_epi32(
-                            acc[p], factor, _mm512_loadu_si512(w + p * 1024 + step * 64));
+  private:
+    template <typename Number, typename Weight, typename Sum>
+    void multiply(const Lines<Number>& lines, int64_t line, int64_t tile, const Weight* weight,
+                  int64_t num_tiles, int first_panel, int panels, bool adds, Sum* sums) {
+        const int most = panels == 2 ? 32 : 16;
+        const int64_t left = lines.count - line, count = left < most ? left : most;
+        for (int64_t done = 0; done < count; done += 4) {
+            const Number* x = lines.at(line + done, tile);
+            Sum* out = sums + done * block_rows;
+            for (int panel = first_panel; panel < first_panel + panels; panel += 2) {
+                switch (count - done) {
+                    case 1: pairs<1>(x, lines, weight, num_tiles, panel, adds, out); break;
+                    case 2: pairs<2>(x, lines, weight, num_tiles, panel, adds, out); break;
+                    case 3: pairs<3>(x, lines, weight, num_tiles, panel, adds, out); break;
+                    default: pairs<4>(x, lines, weight, num_tiles, panel, adds, out);
                 }
-            for (int p = 0; p < block_panels; ++p)
-                _mm512_storeu_si512(out + p * panel_rows, acc[p]);
-#else
-            for (int n = 0; n < block_rows; ++n) out[n] = 0;
-            for (int64_t tile = 0; tile < num_tiles; ++tile, w += 4096)
-                for (int p = 0; p < block_panels; ++p)
-                    for (int step = 0; step < 16; ++step)
-                        for (int lane = 0; lane < 64; ++lane)
-                            out[p * panel_rows + lane / 4] +=
-                                static_cast<int8_t>(w[p * 1024 + step * 64 + lane]) *
-                                x[tile * 64 + step * 4 + lane % 4];
-#endif
+            }
         }
+    }
+
+    // R lines times two panels.
+    template <int R>
+    static void pairs(const bf16* x, const Lines<bf16>& lines, const bf16* weight,
+                      int64_t num_tiles, int panel, bool adds, float* sums) {
+        F16 acc[R][2];
+        for (int r = 0; r < R; ++r)
+            for (int p = 0; p < 2; ++p)
+                acc[r][p] =
+                    adds ? load(sums + r * block_rows + (panel + p) * panel_rows) : zero();
+        for (int64_t tile = 0; tile < num_tiles; ++tile)
+            for (int step = 0; step < 16; ++step)
+                for (int r = 0; r < R; ++r) {
+                    uint32_t pair;
+                    std::memcpy(&pair, x + r * lines.stride() + tile * 32 + step * 2, 4);
+                    for (int p = 0; p < 2; ++p)
+                        acc[r][p] = add_pair(
+                            acc[r][p], weight + (tile * 4 + panel + p) * 512 + step * 32, pair);
+                }
+        for (int r = 0; r < R; ++r)
+            for (int p = 0; p < 2; ++p)
+                store(sums + r * block_rows + (panel + p) * panel_rows, acc[r][p]);
+    }
+
+    template <int R>
+    static void pairs(const int8_t* x, const Lines<int8_t>& lines, const uint8_t* weight,
+                      int64_t num_tiles, int panel, bool adds, int32_t* sums) {
+        const int depth = lines.depth, panel_bytes = depth * panel_rows;
+        for (int r = 0; r < R; ++r)
+            for (int p = panel; p < panel + 2; ++p) {
+                int32_t* out = sums + r * block_rows + p * panel_rows;
+                const int8_t* line = x + r * lines.stride();
+#if defined(__AVX512VNNI__)
+                __m512i acc = adds ? _mm512_loadu_si512(out) : _mm512_setzero_si512();
+                for (int64_t tile = 0; tile < num_tiles; ++tile)
+                    for (int step = 0; step < depth / 4; ++step) {
+                        int32_t quad;
+                        std::memcpy(&quad, line + tile * depth + step * 4, 4);
+                        acc = _mm512_dpbusd_epi32(
+                            acc,
+                            _mm512_loadu_si512(weight + (tile * 4 + p) * panel_bytes + step * 64),
+                            _mm512_set1_epi32(quad));
+                    }
+                _mm512_storeu_si512(out, acc);
+#else
+                int32_t acc[panel_rows] = {};
+                if (adds) std::memcpy(acc, out, sizeof acc);
+                for (int64_t tile = 0; tile < num_tiles; ++tile)
+                    for (int step = 0; step < depth / 4; ++step) {
+                        const uint8_t* w = weight + (tile * 4 + p) * panel_bytes + step * 64;
+                        const int8_t* quad = line + tile * depth + step * 4;
+                        for (int lane = 0; lane < panel_rows; ++lane)
+                            for (int i = 0; i < 4; ++i) acc[lane] += w[lane * 4 + i] * quad[i];
+                    }
+                std::memcpy(out, acc, sizeof acc);
+#endif
+            }
     }
 };
 

@@ -1,6 +1,6 @@
 // Products with packed weights. Compiled once for each level of instructions.
 #include "matmul.h"
-#include "matmul_decode.h"
+#include "matmul_integers.h"
 #include "matmul_rows.h"
 #include "simd.h"
 #include "threads.h"
@@ -13,64 +13,160 @@
 namespace slipstream::SLIPSTREAM_LEVEL {
 namespace {
 
-// ---- bf16 rows: products in pairs, sums in float32 --------------------------------------------
+constexpr int narrow_lines = 16, wide_lines = 32;
+// Tiles of a block that stay in the first cache while many lines pass: 32 KiB of two panels.
+constexpr int64_t resident_tiles = 16;
+// Lines that stay in the second cache while blocks of the weight pass.
+constexpr int64_t resident_bytes = 768 << 10;
 
-void run_bf16_block(const MatmulCall& call, const PackedRows& rows, int64_t block) {
-    const Matrix& weight = *call.weight;
-    const int64_t num_rows = call.num_rows, groups = weight.num_groups();
-    // Few rows take tiles as they come; for many the group is decoded once.
-    const bool in_passing = num_rows <= narrow_rows;
-    bf16* decoded = nullptr;
-    if (weight.storage != Storage::bf16)
-        decoded = static_cast<bf16*>(scratch(
-            Scratch::weights, (in_passing ? 1 : weight.tiles_per_group()) * block_panels * 1024));
-    const bool is_grouped = weight.group > 0;
-    auto* sums = static_cast<float*>(
-        scratch(Scratch::sums, (num_rows + wide_rows) * block_rows * sizeof(float)));
-    float* part = is_grouped ? sums + num_rows * block_rows : sums;
-    float scales[block_rows], products[block_rows];
-    TileUnit unit(num_rows);
-    for (int64_t group = 0; group < groups; ++group) {
-        const char* start = weight.block(block) + group * weight.group_bytes();
-        const bf16* tiles = in_passing ? nullptr : decode_group(weight, start, decoded);
-        if (is_grouped)
-            group_scales(weight, start + weight.group_bytes() - weight.group_tail_bytes(), scales,
-                         products);
-        for (int64_t row = 0; row < num_rows; row += wide_rows) {
-            const int count = static_cast<int>(num_rows - row < wide_rows ? num_rows - row : wide_rows);
-            float* out = is_grouped ? part : sums + row * block_rows;
-            if (in_passing) unit.narrow(weight, start, rows, group, count, decoded, out);
-            else unit.wide(weight, tiles, rows, group, row, count, out);
-            if (!is_grouped) continue;
-            for (int i = 0; i < count; ++i)
-                fold_group(sums + (row + i) * block_rows, part + i * block_rows, scales,
-                           weight.has_zeros ? products : nullptr,
-                           rows.group_sum(row + i, group), group == 0);
-        }
-    }
-    const auto* row_scales = reinterpret_cast<const float*>(weight.scales.data());
-    for (int64_t row = 0; row < num_rows; ++row)
-        finish_row(call, block, row, sums + row * block_rows,
-                   row_scales ? row_scales + block * block_rows : nullptr);
+// Lines that a task multiplies by a block: all when they are few; whole rows and whole tiles.
+template <typename Number>
+int64_t lines_per_task(const Lines<Number>& lines) {
+    constexpr int64_t unit = 96;  // of 32 lines, and of rows of 1, 2 or 3 lines
+    const int64_t most = resident_bytes / (lines.columns * int64_t{sizeof(Number)}) / unit * unit;
+    return most < unit ? unit : most;
 }
 
-// ---- float32 rows -----------------------------------------------------------------------------
+// Sums [count][64] of lines first .. first + count times all of some tiles of a block.
+template <typename Number, typename Weight, typename Sum>
+void multiply_lines(ProductUnit& unit, const Lines<Number>& lines, int64_t first, int64_t count,
+                    int64_t tile, const Weight* weight, int64_t num_tiles, Sum* sums) {
+    if (lines.count <= narrow_lines) {
+        unit.narrow(lines, first, tile, weight, num_tiles, sums);
+        return;
+    }
+    const int64_t tile_numbers = lines.depth * int64_t{block_rows};
+    for (int64_t done = 0; done < num_tiles; done += resident_tiles) {
+        const int64_t part = num_tiles - done < resident_tiles ? num_tiles - done : resident_tiles;
+        for (int half = 0; half < 2; ++half)
+            for (int64_t line = 0; line < count; line += wide_lines)
+                unit.wide(lines, first + line, tile + done, weight + done * tile_numbers, part,
+                          half, done > 0, sums + line * block_rows);
+    }
+}
+
+// Calls work(unit, block, first, count) for all parts of a product.
+template <typename Number, typename Work>
+void for_parts(const Matrix& weight, const Lines<Number>& lines, Work&& work) {
+    const int64_t blocks = weight.num_blocks(), most = lines_per_task(lines);
+    const int64_t parts = (lines.count + most - 1) / most;
+    parallel_for(blocks * parts, [&](int64_t task) {
+        const int64_t first = task / blocks * most;
+        const int64_t count = lines.count - first < most ? lines.count - first : most;
+        ProductUnit unit;
+        work(unit, task % blocks, first, count);
+    });
+}
+
+template <typename Sum>
+Sum* sums_of(int64_t count) {
+    // A wide product writes whole tiles, so one more of them has room.
+    return static_cast<Sum*>(
+        scratch(Scratch::sums, (count + wide_lines) * block_rows * sizeof(Sum)));
+}
+
+void run_bf16(const MatmulCall& call) {
+    const Matrix& weight = *call.weight;
+    const Lines<bf16> lines = pack_rows(call);
+    for_parts(weight, lines, [&](ProductUnit& unit, int64_t block, int64_t first, int64_t count) {
+        auto* sums = sums_of<float>(count);
+        multiply_lines(unit, lines, first, count, 0,
+                       reinterpret_cast<const bf16*>(weight.block(block)), weight.num_tiles(), sums);
+        for (int64_t row = 0; row < count; ++row)
+            finish_row(call, block, first + row, sums + row * block_rows, nullptr);
+    });
+}
+
+// ---- integer weights --------------------------------------------------------------------------
+
+// values [64] of a row times the row's scale, to its place.
+void finish_rounded(const MatmulCall& call, const Rounded& rows, int64_t block, int64_t row,
+                    float* values) {
+    const auto* scales = reinterpret_cast<const float*>(call.weight->scales.data());
+    for (int n = 0; n < block_rows; n += lanes)
+        store(values + n, load(values + n) * broadcast(rows.scales[row]));
+    finish_row(call, block, row, values, scales + block * block_rows);
+}
+
+void run_int8(const MatmulCall& call) {
+    const Matrix& weight = *call.weight;
+    const Rounded rows = round_rows(call);
+    int32_t zeros[lanes];
+    for (int32_t& zero : zeros) zero = int8_zero;
+    for_parts(weight, rows.lines, [&](ProductUnit& unit, int64_t block, int64_t first, int64_t count) {
+        auto* sums = sums_of<int32_t>(count);
+        multiply_lines(unit, rows.lines, first, count, 0,
+                       reinterpret_cast<const uint8_t*>(weight.block(block)), weight.num_tiles(),
+                       sums);
+        for (int64_t line = 0; line < count; line += rows.digits) {
+            float values[block_rows];
+            for (int n = 0; n < block_rows; n += lanes)
+                store(values + n, join_digits(sums + line * block_rows + n, zeros,
+                                              rows.sums + first + line, 1, rows.digits));
+            finish_rounded(call, rows, block, (first + line) / rows.digits, values);
+        }
+    });
+}
+
+// A group is unpacked while the one before it is multiplied, and folded into the values a group
+// later: what was just stored cannot be loaded as a tile, or from one, before it is in the cache.
+void run_int4_block(const MatmulCall& call, const Rounded& rows, ProductUnit& unit, int64_t block,
+                    int64_t first, int64_t count) {
+    const Matrix& weight = *call.weight;
+    const int64_t groups = weight.num_groups(), tiles = weight.group / rows.lines.depth;
+    const int64_t part_size = (count + wide_lines) * block_rows, num_rows = count / rows.digits;
+    const int64_t unpacked_bytes = weight.group * block_rows;
+    auto* unpacked = static_cast<uint8_t*>(scratch(Scratch::weights, 2 * unpacked_bytes));
+    auto* sums = static_cast<int32_t*>(
+        scratch(Scratch::sums, (2 * part_size + num_rows * block_rows) * sizeof(int32_t)));
+    auto* values = reinterpret_cast<float*>(sums + 2 * part_size);
+    const auto group_at = [&](int64_t group) {
+        return weight.block(block) + group * weight.group_bytes();
+    };
+    const auto fold = [&](int64_t group) {
+        const GroupScales scales(weight, group_at(group));
+        for (int64_t row = 0; row < num_rows; ++row)
+            fold_group(values + row * block_rows,
+                       sums + group % 2 * part_size + row * rows.digits * block_rows, scales, rows,
+                       first / rows.digits + row, group, groups);
+    };
+    unpack_group(weight, group_at(0), rows.lines.depth, unpacked);
+    for (int64_t group = 0; group < groups; ++group) {
+        if (group + 1 < groups)
+            unpack_group(weight, group_at(group + 1), rows.lines.depth,
+                         unpacked + (group + 1) % 2 * unpacked_bytes);
+        multiply_lines(unit, rows.lines, first, count, group * tiles,
+                       unpacked + group % 2 * unpacked_bytes, tiles, sums + group % 2 * part_size);
+        if (group) fold(group - 1);
+    }
+    fold(groups - 1);
+    for (int64_t row = 0; row < num_rows; ++row)
+        finish_rounded(call, rows, block, first / rows.digits + row, values + row * block_rows);
+}
+
+void run_int4(const MatmulCall& call) {
+    const Rounded rows = round_rows(call);
+    for_parts(*call.weight, rows.lines,
+              [&](ProductUnit& unit, int64_t block, int64_t first, int64_t count) {
+                  run_int4_block(call, rows, unit, block, first, count);
+              });
+}
+
+// ---- float32 ----------------------------------------------------------------------------------
 
 template <int R>
-void multiply_f32(const float* x, int64_t x_stride, const float* weight, int64_t columns,
-                  int64_t panel_stride, int64_t column_stride, float* sums) {
+void multiply_f32(const float* x, int64_t stride, const float* block, int64_t columns,
+                  float* sums) {
     F16 acc[R][block_panels];
     for (int r = 0; r < R; ++r)
         for (int p = 0; p < block_panels; ++p) acc[r][p] = zero();
     for (int64_t k = 0; k < columns; ++k) {
-        // In tiles a panel holds 16 columns in a row; decoded blocks hold 64 rows of each column.
-        const float* at = panel_stride == panel_rows
-                              ? weight + k * column_stride
-                              : weight + k / 16 * 16 * block_rows + k % 16 * column_stride;
+        // A tile is 16 columns of 4 panels, one behind the other.
+        const float* at = block + k / 16 * 16 * block_rows + k % 16 * panel_rows;
         F16 w[block_panels];
-        for (int p = 0; p < block_panels; ++p) w[p] = load(at + p * panel_stride);
+        for (int p = 0; p < block_panels; ++p) w[p] = load(at + p * 16 * panel_rows);
         for (int r = 0; r < R; ++r) {
-            const F16 factor = broadcast(x[r * x_stride + k]);
+            const F16 factor = broadcast(x[r * stride + k]);
             for (int p = 0; p < block_panels; ++p) acc[r][p] = fma(factor, w[p], acc[r][p]);
         }
     }
@@ -79,69 +175,34 @@ void multiply_f32(const float* x, int64_t x_stride, const float* weight, int64_t
             store(sums + r * block_rows + p * panel_rows, acc[r][p]);
 }
 
-void run_f32_block(const MatmulCall& call, int64_t block) {
+void run_f32(const MatmulCall& call) {
     const Matrix& weight = *call.weight;
     const auto* x = static_cast<const float*>(call.x);
-    const auto* values = reinterpret_cast<const float*>(weight.block(block));
-    int64_t panel_stride = 256, column_stride = panel_rows;
-    if (weight.storage != Storage::f32) {
-        auto* decoded = static_cast<float*>(
-            scratch(Scratch::weights, weight.padded_columns() * block_rows * sizeof(float)));
-        decode_block(weight, weight.block(block), decoded);
-        values = decoded;
-        panel_stride = panel_rows;
-        column_stride = block_rows;
-    }
-    const auto* row_scales = reinterpret_cast<const float*>(weight.scales.data());
-    float sums[4 * block_rows];
-    for (int64_t row = 0; row < call.num_rows; row += 4) {
-        const int count = static_cast<int>(call.num_rows - row < 4 ? call.num_rows - row : 4);
-        const auto multiply = count == 1   ? multiply_f32<1>
-                              : count == 2 ? multiply_f32<2>
-                              : count == 3 ? multiply_f32<3>
-                                           : multiply_f32<4>;
-        multiply(x + row * call.x_stride, call.x_stride, values, weight.columns, panel_stride,
-                 column_stride, sums);
-        for (int i = 0; i < count; ++i)
-            finish_row(call, block, row + i, sums + i * block_rows,
-                       row_scales ? row_scales + block * block_rows : nullptr);
-    }
-}
-
-// ---- rows rounded to int8 ---------------------------------------------------------------------
-
-void run_int8_block(const MatmulCall& call, const RoundedRows& rows, int64_t block) {
-    const Matrix& weight = *call.weight;
-    auto* sums =
-        static_cast<int32_t*>(scratch(Scratch::sums, wide_rows * block_rows * sizeof(int32_t)));
-    const auto* row_sums = reinterpret_cast<const int32_t*>(weight.row_sums.data()) + block * block_rows;
-    const auto* scales = reinterpret_cast<const float*>(weight.scales.data()) + block * block_rows;
-    float scaled[block_rows];
-    TileUnit unit(call.num_rows);
-    for (int64_t row = 0; row < call.num_rows; row += narrow_rows) {
-        const int count = static_cast<int>(
-            call.num_rows - row < narrow_rows ? call.num_rows - row : narrow_rows);
-        unit.integers(weight, block, rows, row, count, row_sums, sums);
-        for (int i = 0; i < count; ++i) {
-            for (int n = 0; n < block_rows; ++n)
-                scaled[n] = static_cast<float>(sums[i * block_rows + n]) * rows.scales[row + i];
-            finish_row(call, block, row + i, scaled, scales);
+    parallel_for(weight.num_blocks(), [&](int64_t block) {
+        const auto* values = reinterpret_cast<const float*>(weight.block(block));
+        float sums[4 * block_rows];
+        for (int64_t row = 0; row < call.num_rows; row += 4) {
+            const float* from = x + row * call.x_stride;
+            const int64_t count = call.num_rows - row < 4 ? call.num_rows - row : 4;
+            switch (count) {
+                case 1: multiply_f32<1>(from, call.x_stride, values, weight.columns, sums); break;
+                case 2: multiply_f32<2>(from, call.x_stride, values, weight.columns, sums); break;
+                case 3: multiply_f32<3>(from, call.x_stride, values, weight.columns, sums); break;
+                default: multiply_f32<4>(from, call.x_stride, values, weight.columns, sums);
+            }
+            for (int64_t i = 0; i < count; ++i)
+                finish_row(call, block, row + i, sums + i * block_rows, nullptr);
         }
-    }
+    });
 }
 
 void run(const MatmulCall& call) {
-    const Matrix& weight = *call.weight;
     if (!call.num_rows) return;
-    const int64_t blocks = weight.num_blocks();
-    if (weight.storage == Storage::i8_rounded) {
-        const RoundedRows rows = round_rows(call);
-        parallel_for(blocks, [&](int64_t block) { run_int8_block(call, rows, block); });
-    } else if (call.x_is_bf16) {
-        const PackedRows rows = pack_rows(call);
-        parallel_for(blocks, [&](int64_t block) { run_bf16_block(call, rows, block); });
-    } else {
-        parallel_for(blocks, [&](int64_t block) { run_f32_block(call, block); });
+    switch (call.weight->storage) {
+        case Storage::f32: run_f32(call); break;
+        case Storage::bf16: run_bf16(call); break;
+        case Storage::i8: run_int8(call); break;
+        case Storage::i4: run_int4(call); break;
     }
 }
 

@@ -20,9 +20,8 @@ std::unique_ptr<Matrix> empty(Storage storage, int64_t rows, int64_t columns, in
     matrix->group = group;
     matrix->has_zeros = has_zeros;
     matrix->values = Buffer(matrix->num_blocks() * matrix->block_bytes());
-    if (storage == Storage::i8 || storage == Storage::i8_rounded || storage == Storage::i4)
+    if (storage == Storage::i8 || storage == Storage::i4)
         matrix->scales = Buffer(padded(rows) * sizeof(float));
-    if (storage == Storage::i8_rounded) matrix->row_sums = Buffer(padded(rows) * sizeof(int32_t));
     return matrix;
 }
 
@@ -79,24 +78,24 @@ std::unique_ptr<Matrix> pack_floats(Storage storage, const void* values, int64_t
 }
 
 std::unique_ptr<Matrix> pack_int8(const int8_t* values, const float* scales, int64_t rows,
-                                  int64_t columns, bool rounds_input) {
-    auto matrix = empty(rounds_input ? Storage::i8_rounded : Storage::i8, rows, columns);
-    const TileShape shape = tile_shape(matrix->storage);
+                                  int64_t columns, bool one_digit) {
+    auto matrix = empty(Storage::i8, rows, columns);
+    matrix->one_digit = one_digit;
     std::memcpy(matrix->scales.data(), scales, rows * sizeof(float));
     for_rows(*matrix, [&](int64_t row) {
         const int8_t* from = values + row * columns;
-        int32_t sum = 0;
         for (int64_t tile = 0; tile < matrix->num_tiles(); ++tile) {
             char* lane = matrix->values.data() + matrix->lane_offset(row, tile);
-            for (int column = 0; column < shape.columns; ++column) {
-                const int64_t k = tile * shape.columns + column;
-                if (k >= columns) break;
-                lane[column / shape.lane_bytes * panel_rows * shape.lane_bytes +
-                     column % shape.lane_bytes] = from[k];
-                sum += from[k];
+            // Behind the last column x is zero, whatever stands here.
+            char whole[64] = {};
+            std::memcpy(whole, from + tile * 64, std::min<int64_t>(64, columns - tile * 64));
+            for (int step = 0; step < 16; ++step) {
+                uint32_t quad;
+                std::memcpy(&quad, whole + step * 4, 4);
+                quad ^= 0x80808080;  // adds 128 to each
+                std::memcpy(lane + step * panel_rows * 4, &quad, 4);
             }
         }
-        if (rounds_input) reinterpret_cast<int32_t*>(matrix->row_sums.data())[row] = sum;
     });
     return matrix;
 }
@@ -125,14 +124,14 @@ std::unique_ptr<Matrix> pack_int4(const uint8_t* values, const float* scales, co
         for (int64_t tile = 0; tile < matrix->num_tiles(); ++tile) {
             char* lane = matrix->values.data() + matrix->lane_offset(row, tile);
             for (int step = 0; step < 4; ++step) {
-                uint16_t words[2] = {0, 0};
-                for (int pair = 0; pair < 4; ++pair) {
-                    const int64_t k = tile * 32 + step * 8 + pair * 2;
-                    const uint8_t both = from[k / 2];
-                    words[0] = static_cast<uint16_t>(words[0] | (both & 15) << 4 * pair);
-                    words[1] = static_cast<uint16_t>(words[1] | (both >> 4) << 4 * pair);
+                char bytes[4];
+                for (int column = 0; column < 4; ++column) {
+                    const int64_t k = tile * 32 + step * 8 + column;
+                    const int low = from[k / 2] >> k % 2 * 4 & 15;
+                    const int high = from[k / 2 + 2] >> k % 2 * 4 & 15;
+                    bytes[column] = static_cast<char>(low | high << 4);
                 }
-                std::memcpy(lane + step * panel_rows * 4, words, 4);
+                std::memcpy(lane + step * panel_rows * 4, bytes, 4);
             }
         }
     });
@@ -141,6 +140,7 @@ std::unique_ptr<Matrix> pack_int4(const uint8_t* values, const float* scales, co
 
 std::unique_ptr<Matrix> select_rows(const Matrix& weight, const int64_t* ids, int64_t count) {
     auto matrix = empty(weight.storage, count, weight.columns, weight.group, weight.has_zeros);
+    matrix->one_digit = weight.one_digit;
     const TileShape shape = tile_shape(weight.storage);
     const int64_t tail = weight.group_bytes() - weight.group_tail_bytes();
     const auto group_tail = [&](const Matrix& of, int64_t row, int64_t group) {
@@ -162,11 +162,8 @@ std::unique_ptr<Matrix> select_rows(const Matrix& weight, const int64_t* ids, in
             std::memcpy(to + goal * 2, from + place * 2, 2);
             if (weight.has_zeros) to[block_rows * 2 + goal] = from[block_rows * 2 + place];
         }
-        const auto copy_number = [&](const Buffer& from, const Buffer& to) {
-            if (from.size()) std::memcpy(to.data() + row * 4, from.data() + source * 4, 4);
-        };
-        copy_number(weight.scales, matrix->scales);
-        copy_number(weight.row_sums, matrix->row_sums);
+        if (weight.scales.size())
+            std::memcpy(matrix->scales.data() + row * 4, weight.scales.data() + source * 4, 4);
     });
     return matrix;
 }

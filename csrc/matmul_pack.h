@@ -12,9 +12,9 @@ namespace slipstream {
 std::unique_ptr<Matrix> pack_floats(Storage storage, const void* values, int64_t rows,
                                     int64_t columns);
 
-// values [rows, columns] int8 with scales [rows].
+// values [rows, columns] int8 with scales [rows]; `one_digit`: what they meet is rounded to int8.
 std::unique_ptr<Matrix> pack_int8(const int8_t* values, const float* scales, int64_t rows,
-                                  int64_t columns, bool rounds_input);
+                                  int64_t columns, bool one_digit);
 
 // values [rows, columns / 2], the even column in the low half; scales [rows, columns / group] and
 // zeros of the same shape (null: 8 everywhere): (value - zero) * scale.

@@ -1,5 +1,4 @@
-// The rows that a weight is multiplied by: laid out for the kernels, and what comes of them.
-// Compiled for each level.
+// The rows that a weight is multiplied by, laid out for the kernels. Compiled for each level.
 #pragma once
 
 #include "matmul.h"
@@ -8,49 +7,34 @@
 
 namespace slipstream::SLIPSTREAM_LEVEL {
 
-// Rows that are multiplied at once: few, while weights stream by, and many.
-constexpr int narrow_rows = 16, wide_rows = 32;
-
-// bf16 rows, K filled up with zeros to whole tiles. For tiles of matrices 16 rows (less at the end)
-// lie together, [tile][row][32]; otherwise row by row.
-struct PackedRows {
-    const bf16* values;
-    int64_t columns;  // padded
-    int64_t num_rows;
-    const float* sums;  // [rows, groups], or null
-    int64_t groups;
-
-    float group_sum(int64_t row, int64_t group) const {
-        return sums ? sums[row * groups + group] : 0.0f;
-    }
-    const bf16* at(int64_t row) const { return values + row * columns; }
-    // How many of the 16 rows from `row` on there are.
-    int together(int64_t row) const {
-        return static_cast<int>(num_rows - row < 16 ? num_rows - row : 16);
-    }
-};
-
-struct RoundedRows {
-    const int8_t* values;  // as PackedRows, tiles of 64 columns
-    int64_t columns, num_rows;
-    const float* scales;  // [rows]
-};
-
 #if defined(__AMX_BF16__)
 constexpr bool in_tiles = true;
 #else
 constexpr bool in_tiles = false;
 #endif
 
-// Where columns tile * width .. of a row go.
+// What is multiplied: rows of bf16, or the digits of rounded rows one behind the other; K is filled
+// up with zeros to whole tiles. For the matrix unit 16 lines (less at the end) lie together,
+// [tile][line][depth]; otherwise line by line.
 template <typename Number>
-inline Number* place(Number* values, int64_t num_rows, int64_t columns, int64_t row, int64_t tile,
-                     int width) {
-    if (!in_tiles) return values + row * columns + tile * width;
-    const int64_t first = row / 16 * 16;
-    const int64_t together = num_rows - first < 16 ? num_rows - first : 16;
-    return values + first * columns + (tile * together + row - first) * width;
-}
+struct Lines {
+    Number* values;
+    int64_t columns, count;
+    int depth;  // columns of a tile
+
+    // Where a tile of a line begins.
+    Number* at(int64_t line, int64_t tile) const {
+        if (!in_tiles) return values + line * columns + tile * depth;
+        const int64_t first = line / 16 * 16;
+        return values + first * columns + (tile * together(first) + line - first) * depth;
+    }
+    // How many of the 16 lines from `first` on there are.
+    int together(int64_t first) const {
+        return static_cast<int>(count - first < 16 ? count - first : 16);
+    }
+    // From one line of a tile to the next.
+    int64_t stride() const { return in_tiles ? depth : columns; }
+};
 
 template <typename Fill>
 inline void for_rows(int64_t count, Fill&& fill) {
@@ -62,89 +46,120 @@ inline void for_rows(int64_t count, Fill&& fill) {
     }
 }
 
-inline PackedRows pack_rows(const MatmulCall& call) {
-    const Matrix& weight = *call.weight;
-    const int64_t columns = weight.padded_columns(), tiles = columns / 32;
-    const int64_t groups = weight.has_zeros ? weight.num_groups() : 0;
-    const int64_t value_bytes = (call.num_rows * columns * 2 + 63) / 64 * 64;
-    char* memory = static_cast<char*>(
-        scratch(Scratch::input, value_bytes + call.num_rows * groups * sizeof(float)));
-    auto* values = reinterpret_cast<bf16*>(memory);
-    auto* sums = reinterpret_cast<float*>(memory + value_bytes);
+inline Lines<bf16> pack_rows(const MatmulCall& call) {
+    const int64_t columns = call.weight->padded_columns(), width = call.weight->columns;
+    auto* memory = static_cast<bf16*>(scratch(Scratch::input, call.num_rows * columns * 2));
+    const Lines<bf16> lines{memory, columns, call.num_rows, 32};
     const auto* x = static_cast<const bf16*>(call.x);
     for_rows(call.num_rows, [&](int64_t row) {
         const bf16* from = x + row * call.x_stride;
-        for (int64_t tile = 0; tile < tiles; ++tile) {
-            bf16* to = place(values, call.num_rows, columns, row, tile, 32);
-            const int64_t left = weight.columns - tile * 32;
+        for (int64_t tile = 0; tile < columns / 32; ++tile) {
+            bf16* to = lines.at(row, tile);
+            const int64_t left = width - tile * 32;
             if (left < 32) std::memset(to, 0, 64);
-            if (left > 0) std::memcpy(to, from + tile * 32, (left < 32 ? left : 32) * 2);
-        }
-        for (int64_t group = 0; group < groups; ++group) {
-            F16 sum_of = zero();
-            for (int64_t k = 0; k < weight.group; k += lanes)
-                sum_of = sum_of + load(from + group * weight.group + k);
-            sums[row * groups + group] = sum(sum_of);
+            std::memcpy(to, from + tile * 32, (left < 32 ? left : 32) * 2);
         }
     });
-    return {values, columns, call.num_rows, groups ? sums : nullptr, groups};
+    return lines;
 }
 
-// Each row divided by a scale of its own, so that its largest number becomes 127.
-inline RoundedRows round_rows(const MatmulCall& call) {
-    const Matrix& weight = *call.weight;
-    const int64_t columns = weight.padded_columns(), tiles = columns / 64, width = weight.columns;
-    const int64_t value_bytes = (call.num_rows * columns + 63) / 64 * 64;
-    char* memory = static_cast<char*>(
-        scratch(Scratch::input, value_bytes + call.num_rows * sizeof(float)));
-    auto* values = reinterpret_cast<int8_t*>(memory);
-    auto* scales = reinterpret_cast<float*>(memory + value_bytes);
-    for_rows(call.num_rows, [&](int64_t row) {
-        const auto at = [&](int64_t k) {
-            const int count = static_cast<int>(width - k < lanes ? width - k : lanes);
-            if (call.x_is_bf16)
-                return load_first(static_cast<const bf16*>(call.x) + row * call.x_stride + k, count);
-            return load_first(static_cast<const float*>(call.x) + row * call.x_stride + k, count);
-        };
-        F16 most = zero();
-        for (int64_t k = 0; k < width; k += lanes) {
-            const F16 x = at(k);
-            most = maximum(most, maximum(x, zero() - x));
+// Rows as integers: x = scale * (.. + 128 * digit + last digit).
+struct Rounded {
+    Lines<int8_t> lines;  // digit d of row r is line r * digits + d, the highest first
+    int digits;
+    const float* scales;  // [rows]
+    const int32_t* sums;  // [lines, groups], of the numbers of a group
+
+    int32_t sum(int64_t line, int64_t group, int64_t groups) const {
+        return sums[line * groups + group];
+    }
+};
+
+// Sixteen numbers in digits, at to[digit][..16].
+inline void write_digits(F16 x, int digits, int8_t (*to)[lanes]) {
+    float values[lanes];
+    store(values, x);
+    int32_t whole[lanes];
+    for (int i = 0; i < lanes; ++i) whole[i] = static_cast<int32_t>(values[i]);
+    for (int digit = digits - 1; digit > 0; --digit)
+        for (int i = 0; i < lanes; ++i) {
+            const int32_t low = ((whole[i] + 64) & 127) - 64;
+            to[digit][i] = static_cast<int8_t>(low);
+            whole[i] = (whole[i] - low) >> 7;
         }
-        const float bound = largest(most), scale = (bound > 1e-30f ? bound : 1e-30f) / 127.0f;
-        scales[row] = scale;
-        for (int64_t tile = 0; tile < tiles; ++tile) {
-            int8_t* to = place(values, call.num_rows, columns, row, tile, 64);
-            for (int part = 0; part < 64; part += lanes) {
-                const int64_t k = tile * 64 + part;
-                float rounded[lanes] = {};
-                if (k < width) store(rounded, round(at(k) / broadcast(scale)));
-                for (int i = 0; i < lanes; ++i) to[part + i] = static_cast<int8_t>(rounded[i]);
+    for (int i = 0; i < lanes; ++i) to[0][i] = static_cast<int8_t>(whole[i]);
+}
+
+inline F16 numbers_at(const MatmulCall& call, int64_t row, int64_t k) {
+    const int64_t left = call.weight->columns - k, at = row * call.x_stride + k;
+    if (left <= 0) return zero();
+    if (call.x_is_bf16) {
+        const bf16* x = static_cast<const bf16*>(call.x) + at;
+        return left >= lanes ? load(x) : load_first(x, static_cast<int>(left));
+    }
+    const float* x = static_cast<const float*>(call.x) + at;
+    return left >= lanes ? load(x) : load_first(x, static_cast<int>(left));
+}
+
+inline void round_row(const MatmulCall& call, const Rounded& rounded, int64_t row, float* scales,
+                      int32_t* sums) {
+    const Matrix& weight = *call.weight;
+    const int64_t columns = rounded.lines.columns, depth = rounded.lines.depth;
+    const int64_t groups = weight.num_groups(), in_group = columns / groups;
+    const int digits = rounded.digits;
+    F16 most = zero();
+    for (int64_t k = 0; k < weight.columns; k += lanes) {
+        const F16 x = numbers_at(call, row, k);
+        most = maximum(most, maximum(x, zero() - x));
+    }
+    const float bound = largest(most) > 1e-30f ? largest(most) : 1e-30f;
+    const float steps = digits == 1 ? 127.0f : digits == 2 ? 127.0f * 128 : 127.0f * 128 * 128;
+    scales[row] = bound / steps;
+    const F16 inverse = broadcast(steps / bound);
+    int32_t* line_sums = sums + row * digits * groups;
+    for (int64_t group = 0; group < groups; ++group) {
+        int32_t total[3] = {};
+        for (int64_t k = group * in_group; k < (group + 1) * in_group; k += lanes) {
+            int8_t parts[3][lanes];
+            write_digits(round(numbers_at(call, row, k) * inverse), digits, parts);
+            for (int digit = 0; digit < digits; ++digit) {
+                int8_t* to = rounded.lines.at(row * digits + digit, k / depth) + k % depth;
+                std::memcpy(to, parts[digit], lanes);
+                for (int i = 0; i < lanes; ++i) total[digit] += parts[digit][i];
             }
         }
-    });
-    return {values, columns, call.num_rows, scales};
-}
-
-// sums = scales * part - products * x_sum, added to what earlier groups gave.
-inline void fold_group(float* sums, const float* part, const float* scales, const float* products,
-                       float x_sum, bool is_first) {
-    for (int n = 0; n < block_rows; n += lanes) {
-        F16 sum = is_first ? zero() : load(sums + n);
-        sum = fma(load(scales + n), load(part + n), sum);
-        if (products) sum = fma(load(products + n), broadcast(-x_sum), sum);
-        store(sums + n, sum);
+        for (int digit = 0; digit < digits; ++digit)
+            line_sums[digit * groups + group] = total[digit];
     }
 }
 
-// sums [64] of a block, times `scales` where there are any, and bias, to the row's place.
-inline void finish_row(const MatmulCall& call, int64_t block, int64_t row, const float* sums,
+inline Rounded round_rows(const MatmulCall& call) {
+    const Matrix& weight = *call.weight;
+    const int digits = weight.one_digit ? 1 : call.x_is_bf16 ? 2 : 3;
+    // Groups of int4 that are no whole number of 64 columns are multiplied in tiles of 32.
+    const int depth = weight.group % 64 ? 32 : 64;
+    const int64_t columns = (weight.padded_columns() + depth - 1) / depth * depth;
+    const int64_t count = call.num_rows * digits, groups = weight.num_groups();
+    const int64_t value_bytes = (count * columns + 63) / 64 * 64;
+    char* memory = static_cast<char*>(scratch(
+        Scratch::input, value_bytes + (call.num_rows + count * groups) * sizeof(float)));
+    auto* scales = reinterpret_cast<float*>(memory + value_bytes);
+    auto* sums = reinterpret_cast<int32_t*>(scales + call.num_rows);
+    const Rounded rounded{
+        {reinterpret_cast<int8_t*>(memory), columns, count, depth}, digits, scales, sums};
+    for_rows(call.num_rows,
+             [&](int64_t row) { round_row(call, rounded, row, scales, sums); });
+    return rounded;
+}
+
+// values [64] of a block, times `scales` where there are any, and bias, to the row's place.
+inline void finish_row(const MatmulCall& call, int64_t block, int64_t row, const float* values,
                        const float* scales) {
     const int64_t first = block * block_rows;
     for (int n = 0; n < block_rows && first + n < call.weight->rows; n += lanes) {
         const int64_t left = call.weight->rows - first - n;
         const int count = static_cast<int>(left < lanes ? left : lanes);
-        F16 value = load(sums + n);
+        F16 value = load(values + n);
         if (scales) value = value * load(scales + n);
         if (call.bias) {
             const F16 bias =

@@ -1,0 +1,97 @@
+// Integer weights: unpacking, and from exact sums to numbers. Compiled for each level.
+#pragma once
+
+#include "matmul.h"
+#include "matmul_rows.h"
+#include "simd.h"
+
+namespace slipstream::SLIPSTREAM_LEVEL {
+
+inline float from_float16(uint16_t half) {
+    const uint32_t exponent = half >> 10 & 31, mantissa = half & 0x3ff;
+    float value = static_cast<float>(mantissa) * 0x1p-24f;
+    if (exponent) {
+        const uint32_t bits = (exponent + 112) << 23 | mantissa << 13;
+        std::memcpy(&value, &bits, 4);
+    }
+    return half >> 15 ? -value : value;
+}
+
+// A group of a block of i4 as bytes: [tile of `depth` columns][4 panels][steps of 4 columns][16][4].
+inline void unpack_group(const Matrix& weight, const char* group, int depth, uint8_t* to) {
+    const int64_t tiles = weight.tiles_per_group();
+    const int halves = depth / 32, panel_bytes = depth * panel_rows;
+    for (int64_t tile = 0; tile < tiles; ++tile)
+        for (int panel = 0; panel < block_panels; ++panel) {
+            const char* from = group + (tile * block_panels + panel) * 256;
+            uint8_t* out = to + (tile / halves * block_panels + panel) * panel_bytes +
+                           tile % halves * 512;
+#if defined(__AVX512F__)
+            const __m512i low = _mm512_set1_epi8(15);
+            for (int step = 0; step < 4; ++step) {
+                const __m512i both = _mm512_loadu_si512(from + step * 64);
+                _mm512_storeu_si512(out + step * 128, _mm512_and_si512(both, low));
+                _mm512_storeu_si512(out + step * 128 + 64,
+                                    _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
+            }
+#else
+            for (int step = 0; step < 4; ++step)
+                for (int i = 0; i < 64; ++i) {
+                    const auto both = static_cast<uint8_t>(from[step * 64 + i]);
+                    out[step * 128 + i] = both & 15;
+                    out[step * 128 + 64 + i] = both >> 4;
+                }
+#endif
+        }
+}
+
+// Of a group of a block: scales, and integer zeros.
+struct GroupScales {
+    float scales[block_rows];
+    int32_t zeros[block_rows];
+
+    GroupScales(const Matrix& weight, const char* group) {
+        const char* tail = group + weight.group_bytes() - weight.group_tail_bytes();
+        for (int n = 0; n < block_rows; n += lanes) load_scales(tail + n * 2, scales + n);
+        const auto* bytes = reinterpret_cast<const uint8_t*>(tail + block_rows * 2);
+        for (int n = 0; n < block_rows; ++n) zeros[n] = weight.has_zeros ? bytes[n] : int4_zero;
+    }
+
+  private:
+    static void load_scales(const char* halves, float* to) {
+#if defined(__AVX512F__)
+        const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves));
+        _mm512_storeu_ps(to, _mm512_cvtph_ps(half));
+#else
+        for (int i = 0; i < lanes; ++i) {
+            uint16_t half;
+            std::memcpy(&half, halves + i * 2, 2);
+            to[i] = from_float16(half);
+        }
+#endif
+    }
+};
+
+// Sixteen exact sums of each digit as one number: sums[digit * 64], less zero * x_sum of the digit.
+inline F16 join_digits(const int32_t* sums, const int32_t* zeros, const int32_t* x_sums,
+                       int64_t x_stride, int digits) {
+    F16 value = zero();
+    for (int digit = 0; digit < digits; ++digit) {
+        const F16 part = less_multiple(sums + digit * block_rows, zeros, x_sums[digit * x_stride]);
+        value = digit ? fma(value, broadcast(128.0f), part) : part;
+    }
+    return value;
+}
+
+// values [64] += scale * sums of a group, of one row with its digits' sums [digits][64].
+inline void fold_group(float* values, const int32_t* sums, const GroupScales& group,
+                       const Rounded& rows, int64_t row, int64_t index, int64_t groups) {
+    const int32_t* x_sums = rows.sums + row * rows.digits * groups + index;
+    for (int n = 0; n < block_rows; n += lanes) {
+        const F16 joined = join_digits(sums + n, group.zeros + n, x_sums, groups, rows.digits);
+        const F16 before = index ? load(values + n) : zero();
+        store(values + n, fma(load(group.scales + n), joined, before));
+    }
+}
+
+}  // namespace slipstream::SLIPSTREAM_LEVEL
