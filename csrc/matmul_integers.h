@@ -45,16 +45,16 @@ inline void unpack_group(const Matrix& weight, const char* group, int depth, uin
         }
 }
 
-// Of a group of a block: scales, and integer zeros.
+// Of a group of a block: scales and zeros.
 struct GroupScales {
-    float scales[block_rows];
-    int32_t zeros[block_rows];
+    float scales[block_rows], zeros[block_rows];
 
     GroupScales(const Matrix& weight, const char* group) {
         const char* tail = group + weight.group_bytes() - weight.group_tail_bytes();
         for (int n = 0; n < block_rows; n += lanes) load_scales(tail + n * 2, scales + n);
         const auto* bytes = reinterpret_cast<const uint8_t*>(tail + block_rows * 2);
-        for (int n = 0; n < block_rows; ++n) zeros[n] = weight.has_zeros ? bytes[n] : int4_zero;
+        for (int n = 0; n < block_rows; ++n)
+            zeros[n] = static_cast<float>(weight.has_zeros ? bytes[n] : int4_zero);
     }
 
   private:
@@ -72,23 +72,30 @@ struct GroupScales {
     }
 };
 
-// Sixteen exact sums of each digit as one number: sums[digit * 64], less zero * x_sum of the digit.
-inline F16 join_digits(const int32_t* sums, const int32_t* zeros, const int32_t* x_sums,
-                       int64_t x_stride, int digits) {
+// Sums [digits][64] of a row with int8, less what their zeros add: sixteen numbers. The difference
+// is taken in integers, for both sides are many times as large.
+inline F16 join_digits(const int32_t* sums, const int32_t* x_sums, int digits) {
     F16 value = zero();
     for (int digit = 0; digit < digits; ++digit) {
-        const F16 part = less_multiple(sums + digit * block_rows, zeros, x_sums[digit * x_stride]);
+        const F16 part = less(sums + digit * block_rows, int8_zero * x_sums[digit]);
         value = digit ? fma(value, broadcast(128.0f), part) : part;
     }
     return value;
 }
 
-// values [64] += scale * sums of a group, of one row with its digits' sums [digits][64].
+// values [64] += scale * (sums - zero * sum of x) of a group, of one row with its digits' sums
+// [digits][64]: integers below 2^24 but for the join, so floats take them as they are.
 inline void fold_group(float* values, const int32_t* sums, const GroupScales& group,
                        const Rounded& rows, int64_t row, int64_t index, int64_t groups) {
     const int32_t* x_sums = rows.sums + row * rows.digits * groups + index;
+    float x_sum = static_cast<float>(x_sums[0]);
+    for (int digit = 1; digit < rows.digits; ++digit)
+        x_sum = x_sum * 128.0f + static_cast<float>(x_sums[digit * groups]);
     for (int n = 0; n < block_rows; n += lanes) {
-        const F16 joined = join_digits(sums + n, group.zeros + n, x_sums, groups, rows.digits);
+        F16 joined = less(sums + n, 0);
+        for (int digit = 1; digit < rows.digits; ++digit)
+            joined = fma(joined, broadcast(128.0f), less(sums + digit * block_rows + n, 0));
+        joined = fma(load(group.zeros + n), broadcast(-x_sum), joined);
         const F16 before = index ? load(values + n) : zero();
         store(values + n, fma(load(group.scales + n), joined, before));
     }

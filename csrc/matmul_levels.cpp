@@ -91,8 +91,6 @@ void finish_rounded(const MatmulCall& call, const Rounded& rows, int64_t block, 
 void run_int8(const MatmulCall& call) {
     const Matrix& weight = *call.weight;
     const Rounded rows = round_rows(call);
-    int32_t zeros[lanes];
-    for (int32_t& zero : zeros) zero = int8_zero;
     for_parts(weight, rows.lines, [&](ProductUnit& unit, int64_t block, int64_t first, int64_t count) {
         auto* sums = sums_of<int32_t>(count);
         multiply_lines(unit, rows.lines, first, count, 0,
@@ -101,8 +99,8 @@ void run_int8(const MatmulCall& call) {
         for (int64_t line = 0; line < count; line += rows.digits) {
             float values[block_rows];
             for (int n = 0; n < block_rows; n += lanes)
-                store(values + n, join_digits(sums + line * block_rows + n, zeros,
-                                              rows.sums + first + line, 1, rows.digits));
+                store(values + n, join_digits(sums + line * block_rows + n,
+                                              rows.sums + first + line, rows.digits));
             finish_rounded(call, rows, block, (first + line) / rows.digits, values);
         }
     });

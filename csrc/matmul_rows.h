@@ -77,6 +77,19 @@ struct Rounded {
 
 // Sixteen numbers in digits, at to[digit][..16].
 inline void write_digits(F16 x, int digits, int8_t (*to)[lanes]) {
+#if defined(__AVX512F__)
+    __m512i whole = _mm512_cvtps_epi32(x.v);
+    for (int digit = digits - 1; digit >= 0; --digit) {
+        __m512i low = whole;
+        if (digit) {
+            const __m512i half = _mm512_set1_epi32(64);
+            low = _mm512_and_si512(_mm512_add_epi32(whole, half), _mm512_set1_epi32(127));
+            low = _mm512_sub_epi32(low, half);
+            whole = _mm512_srai_epi32(_mm512_sub_epi32(whole, low), 7);
+        }
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to[digit]), _mm512_cvtepi32_epi8(low));
+    }
+#else
     float values[lanes];
     store(values, x);
     int32_t whole[lanes];
@@ -88,6 +101,7 @@ inline void write_digits(F16 x, int digits, int8_t (*to)[lanes]) {
             whole[i] = (whole[i] - low) >> 7;
         }
     for (int i = 0; i < lanes; ++i) to[0][i] = static_cast<int8_t>(whole[i]);
+#endif
 }
 
 inline F16 numbers_at(const MatmulCall& call, int64_t row, int64_t k) {
@@ -115,13 +129,13 @@ inline void round_row(const MatmulCall& call, const Rounded& rounded, int64_t ro
     const float bound = largest(most) > 1e-30f ? largest(most) : 1e-30f;
     const float steps = digits == 1 ? 127.0f : digits == 2 ? 127.0f * 128 : 127.0f * 128 * 128;
     scales[row] = bound / steps;
-    const F16 inverse = broadcast(steps / bound);
+    const F16 scale = broadcast(scales[row]);
     int32_t* line_sums = sums + row * digits * groups;
     for (int64_t group = 0; group < groups; ++group) {
         int32_t total[3] = {};
         for (int64_t k = group * in_group; k < (group + 1) * in_group; k += lanes) {
             int8_t parts[3][lanes];
-            write_digits(round(numbers_at(call, row, k) * inverse), digits, parts);
+            write_digits(round(numbers_at(call, row, k) / scale), digits, parts);
             for (int digit = 0; digit < digits; ++digit) {
                 int8_t* to = rounded.lines.at(row * digits + digit, k / depth) + k % depth;
                 std::memcpy(to, parts[digit], lanes);

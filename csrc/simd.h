@@ -197,15 +197,14 @@ inline F16 scale_by_power(F16 x, F16 n) {
 
 #endif
 
-// sums[i] - factors[i] * by, exact in int32, as floats.
-inline F16 less_multiple(const int32_t* sums, const int32_t* factors, int32_t by) {
+// sums[i] - by, exact in int32, as floats.
+inline F16 less(const int32_t* sums, int32_t by) {
 #if defined(__AVX512F__)
-    const __m512i product =
-        _mm512_mullo_epi32(_mm512_loadu_si512(factors), _mm512_set1_epi32(by));
-    return {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_loadu_si512(sums), product))};
+    return {_mm512_cvtepi32_ps(
+        _mm512_sub_epi32(_mm512_loadu_si512(sums), _mm512_set1_epi32(by)))};
 #else
     float values[lanes];
-    for (int i = 0; i < lanes; ++i) values[i] = static_cast<float>(sums[i] - factors[i] * by);
+    for (int i = 0; i < lanes; ++i) values[i] = static_cast<float>(sums[i] - by);
     return load(values);
 #endif
 }
