@@ -1,7 +1,7 @@
 """Building a network with its weights."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from slipstream.models.parameter_sources import (
     TensorSource,
     no_progress,
 )
-from slipstream.models.precision import FLOAT8, in_precision, weight_bytes
+from slipstream.models.precision import PRECISIONS, in_precision, weight_bytes
 from slipstream.models.twin import TwinSource, require_twin
 
 __all__ = [
@@ -39,9 +39,9 @@ logger = logging.getLogger("slipstream")
 
 # Called with a name, a size and its unit, gives a context in which that many are done.
 ProgressBar = Callable[[str, int, str], AbstractContextManager[Progress]]
-# Called before weights are allocated with a name, their bytes, and those that they would take in
-# fp8 (None when they are in it); raises UsageError when there is no room.
-MemoryCheck = Callable[[str, int, int | None], None]
+# Called before weights are allocated with a name, their bytes, and those that they would take by
+# `quantization` (none when they have one); raises UsageError when there is no room.
+MemoryCheck = Callable[[str, int, Mapping[str, int]], None]
 
 
 def no_progress_bar(name: str, size: int, unit: str) -> AbstractContextManager[Progress]:
@@ -50,7 +50,7 @@ def no_progress_bar(name: str, size: int, unit: str) -> AbstractContextManager[P
     return nullcontext(no_progress)
 
 
-def no_memory_check(name: str, size: int, rounded: int | None) -> None:
+def no_memory_check(name: str, size: int, rounded: Mapping[str, int]) -> None:
     """Hope for the best."""
 
 
@@ -65,7 +65,7 @@ class LoadOptions:
             its config, and "twin" such that a draft of fewer layers is accepted (`twin.py`).
         max_positions: length of the table of rotary embeddings.
         seed: of random weights.
-        quantization: "fp8" rounds the matrices; None leaves them.
+        quantization: what matrices are rounded to (`precision.py`); None leaves them.
         batch_invariant: no row of a result may depend on the rows beside it.
         twin_of: the target that a twin is a part of, or is.
         progress_bar: shows how the reading goes on.
@@ -95,7 +95,10 @@ def load_decoder(
     if config is None:
         config = read_decoder_config(checkpoint)
     size = weight_bytes(config, options.dtype, options.quantization)
-    rounded = None if options.quantization else weight_bytes(config, options.dtype, FLOAT8)
+    rounded = {
+        name: weight_bytes(config, options.dtype, name)
+        for name in (PRECISIONS if options.quantization is None else ())
+    }
     options.memory_check(checkpoint.path.name, size, rounded)
     if options.quantization is not None:
         _tell_quantization(checkpoint, config, options.quantization, size)
@@ -132,7 +135,7 @@ def _tell_quantization(
     logger.info(
         "%s: matrices are rounded to %s as they are loaded, %s; weights take %.2f GB",
         checkpoint.path.name,
-        quantization,
+        PRECISIONS[quantization].words,
         head,
         size / 1e9,
     )

@@ -217,7 +217,7 @@ def _read_steps(ops: Ops, source: ParameterSource, config: MLPSpeculatorConfig) 
     }
     embeddings = {at: Embedding(source, f"emb.{at}", vocab_size, inner) for at in places("emb")}
     heads = {
-        at: LanguageModelHead(ops, source.matrix([Part(f"head.{at}.weight", vocab_size)], inner))
+        at: LanguageModelHead(ops, source.head([Part(f"head.{at}.weight", vocab_size)], inner))
         for at in places("head")
     }
     norms = {
