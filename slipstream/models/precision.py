@@ -13,6 +13,7 @@ from slipstream.kernels.table import Weight
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import TensorSource
+from slipstream.models.quantized.source import QuantizedSource
 from slipstream.models.rounding import to_float8, to_int4, to_int8
 
 logger = logging.getLogger("slipstream")
@@ -72,16 +73,16 @@ PRECISIONS: Final = {
 
 
 class Unquantized:
-    """Every parameter as its tensor is."""
+    """Every parameter as it is stored."""
 
     def __init__(self, tensors: TensorSource) -> None:
         self._tensors = tensors
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
-        return self._tensors.matrix(parts, columns)
+        return _as_stored(self._tensors, parts, columns)
 
     def head(self, parts: Sequence[Part], columns: int) -> Weight:
-        return self._tensors.matrix(parts, columns)
+        return _as_stored(self._tensors, parts, columns)
 
     def table(self, parts: Sequence[Part], columns: int) -> Tensor:
         return self._tensors.matrix(parts, columns)
@@ -96,7 +97,8 @@ class Unquantized:
 class Rounded:
     """Matrices rounded as soon as they are there: only one is ever in memory unrounded.
 
-    Tables and vectors stay; a head that is tied to a table becomes a second, rounded copy of it.
+    Tables and vectors stay, and matrices that are stored in fewer bits already; a head that is tied
+    to a table becomes a second, rounded copy of it.
     """
 
     def __init__(self, tensors: TensorSource, precision: Precision) -> None:
@@ -104,11 +106,15 @@ class Rounded:
         self._odd_columns: set[int] = set()
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
+        found = _as_stored(self._tensors, parts, columns)
+        if not isinstance(found, Tensor):
+            return found
         self._tell(parts, columns)
-        return self._precision.matrix(self._tensors.matrix(parts, columns))
+        return self._precision.matrix(found)
 
     def head(self, parts: Sequence[Part], columns: int) -> Weight:
-        return self._precision.head(self._tensors.matrix(parts, columns))
+        found = _as_stored(self._tensors, parts, columns)
+        return self._precision.head(found) if isinstance(found, Tensor) else found
 
     def table(self, parts: Sequence[Part], columns: int) -> Tensor:
         return self._tensors.matrix(parts, columns)
@@ -132,6 +138,12 @@ class Rounded:
                 columns,
                 _GROUPS[-1],
             )
+
+
+def _as_stored(tensors: TensorSource, parts: Sequence[Part], columns: int) -> Weight:
+    if isinstance(tensors, QuantizedSource):
+        return tensors.weight(parts, columns)
+    return tensors.matrix(parts, columns)
 
 
 def in_precision(tensors: TensorSource, quantization: str | None) -> ParameterSource:

@@ -3,6 +3,7 @@
 import torch
 
 from slipstream.core.errors import UsageError
+from slipstream.models.quantized.module import StoredQuantization
 
 # Of NVIDIA's GPUs: the kernels multiply bf16 in tensor cores, and convert e4m3 in hardware.
 LEAST_CAPABILITY = (8, 0)
@@ -54,6 +55,23 @@ def require_quantization(device: torch.device, option: str, quantization: str) -
             f"newer, and {torch.cuda.get_device_name(device)} has {_shown(capability)}; leave it "
             "out"
         )
+
+
+def multiplies_float8(device: torch.device) -> bool:
+    """Whether matrices of e4m3 are faster than what they stand for."""
+    return device.type == "cuda"
+
+
+def require_stored(device: torch.device, name: str, stored: StoredQuantization) -> None:
+    """Raise UsageError where the device has no kernels for the matrices of a checkpoint."""
+    if device.type != "cuda":
+        return
+    if not stored.float8_rows:
+        raise UsageError(
+            f"{name} is stored as {stored.description}, for which there are no kernels on a GPU; "
+            f"use the unquantised checkpoint and quantization={_FLOAT8}, or device=cpu"
+        )
+    require_quantization(device, "a checkpoint in quantization", _FLOAT8)
 
 
 def quantization_note(device: torch.device, quantization: str) -> str:
