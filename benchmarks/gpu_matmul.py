@@ -112,7 +112,7 @@ def _bytes(decoder: Decoder, geometry: Geometry) -> float:
 
 
 def _values(weight: Weight) -> Tensor:
-    return weight.values if isinstance(weight, Float8Matrix) else weight
+    return weight if isinstance(weight, Tensor) else weight.values
 
 
 def _pass_us(ops: Ops, decoder: Decoder, rows: int, attending: bool) -> tuple[float, float]:

@@ -52,7 +52,7 @@ class DrafterFlags:
     drafter_quantization: Annotated[
         str | None,
         typer.Option(
-            help="fp8 rounds the drafter's matrices as they are loaded. [none]",
+            help="The same for the drafter's matrices. [none]",
             rich_help_panel=_PANEL,
         ),
     ] = None

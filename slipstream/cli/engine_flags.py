@@ -61,7 +61,8 @@ class EngineFlags:
     quantization: Annotated[
         str | None,
         typer.Option(
-            help="fp8 rounds the model's matrices as they are loaded. [none]",
+            help="fp8, or on a CPU int8, int8-dynamic, int4, int4-g128, int4-asym or "
+            "int4-g128-asym: rounds the model's matrices as they are loaded. [none]",
             rich_help_panel=_PANEL,
         ),
     ] = EngineConfig.quantization

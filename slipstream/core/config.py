@@ -7,7 +7,16 @@ from typing import Any
 from slipstream.core.errors import UsageError
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy", "twin")
-QUANTIZATIONS = ("fp8",)
+QUANTIZATIONS = (
+    "fp8",
+    "int8",
+    "int8-dynamic",
+    "int4",
+    "int4-g128",
+    "int4-asym",
+    "int4-g128-asym",
+)
+_OTHER_NAMES = {"w8a8": "int8-dynamic"}
 SpeculativeConfig = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 _OPTIONAL_NUMBERS = (
@@ -35,7 +44,8 @@ class EngineConfig:
         device: "auto", "cpu" or "cuda".
         load_format: "auto" and "safetensors" read the weights; "dummy" draws random ones from the
             config alone, "twin" such that a drafter of the target's first layers is accepted.
-        quantization: "fp8" rounds the target's matrices to e4m3 as they are loaded; the drafter has
+        quantization: rounds the target's matrices as they are loaded (docs/quantization.md): to
+            e4m3 ("fp8") or, on CPUs, to integers ("int8", "int4" and their kinds). The drafter has
             a key of its own in `speculative_config`.
         batch_invariant: a request's numbers do not depend on the requests beside it, at a cost.
         max_model_len: most tokens of a request, prompt and output.
@@ -112,7 +122,8 @@ class EngineConfig:
                 raise UsageError(f"{name} must be true or false, not {getattr(self, name)!r}")
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
         if self.quantization is not None:
-            require_quantization("quantization", self.quantization)
+            name = known_quantization("quantization", self.quantization)
+            object.__setattr__(self, "quantization", name)  # frozen for everybody else
         _require_choice("device", self.device, ("auto", "cpu", "cuda"))
         share = self.gpu_memory_utilization
         if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
@@ -130,13 +141,15 @@ class EngineConfig:
         return given if isinstance(given, Mapping | None) else {"drafters": given}
 
 
-def require_quantization(name: str, value: object) -> None:
-    """Raise UsageError for a precision that weights cannot be rounded to."""
-    if value not in QUANTIZATIONS:
+def known_quantization(name: str, value: object) -> str:
+    """The one name of a precision that weights can be rounded to; UsageError for others."""
+    found = _OTHER_NAMES.get(value, value) if isinstance(value, str) else None
+    if found not in QUANTIZATIONS:
         raise UsageError(
-            f"{name} must be {' or '.join(QUANTIZATIONS)}, or be left out to multiply by the "
-            f"weights as they are, not {value!r}"
+            f"{name} must be {', '.join(QUANTIZATIONS[:-1])} or {QUANTIZATIONS[-1]}, or be left "
+            f"out to multiply by the weights as they are, not {value!r}"
         )
+    return found
 
 
 def _require_positive(name: str, value: object) -> None:

@@ -1,6 +1,7 @@
 """Putting an engine together."""
 
 from dataclasses import replace
+from functools import partial
 
 from slipstream.cache.block_manager import BlockManager
 from slipstream.cache.kv_cache import KVCache, KVLayout
@@ -27,10 +28,15 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.loading import LoadOptions, ProgressBar, load_decoder, no_progress_bar
-from slipstream.models.precision import weight_bytes
+from slipstream.models.loading import (
+    LoadOptions,
+    ProgressBar,
+    decoder_bytes,
+    load_decoder,
+    no_progress_bar,
+)
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.runner.capability import choose_device
+from slipstream.runner.capability import choose_device, multiplies_float8, require_stored
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner, Recorder
 from slipstream.runner.model_runner import ModelRunner
@@ -78,13 +84,14 @@ def build_engine(config: EngineConfig, progress_bar: ProgressBar = no_progress_b
         max_positions=resolve_model_len(config, shape),
         seed=config.seed,
         quantization=config.quantization,
+        keeps_float8=multiplies_float8(device),
+        stored_check=partial(require_stored, device),
         batch_invariant=config.batch_invariant,
         twin_of=shape,
         progress_bar=progress_bar,
         memory_check=room.check,
     )
-    size = weight_bytes(shape, dtype, config.quantization)
-    beside = replace(options, memory_check=room.beside(size))
+    beside = replace(options, memory_check=room.beside(decoder_bytes(checkpoint, shape, options)))
     target = TargetModel(checkpoint.path, shape.vocab_size, beside)
     speculation = load_drafter(config.drafter_options, target)
     network = load_decoder(checkpoint, options)

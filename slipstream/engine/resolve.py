@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from slipstream.cache.kv_cache import KVLayout
-from slipstream.core.config import EngineConfig
+from slipstream.core.config import EngineConfig, known_quantization
 from slipstream.core.errors import DraftTooLongError, UsageError
 from slipstream.core.limits import StepLimits
 from slipstream.engine.reasons import Reasons
@@ -25,6 +25,8 @@ from slipstream.runner.threads import set_threads
 from slipstream.sampling.verification import Verification
 from slipstream.speculative.catalogue import Speculation
 from slipstream.speculative.parallel_rows import most_rows
+
+_DRAFTER_KEY = "speculative_config: quantization"
 
 
 @dataclass(frozen=True)
@@ -58,23 +60,23 @@ def resolve_dtype(config: EngineConfig, checkpoint_dtype: torch.dtype) -> torch.
 def require_precision(config: EngineConfig, device: torch.device) -> None:
     """Raise UsageError for matrices that the device cannot multiply by, or not as asked."""
     if config.quantization is not None:
-        require_quantization(device, "quantization")
-        if config.batch_invariant:
+        require_quantization(device, "quantization", config.quantization)
+        if config.batch_invariant and config.quantization == "fp8":
             raise UsageError(
                 "batch_invariant does not hold for fp8 matrices: tensor cores round sums of e4m3 "
                 "by the shape of a tile; leave out batch_invariant or quantization"
             )
-    if _drafter_quantization(config) is not None:
-        require_quantization(device, "drafter quantization")
+    for quantization in _drafter_quantizations(config):
+        require_quantization(device, "drafter quantization", quantization)
 
 
-def _drafter_quantization(config: EngineConfig) -> object:
-    """Of the drafter, or of the first of several that has one."""
+def _drafter_quantizations(config: EngineConfig) -> list[str]:
+    """Of the drafter, or of all members that have one."""
     options = config.drafter_options or {}
     members = options.get("drafters")
     given = [options, *(members if isinstance(members, list | tuple) else ())]
     found = (one.get("quantization") for one in given if isinstance(one, Mapping))
-    return next((it for it in found if it is not None), None)
+    return [known_quantization(_DRAFTER_KEY, it) for it in found if it is not None]
 
 
 def resolve_model_len(config: EngineConfig, shape: DecoderConfig) -> int:
@@ -177,10 +179,11 @@ def _max_num_batched_tokens(config: EngineConfig, device: torch.device, reasons:
 
 def _note_precision(config: EngineConfig, device: torch.device, reasons: Reasons) -> None:
     if config.quantization is not None:
-        reasons.add("quantization", config.quantization, quantization_note(device))
-    drafter = _drafter_quantization(config)
-    if drafter is not None:
-        reasons.add("drafter quantization", drafter, quantization_note(device))
+        note = quantization_note(device, config.quantization)
+        reasons.add("quantization", config.quantization, note)
+    for quantization in dict.fromkeys(_drafter_quantizations(config)):
+        note = quantization_note(device, quantization)
+        reasons.add("drafter quantization", quantization, note)
     if config.batch_invariant:
         reasons.add("batch_invariant", True, invariance_note(device))
 

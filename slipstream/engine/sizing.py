@@ -1,6 +1,6 @@
 """How large the KV cache becomes, and what must stand beside it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -30,7 +30,7 @@ class WeightRoom:
     def __init__(self, device: torch.device, reasons: Reasons) -> None:
         self._device, self._reasons = device, reasons
 
-    def check(self, name: str, size: int, rounded: int | None, pending: int = 0) -> None:
+    def check(self, name: str, size: int, rounded: Mapping[str, int], pending: int = 0) -> None:
         """A `MemoryCheck`, and a note of the size for the user."""
         require_weights(device_memory(self._device), name, size, rounded, pending)
         self._reasons.add(f"weights of {name}", gigabytes(size), "as they are multiplied by")
@@ -38,7 +38,7 @@ class WeightRoom:
     def beside(self, pending: int) -> MemoryCheck:
         """The check of a model that another of `pending` bytes is loaded behind."""
 
-        def check(name: str, size: int, rounded: int | None) -> None:
+        def check(name: str, size: int, rounded: Mapping[str, int]) -> None:
             self.check(name, size, rounded, pending)
 
         return check

@@ -3,11 +3,18 @@
 import functools
 import importlib
 import logging
+import os
 
 import torch
 from torch import Tensor
 
+from slipstream.core.errors import UsageError
+
 logger = logging.getLogger("slipstream")
+
+# Names a level of instructions of the C++ kernels, or plain torch in their place.
+CPU_KERNELS = "SLIPSTREAM_CPU_KERNELS"
+PLAIN_TORCH = "reference"
 
 
 @functools.cache
@@ -20,6 +27,42 @@ def runs_triton(device: torch.device) -> bool:
     except ImportError as error:
         logger.warning("Triton cannot be imported (%s): plain torch kernels serve the GPU.", error)
         return False
+    return True
+
+
+@functools.cache
+def runs_cpp(device: torch.device) -> bool:
+    """Whether the C++ kernels serve `device`; says so when a CPU has to do without.
+
+    Raises:
+        UsageError: the environment asks for a level that is unknown, or not there.
+    """
+    if device.type != "cpu":
+        return False
+    level = os.environ.get(CPU_KERNELS, "")
+    if level == PLAIN_TORCH:
+        return False
+    try:
+        cpp = importlib.import_module("_slipstream_cpu")
+    except ImportError as error:
+        if level:
+            raise UsageError(
+                f"{CPU_KERNELS}={level} needs the C++ kernels, which cannot be imported ({error}); "
+                f"install Slipstream where there is a C++ compiler, or set it to {PLAIN_TORCH!r}"
+            ) from error
+        logger.warning(
+            "The C++ kernels cannot be imported (%s): plain torch serves the CPU, several times "
+            "slower. Install Slipstream where there is a C++ compiler, or set %s=%s.",
+            error, CPU_KERNELS, PLAIN_TORCH,
+        )  # fmt: skip
+        return False
+    if level:
+        known = cpp.levels()
+        if level not in known:
+            raise UsageError(
+                f"{CPU_KERNELS}={level}: this machine has {', '.join(known)} (and {PLAIN_TORCH})"
+            )
+        cpp.set_level(level)
     return True
 
 

@@ -82,7 +82,38 @@ class Float8Matrix:
     scales: Tensor
 
 
-Weight = Tensor | Float8Matrix
+@dataclass(frozen=True, eq=False)
+class Int8Matrix:
+    """A weight [N, K] of integers [N, K] int8, each row times its scale [N] float32.
+
+    Attributes:
+        rounds_input: its products also round the other factor: each row of x becomes integers from
+            -127 to 127, scaled so that its largest number is one of them, and sums are exact.
+    """
+
+    values: Tensor
+    scales: Tensor
+    rounds_input: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Int4Matrix:
+    """A weight [N, K] of four-bit integers q: (q - zero) * scale, `group` columns a scale.
+
+    Attributes:
+        values: [N, K / 2] uint8, two columns a byte, the even one in the lower half.
+        scales: [N, K / group] float32. In a row they are float16 numbers times one power of two.
+        zeros: [N, K / group] uint8, from 0 to 15; None: 8 everywhere.
+        group: 32 or 128, a divisor of K.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int
+
+
+Weight = Tensor | Float8Matrix | Int8Matrix | Int4Matrix
 
 
 @dataclass(frozen=True, eq=False)

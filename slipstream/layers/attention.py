@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs, Float8Matrix, Heads, Norm, Ops
+from slipstream.kernels.table import AttentionInputs, Heads, Norm, Ops
+from slipstream.kernels.weights import row_range
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
@@ -77,11 +78,7 @@ class HeadMixer:
     def store(self, x: Tensor, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]) -> None:
         """Keys and values of rows x [T, columns] go to their slots, for others to see."""
         rows = self._heads.num_heads * self._heads.head_dim  # of the queries
-        weight, bias = self.qkv.weight, self.qkv.bias
-        if isinstance(weight, Float8Matrix):
-            weight = Float8Matrix(weight.values[rows:], weight.scales[rows:])
-        else:
-            weight = weight[rows:]
+        weight, bias = row_range(self.qkv.weight, rows), self.qkv.bias
         bias = None if bias is None else bias[rows:]
         self._ops.store(
             self._ops.joined_linear([(x, None)], weight, bias), self._heads, inputs, cache

@@ -1,10 +1,10 @@
 """Token embedding and the head that shares its shape."""
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.table import Float8Matrix, Ops, Weight
+from slipstream.kernels.table import Ops, Weight
+from slipstream.kernels.weights import select_rows, shape_of
 from slipstream.layers.parameters import ParameterSource, Part
 
 
@@ -33,12 +33,11 @@ class LanguageModelHead:
     @property
     def width(self) -> int:
         """Of the hidden states that it takes."""
-        weight = self.weight
-        return (weight.values if isinstance(weight, Float8Matrix) else weight).shape[1]
+        return shape_of(self.weight)[1]
 
     def over(self, token_ids: Tensor) -> "LanguageModelHead":
         """A head for these tokens alone, in this order; its weight is a copy."""
-        return LanguageModelHead(self._ops, _rows(self.weight, token_ids))
+        return LanguageModelHead(self._ops, select_rows(self.weight, token_ids))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [T, width] -> [T, vocab_size] float32."""
@@ -48,17 +47,9 @@ class LanguageModelHead:
 def own_head(ops: Ops, source: ParameterSource, name: str, like: Embedding) -> LanguageModelHead:
     """A head with a matrix of its own, of the embedding's shape."""
     vocab_size, width = like.weight.shape
-    return LanguageModelHead(ops, source.matrix([Part(f"{name}.weight", vocab_size)], width))
+    return LanguageModelHead(ops, source.head([Part(f"{name}.weight", vocab_size)], width))
 
 
 def tied_head(ops: Ops, source: ParameterSource, embedding: Embedding) -> LanguageModelHead:
     """A head with the embedding's numbers."""
     return LanguageModelHead(ops, source.tied(embedding.weight))
-
-
-def _rows(weight: Weight, index: Tensor) -> Weight:
-    if not isinstance(weight, Float8Matrix):
-        return weight[index]
-    # Not every device can index float8, but each can index bytes.
-    values = weight.values.view(torch.uint8)[index].view(weight.values.dtype)
-    return Float8Matrix(values, weight.scales[index])

@@ -27,6 +27,9 @@ class ParameterSource(Protocol):
     def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
         """[sum of rows, columns], a factor of products, in the precision that they work in."""
 
+    def head(self, parts: Sequence[Part], columns: int) -> Weight:
+        """The same for products that are logits: four bits would be too few for it."""
+
     def table(self, parts: Sequence[Part], columns: int) -> Tensor:
         """[sum of rows, columns] in the model's dtype, whose rows are looked up."""
 

@@ -9,6 +9,7 @@ from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig, InvalidSizesError
 from slipstream.models.drafters.mtp_names import OWN_DRAFTER_KEYS
+from slipstream.models.quantized.catalogue import QUANTIZATION_KEYS, read_quantization
 
 # A new architecture is one file and one line here.
 ARCHITECTURES: Final = {
@@ -31,19 +32,19 @@ def read_decoder_config(
     Args:
         read_elsewhere: keys that leave the network as it is and that somebody else heeds.
     """
-    harmless = HARMLESS_KEYS.union(read_elsewhere, OWN_DRAFTER_KEYS)
+    harmless = HARMLESS_KEYS.union(read_elsewhere, OWN_DRAFTER_KEYS, QUANTIZATION_KEYS)
     if isinstance(source, Checkpoint):
         reader = ConfigReader(_with_dtype(source), source.config_file, harmless=harmless)
     else:
         reader = ConfigReader(source, "config.json", harmless=harmless)
     config = decoder_config(reader)
     reader.finish()
+    read_quantization(source.config if isinstance(source, Checkpoint) else source, reader.file)
     return config
 
 
 def decoder_config(reader: ConfigReader) -> DecoderConfig:
     """The same from a reader, which the caller finishes: it may take keys of its own before."""
-    reader.refuse_quantised()
     module = importlib.import_module(ARCHITECTURES[_architecture(reader)])
     read = cast(Callable[[ConfigReader], DecoderConfig], module.decoder_config)
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.models.safetensors_file import TensorEntry, read_entries
+from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_entries
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -115,7 +115,7 @@ class Checkpoint:
         """The dtype that most of the floating-point numbers are stored in; None without any."""
         sizes: dict[torch.dtype, int] = {}
         for entry in self.entries.values() if self.has_weights else ():
-            if entry.dtype.is_floating_point:
+            if entry.dtype in WEIGHT_DTYPES:  # not those that only quantised matrices have
                 sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
         return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
 

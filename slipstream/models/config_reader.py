@@ -135,8 +135,6 @@ _GENERATION = {
 HARMLESS_KEYS: Final = frozenset(_BOOKKEEPING | _TOKENS | _EXECUTION | _TRAINING | _GENERATION)
 """Keys of config.json that do not change what the network computes."""
 
-_QUANTISATION = ("quantization_config", "compression_config")
-
 
 class ConfigReader:
     """Hands out the keys of a config and remembers which nobody asked for.
@@ -178,6 +176,11 @@ class ConfigReader:
         value = self._config[key]
         return None if value is None else self._typed(key, value, kind)
 
+    def take_any(self, key: str) -> object:
+        """The value of `key`, whatever it is; None when missing."""
+        self._taken.add(key)
+        return self._config.get(key)
+
     def expect(self, key: str, value: object, default: object = REQUIRED) -> None:
         """Refuse the config unless `key` has the one supported value.
 
@@ -198,21 +201,8 @@ class ConfigReader:
         values = self.take(key, dict, {})
         return ConfigReader(values, self.file, f"{self._prefix}{key}.", harmless=())
 
-    def refuse_quantised(self) -> None:
-        """Refuse a checkpoint with quantised weights, whatever else its config says."""
-        for key in _QUANTISATION:
-            settings = self._config.get(key)
-            if settings:
-                method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-                raise self.error(
-                    key,
-                    f"asks for {method or 'quantised'} weights: quantised checkpoints are not "
-                    f"supported yet; use the bfloat16 or float16 checkpoint of this model",
-                )
-
     def finish(self) -> None:
         """Refuse the config if it has a key that nobody took and that may change the maths."""
-        self.refuse_quantised()
         for key, value in self._config.items():
             if key in self._taken or key in self._harmless or _is_off(value):
                 continue

@@ -1,7 +1,7 @@
 """Building a network with its weights."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -21,7 +21,10 @@ from slipstream.models.parameter_sources import (
     TensorSource,
     no_progress,
 )
-from slipstream.models.precision import FLOAT8, in_precision, weight_bytes
+from slipstream.models.precision import PRECISIONS, in_precision, weight_bytes
+from slipstream.models.quantized.catalogue import read_quantization
+from slipstream.models.quantized.module import StoredQuantization
+from slipstream.models.quantized.source import QuantizedSource, stored_bytes
 from slipstream.models.twin import TwinSource, require_twin
 
 __all__ = [
@@ -39,9 +42,15 @@ logger = logging.getLogger("slipstream")
 
 # Called with a name, a size and its unit, gives a context in which that many are done.
 ProgressBar = Callable[[str, int, str], AbstractContextManager[Progress]]
-# Called before weights are allocated with a name, their bytes, and those that they would take in
-# fp8 (None when they are in it); raises UsageError when there is no room.
-MemoryCheck = Callable[[str, int, int | None], None]
+# Called before weights are allocated with a name, their bytes, and those that they would take by
+# `quantization` (none when they have one); raises UsageError when there is no room.
+MemoryCheck = Callable[[str, int, Mapping[str, int]], None]
+# Called with a name and how its matrices are stored; raises an error where they cannot be used.
+StoredCheck = Callable[[str, StoredQuantization], None]
+
+
+def every_quantization(name: str, stored: StoredQuantization) -> None:
+    """Any will do."""
 
 
 def no_progress_bar(name: str, size: int, unit: str) -> AbstractContextManager[Progress]:
@@ -50,7 +59,7 @@ def no_progress_bar(name: str, size: int, unit: str) -> AbstractContextManager[P
     return nullcontext(no_progress)
 
 
-def no_memory_check(name: str, size: int, rounded: int | None) -> None:
+def no_memory_check(name: str, size: int, rounded: Mapping[str, int]) -> None:
     """Hope for the best."""
 
 
@@ -65,7 +74,10 @@ class LoadOptions:
             its config, and "twin" such that a draft of fewer layers is accepted (`twin.py`).
         max_positions: length of the table of rotary embeddings.
         seed: of random weights.
-        quantization: "fp8" rounds the matrices; None leaves them.
+        quantization: what matrices are rounded to (`precision.py`); None leaves them.
+        keeps_float8: matrices that a checkpoint stores in e4m3 are multiplied as such; false: they
+            become tensors, unless they are to be rounded to it.
+        stored_check: is asked before a quantised checkpoint is read.
         batch_invariant: no row of a result may depend on the rows beside it.
         twin_of: the target that a twin is a part of, or is.
         progress_bar: shows how the reading goes on.
@@ -78,6 +90,8 @@ class LoadOptions:
     max_positions: int
     seed: int = 0
     quantization: str | None = None
+    keeps_float8: bool = False
+    stored_check: StoredCheck = every_quantization
     batch_invariant: bool = False
     twin_of: DecoderConfig | None = None
     progress_bar: ProgressBar = no_progress_bar
@@ -94,9 +108,15 @@ def load_decoder(
     """
     if config is None:
         config = read_decoder_config(checkpoint)
-    size = weight_bytes(config, options.dtype, options.quantization)
-    rounded = None if options.quantization else weight_bytes(config, options.dtype, FLOAT8)
+    stored = read_quantization(checkpoint.config, checkpoint.config_file)
+    if stored is not None:
+        _require_stored(checkpoint, stored, options)
+    size, rounded = decoder_bytes(checkpoint, config, options), {}
+    if options.quantization is None and stored is None:
+        rounded = {name: weight_bytes(config, options.dtype, name) for name in PRECISIONS}
     options.memory_check(checkpoint.path.name, size, rounded)
+    if stored is not None:
+        _tell_stored(checkpoint, stored, options)
     if options.quantization is not None:
         _tell_quantization(checkpoint, config, options.quantization, size)
     if options.load_format == "dummy":
@@ -111,7 +131,7 @@ def load_decoder(
     beside = own_drafter_tensors(checkpoint.entries)  # which only a drafter reads
     total = checkpoint.size_bytes - sum(checkpoint.entries[tensor].nbytes for tensor in beside)
     with options.progress_bar(name, total, "bytes") as progress:
-        source = CheckpointSource(checkpoint, options.dtype, options.device, progress)
+        source = _open(checkpoint, stored, options, progress)
         network = _build(config, source, options)
     source.finish(ignored=(*beside, *(["lm_head.weight"] if config.tie_word_embeddings else [])))
     return network
@@ -123,6 +143,63 @@ def _build(config: DecoderConfig, tensors: TensorSource, options: LoadOptions) -
     return Decoder(ops, source, config, options.max_positions)
 
 
+def decoder_bytes(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions) -> int:
+    """What the weights of a language model take once they are loaded."""
+    stored = read_quantization(checkpoint.config, checkpoint.config_file)
+    if stored is None or not checkpoint.has_weights:
+        return weight_bytes(config, options.dtype, options.quantization)
+    kept = _keeps_float8(options) or options.quantization is not None
+    itemsize = options.dtype.itemsize
+    size = stored_bytes(checkpoint, stored, itemsize, 1 if kept else itemsize)
+    if options.quantization is not None and config.tie_word_embeddings:
+        size += config.vocab_size * config.hidden_size  # a rounded copy
+    return size
+
+
+def _keeps_float8(options: LoadOptions) -> bool:
+    return options.keeps_float8 or options.quantization == "fp8"
+
+
+def _open(
+    checkpoint: Checkpoint,
+    stored: StoredQuantization | None,
+    options: LoadOptions,
+    progress: Progress,
+) -> CheckpointSource:
+    if stored is None:
+        return CheckpointSource(checkpoint, options.dtype, options.device, progress)
+    return QuantizedSource(
+        checkpoint,
+        stored,
+        options.dtype,
+        options.device,
+        progress,
+        _keeps_float8(options),
+        # What is rounded once more should not be rounded in between.
+        options.dtype if options.quantization is None else torch.float32,
+    )
+
+
+def _require_stored(
+    checkpoint: Checkpoint, stored: StoredQuantization, options: LoadOptions
+) -> None:
+    """Raise an error for matrices that cannot be used, or that nobody would read."""
+    options.stored_check(checkpoint.path.name, stored)
+    if options.load_format in ("dummy", "twin"):
+        raise UsageError(
+            f"load_format {options.load_format} makes random weights, and the config.json of "
+            f"{checkpoint.path.name} has a quantization_config; leave that out, and give "
+            "quantization to round them"
+        )
+
+
+def _tell_stored(checkpoint: Checkpoint, stored: StoredQuantization, options: LoadOptions) -> None:
+    rest = "what is not quantised stays so"
+    if options.quantization is not None:
+        rest = f"what is not in integers is rounded to {options.quantization}"
+    logger.info("%s: stored as %s; %s", checkpoint.path.name, stored.description, rest)
+
+
 def _tell_quantization(
     checkpoint: Checkpoint, config: DecoderConfig, quantization: str, size: int
 ) -> None:
@@ -132,7 +209,7 @@ def _tell_quantization(
     logger.info(
         "%s: matrices are rounded to %s as they are loaded, %s; weights take %.2f GB",
         checkpoint.path.name,
-        quantization,
+        PRECISIONS[quantization].words,
         head,
         size / 1e9,
     )

@@ -1,28 +1,88 @@
-"""The precision that matrices are multiplied in: as they are stored, or rounded to eight bits."""
+"""The precision that matrices are multiplied in: as they are stored, or rounded to fewer bits."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.reference.dense import round_rows
-from slipstream.kernels.table import Float8Matrix, Weight
+from slipstream.kernels.table import Weight
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import TensorSource
+from slipstream.models.quantized.source import QuantizedSource
+from slipstream.models.rounding import to_float8, to_int4, to_int8
 
-FLOAT8 = "fp8"
-_SLICE = 1 << 24  # numbers that are in float32 at once while they are rounded
+logger = logging.getLogger("slipstream")
+
+_GROUPS = (128, 32)  # columns that may share a scale of four bits
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What `quantization` names.
+
+    Attributes:
+        matrix, head: round a matrix [N, K]; a head's logits are worth more bits.
+        group: columns that a scale of four bits serves; None for eight bits, where a row has one.
+        zeros: whether such a group has a zero of its own.
+        words: of the matrices, for the log.
+    """
+
+    matrix: Callable[[Tensor], Weight]
+    head: Callable[[Tensor], Weight]
+    words: str
+    group: int | None = None
+    zeros: bool = False
+
+    @property
+    def bytes_per_number(self) -> float:
+        """Of a matrix, the scales of four bits included."""
+        if self.group is None:
+            return 1.0
+        return 0.5 + (torch.float32.itemsize + self.zeros) / self.group
+
+
+def _four_bits(group: int, zeros: bool) -> Precision:
+    words = f"four bits in groups of {group}{' with zeros' if zeros else ''}, the head to int8"
+    round_matrix = partial(_to_int4, group=group, asymmetric=zeros)
+    return Precision(round_matrix, to_int8, words, group, zeros)
+
+
+def _to_int4(matrix: Tensor, group: int, asymmetric: bool) -> Weight:
+    """In the largest groups that divide the columns; in int8 where none does."""
+    columns = matrix.shape[1]
+    fitting = [size for size in _GROUPS if size <= group and columns % size == 0]
+    return to_int4(matrix, fitting[0], asymmetric) if fitting else to_int8(matrix)
+
+
+PRECISIONS: Final = {
+    "fp8": Precision(to_float8, to_float8, "fp8"),
+    "int8": Precision(to_int8, to_int8, "int8"),
+    "int8-dynamic": Precision(
+        partial(to_int8, rounds_input=True), to_int8, "int8, activations too except at the head"
+    ),
+    "int4": _four_bits(32, zeros=False),
+    "int4-g128": _four_bits(128, zeros=False),
+    "int4-asym": _four_bits(32, zeros=True),
+    "int4-g128-asym": _four_bits(128, zeros=True),
+}
 
 
 class Unquantized:
-    """Every parameter as its tensor is."""
+    """Every parameter as it is stored."""
 
     def __init__(self, tensors: TensorSource) -> None:
         self._tensors = tensors
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
-        return self._tensors.matrix(parts, columns)
+        return _as_stored(self._tensors, parts, columns)
+
+    def head(self, parts: Sequence[Part], columns: int) -> Weight:
+        return _as_stored(self._tensors, parts, columns)
 
     def table(self, parts: Sequence[Part], columns: int) -> Tensor:
         return self._tensors.matrix(parts, columns)
@@ -34,43 +94,63 @@ class Unquantized:
         return self._tensors.vector(parts)
 
 
-class Float8:
-    """Matrices rounded to e4m3 as soon as they are there: only one is ever in memory unrounded.
+class Rounded:
+    """Matrices rounded as soon as they are there: only one is ever in memory unrounded.
 
-    Tables and vectors stay; a head that is tied to a table becomes a second, rounded copy of it.
+    Tables and vectors stay, and matrices that are stored in fewer bits already; a head that is tied
+    to a table becomes a second, rounded copy of it.
     """
 
-    def __init__(self, tensors: TensorSource) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: TensorSource, precision: Precision) -> None:
+        self._tensors, self._precision = tensors, precision
+        self._odd_columns: set[int] = set()
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
-        return rounded(self._tensors.matrix(parts, columns))
+        found = _as_stored(self._tensors, parts, columns)
+        if not isinstance(found, Tensor):
+            return found
+        self._tell(parts, columns)
+        return self._precision.matrix(found)
+
+    def head(self, parts: Sequence[Part], columns: int) -> Weight:
+        found = _as_stored(self._tensors, parts, columns)
+        return self._precision.head(found) if isinstance(found, Tensor) else found
 
     def table(self, parts: Sequence[Part], columns: int) -> Tensor:
         return self._tensors.matrix(parts, columns)
 
     def tied(self, table: Tensor) -> Weight:
-        return rounded(table)
+        return self._precision.head(table)
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         return self._tensors.vector(parts)
 
+    def _tell(self, parts: Sequence[Part], columns: int) -> None:
+        """Once for each width that no group divides."""
+        if self._precision.group is None or columns in self._odd_columns:
+            return
+        if columns % _GROUPS[-1]:
+            self._odd_columns.add(columns)
+            logger.info(
+                "%s has %d columns, no multiple of %d: rounded to int8 in place of four bits, as "
+                "are all matrices of this width",
+                parts[0].name,
+                columns,
+                _GROUPS[-1],
+            )
+
+
+def _as_stored(tensors: TensorSource, parts: Sequence[Part], columns: int) -> Weight:
+    if isinstance(tensors, QuantizedSource):
+        return tensors.weight(parts, columns)
+    return tensors.matrix(parts, columns)
+
 
 def in_precision(tensors: TensorSource, quantization: str | None) -> ParameterSource:
     """The parameters made of these tensors."""
-    return Float8(tensors) if quantization == FLOAT8 else Unquantized(tensors)
-
-
-def rounded(matrix: Tensor) -> Float8Matrix:
-    """[N, K] in e4m3, each row scaled so that its largest number becomes the largest of e4m3."""
-    rows, columns = matrix.shape
-    values = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
-    scales = torch.empty(rows, dtype=torch.float32, device=matrix.device)
-    step = max(1, _SLICE // columns)
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        values[part], scales[part] = round_rows(matrix[part])
-    return Float8Matrix(values, scales)
+    if quantization is None:
+        return Unquantized(tensors)
+    return Rounded(tensors, PRECISIONS[quantization])
 
 
 def weight_bytes(config: DecoderConfig, dtype: torch.dtype, quantization: str | None) -> int:
@@ -78,6 +158,9 @@ def weight_bytes(config: DecoderConfig, dtype: torch.dtype, quantization: str | 
     if quantization is None:
         return config.num_matrix_parameters * dtype.itemsize
     table = config.vocab_size * config.hidden_size
-    copy = table if config.tie_word_embeddings else 0
-    matrices = config.num_matrix_parameters - table + copy
-    return table * dtype.itemsize + matrices
+    tables = 1 if config.tie_word_embeddings else 2
+    matrices = config.num_matrix_parameters - tables * table
+    # The head, tied or not, is a rounded matrix of eight bits.
+    return (
+        table * dtype.itemsize + table + int(matrices * PRECISIONS[quantization].bytes_per_number)
+    )

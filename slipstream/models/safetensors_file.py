@@ -42,7 +42,7 @@ _DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -223,10 +223,10 @@ def _check_fits(entry: TensorEntry, destination: Tensor, raw: bool) -> None:
         raise CheckpointError(
             f"{where} is stored as {_name(entry.dtype)}, but {_name(destination.dtype)} is expected"
         )
-    if not raw and entry.dtype not in _WEIGHT_DTYPES:
+    if not raw and entry.dtype not in WEIGHT_DTYPES:
         raise CheckpointError(
             f"{where} is stored as {_name(entry.dtype)}; weights must be bfloat16, float16 or "
-            f"float32 (quantised checkpoints are not supported yet)"
+            f"float32, unless its config.json has a quantization_config that says otherwise"
         )
 
 

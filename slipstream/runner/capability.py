@@ -3,10 +3,18 @@
 import torch
 
 from slipstream.core.errors import UsageError
+from slipstream.models.quantized.module import StoredQuantization
 
 # Of NVIDIA's GPUs: the kernels multiply bf16 in tensor cores, and convert e4m3 in hardware.
 LEAST_CAPABILITY = (8, 0)
 LEAST_FLOAT8_CAPABILITY = (8, 9)
+_FLOAT8 = "fp8"
+
+
+_INTEGERS = {
+    "int8": "integers of 8 bits, one scale a row",
+    "int4": "integers of 4 bits, one scale a group of columns; the head keeps 8 bits",
+}
 
 
 def choose_device(name: str) -> tuple[torch.device, str]:
@@ -31,10 +39,15 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     return device, f"{gpu}, compute capability {_shown(capability)}"
 
 
-def require_quantization(device: torch.device, option: str) -> None:
-    """Raise UsageError where the device cannot multiply by e4m3 matrices; `option` asked for it."""
+def require_quantization(device: torch.device, option: str, quantization: str) -> None:
+    """Raise UsageError where the device cannot multiply by such matrices; `option` asked for it."""
     if device.type != "cuda":
         return
+    if quantization != _FLOAT8:
+        raise UsageError(
+            f"{option}={quantization} is for CPUs: there are no kernels for matrices of integers "
+            f"on a GPU; use {option}={_FLOAT8}, or device=cpu"
+        )
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_FLOAT8_CAPABILITY:
         raise UsageError(
@@ -44,13 +57,32 @@ def require_quantization(device: torch.device, option: str) -> None:
         )
 
 
-def quantization_note(device: torch.device) -> str:
-    """What it means to multiply by e4m3 matrices on this device."""
+def multiplies_float8(device: torch.device) -> bool:
+    """Whether matrices of e4m3 are faster than what they stand for."""
+    return device.type == "cuda"
+
+
+def require_stored(device: torch.device, name: str, stored: StoredQuantization) -> None:
+    """Raise UsageError where the device has no kernels for the matrices of a checkpoint."""
+    if device.type != "cuda":
+        return
+    if not stored.float8_rows:
+        raise UsageError(
+            f"{name} is stored as {stored.description}, for which there are no kernels on a GPU; "
+            f"use the unquantised checkpoint and quantization={_FLOAT8}, or device=cpu"
+        )
+    require_quantization(device, "a checkpoint in quantization", _FLOAT8)
+
+
+def quantization_note(device: torch.device, quantization: str) -> str:
+    """What it means to multiply by such matrices on this device."""
+    if quantization != _FLOAT8:
+        return f"matrices rounded at load time: {_INTEGERS[quantization.partition('-')[0]]}"
     if device.type == "cuda":
         return "matrices rounded to e4m3 at load time, one scale a row; activations at run time"
     return (
         "matrices rounded to e4m3 at load time; correct but slow on a CPU, which converts them in "
-        "every pass"
+        "every pass; int8 takes as many bytes"
     )
 
 

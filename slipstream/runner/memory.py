@@ -1,6 +1,6 @@
 """How much memory there is, what a step takes of it, and what is left for the KV cache."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -210,12 +210,12 @@ def no_room_error(
 
 
 def require_weights(
-    memory: DeviceMemory, name: str, size: int, rounded: int | None, pending: int = 0
+    memory: DeviceMemory, name: str, size: int, rounded: Mapping[str, int], pending: int = 0
 ) -> None:
     """Raise UsageError when a model's weights are larger than what is free.
 
     Args:
-        rounded: what they would take in fp8; None when they are.
+        rounded: what they would take, by `quantization`; nothing when they have one.
         pending: bytes of another model that is to be loaded afterwards.
     """
     needed = size + pending
@@ -223,8 +223,11 @@ def require_weights(
         return
     beside = f" and {gigabytes(pending)} for the target" if pending else ""
     ways = ["a smaller model"]
-    if rounded is not None and rounded + pending <= memory.free:
-        ways.insert(0, f"quantization=fp8, which takes {gigabytes(rounded)}")
+    for quantization in ("fp8",) if memory.is_gpu else ("int8", "int4"):
+        taken = rounded.get(quantization)
+        if taken is not None and taken + pending <= memory.free:
+            ways.insert(0, f"quantization={quantization}, which takes {gigabytes(taken)}")
+            break
     if memory.is_gpu:
         ways.append("a larger GPU, or device=cpu")
     raise UsageError(

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from slipstream.core.config import require_quantization
+from slipstream.core.config import known_quantization
 from slipstream.core.errors import UsageError
 from slipstream.models.loading import LoadOptions
 
@@ -61,9 +61,9 @@ class Options:
     def take_quantization(self) -> str | None:
         """The precision of the drafter's matrices; None leaves them as they are."""
         value = self.take("quantization")
-        if value is not None:
-            require_quantization("speculative_config: quantization", value)
-        return cast(str | None, value)
+        if value is None:
+            return None
+        return known_quantization("speculative_config: quantization", value)
 
     def take_greedy_only(self) -> bool:
         """Whether drafts are to be one-hot: `draft_sample_method` is greedy."""

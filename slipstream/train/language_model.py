@@ -14,6 +14,7 @@ from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import CheckpointSource, TensorSource
+from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.mask_token import MASK_TOKEN_KEYS
 from slipstream.train.dense import DENSE
 from slipstream.train.export import copy_tokenizer, write_checkpoint
@@ -97,7 +98,13 @@ def planned(
 def _begun(order: Order) -> Checkpoint | None:
     """What it begins with."""
     init = order.settings.options.init
-    return None if init is None else Checkpoint(resolve_checkpoint(init))
+    if init is None:
+        return None
+    begun = Checkpoint(resolve_checkpoint(init))
+    refuse_quantized(
+        begun.config, begun.config_file, "training cannot begin with; use unquantised ones"
+    )
+    return begun
 
 
 def _smaller_config(order: Order) -> dict[str, Any]:

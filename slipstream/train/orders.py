@@ -11,6 +11,7 @@ from slipstream.core.errors import UsageError
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.loading import dtype_named
+from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.runner.capability import choose_device
 from slipstream.train.data import Data
 from slipstream.train.plots import ACCEPTANCE, LOSS
@@ -33,6 +34,8 @@ _KEPT = (
     *LOSS_OPTIONS,
 )
 
+_WHOLE_WEIGHTS = "training does not read; train with the unquantised checkpoint of this model"
+
 
 def take_order(settings: TrainSettings, module: RecipeModule) -> tuple[Order, Data]:
     """What settings come to, and the data that they name.
@@ -45,6 +48,7 @@ def take_order(settings: TrainSettings, module: RecipeModule) -> tuple[Order, Da
     _require_free(settings.out)
     device, _ = choose_device(settings.device)
     target = Checkpoint(resolve_checkpoint(settings.target, settings.revision))
+    refuse_quantized(target.config, target.config_file, _WHOLE_WEIGHTS)
     shape = read_decoder_config(target)
     data = Data(settings, target, shape.vocab_size)
     order = Order(

@@ -66,6 +66,9 @@ class Trainable:
     def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
         return self._keep(parts, self._tensors.matrix(parts, columns))
 
+    def head(self, parts: Sequence[Part], columns: int) -> Tensor:
+        return self.matrix(parts, columns)
+
     def table(self, parts: Sequence[Part], columns: int) -> Tensor:
         return self.matrix(parts, columns)
 

@@ -90,6 +90,9 @@ class Learned:
         values = torch.randn(total, columns, generator=self._generator) / columns**0.5
         return self._keep(parts, values)
 
+    def head(self, parts: Sequence[Part], columns: int) -> Tensor:
+        return self.matrix(parts, columns)
+
     def table(self, parts: Sequence[Part], columns: int) -> Tensor:
         return self.matrix(parts, columns)
 

@@ -107,7 +107,7 @@ class Learning:
     def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
         return self._stacked(parts, (columns,))
 
-    table = matrix
+    table = head = matrix
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         return self._stacked(parts, ())

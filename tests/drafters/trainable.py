@@ -18,6 +18,9 @@ class Trainable:
     def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
         return torch.cat([self._parameter(part.name) for part in parts])
 
+    def head(self, parts: Sequence[Part], columns: int) -> Tensor:
+        return self.matrix(parts, columns)
+
     def table(self, parts: Sequence[Part], columns: int) -> Tensor:
         return self.matrix(parts, columns)
 

@@ -25,7 +25,7 @@ from slipstream.kernels.triton import PARTS as TRITON_PARTS
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton import attention as triton_attention
 from slipstream.layers.rope import RopeConfig, rope_table
-from slipstream.models.precision import rounded
+from slipstream.models.rounding import to_float8
 from tests.kernels import oracles
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
 
@@ -202,7 +202,7 @@ def test_joined_linear(dtype: torch.dtype, column: Ops, float8: bool) -> None:
     norm = Norm(1 + 0.3 * randn(48, seed=4, dtype=dtype), 1e-3)
     matrix = (randn(70, 80, seed=2) / 80**0.5).to(dtype)
     bias = randn(70, seed=3, dtype=dtype)
-    weight = rounded(matrix) if float8 else matrix
+    weight = to_float8(matrix) if float8 else matrix
     normed, total = column.norm(two, None, norm)
     assert_close(total, two, rtol=0, atol=0)
     out = column.joined_linear([(one, None), (two, norm)], weight, bias)

@@ -1,4 +1,4 @@
-"""Matrices in fp8: what is stored, what is computed with it, and that a drafter may have them."""
+"""Rounded matrices: what is stored, what is computed with it, and that a drafter may have them."""
 
 import json
 import logging
@@ -17,15 +17,25 @@ from slipstream import LLM, SamplingParams
 from slipstream.cache.kv_cache import KVCache, KVLayout
 from slipstream.kernels.composition import compose
 from slipstream.kernels.reference import PARTS, REFERENCE
-from slipstream.kernels.table import AttentionInputs, Float8Matrix, Ops, Weight
+from slipstream.kernels.reference.integers import dequantised
+from slipstream.kernels.table import (
+    AttentionInputs,
+    Float8Matrix,
+    Int4Matrix,
+    Int8Matrix,
+    Ops,
+    Weight,
+)
+from slipstream.kernels.weights import bytes_of
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.layers.parameters import Part
-from slipstream.models import loading, precision
+from slipstream.models import loading, rounding
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import LoadOptions, load_decoder
 from slipstream.models.parameter_sources import CheckpointSource
-from slipstream.models.precision import rounded, weight_bytes
+from slipstream.models.precision import weight_bytes
+from slipstream.models.rounding import to_float8
 from tests.checkpoints import QWEN3, write_qwen3
 
 CPU = torch.device("cpu")
@@ -103,9 +113,9 @@ def test_matrices_are_rounded_and_nothing_else(
 
 def test_rounding_does_not_depend_on_the_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = torch.randn(37, 24, generator=torch.Generator().manual_seed(1))
-    whole = rounded(matrix)
-    monkeypatch.setattr(precision, "_SLICE", 100)
-    parts = rounded(matrix)
+    whole = to_float8(matrix)
+    monkeypatch.setattr(rounding, "_SLICE", 100)
+    parts = to_float8(matrix)
     assert torch.equal(whole.scales, parts.scales)
     assert torch.equal(whole.values.view(torch.uint8), parts.values.view(torch.uint8))
 
@@ -113,7 +123,7 @@ def test_rounding_does_not_depend_on_the_slices(monkeypatch: pytest.MonkeyPatch)
 def test_a_row_of_zeros_stays_zero() -> None:
     matrix = torch.randn(3, 16)
     matrix[1] = 0
-    assert torch.equal(exact(rounded(matrix))[1], torch.zeros(16))
+    assert torch.equal(exact(to_float8(matrix))[1], torch.zeros(16))
 
 
 def test_one_matrix_at_a_time_is_in_memory_unrounded(
@@ -204,7 +214,7 @@ def _nearest(x: Tensor) -> Tensor:
 def test_a_head_over_some_tokens_takes_their_rows() -> None:
     generator = torch.Generator().manual_seed(3)
     matrix, hidden = torch.randn(50, 32, generator=generator), torch.randn(4, 32)
-    head = LanguageModelHead(REFERENCE, rounded(matrix))
+    head = LanguageModelHead(REFERENCE, to_float8(matrix))
     ids = torch.tensor([3, 8, 9, 41])
     assert torch.equal(head.over(ids)(hidden), head(hidden)[:, ids])
 
@@ -269,6 +279,76 @@ def test_prefixes_of_a_rounded_drafter_are_apart_from_those_of_a_whole_one(
         for quantization in (None, "fp8")
     }
     assert len(identities) == 2
+
+
+INTEGERS = ["int8", "int8-dynamic", "int4", "int4-g128", "int4-asym", "int4-g128-asym"]
+WIDE = {"hidden_size": 128, "intermediate_size": 160}  # of which 160 has no groups of 128
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("quantization", INTEGERS)
+def test_integers_in_every_matrix(
+    tmp_path: Path, quantization: str, tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_qwen3(tmp_path / "model", tie_word_embeddings=tied, **WIDE)
+    with caplog.at_level(logging.INFO, "slipstream"):
+        network = load(folder, quantization=quantization)
+    whole = load(folder, quantization=None)
+    assert torch.equal(network.embedding.weight, whole.embedding.weight)
+    size = network.embedding.weight.nbytes
+    for (name, weight), full in zip(
+        matrices(network).items(), matrices(whole).values(), strict=True
+    ):
+        assert isinstance(full, Tensor)
+        error = (dequantised(weight) - full).norm() / full.norm()
+        assert float(error) < (0.02 if isinstance(weight, Int8Matrix) else 0.12), name
+        size += bytes_of(weight)
+        if quantization.startswith("int8") or name == "head":
+            assert isinstance(weight, Int8Matrix)
+            assert weight.rounds_input is (quantization == "int8-dynamic" and name != "head")
+            size -= weight.scales.nbytes  # which are left out of the account
+            continue
+        assert isinstance(weight, Int4Matrix)
+        assert (weight.zeros is not None) is ("asym" in quantization)
+        assert weight.group == (
+            128 if "g128" in quantization and "down" not in name and "output" not in name else 32
+        )
+    predicted = weight_bytes(network.config, torch.float32, quantization)
+    assert predicted == pytest.approx(size, rel=0.05)
+    assert "second copy" in caplog.text or not tied
+    assert ("the head to int8" in caplog.text) is quantization.startswith("int4")
+
+
+def test_matrices_that_no_group_divides_are_rounded_to_int8(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_qwen3(tmp_path / "model")  # widths of 48, 80 and 96
+    with caplog.at_level(logging.INFO, "slipstream"):
+        found = matrices(load(folder, quantization="int4-g128"))
+    kinds = {name: type(weight) for name, weight in found.items()}
+    assert kinds["0.qkv"] is kinds["0.gate_up"] is kinds["0.down"] is Int8Matrix
+    assert kinds["0.output"] is Int4Matrix
+    assert caplog.text.count("no multiple of 32: rounded to int8 in place of four bits") == 2
+    assert "model.layers.0.self_attn.q_proj.weight has 48 columns" in caplog.text
+    assert "model.layers.0.mlp.down_proj.weight has 80 columns" in caplog.text
+
+
+@pytest.mark.parametrize("quantization", INTEGERS)
+def test_greedy_output_of_integers_is_the_same_with_a_drafter(
+    twins: tuple[str, str], quantization: str
+) -> None:
+    target, draft = twins
+    plain, _ = tokens(target, quantization=quantization)
+    drafter = {"model": draft, "num_speculative_tokens": 3, "quantization": quantization}
+    drafted, length = tokens(target, quantization=quantization, speculative_config=drafter)
+    assert drafted == plain
+    assert length > 1.2
+    assert tokens(target, speculative_config=drafter)[0] == tokens(target)[0]
+
+
+def test_the_other_name_of_int8_dynamic(twins: tuple[str, str]) -> None:
+    llm = LLM(twins[0], load_format="twin", skip_tokenizer_init=True, quantization="w8a8")
+    assert ("quantization", "int8-dynamic") in [row[:2] for row in llm.engine.resolved.reasons]
 
 
 def test_dummy_weights_run_rounded(twins: tuple[str, str]) -> None:

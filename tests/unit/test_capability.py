@@ -7,6 +7,7 @@ from slipstream import UsageError
 from slipstream.runner.capability import (
     choose_device,
     default_batched_tokens,
+    quantization_note,
     require_quantization,
 )
 
@@ -53,10 +54,22 @@ def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> No
 def test_fp8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, (8, 6))
     with pytest.raises(UsageError, match=r"^quantization=fp8 needs .* 8\.9 .* has 8\.6; leave it"):
-        require_quantization(CUDA, "quantization")
-    require_quantization(torch.device("cpu"), "quantization")
+        require_quantization(CUDA, "quantization", "fp8")
+    require_quantization(torch.device("cpu"), "quantization", "fp8")
     pretend(monkeypatch, (8, 9))
-    require_quantization(CUDA, "quantization")
+    require_quantization(CUDA, "quantization", "fp8")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int8-dynamic", "int4", "int4-g128-asym"])
+def test_integers_are_for_cpus(monkeypatch: pytest.MonkeyPatch, quantization: str) -> None:
+    pretend(monkeypatch, (9, 0))
+    with pytest.raises(
+        UsageError, match=f"^q={quantization} is for CPUs: .*; use q=fp8, or device=cpu$"
+    ):
+        require_quantization(CUDA, "q", quantization)
+    require_quantization(torch.device("cpu"), "q", quantization)
+    note = quantization_note(torch.device("cpu"), quantization)
+    assert f"integers of {quantization[3]} bits" in note
 
 
 def test_a_gpu_takes_longer_steps() -> None:

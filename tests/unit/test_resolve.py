@@ -56,7 +56,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "int8"}, "dtype must be one of"),
     ({"device": "tpu"}, "device must be one of"),
     ({"load_format": "gguf"}, "load_format must be one of"),
-    ({"quantization": "int3"}, "quantization must be fp8, or be left out .* not 'int3'"),
+    (
+        {"quantization": "int3"},
+        "must be fp8, int8, .* or int4-g128-asym, or be left out .* not 'int3'",
+    ),
     ({"batch_invariant": "yes"}, "batch_invariant must be true or false"),
     ({"gpu_memory_utilization": 1.5}, "above 0 and at most 1"),
     ({"max_tokens": 5}, "unknown option max_tokens; LLM takes"),

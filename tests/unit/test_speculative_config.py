@@ -49,7 +49,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model": "DRAFT", "quantization": "awq"},
-        "quantization must be fp8, or be left out .* not 'awq'",
+        "quantization must be fp8, .*, or be left out .* not 'awq'",
     ),
     ({"model": "DRAFT", "quantization": 8}, "quantization must be fp8"),
     ({"method": "ngram", "quantization": "fp8"}, "unknown key quantization for method ngram"),

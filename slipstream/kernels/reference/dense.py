@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.reference.integers import integer_product
 from slipstream.kernels.table import Float8Matrix, Weight
 
 # Weights converted to float32 at a time: few enough to stay in a core's cache.
@@ -12,8 +13,8 @@ FLOAT8_MAX = 448.0  # of e4m3
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    if isinstance(weight, Float8Matrix):
-        product = _float8_product(x, weight).to(x.dtype)
+    if not isinstance(weight, Tensor):
+        product = logits(x, weight).to(x.dtype)
         return product if bias is None else product + bias
     if x.shape[0] == 1 and x.dtype == torch.bfloat16 and x.device.type == "cpu":
         # On CPUs torch's product with a vector reads bf16 weights half as fast again as with a
@@ -40,6 +41,8 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def logits(x: Tensor, weight: Weight) -> Tensor:
     if isinstance(weight, Float8Matrix):
         return _float8_product(x, weight)
+    if not isinstance(weight, Tensor):
+        return integer_product(x, weight)
     if weight.dtype == torch.float32:
         return F.linear(x, weight)
     if weight.device.type == "cuda":

@@ -11,6 +11,7 @@ from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig, InvalidSizesError, RopeConfig
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.drafters.head_loading import vocabulary_problem
+from slipstream.models.quantized.catalogue import refuse_quantized
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PATTERN = 6  # every so-manieth layer sees everything, where the layers are not listed
@@ -88,9 +89,10 @@ def read_assistant_config(checkpoint: HeadCheckpoint) -> AssistantConfig:
     reader = ConfigReader(checkpoint.config, file, harmless=_HARMLESS)
     values = reader.take("text_config", dict)
     text = ConfigReader(values, file, "text_config.", _HARMLESS)
+    for config in (checkpoint.config, values):
+        refuse_quantized(config, file)
     for each in (reader, text):
         each.expect("tie_word_embeddings", True)
-        each.refuse_quantised()
     sizes, layers = _read_layers(text, checkpoint)
     width = reader.take("backbone_hidden_size", int)
     centroids = _read_centroids(reader, sizes.vocab_size)

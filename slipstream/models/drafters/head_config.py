@@ -14,6 +14,7 @@ from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.drafters.mtp_names import OWN_DRAFTER_KEYS
+from slipstream.models.quantized.catalogue import refuse_quantized
 
 WRAPPER_KEY = "speculators_model_type"
 _WRAPPED = "transformer_layer_config"
@@ -96,6 +97,7 @@ def head_reader(checkpoint: HeadCheckpoint, read_elsewhere: Collection[str] = ()
     effective.setdefault("num_hidden_layers", 1)
     # Whether a head has an own lm_head is read from its tensors.
     effective["tie_word_embeddings"] = False
+    refuse_quantized(effective, checkpoint.config_file)
     harmless = (_HARMLESS | OWN_DRAFTER_KEYS).union(read_elsewhere)
     return ConfigReader(effective, checkpoint.config_file, harmless=harmless)
 

@@ -61,7 +61,7 @@ class HeadEnds:
         if parts.embedding:
             self._embedding = Embedding(source, embedding, vocab_size, width)
         if parts.head:
-            weight = source.matrix([Part(f"{head}.weight", draft_vocab_size)], width)
+            weight = source.head([Part(f"{head}.weight", draft_vocab_size)], width)
             self._head = LanguageModelHead(ops, weight)
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
@@ -125,7 +125,7 @@ def load_head(
         entry.nbytes // entry.dtype.itemsize * options.dtype.itemsize
         for entry in checkpoint.entries.values()
     )
-    options.memory_check(checkpoint.path.name, size, None)
+    options.memory_check(checkpoint.path.name, size, {})
     name = f"loading {checkpoint.path.name}"
     with options.progress_bar(name, checkpoint.size_bytes, "bytes") as progress:
         source = CheckpointSource(checkpoint, options.dtype, options.device, progress, read=fill)

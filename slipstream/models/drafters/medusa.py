@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.table import Float8Matrix, Ops, Weight
+from slipstream.kernels.table import Ops, Weight
+from slipstream.kernels.weights import row_range
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.drafters.head_loading import load_head
@@ -100,11 +101,11 @@ class MedusaHeads:
         x = hidden.float().expand(count, -1, -1)
         for index, (weight, bias) in enumerate(self._layers):
             if index == 0:  # all heads read the same rows
-                added = self._ops.logits(hidden, _rows(weight, 0, count * width))
+                added = self._ops.logits(hidden, row_range(weight, 0, count * width))
                 added = added.view(len(hidden), count, width).transpose(0, 1)
             else:
                 rows = x.to(self._dtype)
-                own = [_rows(weight, head * width, (head + 1) * width) for head in range(count)]
+                own = [row_range(weight, head * width, (head + 1) * width) for head in range(count)]
                 added = torch.stack([self._ops.logits(rows[i], own[i]) for i in range(count)])
             if bias is not None:
                 added = added + bias[:count].unsqueeze(1)
@@ -130,7 +131,7 @@ class MedusaHeads:
 
     def _read_head(self, source: ParameterSource, name: str) -> LanguageModelHead:
         part = Part(f"{name}.weight", self._shape.num_rows)
-        return LanguageModelHead(self._ops, source.matrix([part], self._shape.hidden_size))
+        return LanguageModelHead(self._ops, source.head([part], self._shape.hidden_size))
 
     def _chosen(self, head: LanguageModelHead) -> LanguageModelHead:
         """Over the rows of the tokens that are drafted, in their order."""
@@ -139,10 +140,3 @@ class MedusaHeads:
 
 def _on(table: Tensor | None, device: torch.device) -> Tensor | None:
     return None if table is None else table.to(device)
-
-
-def _rows(weight: Weight, start: int, end: int) -> Weight:
-    """A view of some rows."""
-    if isinstance(weight, Float8Matrix):
-        return Float8Matrix(weight.values[start:end], weight.scales[start:end])
-    return weight[start:end]

@@ -25,6 +25,7 @@ from slipstream.core.errors import CheckpointError
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+from slipstream.models.quantized.catalogue import refuse_quantized
 
 SHARED_HEAD: Final = "lm_head"
 TOKEN_MAP: Final = "token_map"
@@ -218,6 +219,7 @@ def _blocks(checkpoint: MedusaCheckpoint) -> dict[int, set[int]]:
 def _read_counts(checkpoint: Checkpoint) -> _Counts:
     if not checkpoint.config_file.is_file():
         return _Counts(None, None, None)
+    refuse_quantized(checkpoint.config, checkpoint.config_file)
     reader = ConfigReader(checkpoint.config, checkpoint.config_file, harmless=_HARMLESS)
     heads = _first_count(reader, "medusa_num_heads", "num_medusa_heads", "num_heads")
     layers = _first_count(reader, "medusa_num_layers", "num_medusa_layers", "num_layers")

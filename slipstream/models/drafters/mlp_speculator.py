@@ -27,6 +27,7 @@ from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint, fill
 from slipstream.models.drafters.head_loading import load_head
 from slipstream.models.loading import LoadOptions
+from slipstream.models.quantized.catalogue import refuse_quantized
 
 EPS = 1e-6  # of every norm; no config names it
 
@@ -71,7 +72,7 @@ class MLPSpeculatorConfig:
 def read_mlp_speculator_config(checkpoint: Checkpoint) -> MLPSpeculatorConfig:
     """Strictly: every key that could change the maths is read or refused."""
     reader = ConfigReader(checkpoint.config, checkpoint.config_file, harmless=_HARMLESS)
-    reader.refuse_quantised()
+    refuse_quantized(checkpoint.config, checkpoint.config_file)
     emb_dim = reader.take("emb_dim", int)
     config = MLPSpeculatorConfig(
         vocab_size=reader.take("vocab_size", int),
@@ -217,7 +218,7 @@ def _read_steps(ops: Ops, source: ParameterSource, config: MLPSpeculatorConfig) 
     }
     embeddings = {at: Embedding(source, f"emb.{at}", vocab_size, inner) for at in places("emb")}
     heads = {
-        at: LanguageModelHead(ops, source.matrix([Part(f"head.{at}.weight", vocab_size)], inner))
+        at: LanguageModelHead(ops, source.head([Part(f"head.{at}.weight", vocab_size)], inner))
         for at in places("head")
     }
     norms = {

@@ -80,7 +80,8 @@ class ZeroCentred:
 
     def __init__(self, source: ParameterSource) -> None:
         self._source = source
-        self.matrix, self.table, self.tied = source.matrix, source.table, source.tied
+        self.matrix, self.head = source.matrix, source.head
+        self.table, self.tied = source.table, source.tied
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         """[sum of rows]; biases are stored as they are."""

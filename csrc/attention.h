@@ -1,0 +1,76 @@
+// Causal self-attention of ragged rows over paged keys and values, and what stores them.
+//
+// The arithmetic of a row is a function of the row, what it sees and the level of instructions,
+// never of the other rows of the pass, of the threads or of how a prompt was cut: cached tokens are
+// taken in parts that begin at fixed tokens, and parts that a row does not see change nothing.
+#pragma once
+
+#include <cstdint>
+
+#include "levels.h"
+
+namespace slipstream {
+
+// One attention layer. Pointers are borrowed.
+struct AttentionShape {
+    int num_heads, num_kv_heads, head_dim;  // head_dim is a multiple of 4, heads one of kv heads
+    float scale;
+    int64_t window;                      // tokens that a row sees, itself included; 0 sees all
+    const void *query_norm, *key_norm;   // RMS norm weights [D] in x's type; both null for none
+    float norm_eps;
+    const float* cos_sin;  // [num_positions, D]: D/2 cosines, then D/2 sines
+    int64_t num_positions;
+};
+
+// Where the rows of one pass stand; meanings as `AttentionInputs` of kernels/table.py.
+struct AttentionRows {
+    int64_t num_rows, num_requests;
+    const int64_t* query_start;   // [num_requests + 1]
+    const int64_t* context_lens;  // [num_requests]
+    const int64_t *positions, *slots;  // [num_rows]
+    const int32_t* block_tables;  // [num_requests, table_stride], of which table_width are entries
+    int64_t table_stride, table_width;
+    int64_t first_seen;
+    bool causal;
+    // Of passes with trees, all three; else null: [num_requests], [num_rows], [num_rows].
+    const int64_t *tree_starts, *tree_tokens, *tree_ancestors;
+};
+
+// i8: a head of a token is D numbers and 4 bytes of a float32, the scale of the numbers.
+enum class CacheType { f32, bf16, i8 };
+
+// One layer's pages, keys and values alike: number d of a head is at
+// block * block_stride + token * token_stride + head * head_stride + d, counted in numbers.
+struct CacheView {
+    void *keys, *values;
+    CacheType type;  // x's, or i8
+    int64_t block_size, num_blocks;
+    int64_t block_stride, token_stride, head_stride;
+};
+
+struct AttentionCall {
+    const AttentionShape* shape;
+    const AttentionRows* rows;
+    const CacheView* cache;
+    const void* x;  // attend: [T, (Hq + 2 Hk) D]; store: [T, 2 Hk D]; rows x_stride apart
+    bool x_is_bf16;
+    int64_t x_stride;
+    void* out;  // attend: [T, Hq D] in x's type, rows out_stride apart
+    int64_t out_stride;
+};
+
+struct AttentionKernels {
+    void (*attend)(const AttentionCall& call);
+    void (*store)(const AttentionCall& call);
+};
+
+extern ByLevel<AttentionKernels> attention_kernels;
+
+// Norms and rotates queries and keys, stores keys and values at the rows' slots, then attends.
+// Reads no block, position or slot that is out of range; rows that see nothing give zeros.
+inline void attend(const AttentionCall& call) { attention_kernels.active().attend(call); }
+
+// The storing alone; of the rows only num_rows, positions and slots count.
+inline void store_kv(const AttentionCall& call) { attention_kernels.active().store(call); }
+
+}  // namespace slipstream

@@ -1,0 +1,247 @@
+// One tile of lines over one part of its context. Compiled for each level.
+#pragma once
+
+#include "attention_plan.h"
+#include "attention_tiles.h"
+#include "attention_weights.h"
+#include "buffer.h"
+
+namespace slipstream::SLIPSTREAM_LEVEL {
+
+// Memory of one task, in this thread's own.
+template <typename Mode>
+struct Bench {
+    using Number = typename Mode::Number;
+
+    int64_t padded_dim, tile_lines;
+    bool keeps_keys;  // of a whole split: several groups of lines take them
+    char *keys, *values;
+    float *scores, *part, *state, *key_scales, *value_scales;
+    float *largest, *sums;  // of `state`, by line
+    Number* weights;
+    int64_t* offsets;
+
+    static constexpr int64_t row_bytes = split_tokens * sizeof(Number);
+
+    Bench(int64_t padded_dim, int64_t tile_lines)
+        : padded_dim(padded_dim), tile_lines(tile_lines), keeps_keys(tile_lines > most_lines) {
+        const int64_t lines = round_up(tile_lines, most_lines);
+        const int64_t sizes[] = {
+            (keeps_keys ? split_tokens : block_tokens) * padded_dim * int64_t{sizeof(Number)},
+            padded_dim * row_bytes,
+            most_lines * split_tokens * 4,
+            most_lines * row_bytes,
+            most_lines * padded_dim * 4,
+            lines * padded_dim * 4,
+            lines * 4,
+            lines * 4,
+            split_tokens * 4,
+            split_tokens * 4,
+            split_tokens * 8,
+        };
+        int64_t bytes = 0;
+        for (const int64_t size : sizes) bytes += round_up(size, 64);
+        char* memory = static_cast<char*>(scratch(Scratch::attention, bytes));
+        int index = 0;
+        const auto take = [&] {
+            char* taken = memory;
+            memory += round_up(sizes[index++], 64);
+            return taken;
+        };
+        keys = take();
+        values = take();
+        scores = reinterpret_cast<float*>(take());
+        weights = reinterpret_cast<Number*>(take());
+        part = reinterpret_cast<float*>(take());
+        state = reinterpret_cast<float*>(take());
+        largest = reinterpret_cast<float*>(take());
+        sums = reinterpret_cast<float*>(take());
+        key_scales = reinterpret_cast<float*>(take());
+        value_scales = reinterpret_cast<float*>(take());
+        offsets = reinterpret_cast<int64_t*>(take());
+    }
+
+    int64_t panel_stride() const { return padded_dim / (lanes * Mode::in_lane) * tile_bytes; }
+    int64_t value_stride() const { return padded_dim / lanes * tile_bytes; }
+    LineState line(int64_t index) const {
+        return {largest + index, sums + index, state + index * padded_dim};
+    }
+};
+
+// Where the tokens of a split are, in bytes behind a head's first; -1 where none is.
+inline void locate(const AttentionCall& call, int64_t request, int64_t split, int64_t* offsets) {
+    const CacheView& cache = *call.cache;
+    const int64_t bytes = number_bytes(cache.type), context = context_of(call, request);
+    const int32_t* table = call.rows->block_tables + request * call.rows->table_stride;
+    int64_t token = split * split_tokens;
+    int64_t index = token / cache.block_size, within = token % cache.block_size;
+    for (int64_t i = 0; i < split_tokens;) {
+        const int64_t block = token < context ? table[index] : -1;
+        const bool is_stored = block >= 0 && block < cache.num_blocks;
+        for (; within < cache.block_size && i < split_tokens; ++within, ++token, ++i)
+            offsets[i] = is_stored && token < context && token >= call.rows->first_seen
+                             ? (block * cache.block_stride + within * cache.token_stride) * bytes
+                             : -1;
+        within = 0;
+        ++index;
+    }
+}
+
+// Lines of a tile that are multiplied at once, and blocks of the split that they see any of.
+struct LineGroup {
+    int64_t first, count;  // lines, in the tile
+    int64_t begin, end;    // tokens, in the split; whole blocks
+};
+
+inline LineGroup group_of(const AttentionCall& call, const Plan& plan, const LineTile& tile,
+                          int64_t split, int64_t first) {
+    const int64_t left = tile.num_lines - first, start = split * split_tokens;
+    LineGroup group = {first, left < most_lines ? left : most_lines, 0, 0};
+    const Span span =
+        tile.num_lines <= most_lines
+            ? tile.span
+            : seen_by_lines(call, tile.request, tile.first_line + first, group.count, plan.groups);
+    const int64_t begin = span.first - start, end = span.end - start;
+    if (begin >= split_tokens || end <= 0) return group;
+    group.begin = begin > 0 ? begin / block_tokens * block_tokens : 0;
+    group.end = end < split_tokens ? round_up(end, block_tokens) : int64_t{split_tokens};
+    return group;
+}
+
+// Scores of tokens of a tree that a row does not descend from.
+inline void hide_others(const AttentionRows& rows, int64_t request, int64_t row, int64_t start,
+                        int64_t first, int64_t end, float* scores) {
+    const int64_t ancestors = rows.tree_ancestors[row], root = rows.tree_starts[request] - start;
+    if (ancestors == -1) return;
+    for (int64_t t = root > first ? root : first; t < end; ++t) {
+        const int64_t behind = t - root < 63 ? t - root : 63;
+        if (!(ancestors >> behind & 1)) scores[t] = unseen_score;
+    }
+}
+
+template <typename Mode>
+struct PartWork {
+    using Number = typename Mode::Number;
+
+    const AttentionCall& call;
+    const Plan& plan;
+    const Number* queries;  // of the KV head: [lines, padded D]
+    const LineTile& tile;
+    int64_t kv_head;
+    const Bench<Mode>& bench;
+    AttentionUnit& unit;
+
+    // All lines of the tile over one split; take(line, part, values) gets what came of each.
+    template <typename Take>
+    void run(int64_t split, Take&& take) {
+        const LineGroup whole = widest(split);
+        if (whole.begin >= whole.end) return;
+        locate(call, tile.request, split, bench.offsets);
+        const int64_t head =
+            kv_head * call.cache->head_stride * number_bytes(call.cache->type);
+        const StoredTokens keys = stored(static_cast<const char*>(call.cache->keys) + head);
+        const StoredTokens values = stored(static_cast<const char*>(call.cache->values) + head);
+        if (bench.keeps_keys)
+            for (int64_t t = whole.begin; t < whole.end; t += block_tokens)
+                pack_keys<Mode>(keys, t, whole.end, keys_at(t), bench.panel_stride());
+        else
+            score_in_passing(split, whole, keys);
+        pack_values<Mode>(values, whole.begin, whole.end, values_at(whole.begin),
+                          bench.value_stride());
+        read_scales(keys, values, whole);
+        for (int64_t first = 0; first < tile.num_lines; first += most_lines) {
+            const LineGroup group = group_of(call, plan, tile, split, first);
+            if (group.begin >= group.end) continue;
+            if (bench.keeps_keys) score(group, group.begin, group.end);
+            finish(split, group, take);
+        }
+    }
+
+  private:
+    LineGroup widest(int64_t split) const {
+        LineTile all = tile;
+        all.num_lines = 1;  // the tile's own span
+        LineGroup group = group_of(call, plan, all, split, 0);
+        group.count = tile.num_lines;
+        return group;
+    }
+
+    StoredTokens stored(const char* base) const {
+        return {base, bench.offsets, call.cache->type, call.shape->head_dim};
+    }
+    char* keys_at(int64_t token) const {
+        return bench.keys + (bench.keeps_keys ? token / lanes * bench.panel_stride() : 0);
+    }
+    char* values_at(int64_t token) const {
+        return bench.values + token / (tile_steps * Mode::in_lane) * bench.value_stride();
+    }
+
+    void score_in_passing(int64_t, const LineGroup& group, const StoredTokens& keys) {
+        for (int64_t t = group.begin; t < group.end; t += block_tokens) {
+            pack_keys<Mode>(keys, t, group.end, keys_at(t), bench.panel_stride());
+            score(group, t, t + block_tokens);
+        }
+    }
+
+    void score(const LineGroup& group, int64_t begin, int64_t end) {
+        Product product;
+        product.lines = static_cast<int>(group.count);
+        product.a = queries + (tile.first_line + group.first) * bench.padded_dim;
+        product.a_stride = bench.padded_dim * sizeof(Number);
+        product.b = keys_at(begin);
+        product.panel_stride = bench.panel_stride();
+        product.tile_stride = tile_bytes;
+        product.tiles = bench.padded_dim / (lanes * Mode::in_lane);
+        product.panels = (end - begin) / lanes;
+        product.out = bench.scores + begin;
+        product.out_stride = split_tokens;
+        unit.template multiply<Mode>(product);
+    }
+
+    void read_scales(const StoredTokens& keys, const StoredTokens& values, const LineGroup& group) {
+        if (call.cache->type != CacheType::i8) return;
+        for (int64_t t = group.begin; t < group.end; ++t) {
+            bench.key_scales[t] = keys.scale(t);
+            bench.value_scales[t] = values.scale(t);
+        }
+    }
+
+    // Scores of a group to weights, and those times the values.
+    template <typename Take>
+    void finish(int64_t split, const LineGroup& group, Take&& take) {
+        const bool is_i8 = call.cache->type == CacheType::i8;
+        const int64_t start = split * split_tokens;
+        const float scale = call.shape->scale * 1.44269504f;
+        PartOfLine parts[most_lines];
+        for (int64_t i = 0; i < group.count; ++i) {
+            float* scores = bench.scores + i * split_tokens;
+            const int64_t row = (tile.first_line + group.first + i) / plan.groups;
+            const Span span = seen_by(call, tile.request, row);
+            if (is_i8)
+                for (int64_t t = group.begin; t < group.end; t += lanes)
+                    store(scores + t, load(scores + t) * load(bench.key_scales + t));
+            const ScoreLine line = {scores, span.first - start, span.end - start, scale,
+                                    is_i8 ? bench.value_scales : nullptr};
+            if (call.rows->tree_ancestors)
+                hide_others(*call.rows, tile.request, row, start, group.begin,
+                            line.last < group.end ? line.last : group.end, scores);
+            parts[i] = weigh<Mode>(line, group.begin, group.end, bench.weights + i * split_tokens);
+        }
+        Product product;
+        product.lines = static_cast<int>(group.count);
+        product.a = bench.weights + group.begin;
+        product.a_stride = bench.row_bytes;
+        product.b = values_at(group.begin);
+        product.panel_stride = tile_bytes;
+        product.tile_stride = bench.value_stride();
+        product.tiles = (group.end - group.begin) / (tile_steps * Mode::in_lane);
+        product.panels = bench.padded_dim / lanes;
+        product.out = bench.part;
+        product.out_stride = bench.padded_dim;
+        unit.template multiply<Mode>(product);
+        for (int64_t i = 0; i < group.count; ++i)
+            take(group.first + i, parts[i], bench.part + i * bench.padded_dim);
+    }
+};
+
+}  // namespace slipstream::SLIPSTREAM_LEVEL

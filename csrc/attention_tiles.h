@@ -1,0 +1,129 @@
+// The products of attention in the matrix unit (AMX). Compiled for its level.
+#pragma once
+
+#include "attention_mode.h"
+
+namespace slipstream::SLIPSTREAM_LEVEL {
+
+#if defined(__AMX_BF16__)
+
+// Holds the unit while it lives: tiles 0-3 are sums, 4 and 5 lines, 6 and 7 of the right factor.
+class AttentionUnit {
+  public:
+    ~AttentionUnit() {
+        if (rows_) _tile_release();
+    }
+
+    template <typename Mode>
+    void multiply(const Product& product) {
+        if constexpr (Mode::in_lane == 1) {
+            multiply_vectors<Mode>(product);
+        } else {
+            configure(product.lines < 16 ? product.lines : 16);
+            if (product.lines > 16) wide(product);
+            else narrow(product);
+        }
+    }
+
+  private:
+    // Up to 16 lines.
+    static void narrow(const Product& product) {
+        for (int64_t panel = 0; panel < product.panels; panel += 4) {
+            const int64_t width = product.panels - panel;
+            const char* b = product.b + panel * product.panel_stride;
+            // Where there are fewer panels the last is multiplied again, for nobody.
+            const int64_t second = (width > 1 ? 1 : 0) * product.panel_stride,
+                          third = (width > 2 ? 2 : 0) * product.panel_stride,
+                          fourth = (width > 3 ? 3 : 0) * product.panel_stride;
+            zero_sums();
+            for (int64_t tile = 0; tile < product.tiles; ++tile, b += product.tile_stride) {
+                _tile_loadd(4, static_cast<const char*>(product.a) + tile * 64, product.a_stride);
+                _tile_loadd(6, b, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, b + second, 64);
+                _tile_dpbf16ps(1, 4, 7);
+                if (width <= 2) continue;
+                _tile_loadd(6, b + third, 64);
+                _tile_dpbf16ps(2, 4, 6);
+                _tile_loadd(7, b + fourth, 64);
+                _tile_dpbf16ps(3, 4, 7);
+            }
+            float* out = product.out + panel * lanes;
+            const int64_t stride = product.out_stride * 4;
+            _tile_stored(0, out, stride);
+            if (width > 1) _tile_stored(1, out + lanes, stride);
+            if (width > 2) _tile_stored(2, out + 2 * lanes, stride);
+            if (width > 3) _tile_stored(3, out + 3 * lanes, stride);
+        }
+    }
+
+    // 17 to 32 lines.
+    static void wide(const Product& product) {
+        const int64_t stride = product.out_stride * 4;
+        for (int64_t panel = 0; panel < product.panels; panel += 2) {
+            const bool two = product.panels - panel > 1;
+            const char* b = product.b + panel * product.panel_stride;
+            const char* a = static_cast<const char*>(product.a);
+            const int64_t second = two ? product.panel_stride : 0;
+            zero_sums();
+            for (int64_t tile = 0; tile < product.tiles; ++tile, b += product.tile_stride, a += 64) {
+                _tile_loadd(4, a, product.a_stride);
+                _tile_loadd(6, b, 64);
+                _tile_loadd(5, a + 16 * product.a_stride, product.a_stride);
+                _tile_loadd(7, b + second, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            float* out = product.out + panel * lanes;
+            float* lower = out + 16 * product.out_stride;
+            _tile_stored(0, out, stride);
+            _tile_stored(2, lower, stride);
+            if (!two) continue;
+            _tile_stored(1, out + lanes, stride);
+            _tile_stored(3, lower + lanes, stride);
+        }
+    }
+
+    static void zero_sums() {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+
+    void configure(int rows) {
+        if (rows == rows_) return;
+        rows_ = rows;
+        struct alignas(64) Config {
+            uint8_t palette, start_row, reserved[14];
+            uint16_t row_bytes[16];
+            uint8_t rows[16];
+        } config = {};
+        config.palette = 1;
+        for (int tile = 0; tile < 8; ++tile) {
+            config.row_bytes[tile] = 64;
+            config.rows[tile] = static_cast<uint8_t>(tile < 6 ? rows : 16);
+        }
+        // gcc 12 believes that the instruction reads 8 bytes of its 64, and drops the other stores.
+        __asm__ volatile("" : : "r"(&config) : "memory");
+        _tile_loadconfig(&config);
+    }
+
+    int rows_ = 0;
+};
+
+#else
+
+class AttentionUnit {
+  public:
+    template <typename Mode>
+    void multiply(const Product& product) {
+        multiply_vectors<Mode>(product);
+    }
+};
+
+#endif
+
+}  // namespace slipstream::SLIPSTREAM_LEVEL

@@ -1,0 +1,104 @@
+// Norms and activations of rows. Compiled once for each level of instructions.
+#include "rows.h"
+
+#include "simd.h"
+#include "threads.h"
+
+namespace slipstream::SLIPSTREAM_LEVEL {
+namespace {
+
+// Less than this many numbers are done sooner than other threads are told of them.
+constexpr int64_t few_numbers = 8192;
+
+template <typename Work>
+void for_rows(int64_t count, int64_t columns, Work&& work) {
+    if (count * columns <= few_numbers) {
+        for (int64_t row = 0; row < count; ++row) work(row);
+    } else {
+        parallel_for(count, work);
+    }
+}
+
+// Calls step(column, count) for each 16 columns; count is less at the end.
+template <typename Step>
+inline void for_columns(int64_t columns, Step&& step) {
+    int64_t column = 0;
+    for (; column + lanes <= columns; column += lanes) step(column, lanes);
+    if (column < columns) step(column, static_cast<int>(columns - column));
+}
+
+template <typename Number>
+inline F16 get(const Number* p, int count) {
+    return count == lanes ? load(p) : load_first(p, count);
+}
+template <typename Number>
+inline void put(Number* p, F16 x, int count) {
+    if (count == lanes) store(p, x);
+    else store_first(p, x, count);
+}
+
+template <typename Number>
+void norm_row(const NormCall& call, int64_t row) {
+    const Number* x = static_cast<const Number*>(call.x) + row * call.x_stride;
+    const auto* weight = static_cast<const Number*>(call.weight);
+    Number* out = static_cast<Number*>(call.out) + row * call.out_stride;
+    if (call.residual) {
+        const Number* residual =
+            static_cast<const Number*>(call.residual) + row * call.residual_stride;
+        Number* added = static_cast<Number*>(call.sum) + row * call.sum_stride;
+        for_columns(call.columns, [&](int64_t column, int count) {
+            put(added + column, get(x + column, count) + get(residual + column, count), count);
+        });
+        x = added;
+    }
+    F16 squares[4] = {zero(), zero(), zero(), zero()};
+    for_columns(call.columns, [&](int64_t column, int count) {
+        const F16 part = get(x + column, count);
+        F16& sums = squares[column / lanes % 4];
+        sums = fma(part, part, sums);
+    });
+    const float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    const float mean = total / static_cast<float>(call.columns);
+    const F16 factor = broadcast(1.0f / __builtin_sqrtf(mean + call.eps));
+    for_columns(call.columns, [&](int64_t column, int count) {
+        put(out + column, get(x + column, count) * factor * get(weight + column, count), count);
+    });
+}
+
+template <typename Number>
+void gated_row(const GatedCall& call, int64_t row) {
+    const Number* gate = static_cast<const Number*>(call.gate_up) + row * call.gate_up_stride;
+    const Number* up = gate + call.columns;
+    Number* out = static_cast<Number*>(call.out) + row * call.out_stride;
+    const F16 one = broadcast(1.0f);
+    for_columns(call.columns, [&](int64_t column, int count) {
+        const F16 x = get(gate + column, count);
+        F16 active = x / (one + exp(zero() - x));
+        if constexpr (sizeof(Number) == 2) {
+            Number rounded[lanes];
+            store(rounded, active);
+            active = load(rounded);
+        }
+        put(out + column, active * get(up + column, count), count);
+    });
+}
+
+void run_norm(const NormCall& call) {
+    for_rows(call.num_rows, call.columns, [&](int64_t row) {
+        if (call.is_bf16) norm_row<bf16>(call, row);
+        else norm_row<float>(call, row);
+    });
+}
+
+void run_gated(const GatedCall& call) {
+    for_rows(call.num_rows, call.columns, [&](int64_t row) {
+        if (call.is_bf16) gated_row<bf16>(call, row);
+        else gated_row<float>(call, row);
+    });
+}
+
+const RowKernels kernels = {run_norm, run_gated};
+const bool entered = row_kernels.enter(this_level, &kernels);
+
+}  // namespace
+}  // namespace slipstream::SLIPSTREAM_LEVEL

@@ -1,0 +1,82 @@
+"""AWQ (Lin et al. 2023, arXiv 2306.00978) as AutoAWQ stores it ("gemm").
+
+    qweight [K, N / 8] int32        packed along N
+    qzeros  [G, N / 8] int32        the same
+    scales  [G, N]
+
+weight = (q - zero) * scale. The eight rows of a word stand in the order 0 2 4 6 1 3 5 7 from its
+lowest bits up.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.reference.integers import unpacked
+from slipstream.kernels.table import Weight
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.quantized.gptq import described, read_group
+from slipstream.models.quantized.grouped import as_bytes, grouped_matrix
+from slipstream.models.quantized.module import FLOATS, StoredModule
+from slipstream.models.rounding import packed
+
+HARMLESS = {
+    "backend",
+    "do_fuse",
+    "exllama_config",
+    "fuse_max_seq_len",
+    "modules_to_fuse",
+    "modules_to_not_convert",  # what is stored tells the same
+    "pre_quantized",
+    "quant_method",
+}
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the rows 0 to 7 in a word
+
+
+@dataclass(frozen=True)
+class Awq:
+    """The settings of one checkpoint; `group` None: all columns."""
+
+    group: int | None
+
+    float8_rows = False
+
+    @property
+    def description(self) -> str:
+        return f"awq, {described(4, self.group, False)}"
+
+    def bits(self, module: str) -> int:
+        del module
+        return 4
+
+    def keeps(self, module: str) -> bool:
+        del module
+        return self.group is None or self.group % 32 == 0
+
+    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
+        group = self.group or columns
+        groups = -(-columns // group)
+        module.require_words(rows, 8, "rows")
+        module.require_words(columns, 8, "columns")
+        values = _rows(module.take("qweight", (torch.int32,), (columns, rows // 8)))
+        zeros = _rows(module.take("qzeros", (torch.int32,), (groups, rows // 8)))
+        scales = module.take("scales", FLOATS, (groups, rows)).float().T.contiguous()
+        return grouped_matrix(packed(values), 4, scales, zeros, group)
+
+
+def _rows(words: Tensor) -> Tensor:
+    """[M, N / 8] int32 -> [N, M] uint8."""
+    in_words = unpacked(as_bytes(words)).view(len(words), -1, 8)
+    return in_words[..., _PLACES].flatten(1).T.contiguous()
+
+
+def read_settings(reader: ConfigReader) -> Awq:
+    """Strictly: a key that could change the numbers is read or refused."""
+    reader.expect("bits", 4)
+    reader.expect("zero_point", True)
+    for key in ("version", "format"):
+        version = reader.take(key, str, "gemm")
+        if version.lower() != "gemm":
+            raise reader.error(key, f"is {version!r}, but only gemm is supported")
+    return Awq(read_group(reader))

@@ -1,0 +1,72 @@
+"""Which quantised formats there are, and reading a checkpoint's own description of it."""
+
+import importlib
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Final, cast
+
+from slipstream.core.errors import CheckpointError
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.quantized.module import StoredQuantization
+
+# A new format is one file and one line here.
+FORMATS: Final = {
+    "awq": "slipstream.models.quantized.awq",
+    "compressed-tensors": "slipstream.models.quantized.compressed_tensors",
+    "fp8": "slipstream.models.quantized.float8",
+    "gptq": "slipstream.models.quantized.gptq",
+}
+QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
+"""Of config.json; the second is an old name of the first."""
+
+
+_FOR_HEADS = (
+    "drafting heads are not read in; use the unquantised checkpoint, and --drafter-quantization "
+    "to round it"
+)
+
+
+def refuse_quantized(config: Mapping[str, Any], file: str | Path, why: str = _FOR_HEADS) -> None:
+    """Raise CheckpointError where a config.json asks for quantised weights.
+
+    Args:
+        why: who does not read them, and what to do.
+    """
+    for key in QUANTIZATION_KEYS:
+        settings = config.get(key)
+        if settings:
+            method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+            raise CheckpointError(
+                f'{file}: "{key}" asks for {method or "quantised"} weights, which {why}'
+            )
+
+
+def read_quantization(
+    config: Mapping[str, Any], file: str | Path = "config.json"
+) -> StoredQuantization | None:
+    """How the matrices of a checkpoint with this config.json are stored; None: unquantised.
+
+    Raises CheckpointError for a format that is not supported, and for each of its settings that
+    is missing, unknown or not supported.
+    """
+    found = [key for key in QUANTIZATION_KEYS if config.get(key)]
+    if not found:
+        return None
+    key, settings = found[0], config[found[0]]
+    if not isinstance(settings, Mapping):
+        raise CheckpointError(f'{file}: "{key}" must be an object, not {settings!r}')
+    if len(found) > 1 and config[found[1]] != settings:
+        raise CheckpointError(f'{file}: "{key}" and "{found[1]}" differ; remove one of them')
+    method = settings.get("quant_method")
+    if method not in FORMATS:
+        raise CheckpointError(
+            f'{file}: "{key}.quant_method" is {method!r}; supported are {", ".join(FORMATS)}. Use '
+            "a checkpoint in one of them, or an unquantised one (and --quantization)"
+        )
+    module = importlib.import_module(FORMATS[method])
+    harmless = cast(Collection[str], module.HARMLESS)
+    reader = ConfigReader(settings, file, f"{key}.", harmless)
+    read = cast(Callable[[ConfigReader], StoredQuantization], module.read_settings)
+    quantization = read(reader)
+    reader.finish()
+    return quantization

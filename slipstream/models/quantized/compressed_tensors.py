@@ -1,0 +1,180 @@
+"""The compressed-tensors format, which llm-compressor writes.
+
+    pack-quantized     weight_packed [N, K b / 32] int32, packed along K, the first column lowest
+                       weight_scale [N, G]; weight_zero_point [N b / 32, G] int32, packed along N
+                       weight_shape [2]; weight_g_idx [K] where columns were reordered
+    int-quantized      weight [N, K] int8, weight_scale [N, 1] or one number
+    float-quantized    weight [N, K] e4m3, weight_scale the same, or of blocks
+
+Which modules have which scheme is told by groups of settings, each with names, patterns of names
+("re:...") or the class Linear.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.kernels.reference.integers import unpacked
+from slipstream.kernels.table import Int8Matrix, Weight
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.quantized.compressed_schemes import FORMATS, Scheme, read_scheme
+from slipstream.models.quantized.float8 import read_float8
+from slipstream.models.quantized.gptq import described
+from slipstream.models.quantized.grouped import as_bytes, grouped_matrix
+from slipstream.models.quantized.module import FLOATS, StoredModule
+
+HARMLESS = {
+    "global_compression_ratio",
+    "ignore",  # what is stored tells the same
+    "quant_method",
+    "version",
+}
+_CLASS = "Linear"
+_OF_SPARSITY = (
+    "global_sparsity",
+    "ignore",
+    "registry_requires_subclass",
+    "sparsity_structure",
+    "targets",
+)
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """The settings of one checkpoint: (targets, scheme) of each group."""
+
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
+
+    @property
+    def description(self) -> str:
+        words = dict.fromkeys(_words(scheme) for _, scheme in self.groups)
+        return f"compressed-tensors, {'; '.join(words)}"
+
+    @property
+    def float8_rows(self) -> bool:
+        return all(
+            scheme.is_float and scheme.block is None and scheme.rounds_input
+            for _, scheme in self.groups
+        )
+
+    def bits(self, module: str) -> int:
+        scheme = self.scheme_of(module)
+        return 8 if scheme is None else scheme.bits
+
+    def keeps(self, module: str) -> bool:
+        scheme = self.scheme_of(module)
+        if scheme is None or scheme.block is not None:
+            return False
+        if scheme.format != "pack-quantized":
+            return True
+        if scheme.bits == 8:
+            return scheme.group is None and scheme.symmetric
+        return scheme.group is None or not (scheme.ordered or scheme.group % 32)
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """Of a module of this name; a name counts more than the class of all."""
+        by_class: Scheme | None = None
+        for targets, scheme in self.groups:
+            if any(_matches(target, module) for target in targets):
+                return scheme
+            if _CLASS in targets and by_class is None:
+                by_class = scheme
+        return by_class
+
+    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
+        scheme = self.scheme_of(module.name)
+        if scheme is None:
+            raise module.error(
+                f"stores {module.name} quantised, but none of config_groups is about it"
+            )
+        if scheme.is_float:
+            return read_float8(module, rows, columns, "weight_scale", scheme.block)
+        if scheme.format == "pack-quantized":
+            return _read_packed(module, rows, columns, scheme)
+        return _read_int8(module, rows, columns, scheme)
+
+
+def _words(scheme: Scheme) -> str:
+    if scheme.is_float:
+        return "fp8" if scheme.block is None else "fp8 in blocks"
+    activations = ", activations too" if scheme.rounds_input else ""
+    return f"{described(scheme.bits, scheme.group, scheme.symmetric)}{activations}"
+
+
+def _matches(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), module) is not None
+    return target == module
+
+
+def _read_packed(module: StoredModule, rows: int, columns: int, scheme: Scheme) -> Weight:
+    in_word, group = 32 // scheme.bits, scheme.group or columns
+    groups = -(-columns // group)
+    module.require_words(columns, in_word, "columns")
+    words = module.take("weight_packed", (torch.int32,), (rows, columns // in_word))
+    if "weight_shape" in module:
+        shape = module.take("weight_shape", (torch.int32, torch.int64), (2,)).tolist()
+        if shape != [rows, columns]:
+            raise module.error(
+                f"says in {module.name}.weight_shape {shape}, where its config.json asks for "
+                f"{[rows, columns]}"
+            )
+    scales = module.take("weight_scale", FLOATS, (rows, groups)).float()
+    zeros = None
+    if not scheme.symmetric:
+        stored = module.take("weight_zero_point", (torch.int32,), (-(-rows // in_word), groups))
+        zeros = as_bytes(stored.T)
+        zeros = (unpacked(zeros) if scheme.bits == 4 else zeros)[:, :rows].T.contiguous()
+    group_of = None
+    if scheme.ordered:
+        group_of = module.take("weight_g_idx", (torch.int32, torch.int64), (columns,)).long()
+        if bool((group_of < 0).any()) or bool((group_of >= groups).any()):
+            raise module.error(f"holds {module.name}.weight_g_idx beyond its {groups} groups")
+    return grouped_matrix(as_bytes(words), scheme.bits, scales, zeros, group, group_of)
+
+
+def _read_int8(module: StoredModule, rows: int, columns: int, scheme: Scheme) -> Weight:
+    values = module.take("weight", (torch.int8,), (rows, columns))
+    shapes: Sequence[tuple[int, ...]] = ((), (1,), (1, 1), (rows,), (rows, 1))
+    scales = module.take("weight_scale", FLOATS, *shapes).float().flatten().expand(rows)
+    if "weight_zero_point" in module:
+        zeros = module.take("weight_zero_point", (torch.int8, torch.int32), *shapes)
+        if bool(zeros.any()):
+            raise module.error(
+                f"holds {module.name}.weight_zero_point other than 0 for symmetric weights"
+            )
+    return Int8Matrix(values, scales.contiguous(), scheme.rounds_input)
+
+
+def read_settings(reader: ConfigReader) -> CompressedTensors:
+    """Strictly: a key that could change the numbers is read or refused."""
+    status = reader.take("quantization_status", str, "compressed")
+    if status not in ("compressed", "frozen"):
+        raise reader.error("quantization_status", f"is {status!r}; finish the quantization first")
+    for key in ("kv_cache_scheme", "transform_config"):
+        if reader.take_optional(key, dict):
+            raise reader.error(key, "is not supported; use a checkpoint without it")
+    sparsity = reader.nested("sparsity_config")
+    sparsity.expect("format", "dense")
+    for key in _OF_SPARSITY:  # how many zeros there are among weights that are stored all
+        sparsity.take_any(key)
+    sparsity.finish()
+    own_format = reader.take("format", str, "")
+    groups = reader.nested("config_groups")
+    found = []
+    for name in reader.take("config_groups", dict):
+        group = groups.nested(name)
+        format = group.take("format", str, "") or own_format
+        if format not in FORMATS:
+            raise reader.error("format", f"is {format!r}; supported are {', '.join(FORMATS)}")
+        targets = group.take("targets", list)
+        if not targets or not all(isinstance(target, str) for target in targets):
+            raise group.error("targets", f"must be names, not {targets}")
+        found.append((tuple(targets), read_scheme(group, format)))
+        group.finish()
+    groups.finish()
+    if not found:
+        raise reader.error("config_groups", "has no group")
+    return CompressedTensors(tuple(found))

@@ -1,0 +1,156 @@
+"""GPTQ (Frantar et al. 2022, arXiv 2210.17323) as AutoGPTQ and GPTQModel store it.
+
+    qweight [K b / 32, N] int32     packed along K, the first column lowest
+    qzeros  [G, N b / 32] int32     packed along N; version 1 stores them less one
+    scales  [G, N]
+    g_idx   [K] int32               the group of each column
+
+weight = (q - zero) * scale. With desc_act, columns were quantised in an order of their own and
+those of a group do not stand together.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.kernels.reference.integers import unpacked
+from slipstream.kernels.table import Weight
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.quantized.grouped import as_bytes, grouped_matrix
+from slipstream.models.quantized.module import FLOATS, StoredModule
+
+# How the integers were found, and how others run them.
+HARMLESS = {
+    "act_group_aware",
+    "autoround_version",
+    "backend",
+    "batch_size",
+    "block_name_to_quantize",
+    "cache_block_outputs",
+    "damp_auto_increment",
+    "damp_percent",
+    "dataset",
+    "disable_exllama",
+    "exllama_config",
+    "hyb_act",
+    "lm_head",
+    "max_input_length",
+    "meta",
+    "model_file_base_name",
+    "model_name_or_path",
+    "model_seqlen",
+    "module_name_preceding_first_block",
+    "modules_in_block_to_quantize",
+    "mse",
+    "pad_token_id",
+    "quant_method",
+    "static_groups",
+    "tokenizer",
+    "true_sequential",
+    "use_cuda_fp16",
+    "use_exllama",
+}
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """The settings of one checkpoint.
+
+    Attributes:
+        group: columns of a group; None: all of them.
+        ordered: columns of a group may stand anywhere.
+        zero_offset: what stored zeros lack.
+        symmetric: zeros are in the middle.
+    """
+
+    num_bits: int
+    group: int | None
+    ordered: bool
+    zero_offset: int
+    symmetric: bool
+
+    float8_rows = False
+
+    @property
+    def description(self) -> str:
+        order = ", columns in an order of their own" if self.ordered else ""
+        return f"gptq, {described(self.num_bits, self.group, self.symmetric)}{order}"
+
+    def bits(self, module: str) -> int:
+        del module
+        return self.num_bits
+
+    def keeps(self, module: str) -> bool:
+        del module
+        if self.num_bits == 8:
+            return self.group is None and self.symmetric
+        return self.group is None or not (self.ordered or self.group % 32)
+
+    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
+        in_word = 32 // self.num_bits
+        group = self.group or columns
+        groups = -(-columns // group)
+        module.require_words(columns, in_word, "columns")
+        module.require_words(rows, in_word, "rows")
+        words = module.take("qweight", (torch.int32,), (columns // in_word, rows))
+        scales = module.take("scales", FLOATS, (groups, rows)).float().T.contiguous()
+        stored = module.take("qzeros", (torch.int32,), (groups, rows // in_word))
+        zeros = as_bytes(stored)
+        if self.num_bits == 4:
+            zeros = unpacked(zeros)
+        # Zeros of 0 are stored as the largest number, to which one is added modulo their bits.
+        zeros = (zeros + self.zero_offset) & ((1 << self.num_bits) - 1)
+        if self.symmetric and bool((zeros != 1 << (self.num_bits - 1)).any()):
+            raise module.error(
+                f'says "sym" in its quantization_config, but {module.name}.qzeros are not in the '
+                'middle; correct "sym", or "checkpoint_format" (gptq or gptq_v2)'
+            )
+        group_of = None
+        if "g_idx" in module:
+            group_of = module.take("g_idx", (torch.int32, torch.int64), (columns,)).long()
+            if bool((group_of < 0).any()) or bool((group_of >= groups).any()):
+                raise module.error(f"holds {module.name}.g_idx beyond its {groups} groups")
+        elif self.ordered:
+            raise module.error(f"has no tensor {module.name}.g_idx, which desc_act asks for")
+        return grouped_matrix(
+            as_bytes(words.T), self.num_bits, scales, zeros.T.contiguous(), group, group_of
+        )
+
+
+def described(bits: int, group: int | None, symmetric: bool) -> str:
+    """Bits, groups and zeros in words."""
+    size = "a scale a row" if group is None else f"groups of {group}"
+    return f"{bits} bits, {size}{'' if symmetric else ' with zeros'}"
+
+
+def read_settings(reader: ConfigReader) -> Gptq:
+    """Strictly: a key that could change the numbers is read or refused."""
+    bits = reader.take("bits", int)
+    if bits not in (4, 8):
+        raise reader.error("bits", f"is {bits}, but 4 and 8 are supported; use another checkpoint")
+    version = reader.take("checkpoint_format", str, "") or reader.take("format", str, "gptq")
+    reader.take("format", str, "")
+    if version not in ("gptq", "gptq_v2"):
+        raise reader.error(
+            "checkpoint_format", f"is {version!r}, but gptq and gptq_v2 are supported"
+        )
+    reader.expect("is_marlin_format", False)
+    reader.expect("pack_dtype", "int32")
+    if reader.take("dynamic", dict, {}):
+        raise reader.error("dynamic", "has modules with other settings, which is not supported")
+    symmetric = reader.take("sym", bool, True)
+    return Gptq(
+        num_bits=bits,
+        group=read_group(reader),
+        ordered=reader.take("desc_act", bool, False),
+        zero_offset=1 if version == "gptq" else 0,
+        symmetric=symmetric,
+    )
+
+
+def read_group(reader: ConfigReader) -> int | None:
+    """group_size, of which -1 stands for a whole row (None)."""
+    group = reader.take("group_size", int)
+    if group < 1 and group != -1:
+        raise reader.error("group_size", f"is {group}, but must be positive, or -1 for whole rows")
+    return None if group == -1 else group

@@ -1,0 +1,108 @@
+"""The tensors that one quantised matrix is stored as, and what a format has to say of them."""
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import CheckpointError
+from slipstream.kernels.table import Weight
+from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_into
+
+FLOATS = WEIGHT_DTYPES
+
+
+class StoredModule:
+    """The tensors of one matrix, each to be taken once.
+
+    Args:
+        name: of the module, as the checkpoint has it.
+        path: of the checkpoint.
+        entries: its tensors, by what stands behind the module's name and a dot.
+        taken: called with each entry that is read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        entries: Mapping[str, TensorEntry],
+        taken: Callable[[TensorEntry], None],
+    ) -> None:
+        self.name = name
+        self._path, self._entries, self._taken = path, entries, taken
+
+    def __contains__(self, ending: str) -> bool:
+        return ending in self._entries
+
+    def take(
+        self, ending: str, dtypes: Collection[torch.dtype], *shapes: tuple[int, ...]
+    ) -> Tensor:
+        """A tensor as it is stored.
+
+        Raises:
+            CheckpointError: it is not there, or of no dtype or shape that the format has.
+        """
+        entry = self._entries.get(ending)
+        if entry is None:
+            raise self.error(
+                f"has no tensor {self.name}.{ending}, which its quantization_config asks for"
+            )
+        if entry.shape not in shapes or entry.dtype not in dtypes:
+            raise self.error(
+                f"holds {entry.name} as {list(entry.shape)} of {_word(entry.dtype)}, where its "
+                f"config.json asks for {' or '.join(str(list(shape)) for shape in shapes)} of "
+                f"{' or '.join(_word(dtype) for dtype in dtypes)}"
+            )
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        read_into(entry, tensor, raw=True)
+        self._taken(entry)
+        return tensor
+
+    def pass_over(self, *endings: str) -> None:
+        """Tensors that may be there and say nothing about the matrix."""
+        for ending in endings:
+            if ending in self._entries:
+                self._taken(self._entries[ending])
+
+    def require_words(self, size: int, in_word: int, what: str) -> None:
+        """Raise CheckpointError unless so many rows or columns fill whole words."""
+        if size % in_word:
+            raise self.error(
+                f"has {size} {what} in {self.name}, which do not fill words of {in_word}; use a "
+                "checkpoint that leaves this module unquantised"
+            )
+
+    def error(self, what: str) -> CheckpointError:
+        """An error about the checkpoint: its path, then `what`."""
+        return CheckpointError(f"{self._path} {what}")
+
+
+class StoredQuantization(Protocol):
+    """How a checkpoint stores its matrices, from its quantization_config."""
+
+    @property
+    def description(self) -> str:
+        """The format and its bits, in words."""
+
+    @property
+    def float8_rows(self) -> bool:
+        """Whether all of them are exactly what `Float8Matrix` is."""
+
+    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
+        """The matrix [rows, columns] with the numbers that are stored.
+
+        A tensor is float32: the numbers that no matrix of integers has a form for.
+        """
+
+    def bits(self, module: str) -> int:
+        """Of a stored number of a module of this name."""
+
+    def keeps(self, module: str) -> bool:
+        """Whether `read` finds a form with as few bits for a module of this name."""
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

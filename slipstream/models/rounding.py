@@ -1,0 +1,130 @@
+"""Rounding matrices to fewer bits, each number to the nearest that its scale allows."""
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.reference import dense, integers
+from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix
+
+_SLICE = 1 << 24  # numbers that are in float32 at once while they are rounded
+_CACHED_SLICE = 1 << 17  # the same for what passes over them many times
+_LARGEST = 15  # of four bits
+_MIDDLE = 8
+# A group's scale makes its largest number representable, or is this much smaller: the others then
+# gain by finer steps what the largest loses. Chosen by the squared error.
+_CLIPS = (1.0, 0.9)
+_HALF_EXPONENT, _HALF_MAX = 16, 65504.0  # where float16 ends
+_EXPONENTS = 126  # of float32, up and down
+_FINITE = 1e38
+
+
+def to_float8(matrix: Tensor) -> Float8Matrix:
+    """[N, K] in e4m3, each row scaled so that its largest number becomes the largest of e4m3."""
+    values = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
+    scales = torch.empty(len(matrix), dtype=torch.float32, device=matrix.device)
+    for part in _slices(matrix, _SLICE):
+        values[part], scales[part] = dense.round_rows(matrix[part])
+    return Float8Matrix(values, scales)
+
+
+def to_int8(matrix: Tensor, rounds_input: bool = False) -> Int8Matrix:
+    """[N, K] in integers from -127 to 127, a scale a row."""
+    values = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)
+    scales = torch.empty(len(matrix), dtype=torch.float32, device=matrix.device)
+    for part in _slices(matrix, _CACHED_SLICE):
+        values[part], scales[part] = integers.round_rows(matrix[part])
+    return Int8Matrix(values, scales, rounds_input)
+
+
+def to_int4(matrix: Tensor, group: int, asymmetric: bool = False) -> Int4Matrix:
+    """[N, K] in four bits; K must be a multiple of `group`.
+
+    Args:
+        asymmetric: groups have zeros of their own, so that all 16 numbers are used where a group
+            is not centred.
+    """
+    rows, columns = matrix.shape
+    shape = (rows, columns // group)
+    values = torch.empty((rows, columns // 2), dtype=torch.uint8, device=matrix.device)
+    scales = torch.empty(shape, dtype=torch.float32, device=matrix.device)
+    zeros = torch.empty(shape, dtype=torch.uint8, device=matrix.device) if asymmetric else None
+    for part in _slices(matrix, _CACHED_SLICE):
+        grouped = matrix[part].float().view(-1, columns // group, group)
+        values[part], scales[part], own = _rounded_groups(grouped, asymmetric)
+        if zeros is not None:
+            zeros[part] = own
+    return Int4Matrix(values, scales, zeros, group)
+
+
+def _rounded_groups(groups: Tensor, asymmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """groups [R, G, g] float32 -> values [R, G g / 2] uint8, scales and zeros [R, G] float32."""
+    low, high = groups.amin(-1), groups.amax(-1)
+    choose = _choices_with_zeros if asymmetric else _choices
+    (first, first_zeros), (second, second_zeros) = choose(low, high)
+    scaled, error = torch.empty_like(groups), torch.empty_like(groups)
+    errors = []
+    for scales, zeros in ((first, first_zeros), (second, second_zeros)):
+        _divided(groups, scales, zeros, out=scaled)
+        torch.round(scaled, out=error).clamp_(0, _LARGEST).sub_(scaled)
+        errors.append(error.square_().sum(-1).mul_(scales).mul_(scales))
+    better = torch.lt(errors[1], errors[0]).float()  # 0 or 1, where lerp is exact
+    scales = torch.lerp(first, second, better)
+    zeros = torch.lerp(first_zeros, second_zeros, better)
+    _divided(groups, scales, zeros, out=scaled)
+    # Bytes by way of int8, which torch converts to several times as fast as to uint8.
+    values = scaled.round_().clamp_(0, _LARGEST).to(torch.int8).flatten(1)
+    return packed(values), scales, zeros
+
+
+def _choices(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """(scales, zeros) for each clip of groups with these extremes, all zeros 8."""
+    # -8 has no counterpart: it stands for the larger extreme, whichever its sign is.
+    extreme = torch.copysign(torch.maximum(-low, high), low + high)
+    zeros = torch.full_like(low, _MIDDLE)
+    return [(half_scales(extreme * (-clip / _MIDDLE)), zeros) for clip in _CLIPS]
+
+
+def _choices_with_zeros(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The same, of groups that lie anywhere around 0."""
+    low, high = low.clamp_max(0), high.clamp_min(0)
+    choices = []
+    for clip in _CLIPS:
+        half = (high - low).mul_(clip / 2)
+        scales = half_scales(half * (2 / _LARGEST))
+        zeros = half.sub_((low + high) / 2).mul_(_inverse(scales)).round_().clamp_(0, _LARGEST)
+        choices.append((scales, zeros))
+    return choices
+
+
+def _inverse(scales: Tensor) -> Tensor:
+    """Large and finite where a scale is 0, whose group has nothing but zeros."""
+    return scales.reciprocal().clamp_(-_FINITE, _FINITE)
+
+
+def _divided(groups: Tensor, scales: Tensor, zeros: Tensor, out: Tensor) -> None:
+    torch.mul(groups, _inverse(scales).unsqueeze(-1), out=out)
+    out.add_(zeros.unsqueeze(-1))
+
+
+def packed(values: Tensor) -> Tensor:
+    """[N, K], one integer of four bits a byte -> [N, K / 2] uint8, the even column below."""
+    pairs = values.view(torch.int16)
+    return torch.bitwise_or(pairs, pairs >> 4).to(torch.int8).view(torch.uint8)
+
+
+def half_scales(scales: Tensor) -> Tensor:
+    """[N, G] float32, each rounded so that a row is float16 numbers times one power of two.
+
+    Scales that are float16 or bfloat16 already stay as they are, unless a row has some that are
+    more than 2 ** 30 times as large as others.
+    """
+    largest = scales.abs().amax(-1, keepdim=True)
+    exponent = (_HALF_EXPONENT - torch.frexp(largest).exponent).clamp_(-_EXPONENTS, _EXPONENTS)
+    power = torch.ldexp(torch.ones_like(largest), exponent)
+    return (scales * power).clamp_(-_HALF_MAX, _HALF_MAX).half().float().div_(power)
+
+
+def _slices(matrix: Tensor, size: int) -> list[slice]:
+    """Of rows, so that each has about `size` numbers."""
+    step = max(1, size // matrix.shape[1])
+    return [slice(start, start + step) for start in range(0, len(matrix), step)]

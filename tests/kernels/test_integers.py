@@ -1,0 +1,170 @@
+"""Matrices of integers: their rows, and products by the meaning of `kernels/table.py`."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.reference import REFERENCE, integers
+from slipstream.kernels.reference.integers import dequantised, unpacked
+from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix, Weight
+from slipstream.kernels.weights import (
+    bytes_of,
+    regrouped,
+    row_range,
+    select_rows,
+    shape_of,
+    stacked,
+)
+from slipstream.models.rounding import to_float8, to_int4, to_int8
+
+N, K, ROWS = 37, 256, 5
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def every_kind(rows: int = N, seed: int = 0) -> dict[str, Weight]:
+    matrix = numbers(rows, K, seed=seed)
+    return {
+        "whole": matrix,
+        "fp8": to_float8(matrix),
+        "int8": to_int8(matrix),
+        "int8-dynamic": to_int8(matrix, rounds_input=True),
+        "int4": to_int4(matrix, 32),
+        "int4-g128": to_int4(matrix, 128),
+        "int4-asym": to_int4(matrix, 32, asymmetric=True),
+    }
+
+
+KINDS = list(every_kind())
+
+
+def by_hand(weight: Int8Matrix | Int4Matrix) -> Tensor:
+    """[N, K] float64, number by number from the definition."""
+    rows, columns = shape_of(weight)
+    out = torch.empty(rows, columns, dtype=torch.float64)
+    for row in range(rows):
+        for column in range(columns):
+            if isinstance(weight, Int8Matrix):
+                out[row, column] = weight.values[row, column] * weight.scales[row].double()
+                continue
+            byte = int(weight.values[row, column // 2])
+            value = byte >> 4 if column % 2 else byte & 15
+            group = column // weight.group
+            zero = 8 if weight.zeros is None else int(weight.zeros[row, group])
+            out[row, column] = (value - zero) * weight.scales[row, group].double()
+    return out
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4-g128", "int4-asym"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_the_numbers_that_are_meant(kind: str, dtype: torch.dtype) -> None:
+    weight = every_kind()[kind]
+    assert isinstance(weight, Int8Matrix | Int4Matrix)
+    meant = by_hand(weight)
+    torch.testing.assert_close(dequantised(weight).double(), meant, rtol=1e-6, atol=0)
+    x, bias = numbers(ROWS, K, seed=1).to(dtype), numbers(N, seed=2).to(dtype)
+    expected = x.double() @ meant.T
+    found = REFERENCE.logits(x, weight)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+    product = REFERENCE.linear(x, weight, bias)
+    assert product.dtype == dtype
+    assert torch.equal(product, found.to(dtype) + bias)
+    assert torch.equal(REFERENCE.linear(x, weight, None), found.to(dtype))
+
+
+def test_rounded_activations_make_exact_sums() -> None:
+    weight = every_kind()["int8-dynamic"]
+    assert isinstance(weight, Int8Matrix)
+    x = numbers(ROWS, K, seed=1)
+    x[2] = 0
+    scales = x.abs().amax(-1) / 127
+    integers_of_x = (x / scales.clamp_min(1e-30).unsqueeze(-1)).round().long()
+    assert int(integers_of_x.abs().max()) == 127
+    exact = integers_of_x @ weight.values.long().T
+    expected = exact.double() * scales.double().unsqueeze(-1) * weight.scales.double()
+    found = REFERENCE.logits(x, weight)
+    torch.testing.assert_close(found.double(), expected, rtol=3e-7, atol=0)
+    assert not found[2].any()
+
+
+def test_exact_sums_are_longer_than_float32_could_hold() -> None:
+    columns = 16384  # times 127 * 127 is more than 2 ** 24
+    values = torch.full((1, columns), 127, dtype=torch.int8)
+    values[0, 0] = 126
+    weight = Int8Matrix(values, torch.ones(1), rounds_input=True)
+    x = torch.full((1, columns), 127.0)
+    product = float(REFERENCE.logits(x, weight))
+    assert product == torch.tensor(127.0 * 127 * columns - 127).item()
+
+
+def test_products_do_not_depend_on_the_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, kinds = numbers(ROWS, K, seed=1), every_kind()
+    whole = {kind: REFERENCE.logits(x, kinds[kind]) for kind in KINDS}
+    monkeypatch.setattr(integers, "SLICE", 3 * K)
+    for kind in ("int8", "int8-dynamic", "int4", "int4-asym"):
+        torch.testing.assert_close(REFERENCE.logits(x, kinds[kind]), whole[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_every_kind(kind: str) -> None:
+    weight = every_kind()[kind]
+    meant = dequantised(weight)
+    assert shape_of(weight) == (N, K)
+    index = torch.tensor([5, 0, 36, 5])
+    assert torch.equal(dequantised(select_rows(weight, index)), meant[index])
+    assert torch.equal(dequantised(row_range(weight, 3, 9)), meant[3:9])
+    tail = row_range(weight, 30)
+    assert torch.equal(dequantised(tail), meant[30:])
+    assert shape_of(tail) == (7, K)
+    assert type(tail) is type(weight)
+    joined = stacked([weight, tail])
+    assert joined is not None
+    assert type(joined) is type(weight)
+    assert torch.equal(dequantised(joined), torch.cat((meant, meant[30:])))
+    x = numbers(ROWS, K, seed=1)
+    torch.testing.assert_close(
+        REFERENCE.logits(x, tail), REFERENCE.logits(x, weight)[:, 30:], rtol=1e-6, atol=1e-5
+    )
+
+
+def test_bytes_of_every_kind() -> None:
+    sizes = {kind: bytes_of(weight) for kind, weight in every_kind().items()}
+    assert sizes["whole"] == 4 * N * K
+    assert sizes["fp8"] == sizes["int8"] == N * K + 4 * N
+    assert sizes["int4"] == N * K // 2 + 4 * N * K // 32
+    assert sizes["int4-g128"] == N * K // 2 + 4 * N * K // 128
+    assert sizes["int4-asym"] == N * K // 2 + 5 * N * K // 32
+
+
+def test_stacks_of_several_kinds() -> None:
+    kinds, other = every_kind(), every_kind(rows=3, seed=9)
+    mixed = stacked([kinds["int4-g128"], other["int4-asym"]])
+    assert isinstance(mixed, Int4Matrix)
+    assert mixed.group == 32
+    expected = torch.cat((dequantised(kinds["int4-g128"]), dequantised(other["int4-asym"])))
+    assert torch.equal(dequantised(mixed), expected)
+    for first, second in (
+        ("int4", "int8"),
+        ("int8", "int4"),
+        ("int8", "int8-dynamic"),
+        ("fp8", "int8"),
+        ("whole", "int8"),
+    ):
+        assert stacked([kinds[first], other[second]]) is None
+    floats = stacked([kinds["fp8"], other["fp8"]])
+    assert isinstance(floats, Float8Matrix)
+
+
+def test_smaller_groups_of_the_same_numbers() -> None:
+    for zeros in (False, True):
+        weight = to_int4(numbers(N, K), 128, zeros)
+        smaller = regrouped(weight, 32)
+        assert smaller.group == 32
+        assert torch.equal(dequantised(smaller), dequantised(weight))
+
+
+def test_unpacking_puts_the_even_column_first() -> None:
+    assert unpacked(torch.tensor([[0x21, 0xF0]], dtype=torch.uint8)).tolist() == [[1, 2, 0, 15]]
