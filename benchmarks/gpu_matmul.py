@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.composition import compose
-from slipstream.kernels.table import AttentionInputs, Float8Matrix, Heads, Norm, Ops, Weight
+from slipstream.kernels.table import (
+    AttentionInputs,
+    Float8Matrix,
+    Heads,
+    Norm,
+    Ops,
+    PackedMatrix,
+    Weight,
+)
 from slipstream.kernels.triton import PARTS, TRITON
 
 BYTES_PER_US = 4.35e6
@@ -112,6 +120,7 @@ def _bytes(decoder: Decoder, geometry: Geometry) -> float:
 
 
 def _values(weight: Weight) -> Tensor:
+    assert not isinstance(weight, PackedMatrix), "a GPU packs nothing"
     return weight if isinstance(weight, Tensor) else weight.values
 
 

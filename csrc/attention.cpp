@@ -1,5 +1,6 @@
 // The door of attention.
 #include "attention.h"
+#include "attention_objects.h"
 
 #include "bindings.h"
 #include "tensor.h"
@@ -13,6 +14,8 @@ namespace {
 using Optional = std::optional<Array>;
 
 int64_t axis(const Array& array, int index) { return static_cast<int64_t>(array.shape(index)); }
+
+}  // namespace
 
 CacheView view_cache(const Array& keys, const Array& values, int num_kv_heads, int head_dim,
                      Number x_type) {
@@ -39,6 +42,8 @@ CacheView view_cache(const Array& keys, const Array& values, int num_kv_heads, i
     view.head_stride = keys.stride(2);
     return view;
 }
+
+namespace {
 
 Number float_type(const Array& x) {
     const Number type = number_of(x);
@@ -176,6 +181,14 @@ void run_store(const AttentionLayer& layer, const Array& kv, const Array& positi
 }
 
 }  // namespace
+
+const AttentionShape& attention_shape(nb::handle layer) {
+    return nb::cast<const AttentionLayer&>(layer).shape();
+}
+
+const AttentionRows& attention_rows(nb::handle pass) {
+    return nb::cast<const AttentionPass&>(pass).rows();
+}
 
 void bind_attention(nb::module_& module) {
     nb::class_<AttentionLayer>(module, "AttentionLayer")

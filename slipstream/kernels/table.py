@@ -6,14 +6,15 @@ column once, when the network is built, and never ask which device they are on.
 """
 
 import functools
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.devices import runs_triton
+from slipstream.kernels.devices import runs_cpp, runs_triton
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,7 @@ class TreeInputs:
     ancestors: Tensor
 
 
+CPP_DTYPES = (torch.float32, torch.bfloat16)  # of activations that the C++ kernels take
 MOST_TREE_TOKENS = 63  # the bits of `TreeInputs.ancestors`, without the sign
 
 
@@ -113,7 +115,29 @@ class Int4Matrix:
     group: int
 
 
-Weight = Tensor | Float8Matrix | Int8Matrix | Int4Matrix
+class PackedMatrix(ABC):
+    """A weight [N, K] in a column's own layout, made once, as it is loaded.
+
+    Attributes:
+        shape: (N, K).
+        nbytes: what it takes in memory.
+        table_dtype: of the rows that it gives back as they were; None where they were rounded.
+    """
+
+    shape: tuple[int, int]
+    nbytes: int
+    table_dtype: torch.dtype | None
+
+    @abstractmethod
+    def select(self, index: Tensor) -> "PackedMatrix":
+        """The rows `index` [n] int64, in this order, as a copy."""
+
+    @abstractmethod
+    def look_up(self, index: Tensor) -> Tensor:
+        """index [...] integers -> [..., K], the rows as they were; only where they are kept."""
+
+
+Weight = Tensor | Float8Matrix | Int8Matrix | Int4Matrix | PackedMatrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,6 +264,54 @@ class StoreOp(Protocol):
     ) -> None: ...
 
 
+@dataclass(frozen=True, eq=False)
+class LayerParts:
+    """A decoder layer: pre-norm attention and gated feed-forward, each added to the stream.
+
+    Attributes:
+        qkv, output, gate_up, down: (weight, bias) of its products.
+    """
+
+    before_attention: Norm
+    heads: Heads
+    qkv: tuple[Weight, Tensor | None]
+    output: tuple[Weight, Tensor | None]
+    before_mlp: Norm
+    gate_up: tuple[Weight, Tensor | None]
+    down: tuple[Weight, Tensor | None]
+
+    @property
+    def products(self) -> tuple[tuple[Weight, Tensor | None], ...]:
+        """In the order in which a pass comes by them."""
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+class LayersOp(Protocol):
+    """x [T, H] -> (addend of the last layer, stream before it, wanted streams), each [T, H].
+
+    `wanted` names layers whose incoming stream is kept.
+    """
+
+    def __call__(
+        self,
+        x: Tensor,
+        inputs: AttentionInputs,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        wanted: Sequence[int],
+    ) -> tuple[Tensor, Tensor, list[Tensor]]: ...
+
+
+def as_it_is(weight: Weight) -> Weight:
+    """For columns that read weights as they are loaded."""
+    return weight
+
+
+def one_by_one(layers: Sequence[LayerParts]) -> LayersOp | None:
+    """For columns that have no op of several layers."""
+    del layers
+    return None
+
+
 @dataclass(frozen=True)
 class Ops:
     """One column of the table.
@@ -256,6 +328,9 @@ class Ops:
         attend: attention.
         store: its first half alone.
         logits: the head's matmul.
+        pack: a weight as the column reads it, made once, when it is loaded.
+        fuse: an op of all of some layers, whose weights were packed; None leaves them to the other
+            ops.
     """
 
     column: str
@@ -268,18 +343,27 @@ class Ops:
     attend: AttendOp
     store: StoreOp
     logits: LogitsOp
+    pack: Callable[[Weight], Weight] = as_it_is
+    fuse: Callable[[Sequence[LayerParts]], LayersOp | None] = one_by_one
 
 
 @functools.cache
-def ops_for(device: torch.device, batch_invariant: bool = False) -> Ops:
-    """The fastest column that serves `device`.
+def ops_for(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, batch_invariant: bool = False
+) -> Ops:
+    """The fastest column that serves `device` and activations of `dtype`.
 
     Args:
-        batch_invariant: the fastest of those whose rows' bits depend on nothing beside the row.
-            The reference column does not promise that: torch picks a matmul by its row count.
+        batch_invariant: the fastest of those whose rows' bits depend on nothing beside the row. The
+            C++ column's never do. The reference column does not promise that: torch picks a matmul
+            by its row count.
     """
     from slipstream.kernels.reference import REFERENCE
 
+    if runs_cpp(device) and dtype in CPP_DTYPES:
+        from slipstream.kernels.cpu.column import cpu_column
+
+        return cpu_column()
     if not runs_triton(device):
         return REFERENCE
     from slipstream.kernels.triton import TRITON, TRITON_INVARIANT

@@ -5,12 +5,21 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix, Weight
+from slipstream.kernels.table import (
+    Float8Matrix,
+    Int4Matrix,
+    Int8Matrix,
+    PackedMatrix,
+    Weight,
+)
 
 
 def shape_of(weight: Weight) -> tuple[int, int]:
     """(N, K): products take rows of K numbers and give rows of N."""
+    if isinstance(weight, PackedMatrix):
+        return weight.shape
     if isinstance(weight, Int4Matrix):
         return weight.values.shape[0], 2 * weight.values.shape[1]
     stored = weight if isinstance(weight, Tensor) else weight.values
@@ -19,7 +28,7 @@ def shape_of(weight: Weight) -> tuple[int, int]:
 
 def bytes_of(weight: Weight) -> int:
     """What it takes in memory, scales included."""
-    if isinstance(weight, Tensor):
+    if isinstance(weight, Tensor | PackedMatrix):
         return weight.nbytes
     zeros = weight.zeros if isinstance(weight, Int4Matrix) else None
     return weight.values.nbytes + weight.scales.nbytes + (0 if zeros is None else zeros.nbytes)
@@ -29,6 +38,8 @@ def select_rows(weight: Weight, index: Tensor) -> Weight:
     """The rows `index` [n] int64, in this order, as a copy."""
     if isinstance(weight, Tensor):
         return weight[index]
+    if isinstance(weight, PackedMatrix):
+        return weight.select(index)
     if isinstance(weight, Float8Matrix):
         # Not every device can index float8, but each can index bytes.
         values = weight.values.view(torch.uint8)[index].view(weight.values.dtype)
@@ -40,14 +51,24 @@ def select_rows(weight: Weight, index: Tensor) -> Weight:
 
 
 def row_range(weight: Weight, start: int, stop: int | None = None) -> Weight:
-    """The rows from `start` to before `stop` (None: the last), as a view."""
+    """The rows from `start` to before `stop` (None: the last): a view, of packed ones a copy."""
     rows = slice(start, stop)
     if isinstance(weight, Tensor):
         return weight[rows]
+    if isinstance(weight, PackedMatrix):
+        return weight.select(torch.arange(*rows.indices(weight.shape[0])))
     part = replace(weight, values=weight.values[rows], scales=weight.scales[rows])
     if isinstance(part, Int4Matrix) and part.zeros is not None:
         return replace(part, zeros=part.zeros[rows])
     return part
+
+
+def look_up(weight: Tensor | PackedMatrix, index: Tensor) -> Tensor:
+    """index [...] integers -> [..., K], rows of a table."""
+    if isinstance(weight, PackedMatrix):
+        return weight.look_up(index)
+    rows: Tensor = F.embedding(index, weight)
+    return rows
 
 
 def stacked(weights: Sequence[Weight]) -> Weight | None:

@@ -60,7 +60,7 @@ class HeadMixer:
                 rms_norm(source, f"{name}.q_norm", head_dim, eps),
                 rms_norm(source, f"{name}.k_norm", head_dim, eps),
             )
-        self._heads = Heads(
+        self.heads = Heads(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -72,16 +72,16 @@ class HeadMixer:
 
     def mix(self, qkv: Tensor, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]) -> Tensor:
         """qkv, what `self.qkv` makes of the rows -> the layer's addend; writes into `cache`."""
-        mixed = self._ops.attend(qkv, self._heads, inputs, cache)
+        mixed = self._ops.attend(qkv, self.heads, inputs, cache)
         return self._ops.linear(mixed, self.output.weight, self.output.bias)
 
     def store(self, x: Tensor, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]) -> None:
         """Keys and values of rows x [T, columns] go to their slots, for others to see."""
-        rows = self._heads.num_heads * self._heads.head_dim  # of the queries
+        rows = self.heads.num_heads * self.heads.head_dim  # of the queries
         weight, bias = row_range(self.qkv.weight, rows), self.qkv.bias
         bias = None if bias is None else bias[rows:]
         self._ops.store(
-            self._ops.joined_linear([(x, None)], weight, bias), self._heads, inputs, cache
+            self._ops.joined_linear([(x, None)], weight, bias), self.heads, inputs, cache
         )
 
 

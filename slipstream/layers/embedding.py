@@ -1,10 +1,9 @@
 """Token embedding and the head that shares its shape."""
 
 from torch import Tensor
-from torch.nn import functional as F
 
-from slipstream.kernels.table import Ops, Weight
-from slipstream.kernels.weights import select_rows, shape_of
+from slipstream.kernels.table import Ops, PackedMatrix, Weight
+from slipstream.kernels.weights import look_up, select_rows, shape_of
 from slipstream.layers.parameters import ParameterSource, Part
 
 
@@ -12,15 +11,25 @@ class Embedding:
     """The rows (tokens) would be split over ranks."""
 
     def __init__(self, source: ParameterSource, name: str, vocab_size: int, width: int) -> None:
-        self.weight = source.table([Part(f"{name}.weight", vocab_size)], width)
+        table = source.table([Part(f"{name}.weight", vocab_size)], width)
+        self.weight: Tensor | PackedMatrix = table
+        self.dtype, self.device = table.dtype, table.device
 
     def renumber(self, token_ids: Tensor) -> None:
         """From now on id i stands for what token_ids[i] stood for; the weight is a new one."""
-        self.weight = self.weight[token_ids]
+        renumbered = select_rows(self.weight, token_ids)
+        assert isinstance(renumbered, Tensor | PackedMatrix)
+        self.weight = renumbered
+
+    def share(self, packed: Weight) -> None:
+        """Look rows up in a head's weight with the same numbers, where it has them unrounded: then
+        the table is not kept twice."""
+        if isinstance(packed, PackedMatrix) and packed.table_dtype is not None:
+            self.weight = packed
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] int32 or int64 -> [T, width]."""
-        return F.embedding(token_ids, self.weight)
+        return look_up(self.weight, token_ids)
 
 
 class LanguageModelHead:
@@ -46,10 +55,14 @@ class LanguageModelHead:
 
 def own_head(ops: Ops, source: ParameterSource, name: str, like: Embedding) -> LanguageModelHead:
     """A head with a matrix of its own, of the embedding's shape."""
-    vocab_size, width = like.weight.shape
+    vocab_size, width = shape_of(like.weight)
     return LanguageModelHead(ops, source.head([Part(f"{name}.weight", vocab_size)], width))
 
 
 def tied_head(ops: Ops, source: ParameterSource, embedding: Embedding) -> LanguageModelHead:
     """A head with the embedding's numbers."""
-    return LanguageModelHead(ops, source.tied(embedding.weight))
+    table = embedding.weight
+    assert isinstance(table, Tensor), "the table is tied once"
+    head = LanguageModelHead(ops, source.tied(table))
+    embedding.share(head.weight)
+    return head

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs, Ops
+from slipstream.kernels.table import AttentionInputs, LayerParts, Ops
 from slipstream.layers.attention import Attention, AttentionShape
 from slipstream.layers.embedding import Embedding, own_head, tied_head
 from slipstream.layers.mlp import GatedMLP
@@ -52,6 +52,20 @@ class DecoderLayer:
             ops, source, f"{name}.mlp", norm, config.intermediate_size, config.mlp_bias
         )
 
+    @property
+    def parts(self) -> LayerParts:
+        """What it computes with."""
+        attention, mlp = self.attention, self.mlp
+        return LayerParts(
+            before_attention=attention.norm,
+            heads=attention.heads,
+            qkv=(attention.qkv.weight, attention.qkv.bias),
+            output=(attention.output.weight, attention.output.bias),
+            before_mlp=mlp.norm,
+            gate_up=(mlp.gate_up.weight, mlp.gate_up.bias),
+            down=(mlp.down.weight, mlp.down.bias),
+        )
+
     def __call__(
         self, addend: Tensor, residual: Tensor | None, inputs: AttentionInputs, cache: LayerCache
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,13 +85,11 @@ class Decoder:
         self.config = config
         width = config.hidden_size
         self.embedding = Embedding(source, "model.embed_tokens", config.vocab_size, width)
-        cos_sin = rope_table(
-            config.head_dim, config.rope, max_positions, self.embedding.weight.device
-        )
+        cos_sin = rope_table(config.head_dim, config.rope, max_positions, self.embedding.device)
         self.layers = [
             DecoderLayer(ops, source, config, index, cos_sin) for index in range(config.num_layers)
         ]
-        self._ops = ops
+        self._ops, self._fused = ops, ops.fuse([layer.parts for layer in self.layers])
         self.norm = rms_norm(source, "model.norm", width, config.rms_norm_eps)
         self.head = (
             tied_head(ops, source, self.embedding)
@@ -106,16 +118,28 @@ class Decoder:
             [T, hidden_size] after the final norm, and the streams in the order asked for, each
             [T, hidden_size].
         """
-        addend: Tensor = self.embedding(token_ids) if embedded is None else embedded
-        residual: Tensor | None = None
+        x = self.embedding(token_ids) if embedded is None else embedded
+        inner = [layer for layer in stream_layers if layer < len(self.layers)]
+        through = self._fused or self._one_by_one
+        addend, residual, taken = through(x, inputs, caches, inner)
+        streams = dict(zip(inner, taken, strict=True))
+        if len(inner) < len(stream_layers):
+            hidden, streams[len(self.layers)] = self._ops.norm(addend, residual, self.norm)
+        else:
+            hidden = self._ops.add_norm(addend, residual, self.norm)
+        return hidden, [streams[layer] for layer in stream_layers]
+
+    def _one_by_one(
+        self,
+        x: Tensor,
+        inputs: AttentionInputs,
+        caches: Sequence[LayerCache],
+        wanted: Sequence[int],
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        addend, residual = x, None
         streams: list[Tensor] = []
         for layer, cache in zip(self.layers, caches, strict=True):
             addend, residual, stream = layer(addend, residual, inputs, cache)
             streams.append(stream)
         assert residual is not None, "a decoder has at least one layer"
-        if len(self.layers) in stream_layers:
-            hidden, stream = self._ops.norm(addend, residual, self.norm)
-            streams.append(stream)
-        else:
-            hidden = self._ops.add_norm(addend, residual, self.norm)
-        return hidden, [streams[layer] for layer in stream_layers]
+        return addend, residual, [streams[layer] for layer in wanted]

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from slipstream.kernels.table import Weight
+from slipstream.kernels.table import Weight, as_it_is
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import TensorSource
@@ -146,11 +146,37 @@ def _as_stored(tensors: TensorSource, parts: Sequence[Part], columns: int) -> We
     return tensors.matrix(parts, columns)
 
 
-def in_precision(tensors: TensorSource, quantization: str | None) -> ParameterSource:
-    """The parameters made of these tensors."""
+class Packed:
+    """Matrices as a column of kernels reads them: only one is ever in memory in both layouts."""
+
+    def __init__(self, source: ParameterSource, pack: Callable[[Weight], Weight]) -> None:
+        self._source, self._pack = source, pack
+
+    def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
+        return self._pack(self._source.matrix(parts, columns))
+
+    def head(self, parts: Sequence[Part], columns: int) -> Weight:
+        return self._pack(self._source.head(parts, columns))
+
+    def table(self, parts: Sequence[Part], columns: int) -> Tensor:
+        return self._source.table(parts, columns)
+
+    def tied(self, table: Tensor) -> Weight:
+        return self._pack(self._source.tied(table))
+
+    def vector(self, parts: Sequence[Part]) -> Tensor:
+        return self._source.vector(parts)
+
+
+def in_precision(
+    tensors: TensorSource,
+    quantization: str | None,
+    pack: Callable[[Weight], Weight] = as_it_is,
+) -> ParameterSource:
+    """The parameters made of these tensors, for the column that packs them."""
     if quantization is None:
-        return Unquantized(tensors)
-    return Rounded(tensors, PRECISIONS[quantization])
+        return Packed(Unquantized(tensors), pack)
+    return Packed(Rounded(tensors, PRECISIONS[quantization]), pack)
 
 
 def weight_bytes(config: DecoderConfig, dtype: torch.dtype, quantization: str | None) -> int:

@@ -105,7 +105,7 @@ class AssistantDrafter:
         self._network, self._loaded, self._resources = loaded.network, loaded, resources
         self._state, self._sampling = resources.state, resources.sampling
         self._caches = resources.target_cache.layers
-        dtype = resources.target.embedding.weight.dtype
+        dtype = resources.target.embedding.dtype
         self._last = LastHidden(resources.state, loaded.target_width, dtype)
 
     def prepare(self, batch: Batch) -> None:

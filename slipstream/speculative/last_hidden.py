@@ -108,7 +108,7 @@ class HeadsDrafter:
         self._network, self._greedy_only = network, greedy_only
         self._resources = resources
         self._state, self._sampling = resources.state, resources.sampling
-        dtype = resources.target.embedding.weight.dtype
+        dtype = resources.target.embedding.dtype
         self._last = LastHidden(resources.state, hidden_size, dtype)
 
     def prepare(self, batch: Batch) -> None:

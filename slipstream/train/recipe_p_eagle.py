@@ -76,7 +76,9 @@ class PEagleRecipe:
         fusion[:, -width:] += torch.eye(width, device=fusion.device)
         self.trained.put("norm.weight", network.norm.weight)
         if own_embedding:
-            self.trained.put("embed_tokens.weight", network.embedding.weight)
+            table = network.embedding.weight
+            assert isinstance(table, Tensor)
+            self.trained.put("embed_tokens.weight", table)
         if not shares:
             weight = network.head.weight
             assert isinstance(weight, Tensor)

@@ -67,7 +67,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        return self.network.embedding.weight.device
+        return self.network.embedding.device
 
     @torch.no_grad()
     def read(self, token_ids: Tensor, stream_layers: Sequence[int]) -> Seen:

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.reference.integers import integer_product
-from slipstream.kernels.table import Float8Matrix, Weight
+from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix, PackedMatrix, Weight
 
 # Weights converted to float32 at a time: few enough to stay in a core's cache.
 LOGITS_SLICE = 1 << 19
@@ -41,8 +41,9 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def logits(x: Tensor, weight: Weight) -> Tensor:
     if isinstance(weight, Float8Matrix):
         return _float8_product(x, weight)
-    if not isinstance(weight, Tensor):
+    if isinstance(weight, Int8Matrix | Int4Matrix):
         return integer_product(x, weight)
+    assert not isinstance(weight, PackedMatrix), "packed weights belong to their column"
     if weight.dtype == torch.float32:
         return F.linear(x, weight)
     if weight.device.type == "cuda":

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix, Weight
+from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix, PackedMatrix, Weight
 from slipstream.kernels.weights import row_range, shape_of
 
 # Weights that are whole numbers of float32 or float64 at a time: few enough for a core's cache.
@@ -55,6 +55,7 @@ def dequantised(weight: Weight) -> Tensor:
         return weight.float()
     if isinstance(weight, Float8Matrix | Int8Matrix):
         return weight.values.float() * weight.scales.unsqueeze(-1)
+    assert not isinstance(weight, PackedMatrix), "packed weights belong to their column"
     grouped = unpacked(weight.values).float().view(*weight.scales.shape, weight.group)
     zeros = 8.0 if weight.zeros is None else weight.zeros.float().unsqueeze(-1)
     return ((grouped - zeros) * weight.scales.unsqueeze(-1)).flatten(1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.kernels.table import Ops, ops_for
+from slipstream.kernels.weights import shape_of
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import RopeConfig, rope_table
@@ -19,6 +20,7 @@ from slipstream.models.parameter_sources import CheckpointSource, DummySource, T
 from slipstream.models.precision import in_precision
 
 T = TypeVar("T")
+_COMPARED = 1 << 14  # tokens at a time
 EMBEDDING, HEAD, DRAFT_IDS = "embed_tokens", "lm_head", "d2t"
 
 
@@ -67,7 +69,7 @@ class HeadEnds:
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Take the target's for what is missing, and for an embedding with the same numbers."""
         own = self._embedding
-        if own is None or _same(own.weight, embedding.weight):
+        if own is None or _same(own, embedding):
             self._embedding = embedding
         self._head = self._head or head
 
@@ -83,8 +85,13 @@ class HeadEnds:
         return self._head
 
 
-def _same(own: Tensor, other: Tensor) -> bool:
-    return own.shape == other.shape and own.dtype == other.dtype and torch.equal(own, other)
+def _same(own: Embedding, other: Embedding) -> bool:
+    if shape_of(own.weight) != shape_of(other.weight) or own.dtype != other.dtype:
+        return False
+    count = shape_of(own.weight)[0]
+    tokens = torch.arange(count, device=own.device)
+    parts = [tokens[start : start + _COMPARED] for start in range(0, count, _COMPARED)]
+    return all(torch.equal(own(part), other(part)) for part in parts)
 
 
 def shifted_rope_table(
@@ -110,14 +117,14 @@ def load_head(
         CheckpointError: a tensor is missing, of another shape, or of no use to the network.
         UsageError: weights that no drafting head has were asked for.
     """
-    ops = ops_for(options.device, options.batch_invariant)
+    ops = ops_for(options.device, options.dtype, options.batch_invariant)
     if options.load_format == "twin":
         raise UsageError(
             "load_format twin makes weights for draft models only; use dummy for a drafting head"
         )
 
     def built(tensors: TensorSource) -> T:
-        return build(ops, in_precision(tensors, options.quantization))
+        return build(ops, in_precision(tensors, options.quantization, ops.pack))
 
     if options.load_format == "dummy":
         return built(DummySource(options.dtype, options.device, options.seed))

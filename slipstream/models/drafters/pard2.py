@@ -122,7 +122,7 @@ def load_projection(
         for tensor in tensors.values():
             tensor.normal_(std=columns**-0.5, generator=generator)
     weight, *bias = (tensor.to(options.device) for tensor in tensors.values())
-    ops = ops_for(options.device, options.batch_invariant)
+    ops = ops_for(options.device, options.dtype, options.batch_invariant)
     return TargetProjection(ops, config, weight, bias[0] if bias else None)
 
 

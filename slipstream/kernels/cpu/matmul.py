@@ -1,0 +1,61 @@
+"""Products with packed weights in C++."""
+
+import _slipstream_cpu as cpp
+import torch
+from torch import Tensor
+
+from slipstream.kernels.reference import REFERENCE
+from slipstream.kernels.table import Int4Matrix, Int8Matrix, PackedMatrix, Weight
+
+_PACKED_DTYPES = (torch.float32, torch.bfloat16)
+MOST_INT8_COLUMNS = 1 << 16  # of which exact sums fit into 32 bits
+
+
+class CpuMatrix(PackedMatrix):
+    """A weight as the C++ kernels read it: one stream of blocks of 64 rows."""
+
+    def __init__(self, handle: "cpp.Matrix", dtype: torch.dtype | None) -> None:
+        self.handle, self.table_dtype = handle, dtype
+        self.shape, self.nbytes = (handle.rows, handle.columns), handle.nbytes
+
+    def select(self, index: Tensor) -> "CpuMatrix":
+        return CpuMatrix(self.handle.select(index.long().contiguous()), self.table_dtype)
+
+    def look_up(self, index: Tensor) -> Tensor:
+        assert self.table_dtype is not None, "rounded weights are no tables"
+        rows = torch.empty((index.numel(), self.shape[1]), dtype=self.table_dtype)
+        cpp.look_up(self.handle, index.long().contiguous(), rows)
+        return rows.view(*index.shape, self.shape[1])
+
+
+def pack(weight: Weight) -> Weight:
+    """`weight` as the kernels read it; what they do not serve stays as it is."""
+    if isinstance(weight, Tensor):
+        if weight.dim() != 2 or weight.dtype not in _PACKED_DTYPES:
+            return weight
+        return CpuMatrix(cpp.pack(weight.contiguous()), weight.dtype)
+    if isinstance(weight, Int8Matrix) and weight.values.shape[1] <= MOST_INT8_COLUMNS:
+        values = weight.values.contiguous()
+        return CpuMatrix(cpp.pack_int8(values, weight.scales, weight.rounds_input), None)
+    if isinstance(weight, Int4Matrix):
+        return CpuMatrix(
+            cpp.pack_int4(weight.values.contiguous(), weight.scales, weight.zeros, weight.group),
+            None,
+        )
+    return weight
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    if not isinstance(weight, CpuMatrix):
+        return REFERENCE.linear(x, weight, bias)
+    out = x.new_empty((len(x), weight.shape[0]))
+    cpp.matmul(weight.handle, x, bias, out)
+    return out
+
+
+def logits(x: Tensor, weight: Weight) -> Tensor:
+    if not isinstance(weight, CpuMatrix):
+        return REFERENCE.logits(x, weight)
+    out = torch.empty((len(x), weight.shape[0]))
+    cpp.matmul(weight.handle, x, None, out)
+    return out
