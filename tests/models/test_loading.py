@@ -299,16 +299,16 @@ def test_a_part_can_be_asked_for_alone(folder: Path) -> None:
 def test_the_column_of_kernels_is_that_of_the_device_and_the_promise(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[torch.device, bool]] = []
+    asked: list[tuple[torch.device, torch.dtype, bool]] = []
 
-    def spy(device: torch.device, batch_invariant: bool) -> Ops:
-        asked.append((device, batch_invariant))
-        return ops_for(device, batch_invariant)
+    def spy(device: torch.device, dtype: torch.dtype, batch_invariant: bool) -> Ops:
+        asked.append((device, dtype, batch_invariant))
+        return ops_for(device, dtype, batch_invariant)
 
     monkeypatch.setattr(loading, "ops_for", spy)
     load(folder)
     load(folder, batch_invariant=True)
-    assert asked == [(CPU, False), (CPU, True)]
+    assert asked == [(CPU, torch.float32, False), (CPU, torch.float32, True)]
 
 
 # Without weights
