@@ -48,49 +48,59 @@ def to_int4(matrix: Tensor, group: int, asymmetric: bool = False) -> Int4Matrix:
     values = torch.empty((rows, columns // 2), dtype=torch.uint8, device=matrix.device)
     scales = torch.empty(shape, dtype=torch.float32, device=matrix.device)
     zeros = torch.empty(shape, dtype=torch.uint8, device=matrix.device) if asymmetric else None
-    for part in _slices(matrix, _CACHED_SLICE):
-        grouped = matrix[part].float().view(-1, columns // group, group)
-        values[part], scales[part], own = _rounded_groups(grouped, asymmetric)
-        if zeros is not None:
+    slices = _slices(matrix, _CACHED_SLICE)
+    # One workspace for all slices, since fresh memory costs as much as what is done in it.
+    space = torch.empty((3, slices[0].stop, *shape[1:], group), device=matrix.device)
+    for part in slices:
+        rows_here = len(matrix[part])
+        whole, scaled, error = space[:, :rows_here]
+        whole.copy_(matrix[part].view(whole.shape))
+        values[part], scales[part], own = _rounded_groups(whole, scaled, error, asymmetric)
+        if zeros is not None and own is not None:
             zeros[part] = own
     return Int4Matrix(values, scales, zeros, group)
 
 
-def _rounded_groups(groups: Tensor, asymmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """groups [R, G, g] float32 -> values [R, G g / 2] uint8, scales and zeros [R, G] float32."""
+def _rounded_groups(
+    groups: Tensor, scaled: Tensor, error: Tensor, asymmetric: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """groups [R, G, g] float32 -> values [R, G g / 2] uint8, scales and zeros [R, G] float32.
+
+    Zeros are None for symmetric groups. The other arguments are places to work in, like groups.
+    """
     low, high = groups.amin(-1), groups.amax(-1)
-    choose = _choices_with_zeros if asymmetric else _choices
-    (first, first_zeros), (second, second_zeros) = choose(low, high)
-    scaled, error = torch.empty_like(groups), torch.empty_like(groups)
+    choices = _choices_with_zeros(low, high) if asymmetric else _choices(low, high)
+    least = 0 if asymmetric else -_MIDDLE  # of what is rounded
     errors = []
-    for scales, zeros in ((first, first_zeros), (second, second_zeros)):
+    for scales, zeros in choices:
         _divided(groups, scales, zeros, out=scaled)
-        torch.round(scaled, out=error).clamp_(0, _LARGEST).sub_(scaled)
-        errors.append(error.square_().sum(-1).mul_(scales).mul_(scales))
+        torch.round(scaled, out=error).clamp_(least, least + _LARGEST).sub_(scaled)
+        errors.append(torch.linalg.vector_norm(error, dim=-1).mul_(scales.abs()))
     better = torch.lt(errors[1], errors[0]).float()  # 0 or 1, where lerp is exact
-    scales = torch.lerp(first, second, better)
-    zeros = torch.lerp(first_zeros, second_zeros, better)
+    (first, first_zeros), (second, second_zeros) = choices
+    scales, zeros = half_scales(torch.lerp(first, second, better)), first_zeros
+    if first_zeros is not None and second_zeros is not None:
+        zeros = torch.lerp(first_zeros, second_zeros, better)
     _divided(groups, scales, zeros, out=scaled)
     # Bytes by way of int8, which torch converts to several times as fast as to uint8.
-    values = scaled.round_().clamp_(0, _LARGEST).to(torch.int8).flatten(1)
-    return packed(values), scales, zeros
+    values = scaled.round_().clamp_(least, least + _LARGEST).to(torch.int8).sub_(least)
+    return packed(values.flatten(1)), scales, zeros
 
 
-def _choices(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """(scales, zeros) for each clip of groups with these extremes, all zeros 8."""
+def _choices(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+    """(scales, no zeros) for each clip of groups with these extremes."""
     # -8 has no counterpart: it stands for the larger extreme, whichever its sign is.
     extreme = torch.copysign(torch.maximum(-low, high), low + high)
-    zeros = torch.full_like(low, _MIDDLE)
-    return [(half_scales(extreme * (-clip / _MIDDLE)), zeros) for clip in _CLIPS]
+    return [(extreme * (-clip / _MIDDLE), None) for clip in _CLIPS]
 
 
-def _choices_with_zeros(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The same, of groups that lie anywhere around 0."""
+def _choices_with_zeros(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+    """(scales, zeros) for each clip, of groups that lie anywhere around 0."""
     low, high = low.clamp_max(0), high.clamp_min(0)
-    choices = []
+    choices: list[tuple[Tensor, Tensor | None]] = []
     for clip in _CLIPS:
         half = (high - low).mul_(clip / 2)
-        scales = half_scales(half * (2 / _LARGEST))
+        scales = half * (2 / _LARGEST)
         zeros = half.sub_((low + high) / 2).mul_(_inverse(scales)).round_().clamp_(0, _LARGEST)
         choices.append((scales, zeros))
     return choices
@@ -101,9 +111,10 @@ def _inverse(scales: Tensor) -> Tensor:
     return scales.reciprocal().clamp_(-_FINITE, _FINITE)
 
 
-def _divided(groups: Tensor, scales: Tensor, zeros: Tensor, out: Tensor) -> None:
+def _divided(groups: Tensor, scales: Tensor, zeros: Tensor | None, out: Tensor) -> None:
     torch.mul(groups, _inverse(scales).unsqueeze(-1), out=out)
-    out.add_(zeros.unsqueeze(-1))
+    if zeros is not None:
+        out.add_(zeros.unsqueeze(-1))
 
 
 def packed(values: Tensor) -> Tensor:
