@@ -31,12 +31,14 @@ class CheckpointFacts:
     """A checkpoint with its config read.
 
     Attributes:
-        num_parameters: of the network, a tied head counted once; stored ones where there are files.
+        num_parameters: of the network, a tied head counted once; stored ones where there are files,
+            and of a quantised checkpoint those of the matrices.
         num_bytes: as stored; None without weights.
         config: None of heads without layers of a language model.
         kind: of drafter that it can be, as `method` names it.
         head: of a drafting head, which is no language model of its own.
         own_drafter: what a language model has beside it to draft with, in words.
+        quantization: how its matrices are stored in fewer bits, in words.
     """
 
     checkpoint: "Checkpoint"
@@ -47,6 +49,7 @@ class CheckpointFacts:
     kind: str
     head: "HeadFacts | None" = None
     own_drafter: str | None = None
+    quantization: str | None = None
 
     @property
     def _architecture(self) -> str | None:
@@ -70,6 +73,7 @@ class CheckpointFacts:
             "own_drafter": self.own_drafter,
             "num_parameters": self.num_parameters,
             "num_bytes": self.num_bytes,
+            "quantization": self.quantization,
             **self._sizes(),
             "eos_token_ids": list(self.checkpoint.eos_token_ids),
             "has_chat_template": self.has_chat_template,
@@ -103,6 +107,7 @@ def read_facts(name: str) -> CheckpointFacts:
     from slipstream.models.catalogue import read_decoder_config
     from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
     from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+    from slipstream.models.quantized.catalogue import read_quantization
     from slipstream.speculative.catalogue import describe_head, describe_own_head
     from slipstream.speculative.mask_token import MASK_TOKEN_KEYS
     from slipstream.speculative.recognition import recognise
@@ -118,16 +123,21 @@ def read_facts(name: str) -> CheckpointFacts:
         )
     checkpoint = Checkpoint(path) if head is None else of_head
     config = read_decoder_config(checkpoint, MASK_TOKEN_KEYS) if head is None else head.layers
+    stored = None if head else read_quantization(checkpoint.config, checkpoint.config_file)
     entries = checkpoint.entries.values() if checkpoint.has_weights else ()
+    count = sum(prod(entry.shape) for entry in entries) or None
+    if stored is not None and config is not None and count is not None:
+        count = config.num_matrix_parameters
     return CheckpointFacts(
         checkpoint,
         config,
-        sum(prod(entry.shape) for entry in entries) or None,
+        count,
         sum(entry.nbytes for entry in entries) or None,
         _has_chat_template(checkpoint),
         kind,
         head,
         describe_own_head(of_head) if head is None else None,
+        None if stored is None else stored.description,
     )
 
 

@@ -73,6 +73,7 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
         "made for": facts["target"],
         "own drafter": facts["own_drafter"],
         "parameters": weights,
+        "quantised": facts["quantization"],
         "dtype": facts["dtype"],
         **_shape_rows(facts),
         "kernels here": facts["kernels"],

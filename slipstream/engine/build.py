@@ -16,6 +16,7 @@ from slipstream.engine.reasons import Reasons
 from slipstream.engine.resolve import (
     Resolved,
     require_precision,
+    require_stored_precision,
     resolve,
     resolve_dtype,
     resolve_model_len,
@@ -35,8 +36,14 @@ from slipstream.models.loading import (
     load_decoder,
     no_progress_bar,
 )
+from slipstream.models.quantized.catalogue import read_quantization
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.runner.capability import choose_device, multiplies_float8, require_stored
+from slipstream.runner.capability import (
+    choose_device,
+    multiplies_float8,
+    require_stored,
+    stored_note,
+)
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner, Recorder
 from slipstream.runner.model_runner import ModelRunner
@@ -74,6 +81,10 @@ def build_engine(config: EngineConfig, progress_bar: ProgressBar = no_progress_b
     shape = _read_shape(checkpoint)
     device, why = choose_device(config.device)
     reasons.add("device", device, why)
+    stored = read_quantization(checkpoint.config, checkpoint.config_file)
+    if stored is not None:
+        require_stored_precision(config, device, checkpoint.path.name, stored)
+        reasons.add("checkpoint quantization", stored.description, stored_note(device))
     require_precision(config, device)
     dtype = resolve_dtype(config, shape.dtype)
     room = WeightRoom(device, reasons)

@@ -13,11 +13,14 @@ from slipstream.engine.reasons import Reasons
 from slipstream.engine.sizing import size_cache
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import dtype_named
+from slipstream.models.quantized.module import StoredQuantization
 from slipstream.runner.capability import (
     default_batched_tokens,
     invariance_note,
+    multiplies_float8,
     quantization_note,
     require_quantization,
+    require_stored,
 )
 from slipstream.runner.graphs import captures_graphs
 from slipstream.runner.memory import StepSizes, device_memory, uses_gpu_memory
@@ -26,6 +29,10 @@ from slipstream.sampling.verification import Verification
 from slipstream.speculative.catalogue import Speculation
 from slipstream.speculative.parallel_rows import most_rows
 
+_NOT_INVARIANT = (
+    "batch_invariant does not hold for fp8 matrices: tensor cores round sums of e4m3 by the shape "
+    "of a tile"
+)
 _DRAFTER_KEY = "speculative_config: quantization"
 
 
@@ -62,12 +69,18 @@ def require_precision(config: EngineConfig, device: torch.device) -> None:
     if config.quantization is not None:
         require_quantization(device, "quantization", config.quantization)
         if config.batch_invariant and config.quantization == "fp8":
-            raise UsageError(
-                "batch_invariant does not hold for fp8 matrices: tensor cores round sums of e4m3 "
-                "by the shape of a tile; leave out batch_invariant or quantization"
-            )
+            raise UsageError(f"{_NOT_INVARIANT}; leave out batch_invariant or quantization")
     for quantization in _drafter_quantizations(config):
         require_quantization(device, "drafter quantization", quantization)
+
+
+def require_stored_precision(
+    config: EngineConfig, device: torch.device, name: str, stored: StoredQuantization
+) -> None:
+    """The same for the matrices of a quantised checkpoint."""
+    require_stored(device, name, stored)
+    if config.batch_invariant and multiplies_float8(device):
+        raise UsageError(f"{_NOT_INVARIANT}, in which {name} is stored; leave out batch_invariant")
 
 
 def _drafter_quantizations(config: EngineConfig) -> list[str]:

@@ -1,5 +1,7 @@
 """Rounding matrices to fewer bits, each number to the nearest that its scale allows."""
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,9 @@ from slipstream.kernels.reference import dense, integers
 from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix
 
 _SLICE = 1 << 24  # numbers that are in float32 at once while they are rounded
-_CACHED_SLICE = 1 << 17  # the same for what passes over them many times
+# The same for what passes over them many times: torch does not share so few among threads, which
+# wait for each other longer than they work where others keep the machine busy.
+_CACHED_SLICE = 1 << 15
 _LARGEST = 15  # of four bits
 _MIDDLE = 8
 # A group's scale makes its largest number representable, or is this much smaller: the others then
@@ -43,54 +47,98 @@ def to_int4(matrix: Tensor, group: int, asymmetric: bool = False) -> Int4Matrix:
         asymmetric: groups have zeros of their own, so that all 16 numbers are used where a group
             is not centred.
     """
-    rows, columns = matrix.shape
-    shape = (rows, columns // group)
-    values = torch.empty((rows, columns // 2), dtype=torch.uint8, device=matrix.device)
-    scales = torch.empty(shape, dtype=torch.float32, device=matrix.device)
-    zeros = torch.empty(shape, dtype=torch.uint8, device=matrix.device) if asymmetric else None
-    for part in _slices(matrix, _CACHED_SLICE):
-        grouped = matrix[part].float().view(-1, columns // group, group)
-        values[part], scales[part], own = _rounded_groups(grouped, asymmetric)
-        if zeros is not None:
-            zeros[part] = own
-    return Int4Matrix(values, scales, zeros, group)
-
-
-def _rounded_groups(groups: Tensor, asymmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """groups [R, G, g] float32 -> values [R, G g / 2] uint8, scales and zeros [R, G] float32."""
-    low, high = groups.amin(-1), groups.amax(-1)
-    choose = _choices_with_zeros if asymmetric else _choices
-    (first, first_zeros), (second, second_zeros) = choose(low, high)
-    scaled, error = torch.empty_like(groups), torch.empty_like(groups)
-    errors = []
-    for scales, zeros in ((first, first_zeros), (second, second_zeros)):
-        _divided(groups, scales, zeros, out=scaled)
-        torch.round(scaled, out=error).clamp_(0, _LARGEST).sub_(scaled)
-        errors.append(error.square_().sum(-1).mul_(scales).mul_(scales))
+    rounding = _Groups(matrix, group)
+    low, high = rounding.extremes()
+    choices = _choices_with_zeros(low, high) if asymmetric else _choices(low, high)
+    errors = rounding.errors(choices)
     better = torch.lt(errors[1], errors[0]).float()  # 0 or 1, where lerp is exact
-    scales = torch.lerp(first, second, better)
-    zeros = torch.lerp(first_zeros, second_zeros, better)
-    _divided(groups, scales, zeros, out=scaled)
-    # Bytes by way of int8, which torch converts to several times as fast as to uint8.
-    values = scaled.round_().clamp_(0, _LARGEST).to(torch.int8).flatten(1)
-    return packed(values), scales, zeros
+    (first, first_zeros), (second, second_zeros) = choices
+    scales, zeros = half_scales(torch.lerp(first, second, better)), None
+    if first_zeros is not None and second_zeros is not None:
+        zeros = torch.lerp(first_zeros, second_zeros, better)
+    values = rounding.values(scales, zeros)
+    return Int4Matrix(values, scales, None if zeros is None else zeros.to(torch.uint8), group)
 
 
-def _choices(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """(scales, zeros) for each clip of groups with these extremes, all zeros 8."""
+class _Groups:
+    """The groups of a matrix, some rows at a time in float32 and in one place to work in.
+
+    Args:
+        matrix: [N, K].
+        group: columns of each of the G groups of a row.
+    """
+
+    def __init__(self, matrix: Tensor, group: int) -> None:
+        rows, columns = matrix.shape
+        self._shape = (rows, columns // group)
+        self._matrix = matrix.view(*self._shape, group)
+        self._slices = _slices(matrix, _CACHED_SLICE)
+        # Fresh memory for each slice would cost as much as what is done in it.
+        space = (3, self._slices[0].stop, columns // group, group)
+        self._space = torch.empty(space, dtype=torch.float32, device=matrix.device)
+
+    def extremes(self) -> tuple[Tensor, Tensor]:
+        """The lowest and the highest number of each group, [N, G]."""
+        low, high = self._per_group(2)
+        for part, groups, _, _ in self._pieces():
+            torch.amin(groups, -1, out=low[part])
+            torch.amax(groups, -1, out=high[part])
+        return low, high
+
+    def errors(self, choices: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
+        """[choices, N, G]: the norms of what is lost by scales and zeros."""
+        errors = self._per_group(len(choices))
+        inverses = [_inverse(scales) for scales, _ in choices]
+        for part, groups, scaled, error in self._pieces():
+            for index, (_, zeros) in enumerate(choices):
+                own = None if zeros is None else zeros[part]
+                least = _divided(groups, inverses[index][part], own, scaled)
+                torch.round(scaled, out=error).clamp_(least, least + _LARGEST).sub_(scaled)
+                torch.linalg.vector_norm(error, dim=-1, out=errors[index, part])
+        for error, (scales, _) in zip(errors, choices, strict=True):
+            error.mul_(scales.abs())
+        return errors
+
+    def values(self, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        """[N, K / 2] uint8, of an `Int4Matrix`."""
+        rows, count = self._shape
+        shape = (rows, count * self._matrix.shape[-1] // 2)
+        values = torch.empty(shape, dtype=torch.uint8, device=self._matrix.device)
+        inverse = _inverse(scales)
+        for part, groups, scaled, _ in self._pieces():
+            own = None if zeros is None else zeros[part]
+            least = _divided(groups, inverse[part], own, scaled)
+            # Bytes by way of int8, which torch converts to several times as fast as to uint8.
+            integers = scaled.round_().clamp_(least, least + _LARGEST).to(torch.int8).sub_(least)
+            values[part] = packed(integers.flatten(1))
+        return values
+
+    def _per_group(self, count: int) -> Tensor:
+        shape = (count, *self._shape)
+        return torch.empty(shape, dtype=torch.float32, device=self._matrix.device)
+
+    def _pieces(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Rows, their numbers [rows, G, group] float32, and two places like them."""
+        for part in self._slices:
+            stored = self._matrix[part]
+            groups, scaled, error = self._space[:, : len(stored)]
+            yield part, groups.copy_(stored), scaled, error
+
+
+def _choices(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+    """(scales, no zeros) for each clip of groups with these extremes."""
     # -8 has no counterpart: it stands for the larger extreme, whichever its sign is.
     extreme = torch.copysign(torch.maximum(-low, high), low + high)
-    zeros = torch.full_like(low, _MIDDLE)
-    return [(half_scales(extreme * (-clip / _MIDDLE)), zeros) for clip in _CLIPS]
+    return [(extreme * (-clip / _MIDDLE), None) for clip in _CLIPS]
 
 
-def _choices_with_zeros(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The same, of groups that lie anywhere around 0."""
+def _choices_with_zeros(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+    """(scales, zeros) for each clip, of groups that lie anywhere around 0."""
     low, high = low.clamp_max(0), high.clamp_min(0)
-    choices = []
+    choices: list[tuple[Tensor, Tensor | None]] = []
     for clip in _CLIPS:
         half = (high - low).mul_(clip / 2)
-        scales = half_scales(half * (2 / _LARGEST))
+        scales = half * (2 / _LARGEST)
         zeros = half.sub_((low + high) / 2).mul_(_inverse(scales)).round_().clamp_(0, _LARGEST)
         choices.append((scales, zeros))
     return choices
@@ -101,9 +149,13 @@ def _inverse(scales: Tensor) -> Tensor:
     return scales.reciprocal().clamp_(-_FINITE, _FINITE)
 
 
-def _divided(groups: Tensor, scales: Tensor, zeros: Tensor, out: Tensor) -> None:
-    torch.mul(groups, _inverse(scales).unsqueeze(-1), out=out)
+def _divided(groups: Tensor, inverse: Tensor, zeros: Tensor | None, out: Tensor) -> int:
+    """groups / scales + zeros; returns the least of the 16 integers that are rounded to."""
+    torch.mul(groups, inverse.unsqueeze(-1), out=out)
+    if zeros is None:
+        return -_MIDDLE
     out.add_(zeros.unsqueeze(-1))
+    return 0
 
 
 def packed(values: Tensor) -> Tensor:

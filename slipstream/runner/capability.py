@@ -74,6 +74,13 @@ def require_stored(device: torch.device, name: str, stored: StoredQuantization) 
     require_quantization(device, "a checkpoint in quantization", _FLOAT8)
 
 
+def stored_note(device: torch.device) -> str:
+    """What becomes of the matrices of a quantised checkpoint on this device."""
+    if device.type == "cuda":
+        return "matrices stay in e4m3; activations are rounded at run time"
+    return "integers stay integers; fp8 becomes the model's dtype, or what quantization names"
+
+
 def quantization_note(device: torch.device, quantization: str) -> str:
     """What it means to multiply by such matrices on this device."""
     if quantization != _FLOAT8:

@@ -18,6 +18,7 @@ from tests.drafters.heads import (
 )
 from tests.drafters.mtp_heads import add_mtp, write_mtp
 from tests.last_hidden_checkpoints import medusa_for, medusa_tensors, mlp_for, write_medusa
+from tests.quantized_checkpoints import gptq, write_quantized
 
 
 def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> None:
@@ -35,6 +36,7 @@ def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> Non
         "own_drafter": None,
         "num_parameters": 96 * 48 + 48 + 2 * layer,
         "num_bytes": 4 * (96 * 48 + 48 + 2 * layer),
+        "quantization": None,
         "dtype": "float32",
         "num_layers": 2,
         "hidden_size": 48,
@@ -54,6 +56,18 @@ def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> Non
     words = slipstream("inspect", tiny_target).out
     for part in ("Qwen3ForCausalLM", "512 bytes a token", "8.00 KiB a block of 16", "tied"):
         assert part in words
+
+
+def test_a_quantised_checkpoint(slipstream: CommandLine, tmp_path: Path) -> None:
+    write_quantized(tmp_path, gptq(group=32))
+    ran = slipstream("inspect", str(tmp_path), "--json")
+    assert ran.code == 0
+    document = json.loads(ran.out)
+    assert document["quantization"] == "gptq, 4 bits, groups of 32"
+    layer = 128 * (128 + 64 + 64 + 128) + 3 * 128 * 256
+    assert document["num_parameters"] == 2 * 96 * 128 + 2 * layer
+    assert document["num_bytes"] < 2 * document["num_parameters"]
+    assert "gptq, 4 bits, groups of 32" in slipstream("inspect", str(tmp_path)).out
 
 
 def test_a_config_alone_can_be_looked_at(slipstream: CommandLine, tmp_path: Path) -> None:

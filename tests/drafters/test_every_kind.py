@@ -223,3 +223,14 @@ def test_a_request_may_ask_for_fewer_draft_tokens(
         assert len(output.metrics.num_accepted_tokens_per_pos) == count
         if count == 1:
             assert (output.metrics.num_cached_tokens > 0) == kind.shares
+
+
+@pytest.mark.parametrize("quantization", ["int8-dynamic", "int4"])
+def test_drafters_in_integers_leave_the_output_as_it_is(
+    quantization: str, kind: Kind, answers: dict[Any, tuple[int, ...]]
+) -> None:
+    """Widths of 48 and 80 have no groups of four bits: int8 takes their place."""
+    llm = make(kind.target, {**kind.config, "quantization": quantization}, block_size=8)
+    output = run(llm, GREEDY)
+    assert tuple(output.outputs[0].token_ids) == plain(kind, answers, PROMPT)
+    assert output.metrics.num_drafts > 0

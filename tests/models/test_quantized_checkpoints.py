@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from slipstream import LLM, SamplingParams
+from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.engine.resolve import require_stored_precision
 from slipstream.kernels.reference.integers import dequantised
 from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix, Weight
 from slipstream.models.catalogue import read_decoder_config
@@ -147,6 +149,15 @@ def test_output_is_that_of_the_unquantised_numbers_and_lossless(name: str, tmp_p
     assert tokens(tmp_path / "m", speculative_config=drafter) == plain
     quantized = {"model": str(tmp_path / "m"), "num_speculative_tokens": 3}
     assert tokens(whole, speculative_config=quantized) == tokens(whole)
+
+
+def test_the_engine_says_how_a_checkpoint_is_stored(tmp_path: Path) -> None:
+    write_quantized(tmp_path, gptq(group=32))
+    llm = LLM(str(tmp_path), skip_tokenizer_init=True, num_kv_blocks=8)
+    found = {name: (value, why) for name, value, why in llm.engine.resolved.reasons}
+    assert found["checkpoint quantization"][0] == "gptq, 4 bits, groups of 32"
+    assert "integers stay integers" in found["checkpoint quantization"][1]
+    assert f"weights of {tmp_path.name}" in found
 
 
 def tokens(folder: Path, **options: Any) -> list[int]:
@@ -308,6 +319,17 @@ def test_old_gpus_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stored is not None
     with pytest.raises(UsageError, match=r"needs compute capability 8\.9 .* A100 has 8\.0"):
         require_stored(torch.device("cuda"), "m", stored)
+
+
+def test_fp8_rows_are_not_batch_invariant_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    stored = read_quantization({"quantization_config": float8(block=None).config})
+    assert stored is not None
+    gpu, config = torch.device("cuda"), EngineConfig(batch_invariant=True)
+    require_stored_precision(EngineConfig(), gpu, "m", stored)
+    require_stored_precision(config, CPU, "m", stored)
+    with pytest.raises(UsageError, match="in which m is stored; leave out batch_invariant"):
+        require_stored_precision(config, gpu, "m", stored)
 
 
 # Settings
