@@ -42,12 +42,14 @@ def serve(
     config = engine.config(model, drafter.config(model))
     _refuse_synthetic(config, listen.allow_synthetic)
     options = _options(model, listen, limits, log)
+    from slipstream.serve.memory import keep_few_matmuls
     from slipstream.serve.page import page_routes
     from slipstream.serve.run import bind
     from slipstream.serve.run import listen as let_connect
     from slipstream.serve.start import start_server
 
     sock = bind(listen.host, listen.port)
+    keep_few_matmuls()
     try:
         llm, seconds = open_llm(config, run.verbose)
         let_connect(sock)  # who reads the address may come at once

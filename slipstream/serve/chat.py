@@ -99,9 +99,13 @@ class _Answer:
             async with aclosing(self._steps()) as steps:
                 async for progress in steps:
                     usage = self._generation.usage() if continuous else None
-                    for delta in progress.deltas:
-                        for piece in self._choices[delta.index].pieces(delta):
-                            yield frames.chunk([piece], usage)
+                    pieces = [
+                        frames.chunk([piece], usage)
+                        for delta in progress.deltas
+                        for piece in self._choices[delta.index].pieces(delta)
+                    ]
+                    if pieces:
+                        yield b"".join(pieces)
             if wants_usage:
                 yield frames.chunk([], self._generation.usage())
             yield DONE

@@ -18,7 +18,7 @@ from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.guards import ApiKeys, Bodies, Door
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.logs import RequestIds
-from slipstream.serve.memory import give_back_memory, share_memory
+from slipstream.serve.memory import give_back_memory, leave_out_of_collections, share_memory
 
 logger = logging.getLogger("slipstream.serve")
 
@@ -115,6 +115,7 @@ def serve(
     the second stops at once.
     """
     share_memory()
+    leave_out_of_collections()
     _allow_files(limits.max_connections + _SPARE_FILES)
     whole, door = guarded(app, limits, access)
     config = uvicorn.Config(
