@@ -218,13 +218,11 @@ class _EngineTotals(Collector):
         return family
 
     def _step_times(self) -> Metric:
-        metrics = self._engine.metrics
         family = CounterMetricFamily(
             PREFIX + "step_time_seconds",
-            "Time of the steps: drafting, the target with verification, the rest",
+            "Time of the steps: drafting, the target's pass, verification, the rest",
             labels=["model_name", "part"],
         )
-        family.add_metric([self._model_name, "draft"], metrics.draft_seconds)
-        family.add_metric([self._model_name, "target"], metrics.target_seconds)
-        family.add_metric([self._model_name, "rest"], metrics.rest_seconds)
+        for part, seconds in self._engine.metrics.seconds.items():
+            family.add_metric([self._model_name, part], seconds)
         return family

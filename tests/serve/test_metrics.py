@@ -134,7 +134,7 @@ def test_counts_are_those_of_the_engine(llm: LLM) -> None:
     assert now["slipstream:prefix_cache_hits_total"] <= now["slipstream:prefix_cache_queries_total"]
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert now["slipstream:" + name] == 0
-    for part in ("draft", "target", "rest"):
+    for part in ("draft", "target", "verify", "rest"):
         assert gained(f'step_time_seconds_total{{"part": "{part}"}}') > 0
     assert now["process_resident_memory_bytes"] > 0
 
