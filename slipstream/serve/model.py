@@ -38,6 +38,7 @@ class ServedModel:
         engine: for what it knows about itself; `thread` alone runs it.
         thread: takes requests.
         tool_call_parser: a name of `FORMATS`; found from the checkpoint when None.
+        chat_template: goes before the checkpoint's own.
     """
 
     names: Sequence[str]
@@ -45,6 +46,7 @@ class ServedModel:
     engine: Engine
     thread: EngineThread
     tool_call_parser: str | None = None
+    chat_template: str | None = None
     created: int = field(default_factory=lambda: int(time()))
     _pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="tokenize")
@@ -91,7 +93,7 @@ class ServedModel:
     @cached_property
     def template(self) -> ChatTemplate:
         """Of conversations."""
-        return ChatTemplate(self.tokenizer)
+        return ChatTemplate(self.tokenizer, self.chat_template)
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:

@@ -276,7 +276,7 @@ def test_a_server_with_a_profiler_has_it_switched(
     script.has_profiler = False
     ran = bench(slipstream, url, prompts, "--profile")
     assert ran.code == 2
-    assert "profile the engine with slipstream bench throughput --profile" in ran.err
+    assert "start slipstream serve with --enable-profiling FOLDER" in ran.err
 
 
 def test_chats_become_prompts_where_a_tokenizer_is_named(
