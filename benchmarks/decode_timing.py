@@ -96,7 +96,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table; times in ms. `split` is draft, target, rest, or empty."""
+    """One line of the table; times in ms. `split` is draft, target, verify, rest, or empty."""
 
     setup: str
     batch: int
@@ -250,7 +250,7 @@ def _run(llm: LLM, prompts: list[TokensPrompt], length: int) -> _Run:
 def _parts(llm: LLM) -> tuple[float, ...]:
     """Steps so far, and the seconds of their parts where the engine tells them."""
     metrics = llm.metrics
-    names = ("draft_seconds", "target_seconds", "rest_seconds")
+    names = ("draft_seconds", "target_seconds", "verify_seconds", "rest_seconds")
     return (
         metrics.num_steps,
         *(getattr(metrics, name) for name in names if hasattr(metrics, name)),

@@ -30,6 +30,7 @@ from slipstream.serve.app import create_app
 from slipstream.serve.connections import connection_class
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.limits import ServeLimits
+from slipstream.serve.memory import leave_out_of_collections
 from slipstream.serve.metrics import ServerMetrics
 from slipstream.serve.model import ServedModel
 from slipstream.serve.run import Access, bind, guarded
@@ -85,6 +86,7 @@ class _Comparison:
         thread.start()
         serving = asyncio.create_task(server.serve([sock]))
         self._llm.generate(self._prompts[: self._options.concurrency], self._params)  # warm-up
+        leave_out_of_collections()  # as the server does; offline gains by it too
         rounds = []
         for number in range(self._options.rounds):
             offline, served = self._offline(), await self._served(port)

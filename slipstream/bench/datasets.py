@@ -39,6 +39,8 @@ class BenchPrompt:
 
     Attributes:
         max_tokens: how long its answer is to be, where the data set says so.
+        later_turns: what the user says next, once this is answered.
+        turn: of its conversation, from 1 on.
     """
 
     id: str
@@ -47,6 +49,26 @@ class BenchPrompt:
     token_ids: tuple[int, ...] | None = None
     category: str | None = None
     max_tokens: int | None = None
+    later_turns: tuple[str, ...] = ()
+    turn: int = 1
+
+    def after(self, answer: str) -> "BenchPrompt | None":
+        """The next turn of a chat, behind this answer; None where there is none."""
+        if not self.later_turns:
+            return None
+        said, *later = self.later_turns
+        turn = self.turn + 1
+        return replace(
+            self,
+            id=f"{self.id.removesuffix(f'/{self.turn}')}/{turn}",
+            messages=(
+                *(self.messages or ()),
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": said},
+            ),
+            later_turns=tuple(later),
+            turn=turn,
+        )
 
     def shown(self) -> Any:
         """What was asked, as JSON has it."""
@@ -89,12 +111,19 @@ def read_custom(row: Row) -> BenchPrompt:
 
 
 def read_question(row: Row) -> BenchPrompt:
-    """MT-Bench and Spec-Bench: the first of a question's turns, the later ones need its answer."""
+    """MT-Bench and Spec-Bench: a question's first turn; each later one needs an answer."""
     turns = row.listed("turns", "prompt")
     if not isinstance(turns[0], str) or not turns[0]:
         raise UsageError(f"{row.place}: the first turn is not a text")
+    if not all(isinstance(turn, str) and turn for turn in turns):
+        raise UsageError(f"{row.place}: a later turn is not a text")
     name = row.content.get("question_id", row.content.get("prompt_id", ""))
-    return BenchPrompt(id=str(name), messages=_asked(turns[0]), category=_category(row))
+    return BenchPrompt(
+        id=str(name),
+        messages=_asked(turns[0]),
+        category=_category(row),
+        later_turns=tuple(turns[1:]),
+    )
 
 
 def read_humaneval(row: Row) -> BenchPrompt:

@@ -11,6 +11,7 @@ from slipstream.bench.record import Record
 
 Ask = Callable[[BenchPrompt, float | None], Awaitable[Record]]
 _LOOK_EVERY = 0.05  # seconds, whether the user had enough
+_NOT_SENT = "not sent, for the turn before failed"
 
 
 @dataclass(kw_only=True)
@@ -18,13 +19,15 @@ class LoadRun:
     """What a load did.
 
     Attributes:
-        records: of requests that ended, in the order of the prompts.
+        records: of requests that ended, in the order of the prompts and their turns.
+        later: what was asked behind an answer, by its id.
         began, ended: seconds of the client's clock.
         num_left: requests that were under way or not sent yet when it was interrupted.
         most_at_once: the most requests under way.
     """
 
     records: list[Record] = field(default_factory=list)
+    later: dict[str, BenchPrompt] = field(default_factory=dict)
     began: float = 0.0
     ended: float = 0.0
     num_left: int = 0
@@ -33,6 +36,11 @@ class LoadRun:
     @property
     def seconds(self) -> float:
         return self.ended - self.began
+
+
+def num_requests(prompts: Sequence[BenchPrompt]) -> int:
+    """With all turns of all conversations."""
+    return sum(1 + len(prompt.later_turns) for prompt in prompts)
 
 
 async def run_load(
@@ -45,6 +53,9 @@ async def run_load(
     advance: Callable[[Record], None] = lambda record: None,
 ) -> LoadRun:
     """Send everything and wait for the last answer.
+
+    A conversation keeps its place from its first turn to its last; each turn is sent when the one
+    before is answered, and none behind one that failed: those count as failed, too.
 
     Args:
         due: seconds from the start at which each request is due; None sends as places get free.
@@ -81,7 +92,8 @@ class _Load:
     ) -> None:
         self._ask, self._prompts, self._due, self._advance = ask, prompts, due, advance
         self._places = asyncio.Semaphore(most_at_once or max(1, len(prompts)))
-        self._done: dict[int, Record] = {}
+        self._done: dict[int, list[Record]] = {}
+        self._later: dict[str, BenchPrompt] = {}
         self._under_way = self._most = 0
         self._began = self._ended = perf_counter()
 
@@ -95,11 +107,13 @@ class _Load:
                 group.create_task(self._one(index, due))
 
     def result(self) -> LoadRun:
+        records = [record for index in sorted(self._done) for record in self._done[index]]
         return LoadRun(
-            records=[self._done[index] for index in sorted(self._done)],
+            records=records,
+            later=self._later,
             began=self._began,
             ended=self._ended,
-            num_left=len(self._prompts) - len(self._done),
+            num_left=num_requests(self._prompts) - len(records),
             most_at_once=self._most,
         )
 
@@ -115,11 +129,24 @@ class _Load:
     async def _one(self, index: int, due: float | None) -> None:
         self._under_way += 1
         self._most = max(self._most, self._under_way)
+        prompt: BenchPrompt | None = self._prompts[index]
+        failed = False
         try:
-            record = await self._ask(self._prompts[index], due)
+            while prompt is not None:
+                if failed:
+                    record = Record(id=prompt.id, sent=perf_counter(), error=_NOT_SENT)
+                else:
+                    record = await self._ask(prompt, due)
+                self._take(index, record)
+                failed, due = failed or record.failed, None
+                prompt = prompt.after(record.text)
+                if prompt is not None:
+                    self._later[prompt.id] = prompt
         finally:
             self._under_way -= 1
             self._places.release()
-        self._done[index] = record
+
+    def _take(self, index: int, record: Record) -> None:
+        self._done.setdefault(index, []).append(record)
         self._ended = perf_counter()
         self._advance(record)

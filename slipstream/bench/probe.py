@@ -84,7 +84,8 @@ async def switch_profiler(client: Client, on: bool) -> None:
     if status != 200:
         raise UsageError(
             f"--profile would have to profile the server, and this one has no profiler ({path}: "
-            f"HTTP {status}); profile the engine with slipstream bench throughput --profile"
+            f"HTTP {status}); start slipstream serve with --enable-profiling FOLDER, or profile "
+            "the engine with slipstream bench throughput --profile"
         )
 
 

@@ -116,9 +116,7 @@ def read_trace(events: Iterable[Mapping[str, Any]]) -> tuple[bool, Times]:
 
 
 def _clock(llm: "LLM") -> dict[str, float]:
-    metrics = llm.metrics
-    seconds = (metrics.draft_seconds, metrics.target_seconds, metrics.rest_seconds)
-    return dict(zip(PARTS, seconds, strict=True))
+    return llm.metrics.seconds
 
 
 def _empty() -> Times:
@@ -149,10 +147,10 @@ def _by_range(events: Iterable[Mapping[str, Any]]) -> Times:
 
 def _by_stamp(kernels: Iterable[Mapping[str, Any]]) -> Times:
     """Kernels in the order in which they ran. A captured step has no ranges, but every round asks
-    for the time when it begins, has its drafts, and ends."""
+    for the time when it begins, has its drafts, has its logits, and ends."""
     times, stamps = _empty(), 0
     for kernel in sorted(kernels, key=lambda event: event["ts"]):
         stamps += _STAMP in kernel["name"]
-        part = ("rest", "draft", "target")[stamps % 3]
+        part = ("rest", "draft", "target", "verify")[stamps % 4]
         times[part][group_of(kernel["name"])] += kernel["dur"] / 1e3
     return times

@@ -10,7 +10,7 @@ from slipstream.core.errors import UsageError
 
 AUTO, COMPLETIONS, CHAT = "auto", "completions", "chat"
 ENDPOINTS = (AUTO, COMPLETIONS, CHAT)
-_PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
+PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
 
 
 class BrokenStreamError(ValueError):
@@ -38,7 +38,7 @@ class RequestForm:
 
     def path(self, prompt: BenchPrompt) -> str:
         """Where to send it."""
-        return _PATHS[self._endpoint(prompt)]
+        return PATHS[self._endpoint(prompt)]
 
     def body(self, prompt: BenchPrompt) -> bytes:
         """UTF-8 JSON.

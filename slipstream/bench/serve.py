@@ -126,7 +126,7 @@ def _form(plan: ServePlan, model: ServedModel) -> RequestForm:
 async def _warm_up(ask: Ask, plan: ServePlan) -> None:
     """One prompt again and again, so that the server remembers no other; the first time alone,
     for where that fails so would all."""
-    prompts = list(plan.prompts[:1]) * plan.num_warmups
+    prompts = [replace(prompt, later_turns=()) for prompt in plan.prompts[:1]] * plan.num_warmups
     if not prompts:
         return
     first = await ask(prompts[0], None)

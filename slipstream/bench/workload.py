@@ -15,7 +15,7 @@ from slipstream.core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
-PARTS = ("draft", "target", "rest")
+PARTS = ("draft", "target", "verify", "rest")
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class OfflineRun:
     Attributes:
         latest: the last snapshot of each request, in the order of the prompts.
         iterations: seconds of each step, prompt chunks included.
-        parts: seconds of drafting, of the target and of the rest.
+        parts: seconds by PARTS.
         stopped: whether it ended before its time.
     """
 
     latest: dict[int, RequestOutput] = field(default_factory=dict)
     iterations: list[float] = field(default_factory=list)
-    parts: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    parts: tuple[float, ...] = (0.0,) * len(PARTS)
     seconds: float = 0.0
     stopped: bool = False
 
@@ -197,13 +197,10 @@ class _Clock:
         self._steps, self._seconds = steps, seconds
         return [gained / count] * count
 
-    def parts(self) -> tuple[float, float, float]:
-        """Seconds by part since the beginning."""
-        draft, target, rest = (
-            now - old for now, old in zip(self._read(), self._first, strict=True)
-        )
-        return draft, target, rest
+    def parts(self) -> tuple[float, ...]:
+        """Seconds by PARTS since the beginning."""
+        return tuple(now - old for now, old in zip(self._read(), self._first, strict=True))
 
-    def _read(self) -> tuple[float, float, float]:
-        metrics = self._llm.metrics
-        return metrics.draft_seconds, metrics.target_seconds, metrics.rest_seconds
+    def _read(self) -> tuple[float, ...]:
+        seconds = self._llm.metrics.seconds
+        return tuple(seconds[part] for part in PARTS)

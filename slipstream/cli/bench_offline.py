@@ -167,8 +167,7 @@ def _joined(runs: "Sequence[OfflineRun]") -> "OfflineRun":
         whole.latest |= run.latest
         whole.iterations += run.iterations
         whole.seconds += run.seconds
-        draft, target, rest = (old + new for old, new in zip(whole.parts, run.parts, strict=True))
-        whole.parts = (draft, target, rest)
+        whole.parts = tuple(old + new for old, new in zip(whole.parts, run.parts, strict=True))
     return whole
 
 

@@ -16,7 +16,14 @@ from slipstream.cli.bench_flags import (
     ReportFlags,
     model_tokenizer,
 )
-from slipstream.cli.bench_serve_flags import LoadFlags, ServerFlags, SummaryFlags
+from slipstream.cli.bench_serve_flags import (
+    ALL_TURNS,
+    FIRST_TURN,
+    LoadFlags,
+    ResultFlags,
+    ServerFlags,
+    SummaryFlags,
+)
 from slipstream.cli.bench_views import Watch, show_tables, watching
 from slipstream.cli.errors import FAILED, INTERRUPTED, say
 from slipstream.cli.interrupt import interrupt_noted
@@ -41,6 +48,7 @@ def serve(
     sampling: BenchSamplingFlags,
     summary: SummaryFlags,
     report: ReportFlags,
+    result: ResultFlags,
     debug: DebugFlag = False,
 ) -> None:
     """Put a load on a server of the OpenAI protocol: throughput, TTFT, TPOT, acceptance.
@@ -51,33 +59,36 @@ def serve(
     """
     del debug  # its callback did the work
     _require_client()
+    from slipstream.bench.load import num_requests
     from slipstream.bench.report import read_texts, require_writable
     from slipstream.bench.serve import measure_server
 
     options, files = summary.options(), report.files()
     require_writable("--save-texts", summary.save_texts)
-    if summary.save_detailed and report.output is None:
+    result.prepare(report.output)
+    if summary.save_detailed and report.output is None and not result.save_result:
         raise UsageError("--save-detailed says what --output holds; add --output FILE")
     expected = None if summary.compare_texts is None else read_texts(summary.compare_texts)
     plan = _plan(server, load, dataset, sampling)
     with interrupt_noted() as pressed, watching() as watch:
-        watch.begin("requests", len(plan.prompts))
-        result = measure_server(plan, pressed, _Told(watch))
-        interrupted = result.run.num_left > 0
-    title = f"{result.model.name} at {plan.server.url}"
+        watch.begin("requests", num_requests(plan.prompts))
+        measured = measure_server(plan, pressed, _Told(watch))
+        interrupted = measured.run.num_left > 0
+    title = f"{measured.model.name} at {plan.server.url}"
     about = {"prompts": _prompts_told(dataset, plan), "load": _load_told(load)}
-    if result.model.speculative is not None:
-        about["drafter"] = _drafter_told(result.model.speculative, load)
-    outcome = _Outcome(title, about, plan, result)
+    if measured.model.speculative is not None:
+        about["drafter"] = _drafter_told(measured.model.speculative, load)
+    outcome = _Outcome(title, about, plan, measured)
     outcome.sum_up(options, expected)
-    if report.output is not None:
-        outcome.write(report.output, _settings(server, load, dataset), summary.save_detailed)
+    output = report.output or result.file(measured.model.name, load, datetime.now(UTC))
+    if output is not None:
+        outcome.write(output, _settings(server, load, dataset), summary.save_detailed)
     if summary.save_texts is not None:
         outcome.write_texts(summary.save_texts)
     outcome.draw(files)
     outcome.show()  # last, for whoever reads it may leave
     if interrupted:
-        say(f"interrupted; {result.run.num_left} requests were not finished")
+        say(f"interrupted; {measured.run.num_left} requests were not finished")
         raise typer.Exit(INTERRUPTED)
     if outcome.is_wrong:
         raise typer.Exit(FAILED)
@@ -165,7 +176,7 @@ class _Outcome:
         """Every answer, with what was asked."""
         from slipstream.bench.report import text_entry, write_texts
 
-        prompts = {prompt.id: prompt for prompt in self._plan.prompts}
+        prompts = {prompt.id: prompt for prompt in self._plan.prompts} | self._result.run.later
         done = [record for record in self._result.run.records if not record.failed]
         write_texts([text_entry(prompts[it.id], it.text) for it in done], file)
 
@@ -174,21 +185,21 @@ def _plan(
     server: ServerFlags, load: LoadFlags, dataset: DatasetFlags, sampling: BenchSamplingFlags
 ) -> "ServePlan":
     from slipstream.bench.arrivals import arrival_times
-    from slipstream.bench.protocol import CHAT, COMPLETIONS, ENDPOINTS, RequestForm
+    from slipstream.bench.protocol import CHAT, COMPLETIONS, RequestForm
     from slipstream.bench.serve import ServePlan
 
-    if server.endpoint not in ENDPOINTS:
-        raise UsageError(f"--endpoint must be one of {', '.join(ENDPOINTS)}, not {server.endpoint}")
+    endpoint = server.wanted_endpoint()
     tokenizer = None if server.tokenizer is None else model_tokenizer(server.tokenizer)
-    prompts = dataset.prompts(tokenizer, as_text=server.endpoint == CHAT)
-    if server.endpoint == COMPLETIONS and tokenizer is not None:
+    prompts = dataset.prompts(tokenizer, as_text=endpoint == CHAT)
+    if endpoint == COMPLETIONS and tokenizer is not None:
         prompts = [_as_tokens(prompt, tokenizer) for prompt in prompts]
+    prompts = _with_turns(prompts, load.turns, endpoint)
     return ServePlan(
         server=server.server(),
         model=server.model,
         form=RequestForm(
             model="",
-            endpoint=server.endpoint,
+            endpoint=endpoint,
             max_tokens=dataset.length,
             fields=sampling.fields(dataset.seed) | server.more_fields(),
         ),
@@ -202,6 +213,24 @@ def _plan(
         profile=load.profile,
         encoder=tokenizer,
     )
+
+
+def _with_turns(prompts: "Sequence[BenchPrompt]", turns: str, endpoint: str) -> "list[BenchPrompt]":
+    """Only what --turns asks for."""
+    from slipstream.bench.protocol import COMPLETIONS
+
+    if turns not in (FIRST_TURN, ALL_TURNS):
+        raise UsageError(f"--turns must be {FIRST_TURN} or {ALL_TURNS}, not {turns!r}")
+    if turns == FIRST_TURN:
+        return [replace(prompt, later_turns=()) for prompt in prompts]
+    if endpoint == COMPLETIONS:
+        raise UsageError("--turns all needs the chat endpoint; give --endpoint auto or chat")
+    if not any(prompt.later_turns for prompt in prompts):
+        raise UsageError(
+            "--turns all is for questions of several turns (mt-bench, spec-bench), of which there "
+            "are none here; leave it out"
+        )
+    return [*prompts]
 
 
 def _as_tokens(prompt: "BenchPrompt", tokenizer: "Tokenizer") -> "BenchPrompt":
@@ -221,12 +250,17 @@ def _require_client() -> None:
 
 
 def _prompts_told(dataset: DatasetFlags, plan: "ServePlan") -> str:
+    from slipstream.bench.load import num_requests
+
     distinct = len({str(prompt.shown()) for prompt in plan.prompts})
     again = "" if distinct == len(plan.prompts) else f" ({distinct} different ones)"
     own = any(prompt.max_tokens is not None for prompt in plan.prompts)
     length = "as many tokens as each says" if own else f"up to {dataset.length} tokens each"
     temperature = plan.form.fields.get("temperature", 0)
-    return f"{len(plan.prompts)} of {dataset.name}{again}, {length}, temperature {temperature:g}"
+    requests = num_requests(plan.prompts)
+    turns = "" if requests == len(plan.prompts) else f" with all turns, {requests} requests"
+    number = len(plan.prompts)
+    return f"{number} of {dataset.name}{again}{turns}, {length}, temperature {temperature:g}"
 
 
 def _load_told(load: LoadFlags) -> str:
@@ -248,11 +282,13 @@ def _settings(server: ServerFlags, load: LoadFlags, dataset: DatasetFlags) -> di
     rate = load.request_rate
     return {
         "tokenizer_id": server.tokenizer,
-        "endpoint": server.endpoint,
+        "endpoint": server.wanted_endpoint(),
+        "backend": server.backend,
         "dataset": dataset.name,
         "dataset_path": None if dataset.dataset_path is None else str(dataset.dataset_path),
         "request_rate": "inf" if rate == float("inf") else rate,
         "burstiness": load.burstiness,
+        "turns": load.turns,
         "max_concurrency": load.max_concurrency,
         "num_speculative_tokens": load.num_speculative_tokens,
         "seed": dataset.seed,

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 _SERVER, _LOAD, _REPORT = "Server", "Load", "Report"
 _KEY = "OPENAI_API_KEY"
+_HOST, _PORT = "127.0.0.1", 8000
+_BACKENDS = {"openai": "completions", "openai-chat": "chat", "vllm": "completions"}
+FIRST_TURN, ALL_TURNS = "first", "all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +27,25 @@ class ServerFlags:
     """Where the server is and how it is asked."""
 
     base_url: Annotated[
-        str, typer.Option(help="With or without /v1 at its end.", rich_help_panel=_SERVER)
-    ] = "http://127.0.0.1:8000"
+        str | None,
+        typer.Option(
+            help=f"With or without /v1 at its end. [http://{_HOST}:{_PORT}]",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None
+    host: Annotated[
+        str | None,
+        typer.Option(help=f"In place of --base-url. [{_HOST}]", rich_help_panel=_SERVER),
+    ] = None
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65535,
+            help=f"In place of --base-url. [{_PORT}]",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None
     model: Annotated[
         str | None,
         typer.Option(help="By its name there. [the only one]", rich_help_panel=_SERVER),
@@ -32,10 +53,18 @@ class ServerFlags:
     endpoint: Annotated[
         str,
         typer.Option(
-            help="completions, chat, or auto: the one that suits each prompt.",
+            help="completions, chat (or their paths), or auto: the one that suits each prompt.",
             rich_help_panel=_SERVER,
         ),
     ] = "auto"
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="As vllm bench serve has it: openai or vllm are --endpoint completions, "
+            "openai-chat is --endpoint chat.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None
     api_key: Annotated[
         str | None,
         typer.Option(help=f"Sent as a bearer token. [{_KEY}]", rich_help_panel=_SERVER),
@@ -73,7 +102,7 @@ class ServerFlags:
         """Raises UsageError for an address or a header that is none."""
         from slipstream.bench.client import Server
 
-        url = self.base_url.rstrip("/").removesuffix("/v1")
+        url = self._url().rstrip("/").removesuffix("/v1")
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"--base-url must begin with http:// or https://, not {self.base_url}")
         if not self.request_timeout > 0:
@@ -88,6 +117,40 @@ class ServerFlags:
         if key:
             headers.setdefault("Authorization", f"Bearer {key}")
         return Server(url=url, headers=headers, timeout=self.request_timeout)
+
+    def _url(self) -> str:
+        if self.base_url is None:
+            host = self.host or _HOST
+            shown = f"[{host}]" if ":" in host else host
+            return f"http://{shown}:{self.port or _PORT}"
+        if self.host is not None or self.port is not None:
+            raise UsageError("--base-url names host and port; leave --host and --port out")
+        return self.base_url
+
+    def wanted_endpoint(self) -> str:
+        """By --endpoint and --backend; UsageError where they name none, or two."""
+        from slipstream.bench.protocol import AUTO, ENDPOINTS, PATHS
+
+        names = {path: name for name, path in PATHS.items()}
+        endpoint = names.get(self.endpoint, self.endpoint)
+        if endpoint not in ENDPOINTS:
+            raise UsageError(
+                f"--endpoint must be one of {', '.join(ENDPOINTS)}, not {self.endpoint}"
+            )
+        if self.backend is None:
+            return endpoint
+        if self.backend not in _BACKENDS:
+            raise UsageError(
+                f"--backend must be one of {', '.join(_BACKENDS)}, not {self.backend}: servers are "
+                "asked by the OpenAI protocol only"
+            )
+        meant = _BACKENDS[self.backend]
+        if endpoint not in (AUTO, meant):
+            raise UsageError(
+                f"--backend {self.backend} means --endpoint {meant}, not {self.endpoint}; leave "
+                "one out"
+            )
+        return meant
 
     def more_fields(self) -> dict[str, Any]:
         """What --extra-body adds; UsageError for what the measurement itself sets."""
@@ -120,6 +183,15 @@ class LoadFlags:
             rich_help_panel=_LOAD,
         ),
     ] = 1.0
+    turns: Annotated[
+        str,
+        typer.Option(
+            metavar="<first|all>",
+            help="Of mt-bench and spec-bench: the first turn of each question, as vllm bench serve "
+            "sends it, or all, each with the answers before it.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = FIRST_TURN
     num_warmups: Annotated[
         int,
         typer.Option(min=0, help="Requests before, all of one prompt.", rich_help_panel=_LOAD),
@@ -214,6 +286,70 @@ class SummaryFlags:
         return SummaryOptions(
             metrics=metrics, percentiles=percentiles, goodput=read_goodput(self.goodput or ())
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultFlags:
+    """`--output` as vllm bench serve spells it."""
+
+    save_result: Annotated[
+        bool,
+        typer.Option(
+            "--save-result",
+            help="Write all figures as JSON, into a file named after the load.",
+            rich_help_panel=_REPORT,
+        ),
+    ] = False
+    result_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="<folder>",
+            help="Of --save-result; made if it is not there. [here]",
+            rich_help_panel=_REPORT,
+        ),
+    ] = None
+    result_filename: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<name>", help="Of --save-result, in its folder.", rich_help_panel=_REPORT
+        ),
+    ] = None
+
+    def prepare(self, output: Path | None) -> None:
+        """Before anything is measured; UsageError for a place that cannot be written to."""
+        if not self.save_result:
+            for name in ("result_dir", "result_filename"):
+                if getattr(self, name) is not None:
+                    flag = "--" + name.replace("_", "-")
+                    raise UsageError(f"{flag} is for --save-result; add that, or use --output")
+            return
+        if output is not None:
+            raise UsageError("--save-result and --output both say where figures go; give one")
+        from slipstream.bench.report import require_writable
+
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"--result-dir {self._folder} cannot be made a folder ({error.strerror}); name "
+                "another"
+            ) from None
+        require_writable("--result-filename", self._folder / (self.result_filename or "any.json"))
+
+    def file(self, model: str, load: LoadFlags, time: datetime) -> Path | None:
+        """Where the figures go; None where they do not."""
+        if not self.save_result:
+            return None
+        if self.result_filename is not None:
+            return self._folder / self.result_filename
+        most = "" if load.max_concurrency is None else f"-concurrency{load.max_concurrency}"
+        name = model.rstrip("/").rpartition("/")[2] or "model"
+        rate = f"{load.request_rate:g}qps"
+        return self._folder / f"slipstream-{rate}{most}-{name}-{time:%Y%m%d-%H%M%S}.json"
+
+    @property
+    def _folder(self) -> Path:
+        return self.result_dir or Path()
 
 
 def _listed(text: str | None) -> list[str]:

@@ -42,12 +42,14 @@ def serve(
     config = engine.config(model, drafter.config(model))
     _refuse_synthetic(config, listen.allow_synthetic)
     options = _options(model, listen, limits, log)
+    from slipstream.serve.memory import keep_few_matmuls
     from slipstream.serve.page import page_routes
     from slipstream.serve.run import bind
     from slipstream.serve.run import listen as let_connect
     from slipstream.serve.start import start_server
 
     sock = bind(listen.host, listen.port)
+    keep_few_matmuls()
     try:
         llm, seconds = open_llm(config, run.verbose)
         let_connect(sock)  # who reads the address may come at once
@@ -61,8 +63,9 @@ def serve(
 def _options(model: str, listen: ListenFlags, limits: LimitFlags, log: LogFlags) -> "ServerOptions":
     """Checked before a model is loaded."""
     log.check()
+    listen.refuse_reasoning()
     try:
-        from slipstream.serve.run import Access
+        from slipstream.serve.run import Access, Front
         from slipstream.serve.start import ServerOptions
         from slipstream.serve.tools.formats import FORMATS
     except ModuleNotFoundError as error:
@@ -81,7 +84,12 @@ def _options(model: str, listen: ListenFlags, limits: LimitFlags, log: LogFlags)
         access=Access(
             api_keys=tuple(listen.api_key or ()), allowed_origins=tuple(listen.cors_origin or ())
         ),
+        front=Front(
+            certificate=listen.ssl_certfile, key=listen.ssl_keyfile, root_path=listen.root_path
+        ),
         tool_call_parser=listen.tool_call_parser,
+        chat_template=listen.template(),
+        profiles=listen.profiles(),
         log_prompts=log.log_prompts,
         log_json=log.log_json,
         log_level=log.log_level,
@@ -104,7 +112,8 @@ def _announce(
     """Where it listens, and how to call it."""
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    url = f"http://{shown}:{port}"
+    scheme = "http" if options.front.certificate is None else "https"
+    url = f"{scheme}://{shown}:{port}"
     key = "-H 'Authorization: Bearer KEY' " if options.access.api_keys else ""
     name = options.names[0]
     console = stderr_console()

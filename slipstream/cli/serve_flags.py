@@ -1,6 +1,7 @@
 """Flags of the server: where it listens, whom it lets in, what it takes on."""
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -64,6 +65,51 @@ class ListenFlags:
             rich_help_panel=_LISTENING,
         ),
     ] = None
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<file>",
+            help="A chat template in place of the checkpoint's: a file, or the text of one.",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="<file>",
+            help="Speak TLS with this certificate (PEM).",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="<file>",
+            help="Its key. [in the file of the certificate]",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+    root_path: Annotated[
+        str,
+        typer.Option(
+            metavar="<path>",
+            help="The path under which a proxy shows this server, such as /models/a.",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = ""
+    enable_profiling: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="<folder>",
+            help="Whoever may use the server may profile it (POST /start_profile, /stop_profile); "
+            "traces go into this folder.",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+    reasoning_parser: Annotated[str | None, typer.Option(hidden=True)] = None
+    enable_auto_tool_choice: Annotated[
+        bool, typer.Option("--enable-auto-tool-choice", hidden=True)
+    ] = False  # of other servers; here it always is
     allow_synthetic: Annotated[
         bool,
         typer.Option(
@@ -73,6 +119,49 @@ class ListenFlags:
             rich_help_panel=_LISTENING,
         ),
     ] = False
+
+    def template(self) -> str | None:
+        """The text of --chat-template; UsageError for one that is not valid."""
+        given = self.chat_template
+        if given is None:
+            return None
+        try:
+            text = given if "{" in given else Path(given).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--chat-template {given} cannot be read: {error}") from None
+        from jinja2 import TemplateSyntaxError
+
+        from slipstream.models.chat_environment import make_environment
+
+        try:
+            make_environment().parse(text)
+        except TemplateSyntaxError as error:
+            raise UsageError(
+                f"--chat-template is not valid: line {error.lineno}: {error.message}"
+            ) from None
+        return text
+
+    def profiles(self) -> Path | None:
+        """The folder of --enable-profiling, which is made."""
+        folder = self.enable_profiling
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(
+                    f"--enable-profiling {folder} cannot be made a folder ({error.strerror}); "
+                    "name another"
+                ) from None
+        return folder
+
+    def refuse_reasoning(self) -> None:
+        """Raise UsageError for what other servers take apart."""
+        if self.reasoning_parser is not None:
+            raise UsageError(
+                "--reasoning-parser is not supported: what a model thinks stays in the content, "
+                "between its own marks; leave it out (chat_template_kwargs such as "
+                '{"enable_thinking": false} ask a model not to think)'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,16 +29,14 @@ class Status:
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
     def line(self) -> str:
-        """`42.0 tokens/s · AL 3.21 · accepted 0.85 0.71 0.60 · draft 31% target 60% rest 9%`."""
+        """`42.0 tokens/s · AL 3.21 · accepted 0.85 0.71 0.60 · draft 31% target 55% ...`."""
         parts = [f"{self.tokens_per_second:.1f} tokens/s"]
         if self.speculation.num_drafts:
             shares = " ".join(map("{:.2f}".format, self._shares()))
             parts += [f"AL {self.speculation.acceptance_length:.2f}", f"accepted {shares}"]
         if any(self.time_shares.values()):
-            times = self.time_shares
-            parts.append(
-                f"draft {times['draft']:.0%} target {times['target']:.0%} rest {times['rest']:.0%}"
-            )
+            times = self.time_shares.items()
+            parts.append(" ".join(f"{name} {share:.0%}" for name, share in times))
         return " · ".join(parts)
 
     def _shares(self) -> list[float]:

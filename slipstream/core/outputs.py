@@ -1,7 +1,6 @@
 """What a user gets back."""
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, NamedTuple
@@ -68,16 +67,26 @@ class RequestMetrics:
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
-        missing = num_draft_tokens - len(self.num_accepted_tokens_per_pos)
-        self.num_accepted_tokens_per_pos.extend([0] * missing)
+        counts = self.num_accepted_tokens_per_pos
+        if len(counts) < num_draft_tokens:
+            counts.extend([0] * (num_draft_tokens - len(counts)))
         for position in range(num_accepted):
-            self.num_accepted_tokens_per_pos[position] += 1
+            counts[position] += 1
 
     def snapshot(self) -> "RequestMetrics":
         """A copy that later steps leave alone."""
-        taken = copy(self)
-        taken.num_accepted_tokens_per_pos = [*self.num_accepted_tokens_per_pos]
-        return taken
+        return RequestMetrics(
+            self.num_drafts,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
+            [*self.num_accepted_tokens_per_pos],
+            self.num_steps,
+            self.num_cached_tokens,
+            self.num_preemptions,
+            self.arrival_time,
+            self.first_token_time,
+            self.finished_time,
+        )
 
     @property
     def acceptance_length(self) -> float:

@@ -26,7 +26,8 @@ class SamplingParams:
         logit_bias: token id -> number added to its logit.
         allowed_token_ids: nothing else is ever sampled.
         bad_words: texts that are never completed.
-        min_tokens: no stop token before this many output tokens.
+        min_tokens: no stop token before this many output tokens; a grammar may end earlier, which
+            `stop_reason` says.
         max_tokens: most output tokens; None means up to `max_model_len`.
         stop, stop_token_ids: end the output; the text of a stop string is cut unless
             `include_stop_str_in_output`.

@@ -40,16 +40,29 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str | None:
         """Add a token; the stop string that it completed, if any (the text is then cut)."""
-        self._token_ids.append(token_id)
         before = len(self.text)
-        shown = self._decode(self._window, self._done)
-        text = self._decode(self._window, None)
-        if len(text) > len(shown) and not text.endswith(_INCOMPLETE):
-            self.text += text[len(shown) :]
-            self._window, self._done = self._done, len(self._token_ids)
-        if len(self._token_ids) <= self._min_tokens:
+        self._token_ids.append(token_id)
+        self._let_out()
+        if not self._stop or len(self._token_ids) <= self._min_tokens:
             return None
         return self._find_stop(before)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add tokens at the price of one; only where there is no stop string to look for."""
+        assert not self._stop
+        held = len(self._token_ids)
+        self._token_ids.extend(token_ids)
+        if self._let_out() or len(token_ids) < 2:
+            return
+        # They end inside a character: what stands before it is let out all the same.
+        del self._token_ids[held:]
+        for token_id in token_ids:
+            self.push(token_id)
+
+    @property
+    def has_stops(self) -> bool:
+        """Whether a stop string may end the text."""
+        return bool(self._stop)
 
     def finish(self) -> None:
         """Let out what was held back."""
@@ -72,6 +85,16 @@ class Detokenizer:
             if any(stop.startswith(self.text[-size:]) for stop in self._stop):
                 return len(self.text) - size
         return len(self.text)
+
+    def _let_out(self) -> bool:
+        """Decode what is new; False where that ends inside a character, which is held back."""
+        shown = self._decode(self._window, self._done)
+        text = self._decode(self._window, None)
+        if len(text) <= len(shown) or text.endswith(_INCOMPLETE):
+            return False
+        self.text += text[len(shown) :]
+        self._window, self._done = self._done, len(self._token_ids)
+        return True
 
     def _decode(self, start: int, end: int | None) -> str:
         return self._tokenizer.decode(

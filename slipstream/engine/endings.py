@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.structured import Advance
 
+# Nothing that min_tokens asks for can follow a text that its grammar calls complete.
+COMPLETE_EARLY = "the grammar was complete before min_tokens"
+
 Ending = tuple[FinishReason, str | int | None]
 
 
@@ -27,7 +30,8 @@ def append_output(request: Request, token_ids: Sequence[int], max_model_len: int
             named = token in request.params.stop_token_ids
             return FinishReason.STOP, token if named else None
         if advance is Advance.COMPLETE:
-            return FinishReason.STOP, None
+            early = request.num_output_tokens < request.params.min_tokens
+            return FinishReason.STOP, COMPLETE_EARLY if early else None
         if request.num_output_tokens >= request.max_tokens or request.num_tokens >= max_model_len:
             return FinishReason.LENGTH, None
     return None

@@ -4,6 +4,7 @@ A grammar is compiled once and kept; every sample gets a copy of its own, a *gui
 where in the grammar the sample's output stands. Guides look ahead along drafts, and go back.
 """
 
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from slipstream.core.errors import UsageError
 from slipstream.core.structured import Advance, StructuredOutput
+from slipstream.engine.finite_schema import has_finite_document
 from slipstream.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -62,8 +64,9 @@ class GrammarGuide:
     def advance(self, token: int) -> Advance:
         """Take in a token of the output."""
         matcher = self.matcher
-        broken = matcher.get_error().splitlines()
-        if token in self.withheld or not matcher.consume_token(token):
+        if token in self.withheld or matcher.try_consume_tokens([token]) == 0:
+            # A token that is merely not allowed is no error of the matcher.
+            broken = matcher.get_error().splitlines()
             self.problem = f"the grammar failed: {broken[0]}" if broken else NOTHING_LEFT
             return Advance.REFUSED
         return Advance.COMPLETE if matcher.is_stopped() else Advance.OPEN
@@ -222,16 +225,26 @@ class Grammars:
         return self._backend
 
 
+def _one_of(texts: Sequence[str]) -> str:
+    """A grammar of these texts. They are one terminal: a parser's row holds 2,000 items at most,
+    of which each alternative of a rule would be one, while a terminal has no such limit."""
+    return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, texts))
+
+
 def _compile(backend: "LLTokenizer", structured: StructuredOutput) -> "LLMatcher":
     from llguidance import LLMatcher, grammar_from
 
     kind, text = structured.kind, structured.text
+    if kind == "json_schema":
+        _refuse_endless(text)
     try:
         if kind in ("json_schema", "json_object"):
             schema = text if kind == "json_schema" else '{"type": "object"}'
             source = LLMatcher.grammar_from_json_schema(
                 schema, defaults={"whitespace_pattern": WHITESPACE}
             )
+        elif kind == "choice":
+            source = LLMatcher.grammar_from_lark(_one_of(structured.choice or ()))
         else:
             source = grammar_from("lark" if kind == "grammar" else kind, text)  # type: ignore[arg-type]
         matcher = LLMatcher(backend, source, log_level=0)
@@ -239,4 +252,28 @@ def _compile(backend: "LLTokenizer", structured: StructuredOutput) -> "LLMatcher
         raise UsageError(f"this {kind} cannot be used: {error}") from error
     if matcher.is_error():
         raise UsageError(f"this {kind} cannot be used: {matcher.get_error().strip()}")
+    _refuse_impossible(matcher, kind)
     return matcher
+
+
+def _refuse_endless(schema: str) -> None:
+    try:
+        finite = has_finite_document(schema)
+    except RecursionError:
+        raise UsageError("this json_schema is nested too deep; send a flatter one") from None
+    if not finite:
+        raise UsageError(
+            "this json_schema cannot be used: it refers to itself without end, so that no document "
+            "satisfies it; let the part that recurs be optional, or one of several (anyOf)"
+        )
+
+
+def _refuse_impossible(matcher: "LLMatcher", kind: str) -> None:
+    """What has no first token would end at once, as an empty text that it does not allow."""
+    trial = matcher.deep_copy()
+    if not trial.is_accepting():
+        trial.compute_bitmask()
+        if trial.is_stopped():
+            raise UsageError(
+                f"this {kind} cannot be used: it allows no text that the model's tokens can spell"
+            )

@@ -19,6 +19,7 @@ class EngineMetrics:
     num_output_tokens: int = 0
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
+    verify_seconds: float = 0.0
     rest_seconds: float = 0.0
     speculation: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -26,6 +27,7 @@ class EngineMetrics:
         self.num_steps += 1
         self.draft_seconds += times.draft
         self.target_seconds += times.target
+        self.verify_seconds += times.verify
         self.rest_seconds += times.rest
 
     def count_tokens(self, gained: Committed, num_kept: int) -> None:
@@ -35,12 +37,18 @@ class EngineMetrics:
             self.speculation.count_draft(gained.num_draft_tokens, gained.num_accepted)
 
     @property
-    def time_shares(self) -> dict[str, float]:
-        """Shares of the step time: drafting, target, the rest."""
-        total = self.draft_seconds + self.target_seconds + self.rest_seconds
-        seconds = {
+    def seconds(self) -> dict[str, float]:
+        """Of all steps, by part: drafting, the target's pass, verification, the rest."""
+        return {
             "draft": self.draft_seconds,
             "target": self.target_seconds,
+            "verify": self.verify_seconds,
             "rest": self.rest_seconds,
         }
+
+    @property
+    def time_shares(self) -> dict[str, float]:
+        """Shares of the step time, by its parts."""
+        seconds = self.seconds
+        total = sum(seconds.values())
         return {name: value / total if total else 0.0 for name, value in seconds.items()}

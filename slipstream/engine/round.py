@@ -21,11 +21,15 @@ from slipstream.sampling.verification import Verdict, Verification, verify
 from slipstream.speculative.drafter import Draft, Drafter
 
 # What a profiler's trace calls the parts of a round.
-PART_LABELS = {"slipstream: draft": "draft", "slipstream: target": "target"}
-_DRAFT, _TARGET = PART_LABELS
+PART_LABELS = {
+    "slipstream: draft": "draft",
+    "slipstream: target": "target",
+    "slipstream: verify": "verify",
+}
+_DRAFT, _TARGET, _VERIFY = PART_LABELS
 
 # Numbers of a request behind its tokens in `Outcome.numbers`.
-NUM_COUNTS, NUM_TIMES = 4, 3
+NUM_COUNTS, NUM_TIMES = 4, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +83,9 @@ class Outcome:
     """What a round gave.
 
     Attributes:
-        numbers: [R, K + 8] int64, for the host: the K + 1 places of the verdict's tokens; how many
+        numbers: [R, K + 9] int64, for the host: the K + 1 places of the verdict's tokens; how many
             tokens, accepted and draft tokens there are, and what the drafter has cached; and when
-            the round began, had its drafts, and ended, in nanoseconds.
+            the round began, had its drafts, had the target's logits, and ended, in nanoseconds.
         logits: [N, V] float32, the target's raw logits.
         forward: the target's pass.
         path: [R, W] int64, which of a request's rows of logits gave each token; None: the first.
@@ -154,19 +158,21 @@ class Round:
             num_rows = turn.num_requests + int(draft.num_tokens.sum())
             hidden = forward.ends(draft.num_tokens + 1, num_rows)
         logits = self._runner.logits(hidden)
-        allowed = None if steering is None else steering.allowed
-        verdict = self._verify(turn, draft, logits, num_rows, allowed)
-        if verdict.path is not None:
-            self._runner.keep_path(turn.slots, verdict.path, verdict.num_accepted)
-        verdict = self._commit(turn, verdict)
-        self._drafter.observe(turn, verdict, forward)
+        computed = self._now()
+        with torch.profiler.record_function(_VERIFY):
+            allowed = None if steering is None else steering.allowed
+            verdict = self._verify(turn, draft, logits, num_rows, allowed)
+            if verdict.path is not None:
+                self._runner.keep_path(turn.slots, verdict.path, verdict.num_accepted)
+            verdict = self._commit(turn, verdict)
+            self._drafter.observe(turn, verdict, forward)
         counts = (
             verdict.num_tokens,
             verdict.num_accepted,
             draft.num_tokens,
             self._drafter.cached_tokens(turn.slots),
         )
-        times = torch.stack((proposal.began, proposal.drafted, self._now()))
+        times = torch.stack((proposal.began, proposal.drafted, computed, self._now()))
         rows = times.expand(turn.num_requests, NUM_TIMES)
         numbers = torch.cat((verdict.token_ids, torch.stack(counts, 1), rows), 1)
         return Outcome(numbers, logits, forward, verdict.path)

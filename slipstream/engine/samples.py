@@ -36,8 +36,11 @@ class Sample:
 
         After a stop string `num_taken` tells how many output tokens are left.
         """
-        start = self.num_taken
-        for place, token in enumerate(self.request.token_ids[self._first(start) :]):
+        tokens = self.request.token_ids[self._first(self.num_taken) :]
+        if self.logprobs is None and not (self.detokenizer and self.detokenizer.has_stops):
+            self._take_whole(tokens, gained)
+            return None
+        for place, token in enumerate(tokens):
             self.origins.append(token_origin(place, gained.num_draft_tokens, gained.num_accepted))
             if self.logprobs is not None and candidates is not None:
                 self.logprobs.append(candidates[place])
@@ -48,6 +51,14 @@ class Sample:
             if stop is not None:
                 return stop
         return None
+
+    def _take_whole(self, tokens: Sequence[int], gained: Committed) -> None:
+        """The same at once, where nothing is to be known of single tokens."""
+        drafts, accepted = gained.num_draft_tokens, gained.num_accepted
+        self.origins += [token_origin(place, drafts, accepted) for place in range(len(tokens))]
+        if self.detokenizer is not None and tokens:
+            hidden = self._is_hidden_stop(tokens[-1])  # none but the last can have ended it
+            self.detokenizer.extend(tokens[:-1] if hidden else tokens)
 
     def _is_hidden_stop(self, token: int) -> bool:
         """Whether this token ended the output and its text is not part of it."""

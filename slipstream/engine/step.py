@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -23,10 +24,12 @@ from slipstream.speculative.drafter import Drafter
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step: drafting, the target (its pass, sampling and verification), the rest."""
+    """Seconds of one step: drafting, the target's pass up to its logits, verification (sampling,
+    the verdict, committing it, and what the drafter takes note of), the rest."""
 
     draft: float
     target: float
+    verify: float
     rest: float
 
 
@@ -161,9 +164,9 @@ class Step:
         ended = perf_counter()
         seconds = ended - max(launched.began, self._ended)
         self._ended = ended
-        began, drafted, judged = stamps
-        draft, target = (drafted - began) / 1e9, (judged - drafted) / 1e9
-        return StepTimes(draft, target, max(0.0, seconds - draft - target))
+        draft, target, verify = ((end - begin) / 1e9 for begin, end in pairwise(stamps))
+        rest = max(0.0, seconds - draft - target - verify)
+        return StepTimes(draft, target, verify, rest)
 
     def _plan(self, batch: Batch) -> Plan:
         """The batch in numbers, with the guesses of a drafter that runs on the host."""

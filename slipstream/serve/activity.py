@@ -8,7 +8,7 @@ from time import monotonic
 
 from slipstream.engine.engine import Engine
 from slipstream.engine.samples import Submission
-from slipstream.serve.engine_thread import Watcher
+from slipstream.serve.watcher import Watcher
 
 logger = logging.getLogger("slipstream.serve")
 

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,9 +20,10 @@ from slipstream.serve.errors import TOLD, ApiError, as_api_error
 from slipstream.serve.frames import ClientGoneError
 from slipstream.serve.metrics import ServerMetrics
 from slipstream.serve.model import ServedModel
+from slipstream.serve.profiling import Profiles
 from slipstream.serve.protocol.chat import ChatChunk, ChatCompletion, ChatRequest
 from slipstream.serve.protocol.completions import Completion, CompletionChunk, CompletionRequest
-from slipstream.serve.protocol.server import Health, ModelCard, ModelList, Version
+from slipstream.serve.protocol.server import Health, ModelCard, ModelList, Profiling, Version
 from slipstream.serve.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -35,13 +37,17 @@ _GENERATES = (404, 415, 429, 500, 503, 504)
 
 
 def create_app(
-    model: ServedModel, metrics: ServerMetrics | None = None, pages: Sequence[BaseRoute] = ()
+    model: ServedModel,
+    metrics: ServerMetrics | None = None,
+    pages: Sequence[BaseRoute] = (),
+    profiles: Path | None = None,
 ) -> FastAPI:
     """The application around a model; whoever runs it starts the engine's thread.
 
     Args:
         metrics: shown at /metrics.
         pages: further routes, which are no part of the document.
+        profiles: whoever asks may profile the engine, and traces go into this folder.
     """
 
     @asynccontextmanager
@@ -59,7 +65,7 @@ def create_app(
         redoc_url=None,
     )
     _add_errors(app)
-    add_document(app, _routes(model))
+    add_document(app, _routes(model) + _profiling_routes(model, profiles))
     if metrics is not None:
         _add_metrics(app, metrics)
     app.router.routes.extend(pages)
@@ -101,6 +107,16 @@ def _routes(model: ServedModel) -> list[Route]:
         ),
         Route("GET", "/health", facts.health, Health, errors=(503,)),
         Route("GET", "/version", facts.version, Version),
+    ]
+
+
+def _profiling_routes(model: ServedModel, folder: Path | None) -> list[Route]:
+    if folder is None:
+        return []
+    profiles = Profiles(model.thread, folder)
+    return [
+        Route("POST", "/start_profile", profiles.start, Profiling, errors=(409, 500)),
+        Route("POST", "/stop_profile", profiles.stop, Profiling, errors=(409, 500)),
     ]
 
 

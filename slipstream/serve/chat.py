@@ -43,8 +43,10 @@ class Chats:
         tools = choose_tools(body, model)
         params = _params(body, tools, model)
         text = await model.aside(render, model.template, body, tools.told)
-        prompts = await model.aside(model.encode, [text], params, body.add_special_tokens is True)
-        model.require_room(prompts, *_asked_tokens(body))
+        prompts = await model.aside(
+            model.encode, [text], params, body.add_special_tokens is True, "messages"
+        )
+        model.require_room(prompts, *_asked_tokens(body), "messages")
         await model.compile(params)
         generation = Generation(prompts, bool(body.return_speculation))
         answer = _Answer(model, body, generation, tools)
@@ -99,9 +101,13 @@ class _Answer:
             async with aclosing(self._steps()) as steps:
                 async for progress in steps:
                     usage = self._generation.usage() if continuous else None
-                    for delta in progress.deltas:
-                        for piece in self._choices[delta.index].pieces(delta):
-                            yield frames.chunk([piece], usage)
+                    pieces = [
+                        frames.chunk([piece], usage)
+                        for delta in progress.deltas
+                        for piece in self._choices[delta.index].pieces(delta)
+                    ]
+                    if pieces:
+                        yield b"".join(pieces)
             if wants_usage:
                 yield frames.chunk([], self._generation.usage())
             yield DONE

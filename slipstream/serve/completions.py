@@ -1,6 +1,6 @@
 """/v1/completions: continue prompts."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from time import time
@@ -10,6 +10,7 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response
 
+from slipstream.core.outputs import RequestMetrics
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.prompts import EncodedPrompt, Prompt
 from slipstream.serve.bodies import read_body
@@ -24,7 +25,7 @@ from slipstream.serve.pieces import (
     read_tokens,
     speculation,
 )
-from slipstream.serve.progress import Delta
+from slipstream.serve.progress import Delta, Progress
 from slipstream.serve.protocol.completions import Completion, CompletionChoice, CompletionRequest
 from slipstream.serve.sampling import sampling_params, wanted_shape
 from slipstream.serve.token_texts import TokenReader
@@ -89,8 +90,9 @@ class _Answer:
         """The answer in one piece."""
         deltas: list[list[Delta]] = [[] for _ in self._choices]
         async with aclosing(self._steps()) as steps:
-            async for choice, delta in steps:
-                deltas[choice.index].append(delta)
+            async for place, progress in steps:
+                for choice, delta in self._gains(place, progress):
+                    deltas[choice.index].append(delta)
         return await self._model.aside(self._document, deltas)
 
     def _document(self, deltas: Sequence[Sequence[Delta]]) -> bytes:
@@ -113,35 +115,37 @@ class _Answer:
         frames = Frames(self._head("text_completion"), wants_usage or continuous)
         try:
             async with aclosing(self._steps()) as steps:
-                async for choice, delta in steps:
+                async for place, progress in steps:
                     usage = self.generation.usage() if continuous else None
-                    for piece in choice.pieces(delta):
-                        yield frames.chunk([piece], usage)
+                    pieces = [
+                        frames.chunk([piece], usage)
+                        for choice, delta in self._gains(place, progress)
+                        for piece in choice.pieces(delta)
+                    ]
+                    yield b"".join(pieces)
             if wants_usage:
                 yield frames.chunk([], self.generation.usage())
             yield DONE
         except Exception as error:
             yield failure_frame(error)
 
-    async def _steps(self) -> AsyncGenerator[tuple["_Choice", Delta], None]:
-        if not self.needs_engine:
-            for choice in self._choices:
-                yield choice, _NO_OUTPUT
-            return
-        nothing_wanted = self._body.max_tokens == 0
-        async with aclosing(self.generation.steps()) as steps:
-            async for place, progress in steps:
-                first = place * self._num_samples
-                own = self._choices[first : first + self._num_samples]
-                if progress.prompt_logprobs is not None:
-                    for choice in own:
-                        choice.prompt_rows = progress.prompt_logprobs
-                if nothing_wanted:
-                    for choice in own:
-                        yield choice, _NO_OUTPUT
-                    continue
-                for delta in progress.deltas:
-                    yield own[delta.index], delta
+    def _steps(self) -> AsyncGenerator[tuple[int, Progress], None]:
+        return self.generation.steps() if self.needs_engine else self._echoed()
+
+    async def _echoed(self) -> AsyncGenerator[tuple[int, Progress], None]:
+        for place in range(len(self.generation.prompts)):
+            yield place, Progress((), True, RequestMetrics())
+
+    def _gains(self, place: int, progress: Progress) -> Iterator[tuple["_Choice", Delta]]:
+        """What the samples of a prompt gained."""
+        first = place * self._num_samples
+        own = self._choices[first : first + self._num_samples]
+        if progress.prompt_logprobs is not None:
+            for choice in own:
+                choice.prompt_rows = progress.prompt_logprobs
+        if self._body.max_tokens == 0:  # nothing is wanted
+            return ((choice, _NO_OUTPUT) for choice in own)
+        return ((own[delta.index], delta) for delta in progress.deltas)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model.name}

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.serve.errors import bad_request
 from slipstream.serve.protocol.chat import Message, Tool
+from slipstream.serve.unread import require_read
 
 # Set by the server, so chat_template_kwargs may not.
 _OWN = ("messages", "tools", "add_generation_prompt")
@@ -29,7 +30,7 @@ def render(template: ChatTemplate, body: ChatFields, tools: Sequence[Tool] | Non
         tools: that the model is told of; the request may have others that it must not call.
 
     Raises:
-        ApiError: the template cannot do what is asked for.
+        ApiError: the template cannot do what is asked for, or leaves a part of it out.
         UsageError: the template refuses the messages.
     """
     require_template(template)
@@ -43,12 +44,18 @@ def render(template: ChatTemplate, body: ChatFields, tools: Sequence[Tool] | Non
         )
     if tools:
         require_tools(template)
-    text = template.render(
-        [_message(place, message) for place, message in enumerate(body.messages)],
-        add_generation_prompt=not continues and body.add_generation_prompt is not False,
-        tools=[_plain_tool(tool) for tool in tools] if tools else None,
-        **options,
-    )
+
+    def write(messages: Sequence[dict[str, Any]]) -> str:
+        return template.render(
+            messages,
+            add_generation_prompt=not continues and body.add_generation_prompt is not False,
+            tools=[_plain_tool(tool) for tool in tools] if tools else None,
+            **options,
+        )
+
+    messages = [_message(place, message) for place, message in enumerate(body.messages)]
+    text = write(messages)
+    require_read(write, messages, text)
     return _cut(text, body.messages[-1]) if continues else text
 
 

@@ -18,6 +18,7 @@ _ERRORS = {
     400: "The request is wrong as it is; the message names the field and the remedy.",
     401: "The API key is missing or wrong.",
     404: "There is no such model.",
+    409: "It is so already: a profile is being taken, or none is.",
     408: "The request did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not JSON.",

@@ -13,19 +13,19 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from itertools import count
 from time import monotonic
-from typing import Protocol
 
 from slipstream.core.errors import UsageError
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.samples import Submission
+from slipstream.serve.letters import Add, Letter, News, Note, Work
 from slipstream.serve.limits import (
     DeadlineExceeded,
     Draining,
@@ -37,34 +37,11 @@ from slipstream.serve.limits import (
 )
 from slipstream.serve.progress import Cursor, Progress
 from slipstream.serve.stream import Channel, Stream
+from slipstream.serve.watcher import Watcher
 
 logger = logging.getLogger("slipstream.serve")
 
 _DEADLINE_INTERVAL = 0.02  # seconds between two looks at the deadlines
-
-
-class Watcher(Protocol):
-    """Is told what happens, on the engine's thread; has to be quick."""
-
-    def gained(self, submission: Submission, num_tokens: int, gap: float | None) -> None:
-        """A step gave a request tokens, `gap` seconds after it last got some (None: the first)."""
-
-    def ended(self, request_id: str, submission: Submission, reason: str) -> None:
-        """A request ended: "stop", "length", "abort", "error" or "timeout"."""
-
-    def stepped(self, engine: Engine) -> None:
-        """A step is done."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Add:
-    """A request for the engine."""
-
-    request_id: str
-    prompt: EncodedPrompt
-    params: SamplingParams
-    deadline: float
-    channel: Channel
 
 
 @dataclass(slots=True, eq=False)
@@ -77,16 +54,6 @@ class _Live:
     channel: Channel
     cursor: Cursor
     last_gain: float | None = None
-
-
-class _Note(Enum):
-    """What there is to say of a request besides its increments."""
-
-    ACCEPTED = "the engine has it"
-    GONE = "it ended at its reader's wish"
-
-
-_News = Progress | Exception | _Note
 
 
 class EngineThread:
@@ -103,14 +70,14 @@ class EngineThread:
         self._places = engine.resolved.limits.max_num_seqs
         self._numbers = count()
         # For the engine's thread:
-        self._inbox: deque[_Add | Channel] = deque()  # a channel: its reader left
+        self._inbox: deque[Letter] = deque()
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         # Of the engine's thread:
         self._lives: dict[Channel, _Live] = {}
         self._by_engine_id: dict[str, _Live] = {}
-        self._outbox: list[tuple[Channel, _News]] = []
+        self._outbox: list[tuple[Channel, News]] = []
         self._next_deadline_check = 0.0
         self._num_waiting = 0  # read by the loop
         # Of the event loop:
@@ -190,7 +157,7 @@ class EngineThread:
         self._open_samples += params.n * len(prompts)
         self._set_open()
         for channel, prompt in zip(channels, prompts, strict=True):
-            self._inbox.append(_Add(request_id, prompt, params, deadline, channel))
+            self._inbox.append(Add(request_id, prompt, params, deadline, channel))
         self._wake.set()
         try:
             # All are waited for, so that no refusal is left unread.
@@ -203,6 +170,15 @@ class EngineThread:
                 await stream.aclose()
             raise
         return streams
+
+    async def between_steps(self, function: Callable[[], None]) -> None:
+        """Have the engine's thread do something, which may raise, before its next step."""
+        if not self.alive:
+            raise EngineFailed
+        work = Work(function, Future())
+        self._inbox.append(work)
+        self._wake.set()
+        await asyncio.wrap_future(work.done)
 
     async def drain(self) -> None:
         """Refuse what is new from now on; returns when nothing runs any more."""
@@ -248,12 +224,12 @@ class EngineThread:
         self._inbox.append(channel)
         self._wake.set()
 
-    def _deliver(self, batch: Iterable[tuple[Channel, _News]]) -> None:
+    def _deliver(self, batch: Iterable[tuple[Channel, News]]) -> None:
         """What the engine's thread left."""
         for channel, news in batch:
             if isinstance(news, Progress):
                 channel.put(news)
-            elif news is _Note.ACCEPTED:
+            elif news is Note.ACCEPTED:
                 channel.accept()
             else:
                 channel.close(news if isinstance(news, Exception) else None)
@@ -317,12 +293,14 @@ class EngineThread:
             letter = self._inbox.popleft()
             if isinstance(letter, Channel):
                 self._abort(letter)
+            elif isinstance(letter, Work):
+                letter.do()
             else:
                 self._add(letter)
 
-    def _add(self, add: _Add) -> None:
+    def _add(self, add: Add) -> None:
         if add.channel.left:  # and its abort, which follows, finds nothing
-            self._outbox.append((add.channel, _Note.GONE))
+            self._outbox.append((add.channel, Note.GONE))
             return
         engine_id = str(next(self._numbers))
         try:
@@ -335,9 +313,9 @@ class EngineThread:
         else:
             live = _Live(add.request_id, engine_id, add.deadline, add.channel, Cursor(submission))
             self._lives[add.channel] = self._by_engine_id[engine_id] = live
-            self._outbox.append((add.channel, _Note.ACCEPTED))
+            self._outbox.append((add.channel, Note.ACCEPTED))
 
-    def _abort(self, channel: Channel, news: _News = _Note.GONE) -> None:
+    def _abort(self, channel: Channel, news: News = Note.GONE) -> None:
         """Its reader left; where the request has ended already there is nothing to do."""
         live = self._lives.get(channel)
         if live is not None:
@@ -386,7 +364,7 @@ class EngineThread:
         else:
             self._outbox.append((live.channel, progress))
 
-    def _end(self, live: _Live, reason: str, news: _News) -> None:
+    def _end(self, live: _Live, reason: str, news: News) -> None:
         del self._lives[live.channel], self._by_engine_id[live.engine_id]
         self._watcher.ended(live.request_id, live.cursor.submission, reason)
         self._outbox.append((live.channel, news))

@@ -79,7 +79,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UsageError):
-        return bad_request(str(error), _blamed(str(error)))
+        return _of_usage(str(error))
     if isinstance(error, QueueFull):
         wait = {"Retry-After": str(error.retry_after)}
         return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="queue_full", headers=wait)
@@ -96,8 +96,25 @@ def as_api_error(error: Exception) -> ApiError:
     )
 
 
+# What the engine calls otherwise than the protocol: there, and the field that holds it.
+_NAMES = {
+    "prompt_token_ids": ("prompt", "prompt"),
+    "num_speculative_tokens": ("speculative.num_speculative_tokens", "speculative"),
+}
+
+
+def _of_usage(message: str) -> ApiError:
+    first, _, rest = message.partition(" ")
+    if first in _NAMES:
+        name, param = _NAMES[first]
+        return bad_request(f"{name} {rest}", param)
+    return bad_request(message, _blamed(message))
+
+
 def _blamed(message: str) -> str | None:
     """Messages about a field begin with its name."""
+    if message.startswith("the prompt "):
+        return "prompt"
     first = message.split(" ", 1)[0]
     match = _FIELD.match(first)
     return match[0] if match and ("_" in first or first in ("n", "seed", "temperature")) else None

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from slipstream.serve.errors import as_api_error
+from slipstream.serve.logs import SEND_BODY
 
 logger = logging.getLogger("slipstream.serve")
 
@@ -73,8 +74,11 @@ class EventStream(Response):
                         "headers": self.raw_headers,
                     }
                 )
+                send_body = scope.get(SEND_BODY, send)
                 async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    await send_body(
+                        {"type": "http.response.body", "body": event, "more_body": True}
+                    )
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         try:

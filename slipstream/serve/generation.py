@@ -43,15 +43,26 @@ class Generation:
     async def steps(self) -> AsyncGenerator[tuple[int, Progress], None]:
         """What the prompts gain, by their places; closing this early ends them all."""
         try:
+            if len(self._streams) == 1:
+                async for progress in self._streams[0]:
+                    self._count(0, progress)
+                    yield 0, progress
+                return
             async with aclosing(self._merged()) as merged:
                 async for place, progress in merged:
-                    self._metrics[place] = progress.metrics
-                    _check(progress)
-                    if self._counts_output:
-                        self._num_output_tokens += sum(len(it.token_ids) for it in progress.deltas)
+                    self._count(place, progress)
                     yield place, progress
         finally:
             await self._leave()
+
+    def _count(self, place: int, progress: Progress) -> None:
+        """Take it in; ApiError for an output that could not go on as its grammar wants."""
+        self._metrics[place] = progress.metrics
+        for delta in progress.deltas:
+            if delta.finish_reason == "error":
+                raise bad_request(str(delta.stop_reason), "structured_outputs", "grammar_failed")
+            if self._counts_output:
+                self._num_output_tokens += len(delta.token_ids)
 
     def usage(self) -> Usage:
         """Tokens so far."""
@@ -69,10 +80,6 @@ class Generation:
         )
 
     async def _merged(self) -> AsyncGenerator[tuple[int, Progress], None]:
-        if len(self._streams) == 1:
-            async for progress in self._streams[0]:
-                yield 0, progress
-            return
         # One place: whoever reads slowly is not run away from, and increments are merged instead.
         news: asyncio.Queue[tuple[int, Progress | Exception | None]] = asyncio.Queue(1)
         readers = [
@@ -109,13 +116,6 @@ async def _read(
         await news.put((place, error))
     else:
         await news.put((place, None))
-
-
-def _check(progress: Progress) -> None:
-    """Raise ApiError for an output that could not go on as its grammar wants."""
-    for delta in progress.deltas:
-        if delta.finish_reason == "error":
-            raise bad_request(str(delta.stop_reason), "structured_outputs", "grammar_failed")
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:

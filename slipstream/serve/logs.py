@@ -13,6 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger("slipstream.serve.access")
 
+# In the scope of a request: the outermost `send`. Whatever is in between looks at the start of an
+# answer only, so the thousands of pieces of a stream may pass it by.
+SEND_BODY = "slipstream.send_body"
+
 _GIVEN = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
 # Asked for every few seconds by machines; said at the level DEBUG only.
 _ROUTINE = frozenset({"/health", "/metrics"})
@@ -53,6 +57,7 @@ class RequestIds:
                 sent += len(message.get("body", b""))
             await send(message)
 
+        scope[SEND_BODY] = send_with_id
         token = _request_id.set(request_id)
         try:
             await self._app(scope, receive, send_with_id)

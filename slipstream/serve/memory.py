@@ -1,11 +1,37 @@
-"""Memory that a burst needed goes back to the machine once nothing runs."""
+"""Memory of a server: what a burst needed goes back to the machine once nothing runs."""
 
 import asyncio
 import ctypes
+import gc
+import os
 from collections.abc import Callable
 
 _INTERVAL = 2.0  # seconds
 _ARENA_MAX, _ARENAS = -8, 2  # M_ARENA_MAX of malloc.h
+
+
+# torch keeps compiled matmuls twice, by these variables of its two libraries: 1024 of each.
+_MATMUL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_MATMULS = 128
+
+
+def keep_few_matmuls() -> None:
+    """Bound what torch keeps of its own matmuls on a CPU; has effect before the first one only.
+
+    It compiles one for every shape, so that a server under changing load would grow by about
+    200 MB until it had met every number of rows. Whoever sets the variables is not overruled.
+    """
+    for name in _MATMUL_CACHES:
+        os.environ.setdefault(name, str(_MATMULS))
+
+
+def leave_out_of_collections() -> None:
+    """Let the collector of garbage pass by what is there now: packages and the model, for good.
+
+    A full collection looks at all of them, with every thread stopped for a tenth of a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _trim() -> Callable[[int], object] | None:

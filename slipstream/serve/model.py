@@ -10,7 +10,6 @@ from time import time
 from typing import ParamSpec, TypeVar
 
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import UsageError
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.prompts import EncodedPrompt, Prompt, PromptEncoder
@@ -39,6 +38,7 @@ class ServedModel:
         engine: for what it knows about itself; `thread` alone runs it.
         thread: takes requests.
         tool_call_parser: a name of `FORMATS`; found from the checkpoint when None.
+        chat_template: goes before the checkpoint's own.
     """
 
     names: Sequence[str]
@@ -46,6 +46,7 @@ class ServedModel:
     engine: Engine
     thread: EngineThread
     tool_call_parser: str | None = None
+    chat_template: str | None = None
     created: int = field(default_factory=lambda: int(time()))
     _pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="tokenize")
@@ -92,7 +93,7 @@ class ServedModel:
     @cached_property
     def template(self) -> ChatTemplate:
         """Of conversations."""
-        return ChatTemplate(self.tokenizer)
+        return ChatTemplate(self.tokenizer, self.chat_template)
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
@@ -112,14 +113,20 @@ class ServedModel:
         return _SHRINKING * self.max_model_len * longest
 
     def encode(
-        self, prompts: Sequence[Prompt], params: SamplingParams, add_special_tokens: bool
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        add_special_tokens: bool,
+        field: str = "prompt",
     ) -> list[EncodedPrompt]:
-        """Prompts as the engine takes them; takes its time (`aside`)."""
+        """Prompts as the engine takes them, which came in `field`; takes its time (`aside`)."""
         for prompt in prompts:
             if isinstance(prompt, str) and len(prompt) > self._longest_text:
-                raise UsageError(
+                raise bad_request(
                     f"the prompt has {len(prompt)} characters, which are more than max_model_len "
-                    f"({self.max_model_len} tokens) can hold; shorten it"
+                    f"({self.max_model_len} tokens) can hold; shorten it",
+                    field,
+                    _TOO_LONG,
                 )
         return [self._encoder.encode(prompt, params, add_special_tokens) for prompt in prompts]
 
@@ -130,7 +137,11 @@ class ServedModel:
             await loop.run_in_executor(self._compilers, self.engine.compile, params.structured)
 
     def require_room(
-        self, prompts: Sequence[EncodedPrompt], max_tokens: int | None, field_name: str
+        self,
+        prompts: Sequence[EncodedPrompt],
+        max_tokens: int | None,
+        field_name: str,
+        prompt_field: str = "prompt",
     ) -> None:
         """Raise ApiError where a prompt, or the output asked for behind it, cannot fit.
 
@@ -139,6 +150,7 @@ class ServedModel:
         Args:
             max_tokens: None where the request does not say.
             field_name: in which it said so.
+            prompt_field: in which the prompts came.
         """
         for prompt in prompts:
             num_tokens, most = len(prompt.token_ids), self.max_model_len
@@ -146,7 +158,7 @@ class ServedModel:
                 raise bad_request(
                     f"the prompt has {num_tokens} tokens, but max_model_len is {most}, prompt and "
                     "output; shorten it",
-                    "prompt",
+                    prompt_field,
                     _TOO_LONG,
                 )
             if max_tokens is not None and num_tokens + max_tokens > most:

@@ -4,8 +4,10 @@ import asyncio
 import logging
 import resource
 import socket
+import ssl
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -18,7 +20,8 @@ from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.guards import ApiKeys, Bodies, Door
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.logs import RequestIds
-from slipstream.serve.memory import give_back_memory, share_memory
+from slipstream.serve.memory import give_back_memory, leave_out_of_collections, share_memory
+from slipstream.serve.prefix import UnderPrefix
 
 logger = logging.getLogger("slipstream.serve")
 
@@ -45,6 +48,47 @@ class Access:
     def __post_init__(self) -> None:
         if not all(key.strip() == key and key.isascii() and key for key in self.api_keys):
             raise UsageError("an API key must not be empty, and be ASCII without spaces around it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Front:
+    """How the server looks from outside.
+
+    Args:
+        certificate, key: files of PEM, for TLS; the key may stand in the file of the certificate.
+        root_path: the path under which a proxy shows the server.
+
+    Raises:
+        UsageError: the files are no certificate with its key, or the path is none.
+    """
+
+    certificate: Path | None = None
+    key: Path | None = None
+    root_path: str = ""
+
+    def __post_init__(self) -> None:
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path[-1] == "/"):
+            raise UsageError(
+                f"--root-path must begin with a slash and not end with one, not {self.root_path!r}"
+            )
+        if self.certificate is None:
+            if self.key is not None:
+                raise UsageError("--ssl-keyfile goes with --ssl-certfile; give both")
+            return
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                self.certificate, self.key, password=_no_password
+            )
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"--ssl-certfile {self.certificate} with --ssl-keyfile {self.key} cannot be used: "
+                f"{error}"
+            ) from None
+
+
+def _no_password() -> str:
+    """Instead of a question on the terminal, which a server must not ask."""
+    raise ValueError("the key is encrypted; give one that is not")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -107,7 +151,12 @@ def guarded(app: ASGIApp, limits: ServeLimits, access: Access) -> tuple[ASGIApp,
 
 
 def serve(
-    app: ASGIApp, thread: EngineThread, sock: socket.socket, limits: ServeLimits, access: Access
+    app: ASGIApp,
+    thread: EngineThread,
+    sock: socket.socket,
+    limits: ServeLimits,
+    access: Access,
+    front: Front,
 ) -> int:
     """Serve until a signal ends it; the exit code, which is 1 where requests were cut off.
 
@@ -115,8 +164,11 @@ def serve(
     the second stops at once.
     """
     share_memory()
+    leave_out_of_collections()
     _allow_files(limits.max_connections + _SPARE_FILES)
     whole, door = guarded(app, limits, access)
+    if front.root_path:
+        whole = UnderPrefix(whole, front.root_path)
     config = uvicorn.Config(
         whole,
         http=connection_class(limits),
@@ -127,6 +179,8 @@ def serve(
         timeout_keep_alive=round(limits.keep_alive_timeout),
         timeout_graceful_shutdown=_FLUSH_SECONDS,
         backlog=_BACKLOG,
+        ssl_certfile=front.certificate,
+        ssl_keyfile=front.key,
     )
     server = _Server(config, thread, door, limits.drain_timeout)
     server.run(sockets=[sock])

@@ -21,6 +21,7 @@ class Channel:
         self.num_samples = num_samples
         self.left = self.closed = False
         self.accepted: asyncio.Future[None] = loop.create_future()
+        self._loop = loop
         self._progress: Progress | None = None
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -53,7 +54,7 @@ class Channel:
     async def get(self) -> Progress | None:
         """All that came since the last call, once there is something; None at the end."""
         while self._progress is None and not self.closed:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:

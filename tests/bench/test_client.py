@@ -225,6 +225,30 @@ def test_a_closed_loop_keeps_its_places_full() -> None:
     assert max(load(20)[1]) == 20
 
 
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_turn_is_sent_behind_the_answer_to_the_one_before(failing: bool) -> None:
+    asked: list[BenchPrompt] = []
+
+    async def one(prompt: BenchPrompt, due: float | None) -> Record:
+        asked.append(prompt)
+        await asyncio.sleep(0)
+        wrong = "HTTP 500" if failing and prompt.turn == 2 else None
+        return Record(id=prompt.id, sent=0.0, text=f"to {prompt.id}", error=wrong)
+
+    said = ({"role": "user", "content": "One."},)
+    long = BenchPrompt(id="81", messages=said, later_turns=("Two.", "Three."))
+    run = asyncio.run(run_load(one, [long, BenchPrompt(id="82", messages=said)], due=[0, 0]))
+    assert [record.id for record in run.records] == ["81", "81/2", "81/3", "82"]
+    assert [record.failed for record in run.records] == [False, failing, failing, False]
+    assert run.num_left == 0
+    assert run.most_at_once == 2
+    assert [it.id for it in asked if it.turn > 1] == ["81/2"] + ["81/3"] * (not failing)
+    roles = [message["role"] for message in run.later["81/2"].messages or ()]
+    assert roles == ["user", "assistant", "user"]
+    contents = [message["content"] for message in run.later["81/3"].messages or ()]
+    assert contents == ["One.", "to 81", "Two.", "to 81/2", "Three."]
+
+
 def test_an_open_loop_sends_when_requests_are_due() -> None:
     run, _ = load(3, due=[0.0, 0.01, 0.02], most_at_once=2)
     assert [round(it.due - run.began, 6) for it in run.records if it.due is not None] == [

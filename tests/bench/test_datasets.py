@@ -132,6 +132,7 @@ def test_custom_prompts_say_how_long(tmp_path: Path) -> None:
         ("custom", "{", "line 1 is not JSON"),
         ("mt-bench", '{"turns": []}', 'line 1 has no "turns" (a list)'),
         ("mt-bench", '{"turns": [3]}', "the first turn is not a text"),
+        ("mt-bench", '{"turns": ["a", ""]}', "a later turn is not a text"),
         ("humaneval", '{"prompt": ""}', 'line 1 has no "prompt" (a text)'),
         ("sharegpt", '{"conversations": [{"value": "a"}]}', "no prompts that can be asked"),
     ],

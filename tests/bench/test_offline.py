@@ -28,6 +28,7 @@ def test_ops_count_their_own_time_in_the_range_that_they_lie_in() -> None:
         event("aten::mm", 200, 300),
         event("slipstream: target", 1000, 2000, "user_annotation"),
         event("aten::scaled_dot_product_attention", 1000, 900),
+        event("slipstream: verify", 2000, 900, "user_annotation"),
         event("aten::argmax", 2000, 100),
         event("aten::copy_", 3000, 50),
         event("aten::mm", 500, 100, tid=2),  # of another thread
@@ -37,7 +38,7 @@ def test_ops_count_their_own_time_in_the_range_that_they_lie_in() -> None:
     assert not on_device
     assert times["draft"]["matmul"] == pytest.approx(0.5)
     assert times["target"]["attention"] == pytest.approx(0.9)
-    assert times["target"]["sampling, verification"] == pytest.approx(0.1)
+    assert times["verify"]["sampling, verification"] == pytest.approx(0.1)
     assert times["rest"]["copies, indexing"] == pytest.approx(0.05)
     assert times["rest"]["matmul"] == pytest.approx(0.1)
     whole = sum(value for part in times.values() for value in part.values())
@@ -54,6 +55,8 @@ def test_kernels_belong_to_the_part_whose_stamps_they_lie_between() -> None:
             event("_timestamp_kernel", at + 200, 1, "kernel"),
             event("short_kernel", at + 201, 30, "kernel"),
             event("Memcpy DtoD", at + 300, 5, "gpu_memcpy"),
+            event("_timestamp_kernel", at + 310, 1, "kernel"),
+            event("argmax_kernel", at + 320, 7, "kernel"),
             event("_timestamp_kernel", at + 400, 1, "kernel"),
             event("Memcpy DtoH", at + 401, 2, "gpu_memcpy"),
         ]
@@ -62,6 +65,7 @@ def test_kernels_belong_to_the_part_whose_stamps_they_lie_between() -> None:
     assert times["draft"]["matmul"] == pytest.approx(0.2)
     assert times["target"]["attention"] == pytest.approx(0.06)
     assert times["target"]["copies, indexing"] == pytest.approx(0.01)
+    assert times["verify"]["sampling, verification"] == pytest.approx(0.014)
     assert times["rest"]["copies, indexing"] == pytest.approx(0.004)
 
 
@@ -102,7 +106,7 @@ def point(drafter: str, k: int, batch: int, rate: float) -> Point:
         iteration_ms=2.0,
         median_iteration_ms=1.5,
         tpot_ms=None,
-        shares={"draft": 0.25, "target": 0.5, "rest": 0.25},
+        shares={"draft": 0.25, "target": 0.25, "verify": 0.25, "rest": 0.25},
     )
 
 

@@ -89,7 +89,8 @@ class FakeLLM:
                 metrics.count_draft(4, 3)
                 self.metrics.speculation.count_draft(4, 3)
                 self.metrics.draft_seconds += 1.0
-                self.metrics.target_seconds += 3.0
+                self.metrics.target_seconds += 2.0
+                self.metrics.verify_seconds += 1.0
                 done = length == len(ids)
                 metrics.finished_time = 3.0 if done else None
                 yield RequestOutput(

@@ -207,6 +207,48 @@ def test_ctrl_c_keeps_what_was_measured(
     assert "3 requests were not finished" in ran.err
 
 
+def test_all_turns_of_a_question_are_asked(
+    slipstream: CommandLine, script: Script, url: str, tmp_path: Path
+) -> None:
+    file, figures, texts = tmp_path / "q.jsonl", tmp_path / "s.json", tmp_path / "t.json"
+    file.write_text(json.dumps({"question_id": 81, "turns": ["Write.", "Again."]}))
+    script.events = told
+    line = (slipstream, url, file, "--dataset", "mt-bench", "--num-warmups", "0")
+    assert bench(*line, "--output", str(figures)).code == 0
+    assert len(script.asked) == json.loads(figures.read_text())["completed"] == 1
+    ran = bench(*line, "--turns", "all", "--output", str(figures), "--save-texts", str(texts))
+    assert ran.code == 0, ran.err
+    assert [message["content"] for message in script.asked[-1][1]["messages"]] == [
+        "Write.", "x" * 6, "Again.",
+    ]  # fmt: skip
+    summary = json.loads(figures.read_text())
+    assert (summary["turns"], summary["num_prompts"], summary["completed"]) == ("all", 1, 2)
+    assert "1 of mt-bench with all turns, 2 requests" in ran.out
+    assert [entry["id"] for entry in json.loads(texts.read_text())] == ["81", "81/2"]
+
+
+def test_the_flags_of_vllm_bench_serve_are_understood(
+    slipstream: CommandLine, script: Script, url: str, prompts: Path, tmp_path: Path
+) -> None:
+    script.events, results = told, tmp_path / "deep" / "results"
+    port = url.rpartition(":")[2]
+    line = ("bench", "serve", "--port", port, "--prompts", str(prompts), "--num-prompts", "2")
+    line += ("--save-result", "--result-dir", str(results))
+    ran = slipstream(*line, "--backend", "openai", "--host", "127.0.0.1")
+    assert ran.code == 0, ran.err
+    assert {path for path, _ in script.asked} == {"/v1/completions"}
+    (found,) = results.iterdir()
+    assert re.fullmatch(r"slipstream-infqps-fake-\d{8}-\d{6}\.json", found.name)
+    script.asked.clear()
+    chat = ("--backend", "openai-chat", "--endpoint", "/v1/chat/completions")
+    ran = slipstream(*line, *chat, "--result-filename", "mine.json", "--save-detailed")
+    assert ran.code == 0, ran.err
+    assert {path for path, _ in script.asked} == {"/v1/chat/completions"}
+    summary = json.loads((results / "mine.json").read_text())
+    assert (summary["backend"], summary["endpoint"]) == ("openai-chat", "chat")
+    assert len(summary["ids"]) == 2
+
+
 def test_an_open_loop_is_told_with_its_wait(
     slipstream: CommandLine, script: Script, url: str, prompts: Path, tmp_path: Path
 ) -> None:
@@ -234,7 +276,7 @@ def test_a_server_with_a_profiler_has_it_switched(
     script.has_profiler = False
     ran = bench(slipstream, url, prompts, "--profile")
     assert ran.code == 2
-    assert "profile the engine with slipstream bench throughput --profile" in ran.err
+    assert "start slipstream serve with --enable-profiling FOLDER" in ran.err
 
 
 def test_chats_become_prompts_where_a_tokenizer_is_named(
@@ -256,6 +298,15 @@ def test_chats_become_prompts_where_a_tokenizer_is_named(
     [
         (("--base-url", "localhost:8000"), "--base-url must begin with http://"),
         (("--endpoint", "embed"), "--endpoint must be one of auto, completions, chat"),
+        (("--backend", "tgi"), "--backend must be one of openai, openai-chat, vllm, not tgi"),
+        (("--backend", "vllm", "--endpoint", "chat"), "means --endpoint completions, not chat"),
+        (("--base-url", "http://x", "--port", "3"), "leave --host and --port out"),
+        (("--turns", "two"), "--turns must be first or all"),
+        (("--turns", "all"), "is for questions of several turns"),
+        (("--turns", "all", "--backend", "openai", "--tokenizer", "demo"), "the chat endpoint"),
+        (("--result-dir", "x"), "--result-dir is for --save-result"),
+        (("--save-result", "--output", "x.json"), "give one"),
+        (("--save-result", "--result-dir", "/dev/null/x"), "cannot be made a folder"),
         (("--header", "x"), "--header must be such as 'name: value'"),
         (("--extra-body", '{"stream": false}'), "--extra-body may not have stream"),
         (("--extra-body", "3"), "--extra-body must be a JSON object"),

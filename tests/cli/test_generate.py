@@ -44,7 +44,7 @@ def test_a_pipe_gets_the_text_alone(slipstream: CommandLine, fake_llm: type[Fake
     assert ran.err.count("\n") == 1
     for part in ("28 tokens in", "tokens/s", "AL 4.00", "accepted 1.00 1.00 1.00 0.00"):
         assert part in ran.err
-    assert "draft 25% target 75% rest 0%" in ran.err
+    assert "draft 25% target 50% verify 25% rest 0%" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,12 @@ def test_json(slipstream: CommandLine, fake_llm: type[FakeLLM]) -> None:
     assert set(document) == {"outputs", "engine"}
     assert set(document["engine"]) == ENGINE_KEYS
     assert document["engine"]["dtype"] == "bfloat16"
-    assert document["engine"]["time_shares"] == {"draft": 0.25, "target": 0.75, "rest": 0.0}
+    assert document["engine"]["time_shares"] == {
+        "draft": 0.25,
+        "target": 0.5,
+        "verify": 0.25,
+        "rest": 0.0,
+    }
     assert [output["prompt"] for output in document["outputs"]] == ["x", "y"]
     for output in document["outputs"]:
         assert set(output) == {"prompt", "metrics"} | SAMPLE_KEYS

@@ -4,6 +4,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from slipstream.cli.open_llm import open_llm
 from slipstream.core.config import EngineConfig
 from slipstream.engine.llm import LLM
 from slipstream.serve.limits import ServeLimits
-from slipstream.serve.run import Access, bind
+from slipstream.serve.run import Access, Front, bind
 from slipstream.serve.start import ServerOptions
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM
@@ -21,10 +22,11 @@ from tests.cli.test_flags import GENERATE_FLAGS, flags_in
 
 DEMO_DRAFT = {"model": "demo/draft", "num_speculative_tokens": 4}
 OWN_FLAGS = """
-    --allow-synthetic --api-key --cors-origin --drain-timeout --host --keep-alive-timeout
-    --log-json --log-level --log-prompts --max-body-bytes --max-connections --max-header-bytes
-    --max-json-depth --max-queue --max-waiting --port --receive-timeout --request-timeout
-    --send-timeout --served-model-name --tool-call-parser
+    --allow-synthetic --api-key --chat-template --cors-origin --drain-timeout --enable-profiling
+    --host --keep-alive-timeout --log-json --log-level --log-prompts --max-body-bytes
+    --max-connections --max-header-bytes --max-json-depth --max-queue --max-waiting --port
+    --receive-timeout --request-timeout --root-path --send-timeout --served-model-name
+    --ssl-certfile --ssl-keyfile --tool-call-parser
 """
 NOT_OF_A_SERVER = """
     --allowed-token-ids --bad-words --choice --frequency-penalty --grammar --ignore-eos
@@ -74,14 +76,15 @@ def test_nothing_given_is_the_demo_on_loopback(slipstream: CommandLine, started:
     assert "Authorization" not in ran.err
 
 
-def test_every_flag_arrives(slipstream: CommandLine, started: Started) -> None:
+def test_every_flag_arrives(slipstream: CommandLine, started: Started, tmp_path: Path) -> None:
     line = (
         "serve some/model --host 127.0.0.1 --port 0 --served-model-name a --served-model-name b "
         "--api-key k1 --api-key k2 --cors-origin https://x.org --tool-call-parser hermes "
         "--max-queue 7 --request-timeout 0 --drain-timeout 9 --max-body-bytes 2M "
         "--max-json-depth 8 --max-header-bytes 16K --max-connections 99 --receive-timeout 3 "
         "--send-timeout 4 --keep-alive-timeout 5 --log-level debug --log-json --log-prompts "
-        "--max-num-seqs 5 --drafter d -k 2"
+        "--max-num-seqs 5 --drafter d -k 2 --root-path /m --chat-template {{messages}} "
+        f"--enable-auto-tool-choice --enable-profiling {tmp_path / 'new' / 'traces'}"
     )
     ran = slipstream(*line.split())
     assert ran.code == 0, ran.err
@@ -106,11 +109,15 @@ def test_every_flag_arrives(slipstream: CommandLine, started: Started) -> None:
             keep_alive_timeout=5.0,
         ),
         access=Access(api_keys=("k1", "k2"), allowed_origins=("https://x.org",)),
+        front=Front(root_path="/m"),
         tool_call_parser="hermes",
+        chat_template="{{messages}}",
+        profiles=tmp_path / "new" / "traces",
         log_prompts=True,
         log_json=True,
         log_level="debug",
     )
+    assert (tmp_path / "new" / "traces").is_dir()
     assert "Authorization: Bearer KEY" in ran.err
     assert "k1" not in ran.err
 
@@ -165,6 +172,13 @@ def test_forced_acceptance_is_served_only_by_name(
         ("--host no.such.host.invalid", "--host"),
         ("--port 99999", "--port"),
         ("--temperature 1", "--temperature"),
+        ("--reasoning-parser qwen3", "leave it out"),
+        ("--ssl-keyfile x", "--ssl-certfile"),
+        ("--ssl-certfile /nowhere", "--ssl-certfile"),
+        ("--root-path models", "--root-path"),
+        ("--chat-template /nowhere", "--chat-template"),
+        ("--chat-template {%x%}", "--chat-template is not valid: line 1"),
+        ("--enable-profiling /dev/null/x", "--enable-profiling"),
     ],
 )
 def test_wrong_flags_are_found_before_a_model_is_loaded(

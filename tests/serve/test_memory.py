@@ -1,6 +1,8 @@
 """Memory goes back while nothing runs, and only then."""
 
 import asyncio
+import gc
+import os
 
 import pytest
 
@@ -35,3 +37,20 @@ def test_it_is_given_back_once_behind_work_and_when_idle(monkeypatch: pytest.Mon
 def test_the_library_of_this_machine_can_be_asked() -> None:
     trim = memory._trim()
     assert trim is None or trim(0) in (0, 1)
+
+
+def test_the_caches_of_matmuls_are_bounded_unless_somebody_said_how(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {"LRU_CACHE_CAPACITY": "7"})
+    memory.keep_few_matmuls()
+    assert os.environ == {"LRU_CACHE_CAPACITY": "7", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+
+
+def test_a_collection_passes_by_what_was_there_when_serving_began() -> None:
+    before = gc.get_freeze_count()
+    try:
+        memory.leave_out_of_collections()
+        assert gc.get_freeze_count() > before + 10_000
+    finally:
+        gc.unfreeze()

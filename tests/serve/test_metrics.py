@@ -83,6 +83,22 @@ def samples(metrics: ServerMetrics) -> dict[str, float]:
     return found
 
 
+def test_gaps_between_tokens_are_counted_up_to_each_bound(llm: LLM) -> None:
+    metrics, submission = ServerMetrics(llm.engine, "a name"), None
+    for gap in (0.0001, 0.005, 0.0051, 99.0):
+        metrics.gained(submission, 1, gap)  # type: ignore[arg-type]
+    found = samples(metrics)
+    name = "slipstream:inter_token_latency_seconds"
+    counts = {
+        float(json.loads(key.removeprefix(name + "_bucket"))["le"]): count
+        for key, count in found.items()
+        if key.startswith(name + "_bucket")
+    }
+    assert (counts[0.001], counts[0.005], counts[0.0075], counts[5.0]) == (1, 2, 3, 3)
+    assert counts[float("inf")] == found[name + "_count"] == 4
+    assert found[name + "_sum"] == pytest.approx(99.0102)
+
+
 def test_counts_are_those_of_the_engine(llm: LLM) -> None:
     metrics = ServerMetrics(llm.engine, "a name")
     before = samples(metrics)
@@ -118,7 +134,7 @@ def test_counts_are_those_of_the_engine(llm: LLM) -> None:
     assert now["slipstream:prefix_cache_hits_total"] <= now["slipstream:prefix_cache_queries_total"]
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert now["slipstream:" + name] == 0
-    for part in ("draft", "target", "rest"):
+    for part in ("draft", "target", "verify", "rest"):
         assert gained(f'step_time_seconds_total{{"part": "{part}"}}') > 0
     assert now["process_resident_memory_bytes"] > 0
 

@@ -30,6 +30,19 @@ def test_the_text_is_that_of_all_tokens_at_once(text: str) -> None:
     assert running.text == TOKENIZER.decode(ids)
 
 
+@given(st.text(max_size=40), st.integers(1, 6))
+def test_several_tokens_at_once_give_the_text_that_single_ones_give(text: str, step: int) -> None:
+    ids = TOKENIZER.encode(text)
+    at_once, one_by_one = detokenizer(), detokenizer()
+    for start in range(0, len(ids), step):
+        at_once.extend(ids[start : start + step])
+        for token in ids[start : start + step]:
+            one_by_one.push(token)
+        assert at_once.text == one_by_one.text
+    at_once.finish()
+    assert at_once.text == TOKENIZER.decode(ids)
+
+
 def test_half_a_character_is_held_back() -> None:
     ids = TOKENIZER.encode("a🚀")
     assert len(ids) > 2

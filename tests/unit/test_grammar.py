@@ -13,7 +13,7 @@ from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import Advance, StructuredOutput
 from slipstream.engine import grammar
-from slipstream.engine.endings import append_output
+from slipstream.engine.endings import COMPLETE_EARLY, append_output
 from slipstream.engine.grammar import GrammarGuide, Grammars
 from slipstream.models.tokenizer import Tokenizer
 from tests.tokenizers import write_byte_tokenizer, write_tokenizer
@@ -167,6 +167,38 @@ def test_an_output_ends_with_its_grammar(grammars: Grammars) -> None:
     assert done.output_token_ids == ids("ab")
 
 
+def test_an_output_that_is_complete_before_min_tokens_says_so(grammars: Grammars) -> None:
+    done = request(guide_of(grammars, regex="ab"), min_tokens=3)
+    assert append_output(done, ids("ab"), 100) == (FinishReason.STOP, COMPLETE_EARLY)
+    enough = request(guide_of(grammars, regex="ab"), min_tokens=2)
+    assert append_output(enough, ids("ab"), 100) == (FinishReason.STOP, None)
+
+
+def test_a_grammar_that_breaks_says_at_what(grammars: Grammars) -> None:
+    items = " | ".join(f'"a{number}"' for number in range(2100))
+    failed = request(guide_of(grammars, grammar=f"start: {items}"))
+    ending = append_output(failed, ids("a"), 100)
+    assert ending is not None
+    assert ending[0] is FinishReason.ERROR
+    assert "max is 2000" in str(ending[1])
+
+
+@pytest.mark.parametrize("number", [1, 2100, 10_000])
+def test_one_of_many_choices(number: int, grammars: Grammars) -> None:
+    texts = [*(f"ab{place}" for place in range(number)), "ab", 'a"]']
+    for text in (texts[0], texts[number - 1], 'a"]'):
+        guide = guide_of(grammars, choice=texts)
+        *steps, last = [guide.advance(token) for token in ids(text)]
+        assert set(steps) == {Advance.OPEN}
+        assert last is Advance.COMPLETE
+    guide = guide_of(grammars, choice=texts)  # the beginning of another one
+    assert [guide.advance(token) for token in [*ids("ab"), END]][1:] == [
+        Advance.OPEN,
+        Advance.COMPLETE,
+    ]
+    assert guide_of(grammars, choice=texts).advance(ids("b")[0]) is Advance.REFUSED
+
+
 def test_a_token_that_is_not_allowed_ends_the_output_before_it(grammars: Grammars) -> None:
     failed = request(guide_of(grammars, regex="ab"))
     ending = append_output(failed, ids("aa"), 100)
@@ -190,6 +222,8 @@ def test_a_token_that_is_not_allowed_ends_the_output_before_it(grammars: Grammar
         ({"json_schema": {"$ref": "#/nowhere"}}, "nowhere"),
         ({"json_schema": {"type": "string", "minLength": 3, "maxLength": 1}}, "minLength"),
         ({"grammar": "start: missing"}, "missing"),
+        ({"regex": "é"}, "no text that the model's tokens can spell"),
+        ({"json_schema": {"$ref": "#"}}, "refers to itself without end"),
     ],
 )
 def test_a_bad_grammar_is_refused(wish: dict[str, Any], words: str, grammars: Grammars) -> None:

@@ -53,6 +53,13 @@ class Health(ResponseBody):
     status: Literal["ok"]
 
 
+class Profiling(ResponseBody):
+    """Whether a profile is being taken; behind one, where its trace is."""
+
+    running: bool
+    trace: str | None = None
+
+
 class Version(ResponseBody):
     """Of Slipstream."""
 

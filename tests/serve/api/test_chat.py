@@ -12,6 +12,8 @@ from tests.serve.api.live import Live
 
 MESSAGES = [{"role": "user", "content": "Write a function that adds two numbers."}]
 IMAGE = {"type": "image_url", "image_url": {"url": "https://x.org"}}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLS = {"role": "assistant", "content": "Wait.", "tool_calls": [CALL]}
 OWN = {
     "max_tokens",
     "max_completion_tokens",
@@ -223,6 +225,9 @@ def test_fields_that_change_nothing(client: openai.OpenAI) -> None:
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "text only"),
         ({"messages": [{"role": "user", "content": 5}]}, "must be a text or a list of parts"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
+        # The demo's template reads roles and contents only.
+        ({"messages": [*MESSAGES, {**MESSAGES[-1], "name": "bob"}]}, "].name would be ignored"),
+        ({"messages": [*MESSAGES, CALLS]}, "tool_calls[0]"),
         (
             {"tools": [{"type": "function", "function": {"name": "f"}}]},
             "tools",  # the demo's template knows none
@@ -242,3 +247,17 @@ def test_what_cannot_be_done_is_refused(
     assert named in error["message"]
     assert error["type"] == "invalid_request_error"
     assert error["param"] is not None
+    if "messages" in named or "ignored" in named:
+        assert error["param"] == "messages"
+    if "at most 4" in named:
+        assert error["param"] == "speculative"
+
+
+def test_a_conversation_that_is_too_long_is_the_fault_of_its_messages(
+    client: openai.OpenAI,
+) -> None:
+    for times in (3000, 1_000_000):
+        with pytest.raises(openai.BadRequestError) as raised:
+            create(client, [{"role": "user", "content": "a b " * times}])
+        assert raised.value.code == "context_length_exceeded"
+        assert raised.value.param == "messages"
