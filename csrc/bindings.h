@@ -8,5 +8,7 @@ namespace slipstream {
 
 void bind_runtime(nanobind::module_& module);
 void bind_matmul(nanobind::module_& module);
+void bind_preparation(nanobind::module_& module);
+void bind_sampling(nanobind::module_& module);
 
 }  // namespace slipstream

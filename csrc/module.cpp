@@ -72,4 +72,6 @@ NB_MODULE(_slipstream_cpu, module) {
     nanobind::set_leak_warnings(false);
     slipstream::bind_runtime(module);
     slipstream::bind_matmul(module);
+    slipstream::bind_preparation(module);
+    slipstream::bind_sampling(module);
 }
