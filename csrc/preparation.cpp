@@ -1,6 +1,6 @@
 // Batch preparation: a few integers for each request, between the passes of the models. Meaning and
-// shapes: slipstream/kernels/preparation.py. Every number that Python hands over here is checked
-// there; slots, block numbers and tokens are the engine's own.
+// shapes: slipstream/kernels/preparation.py. Python has checked dtypes
+// and shapes; here is checked what serves as a place.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -15,6 +15,7 @@ namespace {
 
 // What the device keeps of every slot.
 struct Tables {
+    int64_t num_slots;
     int32_t* token_ids;  // [S, columns], of which the last takes what has no place
     int64_t columns;
     int64_t* num_tokens;    // [S]
@@ -22,23 +23,34 @@ struct Tables {
     const int32_t* block_tables;  // [S, num_blocks]
     int64_t num_blocks, block_size;
 
+    const int64_t* checked(const int64_t* slots, int64_t requests) const {
+        for (int64_t request = 0; request < requests; ++request)
+            require(slots[request] >= 0 && slots[request] < num_slots, "there is no such slot");
+        return slots;
+    }
     // Where a token of the request in a slot stands in the cache.
     int64_t place(int64_t slot, int64_t token) const {
+        require(token >= 0 && token < num_blocks * block_size, "a token is in no block");
         const int64_t block = block_tables[slot * num_blocks + token / block_size];
         return block * block_size + token % block_size;
     }
     // Tokens behind the last column are lost in it.
     void write(int64_t slot, int64_t position, int64_t token) const {
+        require(position >= 0, "a position is negative");
         token_ids[slot * columns + std::min(position, columns - 1)] = static_cast<int32_t>(token);
     }
 };
 
-void make_tables(Tables* made, Address token_ids, int64_t columns, Address num_tokens,
+void make_tables(Tables* made, int64_t num_slots, Address token_ids, int64_t columns, Address num_tokens,
                  Address num_computed, Address block_tables, int64_t num_blocks,
                  int64_t block_size) {
-    new (made) Tables{at<int32_t>(token_ids),    columns,
-                      at<int64_t>(num_tokens),   at<int64_t>(num_computed),
-                      at<const int32_t>(block_tables), num_blocks,
+    new (made) Tables{num_slots,
+                      at<int32_t>(token_ids),
+                      columns,
+                      at<int64_t>(num_tokens),
+                      at<int64_t>(num_computed),
+                      at<const int32_t>(block_tables),
+                      num_blocks,
                       block_size};
 }
 
@@ -47,7 +59,7 @@ void make_tables(Tables* made, Address token_ids, int64_t columns, Address num_t
 void expand_rows(const Tables& tables, int64_t requests, Address slots_at, Address starts_at,
                  Address lengths_at, int64_t most, int64_t mask_token, Address numbers,
                  Address blocks, Address token_ids) {
-    const auto *slots = at<const int64_t>(slots_at), *starts = at<const int64_t>(starts_at),
+    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests), *starts = at<const int64_t>(starts_at),
                *lengths = at<const int64_t>(lengths_at);
     const int64_t rows = requests * most, last_position = tables.columns - 2;
     auto* positions = at<int64_t>(numbers);
@@ -66,6 +78,7 @@ void expand_rows(const Tables& tables, int64_t requests, Address slots_at, Addre
         for (int64_t offset = 0; offset < most; ++offset) {
             const int64_t row = first + offset;
             const int64_t position = std::min(start + offset, last_position);
+            require(position >= 0, "a position is negative");
             positions[row] = position;
             places[row] = offset < length ? tables.place(slot, position) : -1;
             tokens[row] = position >= known ? static_cast<int32_t>(mask_token)
@@ -80,7 +93,7 @@ void advance_drafts(const Tables& tables, int64_t requests, Address slots_at, Ad
                     Address wanted_at, Address picked_at, Address vocabulary_at,
                     int64_t vocabulary_size, Address tokens_at, int64_t width, int64_t index,
                     Address numbers) {
-    const auto *slots = at<const int64_t>(slots_at), *known = at<const int64_t>(known_at),
+    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests), *known = at<const int64_t>(known_at),
                *wanted = at<const int64_t>(wanted_at), *picked = at<const int64_t>(picked_at),
                *vocabulary = at<const int64_t>(vocabulary_at);
     int64_t *tokens = at<int64_t>(tokens_at), *starts = at<int64_t>(numbers);
@@ -98,7 +111,7 @@ void advance_drafts(const Tables& tables, int64_t requests, Address slots_at, Ad
 
 void write_tokens(const Tables& tables, int64_t requests, Address slots_at, Address tokens_at,
                   int64_t width, Address counts_at) {
-    const auto *slots = at<const int64_t>(slots_at), *tokens = at<const int64_t>(tokens_at),
+    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests), *tokens = at<const int64_t>(tokens_at),
                *counts = at<const int64_t>(counts_at);
     for (int64_t request = 0; request < requests; ++request) {
         const int64_t known = tables.num_tokens[slots[request]];
@@ -111,7 +124,7 @@ void write_tokens(const Tables& tables, int64_t requests, Address slots_at, Addr
 void commit(const Tables& tables, int64_t requests, Address slots_at, Address new_at,
             Address at_end_at, Address tokens_at, int64_t width, Address num_tokens_at,
             Address num_accepted_at, Address gains_at) {
-    const auto *slots = at<const int64_t>(slots_at), *num_new = at<const int64_t>(new_at),
+    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests), *num_new = at<const int64_t>(new_at),
                *tokens = at<const int64_t>(tokens_at), *num_tokens = at<const int64_t>(num_tokens_at),
                *num_accepted = at<const int64_t>(num_accepted_at);
     const auto* at_end = at<const uint8_t>(at_end_at);
@@ -135,7 +148,7 @@ void commit(const Tables& tables, int64_t requests, Address slots_at, Address ne
 void keep_path(const Tables& tables, int64_t requests, Address slots_at, Address roots_at,
                Address path_at, int64_t width, Address counts_at, Address pages_at,
                int64_t num_pages, int64_t page_bytes, int64_t token_bytes) {
-    const auto *slots = at<const int64_t>(slots_at), *roots = at<const int64_t>(roots_at),
+    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests), *roots = at<const int64_t>(roots_at),
                *path = at<const int64_t>(path_at), *counts = at<const int64_t>(counts_at);
     char* pages = at<char>(pages_at);
     for (int64_t request = 0; request < requests; ++request) {
@@ -145,6 +158,7 @@ void keep_path(const Tables& tables, int64_t requests, Address slots_at, Address
             if (node == i) continue;
             const int64_t from = tables.place(slot, root + node) * token_bytes;
             const int64_t to = tables.place(slot, root + i) * token_bytes;
+            require(std::max(from, to) < page_bytes, "a block is not in the cache");
             for (int64_t page = 0; page < num_pages; ++page)
                 std::memcpy(pages + page * page_bytes + to, pages + page * page_bytes + from,
                             token_bytes);
@@ -152,9 +166,15 @@ void keep_path(const Tables& tables, int64_t requests, Address slots_at, Address
     }
 }
 
-void run_suffix_lookup(Address token_ids, int64_t columns, int64_t requests, Address slots,
-                       Address known, int64_t width, int64_t shortest, int64_t longest,
-                       Address tokens, Address found) {
+void run_suffix_lookup(Address token_ids, int64_t num_slots, int64_t columns, int64_t requests,
+                       Address slots, Address known, int64_t width, int64_t shortest,
+                       int64_t longest, Address tokens, Address found) {
+    for (int64_t request = 0; request < requests; ++request) {
+        const int64_t slot = at<const int64_t>(slots)[request];
+        const int64_t length = at<const int64_t>(known)[request];
+        require(slot >= 0 && slot < num_slots, "there is no such slot");
+        require(length >= 0 && length <= columns, "a text is longer than its row");
+    }
     nb::gil_scoped_release released;
     look_up_suffixes({at<const int32_t>(token_ids), columns, requests, at<const int64_t>(slots),
                       at<const int64_t>(known), width, shortest, longest},

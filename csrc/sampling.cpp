@@ -9,14 +9,41 @@
 namespace slipstream {
 namespace {
 
-void make_slots(SlotTensors* made, Address ints, int64_t ints_stride, Address floats,
-                int64_t floats_stride, Address stop_ids, int64_t num_stop_ids,
+void make_slots(SlotTensors* made, int64_t num_slots, Address ints, int64_t ints_stride,
+                Address floats, int64_t floats_stride, Address stop_ids, int64_t num_stop_ids,
                 Address output_counts, Address prompt_mask, Address bias, int64_t vocab_size) {
-    new (made) SlotTensors{at<int64_t>(ints),          ints_stride,
-                           at<const float>(floats),    floats_stride,
-                           at<const int64_t>(stop_ids), num_stop_ids,
-                           at<int32_t>(output_counts), at<const uint8_t>(prompt_mask),
-                           at<const float>(bias),      vocab_size};
+    new (made) SlotTensors{num_slots,
+                           at<int64_t>(ints),
+                           ints_stride,
+                           at<const float>(floats),
+                           floats_stride,
+                           at<const int64_t>(stop_ids),
+                           num_stop_ids,
+                           at<int32_t>(output_counts),
+                           at<const uint8_t>(prompt_mask),
+                           at<const float>(bias),
+                           vocab_size};
+}
+
+const int64_t* checked(const int64_t* slots, int64_t requests, const SlotTensors& state) {
+    for (int64_t request = 0; request < requests; ++request)
+        require(slots[request] >= 0 && slots[request] < state.num_slots, "there is no such slot");
+    return slots;
+}
+
+// Layouts come from draft lengths on either side: they must agree.
+void check_rows(const DraftedRows& rows) {
+    for (int64_t row = 0; rows.row_request && row < rows.num_rows; ++row)
+        require(rows.row_request[row] >= 0 && rows.row_request[row] < rows.num_requests &&
+                    rows.row_offset[row] >= 0 && rows.row_offset[row] <= rows.most_drafts,
+                "a row is of no request");
+    for (int64_t request = 0; request < rows.num_requests; ++request) {
+        const int64_t drafts = rows.num_draft_tokens[request];
+        require(drafts >= 0 && drafts <= rows.most_drafts, "a draft is too long");
+        if (!rows.first_row) continue;
+        const int64_t first = rows.first_row[request];
+        require(first >= 0 && first + drafts < rows.num_rows, "a draft has no rows");
+    }
 }
 
 void make_needs(Needs* made, bool sampling, bool top_k, bool top_p, bool min_p, bool penalties,
@@ -64,6 +91,8 @@ void run_verify(Address logits, int64_t stride, int64_t tokens, const DraftedRow
                 Address token_ids, Address num_tokens, Address num_accepted) {
     require(rates.empty() || static_cast<int64_t>(rates.size()) >= rows.most_drafts,
             "a rate for each draft token");
+    checked(rows.slots, rows.num_requests, slots);
+    check_rows(rows);
     nb::gil_scoped_release released;
     verify({at<const float>(logits), stride, tokens}, rows, slots, needs,
            rates.empty() ? nullptr : rates.data(),
@@ -73,15 +102,15 @@ void run_verify(Address logits, int64_t stride, int64_t tokens, const DraftedRow
 void run_draft(Address logits, int64_t stride, int64_t tokens, int64_t count, Address slots,
                Address positions, const SlotTensors& state, const Needs& needs, Address probs_out,
                int64_t probs_stride, Address out) {
+    const int64_t* own = checked(at<const int64_t>(slots), count, state);
     nb::gil_scoped_release released;
-    draft({at<const float>(logits), stride, tokens}, count, at<const int64_t>(slots),
-          at<const int64_t>(positions), state, needs, at<float>(probs_out), probs_stride,
+    draft({at<const float>(logits), stride, tokens}, count, own, at<const int64_t>(positions), state, needs, at<float>(probs_out), probs_stride,
           at<int64_t>(out));
 }
 
 void run_commit(int64_t count, Address slots, Address token_ids, int64_t width, Address num_tokens,
                 const SlotTensors& state) {
-    commit(count, at<const int64_t>(slots), at<const int64_t>(token_ids), width,
+    commit(count, checked(at<const int64_t>(slots), count, state), at<const int64_t>(token_ids), width,
            at<const int64_t>(num_tokens), state);
 }
 

@@ -12,6 +12,8 @@ namespace slipstream {
 
 // Tokens whose largest logit is kept, and tokens of a slice.
 constexpr int64_t group_tokens = 64, slice_tokens = 4096;
+// Kernels may write so many numbers behind the last of a list.
+constexpr int64_t slack = 16;
 
 inline int64_t num_groups(int64_t tokens) { return (tokens + group_tokens - 1) / group_tokens; }
 inline int64_t num_slices(int64_t tokens) { return (tokens + slice_tokens - 1) / slice_tokens; }
@@ -66,7 +68,13 @@ struct SamplingKernels {
     float (*sum_weights)(const float* logits, int64_t count, const Distribution& row);
     // Logits to weights, in place.
     void (*weigh)(float* logits, int64_t count, const Distribution& row);
-    // The logits of a whole row that reach `least`, in any groups that do; how many.
+    // Of weights: the sum of those that reach `least`.
+    float (*sum_reaching)(const float* weights, int64_t count, float least);
+    // Of values, those of at least `least` and below `end`, moved to the front in their order; how
+    // many.
+    int64_t (*keep)(float* values, int64_t count, float least, float end);
+    // The logits of a whole row that reach `least`, in any groups that do; how many. It
+    // overwrites up to `slack` numbers behind the last.
     int64_t (*gather)(const float* logits, int64_t tokens, const float* groups, float least,
                       float* out);
     void (*probabilities)(const float* logits, int64_t count, const Distribution& row, float* out);

@@ -126,6 +126,32 @@ void weigh(float* logits, int64_t count, const Distribution& row) {
         store_up_to(logits + i, weights_of(load_up_to(logits + i, count - i), row), count - i);
 }
 
+float sum_reaching(const float* weights, int64_t count, float least) {
+    const F16 bound = broadcast(least);
+    F16 sums[4] = {zero(), zero(), zero(), zero()};
+    for (int64_t i = 0; i < count; i += lanes) {
+        const F16 weight = count - i >= lanes
+                               ? load(weights + i)
+                               : load_first(weights + i, static_cast<int>(count - i));
+        F16& part = sums[i / lanes % 4];
+        part = part + where_at_least(weight, bound, weight);
+    }
+    return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+int64_t keep(float* values, int64_t count, float least, float end) {
+    const F16 bound = broadcast(least), limit = broadcast(end);
+    int64_t kept = 0, i = 0;
+    // What is written lies before what is still to be read.
+    for (; i + lanes <= count; i += lanes) {
+        const F16 value = load(values + i);
+        kept += append(values + kept, value, at_least(value, bound) & greater(limit, value));
+    }
+    for (; i < count; ++i)
+        if (values[i] >= least && values[i] < end) values[kept++] = values[i];
+    return kept;
+}
+
 int64_t gather(const float* logits, int64_t tokens, const float* groups, float least, float* out) {
     const F16 bound = broadcast(least);
     int64_t found = 0;
@@ -134,8 +160,8 @@ int64_t gather(const float* logits, int64_t tokens, const float* groups, float l
         const int64_t end = start + group_tokens < tokens ? start + group_tokens : tokens;
         int64_t i = start;
         for (; i + lanes <= end; i += lanes) {
-            unsigned reach = at_least(load(logits + i), bound);
-            for (; reach; reach &= reach - 1) out[found++] = logits[i + __builtin_ctz(reach)];
+            const F16 logit = load(logits + i);
+            found += append(out + found, logit, at_least(logit, bound));
         }
         for (; i < end; ++i)
             if (logits[i] >= least) out[found++] = logits[i];
@@ -211,8 +237,9 @@ void noise(const NoiseKey& key, int64_t count, uint32_t* words, float* numbers) 
     }
 }
 
-const SamplingKernels kernels = {process, largest_of, sum_weights, weigh, gather,
-                                 probabilities, subtract, race, noise};
+const SamplingKernels kernels = {process,      largest_of, sum_weights,   weigh,    sum_reaching,
+                                 keep,         gather,     probabilities, subtract, race,
+                                 noise};
 const bool entered = sampling_kernels.enter(this_level, &kernels);
 
 }  // namespace

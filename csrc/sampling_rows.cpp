@@ -14,7 +14,17 @@ ByLevel<SamplingKernels> sampling_kernels;
 namespace {
 
 constexpr float smallest_temperature = 1e-5f;  // as in sampling/logits.py
-constexpr float no_limit = -std::numeric_limits<float>::infinity();
+constexpr float endless = std::numeric_limits<float>::infinity(), no_limit = -endless;
+
+// Fewer are done sooner by one thread than another is woken.
+constexpr int64_t few_tokens = 2 * slice_tokens;
+
+// As `parallel_for`, of tasks that together pass over so many tokens.
+template <typename Work>
+void spread(int64_t tasks, int64_t all_tokens, Work&& work) {
+    if (all_tokens > few_tokens) return parallel_for(tasks, work);
+    for (int64_t task = 0; task < tasks; ++task) work(task);
+}
 
 int64_t slice_size(int64_t first, int64_t tokens) { return std::min(slice_tokens, tokens - first); }
 
@@ -26,14 +36,6 @@ bool is_cut_off(const Row& row, int64_t tokens) {
 
 void set_total(Row& row, double total) {
     row.distribution.scale = 1.0f / static_cast<float>(std::max(total, 1.0));
-}
-
-// Of weights, those that reach `least`: their number, moved to the front.
-int64_t keep_reaching(float* weights, int64_t count, float least) {
-    int64_t kept = 0;
-    for (int64_t i = 0; i < count; ++i)
-        if (weights[i] >= least) weights[kept++] = weights[i];
-    return kept;
 }
 
 int64_t total_mass(const float* weights, int64_t count) {
@@ -54,7 +56,7 @@ float bound_of(const Row& row, int64_t groups, bool by_top_k, int64_t wanted, fl
     if (by_top_k)  // k groups hold k tokens that reach the k-th largest
         return row.top_k <= groups ? kth_largest(values, groups, row.top_k) : no_limit;
     kernels.weigh(values, groups, row.distribution);
-    const int64_t kept = keep_reaching(values, groups, row.distribution.lowest_weight);
+    const int64_t kept = kernels.keep(values, groups, row.distribution.lowest_weight, endless);
     if (total_mass(values, kept) < wanted) return no_limit;
     const float weight = mass_threshold(values, kept, wanted);
     std::copy(row.groups, row.groups + groups, values);
@@ -68,7 +70,8 @@ float bound_of(const Row& row, int64_t groups, bool by_top_k, int64_t wanted, fl
 // The thresholds of top_k and top_p. `total`: of all weights that min_p leaves, without a top_k.
 void cut_off(Row& row, int64_t tokens, double total) {
     thread_local std::vector<float> memory;
-    if (static_cast<int64_t>(memory.size()) < tokens) memory.resize(tokens);
+    const int64_t needed = 2 * tokens + slack;  // a list, and a copy of it
+    if (static_cast<int64_t>(memory.size()) < needed) memory.resize(needed);
     float* values = memory.data();
     const auto& kernels = sampling_kernels.active();
     Distribution& found = row.distribution;
@@ -79,15 +82,16 @@ void cut_off(Row& row, int64_t tokens, double total) {
     int64_t count = kernels.gather(row.logits, tokens, row.groups, bound, values);
     if (by_top_k && count >= row.top_k) {
         found.lowest_logit = kth_largest(values, count, row.top_k);
-        count = keep_reaching(values, count, found.lowest_logit);
+        count = kernels.keep(values, count, found.lowest_logit, endless);
     }
     kernels.weigh(values, count, found);
-    count = keep_reaching(values, count, row.min_p);
+    count = kernels.keep(values, count, row.min_p, endless);
     if (by_top_k) wanted = wanted_mass(total_mass(values, count), row.top_p);
     if (row.top_p < 1.0f && count) {
-        const float threshold = mass_threshold(values, count, wanted);
+        std::copy(values, values + count, values + count);
+        const float threshold = mass_threshold(values + count, count, wanted);
         found.lowest_weight = std::max(found.lowest_weight, threshold);
-        count = keep_reaching(values, count, threshold);
+        count = kernels.keep(values, count, threshold, endless);
     }
     set_total(row, static_cast<double>(total_mass(values, count)) / mass_units);
 }
@@ -97,7 +101,7 @@ void find_best(std::vector<Row>& rows, int64_t tokens, Workspace& space) {
     const int64_t slices = num_slices(tokens), count = static_cast<int64_t>(rows.size());
     space.bests.resize(count * slices);
     Best* bests = space.bests.data();
-    parallel_for(count * slices, [&](int64_t task) {
+    spread(count * slices, count * tokens / 4, [&](int64_t task) {
         Row& row = rows[task / slices];
         if (!row.is_used) return;
         const int64_t first = task % slices * slice_tokens, size = slice_size(first, tokens);
@@ -156,14 +160,14 @@ void scan(std::vector<Row>& rows, int64_t tokens, Workspace& space) {
     if (!sampled) return;
     space.sums.assign(sampled * slices, 0.0f);
     float* sums = space.sums.data();
-    parallel_for(sampled * slices, [&](int64_t task) {
+    spread(sampled * slices, sampled * tokens, [&](int64_t task) {
         const Row& row = rows[list[task / slices]];
         if (limits_top_k(row, tokens)) return;
         const int64_t first = task % slices * slice_tokens;
         sums[task] = kernels.sum_weights(row.logits + first, slice_size(first, tokens),
                                          row.distribution);
     });
-    parallel_for(sampled, [&](int64_t task) {
+    spread(sampled, cut * tokens, [&](int64_t task) {
         Row& row = rows[list[task]];
         double total = 0.0;
         for (int64_t slice = 0; slice < slices; ++slice) total += sums[task * slices + slice];
@@ -177,7 +181,7 @@ void run_races(Race* races, int64_t count, int64_t tokens, Workspace& space) {
     const int64_t slices = num_slices(tokens);
     space.bests.resize(count * slices);
     Best* bests = space.bests.data();
-    parallel_for(count * slices, [&](int64_t task) {
+    spread(count * slices, count * tokens, [&](int64_t task) {
         const Race& race = races[task / slices];
         const int64_t first = task % slices * slice_tokens, size = slice_size(first, tokens);
         float own[slice_tokens];

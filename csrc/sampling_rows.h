@@ -11,6 +11,7 @@ namespace slipstream {
 // The state of all slots; shapes as in `SamplingSlots` of sampling_table.py, null where there is
 // none. `ints` and `floats` have a stride, the others are dense.
 struct SlotTensors {
+    int64_t num_slots;
     int64_t* ints;
     int64_t ints_stride;
     const float* floats;

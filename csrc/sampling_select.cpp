@@ -1,9 +1,28 @@
 #include "sampling_select.h"
 
+#include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <utility>
+
+#include "sampling.h"
 
 namespace slipstream {
 namespace {
+
+constexpr int64_t few = 1024;  // weights that are selected from at once
+
+uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+float value_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
 
 float median(float a, float b, float c) {
     if (a > b) std::swap(a, b);
@@ -53,7 +72,29 @@ float kth_largest(float* values, int64_t count, int64_t k) {
 }
 
 float mass_threshold(float* weights, int64_t count, int64_t wanted) {
-    return select(weights, count, wanted, mass_of);
+    const auto& kernels = sampling_kernels.active();
+    // Weights are not negative: their bits rise as they do. The threshold is in [low, high).
+    uint32_t low = bits_of(*std::min_element(weights, weights + count));
+    uint32_t high = bits_of(*std::max_element(weights, weights + count)) + 1;
+    const double target = static_cast<double>(wanted) / mass_units;
+    double above = 0.0;
+    while (count > few && high - low > 1) {
+        const uint32_t middle = low + (high - low) / 2;
+        double reaching = 0.0;
+        for (int64_t i = 0; i < count; i += slice_tokens)
+            reaching += static_cast<double>(kernels.sum_reaching(
+                weights + i, std::min(slice_tokens, count - i), value_of(middle)));
+        if (above + reaching >= target) {
+            low = middle;
+        } else {
+            above += reaching;
+            high = middle;
+        }
+        count = kernels.keep(weights, count, value_of(low), value_of(high));
+        if (!count) return value_of(high);
+    }
+    const auto rest = static_cast<int64_t>(std::ceil((target - above) * mass_units));
+    return select(weights, count, std::max<int64_t>(rest, 1), mass_of);
 }
 
 }  // namespace slipstream

@@ -16,7 +16,8 @@ inline int64_t mass_of(float weight) {
 float kth_largest(float* values, int64_t count, int64_t k);
 
 // The largest weight such that those not below it have the mass `wanted` (at least 1); the smallest
-// of all if none has. Puts them in another order.
+// of all if none has. Destroys the list. Among thousands of weights that are as good as equal
+// rounding decides which it is.
 float mass_threshold(float* weights, int64_t count, int64_t wanted);
 
 }  // namespace slipstream

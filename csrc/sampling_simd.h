@@ -22,6 +22,11 @@ inline unsigned equal(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_E
 inline F16 where_at_least(F16 key, F16 least, F16 x) {
     return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(key.v, least.v, _CMP_GE_OQ), x.v)};
 }
+// Writes the lanes of the mask one behind the other, and something behind them.
+inline int64_t append(float* p, F16 x, unsigned mask) {
+    _mm512_storeu_ps(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(mask), x.v));
+    return __builtin_popcount(mask);
+}
 inline U16 words(uint32_t x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
 inline U16 load_words(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline void store(uint32_t* p, U16 x) { _mm512_storeu_si512(p, x.v); }
@@ -189,6 +194,19 @@ inline void split(F16 x, F16& mantissa, F16& exponent) {
     }
 }
 
+#endif
+
+#if !defined(__AVX512F__)
+inline int64_t append(float* p, F16 x, unsigned mask) {
+    float all[lanes];
+    store(all, x);
+    int64_t count = 0;
+    for (int i = 0; i < lanes; ++i) {
+        p[count] = all[i];
+        count += mask >> i & 1;
+    }
+    return count;
+}
 #endif
 
 // -log1p(-u) of u in (0, 1), a multiple of 2^-33 at least: an exponential number, within 2 ulp.

@@ -3,6 +3,7 @@
 Probabilities agree up to rounding, so choices may differ where two tokens are as good as equal:
 tests of tokens use few enough numbers that this does not happen by chance.
 """
+# ruff: noqa: E402  (without the module nothing else is imported)
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ cpp = pytest.importorskip("_slipstream_cpu")
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.kernels.cpu.sampling import SAMPLING as CPP
-from slipstream.sampling import noise, verification
+from slipstream.sampling import noise
 from slipstream.sampling.logits import TRUNCATIONS, probabilities, process
 from slipstream.sampling.noise import NoiseKeys, Purpose
 from slipstream.sampling.rows import SampleRows

@@ -16,6 +16,7 @@ def dense(tensor: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
     """
     assert tensor.dtype == dtype, f"{tensor.dtype} in place of {dtype}"
     assert tensor.shape == shape, f"{tuple(tensor.shape)} in place of {shape}"
+    assert tensor.is_cpu
     return tensor.contiguous()
 
 
@@ -23,4 +24,5 @@ def lines(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A matrix of which each row is dense; rows may have gaps between them."""
     assert tensor.dtype == dtype, f"{tensor.dtype} in place of {dtype}"
     assert tensor.dim() == 2, "a matrix is asked for"
+    assert tensor.is_cpu
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()

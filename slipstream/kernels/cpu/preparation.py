@@ -4,6 +4,7 @@ A call is a few microseconds, most of them for the tensors that it makes: so res
 memory, and what stays from call to call is looked at once.
 """
 
+import operator
 from weakref import WeakKeyDictionary
 
 import _slipstream_cpu as cpp
@@ -38,18 +39,18 @@ def expand_rows(
         NO_TOKEN if mask_token is None else mask_token, numbers.data_ptr(),
         block_tables.data_ptr(), token_ids.data_ptr(),
     )  # fmt: skip
-    positions, places, query_start, context_lens, last_row = numbers.split(
-        (rows, rows, requests + 1, requests, requests)
-    )
+    start = 2 * rows
     inputs = AttentionInputs(
-        query_start=query_start,
-        context_lens=context_lens,
+        query_start=_part(numbers, start, requests + 1),
+        context_lens=_part(numbers, start + requests + 1, requests),
         block_tables=block_tables,
-        positions=positions,
-        slots=places,
+        positions=_part(numbers, 0, rows),
+        slots=_part(numbers, rows, rows),
         max_rows=most,
     )
-    return PaddedRows(token_ids, inputs, query_start[:requests], last_row)
+    first_row = _part(numbers, start, requests)
+    last_row = _part(numbers, start + 2 * requests + 1, requests)
+    return PaddedRows(token_ids, inputs, first_row, last_row)
 
 
 def advance_drafts(
@@ -73,14 +74,13 @@ def advance_drafts(
     if vocabulary is not None:
         vocabulary = _integers(vocabulary)
         vocabulary_size = len(vocabulary)
-    numbers = torch.empty((2, requests), dtype=torch.int64)
+    numbers = torch.empty(2 * requests, dtype=torch.int64)
     cpp.advance_drafts(
         _handle(tables), requests, slots.data_ptr(), known.data_ptr(), wanted.data_ptr(),
         picked.data_ptr(), address(vocabulary), vocabulary_size, tokens.data_ptr(), width, index,
         numbers.data_ptr(),
     )  # fmt: skip
-    starts, lengths = numbers.unbind()
-    return starts, lengths
+    return _part(numbers, 0, requests), _part(numbers, requests, requests)
 
 
 def write_tokens(tables: RequestTables, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
@@ -108,13 +108,12 @@ def commit(
     assert len(slots) == len(num_new) == len(num_tokens) == len(num_accepted) == requests
     at_end = dense(at_end, torch.bool, requests)
     tokens = dense(tokens, torch.int64, requests, width)
-    gains = torch.empty((2, requests), dtype=torch.int64)
+    gains = torch.empty(2 * requests, dtype=torch.int64)
     cpp.commit(
         _handle(tables), requests, slots.data_ptr(), num_new.data_ptr(), at_end.data_ptr(),
         tokens.data_ptr(), width, num_tokens.data_ptr(), num_accepted.data_ptr(), gains.data_ptr(),
     )  # fmt: skip
-    gained, accepted = gains.unbind()
-    return gained, accepted
+    return _part(gains, 0, requests), _part(gains, requests, requests)
 
 
 def keep_path(
@@ -129,6 +128,7 @@ def keep_path(
     slots, roots, counts = _integers(slots), _integers(roots), _integers(counts)
     assert len(slots) == len(roots) == len(counts) == requests
     path = dense(path, torch.int64, requests, width)
+    assert pages.is_cpu
     assert pages.is_contiguous()
     assert pages.shape[2] == tables.block_size
     token_bytes = pages.shape[3] * pages.shape[4] * pages.element_size()
@@ -143,7 +143,13 @@ def _integers(tensor: Tensor) -> Tensor:
     """[n] int64, dense."""
     assert tensor.dtype == torch.int64
     assert tensor.dim() == 1
+    assert tensor.is_cpu
     return tensor.contiguous()
+
+
+def _part(numbers: Tensor, start: int, size: int) -> Tensor:
+    """A view of some of them: of all ways to ask for one the cheapest."""
+    return numbers.as_strided((size,), (1,), start)
 
 
 def _handle(tables: RequestTables) -> cpp.Tables:
@@ -151,14 +157,17 @@ def _handle(tables: RequestTables) -> cpp.Tables:
     handle = _TABLES.get(tables)
     if handle is None:
         slots, columns = tables.token_ids.shape
-        token_ids = dense(tables.token_ids, torch.int32, slots, columns)
         num_blocks = tables.block_tables.shape[1]
-        block_tables = dense(tables.block_tables, torch.int32, slots, num_blocks)
-        num_tokens = dense(tables.num_tokens, torch.int64, slots)
-        num_computed = dense(tables.num_computed, torch.int64, slots)
-        assert token_ids.data_ptr() == tables.token_ids.data_ptr(), "tables must be dense"
+        token_ids, block_tables, num_tokens, num_computed = found = (
+            dense(tables.token_ids, torch.int32, slots, columns),
+            dense(tables.block_tables, torch.int32, slots, num_blocks),
+            dense(tables.num_tokens, torch.int64, slots),
+            dense(tables.num_computed, torch.int64, slots),
+        )
+        given = tables.token_ids, tables.block_tables, tables.num_tokens, tables.num_computed
+        assert all(map(operator.is_, found, given)), "tables must be dense"
         handle = _TABLES[tables] = cpp.Tables(
-            token_ids.data_ptr(), columns, num_tokens.data_ptr(), num_computed.data_ptr(),
+            slots, token_ids.data_ptr(), columns, num_tokens.data_ptr(), num_computed.data_ptr(),
             block_tables.data_ptr(), num_blocks, tables.block_size,
         )  # fmt: skip
     return handle

@@ -75,9 +75,7 @@ def commit(slots: Tensor, token_ids: Tensor, num_tokens: Tensor, state: Sampling
     )  # fmt: skip
 
 
-def _rows(
-    rows: JudgedRows, num_rows: int, vocab_size: int
-) -> tuple[cpp.DraftedRows, list[Tensor]]:
+def _rows(rows: JudgedRows, num_rows: int, vocab_size: int) -> tuple[cpp.DraftedRows, list[Tensor]]:
     """The rows, and the tensors whose addresses they have."""
     (requests, most_drafts), integers = rows.draft_tokens.shape, torch.int64
     kept = [
@@ -149,9 +147,12 @@ def _slots(
         if tensor is not None:
             assert tensor.is_contiguous()
             columns = tensor.shape[1]
+    assert ints.is_cpu
+    assert len(ints) == len(floats) == len(stop_ids)
     return cpp.SlotTensors(
-        ints.data_ptr(), ints.stride(0), floats.data_ptr(), floats.stride(0), stop_ids.data_ptr(),
-        stop_ids.shape[1], address(counts), address(state.prompt_mask), address(bias), columns,
+        len(ints), ints.data_ptr(), ints.stride(0), floats.data_ptr(), floats.stride(0),
+        stop_ids.data_ptr(), stop_ids.shape[1], address(counts), address(state.prompt_mask),
+        address(bias), columns,
     )  # fmt: skip
 
 
