@@ -11,5 +11,7 @@ void bind_matmul(nanobind::module_& module);
 void bind_layers(nanobind::module_& module);
 void bind_attention(nanobind::module_& module);
 void bind_rows(nanobind::module_& module);
+void bind_preparation(nanobind::module_& module);
+void bind_sampling(nanobind::module_& module);
 
 }  // namespace slipstream

@@ -75,4 +75,6 @@ NB_MODULE(_slipstream_cpu, module) {
     slipstream::bind_layers(module);
     slipstream::bind_attention(module);
     slipstream::bind_rows(module);
+    slipstream::bind_preparation(module);
+    slipstream::bind_sampling(module);
 }

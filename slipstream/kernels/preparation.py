@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.kernels.devices import runs_triton
+from slipstream.kernels.devices import runs_cpp, runs_triton
 from slipstream.kernels.table import AttentionInputs
 
 
@@ -176,6 +176,10 @@ def preparation_for(device: torch.device) -> PreparationOps:
         from slipstream.kernels.triton.preparation import PREPARATION as TRITON
 
         return TRITON
+    if runs_cpp(device):
+        from slipstream.kernels.cpu.preparation import PREPARATION as CPU
+
+        return CPU
     from slipstream.kernels.reference.preparation import PREPARATION as REFERENCE
 
     return REFERENCE

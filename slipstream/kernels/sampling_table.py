@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.kernels.devices import runs_triton
+from slipstream.kernels.devices import runs_cpp, runs_triton
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,11 +124,15 @@ class SamplingOps:
 @functools.cache
 def sampling_ops_for(device: torch.device) -> SamplingOps | None:
     """The fused ops that serve `device`; None leaves it to plain torch."""
-    if not runs_triton(device):
-        return None
-    from slipstream.kernels.triton.sampling import SAMPLING
+    if runs_triton(device):
+        from slipstream.kernels.triton.sampling import SAMPLING as TRITON
 
-    return SAMPLING
+        return TRITON
+    if runs_cpp(device):
+        from slipstream.kernels.cpu.sampling import SAMPLING as CPU
+
+        return CPU
+    return None
 
 
 def reads_are_free(device: torch.device) -> bool:

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.kernels.devices import runs_triton
+from slipstream.kernels.devices import runs_cpp, runs_triton
 
 
 class SuffixLookupOp(Protocol):
@@ -41,6 +41,10 @@ def suffix_lookup_for(device: torch.device) -> SuffixLookupOp:
         from slipstream.kernels.triton.suffix_lookup import suffix_lookup as triton
 
         return triton
+    if runs_cpp(device):
+        from slipstream.kernels.cpu.suffix_lookup import suffix_lookup as cpu
+
+        return cpu
     from slipstream.kernels.reference.suffix_lookup import suffix_lookup as reference
 
     return reference

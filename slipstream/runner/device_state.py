@@ -1,6 +1,7 @@
 """What the device knows of every running request, indexed by slot."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -70,7 +71,7 @@ class DeviceState:
             changes = upload([cells, blocks], self.device)
             self.block_tables.view(-1).index_copy_(0, changes[0], changes[1].to(torch.int32))
 
-    @property
+    @cached_property
     def tables(self) -> RequestTables:
         """The same tensors, as kernels take them."""
         return RequestTables(

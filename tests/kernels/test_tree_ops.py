@@ -41,6 +41,10 @@ pytestmark = [
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 COLUMNS = {"reference": REFERENCE, "triton": TRITON}
 PREPARATIONS = {"reference": REFERENCE_PREPARATION, "triton": TRITON_PREPARATION}
+if not ON_GPU and importlib.util.find_spec("_slipstream_cpu"):
+    from slipstream.kernels.cpu.preparation import PREPARATION as CPP_PREPARATION
+
+    PREPARATIONS["cpu"] = CPP_PREPARATION
 BLOCK, WIDTH = 8, 17  # tokens of a block, blocks of a table
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 
@@ -242,9 +246,9 @@ def test_the_accepted_way_moves_to_where_a_chain_is(column: str, numbers: tuple[
             source = pages.flatten(1, 2)[:, places[root + path[index]]]
             expected[:, places[root + index]] = source
     state = RequestTables(
-        token_ids=torch.zeros(6, 1, dtype=torch.int32, device=DEVICE),
-        num_tokens=torch.zeros(6, dtype=torch.int64, device=DEVICE),
-        num_computed=torch.zeros(6, dtype=torch.int64, device=DEVICE),
+        token_ids=torch.zeros(5, 1, dtype=torch.int32, device=DEVICE),
+        num_tokens=torch.zeros(5, dtype=torch.int64, device=DEVICE),
+        num_computed=torch.zeros(5, dtype=torch.int64, device=DEVICE),
         block_tables=torch.cat((tables[:1] * 0, tables[[2, 0, 3, 1]])).to(DEVICE),
         block_size=BLOCK,
     )

@@ -7,8 +7,6 @@ tests of tokens use few enough numbers that this does not happen by chance.
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -33,12 +31,25 @@ from slipstream.kernels.triton import sampling as fused
 from slipstream.kernels.triton.launch import options
 from slipstream.kernels.triton.philox import noise_words, token_noise, uniform
 from slipstream.sampling import noise, verification
-from slipstream.sampling import state as state_module
 from slipstream.sampling.logits import TRUNCATIONS, probabilities, process
 from slipstream.sampling.noise import NoiseKeys, Purpose
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState, Uses
-from slipstream.sampling.verification import LOSSLESS, Verification, sample_draft, verify
+from slipstream.sampling.verification import Verification, sample_draft, verify
+from tests.kernels.sampling_cases import (
+    DEVICE,
+    FULL,
+    GREEDY,
+    KINDS,
+    LEAN,
+    PROCESSED,
+    SAMPLED,
+    TRUNCATED,
+    judge,
+    make_batch,
+    make_state,
+    served_by,
+)
 
 # The interpreter computes with numpy, which warns of overflows and infinities that are meant.
 # Triton 3.6 also leans on what numpy 2.4 took away, and 3.9 announces a default of 3.10.
@@ -48,7 +59,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
 ]
 
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 VOCABULARIES = [1, 37, 1000, 151936] if ON_GPU else [1, 37, 151, 300]
 
 
@@ -63,115 +73,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
         tiles = fused.Tiles(block=256, group=16, groups_at_once=8)
         monkeypatch.setattr(fused, "TILES", tiles)
-
-
-@contextmanager
-def served_by(ops: Any) -> Iterator[None]:
-    """Sampling with these ops, or with plain torch when there are none."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (verification, state_module):
-            patch.setattr(module, "sampling_ops_for", lambda device: ops)
-        yield
-
-
-# Batches
-
-
-GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 0.8}
-PENALISED = {"presence_penalty": 0.7, "frequency_penalty": -0.4, "repetition_penalty": 1.3}
-LEAN: list[dict[str, Any]] = [GREEDY, SAMPLED, {"temperature": 1.0}, GREEDY, {"temperature": 1.7}]
-TRUNCATED: list[dict[str, Any]] = [
-    {"top_k": 3},
-    SAMPLED | {"top_p": 0.83},
-    GREEDY | {"top_k": 2},
-    {"min_p": 0.07, "temperature": 1.3},
-    {"top_k": 40, "top_p": 0.6, "min_p": 0.011},
-]
-PROCESSED: list[dict[str, Any]] = [
-    SAMPLED | PENALISED,
-    GREEDY | {"logit_bias": {0: 3.0}, "repetition_penalty": 0.8},
-    SAMPLED,
-    {"min_tokens": 6, "frequency_penalty": 1.1},
-    GREEDY | {"min_tokens": 5},
-]
-FULL: list[dict[str, Any]] = [
-    a | b for a, b in zip(TRUNCATED, [PENALISED, {}, {"min_tokens": 4}, PENALISED, {}], strict=True)
-]
-KINDS = {
-    "greedy": [GREEDY] * 5,
-    "lean": LEAN,
-    "truncated": TRUNCATED,
-    "processed": PROCESSED,
-    "full": FULL,
-}
-
-
-def make_state(kinds: Sequence[dict[str, Any]], vocab_size: int) -> SamplingState:
-    """Slots in reverse order, with some history."""
-    state = SamplingState(len(kinds), vocab_size, DEVICE)
-    for index, params in enumerate(kinds):
-        prompt = [token % vocab_size for token in (0, 3, 1, 30 + index)]
-        request = Request(
-            request_id=str(index),
-            token_ids=list(prompt),
-            params=SamplingParams(**params),
-            seed=(1 << 63) + 77 * index,
-            stop_token_ids=frozenset({2, 5 % vocab_size, vocab_size - 1}),
-            max_tokens=100,
-            num_speculative_tokens=4,
-            arrival=index,
-        )
-        request.token_ids.extend(token % vocab_size for token in (7, 7, 36, 9))
-        request.num_steps = 3 * index
-        state.admit(len(kinds) - 1 - index, request)
-    return state
-
-
-def make_batch(
-    state: SamplingState, most_drafts: int, seed: int, reduced: bool, uniform_rows: bool
-) -> tuple[Tensor, SampleRows]:
-    """(logits, rows): drafts of all lengths that are often right, some ended by -1."""
-    generator = torch.Generator().manual_seed(seed)
-    num, vocab_size = state.max_num_seqs, state.vocab_size
-    logits = torch.randn(num, most_drafts + 1, vocab_size, generator=generator) * 2
-    drafts = logits[:, :most_drafts].argmax(-1)
-    chance = torch.rand(drafts.shape, generator=generator)
-    drafts = torch.where(
-        chance < 0.3, torch.randint(vocab_size, drafts.shape, generator=generator), drafts
-    )
-    drafts[chance > 0.97] = -1
-    lengths = torch.randint(most_drafts + 1, (num,), generator=generator)
-    vocabulary = None
-    if reduced:
-        vocabulary = torch.unique(
-            torch.cat((drafts.clamp_min(0).flatten(), torch.arange(0, vocab_size, 3)))
-        )
-    width = vocab_size if vocabulary is None else len(vocabulary)
-    probs = (torch.randn(num, most_drafts, width, generator=generator) * 2).softmax(-1)
-    one_hot = torch.rand(num, generator=generator) < 0.3
-    rows = SampleRows.build(
-        torch.arange(num - 1, -1, -1).to(DEVICE),
-        torch.randint(1, 1000, (num,), generator=generator).to(DEVICE),
-        drafts.to(DEVICE),
-        lengths.to(DEVICE),
-        one_hot.to(DEVICE),
-        probs.to(DEVICE) if most_drafts else None,
-        None if vocabulary is None else vocabulary.to(DEVICE),
-        num_rows=None if uniform_rows else int(lengths.sum()) + num,
-    )
-    logits = logits.to(DEVICE)
-    return logits[rows.request, rows.offset].contiguous(), rows
-
-
-def judge(
-    ops: Any, logits: Tensor, rows: SampleRows, state: SamplingState, how: Verification = LOSSLESS
-) -> tuple[list[Any], ...]:
-    with served_by(ops):
-        uses = state.uses(rows.slots.tolist())
-        verdict = verify(logits, rows, state, uses, how)
-    return tuple(
-        part.tolist() for part in (verdict.token_ids, verdict.num_tokens, verdict.num_accepted)
-    )
 
 
 # Noise
@@ -536,5 +437,4 @@ def test_batches_without_requests() -> None:
 
 def test_cuda_devices_are_served() -> None:
     assert sampling_ops_for(torch.device("cuda")) is fused.SAMPLING
-    assert sampling_ops_for(torch.device("cpu")) is None
     assert options(torch.device("cpu"))["pdl"] is False

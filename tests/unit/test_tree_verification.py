@@ -1,6 +1,6 @@
 """The walk through trees, against a plain one, and by the fused ops as by plain torch."""
 
-import importlib.util
+import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.kernels import sampling_table
 from slipstream.sampling import state as state_module
 from slipstream.sampling import thresholds, verification
 from slipstream.sampling.rows import SampleRows
@@ -31,6 +32,18 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0, "min_tokens": 6, "stop_token_ids": [1, 7, 9]},
 ]
 KNOWN = [5, 8, 8, 2]  # of every request; the first three are its prompt
+
+
+@pytest.fixture(autouse=True)
+def plain_torch_serves_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It defines what is right; tests/kernels compare the C++ kernels with it."""
+    chosen = sampling_table.sampling_ops_for
+    for module in (verification, state_module):
+        monkeypatch.setattr(
+            module,
+            "sampling_ops_for",
+            lambda device: None if device.type == "cpu" else chosen(device),
+        )
 
 
 def make_state() -> SamplingState:
@@ -169,18 +182,21 @@ def test_some_ways_are_long_and_some_are_cut() -> None:
     assert cut > 0
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("column", ["triton", "cpu"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 @pytest.mark.parametrize("ragged", [True, False])
-def test_fused_ops_go_the_same_way(ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.kernels.triton import sampling as fused
-
+def test_fused_ops_go_the_same_way(
+    ragged: bool, column: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton" if column == "triton" else "_slipstream_cpu")
+    fused = importlib.import_module(f"slipstream.kernels.{column}.sampling")
     trees, parents = make_trees(3, ragged, width=6)
     logits = logits_of(trees, parents, 3)
     uses = make_state().uses(range(len(PARAMS)))
     expected = verify_trees(logits, trees, make_state(), uses, LOSSLESS)
-    monkeypatch.setattr(fused, "TILES", fused.Tiles(block=32, group=16))
+    if column == "triton":
+        monkeypatch.setattr(fused, "TILES", fused.Tiles(block=32, group=16))
     for module in (verification, state_module):
         monkeypatch.setattr(module, "sampling_ops_for", lambda device: fused.SAMPLING)
     found = verify_trees(logits, trees, make_state(), uses, LOSSLESS)

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.kernels import sampling_table
 from slipstream.sampling import state as state_module
 from slipstream.sampling import thresholds, verification
 from slipstream.sampling.logits import probabilities, process
@@ -27,6 +28,18 @@ from slipstream.sampling.verification import (
 
 VOCAB = 6
 GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def plain_torch_serves_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It defines what is right; tests/kernels compare the C++ kernels with it."""
+    chosen = sampling_table.sampling_ops_for
+    for module in (verification, state_module):
+        monkeypatch.setattr(
+            module,
+            "sampling_ops_for",
+            lambda device: None if device.type == "cpu" else chosen(device),
+        )
 
 
 def make_state(params: Sequence[dict[str, Any]], vocab_size: int = VOCAB) -> SamplingState:

@@ -1,7 +1,10 @@
-"""Batch preparation and suffix lookup in Triton do what their plain torch references do."""
+"""Batch preparation and suffix lookup in Triton and in C++ do what plain torch does."""
 # ruff: noqa: E402  (what is imported first decides whether kernels are interpreted)
 
+import importlib
+import importlib.util
 import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,18 +14,37 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from slipstream.kernels.preparation import RequestTables
+from slipstream.kernels.preparation import PreparationOps, RequestTables
 from slipstream.kernels.reference.preparation import PREPARATION as REFERENCE
 from slipstream.kernels.reference.suffix_lookup import suffix_lookup as reference_lookup
+from slipstream.kernels.suffix_lookup import SuffixLookupOp
 
-pytest.importorskip("triton")
-
-from slipstream.kernels.triton.preparation import PREPARATION as TRITON
-from slipstream.kernels.triton.suffix_lookup import suffix_lookup as triton_lookup
-
+CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+NEEDED = {"triton": "triton", "cpu": "_slipstream_cpu"}
+COLUMNS = [name for name, module in NEEDED.items() if importlib.util.find_spec(module)]
 SLOTS, LENGTH, BLOCK = 7, 45, 8
 PADDING = SLOTS - 1  # a slot without tokens
+
+
+def ops_of(column: str) -> PreparationOps:
+    module = importlib.import_module(f"slipstream.kernels.{column}.preparation")
+    ops: PreparationOps = module.PREPARATION
+    return ops
+
+
+def lookup_of(column: str) -> SuffixLookupOp:
+    module = importlib.import_module(f"slipstream.kernels.{column}.suffix_lookup")
+    lookup: SuffixLookupOp = module.suffix_lookup
+    return lookup
+
+
+@pytest.fixture(params=COLUMNS, autouse=True)
+def column(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name: str = request.param
+    if name == "cpu":
+        monkeypatch.setattr(sys.modules[__name__], "DEVICE", CPU)
+    return name
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -65,12 +87,12 @@ def assert_same_tables(ours: RequestTables, theirs: RequestTables) -> None:
 @pytest.mark.parametrize("slots", [(3,), (2, 0, 5, 1), (4, 1, PADDING, PADDING)])
 @pytest.mark.parametrize("mask_token", [None, 0, 1, 151_670])
 def test_rows_are_expanded_as_by_the_reference(
-    most: int, slots: tuple[int, ...], mask_token: int | None
+    most: int, slots: tuple[int, ...], mask_token: int | None, column: str
 ) -> None:
     tables, where = make_tables(), on_device(*slots)
     starts = tables.num_computed[where]
     lengths = torch.arange(len(slots), device=DEVICE) % (most + 1)
-    ours = TRITON.expand_rows(tables, where, starts, lengths, most, mask_token)
+    ours = ops_of(column).expand_rows(tables, where, starts, lengths, most, mask_token)
     theirs = REFERENCE.expand_rows(tables, where, starts, lengths, most, mask_token)
     assert ours.token_ids.dtype == theirs.token_ids.dtype == torch.int32
     if mask_token is not None:  # all rows but the last known token's
@@ -87,24 +109,24 @@ def test_rows_are_expanded_as_by_the_reference(
     assert ours.inputs.positions.max() < LENGTH
 
 
-def test_numbers_of_requests_may_have_gaps() -> None:
+def test_numbers_of_requests_may_have_gaps(column: str) -> None:
     """What stands between them is some other request's number."""
     tables = make_tables()
     slots, lengths = on_device(2, 0, 5, 1, 3, 4), on_device(3, 1, 0, 2, 1, 3)
     starts = tables.num_computed[slots]
     for step in (2, 3):
         spread = slots[::step], starts[::step], lengths[::step]
-        ours = TRITON.expand_rows(tables, *spread, 3)
+        ours = ops_of(column).expand_rows(tables, *spread, 3)
         theirs = REFERENCE.expand_rows(tables, *(it.contiguous() for it in spread), 3)
         assert torch.equal(ours.token_ids, theirs.token_ids)
         assert torch.equal(ours.inputs.slots, theirs.inputs.slots)
         both = []
-        for column, given in (
-            (TRITON, (slots[::step], lengths[::step])),
+        for ops, given in (
+            (ops_of(column), (slots[::step], lengths[::step])),
             (REFERENCE, (slots[::step].contiguous(), lengths[::step].contiguous())),
         ):
             own, tokens = copied(tables), on_device(*range(100, 109)).view(3, 3)
-            column.write_tokens(own, given[0], tokens[: len(given[0])], given[1])
+            ops.write_tokens(own, given[0], tokens[: len(given[0])], given[1])
             both.append(own)
         # Behind the known tokens what is not asked for may be written too.
         for slot, count in zip(slots[::step].tolist(), lengths[::step].tolist(), strict=True):
@@ -115,15 +137,15 @@ def test_numbers_of_requests_may_have_gaps() -> None:
 
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize("reduced", [False, True])
-def test_drafts_advance_as_by_the_reference(index: int, reduced: bool) -> None:
+def test_drafts_advance_as_by_the_reference(index: int, reduced: bool, column: str) -> None:
     tables, where = make_tables(), on_device(2, 0, 5, 1)
     known, wanted = tables.num_tokens[where], on_device(3, 1, 0, 2)
     picked = on_device(3, 0, 4, 1)
     vocabulary = on_device(7, 11, 13, 50, 89) if reduced else None
     both = []
-    for column in (TRITON, REFERENCE):
+    for ops in (ops_of(column), REFERENCE):
         own, tokens = copied(tables), torch.zeros((4, 3), dtype=torch.int64, device=DEVICE)
-        starts, lengths = column.advance_drafts(
+        starts, lengths = ops.advance_drafts(
             own, where, known, wanted, picked, vocabulary, tokens, index
         )
         both.append((own, tokens, starts, lengths))
@@ -135,12 +157,12 @@ def test_drafts_advance_as_by_the_reference(index: int, reduced: bool) -> None:
 
 
 @pytest.mark.parametrize("width", [0, 1, 4])
-def test_drafts_are_written_as_by_the_reference(width: int) -> None:
+def test_drafts_are_written_as_by_the_reference(width: int, column: str) -> None:
     tables, where = make_tables(), on_device(4, 2, 0)
     tokens = torch.randint(100, 200, (3, width), generator=seeded(1)).to(DEVICE)
     counts = on_device(min(1, width), min(3, width), 0)
     ours, theirs = copied(tables), copied(tables)
-    TRITON.write_tokens(ours, where, tokens, counts)
+    ops_of(column).write_tokens(ours, where, tokens, counts)
     REFERENCE.write_tokens(theirs, where, tokens, counts)
     for request, (slot, count) in enumerate(zip(where.tolist(), counts.tolist(), strict=True)):
         known = int(tables.num_tokens[slot])
@@ -152,16 +174,16 @@ def test_drafts_are_written_as_by_the_reference(width: int) -> None:
             assert written.tolist() == tokens[request, :legal].tolist()
 
 
-def test_verdicts_are_committed_as_by_the_reference() -> None:
+def test_verdicts_are_committed_as_by_the_reference(column: str) -> None:
     tables, where = make_tables(), on_device(4, 0, 3, 1, PADDING, PADDING)
     new = on_device(1, 1, 6, 1, 0, 0)
     at_end = on_device(1, 1, 0, 1, 0, 0) != 0
     tokens = torch.randint(100, 200, (6, 4), generator=seeded(2)).to(DEVICE)
     counts, accepted = on_device(4, 1, 2, 3, 1, 1), on_device(3, 0, 1, 2, 0, 0)
     both = []
-    for column in (TRITON, REFERENCE):
+    for ops in (ops_of(column), REFERENCE):
         own = copied(tables)
-        gains = column.commit(own, where, new, at_end, tokens, counts, accepted)
+        gains = ops.commit(own, where, new, at_end, tokens, counts, accepted)
         both.append((own, gains))
     (ours, our_gains), (theirs, their_gains) = both
     for slot in range(SLOTS):
@@ -177,14 +199,44 @@ def test_verdicts_are_committed_as_by_the_reference() -> None:
 @pytest.mark.parametrize(("shortest", "longest"), [(1, 1), (2, 3), (1, 5)])
 @pytest.mark.parametrize("width", [1, 4, 7])
 def test_suffixes_are_looked_up_as_by_the_reference(
-    shortest: int, longest: int, width: int
+    shortest: int, longest: int, width: int, column: str
 ) -> None:
     generator = seeded(shortest + 10 * longest)
     token_ids = torch.randint(0, 4, (5, 1100), generator=generator).int().to(DEVICE)
     slots = on_device(3, 0, 4, 1, 2)
     known = on_device(1090, 1, 2, 37, 0)
-    ours = triton_lookup(token_ids, slots, known, width, shortest, longest)
+    ours = lookup_of(column)(token_ids, slots, known, width, shortest, longest)
     theirs = reference_lookup(token_ids, slots, known, width, shortest, longest)
     assert torch.equal(ours[1], theirs[1])
     assert ours[1][0]  # a long text of four letters has every short suffix
     assert torch.equal(ours[0][ours[1]], theirs[0][theirs[1]])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 64])
+def test_texts_of_one_letter_repeat_themselves(length: int, column: str) -> None:
+    text = torch.full((1, 64), 7, dtype=torch.int32, device=DEVICE)
+    given = text, on_device(0), on_device(length), 3, 1, 4
+    ours, theirs = lookup_of(column)(*given), reference_lookup(*given)
+    assert ours[1].tolist() == theirs[1].tolist() == [length > 1]
+    assert length == 1 or ours[0].tolist() == [[7, 7, 7]]
+
+
+@pytest.mark.skipif("cpu" not in COLUMNS, reason="the C++ kernels are not built")
+def test_places_that_do_not_exist_are_refused() -> None:
+    """Where plain torch refuses them too; the kernels get bare addresses."""
+    tables = make_tables()
+    ops, one = ops_of("cpu"), on_device(1).to(CPU)
+    tables = replace(
+        tables,
+        **{
+            name: getattr(tables, name).to(CPU)
+            for name in ("token_ids", "num_tokens", "num_computed", "block_tables")
+        },
+    )
+    for slot in (-1, SLOTS):
+        with pytest.raises(ValueError, match="no such slot"):
+            ops.expand_rows(tables, torch.tensor([slot]), one, one, 2)
+        with pytest.raises(ValueError, match="no such slot"):
+            lookup_of("cpu")(tables.token_ids, torch.tensor([slot]), one, 2, 1, 2)
+    with pytest.raises(ValueError, match="vocabulary"):
+        ops.advance_drafts(tables, one, one, one, one + 7, one, one.view(1, 1).clone(), 0)

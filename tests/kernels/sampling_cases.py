@@ -1,0 +1,130 @@
+"""States, batches and verdicts for tests of fused sampling."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.sampling import state as state_module
+from slipstream.sampling import verification
+from slipstream.sampling.rows import SampleRows
+from slipstream.sampling.state import SamplingState
+from slipstream.sampling.verification import LOSSLESS, Verification, verify
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def served_by(ops: Any) -> Iterator[None]:
+    """Sampling with these ops, or with plain torch when there are none."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (verification, state_module):
+            patch.setattr(module, "sampling_ops_for", lambda device: ops)
+        yield
+
+
+# Batches
+
+
+GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 0.8}
+PENALISED = {"presence_penalty": 0.7, "frequency_penalty": -0.4, "repetition_penalty": 1.3}
+LEAN: list[dict[str, Any]] = [GREEDY, SAMPLED, {"temperature": 1.0}, GREEDY, {"temperature": 1.7}]
+TRUNCATED: list[dict[str, Any]] = [
+    {"top_k": 3},
+    SAMPLED | {"top_p": 0.83},
+    GREEDY | {"top_k": 2},
+    {"min_p": 0.07, "temperature": 1.3},
+    {"top_k": 40, "top_p": 0.6, "min_p": 0.011},
+]
+PROCESSED: list[dict[str, Any]] = [
+    SAMPLED | PENALISED,
+    GREEDY | {"logit_bias": {0: 3.0}, "repetition_penalty": 0.8},
+    SAMPLED,
+    {"min_tokens": 6, "frequency_penalty": 1.1},
+    GREEDY | {"min_tokens": 5},
+]
+FULL: list[dict[str, Any]] = [
+    a | b for a, b in zip(TRUNCATED, [PENALISED, {}, {"min_tokens": 4}, PENALISED, {}], strict=True)
+]
+KINDS = {
+    "greedy": [GREEDY] * 5,
+    "lean": LEAN,
+    "truncated": TRUNCATED,
+    "processed": PROCESSED,
+    "full": FULL,
+}
+
+
+def make_state(
+    kinds: Sequence[dict[str, Any]], vocab_size: int, device: torch.device = DEVICE
+) -> SamplingState:
+    """Slots in reverse order, with some history."""
+    state = SamplingState(len(kinds), vocab_size, device)
+    for index, params in enumerate(kinds):
+        prompt = [token % vocab_size for token in (0, 3, 1, 30 + index)]
+        request = Request(
+            request_id=str(index),
+            token_ids=list(prompt),
+            params=SamplingParams(**params),
+            seed=(1 << 63) + 77 * index,
+            stop_token_ids=frozenset({2, 5 % vocab_size, vocab_size - 1}),
+            max_tokens=100,
+            num_speculative_tokens=4,
+            arrival=index,
+        )
+        request.token_ids.extend(token % vocab_size for token in (7, 7, 36, 9))
+        request.num_steps = 3 * index
+        state.admit(len(kinds) - 1 - index, request)
+    return state
+
+
+def make_batch(
+    state: SamplingState, most_drafts: int, seed: int, reduced: bool, uniform_rows: bool
+) -> tuple[Tensor, SampleRows]:
+    """(logits, rows): drafts of all lengths that are often right, some ended by -1."""
+    generator = torch.Generator().manual_seed(seed)
+    num, vocab_size = state.max_num_seqs, state.vocab_size
+    logits = torch.randn(num, most_drafts + 1, vocab_size, generator=generator) * 2
+    drafts = logits[:, :most_drafts].argmax(-1)
+    chance = torch.rand(drafts.shape, generator=generator)
+    drafts = torch.where(
+        chance < 0.3, torch.randint(vocab_size, drafts.shape, generator=generator), drafts
+    )
+    drafts[chance > 0.97] = -1
+    lengths = torch.randint(most_drafts + 1, (num,), generator=generator)
+    vocabulary = None
+    if reduced:
+        vocabulary = torch.unique(
+            torch.cat((drafts.clamp_min(0).flatten(), torch.arange(0, vocab_size, 3)))
+        )
+    width = vocab_size if vocabulary is None else len(vocabulary)
+    probs = (torch.randn(num, most_drafts, width, generator=generator) * 2).softmax(-1)
+    one_hot = torch.rand(num, generator=generator) < 0.3
+    rows = SampleRows.build(
+        torch.arange(num - 1, -1, -1).to(state.device),
+        torch.randint(1, 1000, (num,), generator=generator).to(state.device),
+        drafts.to(state.device),
+        lengths.to(state.device),
+        one_hot.to(state.device),
+        probs.to(state.device) if most_drafts else None,
+        None if vocabulary is None else vocabulary.to(state.device),
+        num_rows=None if uniform_rows else int(lengths.sum()) + num,
+    )
+    logits = logits.to(state.device)
+    return logits[rows.request, rows.offset].contiguous(), rows
+
+
+def judge(
+    ops: Any, logits: Tensor, rows: SampleRows, state: SamplingState, how: Verification = LOSSLESS
+) -> tuple[list[Any], ...]:
+    with served_by(ops):
+        uses = state.uses(rows.slots.tolist())
+        verdict = verify(logits, rows, state, uses, how)
+    return tuple(
+        part.tolist() for part in (verdict.token_ids, verdict.num_tokens, verdict.num_accepted)
+    )

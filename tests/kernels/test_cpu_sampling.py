@@ -1,0 +1,398 @@
+"""Sampling in C++ against plain torch, at every level of instructions that runs here.
+
+Probabilities agree up to rounding, so choices may differ where two tokens are as good as equal:
+tests of tokens use few enough numbers that this does not happen by chance.
+"""
+# ruff: noqa: E402  (without the module nothing else is imported)
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+cpp = pytest.importorskip("_slipstream_cpu")
+
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.kernels.cpu.sampling import SAMPLING as CPP
+from slipstream.sampling import noise
+from slipstream.sampling.logits import TRUNCATIONS, probabilities, process
+from slipstream.sampling.noise import NoiseKeys, Purpose
+from slipstream.sampling.rows import SampleRows
+from slipstream.sampling.state import SamplingState, Uses
+from slipstream.sampling.verification import Verification, sample_draft, verify
+from tests.kernels.sampling_cases import (
+    FULL,
+    GREEDY,
+    KINDS,
+    LEAN,
+    PROCESSED,
+    SAMPLED,
+    TRUNCATED,
+    judge,
+    make_batch,
+    make_state,
+    served_by,
+)
+
+CPU = torch.device("cpu")
+VOCABULARIES = [1, 17, 33, 151, 1000, 4100]
+
+
+@pytest.fixture(params=cpp.levels(), autouse=True)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = cpp.level()
+    cpp.set_level(request.param)
+    yield request.param
+    cpp.set_level(before)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = cpp.num_threads()
+    cpp.set_num_threads(request.param)
+    yield request.param
+    cpp.set_num_threads(before)
+
+
+# Noise
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+def test_noise(purpose: Purpose) -> None:
+    tokens = 4096
+    for seed, position, step in (
+        (0x0123456789ABCDEF, 0, 3), (-5, 6, 0), (1 << 62, (1 << 31) + 3, 1 << 31), (0, 77, 9),
+    ):  # fmt: skip
+        words = torch.empty(tokens, dtype=torch.int32)
+        numbers = torch.empty(tokens)
+        cpp.fill_noise(seed, position, step, int(purpose), words, numbers)
+        keys = NoiseKeys(*(torch.tensor([number]) for number in (seed, position, step)))
+        expected = noise._words(keys, purpose, torch.arange(tokens // 4))
+        expected_words = torch.stack(expected, -1).flatten()
+        assert torch.equal(words.long() & 0xFFFFFFFF, expected_words)
+        u = noise._open_uniforms(expected).flatten()
+        exact = -torch.log1p(-u.double())
+        ulp = torch.nextafter(exact.float(), torch.tensor(torch.inf)) - exact.float()
+        assert ((numbers.double() - exact).abs() <= 2 * ulp).all()
+
+
+# Verification
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("most_drafts", [0, 1, 3, 8])
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_verify(name: str, most_drafts: int, vocab_size: int) -> None:
+    state = make_state(KINDS[name], vocab_size, CPU)
+    accepted = 0
+    for seed in range(2):
+        for uniform_rows in (True, False):
+            reduced = bool((seed + most_drafts + uniform_rows) % 2)
+            logits, rows = make_batch(state, most_drafts, seed, reduced, uniform_rows)
+            before = logits.clone()
+            expected = judge(None, logits, rows, state)
+            assert judge(CPP, logits, rows, state) == expected
+            assert torch.equal(logits, before)
+            accepted += sum(expected[2])
+    assert accepted or not most_drafts
+
+
+@pytest.mark.parametrize("rates", [(1.0, 0.6, 0.3, 0.0), (0.5,)])
+@pytest.mark.parametrize("most_drafts", [0, 2, 4])
+def test_synthetic_rates(rates: tuple[float, ...], most_drafts: int) -> None:
+    state = make_state(LEAN, 37, CPU)
+    rates = (*rates, *[0.0] * 4)[:4]
+    for seed in range(3):
+        batch = make_batch(state, most_drafts, seed, False, True)
+        how = Verification(synthetic_rates=rates)
+        assert judge(CPP, *batch, state, how) == judge(None, *batch, state, how)
+
+
+@pytest.mark.parametrize(("name", "vocab_size"), [("lean", 151), ("full", 37), ("full", 4100)])
+def test_a_grammar_forbids_tokens(name: str, vocab_size: int) -> None:
+    state = make_state(KINDS[name], vocab_size, CPU)
+    logits, rows = make_batch(state, 2, 5, False, True)
+    words = -(-vocab_size // 32)
+    generator = torch.Generator().manual_seed(1)
+    allowed = torch.randint(-(1 << 31), 1 << 31, (rows.num_rows, words), generator=generator)
+    allowed[0, 1:] = -1
+    allowed[2] = 0
+    allowed[2, -1] = 1  # all but one
+    rows = replace(rows, allowed=allowed.to(torch.int32))
+    assert judge(CPP, logits, rows, state) == judge(None, logits, rows, state)
+
+
+@pytest.mark.parametrize("uniform_rows", [True, False])
+def test_some_drafts_of_a_sampled_request_are_certain(uniform_rows: bool) -> None:
+    state, changed = make_state(LEAN, 151, CPU), 0
+    for seed in range(4):
+        logits, rows = make_batch(state, 3, seed, bool(seed % 2), uniform_rows)
+        before = judge(None, logits, rows, state)
+        chance = torch.rand(rows.draft_tokens.shape, generator=torch.Generator().manual_seed(seed))
+        rows = replace(rows, certain=chance < 0.5)
+        expected = judge(None, logits, rows, state)
+        assert judge(CPP, logits, rows, state) == expected
+        changed += expected != before
+    assert changed
+
+
+def test_bad_words_are_banned_first() -> None:
+    state = make_state([SAMPLED, GREEDY], 37, CPU)
+    for slot in range(2):
+        params = replace(state.request(slot).params)
+        request = Request("", [3, 4], params, 1, frozenset(), 9, 2, 0, bad_words=((4, 5), (6,)))
+        state.admit(slot, request)
+    logits, rows = make_batch(state, 1, 0, False, True)
+    logits[:] = 0.0
+    logits[:, 5], logits[:, 6] = 9.0, 8.0
+    expected = judge(None, logits, rows, state)
+    assert judge(CPP, logits, rows, state) == expected
+
+
+def test_processed_logits_equal_the_reference_to_the_bit() -> None:
+    """As far as a verdict shows them: bits of equal logits decide who is sampled."""
+    for name in ("processed", "full"):
+        for vocab_size in (151, 4100):
+            state = make_state([kind | GREEDY for kind in KINDS[name]], vocab_size, CPU)
+            for slot in range(5):
+                logits, rows = make_batch(state, 3, slot, False, False)
+                logits[0, 3] = -0.0
+                uses = state.uses(range(5))
+                processed = process(logits, rows, state, uses)
+                drafted, _, accepted = judge(CPP, logits, rows, state)
+                for index, tokens in enumerate(drafted):
+                    row = int(rows.first_row[index]) + accepted[index]
+                    assert tokens[accepted[index]] == int(processed[row].argmax())
+
+
+def test_the_smallest_of_equal_tokens_is_chosen() -> None:
+    state = make_state([GREEDY] * 3, 9000, CPU)
+    logits = torch.zeros(3, 9000)
+    logits[0, [4300, 4299, 8999]] = 7.0
+    logits[1, 0], logits[1, 1] = -0.0, 0.0
+    logits[2] = -torch.inf
+    rows = make_batch(state, 0, 0, False, True)[1]
+    assert judge(CPP, logits, rows, state)[0] == [[4299], [0], [0]]
+
+
+@pytest.mark.parametrize("kinds", [LEAN, FULL])
+def test_rows_without_a_legal_logit_give_a_legal_token(kinds: list[dict[str, Any]]) -> None:
+    state = make_state(kinds, 300, CPU)
+    for value in (-torch.inf, torch.nan, torch.inf):
+        logits, rows = make_batch(state, 1, 0, False, True)
+        logits[:] = value
+        for tokens, count, _ in zip(*judge(CPP, logits, rows, state), strict=True):
+            assert all(0 <= token < 300 for token in tokens[:count])
+
+
+@pytest.mark.parametrize("kinds", [LEAN, TRUNCATED, FULL])
+def test_all_but_one_token_may_be_masked(kinds: list[dict[str, Any]]) -> None:
+    state = make_state(kinds, 300, CPU)
+    logits, rows = make_batch(state, 0, 0, False, True)
+    logits[:] = -torch.inf
+    logits[:, 211] = -3.0
+    assert judge(CPP, logits, rows, state)[0] == [[211]] * 5
+
+
+def test_an_empty_residual_samples_the_target() -> None:
+    """A draft that is refused although it is the target's only token."""
+    state = make_state([SAMPLED] * 5, 37, CPU)
+    logits, rows = make_batch(state, 1, 0, False, True)
+    logits[:] = -torch.inf
+    logits[:, 11] = 1.0
+    rows = replace(
+        rows, draft_tokens=torch.full_like(rows.draft_tokens, 12),
+        num_draft_tokens=torch.ones_like(rows.num_draft_tokens), one_hot=rows.slots < 3,
+        draft_probs=torch.nn.functional.one_hot(torch.full((5, 1), 11), 37).float(),
+    )  # fmt: skip
+    assert judge(CPP, logits, rows, state)[0] == [[11, -1]] * 5
+
+
+def test_the_verdict_does_not_depend_on_threads_or_neighbours(threads: int) -> None:
+    """One request alone with K draft tokens, ragged, and beside others, uniform."""
+    vocab_size = 9001
+    state = make_state([*LEAN, *FULL], vocab_size, CPU)
+    logits, rows = make_batch(state, 3, 1, False, True)
+    tokens, _, accepted = judge(CPP, logits, rows, state)
+    for index in range(10):
+        length = int(rows.num_draft_tokens[index])
+        one = slice(index, index + 1)
+        alone = SampleRows.build(
+            rows.slots[one],
+            rows.positions[one],
+            rows.draft_tokens[one, :length],
+            rows.num_draft_tokens[one],
+            rows.one_hot[one],
+            None if rows.draft_probs is None else rows.draft_probs[one, :length],
+            num_rows=length + 1,
+        )
+        found = judge(CPP, logits[index * 4 : index * 4 + length + 1], alone, state)
+        assert found[0][0] == tokens[index][: length + 1]
+        assert found[2][0] == accepted[index]
+    cpp.set_num_threads(1)
+    assert judge(CPP, logits, rows, state)[0] == tokens
+
+
+# Truncation
+
+
+KINDS_OF_TRUNCATION: list[dict[str, Any]] = [
+    {"top_k": 1}, {"top_k": 5}, {"top_k": 200}, {"top_p": 0.5}, {"top_p": 0.987},
+    {"top_p": 1e-6}, {"min_p": 0.3}, {"min_p": 0.02, "top_p": 0.7}, {"top_k": 60, "top_p": 0.9},
+    {"top_k": 7, "min_p": 0.2, "top_p": 0.45}, {}, {"top_p": 0.9, "temperature": 100.0},
+    {"top_k": 1 << 40, "top_p": 1.0}, {"min_p": 1.0},
+]  # fmt: skip
+
+
+def state_of(kinds: list[dict[str, Any]], vocab_size: int) -> SamplingState:
+    state = SamplingState(len(kinds), vocab_size, CPU)
+    for slot, params in enumerate(kinds):
+        request = Request("", [0], SamplingParams(**params), 1, frozenset(), 9, 4, 0)
+        state.admit(slot, request)
+    return state
+
+
+def drafted(logits: Tensor, state: SamplingState, ops: Any) -> tuple[Tensor, Tensor]:
+    slots = torch.arange(len(logits))
+    out = torch.full_like(logits, torch.nan)
+    needs = frozenset({Uses.SAMPLING, *TRUNCATIONS})
+    with served_by(ops):
+        tokens = sample_draft(logits, slots, slots, state, needs, logits.shape[1], probs_out=out)
+    return tokens, out
+
+
+@pytest.mark.parametrize("vocab_size", [1, 17, 33, 151, 1000, 9000])
+@pytest.mark.parametrize("spread", [0.05, 1.0, 20.0])
+def test_thresholds(vocab_size: int, spread: float) -> None:
+    """Flat and peaked rows, with ties: what is kept."""
+    state = state_of(KINDS_OF_TRUNCATION, vocab_size)
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(len(KINDS_OF_TRUNCATION), vocab_size, generator=generator) * spread
+        if seed % 2 == 0:
+            logits[::2] = (logits[::2] * 4).round() / 4
+        expected = probabilities(
+            logits, state.temperature, state.top_k, state.top_p, state.min_p, TRUNCATIONS
+        )
+        _, out = drafted(logits, state, CPP)
+        # C++ has no numbers below the least normal one.
+        out, expected = (torch.where(it < 1e-37, 0.0, it) for it in (out, expected))
+        parted = (out > 0) != (expected > 0)
+        if vocab_size > 1000:
+            # Of so many tokens alike, rounding decides which is the last: a few at most.
+            whole = torch.softmax(logits.double() / state.temperature.double().unsqueeze(1), -1)
+            assert (whole * parted).sum(-1).max() < 5e-3
+            assert parted.sum(-1).max() <= 2
+        else:
+            assert not parted.any()
+        out = torch.where(parted, expected, out)
+        torch.testing.assert_close(
+            out, expected, rtol=5e-4 if vocab_size > 1000 else 2e-5, atol=1e-9
+        )
+        torch.testing.assert_close(out.sum(1), torch.ones(len(out)))
+
+
+@pytest.mark.parametrize("kinds", [KINDS_OF_TRUNCATION])
+def test_a_whole_vocabulary(kinds: list[dict[str, Any]], level: str) -> None:
+    """Of the size of real ones: the same tokens, and the same numbers of them."""
+    if level not in (cpp.levels()[0], cpp.levels()[-1]):
+        pytest.skip("the lowest and the highest level stand for the others")
+    state = state_of(kinds, 151_936)
+    logits = torch.randn(len(kinds), 151_936, generator=torch.Generator().manual_seed(3)) * 3
+    tokens, out = drafted(logits, state, CPP)
+    expected_tokens, expected = drafted(logits, state, None)
+    kept, expected_kept = (out > 0).sum(1), (expected > 0).sum(1)
+    assert ((kept - expected_kept).abs() <= 1 + expected_kept // 1000).all()
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-6)
+    assert torch.equal(tokens, expected_tokens)
+
+
+# Drafts and commits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("legal", [30, 151, 1000])
+@pytest.mark.parametrize("name", ["greedy", "lean", "truncated"])
+def test_draft(name: str, legal: int, dtype: torch.dtype) -> None:
+    vocab_size = 151
+    state = make_state(KINDS[name], 1000, CPU)
+    uses = state.uses(range(5))
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        logits = (torch.randn(5, vocab_size, generator=generator) * 2).to(dtype)
+        slots = torch.tensor([4, 0, 1, 3, 2])
+        found = []
+        for ops in (None, CPP):
+            whole = torch.full((5, 3, min(legal, vocab_size)), torch.nan)
+            out = whole[:, 1] if Uses.SAMPLING in uses else None
+            with served_by(ops):
+                tokens = sample_draft(logits, slots, slots + 9, state, uses, legal, probs_out=out)
+            assert whole[:, ::2].isnan().all()
+            found.append((tokens, whole[:, 1]))
+        assert torch.equal(found[0][0], found[1][0])
+        torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-9, equal_nan=True)
+        with served_by(CPP):
+            tokens = sample_draft(logits, slots, slots, state, uses, legal, greedy_only=True)
+        assert torch.equal(tokens, logits[:, :legal].argmax(-1))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 17, 33, 1000, 151_936])
+def test_greedy_drafts(vocab_size: int, threads: int) -> None:
+    state = make_state([GREEDY] * 9, vocab_size, CPU)
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = (torch.randn(9, vocab_size, generator=generator) * 8).round()  # many ties
+    slots = torch.arange(9)
+    for count in range(1, 10):
+        args = logits[:count], slots[:count], slots[:count], state, frozenset()
+        with served_by(CPP):
+            assert torch.equal(sample_draft(*args, vocab_size), logits[:count].argmax(-1))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 9])
+def test_numbers_of_requests_may_have_gaps_or_be_one(rows: int) -> None:
+    """As `expand` and slices make them; what stands between is some other request's number."""
+    state = make_state(LEAN, 151, CPU)
+    uses = state.uses(range(5))
+    logits = torch.randn(rows, 151, generator=torch.Generator().manual_seed(2))
+    numbers = torch.tensor([2, 0, 1, 3, 4] * 4)
+    for view in (numbers[:1].expand(rows), numbers[: 2 * rows : 2]):
+        found = []
+        for ops in (None, CPP):
+            probs = torch.empty(rows, 151)
+            with served_by(ops):
+                found.append(
+                    sample_draft(logits, view, view + 9, state, uses, 151, probs_out=probs)
+                )
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("penalties", [False, True])
+def test_commit(penalties: bool) -> None:
+    states = [make_state(PROCESSED, 37, CPU) for _ in range(2)]
+    slots = torch.tensor([3, 0, 4, 0])  # padding stands in slot 0 again
+    token_ids = torch.tensor([[4, 4, 4], [1, -1, -1], [8, 2, -1], [9, 9, 9]])
+    counts = torch.tensor([3, 1, 2, 0])
+    uses = frozenset({Uses.PENALTIES} if penalties else ())
+    for state, ops in zip(states, (None, CPP), strict=True):
+        with served_by(ops):
+            state.commit(slots, token_ids, counts, uses)
+    for name in ("ints", "floats", "output_counts", "prompt_mask"):
+        assert torch.equal(getattr(states[0], name), getattr(states[1], name)), name
+    fresh = make_state(PROCESSED, 37, CPU)
+    assert fresh.output_counts is not None
+    assert torch.equal(states[0].output_counts, fresh.output_counts) != penalties
+
+
+def test_batches_without_requests() -> None:
+    state = make_state(LEAN, 37, CPU)
+    none = torch.zeros(0, dtype=torch.int64)
+    rows = SampleRows.build(none, none, none.view(0, 2), none, none > 0)
+    with served_by(CPP):
+        logits = torch.zeros(0, 37)
+        assert verify(logits, rows, state, frozenset({Uses.SAMPLING})).token_ids.shape == (0, 3)
+        assert sample_draft(logits, none, none, state, frozenset(), 37).shape == (0,)
+        state.commit(none, none.view(0, 3), none, frozenset())
