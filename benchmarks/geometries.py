@@ -70,6 +70,8 @@ def _llama(
 GEOMETRIES = {
     # For tests: an engine that is ready in no time.
     "tiny": {**_qwen3(64, 160, 4, 8, True), "head_dim": 16, "vocab_size": 512},
+    # The same over the tokens of the bundled demo, whose tokenizer a checkpoint can then have.
+    "tiny-text": {**_qwen3(64, 160, 4, 8, True), "head_dim": 16, "vocab_size": 4096},
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, True),
