@@ -121,7 +121,8 @@ def compare(
             result, log = results[entry.name], logs / f"{_file_name(entry)}.log"
             say(f"loading {entry.name}")
             try:
-                prepare(entry, log, timeout)
+                if entry.converts:
+                    prepare(entry, log, timeout)
                 peer = Peer(entry, log, timeout)
             except PeerError as error:
                 result.error = f"{error} (see {log})"

@@ -22,6 +22,7 @@ class Kind:
             a row gets.
         preload: a library of its environment, loaded before all others.
         environment: of its process.
+        converts: it reads files of its own kind.
     """
 
     module: str
@@ -29,6 +30,7 @@ class Kind:
     forms: dict[str, dict[str, dict[str, Any]]]
     preload: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    converts: bool = False
 
 
 _HINTS = {"bf16 hint": {"hint": "bf16"}, "f32 hint": {"hint": "f32"}}
@@ -55,11 +57,13 @@ PEERS = {
         module="llama",
         packages="llama-cpp-python gguf",
         forms={"bf16": {"": {}}, "int8": {"Q8_0": {}}, "int4": {"Q4_0": {}}},
+        converts=True,
     ),
     "openvino": Kind(
         module="openvino",
         packages="openvino-genai optimum-intel nncf",
         forms={"bf16": {"": {"hint": "bf16"}}, "int8": _HINTS, "int4": _HINTS},
+        converts=True,
     ),
 }
 
@@ -77,4 +81,5 @@ def entries(name: str, venv: Path, job: Job) -> Iterator[Entry]:
             python=venv.absolute() / "bin" / "python",
             job=replace(job, options=options),
             environment=environment,
+            converts=kind.converts,
         )

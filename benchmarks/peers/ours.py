@@ -1,7 +1,7 @@
 """This project's engine behind the protocol.
 
-Options of a job: draft_vocab_size and draft_vocab_text, as in `speculative_config`; engine, further
-options of `LLM`.
+Options of a job: quantization, where the form alone does not say which; draft_vocab_size and
+draft_vocab_text, as in `speculative_config`; engine, further options of `LLM`.
 """
 
 from typing import Any
@@ -58,7 +58,8 @@ def _speculation(job: Job) -> dict[str, Any] | None:
 
 
 def _quantization(job: Job) -> str | None:
-    return None if job.form == "bf16" else job.form
+    named: str = job.options.get("quantization", job.form)
+    return None if named == "bf16" else named
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class Entry:
         module: of `benchmarks.peers`.
         python: the interpreter of its virtual environment.
         environment: what its process needs beside ours.
+        converts: it has to convert checkpoints first.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Entry:
     python: Path
     job: Job
     environment: dict[str, str]
+    converts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
