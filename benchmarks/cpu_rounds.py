@@ -73,7 +73,12 @@ class Values:
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
-        return {"median_s": self.median, "al": self.al, "seconds": self.seconds, "error": self.error}
+        return {
+            "median_s": self.median,
+            "al": self.al,
+            "seconds": self.seconds,
+            "error": self.error,
+        }
 
 
 @dataclass(kw_only=True)

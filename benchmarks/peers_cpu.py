@@ -16,8 +16,8 @@ cannot be loaded or cannot do a part, is reported with its reason.
 
 Forms: int8 is Q8_0 for llama.cpp and 8-bit weights per channel for OpenVINO; int4 is Q4_0 with a
 4-bit head for llama.cpp, groups of 128 with an 8-bit head for OpenVINO. Converted checkpoints are
-kept in --work. Nothing else may run beside it, please; all of it takes long, so the forms may be
-measured one after another (`--forms bf16`).
+kept in --work (`--convert-only` makes them beforehand). Nothing else may run beside it, please; all
+of it takes long, so the forms may be measured one after another (`--forms bf16`).
 """
 
 import argparse
@@ -34,7 +34,7 @@ from benchmarks.cpu_bars import Bar, best, ratio, table
 from benchmarks.cpu_own import own_entry, trimmed, write_draft_text
 from benchmarks.cpu_rounds import PREFILL, Plan, Result, batch_measure, compare
 from benchmarks.peers.catalogue import FORMS, PEERS, entries
-from benchmarks.peers.process import Entry
+from benchmarks.peers.process import Entry, PeerError, prepare
 from benchmarks.peers.protocol import Job
 from benchmarks.prompt_ids import PromptText
 from benchmarks.write_twins import write_twins
@@ -77,10 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work = Path(given.work or folder)
         if given.target is None:
             given.target, given.draft = write_twins(work / "twins", given.geometry, 4)
+        if given.convert_only:
+            return _convert(given, work)
         before = measured_apart(given.threads)[0]
-        tables = [
-            _measure(given, form, mode, work) for form in given.forms for mode in given.modes
-        ]
+        tables = [_measure(given, form, mode, work) for form in given.forms for mode in given.modes]
         rates = [before, measured_apart(given.threads)[0]]
     rate = " and ".join(f"{one / 1e9:.1f}" for one in rates)
     print(f"read bandwidth before and after: {rate} GB/s")
@@ -99,12 +99,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(given: argparse.Namespace, form: str, mode: str, work: Path) -> Table:
-    plan = Plan(
+    plan = _plan(given, mode)
+    job = _job(given, form, mode, plan, work)
+    _say(f"--- {form}, {mode}")
+    text = PromptText(given.target)  # every table from the same place on
+    rows = [*_ours(given, job, work), *_peers(given, job)]
+    results = compare(rows, plan, text, work / "logs", given.timeout, _say)
+    return Table(form, mode, plan, [*results, *_absent(given, form)])
+
+
+def _plan(given: argparse.Namespace, mode: str) -> Plan:
+    return Plan(
         prompt=given.prompt,
         decode={1: given.new_tokens, given.batch: given.batch_tokens},
         prefill=given.prefill if mode == PLAIN else 0,
         rounds=given.rounds,
     )
+
+
+def _job(given: argparse.Namespace, form: str, mode: str, plan: Plan, work: Path) -> Job:
     job = Job(
         target=str(given.target.absolute()),
         form=form,
@@ -113,17 +126,24 @@ def _measure(given: argparse.Namespace, form: str, mode: str, work: Path) -> Tab
         max_tokens=plan.max_tokens,
         work=str(work.absolute()),
     )
-    if mode == DRAFTING:
-        job = replace(
-            job,
-            draft=str(given.draft.absolute()),
-            num_speculative_tokens=given.num_speculative_tokens,
-        )
-    _say(f"--- {form}, {mode}")
-    text = PromptText(given.target)  # every table from the same place on
-    rows = [*_ours(given, job, work), *_peers(given, job)]
-    results = compare(rows, plan, text, work / "logs", given.timeout, _say)
-    return Table(form, mode, plan, [*results, *_absent(given, form)])
+    if mode == PLAIN:
+        return job
+    k = given.num_speculative_tokens
+    return replace(job, draft=str(given.draft.absolute()), num_speculative_tokens=k)
+
+
+def _convert(given: argparse.Namespace, work: Path) -> int:
+    """Only what may be done beside other work; 1 when a peer cannot."""
+    status = 0
+    for form in given.forms:
+        job = _job(given, form, given.modes[-1], _plan(given, PLAIN), work)
+        for entry in filter(lambda entry: entry.converts, _peers(given, job)):
+            try:
+                prepare(entry, work / "logs" / "convert.log", given.timeout)
+            except PeerError as error:
+                status = 1
+                _say(f"{entry.name}, {form}: {error}")
+    return status
 
 
 def _ours(given: argparse.Namespace, job: Job, work: Path) -> Iterable[Entry]:
@@ -164,11 +184,12 @@ def _print(one: Table) -> None:
     lines += [_line(one, result) for result in one.results if result.error is None]
     print(table(lines))
     for result in one.results:
-        reasons = [(None, result.error)]
-        reasons += [(measure, values.error) for measure, values in result.values.items()]
-        for measure, reason in reasons:
+        reasons = {result.name: result.error}
+        for measure, values in result.values.items():
+            reasons[f"{result.name}, {measure}"] = values.error
+        for what, reason in reasons.items():
             if reason is not None:
-                print(f"{result.name}{f', {measure}' if measure else ''}: {reason}")
+                print(f"{what}: {reason}")
 
 
 def _line(one: Table, result: Result) -> tuple[str, ...]:
@@ -266,6 +287,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     cli.add_argument("--prefill", type=int, default=1024)
     cli.add_argument("--rounds", type=int, help="[3]")
     cli.add_argument("--quick", action="store_true", help="fewer tokens and rounds")
+    cli.add_argument("--convert-only", action="store_true", help="convert checkpoints into --work")
     cli.add_argument("--timeout", type=float, default=600.0, help="seconds of any single run")
     cli.add_argument("--work", help="a folder that is kept, with converted checkpoints and logs")
     cli.add_argument("--json", help="a file for all figures")
@@ -276,6 +298,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             setattr(given, name, value)
     if (given.target is None) != (given.draft is None) and DRAFTING in given.modes:
         cli.error("give --target and --draft, or neither")
+    if given.convert_only and given.work is None:
+        cli.error("--convert-only needs --work")
     return given
 
 

@@ -47,7 +47,8 @@ class Recorder:
         return self._keep(parts, self._source.vector(parts))
 
     def _keep(self, parts: Sequence[Part], parameter: Tensor) -> Tensor:
-        for part, rows in zip(parts, parameter.split([part.rows for part in parts]), strict=True):
+        shares = torch.split(parameter, [part.rows for part in parts])
+        for part, rows in zip(parts, shares, strict=True):
             if part.name in _TABLES:
                 rows[self._num_tokens :] *= 0.5
             self.tensors[part.name] = rows

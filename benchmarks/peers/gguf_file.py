@@ -96,5 +96,3 @@ def _renamed(name: str) -> str:
         return f"{_OUTSIDE[stem]}.weight"
     _, _, layer, rest = stem.split(".", 3)
     return f"blk.{layer}.{_LAYER[rest]}.weight"
-
-

@@ -67,7 +67,8 @@ class OpenVino:
             return None
         metrics = result.extended_perf_metrics
         tokens: int = metrics.main_model_metrics.get_num_generated_tokens()
-        return tokens / max(1, tokens - metrics.get_num_accepted_tokens())
+        accepted: int = metrics.get_num_accepted_tokens()
+        return tokens / max(1, tokens - accepted)
 
 
 def converted(job: Job, checkpoint: str) -> Path:

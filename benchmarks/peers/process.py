@@ -1,5 +1,6 @@
 """The benchmark's end of an engine's process."""
 
+import contextlib
 import json
 import os
 import select
@@ -73,8 +74,8 @@ class Peer:
 
     def run(self, prompts: Prompts, num_tokens: int) -> Run:
         """Decode; PeerError when the engine cannot."""
-        asked = json.dumps({"prompts": [list(prompt) for prompt in prompts], "num_tokens": num_tokens})
-        return Run(**self._ask(asked))
+        asked = {"prompts": [list(prompt) for prompt in prompts], "num_tokens": num_tokens}
+        return Run(**self._ask(json.dumps(asked)))
 
     def close(self) -> None:
         """End the process."""
@@ -116,7 +117,8 @@ def _start(entry: Entry, log: Path, arguments: list[str]) -> subprocess.Popen[st
 
 
 def _ask(process: subprocess.Popen[str], line: str, timeout: float) -> dict[str, Any]:
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
         process.stdin.write(line + "\n")
         process.stdin.flush()
@@ -138,11 +140,10 @@ def _ask(process: subprocess.Popen[str], line: str, timeout: float) -> dict[str,
 
 def _end(process: subprocess.Popen[str]) -> None:
     """Close its input, which ends it; kill it where that is not enough."""
-    assert process.stdin is not None and process.stdout is not None
-    try:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
-    except BrokenPipeError:
-        pass
     try:
         process.wait(20)
     except subprocess.TimeoutExpired:
