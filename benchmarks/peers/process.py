@@ -119,6 +119,8 @@ def _start(entry: Entry, log: Path, arguments: list[str]) -> subprocess.Popen[st
 def _ask(process: subprocess.Popen[str], line: str, timeout: float) -> dict[str, Any]:
     assert process.stdin is not None
     assert process.stdout is not None
+    if process.stdin.closed:
+        raise PeerError("the process has ended")
     try:
         process.stdin.write(line + "\n")
         process.stdin.flush()
