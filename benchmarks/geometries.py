@@ -1,10 +1,8 @@
-"""The shapes of published models, by name, and checkpoints of these shapes with random weights."""
+"""The shapes of published models, by name, and directories that have such a shape."""
 
 import json
 from pathlib import Path
 from typing import Any
-
-import torch
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -70,6 +68,8 @@ def _llama(
 GEOMETRIES = {
     # For tests: an engine that is ready in no time.
     "tiny": {**_qwen3(64, 160, 4, 8, True), "head_dim": 16, "vocab_size": 512},
+    # The same over the tokens of the bundled demo, whose tokenizer a checkpoint can then have.
+    "tiny-text": {**_qwen3(64, 160, 4, 8, True), "head_dim": 16, "vocab_size": 4096},
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, True),
@@ -137,43 +137,4 @@ def write_config(folder: Path, geometry: str, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config = {**(HEADS.get(geometry) or geometry_named(geometry)), **changes}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    return folder
-
-
-def write_checkpoint(folder: Path, geometry: str, seed: int = 0) -> Path:
-    """A checkpoint of tied Qwen3 shape in bf16, weights drawn at random."""
-    from safetensors.torch import save_file
-
-    config = GEOMETRIES[geometry]
-    assert config["tie_word_embeddings"], "only tied geometries are written"
-    torch.manual_seed(seed)
-    width, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query = config["num_attention_heads"] * head_dim
-    key = config["num_key_value_heads"] * head_dim
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=torch.bfloat16).normal_(std=0.02)
-
-    def ones(size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=torch.bfloat16)
-
-    tensors = {"model.embed_tokens.weight": matrix(config["vocab_size"], width)}
-    for layer in range(config["num_hidden_layers"]):
-        name = f"model.layers.{layer}."
-        tensors |= {
-            name + "input_layernorm.weight": ones(width),
-            name + "post_attention_layernorm.weight": ones(width),
-            name + "self_attn.q_proj.weight": matrix(query, width),
-            name + "self_attn.k_proj.weight": matrix(key, width),
-            name + "self_attn.v_proj.weight": matrix(key, width),
-            name + "self_attn.o_proj.weight": matrix(width, query),
-            name + "self_attn.q_norm.weight": ones(head_dim),
-            name + "self_attn.k_norm.weight": ones(head_dim),
-            name + "mlp.gate_proj.weight": matrix(inner, width),
-            name + "mlp.up_proj.weight": matrix(inner, width),
-            name + "mlp.down_proj.weight": matrix(width, inner),
-        }
-    tensors["model.norm.weight"] = ones(width)
-    write_config(folder, geometry)
-    save_file(tensors, folder / "model.safetensors")
     return folder

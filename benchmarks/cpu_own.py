@@ -1,0 +1,99 @@
+"""What decoding on the CPU compares of this project: its rows, and what their steps read."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.peers.process import Entry
+from benchmarks.peers.protocol import Job
+from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.precision import weight_bytes
+from slipstream.speculative.draft_vocabulary import DraftVocabularyConfig, choose_draft_vocabulary
+
+# Modules of the running interpreter's library whose sources make the text that draft vocabularies
+# are chosen from: nothing of it is in the prompts.
+_MODULES = ("argparse", "ast", "datetime", "decimal", "inspect", "pathlib", "socket", "tarfile")
+
+
+def own_entry(name: str, job: Job) -> Entry:
+    """This project, run by this interpreter."""
+    return Entry(name=name, module="ours", python=Path(sys.executable), job=job, environment={})
+
+
+def trimmed(job: Job, size: int, text: Path) -> Job:
+    """The same with a draft over the commonest tokens of a text."""
+    options = {**job.options, "draft_vocab_size": size, "draft_vocab_text": str(text)}
+    return replace(job, options=options)
+
+
+def write_draft_text(file: Path) -> Path:
+    """A text for choosing draft vocabularies from that is not the benchmark's."""
+    sources = [Path(str(sys.modules[name].__file__)) for name in map(_imported, _MODULES)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(source.read_text("utf-8") for source in sources), "utf-8")
+    return file
+
+
+def _imported(name: str) -> str:
+    __import__(name)
+    return name
+
+
+def coverage(target: Path, size: int, text: Path, tokens: list[list[int]]) -> float | None:
+    """The share of `tokens`, which plain decoding gave, that a trimmed draft can guess."""
+    config = read_decoder_config(Checkpoint(target))
+    chosen = choose_draft_vocabulary(DraftVocabularyConfig(size, text), target, config.vocab_size)
+    allowed = frozenset(chosen)
+    given = [token for row in tokens for token in row]
+    return sum(token in allowed for token in given) / len(given) if given else None
+
+
+def round_bytes(job: Job, batch: int, context: int) -> int:
+    """What one step reads: matrices, and the keys and values of `context` tokens a request."""
+    total = _pass_bytes(Path(job.target), _quantization(job), None, batch * context)
+    if job.draft is not None:
+        size = job.options.get("draft_vocab_size")
+        draft = _pass_bytes(Path(job.draft), _quantization(job), size, batch * context)
+        total += job.num_speculative_tokens * draft
+    return total
+
+
+def resident_bytes(job: Job) -> int:
+    """The weights of target and draft in memory."""
+    return sum(
+        weight_bytes(read_decoder_config(Checkpoint(Path(one))), torch.bfloat16, _quantization(job))
+        for one in job.checkpoints
+    )
+
+
+def matrix_bytes(job: Job) -> int:
+    """What a plain pass of the target reads of matrices."""
+    return _pass_bytes(Path(job.target), _quantization(job), None, 0)
+
+
+def _pass_bytes(
+    checkpoint: Path, quantization: str | None, head: int | None, cached_tokens: int
+) -> int:
+    config = read_decoder_config(Checkpoint(checkpoint))
+    if head is not None:
+        config = replace(config, vocab_size=head)
+    weights = weight_bytes(config, torch.bfloat16, quantization)
+    # A tied head is multiplied by as it is stored, or as a rounded copy; of the table itself only
+    # a few rows are read.
+    if quantization is not None or not config.tie_word_embeddings:
+        weights -= config.vocab_size * config.hidden_size * torch.bfloat16.itemsize
+    return weights + cached_tokens * _kv_bytes(config)
+
+
+def _kv_bytes(config: DecoderConfig) -> int:
+    """Keys and values of one token in bf16."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * torch.bfloat16.itemsize
+
+
+def _quantization(job: Job) -> str | None:
+    named: str = job.options.get("quantization", job.form)
+    return None if named == "bf16" else named

@@ -1,0 +1,110 @@
+"""Write a target of random weights and a draft of its first layers, which it often agrees with.
+
+    python -m benchmarks.write_twins OUT [--geometry qwen3-0.6b] [--draft-layers 4]
+
+The weights are those of `load_format` "twin" (`slipstream/models/twin.py`), in files that any
+engine reads: OUT/target and OUT/draft hold config.json, model.safetensors and the tokenizer of the
+bundled demo. Rows of the vocabulary that the tokenizer does not have are halved, so that greedy
+output hardly ever takes them. A pass costs what it does in a trained model of that geometry, and
+drafts are accepted for real; the text means nothing.
+"""
+
+import argparse
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.geometries import GEOMETRIES, geometry_named, write_config
+from slipstream.kernels.table import ops_for
+from slipstream.layers.parameters import Part
+from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.decoder import Decoder
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.precision import in_precision
+from slipstream.models.twin import TwinSource
+
+_DEMO = Path(__file__).parent.parent / "slipstream" / "demo" / "target"
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+_TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+class Recorder:
+    """Draws what a network asks for, and keeps it under the names of the parts."""
+
+    def __init__(self, source: TwinSource, num_tokens: int) -> None:
+        self._source, self._num_tokens = source, num_tokens
+        self.tensors: dict[str, Tensor] = {}
+
+    def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
+        return self._keep(parts, self._source.matrix(parts, columns))
+
+    def vector(self, parts: Sequence[Part]) -> Tensor:
+        return self._keep(parts, self._source.vector(parts))
+
+    def _keep(self, parts: Sequence[Part], parameter: Tensor) -> Tensor:
+        shares = torch.split(parameter, [part.rows for part in parts])
+        for part, rows in zip(parts, shares, strict=True):
+            if part.name in _TABLES:
+                rows[self._num_tokens :] *= 0.5
+            self.tensors[part.name] = rows
+        return parameter
+
+
+def write_twins(out: Path, geometry: str, draft_layers: int, seed: int = 0) -> tuple[Path, Path]:
+    """The two directories.
+
+    Args:
+        geometry: a name of `benchmarks/geometries.py`.
+
+    Raises:
+        ValueError: the target has no more layers than that, or not all of the tokenizer's tokens.
+    """
+    layers = geometry_named(geometry)["num_hidden_layers"]
+    if not 0 < draft_layers < layers:
+        raise ValueError(f"{geometry} has {layers} layers; a draft has from 1 to {layers - 1}")
+    target = write_config(out / "target", geometry, eos_token_id=0, bos_token_id=0)
+    draft = write_config(
+        out / "draft", geometry, eos_token_id=0, bos_token_id=0, num_hidden_layers=draft_layers
+    )
+    whole = read_decoder_config(Checkpoint(target))
+    for folder in (target, draft):
+        _write(folder, whole, seed)
+    return target, draft
+
+
+def _write(folder: Path, target: DecoderConfig, seed: int) -> None:
+    from safetensors.torch import save_file
+
+    for name in _TOKENIZER:
+        shutil.copyfile(_DEMO / name, folder / name)
+    tokens = len(json.loads((folder / "tokenizer.json").read_text("utf-8"))["model"]["vocab"])
+    if target.vocab_size < tokens:
+        raise ValueError(f"the tokenizer has {tokens} tokens, the geometry {target.vocab_size}")
+    cpu = torch.device("cpu")
+    recorder = Recorder(TwinSource(torch.bfloat16, cpu, seed, target), tokens)
+    # The network itself is not wanted, but it knows what it is made of.
+    Decoder(ops_for(cpu), in_precision(recorder, None), read_decoder_config(Checkpoint(folder)), 16)
+    tensors = {name: tensor.contiguous() for name, tensor in recorder.tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cli.add_argument("out", type=Path)
+    cli.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-0.6b")
+    cli.add_argument("--draft-layers", type=int, default=4)
+    cli.add_argument("--seed", type=int, default=0)
+    given = cli.parse_args()
+    for folder in write_twins(given.out, given.geometry, given.draft_layers, given.seed):
+        print(folder)
+
+
+if __name__ == "__main__":
+    main()
