@@ -54,7 +54,7 @@ class EngineConfig:
         block_size: tokens in a block of KV cache.
         kv_cache_memory: bytes for the KV cache, drafter included.
         num_kv_blocks: its size in blocks instead.
-        threads: of torch's CPU ops, for the whole process.
+        threads: of the CPU's ops, for the whole process.
         enable_prefix_caching: keep the blocks of ended requests for others that begin alike.
         skip_tokenizer_init: token ids in, token ids out.
         seed: of requests that carry none.

@@ -47,6 +47,7 @@ from slipstream.runner.capability import (
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner, Recorder
 from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.threads import set_threads
 from slipstream.sampling.state import SamplingState
 from slipstream.speculative.catalogue import load_drafter
 from slipstream.speculative.drafter import DrafterResources, LoadedDrafter
@@ -102,7 +103,9 @@ def build_engine(config: EngineConfig, progress_bar: ProgressBar = no_progress_b
         progress_bar=progress_bar,
         memory_check=room.check,
     )
-    beside = replace(options, memory_check=room.beside(decoder_bytes(checkpoint, shape, options)))
+    size = decoder_bytes(checkpoint, shape, options)
+    reasons.add("threads", *set_threads(device, dtype, config.threads, size))
+    beside = replace(options, memory_check=room.beside(size))
     target = TargetModel(checkpoint.path, shape.vocab_size, beside)
     speculation = load_drafter(config.drafter_options, target)
     network = load_decoder(checkpoint, options)

@@ -24,7 +24,6 @@ from slipstream.runner.capability import (
 )
 from slipstream.runner.graphs import captures_graphs
 from slipstream.runner.memory import StepSizes, device_memory, uses_gpu_memory
-from slipstream.runner.threads import set_threads
 from slipstream.sampling.verification import Verification
 from slipstream.speculative.catalogue import Speculation
 from slipstream.speculative.parallel_rows import most_rows
@@ -121,8 +120,6 @@ def resolve(
         layouts.append(drafter.layout)
     bytes_per_block = config.block_size * sum(layout.bytes_per_token for layout in layouts)
     longest = resolve_model_len(config, shape)
-    weight_bytes = shape.num_matrix_parameters * dtype.itemsize
-    reasons.add("threads", *set_threads(device, config.threads, weight_bytes))
     rows = _max_num_batched_tokens(config, device, reasons)
     captures = captures_graphs(device, bool(config.enforce_eager) or speculation.enforce_eager)
     step = StepSizes(

@@ -66,6 +66,19 @@ def runs_cpp(device: torch.device) -> bool:
     return True
 
 
+# Of activations that the C++ kernels take.
+CPP_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def use_threads(device: torch.device, dtype: torch.dtype, count: int) -> None:
+    """Let ops work on `count` threads: the C++ kernels' own, which torch's would only be in the way
+    of, or torch's where those do not serve."""
+    if runs_cpp(device) and dtype in CPP_DTYPES:
+        importlib.import_module("_slipstream_cpu").set_num_threads(count)
+        count = 1
+    torch.set_num_threads(count)
+
+
 def send(values: Tensor, device: torch.device) -> Tensor:
     """`values`, made on the host, on `device`, without waiting for the device.
 

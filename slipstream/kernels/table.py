@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.kernels.devices import runs_cpp, runs_triton
+from slipstream.kernels.devices import CPP_DTYPES, runs_cpp, runs_triton
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,6 @@ class TreeInputs:
     ancestors: Tensor
 
 
-CPP_DTYPES = (torch.float32, torch.bfloat16)  # of activations that the C++ kernels take
 MOST_TREE_TOKENS = 63  # the bits of `TreeInputs.ancestors`, without the sign
 
 

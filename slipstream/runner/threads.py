@@ -1,30 +1,84 @@
-"""How many threads torch's CPU ops use."""
+"""How many threads the CPU's ops use."""
 
 import os
+from pathlib import Path
 
 import torch
+
+from slipstream.kernels.devices import use_threads
 
 # A target whose weights take less than this is computed from a core's cache: its matmuls last
 # microseconds, and threads would spend longer waiting for each other, all the more when other
 # programs share the cores.
 SMALL_MODEL_BYTES = 64 << 20
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+_QUOTAS = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu")  # of version 2, and of 1
 
 
-def set_threads(device: torch.device, requested: int | None, weight_bytes: int) -> tuple[int, str]:
+def set_threads(
+    device: torch.device, dtype: torch.dtype, requested: int | None, weight_bytes: int
+) -> tuple[int, str]:
     """Fix the thread count of this process; the count and why it is that.
 
     Args:
+        dtype: of the activations.
         requested: the user's wish; None leaves the choice here.
         weight_bytes: of the target.
     """
+    count, why = _choose(device, requested, weight_bytes)
+    use_threads(device, dtype, count)
+    return count, why
+
+
+def _choose(device: torch.device, requested: int | None, weight_bytes: int) -> tuple[int, str]:
     if requested is not None:
-        torch.set_num_threads(requested)
         return requested, "threads"
-    if os.environ.get("OMP_NUM_THREADS"):
-        return torch.get_num_threads(), "OMP_NUM_THREADS"
+    named = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if named.isdigit() and int(named) > 0:
+        return int(named), "OMP_NUM_THREADS"
     if device.type == "cpu" and weight_bytes < SMALL_MODEL_BYTES:
-        torch.set_num_threads(1)
         return 1, "so small a model gains nothing from more"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(cores or 1)
-    return cores or 1, "the cores that this process may use"
+    return usable_cores()
+
+
+def usable_cores(
+    topology: Path = _TOPOLOGY, quotas: tuple[Path, Path] = _QUOTAS
+) -> tuple[int, str]:
+    """Cores that this process may use, and what limits them.
+
+    Hardware threads of one core count once, for they share what a stream of weights needs; a
+    container's quota of processor time counts as so many cores.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        allowed = os.sched_getaffinity(0)
+    else:
+        allowed = set(range(os.cpu_count() or 1))
+    cores = len({_siblings(topology, one) for one in allowed})
+    quota = _quota(*quotas)
+    if quota is not None and quota < cores:
+        return max(1, int(quota)), "the processor time of this container"
+    return cores, "the cores that this process may use"
+
+
+def _siblings(topology: Path, processor: int) -> str:
+    """A name of the core that a processor belongs to."""
+    try:
+        path = topology / f"cpu{processor}" / "topology" / "thread_siblings_list"
+        return path.read_text().strip()
+    except OSError:
+        return str(processor)
+
+
+def _quota(unified: Path, legacy: Path) -> float | None:
+    """Processors' worth of time; None for no limit."""
+    try:
+        quota, period = unified.read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (legacy / "cpu.cfs_quota_us").read_text().strip()
+            period = (legacy / "cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    if not quota.isdigit():  # "max", or -1
+        return None
+    return int(quota) / int(period)

@@ -1,5 +1,6 @@
 """Derived numbers, each with its reason; what cannot be is refused."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from slipstream import LLM, UsageError
-from slipstream.runner.threads import set_threads
+from slipstream.runner.threads import set_threads, usable_cores
 from tests.checkpoints import write_qwen3
 
 CPU = torch.device("cpu")
@@ -135,11 +136,12 @@ def test_threads_follow_the_model_unless_they_are_given(
     before = torch.get_num_threads()
     try:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        assert set_threads(CPU, None, 1 << 20)[0] == 1
-        assert set_threads(CPU, None, 1 << 30)[0] >= 1
-        assert set_threads(CPU, 2, 1 << 20)[0] == torch.get_num_threads() == 2
-        monkeypatch.setenv("OMP_NUM_THREADS", "2")
-        assert set_threads(CPU, None, 1 << 20) == (2, "OMP_NUM_THREADS")
+        half = torch.float16  # which plain torch serves
+        assert set_threads(CPU, half, None, 1 << 20)[0] == 1
+        assert set_threads(CPU, half, None, 1 << 30)[0] >= 1
+        assert set_threads(CPU, half, 2, 1 << 20)[0] == torch.get_num_threads() == 2
+        monkeypatch.setenv("OMP_NUM_THREADS", "2,1")
+        assert set_threads(CPU, half, None, 1 << 20) == (2, "OMP_NUM_THREADS")
     finally:
         torch.set_num_threads(before)
 
@@ -149,3 +151,39 @@ def test_dummy_weights_need_a_config_alone(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     llm = make(str(folder), load_format="dummy", num_kv_blocks=8)
     assert len(llm.generate({"prompt_token_ids": [1, 2]})[0].outputs[0].token_ids) > 0
+
+
+def test_kernels_of_our_own_have_the_threads_and_torch_one(tiny_target: str) -> None:
+    cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
+    before, ours = torch.get_num_threads(), cpp.num_threads()
+    try:
+        assert set_threads(CPU, torch.bfloat16, 3, 1 << 20) == (3, "threads")
+        assert (cpp.num_threads(), torch.get_num_threads()) == (3, 1)
+    finally:
+        torch.set_num_threads(before)
+        cpp.set_num_threads(ours)
+
+
+def test_a_core_counts_once_and_a_quota_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 9}, raising=False)
+    for processor in range(4):
+        folder = tmp_path / f"cpu{processor}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text("0,2\n" if processor % 2 == 0 else "1,3\n")
+    unified, legacy = tmp_path / "cpu.max", tmp_path / "cpu"
+    assert usable_cores(tmp_path, (unified, legacy))[0] == 3  # 0 and 2, 1 and 3, 9
+    legacy.mkdir()
+    (legacy / "cpu.cfs_quota_us").write_text("-1\n")
+    (legacy / "cpu.cfs_period_us").write_text("100000\n")
+    assert usable_cores(tmp_path, (unified, legacy))[0] == 3
+    (legacy / "cpu.cfs_quota_us").write_text("250000\n")
+    assert usable_cores(tmp_path, (unified, legacy)) == (
+        2,
+        "the processor time of this container",
+    )
+    unified.write_text("50000 100000\n")
+    assert usable_cores(tmp_path, (unified, legacy))[0] == 1
+    unified.write_text("max 100000\n")
+    assert usable_cores(tmp_path, (unified, legacy))[0] == 3

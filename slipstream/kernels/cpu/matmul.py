@@ -4,10 +4,10 @@ import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
+from slipstream.kernels.devices import CPP_DTYPES
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import Int4Matrix, Int8Matrix, PackedMatrix, Weight
 
-_PACKED_DTYPES = (torch.float32, torch.bfloat16)
 MOST_INT8_COLUMNS = 1 << 16  # of which exact sums fit into 32 bits
 
 
@@ -31,7 +31,7 @@ class CpuMatrix(PackedMatrix):
 def pack(weight: Weight) -> Weight:
     """`weight` as the kernels read it; what they do not serve stays as it is."""
     if isinstance(weight, Tensor):
-        if weight.dim() != 2 or weight.dtype not in _PACKED_DTYPES:
+        if weight.dim() != 2 or weight.dtype not in CPP_DTYPES:
             return weight
         return CpuMatrix(cpp.pack(weight.contiguous()), weight.dtype)
     if isinstance(weight, Int8Matrix) and weight.values.shape[1] <= MOST_INT8_COLUMNS:
