@@ -45,6 +45,57 @@ inline void unpack_group(const Matrix& weight, const char* group, int depth, uin
         }
 }
 
+// Lines that take four-bit numbers straight from their bytes, without unpacking them to memory.
+#if defined(__AVX512VNNI__)
+constexpr int64_t few_lines = 4;
+
+// Sums [L][64] of the first L lines times a group of a block, whose columns begin at `tile` (of 32).
+template <int L>
+inline void multiply_few(const Lines<int8_t>& lines, const Matrix& weight, const char* group,
+                         int64_t tile, int32_t* sums) {
+    const __m512i low = _mm512_set1_epi8(15);
+    const int64_t tiles = weight.tiles_per_group();
+    const int halves = lines.depth / 32;
+    for (int panel = 0; panel < block_panels; ++panel) {
+        // Two sums a line, since each waits for the one before.
+        __m512i even[L], odd[L];
+        for (int line = 0; line < L; ++line) even[line] = odd[line] = _mm512_setzero_si512();
+        for (int64_t t = 0; t < tiles; ++t) {
+            const char* from = group + (t * block_panels + panel) * 256;
+            for (int step = 0; step < 4; ++step) {
+                const __m512i both = _mm512_loadu_si512(from + step * 64);
+                const __m512i first = _mm512_and_si512(both, low);
+                const __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+                for (int line = 0; line < L; ++line) {
+                    const int8_t* x = lines.at(line, (tile + t) / halves) +
+                                      (tile + t) % halves * 32 + step * 8;
+                    int32_t quads[2];
+                    std::memcpy(quads, x, sizeof quads);
+                    even[line] = _mm512_dpbusd_epi32(even[line], first, _mm512_set1_epi32(quads[0]));
+                    odd[line] = _mm512_dpbusd_epi32(odd[line], second, _mm512_set1_epi32(quads[1]));
+                }
+            }
+        }
+        for (int line = 0; line < L; ++line)
+            _mm512_storeu_si512(sums + line * block_rows + panel * panel_rows,
+                                _mm512_add_epi32(even[line], odd[line]));
+    }
+}
+
+inline void multiply_few(const Lines<int8_t>& lines, const Matrix& weight, const char* group,
+                         int64_t tile, int32_t* sums) {
+    switch (lines.count) {
+        case 1: multiply_few<1>(lines, weight, group, tile, sums); break;
+        case 2: multiply_few<2>(lines, weight, group, tile, sums); break;
+        case 3: multiply_few<3>(lines, weight, group, tile, sums); break;
+        default: multiply_few<4>(lines, weight, group, tile, sums);
+    }
+}
+#else
+constexpr int64_t few_lines = 0;
+inline void multiply_few(const Lines<int8_t>&, const Matrix&, const char*, int64_t, int32_t*) {}
+#endif
+
 // Of a group of a block: scales and zeros.
 struct GroupScales {
     float scales[block_rows], zeros[block_rows];

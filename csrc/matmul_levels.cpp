@@ -128,8 +128,16 @@ void run_int4_block(const MatmulCall& call, const Rounded& rows, ProductUnit& un
                        sums + group % 2 * part_size + row * rows.digits * block_rows, scales, rows,
                        first / rows.digits + row, group, groups);
     };
-    unpack_group(weight, group_at(0), rows.lines.depth, unpacked);
+    // Sums are exact, so the way to them does not show in the result.
+    const bool is_few = rows.lines.count <= few_lines;
+    if (!is_few) unpack_group(weight, group_at(0), rows.lines.depth, unpacked);
     for (int64_t group = 0; group < groups; ++group) {
+        if (is_few) {
+            multiply_few(rows.lines, weight, group_at(group), group * weight.tiles_per_group(),
+                         sums + group % 2 * part_size);
+            fold(group);
+            continue;
+        }
         if (group + 1 < groups)
             unpack_group(weight, group_at(group + 1), rows.lines.depth,
                          unpacked + (group + 1) % 2 * unpacked_bytes);
@@ -137,7 +145,7 @@ void run_int4_block(const MatmulCall& call, const Rounded& rows, ProductUnit& un
                        unpacked + group % 2 * unpacked_bytes, tiles, sums + group % 2 * part_size);
         if (group) fold(group - 1);
     }
-    fold(groups - 1);
+    if (!is_few) fold(groups - 1);
     for (int64_t row = 0; row < num_rows; ++row)
         finish_rounded(call, rows, block, first / rows.digits + row, values + row * block_rows);
 }
