@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from slipstream.kernels.table import ops_for
 from tests.checkpoints import write_qwen3
 from tests.drafters.assistants import write_assistant
 from tests.drafters.blocks import write_dflash
@@ -28,6 +29,11 @@ except ImportError:
 else:
     settings.register_profile("ci", derandomize=True, deadline=None)
     settings.load_profile("ci")
+
+
+def pytest_report_header() -> str:
+    """Which kernels are tested."""
+    return f"kernels: {ops_for(torch.device('cpu')).column}"
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,167 @@
+"""Products with packed weights, at every level of instructions that runs here."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.reference import REFERENCE
+from slipstream.kernels.reference.integers import dequantised
+from slipstream.kernels.table import Int4Matrix, Int8Matrix, Weight
+
+cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
+from slipstream.kernels.cpu import matmul  # noqa: E402
+
+SHAPES = [(64, 32), (100, 48), (256, 1024), (17, 33), (192, 640), (1, 1), (65, 128)]
+ROWS = [1, 2, 5, 16, 17, 33, 70]
+FORMS = ["float", "int8", "int8 twice", "int4 of 32", "int4 of 128", "int4 of 32 with zeros"]
+
+
+@pytest.fixture(params=cpp.levels())
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = cpp.level()
+    cpp.set_level(request.param)
+    yield request.param
+    cpp.set_level(before)
+
+
+def weight(form: str, rows: int, columns: int, dtype: torch.dtype) -> Weight | None:
+    """None where the form has no such shape."""
+    generator = torch.Generator().manual_seed(rows * columns)
+    if form == "float":
+        return torch.randn(rows, columns, generator=generator).to(dtype)
+    scales = torch.rand(rows, generator=generator) * 0.02
+    if form.startswith("int8"):
+        values = torch.randint(-127, 128, (rows, columns), generator=generator)
+        return Int8Matrix(values.to(torch.int8), scales, form.endswith("twice"))
+    group = 128 if "128" in form else 32
+    if columns % group:
+        return None
+    shape = rows, columns // group
+    halves = torch.randint(0, 256, (rows, columns // 2), generator=generator).to(torch.uint8)
+    zeros = torch.randint(0, 16, shape, generator=generator).to(torch.uint8)
+    by = torch.rand(shape, generator=generator).half().float() * 2.0**-6
+    return Int4Matrix(halves, by, zeros if "zeros" in form else None, group)
+
+
+def product(x: Tensor, packed: Weight) -> Tensor:
+    return matmul.logits(x, packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_products_are_the_references(level: str, form: str, dtype: torch.dtype) -> None:
+    for rows, columns in SHAPES:
+        whole = weight(form, rows, columns, dtype)
+        if whole is None:
+            continue
+        packed = matmul.pack(whole)
+        for count in ROWS:
+            x = torch.randn(count, columns, generator=torch.Generator().manual_seed(count)).to(
+                dtype
+            )
+            if form == "int8 twice":
+                expected = REFERENCE.logits(x, whole).double()
+            else:
+                expected = x.double() @ dequantised(whole).double().T
+            # Against what adds up: rows that meet integers keep 14 bits of their largest number,
+            # 21 where they are float32.
+            size = (x.double().abs().amax(-1, keepdim=True)) * dequantised(whole).abs().sum(1)
+            exact = form == "float" or form == "int8 twice" or dtype == torch.float32
+            bound = size * (2e-6 if exact else 2.0**-15)
+            assert ((product(x, packed) - expected).abs() <= bound + 1e-7).all(), (rows, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
+    level: str, form: str, dtype: torch.dtype
+) -> None:
+    threads = cpp.num_threads()
+    for rows, columns in [(192, 640), (65, 128), (100, 48)]:
+        whole = weight(form, rows, columns, dtype)
+        if whole is None:
+            continue
+        packed = matmul.pack(whole)
+        x = torch.randn(200, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
+        together = product(x, packed)
+        for part in (1, 2, 7, 16, 17, 32, 33, 97):
+            cpp.set_num_threads(1 + part % 3)
+            assert torch.equal(product(x[3 : 3 + part], packed), together[3 : 3 + part]), part
+        cpp.set_num_threads(threads)
+
+
+def test_levels_but_the_lowest_agree_on_integers() -> None:
+    # Sums are exact; only what is done with them may be rounded in one step or two.
+    before = cpp.level()
+    x = torch.randn(5, 640).bfloat16()
+    for form in FORMS[1:]:
+        whole = weight(form, 192, 640, torch.bfloat16)
+        assert whole is not None
+        packed = matmul.pack(whole)
+        found = []
+        for level in cpp.levels():
+            cpp.set_level(level)
+            found.append(product(x, packed))
+        for other in found[2:]:
+            assert torch.equal(other, found[1]), form
+        assert torch.allclose(found[0], found[1], rtol=1e-5, atol=1e-5), form
+    cpp.set_level(before)
+
+
+def test_results_are_rounded_and_biased_as_the_reference_does_it(level: str) -> None:
+    whole, bias = torch.randn(100, 72).bfloat16(), torch.randn(100).bfloat16()
+    x = torch.randn(3, 144).bfloat16()[:, ::2].contiguous()
+    found = matmul.linear(x, matmul.pack(whole), bias)
+    expected = x.float() @ whole.float().T + bias.float()
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), expected, rtol=2.0**-8, atol=1e-2)
+    empty = matmul.linear(x[:0], matmul.pack(whole), bias)
+    assert empty.shape == (0, 100)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_selected_rows_are_the_weights(level: str, form: str) -> None:
+    whole = weight(form, 192, 640, torch.bfloat16)
+    assert whole is not None
+    packed, index = matmul.pack(whole), torch.tensor([191, 0, 64, 64, 7])
+    assert isinstance(packed, matmul.CpuMatrix)
+    x = torch.randn(6, 640).bfloat16()
+    assert torch.equal(product(x, packed.select(index)), product(x, packed)[:, index])
+    with pytest.raises(ValueError, match="not a row"):
+        packed.select(torch.tensor([192]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("columns", [1, 33, 72, 640])
+def test_tables_give_back_their_rows(level: str, columns: int, dtype: torch.dtype) -> None:
+    table = torch.randn(70, columns).to(dtype)
+    packed = matmul.pack(table)
+    assert isinstance(packed, matmul.CpuMatrix)
+    index = torch.tensor([[0, 69], [5, 5]], dtype=torch.int32)
+    assert torch.equal(packed.look_up(index), table[index])
+    with pytest.raises(ValueError, match="not a row"):
+        packed.look_up(torch.tensor([70]))
+
+
+def test_what_the_kernels_do_not_serve_stays_as_it_is() -> None:
+    half = torch.randn(4, 4).half()
+    assert matmul.pack(half) is half
+    vector = torch.randn(4)
+    assert matmul.pack(vector) is vector
+
+
+def test_wrong_tensors_are_refused() -> None:
+    handle = cpp.pack(torch.randn(8, 4))
+    out = torch.empty(2, 8)
+    with pytest.raises(ValueError, match=r"x: \[M, K\]"):
+        cpp.matmul(handle, torch.randn(2, 5), None, out)
+    with pytest.raises(ValueError, match=r"out: \[M, N\]"):
+        cpp.matmul(handle, torch.randn(2, 4), None, torch.empty(3, 8))
+    with pytest.raises(ValueError, match="float32 as the weight"):
+        cpp.matmul(handle, torch.randn(2, 4).bfloat16(), None, out)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        cpp.matmul(handle, torch.randn(4, 2).T, None, out)
+    with pytest.raises(ValueError, match="is no level"):
+        cpp.set_level("sse9")
