@@ -19,6 +19,7 @@ class StepLimits:
             (the drafter's identity); keys the prefix index, so that blocks without a drafter's
             layers are never taken for blocks with them.
         drafts_trees: drafts are trees, of which one way is accepted at most.
+        longest_way: the depth of the trees.
     """
 
     max_num_seqs: int
@@ -29,6 +30,13 @@ class StepLimits:
     drafts_behind_prompt: bool
     cache_identity: str
     drafts_trees: bool = False
+    longest_way: int | None = None
+
+    @property
+    def num_positions(self) -> int:
+        """Places that a draft token may have."""
+        most = self.num_speculative_tokens
+        return most if self.longest_way is None else min(most, self.longest_way)
 
     def drafts_for(self, acceptable: int) -> int:
         """Draft tokens that are of use where so many may be accepted: a tree is to be whole."""

@@ -135,6 +135,7 @@ def resolve(
         drafts_behind_prompt=drafter.limits.drafts_behind_prompt,
         cache_identity=drafter.limits.cache_identity,
         drafts_trees=drafter.limits.drafts_trees,
+        longest_way=drafter.limits.longest_way,
     )
     return Resolved(
         limits=limits,

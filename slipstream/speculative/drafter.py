@@ -81,6 +81,7 @@ class DrafterLimits:
         catches_up: left out of steps, it makes up for them when it drafts again, however many
             tokens they gained, as long as turns are exact.
         drafts_trees: its drafts are trees.
+        longest_way: the depth of the trees.
     """
 
     max_speculative_tokens: int | None = None
@@ -93,6 +94,7 @@ class DrafterLimits:
     looks_up: bool = False
     catches_up: bool = False
     drafts_trees: bool = False
+    longest_way: int | None = None
 
 
 class Drafter(Protocol):
