@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.bench.workload import OfflineRun, Workload, run_offline, warm_up
 from slipstream.core.errors import DraftTooLongError, SlipstreamError, UsageError
+from slipstream.core.wording import counted
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -108,7 +109,7 @@ class Sweep:
                 fitting = [count for count in self.counts if count <= error.most]
                 if not fitting:
                     raise UsageError(
-                        f"{name} guesses at most {error.most} tokens a step; give -k "
+                        f"{name} guesses at most {counted(error.most, 'token')} a step; give -k "
                         "smaller numbers"
                     ) from None
                 limits[name] = error.most

@@ -18,6 +18,7 @@ from slipstream.bench.summary import (
 )
 from slipstream.bench.sweep import Failure, Point, best
 from slipstream.bench.workload import PARTS
+from slipstream.core.wording import counted
 
 _METRICS = {
     TTFT: "TTFT",
@@ -122,7 +123,7 @@ def profile_table(profile: Profile) -> ReportTable:
     rows.append(("the engine's clock", *(f"{time:.3f}" for time in (*clock, sum(clock))), ""))
     work = "kernels (they may overlap)" if profile.on_device else "ops on the host"
     return ReportTable(
-        f"Time of {profile.steps} steps under the profiler, ms a step",
+        f"Time of {counted(profile.steps, 'step')} under the profiler, ms a step",
         ("", *PARTS, "all", ""),
         rows,
         frozenset({len(rows) - 2}),

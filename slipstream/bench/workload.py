@@ -11,6 +11,7 @@ from slipstream.bench.datasets import BenchPrompt
 from slipstream.bench.speculation import SpeculationCounts, from_outputs
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.wording import counted
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -31,9 +32,14 @@ class Workload:
         """In words."""
         told = "" if self.name == "prompts" else f" of {self.name}"
         own = any(prompt.max_tokens is not None for prompt in self.prompts)
-        tokens = "as many tokens as each says" if own else f"{self.params.max_tokens} tokens each"
+        tokens = (
+            "as many tokens as each says"
+            if own
+            else f"{counted(self.params.max_tokens or 0, 'token')} each"
+        )
         return (
-            f"{len(self.prompts)} prompts{told}, {tokens}, temperature {self.params.temperature:g}"
+            f"{counted(len(self.prompts), 'prompt')}{told}, {tokens}, "
+            f"temperature {self.params.temperature:g}"
         )
 
     def stream(self, llm: "LLM") -> "Iterator[RequestOutput]":

@@ -30,6 +30,7 @@ from slipstream.cli.interrupt import interrupt_noted
 from slipstream.cli.run_flags import DebugFlag
 from slipstream.cli.terminal import stdout_console
 from slipstream.core.errors import UsageError
+from slipstream.core.wording import counted
 
 if TYPE_CHECKING:
     from slipstream.bench.datasets import BenchPrompt
@@ -88,7 +89,7 @@ def serve(
     outcome.draw(files)
     outcome.show()  # last, for whoever reads it may leave
     if interrupted:
-        say(f"interrupted; {measured.run.num_left} requests were not finished")
+        say(f"interrupted; {counted(measured.run.num_left, 'request')} not finished")
         raise typer.Exit(INTERRUPTED)
     if outcome.is_wrong:
         raise typer.Exit(FAILED)
@@ -255,7 +256,9 @@ def _prompts_told(dataset: DatasetFlags, plan: "ServePlan") -> str:
     distinct = len({str(prompt.shown()) for prompt in plan.prompts})
     again = "" if distinct == len(plan.prompts) else f" ({distinct} different ones)"
     own = any(prompt.max_tokens is not None for prompt in plan.prompts)
-    length = "as many tokens as each says" if own else f"up to {dataset.length} tokens each"
+    length = (
+        "as many tokens as each says" if own else f"up to {counted(dataset.length, 'token')} each"
+    )
     temperature = plan.form.fields.get("temperature", 0)
     requests = num_requests(plan.prompts)
     turns = "" if requests == len(plan.prompts) else f" with all turns, {requests} requests"

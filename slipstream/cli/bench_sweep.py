@@ -26,6 +26,7 @@ from slipstream.cli.run_flags import RunFlags
 from slipstream.cli.terminal import stdout_console
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
+from slipstream.core.wording import counted
 
 if TYPE_CHECKING:
     from slipstream.bench.profile import Profile
@@ -197,7 +198,7 @@ def _fit(plan: "Sweep", config: EngineConfig) -> "Sweep":
         )[0]
     )
     for name, most in fitting.limits.items():
-        tell(f"{name} guesses at most {most} tokens a step; its larger K are left out")
+        tell(f"{name} guesses at most {counted(most, 'token')} a step; its larger K are left out")
     return fitting
 
 

@@ -46,7 +46,7 @@ def chat(
     llm, _ = open_llm(config, run.verbose)
     _require_template(llm)
     conversation = Conversation(llm, params, system)
-    if stdin_is_piped():
+    if stdin_is_piped() or not _is_terminal():
         _answer_lines(conversation, params)
     else:
         Talk(conversation, llm, params).run()
@@ -128,6 +128,11 @@ def _answer_lines(conversation: Conversation, params: SamplingParams) -> None:
             errors.print(status.summary(), style=QUIET_STYLE, soft_wrap=True)
     if refused:
         raise typer.Exit(WRONG_USAGE)
+
+
+def _is_terminal() -> bool:
+    """Whether a person may be there; /dev/null is none."""
+    return sys.stdin is None or sys.stdin.isatty()
 
 
 def _require_template(llm: "LLM") -> None:

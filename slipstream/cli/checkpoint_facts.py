@@ -58,6 +58,17 @@ class CheckpointFacts:
             return self.config.architecture
         return str(names[0]) if names else None
 
+    @property
+    def _trained_tokens(self) -> int | None:
+        """Of a drafter that gives all draft tokens from one pass: how many it has learned to."""
+        from slipstream.speculative.mask_token import drafts_in_parallel, read_mask_token
+
+        if self.head is not None:
+            return self.head.trained_tokens
+        if not drafts_in_parallel(self.checkpoint.config):
+            return None
+        return read_mask_token(self.checkpoint).trained_tokens
+
     def document(self) -> dict[str, Any]:
         """For --json, and the source of what is shown; None for what there is not."""
         from slipstream.models.drafters.head_config import wrapped_target
@@ -69,6 +80,7 @@ class CheckpointFacts:
             "kind": "language_model" if self.kind == DRAFT_MODEL else self.kind,
             "features": head.features if head else None,
             "num_speculative_tokens": head.num_tokens if head else None,
+            "trained_tokens": self._trained_tokens,
             "target": wrapped_target(self.checkpoint.config),
             "own_drafter": self.own_drafter,
             "num_parameters": self.num_parameters,

@@ -51,9 +51,9 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
     if mismatch:
         problems.append(mismatch)
     if share is not None and share >= 1:
-        problems.append(
+        notes.append(
             f"it has {share:.2f} times the parameters of the target, so drafting costs more than "
-            "it can save; choose a smaller one"
+            "it can save: it runs, and is of no use; choose a smaller one"
         )
     elif share is not None and share > _LARGE:
         notes.append(

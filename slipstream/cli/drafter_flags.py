@@ -26,7 +26,8 @@ class DrafterFlags:
         typer.Option(
             "--drafter",
             "--spec-model",
-            help="The drafter's checkpoint, mtp (the target's own), ngram or suffix. "
+            help="The drafter's checkpoint, one bundled for the demo (demo/draft, demo/eagle3, "
+            "demo/mtp, demo/p-eagle, demo/pard), mtp (the target's own), ngram or suffix. "
             "[demo/draft for the demo]",
             rich_help_panel=_PANEL,
         ),
@@ -92,6 +93,10 @@ class DrafterFlags:
         if self.drafter is None and self.spec_method is None and model == DEMO:
             names["model"] = DEMO_DRAFT
         config: dict[str, Any] = {key: name for key, name in names.items() if name is not None}
+        if model == DEMO and config == {"method": "mtp"}:
+            raise UsageError(
+                "the demo's MTP modules are a checkpoint beside it; give --drafter demo/mtp"
+            )
         if not config and not drafts_itself:
             self._refuse_what_has_no_drafter()
             return None

@@ -15,6 +15,7 @@ from slipstream.cli.errors import FAILED
 from slipstream.cli.run_flags import DebugFlag
 from slipstream.cli.terminal import QUIET_STYLE, stdout_console
 from slipstream.core.errors import UsageError
+from slipstream.core.wording import counted
 
 
 def inspect(
@@ -69,7 +70,9 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
         "kind": _kind(facts["kind"]),
         "reads": facts["features"] and f"{facts['features']} (of its target)",
         "drafts": facts["num_speculative_tokens"]
-        and f"{facts['num_speculative_tokens']} tokens a step, unless told otherwise",
+        and f"{counted(facts['num_speculative_tokens'], 'token')} a step, unless told otherwise",
+        "trained for": facts["trained_tokens"]
+        and f"{counted(facts['trained_tokens'], 'draft token')} a step, all from one pass",
         "made for": facts["target"],
         "own drafter": facts["own_drafter"],
         "parameters": weights,

@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from slipstream.core.outputs import RequestMetrics
+from slipstream.core.wording import counted
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -32,23 +33,24 @@ class Status:
         """`42.0 tokens/s · AL 3.21 · accepted 0.85 0.71 0.60 · draft 31% target 55% ...`."""
         parts = [f"{self.tokens_per_second:.1f} tokens/s"]
         if self.speculation.num_drafts:
-            shares = " ".join(map("{:.2f}".format, self._shares()))
-            parts += [f"AL {self.speculation.acceptance_length:.2f}", f"accepted {shares}"]
+            parts.append(f"AL {self.speculation.acceptance_length:.2f}")
+            parts.append(f"accepted {self._shares()}")
         if any(self.time_shares.values()):
             times = self.time_shares.items()
             parts.append(" ".join(f"{name} {share:.0%}" for name, share in times))
         return " · ".join(parts)
 
-    def _shares(self) -> list[float]:
-        """Of drafts accepted by position; of a long draft (a tree) up to the last that ever was."""
+    def _shares(self) -> str:
+        """Of drafts accepted by position; of a long draft up to the last that ever was."""
         shares = list(self.speculation.acceptance_per_position)
+        whole = len(shares)
         while len(shares) > _MANY and shares[-1] == 0:
             shares.pop()
-        return shares
+        return " ".join([f"{share:.2f}" for share in shares] + ["…"] * (len(shares) < whole))
 
     def summary(self) -> str:
         """The same once it is over."""
-        return f"{self.num_tokens} tokens in {self.seconds:.2f} s · {self.line()}"
+        return f"{counted(self.num_tokens, 'token')} in {self.seconds:.2f} s · {self.line()}"
 
 
 class Meter:

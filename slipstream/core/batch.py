@@ -61,9 +61,11 @@ class Committed:
         num_draft_tokens: draft tokens that were really verified.
         num_accepted: how many of them were accepted.
         drafter_computed: leading tokens that the drafter has in the shared blocks, as of now.
+        num_positions: of the draft tokens; of a tree its depth at most.
     """
 
     token_ids: tuple[int, ...]
     num_draft_tokens: int
     num_accepted: int
     drafter_computed: int
+    num_positions: int | None = None

@@ -107,7 +107,8 @@ class EngineConfig:
         if rows is not None and rows < self.max_num_seqs:
             raise UsageError(
                 f"max_num_batched_tokens ({rows}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}), so that every request can get a token a step"
+                f"max_num_seqs ({self.max_num_seqs}), so that every request can get a token a "
+                "step; raise it, or lower max_num_seqs (--max-num-seqs)"
             )
         if not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 64:
             raise UsageError(f"seed must be a 64-bit integer, not {self.seed!r}")

@@ -6,6 +6,8 @@ SlipstreamError
 └── CheckpointError   a model directory is missing, broken or does not fit (it exits with 1)
 """
 
+from slipstream.core.wording import counted
+
 
 class SlipstreamError(Exception):
     """Base of every error that is the user's to mend. Its message is one clear sentence."""
@@ -20,7 +22,8 @@ class DraftTooLongError(UsageError):
 
     def __init__(self, most: int) -> None:
         super().__init__(
-            f"this drafter guesses at most {most} tokens a step; lower num_speculative_tokens"
+            f"this drafter guesses at most {counted(most, 'token')} a step; lower "
+            "num_speculative_tokens"
         )
         self.most = most
 

@@ -18,7 +18,7 @@ class StepLimits:
         cache_identity: what the blocks of drafting requests hold besides the target's layers
             (the drafter's identity); keys the prefix index, so that blocks without a drafter's
             layers are never taken for blocks with them.
-        drafts_trees: drafts are trees, of which one way is accepted at most.
+        longest_way: of drafts that are trees, their depth: one way is accepted at most.
     """
 
     max_num_seqs: int
@@ -28,7 +28,18 @@ class StepLimits:
     num_speculative_tokens: int
     drafts_behind_prompt: bool
     cache_identity: str
-    drafts_trees: bool = False
+    longest_way: int | None = None
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether drafts are trees."""
+        return self.longest_way is not None
+
+    @property
+    def num_positions(self) -> int:
+        """Places that a draft token may have."""
+        most = self.num_speculative_tokens
+        return most if self.longest_way is None else min(most, self.longest_way)
 
     def drafts_for(self, acceptable: int) -> int:
         """Draft tokens that are of use where so many may be accepted: a tree is to be whole."""

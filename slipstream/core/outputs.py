@@ -62,14 +62,21 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
 
-    def count_draft(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """Take in the verdict on one draft."""
+    def count_draft(
+        self, num_draft_tokens: int, num_accepted: int, num_positions: int | None = None
+    ) -> None:
+        """Take in the verdict on one draft.
+
+        Args:
+            num_positions: of its tokens, where that is not their number: a tree's depth.
+        """
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
         counts = self.num_accepted_tokens_per_pos
-        if len(counts) < num_draft_tokens:
-            counts.extend([0] * (num_draft_tokens - len(counts)))
+        positions = num_draft_tokens if num_positions is None else num_positions
+        if len(counts) < positions:
+            counts.extend([0] * (positions - len(counts)))
         for position in range(num_accepted):
             counts[position] += 1
 

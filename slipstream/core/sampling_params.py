@@ -126,8 +126,8 @@ class SamplingParams:
         )
         _require(
             _in(self.top_p, 0.0, 1.0) and self.top_p > 0,
-            f"top_p must be above 0 and at most 1, not {self.top_p!r}; "
-            "for greedy output use temperature=0",
+            f"top_p must be above 0 and at most 1, not {self.top_p!r}"
+            + ("; for greedy output use temperature 0" if self.top_p == 0 else ""),
         )
         _require(_in(self.min_p, 0.0, 1.0), f"min_p must be between 0 and 1, not {self.min_p!r}")
         for name in ("presence_penalty", "frequency_penalty"):

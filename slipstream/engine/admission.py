@@ -4,6 +4,7 @@ from slipstream.cache.block_manager import BlockManager
 from slipstream.core.errors import UsageError
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
+from slipstream.core.wording import counted
 
 
 def check_fits(request: Request, limits: StepLimits, blocks: BlockManager) -> None:
@@ -14,8 +15,8 @@ def check_fits(request: Request, limits: StepLimits, blocks: BlockManager) -> No
     if request.num_speculative_tokens > limits.num_speculative_tokens:
         raise UsageError(
             f"num_speculative_tokens is {request.num_speculative_tokens}, but this engine drafts "
-            f"at most {limits.num_speculative_tokens} tokens a step; ask for fewer, or start the "
-            "engine with a larger num_speculative_tokens"
+            f"at most {counted(limits.num_speculative_tokens, 'token')} a step; ask for fewer, or "
+            "start the engine with a larger num_speculative_tokens"
         )
 
 
@@ -40,9 +41,9 @@ def _check_lengths(request: Request, limits: StepLimits) -> None:
         raise UsageError("the prompt is empty; give at least one token")
     if request.num_prompt_tokens > longest:
         raise UsageError(
-            f"the prompt has {request.num_prompt_tokens} tokens, but max_model_len is "
-            f"{limits.max_model_len}, which leaves room for {longest} prompt tokens and one "
-            "output token; shorten the prompt or raise max_model_len"
+            f"the prompt has {counted(request.num_prompt_tokens, 'token')}, but max_model_len is "
+            f"{limits.max_model_len}, which leaves room for {counted(longest, 'prompt token')} "
+            "and one output token; shorten the prompt or raise max_model_len"
         )
 
 
@@ -51,9 +52,10 @@ def _check_blocks(request: Request, limits: StepLimits, blocks: BlockManager) ->
     needed = blocks.blocks_for(total)
     if needed > blocks.num_blocks:
         raise UsageError(
-            f"the request needs {needed} blocks of KV cache for {total} tokens "
-            f"({request.num_prompt_tokens} of the prompt, {request.max_tokens} of max_tokens), "
-            f"but the cache has {blocks.num_blocks} blocks for "
+            f"the request needs {counted(needed, 'block')} of KV cache for "
+            f"{counted(total, 'token')} ({request.num_prompt_tokens} of the prompt, "
+            f"{request.max_tokens} of max_tokens), "
+            f"but the cache has {counted(blocks.num_blocks, 'block')} for "
             f"{blocks.num_blocks * blocks.block_size} tokens; lower max_tokens, shorten the prompt "
             "or give the cache more memory"
         )

@@ -249,11 +249,22 @@ def _compile(backend: "LLTokenizer", structured: StructuredOutput) -> "LLMatcher
             source = grammar_from("lark" if kind == "grammar" else kind, text)  # type: ignore[arg-type]
         matcher = LLMatcher(backend, source, log_level=0)
     except (ValueError, TypeError) as error:
-        raise UsageError(f"this {kind} cannot be used: {error}") from error
+        raise UsageError(f"this {kind} cannot be used: {_reason(kind, str(error))}") from error
     if matcher.is_error():
-        raise UsageError(f"this {kind} cannot be used: {matcher.get_error().strip()}")
+        reason = _reason(kind, matcher.get_error())
+        raise UsageError(f"this {kind} cannot be used: {reason}")
     _refuse_impossible(matcher, kind)
     return matcher
+
+
+def _reason(kind: str, told: str) -> str:
+    """The one line of a message that says what is wrong; the others draw where."""
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    first = lines[0] if lines else "it is not valid"
+    if not reasons:
+        return first
+    return reasons[0] if kind == "regex" else f"{first} {reasons[0]}"
 
 
 def _refuse_endless(schema: str) -> None:

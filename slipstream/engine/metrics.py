@@ -34,7 +34,9 @@ class EngineMetrics:
         """Take in one request's share of a step, of which stop conditions left `num_kept`."""
         self.num_output_tokens += num_kept
         if gained.num_draft_tokens:
-            self.speculation.count_draft(gained.num_draft_tokens, gained.num_accepted)
+            self.speculation.count_draft(
+                gained.num_draft_tokens, gained.num_accepted, gained.num_positions
+            )
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -146,7 +146,7 @@ def resolve(
         num_speculative_tokens=speculation.num_speculative_tokens,
         drafts_behind_prompt=drafter.limits.drafts_behind_prompt,
         cache_identity=drafter.limits.cache_identity,
-        drafts_trees=drafter.limits.drafts_trees,
+        longest_way=drafter.limits.longest_way,
     )
     return Resolved(
         limits=limits,

@@ -117,7 +117,9 @@ class Submission:
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = perf_counter()
         if gained.num_draft_tokens:
-            self.metrics.count_draft(gained.num_draft_tokens, gained.num_accepted)
+            self.metrics.count_draft(
+                gained.num_draft_tokens, gained.num_accepted, gained.num_positions
+            )
 
     def close(self) -> None:
         """Take in what is only known at the end."""

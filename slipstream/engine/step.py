@@ -146,7 +146,8 @@ class Step:
         batch = launched.batch
         live = [not item.request.finished for item in batch.requests]
         rows = launched.numbers.wait()
-        committed = [_committed(row[:-NUM_TIMES]) for row in rows]
+        longest = self._scheduler.limits.longest_way
+        committed = [_committed(row[:-NUM_TIMES], longest) for row in rows]
         self._scheduler.commit(batch, committed)
         times = self._times(launched, rows[0][-NUM_TIMES:])
         starts = _logit_starts(committed, launched)
@@ -246,10 +247,11 @@ def _first(proposal: Proposal, requests: int) -> Proposal:
     return replace(proposal, draft=kept)
 
 
-def _committed(row: Sequence[int]) -> Committed:
+def _committed(row: Sequence[int], longest_way: int | None) -> Committed:
     """One request's share of `Outcome.numbers`, without times."""
     *tokens, count, accepted, drafts, cached = row
-    return Committed(tuple(tokens[:count]), drafts, accepted, cached)
+    positions = None if longest_way is None else min(drafts, longest_way)
+    return Committed(tuple(tokens[:count]), drafts, accepted, cached, positions)
 
 
 def _logit_starts(committed: Sequence[Committed], launched: Launched) -> list[int]:

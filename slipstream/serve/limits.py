@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from slipstream.core.errors import UsageError
+from slipstream.core.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class QueueFull(RequestRefused):
 
     def __init__(self, num_waiting: int, retry_after: int) -> None:
         super().__init__(
-            f"{num_waiting} requests are waiting already; try again in {retry_after} s"
+            f"the queue is full ({counted(num_waiting, 'request')}); try again in {retry_after} s"
         )
         self.retry_after = retry_after
 

@@ -212,7 +212,7 @@ class _EngineTotals(Collector):
             "Accepted draft tokens by their place in the draft",
             labels=["model_name", "position"],
         )
-        most = self._engine.resolved.limits.num_speculative_tokens
+        most = self._engine.resolved.limits.num_positions
         for position, count in enumerate([*counts, *[0] * (most - len(counts))]):
             family.add_metric([self._model_name, str(position)], count)
         return family

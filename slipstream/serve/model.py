@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.wording import counted
 from slipstream.engine.engine import Engine
 from slipstream.engine.prompts import EncodedPrompt, Prompt, PromptEncoder
 from slipstream.models.chat_template import ChatTemplate
@@ -156,8 +157,8 @@ class ServedModel:
             num_tokens, most = len(prompt.token_ids), self.max_model_len
             if num_tokens >= most:
                 raise bad_request(
-                    f"the prompt has {num_tokens} tokens, but max_model_len is {most}, prompt and "
-                    "output; shorten it",
+                    f"the prompt has {counted(num_tokens, 'token')}, but max_model_len is {most}, "
+                    "prompt and output; shorten it",
                     prompt_field,
                     _TOO_LONG,
                 )

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from slipstream.core.errors import UsageError
+from slipstream.core.wording import counted
 from slipstream.speculative.catalogue import (
     DEFAULT_NUM_SPECULATIVE_TOKENS,
     METHODS,
@@ -127,7 +128,8 @@ def load(config: CombinationConfig, target: TargetModel) -> "LoadedCombination":
     most, told = loaded[-1].limits.max_speculative_tokens, config.members[-1].told
     if most is not None and told is not None and told > most:
         raise UsageError(
-            f"{names[-1]} guesses at most {most} tokens a step; lower its num_speculative_tokens"
+            f"{names[-1]} guesses at most {counted(most, 'token')} a step; lower its "
+            "num_speculative_tokens"
         )
     counts = (*config.counts[:-1], min(config.counts[-1], most or config.counts[-1]))
     return LoadedCombination(loaded, counts)

@@ -80,7 +80,7 @@ class DrafterLimits:
         looks_up: it knows when it has no guess, and those that it has are one-hot.
         catches_up: left out of steps, it makes up for them when it drafts again, however many
             tokens they gained, as long as turns are exact.
-        drafts_trees: its drafts are trees.
+        longest_way: of drafts that are trees, their depth.
     """
 
     max_speculative_tokens: int | None = None
@@ -92,7 +92,7 @@ class DrafterLimits:
     parallel: bool = False
     looks_up: bool = False
     catches_up: bool = False
-    drafts_trees: bool = False
+    longest_way: int | None = None
 
 
 class Drafter(Protocol):

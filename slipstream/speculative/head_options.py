@@ -30,6 +30,7 @@ class HeadFacts:
         sizes: hidden_size and vocab_size, where `layers` does not say them.
         notes: what to know when it is used.
         keeps_blocks: its layers have keys and values of their own.
+        trained_tokens: as many as it has learned to give from one pass, if it says.
     """
 
     layers: DecoderConfig | None
@@ -39,6 +40,7 @@ class HeadFacts:
     sizes: Mapping[str, int | None] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     keeps_blocks: bool = True
+    trained_tokens: int | None = None
 
 
 @dataclass(frozen=True)

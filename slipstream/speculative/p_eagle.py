@@ -76,13 +76,15 @@ def read_options(options: Options) -> PEagleOptions:
 def describe(checkpoint: HeadCheckpoint) -> HeadFacts:
     """Without its weights."""
     config = read_p_eagle_config(checkpoint, MASK_HEAD_KEYS)
-    note = parallel_note(METHOD, read_mask_token(checkpoint))
+    mask = read_mask_token(checkpoint)
+    note = parallel_note(METHOD, mask)
     return HeadFacts(
         layers=config.head.layers,
         features=features_read(config.head),
         problems=partial(p_eagle_problems, config),
         num_tokens=wrapped_num_tokens(checkpoint.config),
         notes=(note,),
+        trained_tokens=mask.trained_tokens,
     )
 
 

@@ -62,7 +62,7 @@ def draft_trees(
     return LoadedTreeDrafter(
         network=drafter.network,
         sampling=drafter.sampling,
-        limits=replace(drafter.limits, drafts_trees=True),
+        limits=replace(drafter.limits, longest_way=tree.depth),
         needs=drafter.needs,
         layout=drafter.layout,
         tree=tree,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slipstream.core.errors import UsageError
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.wording import counted
 from slipstream.engine.llm import LLM
 from slipstream.engine.prompts import TokensPrompt
 from slipstream.models.chat_template import ChatTemplate
@@ -18,7 +19,7 @@ from slipstream.train.sequences import Document
 from slipstream.train.settings import TrainSettings
 from slipstream.train.texts import Entry
 
-_AT_ONCE = 512  # prompts between two writes
+_AT_ONCE = 512  # prompts that the engine has at once
 
 
 def generated(
@@ -43,6 +44,7 @@ def generated(
     progress(len(answers))
     if len(answers) < len(prompts):
         _rewrite(file, source, answers)
+        num_kept = len(answers)
         llm = LLM(
             settings.target,
             revision=settings.revision,
@@ -52,11 +54,12 @@ def generated(
         )
         for start in range(len(answers), len(prompts), _AT_ONCE):
             part = prompts[start : start + _AT_ONCE]
-            new = _answers(llm, part, start, settings)
             with file.open("a", encoding="utf-8") as opened:
-                opened.writelines(json.dumps(answer) + "\n" for answer in new)
-            answers += new
-            progress(len(part))
+                for answer in _answers(llm, part, start, settings, start - num_kept):
+                    opened.write(json.dumps(answer) + "\n")
+                    opened.flush()  # whatever ends this, what is known is kept
+                    answers.append(answer)
+                    progress(1)
     return [
         # What was asked is learned where it is the target's kind of text too: in texts.
         Document([*prompt, *answer], [not entry.messages] * len(prompt) + [True] * len(answer))
@@ -74,8 +77,8 @@ def require_enough(
         if most > length:
             return
     raise UsageError(
-        f"{len(entries)} prompts and their answers make {most} tokens at most, which fit into one "
-        f"sequence of {length}; give more prompts, or a smaller --max-length"
+        f"{counted(len(entries), 'prompt')} with answers make {most} tokens at most, which fit "
+        f"into one sequence of {length}; give more prompts, or a smaller --max-length"
     )
 
 
@@ -94,8 +97,14 @@ def _prompt(entry: Entry, settings: TrainSettings, length: int, tokenizer: Token
 
 
 def _answers(
-    llm: LLM, prompts: Sequence[list[int]], first: int, settings: TrainSettings
-) -> list[list[int]]:
+    llm: LLM, prompts: Sequence[list[int]], first: int, settings: TrainSettings, first_id: int
+) -> Iterator[list[int]]:
+    """In order, each as soon as it and those before it are known.
+
+    Args:
+        first: place of the first prompt among all.
+        first_id: that the engine will give it.
+    """
     temperatures = settings.answers.temperatures
     params = [
         SamplingParams(
@@ -106,8 +115,13 @@ def _answers(
         for place in range(len(prompts))
     ]
     given = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
-    outputs = llm.generate(given, params)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    done: dict[int, list[int]] = {}
+    for output in llm.stream(given, params):
+        if output.finished:
+            done[int(output.request_id)] = list(output.outputs[0].token_ids)
+            while first_id in done:
+                yield done.pop(first_id)
+                first_id += 1
 
 
 def _kept(file: Path, source: str) -> Iterator[list[int]]:

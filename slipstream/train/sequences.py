@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.wording import counted
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.train.tensor_file import read_tensors, write_tensors
@@ -67,9 +68,9 @@ class Sequences:
         """Raise UsageError where there is nothing to validate with."""
         if len(self) < 2:
             raise UsageError(
-                f"the text makes {len(self)} sequence of {self.length} tokens, and one to train "
-                "on and one to validate with is the least; give more text, or a smaller "
-                "--max-length"
+                f"the text makes {counted(len(self), 'sequence')} of {self.length} tokens, and "
+                "one to train on and one to validate with is the least; give more text, or a "
+                "smaller --max-length"
             )
 
     def save(self, file: Path, source: str = "") -> None:

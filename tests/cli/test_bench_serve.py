@@ -204,7 +204,7 @@ def test_ctrl_c_keeps_what_was_measured(
     assert ran.code == 130
     summary = json.loads(figures.read_text())
     assert (summary["completed"], summary["failed"], summary["not_finished"]) == (2, 0, 3)
-    assert "3 requests were not finished" in ran.err
+    assert "3 requests not finished" in ran.err
 
 
 def test_all_turns_of_a_question_are_asked(

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -138,3 +140,14 @@ def test_the_demo_chats(slipstream: CommandLine) -> None:
     assert ran.code == 2
     assert "max_model_len" in ran.err
     assert ran.err.count("tokens/s") == 2
+
+
+def test_nobody_is_not_greeted() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "slipstream", "chat"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+    )
+    assert ran.stdout == b""

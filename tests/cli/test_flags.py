@@ -19,6 +19,13 @@ def options_of(fake_llm: type[FakeLLM]) -> dict[str, object]:
     return fake_llm.made[-1].options
 
 
+def test_the_modules_of_the_demo_are_pointed_to(slipstream: CommandLine) -> None:
+    for flags in (("--drafter", "mtp"), ("--spec-method", "mtp")):
+        ran = slipstream("generate", "--prompt", "x", *flags)
+        assert ran.code == 2
+        assert "give --drafter demo/mtp" in ran.err
+
+
 def test_nothing_given_is_the_demo_with_its_draft(
     slipstream: CommandLine, fake_llm: type[FakeLLM]
 ) -> None:

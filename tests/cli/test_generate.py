@@ -192,3 +192,8 @@ def test_a_drafter_stands_for_its_target_too(slipstream: CommandLine, tmp_path: 
     ran = slipstream(*line)
     assert (ran.code, ran.err.count("\n")) == (1, 1)
     assert "names no target" in ran.err
+
+
+def test_one_token_is_a_token(slipstream: CommandLine) -> None:
+    ran = slipstream("generate", "--prompt", "x", "--max-tokens", "1", "--no-speculation")
+    assert ran.err.startswith("1 token in ")

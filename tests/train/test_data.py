@@ -1,13 +1,16 @@
 """Texts, chats and prompts to sequences; features on disk; what cannot be read."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from slipstream import LLM
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.outputs import RequestOutput
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.train.features import DiskFeatures, capture, how_many
 from slipstream.train.orders import WORK
@@ -111,6 +114,27 @@ def test_the_target_answers_prompts_and_an_interrupted_run_asks_for_the_rest(
     unanswered = settings("eagle3", taught_target, data, tmp_path, max_length=16)
     with pytest.raises(UsageError, match="--generate lets the target answer"):
         prepared(unanswered, tmp_path / "three.safetensors", answers)
+
+
+def test_answers_are_kept_as_soon_as_they_are_known(
+    taught_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: LLM, *arguments: Any) -> Iterator[RequestOutput]:
+        for output in stream(self, *arguments):
+            yield output
+            if output.finished and output.request_id == "0":
+                raise KeyboardInterrupt
+
+    stream, answers = LLM.stream, tmp_path / "answers.jsonl"
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    data = lines(tmp_path / "prompts.jsonl", *[{"prompt": f"w{n} w6"} for n in range(5, 9)])
+    given = settings(
+        "eagle3", taught_target, data, tmp_path, generate=True, generate_tokens=6, max_length=16
+    )
+    for number in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            prepared(given, tmp_path / "one.safetensors", answers)
+        assert len(answers.read_text().splitlines()) > number
 
 
 def test_other_data_is_not_taken_for_that_of_an_earlier_run(

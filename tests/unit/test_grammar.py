@@ -320,3 +320,15 @@ def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
     words = Tokenizer(write_tokenizer(tmp_path / "words", ["<unk>", "one", "two"]))
     with pytest.raises(UsageError, match="byte-level"):
         Grammars(words, 3, ()).compile(StructuredOutput(regex="a"))
+
+
+def test_what_is_wrong_is_told_in_one_line(grammars: Grammars) -> None:
+    for wish, reason in (
+        ({"regex": "("}, "this regex cannot be used: unclosed group"),
+        ({"grammar": "start: missing"}, "missing"),
+        ({"grammar": "start: /(/"}, "unclosed group"),
+    ):
+        with pytest.raises(UsageError) as raised:
+            grammars.compile(StructuredOutput(**wish))
+        assert reason in str(raised.value)
+        assert "\n" not in str(raised.value)
