@@ -109,9 +109,10 @@ def _measure(given: argparse.Namespace, form: str, mode: str, work: Path) -> Tab
 
 
 def _plan(given: argparse.Namespace, mode: str) -> Plan:
+    batches = {given.batch: given.batch_tokens} if given.batch > 1 else {}
     return Plan(
         prompt=given.prompt,
-        decode={1: given.new_tokens, given.batch: given.batch_tokens},
+        decode={1: given.new_tokens, **batches},
         prefill=given.prefill if mode == PLAIN else 0,
         rounds=given.rounds,
     )
@@ -223,9 +224,10 @@ def _bars(tables: Sequence[Table], batch: int) -> Iterable[Bar]:
     if one := found.get(("bf16", PLAIN)):
         value = ratio(one.ours(single), one.peers(single))
         yield Bar("bf16 plain, batch 1: time over the best peer's", value, 1.0)
-        rate = ratio(one.peers(many), one.ours(many))
-        title = f"bf16 plain, batch {batch}: tokens/s over the best peer's"
-        yield Bar(title, rate, 1.4, at_least=True)
+        if batch > 1:
+            rate = ratio(one.peers(many), one.ours(many))
+            title = f"bf16 plain, batch {batch}: tokens/s over the best peer's"
+            yield Bar(title, rate, 1.4, at_least=True)
         value = ratio(one.ours(PREFILL), one.peers(PREFILL))
         yield Bar("bf16: prefill over the best peer's", value, 1.0)
     if one := found.get(("bf16", DRAFTING)):
@@ -238,8 +240,9 @@ def _bars(tables: Sequence[Table], batch: int) -> Iterable[Bar]:
         if form != "bf16":
             value = ratio(drafting.ours(single), plain.ours(single))
             yield Bar(f"{form} with drafts, batch 1: time over our plain", value, 0.6)
-        value = ratio(drafting.ours(many), plain.ours(many))
-        yield Bar(f"{form} with drafts, batch {batch}: time over our plain", value, 1.0)
+        if batch > 1:
+            value = ratio(drafting.ours(many), plain.ours(many))
+            yield Bar(f"{form} with drafts, batch {batch}: time over our plain", value, 1.0)
 
 
 def _document(one: Table) -> dict[str, Any]:
@@ -279,7 +282,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     cli.add_argument("--our-int4", default="int4", help="the quantization that is our int4")
     cli.add_argument("--draft-vocab-size", type=int, default=16384, help="of a second row; 0: none")
     cli.add_argument("--draft-vocab-text", type=Path, help="[sources of the standard library]")
-    cli.add_argument("--batch", type=int, default=8)
+    cli.add_argument("--batch", type=int, default=8, help="beside one; 1: nothing beside it")
     cli.add_argument("--threads", type=int, default=2)
     cli.add_argument("--prompt", type=int, default=128)
     cli.add_argument("--new-tokens", type=int, help="at batch 1 [128]")

@@ -4,12 +4,15 @@ Options of a job: quantization, where the form alone does not say which; draft_v
 draft_vocab_text, as in `speculative_config`; engine, further options of `LLM`.
 """
 
+import importlib
 from typing import Any
+
+import torch
 
 from benchmarks.peers.protocol import Job, Output, Prompts, serve
 from slipstream import LLM, SamplingParams
-from slipstream.cli.checkpoint_facts import kernel_column
 from slipstream.engine.prompts import TokensPrompt
+from slipstream.kernels.table import ops_for
 
 KV_BYTES = 256 << 20
 
@@ -22,6 +25,7 @@ class Ours:
             job.target,
             speculative_config=_speculation(job),
             quantization=_quantization(job),
+            device="cpu",
             threads=job.threads,
             max_num_seqs=job.max_batch,
             max_model_len=job.max_tokens,
@@ -29,7 +33,7 @@ class Ours:
             skip_tokenizer_init=True,
             **{"kv_cache_memory": KV_BYTES, **job.options.get("engine", {})},
         )
-        self.facts: dict[str, Any] = {"kernels": kernel_column(), "kv_bytes": KV_BYTES}
+        self.facts: dict[str, Any] = {"kernels": _kernels(), "kv_bytes": KV_BYTES}
 
     def generate(self, prompts: Prompts, num_tokens: int) -> Output:
         outputs = self._llm.generate(
@@ -42,6 +46,14 @@ class Ours:
             tokens=[list(output.outputs[0].token_ids) for output in outputs],
             al=1 + accepted / drafts if drafts else None,
         )
+
+
+def _kernels() -> str:
+    """The column that serves the CPU, and of the C++ one its level of instructions."""
+    column = ops_for(torch.device("cpu")).column
+    if column != "cpu":
+        return column
+    return f"{column} ({importlib.import_module('_slipstream_cpu').level()})"
 
 
 def _speculation(job: Job) -> dict[str, Any] | None:
