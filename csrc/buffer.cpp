@@ -1,0 +1,65 @@
+#include "buffer.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace slipstream {
+namespace {
+
+constexpr size_t line = 64, huge_page = size_t{2} << 20;
+
+size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+}  // namespace
+
+Buffer::Buffer(size_t bytes) : size_(bytes) {
+#if defined(__linux__)
+    if (bytes >= huge_page) {
+        mapped_ = round_up(bytes, huge_page);
+        void* memory = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                            -1, 0);
+        if (memory == MAP_FAILED) throw std::bad_alloc();
+        madvise(memory, mapped_, MADV_HUGEPAGE);
+        data_ = static_cast<char*>(memory);
+        return;
+    }
+#endif
+    const size_t padded = round_up(bytes ? bytes : 1, line);
+    data_ = static_cast<char*>(std::aligned_alloc(line, padded));
+    if (!data_) throw std::bad_alloc();
+    std::memset(data_, 0, padded);
+}
+
+Buffer::~Buffer() {
+#if defined(__linux__)
+    if (mapped_) {
+        munmap(data_, mapped_);
+        return;
+    }
+#endif
+    std::free(data_);
+}
+
+Buffer::Buffer(Buffer&& other) noexcept { *this = std::move(other); }
+
+Buffer& Buffer::operator=(Buffer&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    std::swap(mapped_, other.mapped_);
+    return *this;
+}
+
+void* scratch(Scratch use, size_t bytes) {
+    thread_local Buffer kept[static_cast<int>(Scratch::count)];
+    Buffer& buffer = kept[static_cast<int>(use)];
+    if (buffer.size() < bytes) buffer = Buffer(bytes + bytes / 4);
+    return buffer.data();
+}
+
+}  // namespace slipstream

@@ -1,0 +1,115 @@
+// The door of packed weights and their products.
+#include "matmul.h"
+
+#include <nanobind/stl/unique_ptr.h>
+
+#include "bindings.h"
+#include "matmul_pack.h"
+#include "tensor.h"
+
+namespace slipstream {
+
+ByLevel<MatmulKernels> matmul_kernels;
+
+namespace {
+
+std::unique_ptr<Matrix> pack(const Array& values) {
+    require(values.ndim() == 2, "a weight has two axes");
+    const Number type = number_of(values);
+    require(type == Number::f32 || type == Number::bf16, "a weight is float32 or bfloat16");
+    const auto* from = contiguous<const void>(values, type, "weight");
+    nb::gil_scoped_release released;
+    return pack_floats(type == Number::f32 ? Storage::f32 : Storage::bf16, from, values.shape(0),
+                       values.shape(1));
+}
+
+std::unique_ptr<Matrix> pack_i8(const Array& values, const Array& scales, bool rounds_input) {
+    require(values.ndim() == 2 && scales.ndim() == 1 && scales.shape(0) == values.shape(0),
+            "values [N, K], scales [N]");
+    const auto* from = contiguous<const int8_t>(values, Number::i8, "values");
+    const auto* by = contiguous<const float>(scales, Number::f32, "scales");
+    nb::gil_scoped_release released;
+    return pack_int8(from, by, values.shape(0), values.shape(1), rounds_input);
+}
+
+std::unique_ptr<Matrix> pack_i4(const Array& values, const Array& scales,
+                                std::optional<Array> zeros, int64_t group) {
+    const int64_t rows = values.shape(0), columns = 2 * static_cast<int64_t>(values.shape(1));
+    require(group > 0 && group % 32 == 0 && columns % group == 0,
+            "int4 groups are multiples of 32 columns, and K one of groups");
+    require(static_cast<int64_t>(scales.shape(0)) == rows &&
+                static_cast<int64_t>(scales.shape(1)) == columns / group,
+            "values [N, K / 2], scales [N, K / group]");
+    const auto* from = contiguous<const uint8_t>(values, Number::u8, "values");
+    const auto* by = contiguous<const float>(scales, Number::f32, "scales");
+    const auto* zero = zeros ? contiguous<const uint8_t>(*zeros, Number::u8, "zeros") : nullptr;
+    nb::gil_scoped_release released;
+    return pack_int4(from, by, zero, rows, columns, group);
+}
+
+void run_matmul(const Matrix& weight, const Array& x, std::optional<Array> bias, const Array& out) {
+    const Number type = number_of(x), out_type = number_of(out);
+    require(x.ndim() == 2 && static_cast<int64_t>(x.shape(1)) == weight.columns, "x: [M, K]");
+    require(out.ndim() == 2 && out.shape(0) == x.shape(0) &&
+                static_cast<int64_t>(out.shape(1)) == weight.rows,
+            "out: [M, N]");
+    require(type == Number::bf16 || type == Number::f32, "x is bfloat16 or float32");
+    require(out_type == type || out_type == Number::f32, "out is in x's type or float32");
+    require(weight.storage != Storage::bf16 || type == Number::bf16, "x is bfloat16 as the weight");
+    require(weight.storage != Storage::f32 || type == Number::f32, "x is float32 as the weight");
+    MatmulCall call{};
+    call.weight = &weight;
+    call.x = numbers<const void>(x, type, 1, "x");
+    call.x_is_bf16 = type == Number::bf16;
+    call.num_rows = static_cast<int64_t>(x.shape(0));
+    call.x_stride = x.stride(0);
+    if (bias) {
+        require(static_cast<int64_t>(bias->shape(0)) == weight.rows, "bias: [N]");
+        call.bias = contiguous<const void>(*bias, type, "bias");
+    }
+    call.out = numbers<void>(out, out_type, 1, "out");
+    call.out_is_bf16 = out_type == Number::bf16;
+    call.out_stride = out.stride(0);
+    nb::gil_scoped_release released;
+    matmul(call);
+}
+
+void run_look_up(const Matrix& table, const Array& ids, const Array& out) {
+    require(table.storage == Storage::f32 || table.storage == Storage::bf16,
+            "only float tables are looked up");
+    const auto* from = contiguous<const int64_t>(ids, Number::i64, "ids");
+    const Number type = table.storage == Storage::f32 ? Number::f32 : Number::bf16;
+    auto* to = contiguous<void>(out, type, "out");
+    for (size_t i = 0; i < ids.size(); ++i)
+        require(from[i] >= 0 && from[i] < table.rows, "an id is not a row of the table");
+    nb::gil_scoped_release released;
+    matmul_kernels.active().look_up(table, from, static_cast<int64_t>(ids.size()), to,
+                                    table.columns);
+}
+
+}  // namespace
+
+void bind_matmul(nb::module_& module) {
+    nb::class_<Matrix>(module, "Matrix")
+        .def_ro("rows", &Matrix::rows)
+        .def_ro("columns", &Matrix::columns)
+        .def_prop_ro("nbytes",
+                     [](const Matrix& m) {
+                         return m.values.size() + m.scales.size() + m.row_sums.size();
+                     })
+        .def("select", [](const Matrix& weight, const Array& ids) {
+            const auto* from = contiguous<const int64_t>(ids, Number::i64, "ids");
+            for (size_t i = 0; i < ids.size(); ++i)
+                require(from[i] >= 0 && from[i] < weight.rows, "an id is not a row");
+            return select_rows(weight, from, static_cast<int64_t>(ids.size()));
+        });
+    module.def("pack", pack, nb::arg("values"));
+    module.def("pack_int8", pack_i8, nb::arg("values"), nb::arg("scales"), nb::arg("rounds_input"));
+    module.def("pack_int4", pack_i4, nb::arg("values"), nb::arg("scales"),
+               nb::arg("zeros").none(), nb::arg("group"));
+    module.def("matmul", run_matmul, nb::arg("weight"), nb::arg("x"), nb::arg("bias").none(),
+               nb::arg("out"));
+    module.def("look_up", run_look_up, nb::arg("table"), nb::arg("ids"), nb::arg("out"));
+}
+
+}  // namespace slipstream

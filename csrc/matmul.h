@@ -1,0 +1,112 @@
+// Products of a few or many rows with a weight that was packed once.
+//
+// The arithmetic of a row of the result is a function of the weight's storage, its shape and the
+// level of instructions, never of the other rows: one order along K, one set of sums. So a token
+// that is verified beside others gets the bits that it gets alone.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "buffer.h"
+#include "levels.h"
+
+namespace slipstream {
+
+// How a weight's numbers are stored: float32, bfloat16, int8 with a scale a row, the same for
+// products with rows that are rounded to int8 themselves, and int4 with a scale for each group
+// along K.
+enum class Storage { f32, bf16, i8, i8_rounded, i4 };
+
+// Rows of the weight are taken 64 at a time (a block: 4 panels of 16), and K in tiles. A block is
+// contiguous: for each tile, 4 panels; a panel's tile is steps of 16 lanes, one a row, so that
+// kernels read a weight as one stream.
+constexpr int panel_rows = 16, block_panels = 4, block_rows = panel_rows * block_panels;
+
+struct TileShape {
+    int columns;     // of the weight in a tile
+    int steps;       // of 16 lanes
+    int lane_bytes;  // of one row in a step
+    constexpr int panel_bytes() const { return steps * panel_rows * lane_bytes; }
+    constexpr int block_bytes() const { return panel_bytes() * block_panels; }
+};
+
+// f32: a step is one column. bf16: a pair of columns. i8: one column. i8_rounded: four columns.
+// i4: 8 columns; bits 4s..4s+3 of the first 16-bit word of a lane are column 2s, of the second
+// 2s + 1.
+constexpr TileShape tile_shape(Storage storage) {
+    switch (storage) {
+        case Storage::f32: return {16, 16, 4};
+        case Storage::bf16: return {32, 16, 4};
+        case Storage::i8: return {32, 32, 1};
+        case Storage::i8_rounded: return {64, 16, 4};
+        case Storage::i4: return {32, 4, 4};
+    }
+    return {};
+}
+
+struct Matrix {
+    Storage storage;
+    int64_t rows, columns;  // N and K
+    int64_t group = 0;      // columns that share a scale; 0 where a row has one
+    bool has_zeros = false;
+    Buffer values;
+    // float32 [rows, padded to blocks]: of i8, of i8_rounded, and powers of two of i4.
+    Buffer scales;
+    // int32 [rows, padded]: of i8_rounded, the sum of a row's numbers.
+    Buffer row_sums;
+
+    int64_t num_blocks() const { return (rows + block_rows - 1) / block_rows; }
+    int64_t num_tiles() const {
+        const int64_t unit = group ? group : tile_shape(storage).columns;
+        return (columns + unit - 1) / unit * unit / tile_shape(storage).columns;
+    }
+    int64_t padded_columns() const { return num_tiles() * tile_shape(storage).columns; }
+    int64_t tiles_per_group() const {
+        return group ? group / tile_shape(storage).columns : num_tiles();
+    }
+    int64_t num_groups() const { return num_tiles() / tiles_per_group(); }
+    // Behind the tiles of each group of a block: 64 scales (float16), then 64 zeros (bytes).
+    int64_t group_tail_bytes() const {
+        return group ? block_rows * 2 + (has_zeros ? block_rows : 0) : 0;
+    }
+    int64_t group_bytes() const {
+        return tiles_per_group() * tile_shape(storage).block_bytes() + group_tail_bytes();
+    }
+    int64_t block_bytes() const { return num_groups() * group_bytes(); }
+    const char* block(int64_t index) const { return values.data() + index * block_bytes(); }
+    // Where the lane of a row begins, in a tile.
+    int64_t lane_offset(int64_t row, int64_t tile) const {
+        const TileShape shape = tile_shape(storage);
+        const int64_t in_block = row % block_rows;
+        return row / block_rows * block_bytes() + tile / tiles_per_group() * group_bytes() +
+               tile % tiles_per_group() * shape.block_bytes() +
+               in_block / panel_rows * shape.panel_bytes() +
+               in_block % panel_rows * shape.lane_bytes;
+    }
+};
+
+// x [num_rows, columns of the weight] -> out [num_rows, rows of the weight].
+struct MatmulCall {
+    const Matrix* weight;
+    const void* x;
+    bool x_is_bf16;
+    int64_t num_rows, x_stride;
+    const void* bias;  // [rows of the weight] in x's type, or null
+    void* out;
+    bool out_is_bf16;
+    int64_t out_stride;
+};
+
+struct MatmulKernels {
+    void (*run)(const MatmulCall& call);
+    // Rows of a weight in bf16 or f32 as a table: row ids[i] to out + i * stride.
+    void (*look_up)(const Matrix& table, const int64_t* ids, int64_t count, void* out,
+                    int64_t stride);
+};
+
+extern ByLevel<MatmulKernels> matmul_kernels;
+
+inline void matmul(const MatmulCall& call) { matmul_kernels.active().run(call); }
+
+}  // namespace slipstream

@@ -1,0 +1,75 @@
+// The module `_slipstream_cpu`.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+
+#include "bindings.h"
+#include "buffer.h"
+#include "levels.h"
+#include "threads.h"
+
+namespace slipstream {
+
+namespace nb = nanobind;
+
+namespace {
+
+std::vector<std::string> levels() {
+    std::vector<std::string> names;
+    for (int level = 0; level < num_levels; ++level)
+        if (level_runs(static_cast<Level>(level)))
+            names.emplace_back(level_name(static_cast<Level>(level)));
+    return names;
+}
+
+// Bytes a second at which all threads together read memory that no cache holds: the best of some
+// passes, each thread reading its own part from one end to the other.
+double read_bandwidth(int64_t bytes, int passes) {
+    constexpr int64_t part = 1 << 20;
+    const int64_t parts = bytes / part;
+    Buffer memory(parts * part);
+    parallel_for(parts, [&](int64_t index) {
+        auto* words = reinterpret_cast<uint64_t*>(memory.data() + index * part);
+        for (int64_t i = 0; i < part / 8; ++i) words[i] = static_cast<uint64_t>(i);
+    });
+    double best = 0.0;
+    std::atomic<uint64_t> sink{0};
+    for (int pass = 0; pass < passes; ++pass) {
+        const auto start = std::chrono::steady_clock::now();
+        parallel_for(parts, [&](int64_t index) {
+            const auto* words = reinterpret_cast<const uint64_t*>(memory.data() + index * part);
+            uint64_t sums[8] = {};
+            for (int64_t i = 0; i < part / 8; i += 8)
+                for (int lane = 0; lane < 8; ++lane) sums[lane] ^= words[i + lane];
+            uint64_t sum = 0;
+            for (uint64_t one : sums) sum ^= one;
+            sink += sum;
+        });
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+        best = std::max(best, static_cast<double>(parts * part) / took.count());
+    }
+    return best;
+}
+
+}  // namespace
+
+void bind_runtime(nb::module_& module) {
+    module.def("levels", levels, "The levels of instructions that run here, lowest first.");
+    module.def("level", [] { return level_name(active_level()); });
+    module.def("set_level", [](const std::string& name) { set_level(name.c_str()); });
+    module.def("num_threads", num_threads);
+    module.def("set_num_threads", set_num_threads);
+    module.def("read_bandwidth", read_bandwidth, nb::arg("nbytes"), nb::arg("passes") = 5,
+               nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace slipstream
+
+NB_MODULE(_slipstream_cpu, module) {
+    nanobind::set_leak_warnings(false);
+    slipstream::bind_runtime(module);
+    slipstream::bind_matmul(module);
+}

@@ -1,0 +1,167 @@
+#include "threads.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__unix__)
+#include <pthread.h>
+#endif
+
+namespace slipstream {
+namespace {
+
+// A worker looks for work this many times before it sleeps: longer than the gap between two ops of
+// a pass, shorter than what other programs would miss.
+constexpr int spins = 4000;
+
+void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#else
+    std::this_thread::yield();
+#endif
+}
+
+// The tasks that one thread begins with; others take from them when their own are done.
+struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+};
+
+class Pool {
+  public:
+    ~Pool() { resize(1); }
+
+    int size() const { return count_; }
+
+    void resize(int count) {
+        std::lock_guard<std::mutex> alone(busy_);
+        stop();
+        count_ = count < 1 ? 1 : count;
+        shares_ = std::make_unique<Share[]>(count_);
+    }
+
+    void run(int64_t tasks, void (*work)(void*, int64_t), void* context) {
+        std::unique_lock<std::mutex> alone(busy_, std::defer_lock);
+        if (tasks <= 1 || count_ == 1 || !alone.try_lock()) {
+            for (int64_t task = 0; task < tasks; ++task) work(context, task);
+            return;
+        }
+        if (threads_.empty()) start();
+        for (int thread = 0; thread < count_; ++thread) {
+            shares_[thread].next.store(tasks * thread / count_, std::memory_order_relaxed);
+            shares_[thread].end = tasks * (thread + 1) / count_;
+        }
+        work_ = work;
+        context_ = context;
+        working_.store(count_ - 1, std::memory_order_relaxed);
+        turn_.fetch_add(1, std::memory_order_seq_cst);
+        if (sleeping_.load(std::memory_order_seq_cst) > 0) {
+            std::lock_guard<std::mutex> lock(sleep_);
+            wake_.notify_all();
+        }
+        take(0);
+        for (int spin = 0; working_.load(std::memory_order_acquire) > 0; ++spin) {
+            if (spin < spins) pause();
+            else std::this_thread::yield();
+        }
+    }
+
+    // In a child process the threads are gone; the pool begins anew.
+    void forget_threads() {
+        for (auto& thread : threads_) thread.detach();
+        threads_.clear();
+        working_ = 0;
+        sleeping_ = 0;
+    }
+
+  private:
+    void take(int first) {
+        for (int turn = 0; turn < count_; ++turn) {
+            Share& share = shares_[(first + turn) % count_];
+            for (;;) {
+                const int64_t task = share.next.fetch_add(1, std::memory_order_relaxed);
+                if (task >= share.end) break;
+                work_(context_, task);
+            }
+        }
+    }
+
+    void start() {
+        stopping_ = false;
+        const uint64_t seen = turn_.load();
+        for (int index = 1; index < count_; ++index)
+            threads_.emplace_back([this, index, seen] { loop(index, seen); });
+    }
+
+    void stop() {
+        if (threads_.empty()) return;
+        stopping_ = true;
+        turn_.fetch_add(1);
+        {
+            std::lock_guard<std::mutex> lock(sleep_);
+            wake_.notify_all();
+        }
+        for (auto& thread : threads_) thread.join();
+        threads_.clear();
+    }
+
+    void loop(int index, uint64_t seen) {
+        for (;;) {
+            wait(seen);
+            ++seen;
+            if (stopping_) return;
+            take(index);
+            working_.fetch_sub(1, std::memory_order_release);
+        }
+    }
+
+    // Until the turn is no longer `seen`.
+    void wait(uint64_t seen) {
+        for (int spin = 0; spin < spins; ++spin) {
+            if (turn_.load(std::memory_order_acquire) != seen) return;
+            pause();
+        }
+        std::unique_lock<std::mutex> lock(sleep_);
+        sleeping_.fetch_add(1, std::memory_order_seq_cst);
+        wake_.wait(lock, [&] { return turn_.load(std::memory_order_seq_cst) != seen; });
+        sleeping_.fetch_sub(1, std::memory_order_seq_cst);
+    }
+
+    std::mutex busy_, sleep_;
+    std::condition_variable wake_;
+    std::vector<std::thread> threads_;
+    std::unique_ptr<Share[]> shares_ = std::make_unique<Share[]>(1);
+    int count_ = 1;
+    void (*work_)(void*, int64_t) = nullptr;
+    void* context_ = nullptr;
+    std::atomic<uint64_t> turn_{0};
+    std::atomic<int> working_{0}, sleeping_{0};
+    std::atomic<bool> stopping_{false};
+};
+
+Pool& pool() {
+    // Never destroyed: its threads may still wait when the process ends.
+    static Pool* pool = [] {
+        auto* made = new Pool;
+#if defined(__unix__)
+        pthread_atfork(nullptr, nullptr, [] { slipstream::pool().forget_threads(); });
+#endif
+        return made;
+    }();
+    return *pool;
+}
+
+}  // namespace
+
+int num_threads() { return pool().size(); }
+void set_num_threads(int count) { pool().resize(count); }
+void run_tasks(int64_t tasks, void (*work)(void*, int64_t), void* context) {
+    pool().run(tasks, work, context);
+}
+
+}  // namespace slipstream

@@ -1,0 +1,26 @@
+// One pool of threads for all kernels.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace slipstream {
+
+// How many threads work, the caller among them; 1 until set.
+int num_threads();
+void set_num_threads(int count);
+
+// Calls work(context, task) for each task in [0, tasks), on all threads, and returns when all are
+// done. Which thread does which task is open, so results must not depend on it. A call that comes
+// while another thread's is running does its tasks alone.
+void run_tasks(int64_t tasks, void (*work)(void* context, int64_t task), void* context);
+
+template <typename Work>
+void parallel_for(int64_t tasks, Work&& work) {
+    using Callable = std::remove_reference_t<Work>;
+    run_tasks(
+        tasks, [](void* context, int64_t task) { (*static_cast<Callable*>(context))(task); },
+        const_cast<void*>(static_cast<const void*>(&work)));
+}
+
+}  // namespace slipstream
