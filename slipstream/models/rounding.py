@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.reference import dense, integers
+from slipstream.kernels.reference.integers import to_nearest
 from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix
 
 _SLICE = 1 << 24  # numbers that are in float32 at once while they are rounded
-# The same for what passes over them many times: torch does not share so few among threads, which
-# wait for each other longer than they work where others keep the machine busy.
-_CACHED_SLICE = 1 << 15
+# The same for what passes over them many times. Torch does not share so few among threads, which
+# would wait for each other far longer than they work where others keep the machine busy.
+_CACHED_SLICE = (1 << 15) - 1
+_GROUPS_AT_ONCE = (1 << 15) - 1  # of which the same holds
 _LARGEST = 15  # of four bits
 _MIDDLE = 8
 # A group's scale makes its largest number representable, or is this much smaller: the others then
@@ -47,6 +49,22 @@ def to_int4(matrix: Tensor, group: int, asymmetric: bool = False) -> Int4Matrix:
         asymmetric: groups have zeros of their own, so that all 16 numbers are used where a group
             is not centred.
     """
+    rows, columns = matrix.shape
+    shape = (rows, columns // group)
+    values = torch.empty((rows, columns // 2), dtype=torch.uint8, device=matrix.device)
+    scales = torch.empty(shape, dtype=torch.float32, device=matrix.device)
+    zeros = torch.empty(shape, dtype=torch.uint8, device=matrix.device) if asymmetric else None
+    for part in _slices(matrix, _GROUPS_AT_ONCE * group):
+        values[part], scales[part], own = _some_rows_to_int4(matrix[part], group, asymmetric)
+        if zeros is not None and own is not None:
+            zeros[part] = own
+    return Int4Matrix(values, scales, zeros, group)
+
+
+def _some_rows_to_int4(
+    matrix: Tensor, group: int, asymmetric: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """[N, K] -> values, scales and zeros as an `Int4Matrix` has them."""
     rounding = _Groups(matrix, group)
     low, high = rounding.extremes()
     choices = _choices_with_zeros(low, high) if asymmetric else _choices(low, high)
@@ -56,8 +74,7 @@ def to_int4(matrix: Tensor, group: int, asymmetric: bool = False) -> Int4Matrix:
     scales, zeros = half_scales(torch.lerp(first, second, better)), None
     if first_zeros is not None and second_zeros is not None:
         zeros = torch.lerp(first_zeros, second_zeros, better)
-    values = rounding.values(scales, zeros)
-    return Int4Matrix(values, scales, None if zeros is None else zeros.to(torch.uint8), group)
+    return rounding.values(scales, zeros), scales, zeros
 
 
 class _Groups:
@@ -93,7 +110,7 @@ class _Groups:
             for index, (_, zeros) in enumerate(choices):
                 own = None if zeros is None else zeros[part]
                 least = _divided(groups, inverses[index][part], own, scaled)
-                torch.round(scaled, out=error).clamp_(least, least + _LARGEST).sub_(scaled)
+                to_nearest(scaled, out=error).clamp_(least, least + _LARGEST).sub_(scaled)
                 torch.linalg.vector_norm(error, dim=-1, out=errors[index, part])
         for error, (scales, _) in zip(errors, choices, strict=True):
             error.mul_(scales.abs())
@@ -109,7 +126,12 @@ class _Groups:
             own = None if zeros is None else zeros[part]
             least = _divided(groups, inverse[part], own, scaled)
             # Bytes by way of int8, which torch converts to several times as fast as to uint8.
-            integers = scaled.round_().clamp_(least, least + _LARGEST).to(torch.int8).sub_(least)
+            integers = (
+                to_nearest(scaled, out=scaled)
+                .clamp_(least, least + _LARGEST)
+                .to(torch.int8)
+                .sub_(least)
+            )
             values[part] = packed(integers.flatten(1))
         return values
 
@@ -139,8 +161,8 @@ def _choices_with_zeros(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor 
     for clip in _CLIPS:
         half = (high - low).mul_(clip / 2)
         scales = half * (2 / _LARGEST)
-        zeros = half.sub_((low + high) / 2).mul_(_inverse(scales)).round_().clamp_(0, _LARGEST)
-        choices.append((scales, zeros))
+        zeros = half.sub_((low + high) / 2).mul_(_inverse(scales))
+        choices.append((scales, to_nearest(zeros, out=zeros).clamp_(0, _LARGEST)))
     return choices
 
 

@@ -83,6 +83,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "target width": ({"target_hidden_size": 64}, "target of hidden size 64, and this one has 48"),
     "both norms": ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
     "unknown key": ({"spin": 3}, '"spin" is unknown'),
+    "quantised": (
+        {"quantization_config": {"quant_method": "fp8"}},
+        "asks for fp8 weights, which drafting heads are not read in; .* --drafter-quantization",
+    ),
     "flag": ({"norm_output": "yes"}, "norm_output.* must be true or false"),
     "draft vocabulary": ({"draft_vocab_size": 61}, "must hold 61 integers"),
     "width": ({"hidden_size": 96}, "cannot share the target's: its hidden size is 96"),

@@ -16,6 +16,7 @@ from slipstream.train.pack import pack_data
 from slipstream.train.run import run_training
 from slipstream.train.sequences import Sequences
 from slipstream.train.settings import TrainSettings
+from tests.quantized_checkpoints import gptq, write_quantized
 from tests.train.lessons import settings
 
 ONE_SEQUENCE = Sequences(torch.ones(1, 48, dtype=torch.int32), torch.ones(1, 48).bool())
@@ -71,6 +72,19 @@ def test_flags_that_cannot_be_are_refused_at_once(
     out = tmp_path / "out"
     with pytest.raises((UsageError, CheckpointError), match=message):
         run_training(settings(kind, taught_target, own_words, out, **changes))
+    assert not out.exists()
+
+
+@pytest.mark.usefixtures("nothing_costly")
+def test_quantised_models_are_refused_at_once(
+    taught_target: str, own_words: Path, tmp_path: Path
+) -> None:
+    write_quantized(tmp_path / "m", gptq())
+    model, out = str(tmp_path / "m"), tmp_path / "out"
+    with pytest.raises(CheckpointError, match="asks for gptq weights, which training does not"):
+        run_training(settings("eagle3", model, own_words, out))
+    with pytest.raises(CheckpointError, match="gptq weights, which training cannot begin with"):
+        run_training(settings("draft", taught_target, own_words, out, options={"init": model}))
     assert not out.exists()
 
 
