@@ -99,6 +99,11 @@ void run_verify(Address logits, int64_t stride, int64_t tokens, const DraftedRow
            {at<int64_t>(token_ids), at<int64_t>(num_tokens), at<int64_t>(num_accepted)});
 }
 
+void run_best_tokens(Address logits, int64_t stride, int64_t tokens, int64_t count, Address out) {
+    nb::gil_scoped_release released;
+    find_best_tokens({at<const float>(logits), stride, tokens}, count, at<int64_t>(out));
+}
+
 void run_draft(Address logits, int64_t stride, int64_t tokens, int64_t count, Address slots,
                Address positions, const SlotTensors& state, const Needs& needs, Address probs_out,
                int64_t probs_stride, Address out) {
@@ -136,6 +141,7 @@ void bind_sampling(nb::module_& module) {
         .def("set_probs", set_probs)
         .def("set_allowed", set_allowed);
     module.def("verify", run_verify);
+    module.def("best_tokens", run_best_tokens);
     module.def("draft", run_draft);
     module.def("commit_sampling", run_commit);
     module.def("fill_noise", fill_noise);

@@ -73,9 +73,9 @@ float kth_largest(float* values, int64_t count, int64_t k) {
 
 float mass_threshold(float* weights, int64_t count, int64_t wanted) {
     const auto& kernels = sampling_kernels.active();
-    // Weights are not negative: their bits rise as they do. The threshold is in [low, high).
-    uint32_t low = bits_of(*std::min_element(weights, weights + count));
-    uint32_t high = bits_of(*std::max_element(weights, weights + count)) + 1;
+    // The bits of weights, 0 to 1 and some for rounding, rise as they do. The threshold is in
+    // [low, high).
+    uint32_t low = 0, high = bits_of(1.0f) + 64;
     const double target = static_cast<double>(wanted) / mass_units;
     double above = 0.0;
     while (count > few && high - low > 1) {

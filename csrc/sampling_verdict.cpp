@@ -177,6 +177,17 @@ void verify(const LogitRows& logits, const DraftedRows& rows, const SlotTensors&
     if (!races.empty()) settle(races, drawn, logits.tokens, space);
 }
 
+void find_best_tokens(const LogitRows& logits, int64_t count, int64_t* out) {
+    Workspace& space = workspace();
+    Row row{};
+    row.is_used = true;
+    space.rows.assign(count, row);
+    for (int64_t index = 0; index < count; ++index)
+        space.rows[index].logits = logits.data + index * logits.stride;
+    scan(space.rows, logits.tokens, space);
+    for (int64_t index = 0; index < count; ++index) out[index] = space.rows[index].best.token;
+}
+
 void draft(const LogitRows& logits, int64_t count, const int64_t* request_slots,
            const int64_t* positions, const SlotTensors& slots, const Needs& needs,
            float* probs_out, int64_t probs_stride, int64_t* out) {
@@ -184,7 +195,7 @@ void draft(const LogitRows& logits, int64_t count, const int64_t* request_slots,
     thread_local std::vector<int64_t*> drawn;
     Workspace& space = workspace();
     Needs wanted = needs;
-    wanted.sampling = probs_out != nullptr;
+    wanted.sampling = true;
     space.rows.resize(count);
     for (int64_t index = 0; index < count; ++index) {
         Row& row = space.rows[index];
@@ -199,9 +210,9 @@ void draft(const LogitRows& logits, int64_t count, const int64_t* request_slots,
     for (int64_t index = 0; index < count; ++index) {
         const Row& row = space.rows[index];
         out[index] = row.best.token;
-        float* probs = probs_out ? probs_out + index * probs_stride : nullptr;
+        float* probs = probs_out + index * probs_stride;
         if (!row.is_sampled) {
-            if (probs) std::fill(probs, probs + logits.tokens, 0.0f);
+            std::fill(probs, probs + logits.tokens, 0.0f);
             continue;
         }
         const int64_t slot = request_slots[index];

@@ -43,7 +43,10 @@ struct VerdictOut {
 void verify(const LogitRows& logits, const DraftedRows& rows, const SlotTensors& slots,
             const Needs& needs, const float* rates, const VerdictOut& out);
 
-// probs_out [R, tokens] or null: then all take the best.
+// The first of the largest of each row, to out [count].
+void find_best_tokens(const LogitRows& logits, int64_t count, int64_t* out);
+
+// probs_out: [R, tokens].
 void draft(const LogitRows& logits, int64_t count, const int64_t* request_slots,
            const int64_t* positions, const SlotTensors& slots, const Needs& needs,
            float* probs_out, int64_t probs_stride, int64_t* out);

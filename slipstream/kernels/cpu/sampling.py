@@ -48,18 +48,19 @@ def draft(
     out = torch.empty(requests, dtype=torch.int64)
     if not requests:
         return out
-    slots, positions = dense(slots, torch.int64, requests), dense(positions, torch.int64, requests)
     logits = lines(logits.float(), torch.float32)
     assert len(logits) == requests
-    probs, probs_stride = 0, 0
-    if probs_out is not None:
-        assert probs_out.shape == (requests, num_tokens)
-        assert probs_out.dtype == torch.float32
-        assert num_tokens <= 1 or probs_out.stride(1) == 1
-        probs, probs_stride = probs_out.data_ptr(), probs_out.stride(0)
+    matrix = logits.data_ptr(), logits.stride(0), num_tokens, requests
+    if probs_out is None:
+        cpp.best_tokens(*matrix, out.data_ptr())
+        return out
+    slots, positions = dense(slots, torch.int64, requests), dense(positions, torch.int64, requests)
+    assert probs_out.shape == (requests, num_tokens)
+    assert probs_out.dtype == torch.float32
+    assert num_tokens <= 1 or probs_out.stride(1) == 1
     cpp.draft(
-        logits.data_ptr(), logits.stride(0), num_tokens, requests, slots.data_ptr(),
-        positions.data_ptr(), _slots(state), _needs(needs), probs, probs_stride, out.data_ptr(),
+        *matrix, slots.data_ptr(), positions.data_ptr(), _slots(state), _needs(needs),
+        probs_out.data_ptr(), probs_out.stride(0), out.data_ptr(),
     )  # fmt: skip
     return out
 
