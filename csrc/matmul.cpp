@@ -75,6 +75,16 @@ void run_matmul(const Matrix& weight, const Array& x, std::optional<Array> bias,
     matmul(call);
 }
 
+// Rows start .. stop without a copy; start is the first of a block.
+std::unique_ptr<Matrix> part(const Matrix& weight, int64_t start, int64_t stop) {
+    require(start % block_rows == 0 && 0 <= start && start < stop && stop <= weight.rows,
+            "a part begins with a block and has rows of the weight");
+    auto rows = std::make_unique<Matrix>(weight);
+    rows->first_block += start / block_rows;
+    rows->rows = stop - start;
+    return rows;
+}
+
 void run_look_up(const Matrix& table, const Array& ids, const Array& out) {
     require(table.storage == Storage::f32 || table.storage == Storage::bf16,
             "only float tables are looked up");
@@ -96,8 +106,10 @@ void bind_matmul(nb::module_& module) {
         .def_ro("columns", &Matrix::columns)
         .def_prop_ro("nbytes",
                      [](const Matrix& m) {
-                         return m.values.size() + m.scales.size();
+                         return m.num_blocks() * (m.block_bytes() +
+                                                  (m.scales ? block_rows * 4 : 0));
                      })
+        .def("part", part, nb::arg("start"), nb::arg("stop"))
         .def("select", [](const Matrix& weight, const Array& ids) {
             const auto* from = contiguous<const int64_t>(ids, Number::i64, "ids");
             for (size_t i = 0; i < ids.size(); ++i)

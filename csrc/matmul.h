@@ -54,8 +54,9 @@ struct Matrix {
     int64_t group = 0;          // columns that share a scale; 0 where a row has one
     bool has_zeros = false;     // groups have zeros of their own
     bool one_digit = false;     // rows that it meets are rounded to int8
-    Buffer values;
-    Buffer scales;  // float32 [rows, padded to blocks]: of i8; of i4 powers of two
+    std::shared_ptr<Buffer> values;  // shared with parts of the weight
+    std::shared_ptr<Buffer> scales;  // float32 [rows, padded]: of i8; of i4 powers of two; or null
+    int64_t first_block = 0;         // of `values`
 
     int64_t num_blocks() const { return (rows + block_rows - 1) / block_rows; }
     int64_t num_tiles() const {
@@ -75,12 +76,17 @@ struct Matrix {
         return tiles_per_group() * tile_shape(storage).block_bytes() + group_tail_bytes();
     }
     int64_t block_bytes() const { return num_groups() * group_bytes(); }
-    const char* block(int64_t index) const { return values.data() + index * block_bytes(); }
+    char* block(int64_t index) const {
+        return values->data() + (first_block + index) * block_bytes();
+    }
+    float* row_scales() const {
+        return scales ? reinterpret_cast<float*>(scales->data()) + first_block * block_rows : nullptr;
+    }
     // Where the lane of a row begins, in a tile.
-    int64_t lane_offset(int64_t row, int64_t tile) const {
+    char* lane(int64_t row, int64_t tile) const {
         const TileShape shape = tile_shape(storage);
         const int64_t in_block = row % block_rows;
-        return row / block_rows * block_bytes() + tile / tiles_per_group() * group_bytes() +
+        return block(row / block_rows) + tile / tiles_per_group() * group_bytes() +
                tile % tiles_per_group() * shape.block_bytes() +
                in_block / panel_rows * shape.panel_bytes() +
                in_block % panel_rows * shape.lane_bytes;

@@ -82,7 +82,7 @@ void run_bf16(const MatmulCall& call) {
 // values [64] of a row times the row's scale, to its place.
 void finish_rounded(const MatmulCall& call, const Rounded& rows, int64_t block, int64_t row,
                     float* values) {
-    const auto* scales = reinterpret_cast<const float*>(call.weight->scales.data());
+    const float* scales = call.weight->row_scales();
     for (int n = 0; n < block_rows; n += lanes)
         store(values + n, load(values + n) * broadcast(rows.scales[row]));
     finish_row(call, block, row, values, scales + block * block_rows);
@@ -218,7 +218,7 @@ void look_up(const Matrix& table, const int64_t* ids, int64_t count, void* out, 
     parallel_for(count, [&](int64_t index) {
         char* to = static_cast<char*>(out) + index * stride * number;
         for (int64_t tile = 0, done = 0; tile < table.num_tiles(); ++tile) {
-            const char* lane = table.values.data() + table.lane_offset(ids[index], tile);
+            const char* lane = table.lane(ids[index], tile);
             for (int step = 0; step < shape.steps && done < row_bytes; ++step, done += 4)
                 std::memcpy(to + done, lane + step * panel_rows * 4,
                             row_bytes - done < 4 ? row_bytes - done : 4);

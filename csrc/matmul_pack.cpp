@@ -19,9 +19,9 @@ std::unique_ptr<Matrix> empty(Storage storage, int64_t rows, int64_t columns, in
     matrix->columns = columns;
     matrix->group = group;
     matrix->has_zeros = has_zeros;
-    matrix->values = Buffer(matrix->num_blocks() * matrix->block_bytes());
+    matrix->values = std::make_shared<Buffer>(matrix->num_blocks() * matrix->block_bytes());
     if (storage == Storage::i8 || storage == Storage::i4)
-        matrix->scales = Buffer(padded(rows) * sizeof(float));
+        matrix->scales = std::make_shared<Buffer>(padded(rows) * sizeof(float));
     return matrix;
 }
 
@@ -66,7 +66,7 @@ std::unique_ptr<Matrix> pack_floats(Storage storage, const void* values, int64_t
     for_rows(*matrix, [&](int64_t row) {
         const char* from = static_cast<const char*>(values) + row * row_bytes;
         for (int64_t tile = 0; tile < matrix->num_tiles(); ++tile) {
-            char* lane = matrix->values.data() + matrix->lane_offset(row, tile);
+            char* lane = matrix->lane(row, tile);
             const int64_t bytes = std::min(tile_bytes, row_bytes - tile * tile_bytes);
             char whole[64] = {};
             std::memcpy(whole, from + tile * tile_bytes, bytes);
@@ -81,11 +81,11 @@ std::unique_ptr<Matrix> pack_int8(const int8_t* values, const float* scales, int
                                   int64_t columns, bool one_digit) {
     auto matrix = empty(Storage::i8, rows, columns);
     matrix->one_digit = one_digit;
-    std::memcpy(matrix->scales.data(), scales, rows * sizeof(float));
+    std::memcpy(matrix->row_scales(), scales, rows * sizeof(float));
     for_rows(*matrix, [&](int64_t row) {
         const int8_t* from = values + row * columns;
         for (int64_t tile = 0; tile < matrix->num_tiles(); ++tile) {
-            char* lane = matrix->values.data() + matrix->lane_offset(row, tile);
+            char* lane = matrix->lane(row, tile);
             // Behind the last column x is zero, whatever stands here.
             char whole[64] = {};
             std::memcpy(whole, from + tile * 64, std::min<int64_t>(64, columns - tile * 64));
@@ -105,24 +105,24 @@ std::unique_ptr<Matrix> pack_int4(const uint8_t* values, const float* scales, co
     auto matrix = empty(Storage::i4, rows, columns, group, zeros != nullptr);
     const int64_t num_groups = matrix->num_groups(), tiles = matrix->tiles_per_group();
     const int64_t tail = tiles * tile_shape(Storage::i4).block_bytes();
-    auto* powers = reinterpret_cast<float*>(matrix->scales.data());
+    float* powers = matrix->row_scales();
     for_rows(*matrix, [&](int64_t row) {
         const uint8_t* from = values + row * (columns / 2);
-        // The row's largest scale becomes 1 to 2, where float16 has all its bits.
+        // The row's largest scale becomes 2^15 to 2^16: float16 numbers from files stay what they
+        // are.
         float most = 0.0f;
         for (int64_t g = 0; g < num_groups; ++g)
             most = std::max(most, std::fabs(scales[row * num_groups + g]));
-        powers[row] = most > 0.0f && std::isfinite(most) ? std::ldexp(1.0f, std::ilogb(most)) : 1.0f;
+        powers[row] = most > 0.0f && std::isfinite(most) ? std::ldexp(1.0f, std::ilogb(most) - 15) : 1.0f;
         for (int64_t g = 0; g < num_groups; ++g) {
-            char* end = matrix->values.data() + row / block_rows * matrix->block_bytes() +
-                        g * matrix->group_bytes() + tail;
+            char* end = matrix->block(row / block_rows) + g * matrix->group_bytes() + tail;
             const uint16_t scale = to_float16(scales[row * num_groups + g] / powers[row]);
             std::memcpy(end + row % block_rows * 2, &scale, 2);
             if (zeros) end[block_rows * 2 + row % block_rows] =
                 static_cast<char>(zeros[row * num_groups + g]);
         }
         for (int64_t tile = 0; tile < matrix->num_tiles(); ++tile) {
-            char* lane = matrix->values.data() + matrix->lane_offset(row, tile);
+            char* lane = matrix->lane(row, tile);
             for (int step = 0; step < 4; ++step) {
                 char bytes[4];
                 for (int column = 0; column < 4; ++column) {
@@ -144,14 +144,13 @@ std::unique_ptr<Matrix> select_rows(const Matrix& weight, const int64_t* ids, in
     const TileShape shape = tile_shape(weight.storage);
     const int64_t tail = weight.group_bytes() - weight.group_tail_bytes();
     const auto group_tail = [&](const Matrix& of, int64_t row, int64_t group) {
-        return of.values.data() + row / block_rows * of.block_bytes() + group * of.group_bytes() +
-               tail;
+        return of.block(row / block_rows) + group * of.group_bytes() + tail;
     };
     for_rows(*matrix, [&](int64_t row) {
         const int64_t source = ids[row], place = source % block_rows, goal = row % block_rows;
         for (int64_t tile = 0; tile < weight.num_tiles(); ++tile) {
-            const char* from = weight.values.data() + weight.lane_offset(source, tile);
-            char* to = matrix->values.data() + matrix->lane_offset(row, tile);
+            const char* from = weight.lane(source, tile);
+            char* to = matrix->lane(row, tile);
             for (int step = 0; step < shape.steps; ++step)
                 std::memcpy(to + step * panel_rows * shape.lane_bytes,
                             from + step * panel_rows * shape.lane_bytes, shape.lane_bytes);
@@ -162,8 +161,7 @@ std::unique_ptr<Matrix> select_rows(const Matrix& weight, const int64_t* ids, in
             std::memcpy(to + goal * 2, from + place * 2, 2);
             if (weight.has_zeros) to[block_rows * 2 + goal] = from[block_rows * 2 + place];
         }
-        if (weight.scales.size())
-            std::memcpy(matrix->scales.data() + row * 4, weight.scales.data() + source * 4, 4);
+        if (weight.scales) matrix->row_scales()[row] = weight.row_scales()[source];
     });
     return matrix;
 }

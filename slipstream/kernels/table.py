@@ -132,6 +132,10 @@ class PackedMatrix(ABC):
         """The rows `index` [n] int64, in this order, as a copy."""
 
     @abstractmethod
+    def part(self, start: int, stop: int) -> "PackedMatrix":
+        """The rows from `start` to before `stop`: a view where the layout allows it."""
+
+    @abstractmethod
     def look_up(self, index: Tensor) -> Tensor:
         """index [...] integers -> [..., K], the rows as they were; only where they are kept."""
 

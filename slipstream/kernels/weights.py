@@ -51,12 +51,12 @@ def select_rows(weight: Weight, index: Tensor) -> Weight:
 
 
 def row_range(weight: Weight, start: int, stop: int | None = None) -> Weight:
-    """The rows from `start` to before `stop` (None: the last): a view, of packed ones a copy."""
+    """The rows from `start` to before `stop` (None: the last): a view where the layout allows it."""
+    if isinstance(weight, PackedMatrix):
+        return weight.part(start, weight.shape[0] if stop is None else stop)
     rows = slice(start, stop)
     if isinstance(weight, Tensor):
         return weight[rows]
-    if isinstance(weight, PackedMatrix):
-        return weight.select(torch.arange(*rows.indices(weight.shape[0])))
     part = replace(weight, values=weight.values[rows], scales=weight.scales[rows])
     if isinstance(part, Int4Matrix) and part.zeros is not None:
         return replace(part, zeros=part.zeros[rows])

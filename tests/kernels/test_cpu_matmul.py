@@ -129,6 +129,11 @@ def test_selected_rows_are_the_weights(level: str, form: str) -> None:
     assert isinstance(packed, matmul.CpuMatrix)
     x = torch.randn(6, 640).bfloat16()
     assert torch.equal(product(x, packed.select(index)), product(x, packed)[:, index])
+    for start, stop in ((64, 192), (128, 150), (0, 1), (10, 20)):
+        part = packed.part(start, stop)
+        assert part.shape == (stop - start, 640)
+        assert torch.equal(product(x, part), product(x, packed)[:, start:stop])
+        assert torch.equal(product(x, part.select(index[1:2])), product(x, part)[:, :1])
     with pytest.raises(ValueError, match="not a row"):
         packed.select(torch.tensor([192]))
 

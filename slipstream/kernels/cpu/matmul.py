@@ -8,6 +8,7 @@ from slipstream.kernels.devices import CPP_DTYPES
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import Int4Matrix, Int8Matrix, PackedMatrix, Weight
 
+BLOCK_ROWS = 64  # that lie together
 MOST_INT8_COLUMNS = 1 << 16  # of which exact sums fit into 32 bits
 
 
@@ -20,6 +21,11 @@ class CpuMatrix(PackedMatrix):
 
     def select(self, index: Tensor) -> "CpuMatrix":
         return CpuMatrix(self.handle.select(index.long().contiguous()), self.table_dtype)
+
+    def part(self, start: int, stop: int) -> "CpuMatrix":
+        if start % BLOCK_ROWS:
+            return self.select(torch.arange(start, stop))
+        return CpuMatrix(self.handle.part(start, stop), self.table_dtype)
 
     def look_up(self, index: Tensor) -> Tensor:
         assert self.table_dtype is not None, "rounded weights are no tables"
