@@ -1,0 +1,83 @@
+"""Attention in C++ (`csrc/attention.h`). Meanings and shapes: `kernels/table.py`.
+
+What stays the same is handed over once: a layer's sizes, norms and angles, and where the rows of a
+pass stand.
+"""
+
+from weakref import WeakKeyDictionary
+
+import _slipstream_cpu as cpp
+import torch
+from torch import Tensor
+
+from slipstream.kernels.table import AttentionInputs, Heads
+
+_LAYERS: WeakKeyDictionary[Heads, cpp.AttentionLayer] = WeakKeyDictionary()
+
+
+class _NewestPass:
+    """The rows of the pass that ran last, which all its layers share."""
+
+    inputs: AttentionInputs | None = None
+    rows: cpp.AttentionPass | None = None
+
+    def of(self, inputs: AttentionInputs) -> cpp.AttentionPass:
+        if inputs is not self.inputs:
+            self.rows, self.inputs = _pass(inputs), inputs
+        return self.rows
+
+
+_NEWEST = _NewestPass()
+
+
+def attend(
+    qkv: Tensor, heads: Heads, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]
+) -> Tensor:
+    """See `AttendOp`. A row's bits depend on nothing beside the row."""
+    out = torch.empty((len(qkv), heads.num_heads * heads.head_dim), dtype=qkv.dtype)
+    keys, values = cache
+    cpp.attend(_layer(heads), _NEWEST.of(inputs), _dense_rows(qkv), keys, values, out)
+    return out
+
+
+def store(kv: Tensor, heads: Heads, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]) -> None:
+    """See `StoreOp`."""
+    positions, slots = inputs.positions.contiguous(), inputs.slots.contiguous()
+    cpp.store(_layer(heads), _dense_rows(kv), positions, slots, *cache)
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _layer(heads: Heads) -> cpp.AttentionLayer:
+    layer = _LAYERS.get(heads)
+    if layer is None:
+        norms = heads.norms
+        layer = _LAYERS[heads] = cpp.AttentionLayer(
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            None if norms is None else norms[0].weight.detach(),
+            None if norms is None else norms[1].weight.detach(),
+            0.0 if norms is None else norms[0].eps,
+            heads.cos_sin,
+            heads.scale,
+            heads.window or 0,
+        )
+    return layer
+
+
+def _pass(inputs: AttentionInputs) -> cpp.AttentionPass:
+    tree = inputs.tree
+    trees = (None,) * 3 if tree is None else (tree.starts, tree.tokens, tree.ancestors)
+    return cpp.AttentionPass(
+        inputs.query_start.contiguous(),
+        inputs.context_lens.contiguous(),
+        inputs.block_tables,
+        inputs.positions.contiguous(),
+        inputs.slots.contiguous(),
+        inputs.first_seen,
+        inputs.causal,
+        *(part if part is None else part.contiguous() for part in trees),
+    )

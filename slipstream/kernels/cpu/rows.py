@@ -1,0 +1,30 @@
+"""Norms and activations in C++ (`csrc/rows.h`). Shapes: `kernels/composition.py`.
+
+Numbers are rounded where the reference rounds them: a sum before it is normed, and a gate before it
+is multiplied.
+"""
+
+import _slipstream_cpu as cpp
+import torch
+from torch import Tensor
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    cpp.norm(rows, weight, eps, out)
+    return out.view(x.shape)
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x, residual [T, H] -> (norm(x + residual), x + residual)."""
+    both = torch.empty((2, *x.shape), dtype=x.dtype)
+    normed, added = both.unbind()
+    cpp.add_norm(x, residual, weight, eps, normed, added)
+    return normed, added
+
+
+def gated_activation(gate_up: Tensor) -> Tensor:
+    out = torch.empty((len(gate_up), gate_up.shape[1] // 2), dtype=gate_up.dtype)
+    cpp.gated(gate_up, out)
+    return out
