@@ -8,6 +8,7 @@ from slipstream.core.errors import UsageError
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy", "twin")
 QUANTIZATIONS = ("fp8",)
+KV_CACHE_DTYPES = ("auto", "int8", "bfloat16", "float16", "float32")
 SpeculativeConfig = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 _OPTIONAL_NUMBERS = (
@@ -42,6 +43,8 @@ class EngineConfig:
         max_num_seqs: most requests running at once.
         max_num_batched_tokens: most rows of one target pass.
         block_size: tokens in a block of KV cache.
+        kv_cache_dtype: of the target's keys and values: "auto" takes `dtype`; "int8" rounds each
+            head of a token to 8 bits, on CPUs.
         kv_cache_memory: bytes for the KV cache, drafter included.
         num_kv_blocks: its size in blocks instead.
         threads: of torch's CPU ops, for the whole process.
@@ -68,6 +71,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     kv_cache_memory: int | None = None
     num_kv_blocks: int | None = None
     threads: int | None = None
@@ -113,6 +117,7 @@ class EngineConfig:
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
         if self.quantization is not None:
             require_quantization("quantization", self.quantization)
+        _require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _require_choice("device", self.device, ("auto", "cpu", "cuda"))
         share = self.gpu_memory_utilization
         if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
