@@ -9,6 +9,10 @@ namespace slipstream {
 
 ByLevel<AttentionKernels> attention_kernels;
 
+void throw_of_query_start() {
+    throw std::invalid_argument("query_start: not in order, or beyond the rows");
+}
+
 namespace {
 
 using Optional = std::optional<Array>;

@@ -66,6 +66,10 @@ struct AttentionKernels {
 
 extern ByLevel<AttentionKernels> attention_kernels;
 
+// std::invalid_argument of rows that are not in order. Here since files that are compiled for each
+// level use nothing of the standard library.
+[[noreturn]] void throw_of_query_start();
+
 // Norms and rotates queries and keys, stores keys and values at the rows' slots, then attends.
 // Reads no block, position or slot that is out of range; rows that see nothing give zeros.
 inline void attend(const AttentionCall& call) { attention_kernels.active().attend(call); }

@@ -181,8 +181,19 @@ void attend_in(const AttentionCall& call) {
     clear_rest<Number>(call);
 }
 
+void require_rows_in_order(const AttentionRows& rows) {
+    int64_t before = 0;
+    for (int64_t request = 0; request <= rows.num_requests; ++request) {
+        const int64_t start = rows.query_start[request];
+        if (start < before || start > rows.num_rows || (request == 0 && start))
+            throw_of_query_start();
+        before = start;
+    }
+}
+
 void run_attend(const AttentionCall& call) {
     if (!call.rows->num_rows) return;
+    require_rows_in_order(*call.rows);
     if (!call.x_is_bf16) return attend_in<Floats, float>(call);
 #if defined(__AVX512BF16__)
     attend_in<Pairs, bf16>(call);

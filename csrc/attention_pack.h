@@ -55,7 +55,7 @@ struct Lanes {
 #if defined(__AVX512BF16__)
 template <>
 struct Lanes<Pairs, bf16> {
-    static F16 at(const bf16* p) { return {_mm512_castsi512_ps(_mm512_loadu_si512(p))}; }
+    static F16 at(const bf16* p) { return {_mm512_loadu_ps(p)}; }
 };
 
 template <>
@@ -89,9 +89,16 @@ inline void pack_key_panel(const StoredTokens& tokens, int64_t first, char* to) 
     for (int i = 0; i < lanes; ++i) rows[i] = tokens.at(first + i);
     for (int d = 0; d < tokens.head_dim; d += whole, to += tile_bytes) {
         F16 square[lanes];
-        for (int i = 0; i < lanes; ++i)
-            square[i] = lanes_at<Mode, Stored>(rows[i], d, tokens.head_dim);
+        if (d + whole <= tokens.head_dim) {
+#pragma GCC unroll 16
+            for (int i = 0; i < lanes; ++i)
+                square[i] = Lanes<Mode, Stored>::at(reinterpret_cast<const Stored*>(rows[i]) + d);
+        } else {
+            for (int i = 0; i < lanes; ++i)
+                square[i] = lanes_at<Mode, Stored>(rows[i], d, tokens.head_dim);
+        }
         transpose(square);
+#pragma GCC unroll 16
         for (int i = 0; i < lanes; ++i) store(reinterpret_cast<float*>(to + i * 64), square[i]);
     }
 }

@@ -141,11 +141,13 @@ struct PartWork {
             kv_head * call.cache->head_stride * number_bytes(call.cache->type);
         const StoredTokens keys = stored(static_cast<const char*>(call.cache->keys) + head);
         const StoredTokens values = stored(static_cast<const char*>(call.cache->values) + head);
-        if (bench.keeps_keys)
+        if (takes_stored_keys())
+            score_stored(whole, keys, values);
+        else if (bench.keeps_keys)
             for (int64_t t = whole.begin; t < whole.end; t += block_tokens)
                 pack_keys<Mode>(keys, t, whole.end, keys_at(t), bench.panel_stride());
         else
-            score_in_passing(split, whole, keys);
+            score_in_passing(whole, keys);
         pack_values<Mode>(values, whole.begin, whole.end, values_at(whole.begin),
                           bench.value_stride());
         read_scales(keys, values, whole);
@@ -176,7 +178,67 @@ struct PartWork {
         return bench.values + token / (tile_steps * Mode::in_lane) * bench.value_stride();
     }
 
-    void score_in_passing(int64_t, const LineGroup& group, const StoredTokens& keys) {
+    // The matrix unit takes keys as they are stored where panels are whole pages or parts of one.
+    bool takes_stored_keys() const {
+        return has_matrix_unit && Mode::in_lane == 2 && call.cache->type == CacheType::bf16 &&
+               tile.num_lines <= 16 && call.shape->head_dim % 32 == 0 &&
+               call.cache->block_size % lanes == 0;
+    }
+
+    // Few queries are the right factor then, and scores are turned instead of keys. What stands at
+    // tokens that are not stored is scored too; nobody sees it.
+    void score_stored(const LineGroup& group, const StoredTokens& keys, const StoredTokens& values) {
+        const int64_t tiles = bench.padded_dim / 32, stride = call.cache->token_stride * 2;
+        turn_queries(tiles);
+        for (int64_t t = group.begin; t < group.end; t += block_tokens) {
+            for (int i = 0; i < block_tokens; ++i) {
+                if (t + block_tokens < group.end) keys.prefetch(t + block_tokens + i);
+                else values.prefetch(group.begin + i);
+            }
+            const char* panels[4];
+            if (!find_panels(keys, t, stride, panels)) continue;
+            alignas(64) float turned[4 * lanes * lanes];
+            unit.score_stored(panels, stride, bench.keys, tiles, turned);
+            for (int panel = 0; panel < 4; ++panel) {
+                F16 square[lanes];
+                for (int i = 0; i < lanes; ++i) square[i] = load(turned + (panel * lanes + i) * lanes);
+                transpose(square);
+                for (int64_t i = 0; i < group.count; ++i)
+                    store(bench.scores + i * split_tokens + t + panel * lanes, square[i]);
+            }
+        }
+    }
+
+    // Queries as the right factor, in the place of keys.
+    void turn_queries(int64_t tiles) {
+        const char* lines = reinterpret_cast<const char*>(queries + tile.first_line * bench.padded_dim);
+        for (int64_t at = 0; at < tiles; ++at) {
+            F16 square[lanes];
+            for (int i = 0; i < lanes; ++i)
+                std::memcpy(&square[i], lines + i * bench.padded_dim * 2 + at * 64, 64);
+            transpose(square);
+            for (int i = 0; i < lanes; ++i)
+                std::memcpy(bench.keys + at * tile_bytes + i * 64, &square[i], 64);
+        }
+    }
+
+    // Where the panels of the block of token `first` begin; one without tokens is taken for another.
+    bool find_panels(const StoredTokens& keys, int64_t first, int64_t stride,
+                     const char* (&panels)[4]) const {
+        const char* any = nullptr;
+        for (int panel = 0; panel < 4; ++panel) {
+            panels[panel] = nullptr;
+            for (int i = 0; i < lanes && !panels[panel]; ++i)
+                if (keys.offsets[first + panel * lanes + i] >= 0)
+                    panels[panel] = keys.at(first + panel * lanes + i) - i * stride;
+            if (panels[panel]) any = panels[panel];
+        }
+        for (const char*& panel : panels)
+            if (!panel) panel = any;
+        return any != nullptr;
+    }
+
+    void score_in_passing(const LineGroup& group, const StoredTokens& keys) {
         for (int64_t t = group.begin; t < group.end; t += block_tokens) {
             pack_keys<Mode>(keys, t, group.end, keys_at(t), bench.panel_stride());
             score(group, t, t + block_tokens);

@@ -72,10 +72,11 @@ inline void put_head(const float* x, int head_dim, CacheType type, char* to) {
             most = maximum(most, maximum(part, zero() - part));
         }
         const float bound = largest(most), scale = bound / 127.0f;
-        const F16 by = broadcast(bound > 0.0f ? scale : 1.0f);
+        const F16 by = broadcast(scale > 0.0f ? scale : 1.0f), most_stored = broadcast(127.0f);
         for (int d = 0; d < head_dim; d += lanes) {
             float numbers[lanes];
-            store(numbers, minimum(round(load_some(x + d, head_dim - d) / by), broadcast(127.0f)));
+            const F16 nearest = round(load_some(x + d, head_dim - d) / by);
+            store(numbers, minimum(maximum(nearest, zero() - most_stored), most_stored));
             const int count = head_dim - d < lanes ? head_dim - d : lanes;
             for (int i = 0; i < count; ++i) to[d + i] = static_cast<char>(static_cast<int>(numbers[i]));
         }

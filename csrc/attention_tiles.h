@@ -7,6 +7,8 @@ namespace slipstream::SLIPSTREAM_LEVEL {
 
 #if defined(__AMX_BF16__)
 
+constexpr bool has_matrix_unit = true;
+
 // Holds the unit while it lives: tiles 0-3 are sums, 4 and 5 lines, 6 and 7 of the right factor.
 class AttentionUnit {
   public:
@@ -23,6 +25,29 @@ class AttentionUnit {
             if (product.lines > 16) wide(product);
             else narrow(product);
         }
+    }
+
+    // Scores of the tokens of four panels, whose keys lie `stride` bytes apart, by up to 16 queries
+    // as right factors -> [panel][token][query]. The products and sums are those of `multiply`.
+    void score_stored(const char* const (&panels)[4], int64_t stride, const char* queries,
+                      int64_t tiles, float* out) {
+        configure(16);
+        zero_sums();
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            _tile_loadd(6, queries + tile * tile_bytes, 64);
+            _tile_loadd(4, panels[0] + tile * 64, stride);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(5, panels[1] + tile * 64, stride);
+            _tile_dpbf16ps(1, 5, 6);
+            _tile_loadd(4, panels[2] + tile * 64, stride);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_loadd(5, panels[3] + tile * 64, stride);
+            _tile_dpbf16ps(3, 5, 6);
+        }
+        _tile_stored(0, out, 64);
+        _tile_stored(1, out + 256, 64);
+        _tile_stored(2, out + 512, 64);
+        _tile_stored(3, out + 768, 64);
     }
 
   private:
@@ -116,12 +141,15 @@ class AttentionUnit {
 
 #else
 
+constexpr bool has_matrix_unit = false;
+
 class AttentionUnit {
   public:
     template <typename Mode>
     void multiply(const Product& product) {
         multiply_vectors<Mode>(product);
     }
+    void score_stored(const char* const (&)[4], int64_t, const char*, int64_t, float*) {}
 };
 
 #endif

@@ -9,17 +9,21 @@ namespace slipstream::SLIPSTREAM_LEVEL {
 
 inline void transpose(F16 (&m)[lanes]) {
     __m512 pairs[lanes], quads[lanes];
+#pragma GCC unroll 8
     for (int i = 0; i < lanes; i += 2) {
         pairs[i] = _mm512_unpacklo_ps(m[i].v, m[i + 1].v);
         pairs[i + 1] = _mm512_unpackhi_ps(m[i].v, m[i + 1].v);
     }
+#pragma GCC unroll 4
     for (int i = 0; i < lanes; i += 4)
+#pragma GCC unroll 2
         for (int j = 0; j < 2; ++j) {
             const __m512d a = _mm512_castps_pd(pairs[i + j]), b = _mm512_castps_pd(pairs[i + 2 + j]);
             quads[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
             quads[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
         }
     // Quarters of 4 columns: quads[4 r + c] holds columns c, c + 4, ... of rows 4 r to 4 r + 3.
+#pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
         const __m512 upper_even = _mm512_shuffle_f32x4(quads[c], quads[4 + c], 0x88);
         const __m512 upper_odd = _mm512_shuffle_f32x4(quads[c], quads[4 + c], 0xdd);

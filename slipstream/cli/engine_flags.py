@@ -92,6 +92,13 @@ class EngineFlags:
         int,
         typer.Option(help="Tokens in a block of KV cache.", rich_help_panel=_PANEL),
     ] = EngineConfig.block_size
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto: the model's dtype; int8: half of bfloat16's memory, on CPUs.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = EngineConfig.kv_cache_dtype
     kv_cache_memory: Annotated[
         int | None,
         typer.Option(

@@ -17,6 +17,7 @@ QUANTIZATIONS = (
     "int4-g128-asym",
 )
 _OTHER_NAMES = {"w8a8": "int8-dynamic"}
+KV_CACHE_DTYPES = ("auto", "int8", "bfloat16", "float16", "float32")
 SpeculativeConfig = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 _OPTIONAL_NUMBERS = (
@@ -52,6 +53,8 @@ class EngineConfig:
         max_num_seqs: most requests running at once.
         max_num_batched_tokens: most rows of one target pass.
         block_size: tokens in a block of KV cache.
+        kv_cache_dtype: of the target's keys and values: "auto" takes `dtype`; "int8" rounds each
+            head of a token to 8 bits, on CPUs.
         kv_cache_memory: bytes for the KV cache, drafter included.
         num_kv_blocks: its size in blocks instead.
         threads: of the CPU's ops, for the whole process.
@@ -78,6 +81,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     kv_cache_memory: int | None = None
     num_kv_blocks: int | None = None
     threads: int | None = None
@@ -125,6 +129,7 @@ class EngineConfig:
         if self.quantization is not None:
             name = known_quantization("quantization", self.quantization)
             object.__setattr__(self, "quantization", name)  # frozen for everybody else
+        _require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _require_choice("device", self.device, ("auto", "cpu", "cuda"))
         share = self.gpu_memory_utilization
         if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):

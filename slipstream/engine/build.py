@@ -127,7 +127,8 @@ def assemble(
     limits, device, shape = resolved.limits, resolved.device, network.config
     state = DeviceState(limits.max_num_seqs, limits.max_model_len, config.block_size, device)
     sampling = SamplingState(state.num_slots, shape.vocab_size, device)
-    layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, resolved.dtype)
+    sizes = (shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    layout = KVLayout(*sizes, resolved.cache_dtype)
     cache = KVCache(layout, resolved.num_blocks, config.block_size, device)
     needs = loaded_drafter.needs
     runner = ModelRunner(network, cache, state, stream_layers=needs.stream_layers)

@@ -40,6 +40,7 @@ class Resolved:
     """The engine's numbers.
 
     Attributes:
+        cache_dtype: of the target's keys and values.
         captures: whether steps are captured in CUDA graphs.
         reasons: (name, value, why) of everything that was derived.
     """
@@ -48,6 +49,7 @@ class Resolved:
     num_blocks: int
     bytes_per_block: int
     dtype: torch.dtype
+    cache_dtype: torch.dtype
     device: torch.device
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -61,6 +63,28 @@ class Resolved:
 def resolve_dtype(config: EngineConfig, checkpoint_dtype: torch.dtype) -> torch.dtype:
     """The dtype of parameters and cache."""
     return checkpoint_dtype if config.dtype == "auto" else dtype_named(config.dtype)
+
+
+def resolve_cache_dtype(
+    config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """The dtype of the target's keys and values, for a model that computes in `dtype`."""
+    asked = config.kv_cache_dtype
+    if asked == "auto":
+        return dtype
+    if asked == "int8":
+        if uses_gpu_memory(device):
+            raise UsageError(
+                "kv_cache_dtype=int8 is for CPUs so far: leave it out on a GPU, or give device=cpu"
+            )
+        return torch.int8
+    if dtype_named(asked) != dtype:
+        name = str(dtype).removeprefix("torch.")
+        raise UsageError(
+            f"kv_cache_dtype={asked} is not the model's dtype {name}: leave it out, give "
+            f"dtype={asked} for both, or take int8"
+        )
+    return dtype
 
 
 def require_precision(config: EngineConfig, device: torch.device) -> None:
@@ -114,11 +138,9 @@ def resolve(
     reasons: Reasons,
 ) -> Resolved:
     """Size the cache and fix the limits; the weights are in memory."""
-    layouts = [KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)]
+    cache_dtype = resolve_cache_dtype(config, dtype, device)
     drafter = speculation.drafter
-    if drafter.layout is not None:
-        layouts.append(drafter.layout)
-    bytes_per_block = config.block_size * sum(layout.bytes_per_token for layout in layouts)
+    bytes_per_block = config.block_size * _bytes_per_token(shape, cache_dtype, drafter.layout)
     longest = resolve_model_len(config, shape)
     rows = _max_num_batched_tokens(config, device, reasons)
     captures = captures_graphs(device, bool(config.enforce_eager) or speculation.enforce_eager)
@@ -153,6 +175,7 @@ def resolve(
         num_blocks=num_blocks,
         bytes_per_block=bytes_per_block,
         dtype=dtype,
+        cache_dtype=cache_dtype,
         device=device,
         vocab_size=shape.vocab_size,
         eos_token_ids=eos_token_ids,
@@ -162,6 +185,12 @@ def resolve(
         captures=captures,
         reasons=reasons.rows,
     )
+
+
+def _bytes_per_token(shape: DecoderConfig, cache_dtype: torch.dtype, draft: KVLayout | None) -> int:
+    """Of the caches of the target and of its drafter."""
+    target = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, cache_dtype)
+    return target.bytes_per_token + (0 if draft is None else draft.bytes_per_token)
 
 
 def _draft_rows(speculation: Speculation) -> int:

@@ -35,6 +35,7 @@ class TreeInputs:
     ancestors: Tensor
 
 
+SCALE_BYTES = 4  # of an int8 cache: a head of a token is D numbers and a float32, their scale
 MOST_TREE_TOKENS = 63  # the bits of `TreeInputs.ancestors`, without the sign
 
 
@@ -239,6 +240,7 @@ class AttendOp(Protocol):
     values stored at the rows' slots of the caches [num_blocks, block_size, Hk, D]; then a row at
     position p sees the cached tokens 0..p of its request, or the last `window` of them; of those of
     a tree, its ancestors and itself; where `inputs` is not causal, those behind p as well.
+    A cache of int8 is [num_blocks, block_size, Hk, D + SCALE_BYTES]: D numbers, then their scale.
     Returns [T, Hq D].
     """
 

@@ -51,7 +51,7 @@ def select_rows(weight: Weight, index: Tensor) -> Weight:
 
 
 def row_range(weight: Weight, start: int, stop: int | None = None) -> Weight:
-    """The rows from `start` to before `stop` (None: the last): a view where the layout allows it."""
+    """The rows from `start` to before `stop` (None: the last), without a copy where it can be."""
     if isinstance(weight, PackedMatrix):
         return weight.part(start, weight.shape[0] if stop is None else stop)
     rows = slice(start, stop)

@@ -39,8 +39,8 @@ def test_every_engine_flag_arrives(slipstream: CommandLine, fake_llm: type[FakeL
     line = (
         "generate some/model --prompt x --tokenizer t --revision r --dtype float32 --device cpu "
         "--load-format dummy --quantization fp8 --batch-invariant --max-model-len 99 "
-        "--max-num-seqs 3 --max-num-batched-tokens 77 --block-size 8 --kv-cache-memory 512M "
-        "--no-enable-prefix-caching --engine-seed 5 --use-fp64-gumbel "
+        "--max-num-seqs 3 --max-num-batched-tokens 77 --block-size 8 --kv-cache-dtype int8 "
+        "--kv-cache-memory 512M --no-enable-prefix-caching --engine-seed 5 --use-fp64-gumbel "
         "--gpu-memory-utilization 0.5 -tp 1 --enforce-eager --no-async-scheduling "
         "--trust-remote-code"
     )
@@ -59,6 +59,7 @@ def test_every_engine_flag_arrives(slipstream: CommandLine, fake_llm: type[FakeL
             max_num_seqs=3,
             max_num_batched_tokens=77,
             block_size=8,
+            kv_cache_dtype="int8",
             kv_cache_memory=512 << 20,
             enable_prefix_caching=False,
             seed=5,
@@ -216,6 +217,7 @@ def test_ways_to_choose_a_drafter(
         ("--logprobs 1", ["--logprobs", "--json"]),
         ("--temperature -1", ["temperature"]),
         ("--temperature warm", ["--temperature"]),
+        ("--kv-cache-dtype int3", ["kv_cache_dtype", "int8"]),
         ("--kv-cache-memory lots", ["--kv-cache-memory", "4GiB"]),
         ("--kv-cache-memory 1G --num-kv-blocks 4", ["kv_cache_memory", "num_kv_blocks"]),
         ("-tp 2", ["tensor_parallel_size"]),
@@ -263,10 +265,10 @@ GENERATE_FLAGS = """
     --allowed-token-ids --async-scheduling --bad-words --batch-invariant --block-size --choice
     --debug --device --drafter --drafter-quantization --dtype --enable-prefix-caching
     --enforce-eager --engine-seed --frequency-penalty --gpu-memory-utilization --grammar --help
-    --ignore-eos --include-stop-str-in-output --json --json-object --json-schema --kv-cache-memory
-    --load-format --logit-bias --logprobs
-    --max-model-len --max-num-batched-tokens --max-num-seqs --max-tokens --min-p --min-tokens --n
-    --no-async-scheduling --no-enable-prefix-caching --no-enforce-eager --no-skip-special-tokens
+    --ignore-eos --include-stop-str-in-output --json --json-object --json-schema --kv-cache-dtype
+    --kv-cache-memory --load-format --logit-bias --logprobs --max-model-len --max-num-batched-tokens
+    --max-num-seqs --max-tokens --min-p --min-tokens --n --no-async-scheduling
+    --no-enable-prefix-caching --no-enforce-eager --no-skip-special-tokens
     --no-speculation --num-kv-blocks --num-speculative-tokens --presence-penalty --prompt
     --prompt-file --prompt-logprobs --quantization --regex --repetition-penalty --revision --seed
     --skip-special-tokens --spec-method --spec-model --spec-tokens --speculative-config --stop

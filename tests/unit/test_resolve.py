@@ -36,6 +36,28 @@ def test_the_cache_keeps_to_its_memory(tiny_target: str, tiny_draft: str) -> Non
     assert llm.engine.resolved.num_blocks == 10
 
 
+def test_int8_keys_and_values_take_a_byte_a_number_and_a_scale(
+    tiny_target: str, tiny_draft: str
+) -> None:
+    llm = make(tiny_target, kv_cache_dtype="int8", num_kv_blocks=8)
+    assert llm.engine.resolved.cache_dtype == torch.int8
+    assert llm.engine.resolved.bytes_per_block == 16 * 2 * 2 * 2 * (16 + 4)  # 2 layers
+    assert llm.engine.resolved.dtype == torch.float32
+    config = {"model": tiny_draft}  # whose own cache stays in its dtype
+    llm = make(tiny_target, kv_cache_dtype="int8", num_kv_blocks=8, speculative_config=config)
+    assert llm.engine.resolved.bytes_per_block == 16 * 2 * 2 * (2 * (16 + 4) + 4 * 16)
+
+
+def test_a_cache_in_the_models_own_dtype_may_be_named(
+    tiny_target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make(tiny_target, kv_cache_dtype="float32", num_kv_blocks=8)
+    assert llm.engine.resolved.cache_dtype == torch.float32
+    monkeypatch.setattr("slipstream.engine.resolve.uses_gpu_memory", lambda device: True)
+    with pytest.raises(UsageError, match="for CPUs so far: leave it out on a GPU"):
+        make(tiny_target, kv_cache_dtype="int8", num_kv_blocks=8)
+
+
 def test_a_derived_max_model_len_shrinks_to_the_cache(tiny_target: str) -> None:
     assert make(tiny_target, num_kv_blocks=5).engine.resolved.limits.max_model_len == 80
     llm = make(tiny_target, num_kv_blocks=5, max_model_len=200)
@@ -55,6 +77,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "must be at least max_num_seqs"),
     ({"tensor_parallel_size": 2}, "use 1"),
     ({"dtype": "int8"}, "dtype must be one of"),
+    ({"kv_cache_dtype": "int4"}, "kv_cache_dtype must be one of auto, int8"),
+    ({"kv_cache_dtype": "bfloat16"}, "not the model's dtype float32: .* dtype=bfloat16 for both"),
     ({"device": "tpu"}, "device must be one of"),
     ({"load_format": "gguf"}, "load_format must be one of"),
     (

@@ -1,59 +1,85 @@
-"""Attention in C++. Shapes and meanings: `kernels/table.py`."""
+"""Attention in C++ (`csrc/attention.h`). Meanings and shapes: `kernels/table.py`.
 
-import weakref
+What stays the same is handed over once: a layer's sizes, norms and angles, and where the rows of a
+pass stand.
+"""
+
+from weakref import WeakKeyDictionary
 
 import _slipstream_cpu as cpp
+import torch
 from torch import Tensor
 
 from slipstream.kernels.table import AttentionInputs, Heads
 
-_layers: weakref.WeakKeyDictionary[Heads, "cpp.AttentionLayer"] = weakref.WeakKeyDictionary()
+_LAYERS: WeakKeyDictionary[Heads, cpp.AttentionLayer] = WeakKeyDictionary()
 
 
-def attention_layer(heads: Heads) -> "cpp.AttentionLayer":
-    """What C++ keeps of a layer."""
-    found = _layers.get(heads)
-    if found is None:
-        query, key = heads.norms or (None, None)
-        found = cpp.AttentionLayer(
-            num_heads=heads.num_heads,
-            num_kv_heads=heads.num_kv_heads,
-            head_dim=heads.head_dim,
-            query_norm=None if query is None else query.weight,
-            key_norm=None if key is None else key.weight,
-            norm_eps=0.0 if query is None else query.eps,
-            cos_sin=heads.cos_sin,
-            scale=heads.scale,
-            window=heads.window or 0,
-        )
-        _layers[heads] = found
-    return found
+class _NewestPass:
+    """The rows of the pass that ran last, which all its layers share."""
+
+    _newest: tuple[AttentionInputs, cpp.AttentionPass] | None = None
+
+    def __call__(self, inputs: AttentionInputs) -> cpp.AttentionPass:
+        """Of the pass with these inputs; engines of several threads may ask at once."""
+        newest = self._newest
+        if newest is None or newest[0] is not inputs:
+            newest = self._newest = inputs, _pass(inputs)
+        return newest[1]
 
 
-def attention_pass(inputs: AttentionInputs) -> "cpp.AttentionPass":
-    """What C++ keeps of the rows of a pass, for all its layers."""
-    tree = inputs.tree
-    return cpp.AttentionPass(
-        query_start=inputs.query_start,
-        context_lens=inputs.context_lens,
-        block_tables=inputs.block_tables,
-        positions=inputs.positions,
-        slots=inputs.slots,
-        first_seen=inputs.first_seen,
-        causal=inputs.causal,
-        tree_starts=None if tree is None else tree.starts,
-        tree_tokens=None if tree is None else tree.tokens,
-        tree_ancestors=None if tree is None else tree.ancestors,
-    )
+pass_of = _NewestPass()
 
 
 def attend(
     qkv: Tensor, heads: Heads, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]
 ) -> Tensor:
-    out = qkv.new_empty((len(qkv), heads.num_heads * heads.head_dim))
-    cpp.attend(attention_layer(heads), attention_pass(inputs), qkv, *cache, out)
+    """See `AttendOp`. A row's bits depend on nothing beside the row."""
+    out = torch.empty((len(qkv), heads.num_heads * heads.head_dim), dtype=qkv.dtype)
+    keys, values = cache
+    cpp.attend(layer_of(heads), pass_of(inputs), _dense_rows(qkv), keys, values, out)
     return out
 
 
 def store(kv: Tensor, heads: Heads, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]) -> None:
-    cpp.store(attention_layer(heads), kv, inputs.positions, inputs.slots, *cache)
+    """See `StoreOp`."""
+    positions, slots = inputs.positions.contiguous(), inputs.slots.contiguous()
+    cpp.store(layer_of(heads), _dense_rows(kv), positions, slots, *cache)
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def layer_of(heads: Heads) -> cpp.AttentionLayer:
+    """What C++ keeps of a layer."""
+    layer = _LAYERS.get(heads)
+    if layer is None:
+        norms = heads.norms
+        layer = _LAYERS[heads] = cpp.AttentionLayer(
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            None if norms is None else norms[0].weight.detach(),
+            None if norms is None else norms[1].weight.detach(),
+            0.0 if norms is None else norms[0].eps,
+            heads.cos_sin,
+            heads.scale,
+            heads.window or 0,
+        )
+    return layer
+
+
+def _pass(inputs: AttentionInputs) -> cpp.AttentionPass:
+    tree = inputs.tree
+    trees = (None,) * 3 if tree is None else (tree.starts, tree.tokens, tree.ancestors)
+    return cpp.AttentionPass(
+        inputs.query_start.contiguous(),
+        inputs.context_lens.contiguous(),
+        inputs.block_tables,
+        inputs.positions.contiguous(),
+        inputs.slots.contiguous(),
+        inputs.first_seen,
+        inputs.causal,
+        *(part if part is None else part.contiguous() for part in trees),
+    )

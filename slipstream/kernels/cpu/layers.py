@@ -6,7 +6,7 @@ import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu.attention import attention_layer, attention_pass
+from slipstream.kernels.cpu.attention import layer_of, pass_of
 from slipstream.kernels.cpu.matmul import CpuMatrix
 from slipstream.kernels.table import AttentionInputs, LayerParts, LayersOp
 
@@ -23,7 +23,7 @@ class FusedLayers:
             self._layers.add(
                 layer.before_attention.weight,
                 layer.before_attention.eps,
-                attention_layer(layer.heads),
+                layer_of(layer.heads),
                 layer.before_mlp.weight,
                 layer.before_mlp.eps,
                 [weight.handle for weight, _ in products if isinstance(weight, CpuMatrix)],
@@ -45,7 +45,7 @@ class FusedLayers:
         addend = x.clone(memory_format=torch.contiguous_format)
         stream = torch.empty_like(addend)
         taken = [torch.empty_like(addend) for _ in wanted]
-        self._layers.run(attention_pass(inputs), addend, stream, list(wanted), taken)
+        self._layers.run(pass_of(inputs), addend, stream, list(wanted), taken)
         return addend, stream, taken
 
 

@@ -1,4 +1,8 @@
-"""Norms and activations in C++. Shapes and meanings: `kernels/composition.py`."""
+"""Norms and activations in C++ (`csrc/rows.h`). Shapes: `kernels/composition.py`.
+
+Numbers are rounded where the reference rounds them: a sum before it is normed, and a gate before it
+is multiplied.
+"""
 
 import _slipstream_cpu as cpp
 import torch
@@ -6,19 +10,21 @@ from torch import Tensor
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    out = torch.empty_like(x)
-    width = x.shape[-1]
-    cpp.norm(x.reshape(-1, width), weight, eps, out.view(-1, width))
-    return out
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    cpp.norm(rows, weight, eps, out)
+    return out.view(x.shape)
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out, added = torch.empty_like(x), torch.empty_like(x)
-    cpp.add_norm(x, residual, weight, eps, out, added)
-    return out, added
+    """x, residual [T, H] -> (norm(x + residual), x + residual)."""
+    both = torch.empty((2, *x.shape), dtype=x.dtype)
+    normed, added = both.unbind()
+    cpp.add_norm(x, residual, weight, eps, normed, added)
+    return normed, added
 
 
 def gated_activation(gate_up: Tensor) -> Tensor:
-    out = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
+    out = torch.empty((len(gate_up), gate_up.shape[1] // 2), dtype=gate_up.dtype)
     cpp.gated(gate_up, out)
     return out

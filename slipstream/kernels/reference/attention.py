@@ -5,7 +5,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.reference.dense import norm
-from slipstream.kernels.table import MOST_TREE_TOKENS, AttentionInputs, TreeInputs
+from slipstream.kernels.table import (
+    MOST_TREE_TOKENS,
+    SCALE_BYTES,
+    AttentionInputs,
+    TreeInputs,
+)
+
+INT8_MAX = 127.0
 
 
 def rotate_and_store(
@@ -31,7 +38,21 @@ def store(key: Tensor, value: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor
         written = slots >= 0
         slots, key, value = slots[written], key[written], value[written]
     for pages, rows in zip(cache, (key, value), strict=True):
-        pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, rows.to(pages.dtype))
+        stored = _rounded(rows) if pages.dtype == torch.int8 else rows.to(pages.dtype)
+        pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, stored)
+
+
+def _rounded(rows: Tensor) -> Tensor:
+    """Heads [..., D] as int8 [..., D + SCALE_BYTES], the largest number of each as 127."""
+    scales = rows.float().abs().amax(-1, keepdim=True) / INT8_MAX
+    numbers = (rows.float() / torch.where(scales > 0, scales, 1.0)).round()
+    return torch.cat((numbers.to(torch.int8), scales.view(torch.int8)), -1)
+
+
+def _as_floats(stored: Tensor) -> Tensor:
+    """The heads again, float32 [..., D]."""
+    numbers, scales = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:]
+    return numbers.float() * scales.contiguous().view(torch.float32)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -60,7 +81,10 @@ def paged_attention(
         if inputs.first_seen:
             keys, values = keys[:, inputs.first_seen :], values[:, inputs.first_seen :]
             mask = None if mask is None else mask[:, inputs.first_seen :]
-        out[rows] = _attend(query[rows], keys, values, mask, scale)
+        own = query[rows]
+        if keys.dtype == torch.int8:
+            own, keys, values = own.float(), _as_floats(keys), _as_floats(values)
+        out[rows] = _attend(own, keys, values, mask, scale)
     return out
 
 
