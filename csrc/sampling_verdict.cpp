@@ -23,7 +23,7 @@ bool set_processors(Processors& how, const DraftedRows& rows, int64_t row, int64
         how.output_counts = slots.output_counts + slot * slots.vocab_size;
         how.prompt_mask = slots.prompt_mask + slot * slots.vocab_size;
         how.drafted = rows.draft_tokens + request * rows.most_drafts;
-        how.num_drafted = offset;
+        how.num_drafted = std::min(offset, rows.most_drafts);
     }
     if (needs.bias) how.bias = slots.bias + slot * slots.vocab_size;
     if (needs.min_tokens && slots.num_output(slot) + offset < slots.min_tokens(slot)) {

@@ -169,6 +169,14 @@ def test_processed_logits_equal_the_reference_to_the_bit() -> None:
                     assert tokens[accepted[index]] == int(processed[row].argmax())
 
 
+def test_nodes_of_trees_may_be_deeper_than_their_drafts() -> None:
+    """Rows of nodes judge nothing; without penalties they have no draft tokens either."""
+    state = make_state([SAMPLED] * 3, 37, CPU)
+    logits, rows = make_batch(state, 0, 0, False, True)
+    rows = replace(rows, depths=torch.tensor([0, 1, 4]))
+    assert judge(CPP, logits, rows, state) == judge(None, logits, rows, state)
+
+
 def test_the_smallest_of_equal_tokens_is_chosen() -> None:
     state = make_state([GREEDY] * 3, 9000, CPU)
     logits = torch.zeros(3, 9000)
