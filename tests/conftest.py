@@ -1,6 +1,7 @@
 """Shared by all tests."""
 
 import os
+from collections.abc import Iterator
 
 # Set before torch starts its pool: tiny tensors gain nothing from threads, and a pool that shares
 # its cores with other processes can be fifty times slower than none.
@@ -9,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from slipstream.kernels import table
 from slipstream.kernels.table import ops_for
 from tests.checkpoints import write_qwen3
 from tests.drafters.assistants import write_assistant
@@ -34,6 +36,15 @@ else:
 def pytest_report_header() -> str:
     """Which kernels are tested."""
     return f"kernels: {ops_for(torch.device('cpu')).column}"
+
+
+@pytest.fixture
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Networks are served by the reference column, whose weights can be looked at."""
+    monkeypatch.setattr(table, "runs_cpp", lambda device: False)
+    ops_for.cache_clear()
+    yield
+    ops_for.cache_clear()
 
 
 @pytest.fixture(scope="session")

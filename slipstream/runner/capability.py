@@ -98,8 +98,8 @@ def invariance_note(device: torch.device) -> str:
     if device.type == "cuda":
         return "rows do not depend on the rows beside them, in every matmul; slower"
     return (
-        "accepted, but not promised on a CPU yet: torch chooses matmuls by their row count, so the "
-        "last bits of a row may depend on the rows beside it"
+        "what the C++ kernels do anyway; without them not promised: torch chooses matmuls by their "
+        "row count, so the last bits of a row may depend on the rows beside it"
     )
 
 

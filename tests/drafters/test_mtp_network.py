@@ -114,6 +114,7 @@ class Learned:
         return values
 
 
+@pytest.mark.usefixtures("plain_torch")
 @pytest.mark.parametrize("style", STYLES)
 def test_the_network_learns_and_is_published_under_its_names(
     style: str, tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,8 @@ from slipstream.models.parameter_sources import CheckpointSource, DummySource
 from slipstream.models.safetensors_file import TensorEntry
 from tests.checkpoints import QWEN3, VOCAB_SIZE, write_qwen3
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
 CPU = torch.device("cpu")
 EMBEDDING = "model.embed_tokens.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"

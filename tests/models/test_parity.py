@@ -351,7 +351,7 @@ def runner_logits(
     that lie scattered in the cache.
     """
     config = network.config
-    dtype = network.embedding.weight.dtype
+    dtype = network.embedding.dtype
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
     state = DeviceState(len(prompts), MAX_POSITIONS, block_size, CPU)
     blocks = state.block_tables.numel()
@@ -473,7 +473,7 @@ def test_half_precision_checkpoints(case: Case, dtype: torch.dtype, tmp_path: Pa
     # In its own dtype the network is as near to the truth as transformers is in that dtype.
     theirs = oracle(checkpoint, dtype)
     own = load(checkpoint, dtype)
-    assert own.embedding.weight.dtype == dtype
+    assert own.embedding.dtype == dtype
     rounded = [oracle_logits(theirs, prompt) for prompt in prompts]
     logits = runner_logits(own, prompts, (9, 4))
     assert distance(logits, expected) < 1.2 * distance(rounded, expected)

@@ -38,6 +38,8 @@ from slipstream.models.precision import weight_bytes
 from slipstream.models.rounding import to_float8
 from tests.checkpoints import QWEN3, write_qwen3
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
 CPU = torch.device("cpu")
 ROWS = 23
 

@@ -36,6 +36,8 @@ from tests.quantized_checkpoints import (
     write_whole,
 )
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
 CPU = torch.device("cpu")
 STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
 

@@ -10,8 +10,10 @@ import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
+from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import AttentionInputs, Heads
 
+MOST_HEAD_DIM = 512
 _LAYERS: WeakKeyDictionary[Heads, cpp.AttentionLayer] = WeakKeyDictionary()
 
 
@@ -35,6 +37,8 @@ def attend(
     qkv: Tensor, heads: Heads, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]
 ) -> Tensor:
     """See `AttendOp`. A row's bits depend on nothing beside the row."""
+    if not serves(heads):
+        return REFERENCE.attend(qkv, heads, inputs, cache)
     out = torch.empty((len(qkv), heads.num_heads * heads.head_dim), dtype=qkv.dtype)
     keys, values = cache
     cpp.attend(layer_of(heads), pass_of(inputs), _dense_rows(qkv), keys, values, out)
@@ -43,8 +47,16 @@ def attend(
 
 def store(kv: Tensor, heads: Heads, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]) -> None:
     """See `StoreOp`."""
+    if not serves(heads):
+        REFERENCE.store(kv, heads, inputs, cache)
+        return
     positions, slots = inputs.positions.contiguous(), inputs.slots.contiguous()
     cpp.store(layer_of(heads), _dense_rows(kv), positions, slots, *cache)
+
+
+def serves(heads: Heads) -> bool:
+    """Whether the kernels take heads of this size."""
+    return heads.head_dim % 4 == 0 and heads.head_dim <= MOST_HEAD_DIM
 
 
 def _dense_rows(x: Tensor) -> Tensor:

@@ -7,16 +7,17 @@ import _slipstream_cpu as cpp
 from slipstream.kernels.composition import Parts, compose
 from slipstream.kernels.cpu import matmul, rows
 from slipstream.kernels.cpu.attention import attend, store
+from slipstream.kernels.cpu.labels import labelled
 from slipstream.kernels.cpu.layers import fuse
 from slipstream.kernels.reference import PARTS as PLAIN
 from slipstream.kernels.table import Ops
 
 _PARTS = Parts(
-    linear=matmul.linear,
-    logits=matmul.logits,
-    norm=rows.norm,
-    add_norm=rows.add_norm,
-    gated_activation=rows.gated_activation,
+    linear=labelled("matmul", matmul.linear),
+    logits=labelled("matmul", matmul.logits),
+    norm=labelled("norm", rows.norm),
+    add_norm=labelled("norm", rows.add_norm),
+    gated_activation=labelled("silu", rows.gated_activation),
     rotate_and_store=PLAIN.rotate_and_store,
     paged_attention=PLAIN.paged_attention,
 )
@@ -25,4 +26,10 @@ _PARTS = Parts(
 def cpu_column() -> Ops:
     """With the level of instructions that is active now in its name."""
     composed = compose(f"cpu ({cpp.level()})", _PARTS)
-    return replace(composed, attend=attend, store=store, pack=matmul.pack, fuse=fuse)
+    return replace(
+        composed,
+        attend=labelled("attend", attend),
+        store=labelled("attend", store),
+        pack=matmul.pack,
+        fuse=fuse,
+    )

@@ -6,7 +6,7 @@ import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu.attention import layer_of, pass_of
+from slipstream.kernels.cpu.attention import layer_of, pass_of, serves
 from slipstream.kernels.cpu.matmul import CpuMatrix
 from slipstream.kernels.table import AttentionInputs, LayerParts, LayersOp
 
@@ -50,8 +50,10 @@ class FusedLayers:
 
 
 def fuse(layers: Sequence[LayerParts]) -> LayersOp | None:
-    """One op of these layers; None where a weight is not packed."""
+    """One op of these layers; None where a weight is not packed, or a head odd."""
     weights = [weight for layer in layers for weight, _ in layer.products]
     if not layers or not all(isinstance(weight, CpuMatrix) for weight in weights):
+        return None
+    if not all(serves(layer.heads) for layer in layers):
         return None
     return FusedLayers(layers)
