@@ -84,12 +84,12 @@ def head_bars() -> tuple[Bar, ...]:
 
 
 SUITES = {"bars": bars, "heads": head_bars}
-HEADINGS = "batch  K    AL   step ms   draft  target    rest   limit  share  tokens/s"
+HEADINGS = "batch  K    AL   step ms   draft  target  verify    rest   limit  share  tokens/s"
 
 
 def show(row: Row) -> None:
     """One line below `HEADINGS`."""
-    split = "".join(f"{part:8.2f}" for part in row.split) or " " * 24
+    split = "".join(f"{part:8.2f}" for part in row.split) or " " * 32
     line = (
         f"{row.batch:5d} {row.k:2d} {row.al:5.2f} {row.step:9.2f}{split}"
         f"{row.limit:8.2f} {row.limit / row.step:6.0%} {row.tokens_per_s:9.0f}"
