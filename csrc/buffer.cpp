@@ -5,6 +5,10 @@
 #include <new>
 #include <utility>
 
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -53,6 +57,12 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
     std::swap(size_, other.size_);
     std::swap(mapped_, other.mapped_);
     return *this;
+}
+
+void give_back_memory() {
+#if defined(__GLIBC__)
+    malloc_trim(0);
+#endif
 }
 
 void* scratch(Scratch use, size_t bytes) {

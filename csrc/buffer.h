@@ -24,6 +24,10 @@ class Buffer {
     size_t size_ = 0, mapped_ = 0;
 };
 
+// Gives freed memory back to the system. Weights that were loaded and packed leave holes between
+// small things, which the allocator would keep.
+void give_back_memory();
+
 // At least `bytes` of this thread's own, at the start of a cache line; valid until the thread's next
 // call with the same `use`. Grows and is kept, so that steady passes allocate nothing.
 enum class Scratch { input, sums, weights, attention, sampling, layer, other, count };

@@ -45,6 +45,16 @@ inline void unpack_group(const Matrix& weight, const char* group, int depth, uin
         }
 }
 
+// Asks for what will be read so many bytes later: the machine's own look-ahead loses four-bit weights,
+// whose bytes pass so fast that it would have to look further.
+inline void look_ahead([[maybe_unused]] const char* from, [[maybe_unused]] int64_t bytes) {
+#if defined(__AVX2__)
+    constexpr int64_t distance = 4096;
+    for (int64_t line = 0; line < bytes; line += 64)
+        _mm_prefetch(from + distance + line, _MM_HINT_T0);
+#endif
+}
+
 // Lines that take four-bit numbers straight from their bytes, without unpacking them to memory.
 #if defined(__AVX512VNNI__)
 constexpr int64_t few_lines = 4;

@@ -132,6 +132,7 @@ void run_int4_block(const MatmulCall& call, const Rounded& rows, ProductUnit& un
     const bool is_few = rows.lines.count <= few_lines;
     if (!is_few) unpack_group(weight, group_at(0), rows.lines.depth, unpacked);
     for (int64_t group = 0; group < groups; ++group) {
+        look_ahead(group_at(group), weight.group_bytes());
         if (is_few) {
             multiply_few(rows.lines, weight, group_at(group), group * weight.tiles_per_group(),
                          sums + group % 2 * part_size);

@@ -62,6 +62,8 @@ void bind_runtime(nb::module_& module) {
     module.def("set_level", [](const std::string& name) { set_level(name.c_str()); });
     module.def("num_threads", num_threads);
     module.def("set_num_threads", set_num_threads);
+    module.def("give_back_memory", give_back_memory,
+               nb::call_guard<nb::gil_scoped_release>());
     module.def("read_bandwidth", read_bandwidth, nb::arg("nbytes"), nb::arg("passes") = 5,
                nb::call_guard<nb::gil_scoped_release>());
 }

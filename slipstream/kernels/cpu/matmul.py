@@ -7,7 +7,9 @@ from torch import Tensor
 from slipstream.kernels.devices import CPP_DTYPES
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import Int4Matrix, Int8Matrix, PackedMatrix, Weight
+from slipstream.kernels.weights import bytes_of
 
+_LARGE = 1 << 21  # bytes
 BLOCK_ROWS = 64  # that lie together
 MOST_INT8_COLUMNS = 1 << 16  # of which exact sums fit into 32 bits
 
@@ -36,6 +38,8 @@ class CpuMatrix(PackedMatrix):
 
 def pack(weight: Weight) -> Weight:
     """`weight` as the kernels read it; what they do not serve stays as it is."""
+    if bytes_of(weight) >= _LARGE:
+        cpp.give_back_memory()  # of those that were packed before
     if isinstance(weight, Tensor):
         if weight.dim() != 2 or weight.dtype not in CPP_DTYPES:
             return weight
