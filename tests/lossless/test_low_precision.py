@@ -24,7 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "K 3, chunks of 16": {"k": 3, "max_num_batched_tokens": 16, "max_num_seqs": 3},
     "K 7, chunks of 256": {"k": 7, "max_num_batched_tokens": 256},
     "K 0, one by one": {"k": 0, "max_num_seqs": 1},
-    "K 3, preempted": {"k": 3, "num_kv_blocks": 24, "max_model_len": 256},
+    "K 3, preempted": {"k": 3, "num_kv_blocks": 11, "max_model_len": 160},
     "K 7, 3 threads": {"k": 7, "threads": 3, "max_num_seqs": 2},
 }
 
@@ -68,7 +68,10 @@ def test_nothing_that_shapes_a_step_shows(precision: str, shape: str) -> None:
     threads = cpp.num_threads()
     try:
         llm = make(precision, **SHAPES[shape])
-        assert tokens(llm, prompts()) == expected(precision)
+        outputs = llm.generate(prompts(), GREEDY)
+        assert [list(out.outputs[0].token_ids) for out in outputs] == expected(precision)
+        preemptions = sum(out.metrics.num_preemptions for out in outputs)
+        assert (preemptions > 0) == shape.endswith("preempted")
         # Now the prompts' blocks are cached.
         assert tokens(llm, prompts()[5:]) == expected(precision)[5:]
     finally:
