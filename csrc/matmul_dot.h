@@ -2,6 +2,7 @@
 #pragma once
 
 #include "matmul.h"
+#include "matmul_quads.h"
 #include "matmul_rows.h"
 
 namespace slipstream::SLIPSTREAM_LEVEL {
@@ -23,111 +24,106 @@ inline F16 add_pair(F16 sum, const bf16* w, uint32_t pair) {
     even.v = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
     odd.v = _mm512_castsi512_ps(
         _mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+#elif defined(__AVX2__)
+    const auto* words = reinterpret_cast<const __m256i*>(w);
+    const __m256i a = _mm256_loadu_si256(words), b = _mm256_loadu_si256(words + 1);
+    const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+    even = {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
+    odd = {_mm256_castsi256_ps(_mm256_and_si256(a, high)),
+           _mm256_castsi256_ps(_mm256_and_si256(b, high))};
 #else
-    uint32_t even_bits[lanes], odd_bits[lanes];
-    std::memcpy(odd_bits, w, sizeof odd_bits);
     for (int i = 0; i < lanes; ++i) {
-        even_bits[i] = odd_bits[i] << 16;
-        odd_bits[i] &= 0xffff0000;
+        even.v[i] = widen(w[2 * i]);
+        odd.v[i] = widen(w[2 * i + 1]);
     }
-    std::memcpy(&even, even_bits, sizeof even);
-    std::memcpy(&odd, odd_bits, sizeof odd);
 #endif
     sum = fma(even, broadcast(even_x), sum);
     return fma(odd, broadcast(odd_x), sum);
 #endif
 }
 
+// Sums of a product: [lines][64], float32 of bf16 and int32 of bytes.
 class ProductUnit {
   public:
+    // Lines first .. first + count times some tiles of a block; the lines' tiles begin with number
+    // `tile`. Every sum is one chain along K, whatever stands beside it.
     template <typename Number, typename Weight, typename Sum>
-    void narrow(const Lines<Number>& lines, int64_t line, int64_t tile, const Weight* weight,
-                int64_t num_tiles, Sum* sums) {
-        multiply(lines, line, tile, weight, num_tiles, 0, block_panels, false, sums);
-    }
-
-    template <typename Number, typename Weight, typename Sum>
-    void wide(const Lines<Number>& lines, int64_t line, int64_t tile, const Weight* weight,
-              int64_t num_tiles, int half, bool adds, Sum* sums) {
-        multiply(lines, line, tile, weight, num_tiles, half * 2, 2, adds, sums);
-    }
-
-  private:
-    template <typename Number, typename Weight, typename Sum>
-    void multiply(const Lines<Number>& lines, int64_t line, int64_t tile, const Weight* weight,
-                  int64_t num_tiles, int first_panel, int panels, bool adds, Sum* sums) {
-        const int most = panels == 2 ? 32 : 16;
-        const int64_t left = lines.count - line, count = left < most ? left : most;
-        for (int64_t done = 0; done < count; done += 4) {
-            const Number* x = lines.at(line + done, tile);
-            Sum* out = sums + done * block_rows;
-            for (int panel = first_panel; panel < first_panel + panels; panel += 2) {
-                switch (count - done) {
-                    case 1: pairs<1>(x, lines, weight, num_tiles, panel, adds, out); break;
-                    case 2: pairs<2>(x, lines, weight, num_tiles, panel, adds, out); break;
-                    case 3: pairs<3>(x, lines, weight, num_tiles, panel, adds, out); break;
-                    default: pairs<4>(x, lines, weight, num_tiles, panel, adds, out);
-                }
-            }
+    void multiply(const Lines<Number>& lines, int64_t first, int64_t count, int64_t tile,
+                  const Weight* weight, int64_t num_tiles, Sum* sums) {
+        // As many tiles as stay in the first cache while all lines pass.
+        const int64_t most = count <= most_lines ? num_tiles : resident_tiles;
+        const int64_t tile_numbers = lines.depth * int64_t{block_rows};
+        for (int64_t done = 0; done < num_tiles; done += most) {
+            const int64_t part = num_tiles - done < most ? num_tiles - done : most;
+            for (int64_t line = 0; line < count; line += most_lines)
+                some_lines(lines, first + line, count - line, tile + done,
+                           weight + done * tile_numbers, part, done > 0, sums + line * block_rows);
         }
     }
 
-    // R lines times two panels.
-    template <int R>
-    static void pairs(const bf16* x, const Lines<bf16>& lines, const bf16* weight,
-                      int64_t num_tiles, int panel, bool adds, float* sums) {
-        F16 acc[R][2];
-        for (int r = 0; r < R; ++r)
-            for (int p = 0; p < 2; ++p)
-                acc[r][p] =
-                    adds ? load(sums + r * block_rows + (panel + p) * panel_rows) : zero();
-        for (int64_t tile = 0; tile < num_tiles; ++tile)
-            for (int step = 0; step < 16; ++step)
-                for (int r = 0; r < R; ++r) {
-                    uint32_t pair;
-                    std::memcpy(&pair, x + r * lines.stride() + tile * 32 + step * 2, 4);
-                    for (int p = 0; p < 2; ++p)
-                        acc[r][p] = add_pair(
-                            acc[r][p], weight + (tile * 4 + panel + p) * 512 + step * 32, pair);
-                }
-        for (int r = 0; r < R; ++r)
-            for (int p = 0; p < 2; ++p)
-                store(sums + r * block_rows + (panel + p) * panel_rows, acc[r][p]);
-    }
-
-    template <int R>
-    static void pairs(const int8_t* x, const Lines<int8_t>& lines, const uint8_t* weight,
-                      int64_t num_tiles, int panel, bool adds, int32_t* sums) {
-        const int depth = lines.depth, panel_bytes = depth * panel_rows;
-        for (int r = 0; r < R; ++r)
-            for (int p = panel; p < panel + 2; ++p) {
-                int32_t* out = sums + r * block_rows + p * panel_rows;
-                const int8_t* line = x + r * lines.stride();
-#if defined(__AVX512VNNI__)
-                __m512i acc = adds ? _mm512_loadu_si512(out) : _mm512_setzero_si512();
-                for (int64_t tile = 0; tile < num_tiles; ++tile)
-                    for (int step = 0; step < depth / 4; ++step) {
-                        int32_t quad;
-                        std::memcpy(&quad, line + tile * depth + step * 4, 4);
-                        acc = _mm512_dpbusd_epi32(
-                            acc,
-                            _mm512_loadu_si512(weight + (tile * 4 + p) * panel_bytes + step * 64),
-                            _mm512_set1_epi32(quad));
-                    }
-                _mm512_storeu_si512(out, acc);
+  private:
+#if defined(__AVX512F__)
+    static constexpr int most_lines = 6, panels = 4;
 #else
-                int32_t acc[panel_rows] = {};
-                if (adds) std::memcpy(acc, out, sizeof acc);
-                for (int64_t tile = 0; tile < num_tiles; ++tile)
-                    for (int step = 0; step < depth / 4; ++step) {
-                        const uint8_t* w = weight + (tile * 4 + p) * panel_bytes + step * 64;
-                        const int8_t* quad = line + tile * depth + step * 4;
-                        for (int lane = 0; lane < panel_rows; ++lane)
-                            for (int i = 0; i < 4; ++i) acc[lane] += w[lane * 4 + i] * quad[i];
-                    }
-                std::memcpy(out, acc, sizeof acc);
+    static constexpr int most_lines = 4, panels = 1;
+#endif
+    static constexpr int64_t resident_tiles = 4;
+
+    template <typename Number, typename Weight, typename Sum>
+    static void some_lines(const Lines<Number>& lines, int64_t line, int64_t count, int64_t tile,
+                           const Weight* weight, int64_t num_tiles, bool adds, Sum* sums) {
+        const Number* x = lines.at(line, tile);
+        for (int panel = 0; panel < block_panels; panel += panels)
+            switch (count < most_lines ? count : most_lines) {
+                case 1: chains<1>(x, lines, weight, num_tiles, panel, adds, sums); break;
+                case 2: chains<2>(x, lines, weight, num_tiles, panel, adds, sums); break;
+                case 3: chains<3>(x, lines, weight, num_tiles, panel, adds, sums); break;
+                case 4: chains<4>(x, lines, weight, num_tiles, panel, adds, sums); break;
+#if defined(__AVX512F__)
+                case 5: chains<5>(x, lines, weight, num_tiles, panel, adds, sums); break;
+                case 6: chains<6>(x, lines, weight, num_tiles, panel, adds, sums); break;
 #endif
             }
+    }
+
+    static F16 start(float) { return zero(); }
+    static I16 start(int32_t) { return integers(0); }
+    static F16 add(F16 sum, const bf16* w, int32_t x) {
+        return add_pair(sum, w, static_cast<uint32_t>(x));
+    }
+    static I16 add(I16 sum, const uint8_t* w, int32_t x) {
+        return add_quads<false>(sum, load_quads(w), x);
+    }
+
+    // R lines times a few panels.
+    template <int R, typename Number, typename Weight, typename Sum>
+    static void chains(const Number* x, const Lines<Number>& lines, const Weight* weight,
+                       int64_t num_tiles, int panel, bool adds, Sum* sums) {
+        constexpr int in_step = 4 / sizeof(Number);  // columns
+        const int depth = lines.depth, steps = depth / in_step;
+        const int64_t stride = lines.stride(), panel_numbers = depth * panel_rows;
+        decltype(start(Sum{})) acc[R][panels];
+        for (int r = 0; r < R; ++r)
+            for (int p = 0; p < panels; ++p)
+                acc[r][p] = adds ? load(sums + r * block_rows + (panel + p) * panel_rows)
+                                 : start(Sum{});
+        for (int64_t tile = 0; tile < num_tiles; ++tile) {
+            const Weight* w = weight + (tile * block_panels + panel) * panel_numbers;
+            const Number* from = x + tile * depth;
+            for (int step = 0; step < steps; ++step)
+                for (int r = 0; r < R; ++r) {
+                    int32_t together;
+                    std::memcpy(&together, from + r * stride + step * in_step, 4);
+                    for (int p = 0; p < panels; ++p)
+                        acc[r][p] = add(acc[r][p],
+                                        w + p * panel_numbers + step * in_step * panel_rows,
+                                        together);
+                }
+        }
+        for (int r = 0; r < R; ++r)
+            for (int p = 0; p < panels; ++p)
+                store(sums + r * block_rows + (panel + p) * panel_rows, acc[r][p]);
     }
 };
 

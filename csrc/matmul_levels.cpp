@@ -1,10 +1,12 @@
 // Products with packed weights. Compiled once for each level of instructions.
 #include "matmul.h"
+#include "matmul_int4.h"
 #include "matmul_integers.h"
 #include "matmul_rows.h"
 #include "simd.h"
 #include "threads.h"
 #if defined(__AMX_BF16__)
+#include "matmul_int4_tiles.h"
 #include "matmul_tiles.h"
 #else
 #include "matmul_dot.h"
@@ -13,9 +15,6 @@
 namespace slipstream::SLIPSTREAM_LEVEL {
 namespace {
 
-constexpr int narrow_lines = 16, wide_lines = 32;
-// Tiles of a block that stay in the first cache while many lines pass: 32 KiB of two panels.
-constexpr int64_t resident_tiles = 16;
 // Lines that stay in the second cache while blocks of the weight pass.
 constexpr int64_t resident_bytes = 768 << 10;
 
@@ -25,24 +24,6 @@ int64_t lines_per_task(const Lines<Number>& lines) {
     constexpr int64_t unit = 96;  // of 32 lines, and of rows of 1, 2 or 3 lines
     const int64_t most = resident_bytes / (lines.columns * int64_t{sizeof(Number)}) / unit * unit;
     return most < unit ? unit : most;
-}
-
-// Sums [count][64] of lines first .. first + count times all of some tiles of a block.
-template <typename Number, typename Weight, typename Sum>
-void multiply_lines(ProductUnit& unit, const Lines<Number>& lines, int64_t first, int64_t count,
-                    int64_t tile, const Weight* weight, int64_t num_tiles, Sum* sums) {
-    if (lines.count <= narrow_lines) {
-        unit.narrow(lines, first, tile, weight, num_tiles, sums);
-        return;
-    }
-    const int64_t tile_numbers = lines.depth * int64_t{block_rows};
-    for (int64_t done = 0; done < num_tiles; done += resident_tiles) {
-        const int64_t part = num_tiles - done < resident_tiles ? num_tiles - done : resident_tiles;
-        for (int half = 0; half < 2; ++half)
-            for (int64_t line = 0; line < count; line += wide_lines)
-                unit.wide(lines, first + line, tile + done, weight + done * tile_numbers, part,
-                          half, done > 0, sums + line * block_rows);
-    }
 }
 
 // Calls work(unit, block, first, count) for all parts of a product.
@@ -58,19 +39,12 @@ void for_parts(const Matrix& weight, const Lines<Number>& lines, Work&& work) {
     });
 }
 
-template <typename Sum>
-Sum* sums_of(int64_t count) {
-    // A wide product writes whole tiles, so one more of them has room.
-    return static_cast<Sum*>(
-        scratch(Scratch::sums, (count + wide_lines) * block_rows * sizeof(Sum)));
-}
-
 void run_bf16(const MatmulCall& call) {
     const Matrix& weight = *call.weight;
     const Lines<bf16> lines = pack_rows(call);
     for_parts(weight, lines, [&](ProductUnit& unit, int64_t block, int64_t first, int64_t count) {
         auto* sums = sums_of<float>(count);
-        multiply_lines(unit, lines, first, count, 0,
+        unit.multiply(lines, first, count, 0,
                        reinterpret_cast<const bf16*>(weight.block(block)), weight.num_tiles(), sums);
         for (int64_t row = 0; row < count; ++row)
             finish_row(call, block, first + row, sums + row * block_rows, nullptr);
@@ -93,7 +67,7 @@ void run_int8(const MatmulCall& call) {
     const Rounded rows = round_rows(call);
     for_parts(weight, rows.lines, [&](ProductUnit& unit, int64_t block, int64_t first, int64_t count) {
         auto* sums = sums_of<int32_t>(count);
-        multiply_lines(unit, rows.lines, first, count, 0,
+        unit.multiply(rows.lines, first, count, 0,
                        reinterpret_cast<const uint8_t*>(weight.block(block)), weight.num_tiles(),
                        sums);
         for (int64_t line = 0; line < count; line += rows.digits) {
@@ -106,57 +80,33 @@ void run_int8(const MatmulCall& call) {
     });
 }
 
-// A group is unpacked while the one before it is multiplied, and folded into the values a group
-// later: what was just stored cannot be loaded as a tile, or from one, before it is in the cache.
-void run_int4_block(const MatmulCall& call, const Rounded& rows, ProductUnit& unit, int64_t block,
-                    int64_t first, int64_t count) {
+template <int digits>
+void run_int4(const MatmulCall& call, const Rounded& rows) {
     const Matrix& weight = *call.weight;
-    const int64_t groups = weight.num_groups(), tiles = weight.group / rows.lines.depth;
-    const int64_t part_size = (count + wide_lines) * block_rows, num_rows = count / rows.digits;
-    const int64_t unpacked_bytes = weight.group * block_rows;
-    auto* unpacked = static_cast<uint8_t*>(scratch(Scratch::weights, 2 * unpacked_bytes));
-    auto* sums = static_cast<int32_t*>(
-        scratch(Scratch::sums, (2 * part_size + num_rows * block_rows) * sizeof(int32_t)));
-    auto* values = reinterpret_cast<float*>(sums + 2 * part_size);
-    const auto group_at = [&](int64_t group) {
-        return weight.block(block) + group * weight.group_bytes();
-    };
-    const auto fold = [&](int64_t group) {
-        const GroupScales scales(weight, group_at(group));
-        for (int64_t row = 0; row < num_rows; ++row)
-            fold_group(values + row * block_rows,
-                       sums + group % 2 * part_size + row * rows.digits * block_rows, scales, rows,
-                       first / rows.digits + row, group, groups);
-    };
-    // Sums are exact, so the way to them does not show in the result.
-    const bool is_few = rows.lines.count <= few_lines;
-    if (!is_few) unpack_group(weight, group_at(0), rows.lines.depth, unpacked);
-    for (int64_t group = 0; group < groups; ++group) {
-        look_ahead(group_at(group), weight.group_bytes());
-        if (is_few) {
-            multiply_few(rows.lines, weight, group_at(group), group * weight.tiles_per_group(),
-                         sums + group % 2 * part_size);
-            fold(group);
-            continue;
-        }
-        if (group + 1 < groups)
-            unpack_group(weight, group_at(group + 1), rows.lines.depth,
-                         unpacked + (group + 1) % 2 * unpacked_bytes);
-        multiply_lines(unit, rows.lines, first, count, group * tiles,
-                       unpacked + group % 2 * unpacked_bytes, tiles, sums + group % 2 * part_size);
-        if (group) fold(group - 1);
-    }
-    if (!is_few) fold(groups - 1);
-    for (int64_t row = 0; row < num_rows; ++row)
-        finish_rounded(call, rows, block, first / rows.digits + row, values + row * block_rows);
+    for_parts(weight, rows.lines, [&]([[maybe_unused]] ProductUnit& unit, int64_t index, int64_t first, int64_t count) {
+        const int64_t row = first / digits, num_rows = count / digits;
+        const Int4Block block(weight, index);
+        auto* values = static_cast<float*>(
+            scratch(Scratch::values, num_rows * block_rows * sizeof(float)));
+        // Sums are exact, so the way to them does not show in the result.
+#if defined(__AMX_BF16__)
+        if (rows.lines.count > most_direct_lines)
+            Int4Tiles<digits>(block, rows, unit).multiply(row, num_rows, values);
+        else
+#endif
+            Int4Rows<digits>(block, rows).multiply(row, num_rows, values);
+        for (int64_t i = 0; i < num_rows; ++i)
+            finish_rounded(call, rows, index, row + i, values + i * block_rows);
+    });
 }
 
 void run_int4(const MatmulCall& call) {
     const Rounded rows = round_rows(call);
-    for_parts(*call.weight, rows.lines,
-              [&](ProductUnit& unit, int64_t block, int64_t first, int64_t count) {
-                  run_int4_block(call, rows, unit, block, first, count);
-              });
+    switch (rows.digits) {
+        case 1: run_int4<1>(call, rows); break;
+        case 2: run_int4<2>(call, rows); break;
+        case 3: run_int4<3>(call, rows); break;
+    }
 }
 
 // ---- float32 ----------------------------------------------------------------------------------

@@ -36,6 +36,14 @@ struct Lines {
     int64_t stride() const { return in_tiles ? depth : columns; }
 };
 
+// Memory for sums [count][64] of a task. The matrix unit writes whole tiles, so more has room.
+constexpr int64_t spare_lines = 32;
+template <typename Sum>
+inline Sum* sums_of(int64_t count) {
+    return static_cast<Sum*>(
+        scratch(Scratch::sums, (count + spare_lines) * block_rows * sizeof(Sum)));
+}
+
 template <typename Fill>
 inline void for_rows(int64_t count, Fill&& fill) {
     // A few rows are done sooner than other threads are told of them.
@@ -67,12 +75,11 @@ inline Lines<bf16> pack_rows(const MatmulCall& call) {
 struct Rounded {
     Lines<int8_t> lines;  // digit d of row r is line r * digits + d, the highest first
     int digits;
-    const float* scales;  // [rows]
-    const int32_t* sums;  // [lines, groups], of the numbers of a group
-
-    int32_t sum(int64_t line, int64_t group, int64_t groups) const {
-        return sums[line * groups + group];
-    }
+    int64_t groups;
+    const float* scales;     // [rows]
+    const int32_t* sums;     // [lines, groups], of the numbers of a group
+    const int32_t* offsets;  // [rows, groups] of i4: of the first one or two digits joined, times the
+                             // zero that all weights have, if they do
 };
 
 // Sixteen numbers in digits, at to[digit][..16].
@@ -115,22 +122,27 @@ inline F16 numbers_at(const MatmulCall& call, int64_t row, int64_t k) {
     return left >= lanes ? load(x) : load_first(x, static_cast<int>(left));
 }
 
-inline void round_row(const MatmulCall& call, const Rounded& rounded, int64_t row, float* scales,
-                      int32_t* sums) {
-    const Matrix& weight = *call.weight;
-    const int64_t columns = rounded.lines.columns, depth = rounded.lines.depth;
-    const int64_t groups = weight.num_groups(), in_group = columns / groups;
-    const int digits = rounded.digits;
+inline float largest_of(const MatmulCall& call, int64_t row) {
     F16 most = zero();
-    for (int64_t k = 0; k < weight.columns; k += lanes) {
+    for (int64_t k = 0; k < call.weight->columns; k += lanes) {
         const F16 x = numbers_at(call, row, k);
         most = maximum(most, maximum(x, zero() - x));
     }
-    const float bound = largest(most) > 1e-30f ? largest(most) : 1e-30f;
+    return largest(most);
+}
+
+// Fills what `rounded` says of a row.
+inline void round_row(const MatmulCall& call, const Rounded& rounded, int64_t row, float* scales,
+                      int32_t* sums, int32_t* offsets) {
+    const int64_t depth = rounded.lines.depth, groups = rounded.groups;
+    const int64_t in_group = rounded.lines.columns / groups;
+    const int digits = rounded.digits;
+    const float most = largest_of(call, row), bound = most > 1e-30f ? most : 1e-30f;
     const float steps = digits == 1 ? 127.0f : digits == 2 ? 127.0f * 128 : 127.0f * 128 * 128;
     scales[row] = bound / steps;
     const F16 scale = broadcast(scales[row]);
     int32_t* line_sums = sums + row * digits * groups;
+    const int32_t zero_of_all = call.weight->has_zeros ? 1 : int4_zero;
     for (int64_t group = 0; group < groups; ++group) {
         int32_t total[3] = {};
         for (int64_t k = group * in_group; k < (group + 1) * in_group; k += lanes) {
@@ -144,6 +156,9 @@ inline void round_row(const MatmulCall& call, const Rounded& rounded, int64_t ro
         }
         for (int digit = 0; digit < digits; ++digit)
             line_sums[digit * groups + group] = total[digit];
+        if (call.weight->group)
+            offsets[row * groups + group] =
+                zero_of_all * (digits == 1 ? total[0] : total[0] * 128 + total[1]);
     }
 }
 
@@ -155,14 +170,15 @@ inline Rounded round_rows(const MatmulCall& call) {
     const int64_t columns = (weight.padded_columns() + depth - 1) / depth * depth;
     const int64_t count = call.num_rows * digits, groups = weight.num_groups();
     const int64_t value_bytes = (count * columns + 63) / 64 * 64;
-    char* memory = static_cast<char*>(scratch(
-        Scratch::input, value_bytes + (call.num_rows + count * groups) * sizeof(float)));
+    const int64_t numbers = call.num_rows + (count + call.num_rows) * groups;
+    char* memory = static_cast<char*>(scratch(Scratch::input, value_bytes + numbers * 4));
     auto* scales = reinterpret_cast<float*>(memory + value_bytes);
     auto* sums = reinterpret_cast<int32_t*>(scales + call.num_rows);
-    const Rounded rounded{
-        {reinterpret_cast<int8_t*>(memory), columns, count, depth}, digits, scales, sums};
+    int32_t* offsets = sums + count * groups;
+    const Rounded rounded{{reinterpret_cast<int8_t*>(memory), columns, count, depth},
+                          digits, groups, scales, sums, offsets};
     for_rows(call.num_rows,
-             [&](int64_t row) { round_row(call, rounded, row, scales, sums); });
+             [&](int64_t row) { round_row(call, rounded, row, scales, sums, offsets); });
     return rounded;
 }
 

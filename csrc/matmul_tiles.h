@@ -21,8 +21,47 @@ class ProductUnit {
         if (rows_[0]) _tile_release();
     }
 
-    // Up to 16 lines from `line` on times `num_tiles` tiles of a block; the lines' tiles begin with
-    // number `tile`.
+    // Lines first .. first + count times some tiles of a block; the lines' tiles begin with number
+    // `tile`. Writes whole tiles, so up to 31 lines more than there are.
+    template <typename Number, typename Weight, typename Sum>
+    void multiply(const Lines<Number>& lines, int64_t first, int64_t count, int64_t tile,
+                  const Weight* weight, int64_t num_tiles, Sum* sums) {
+        if (lines.count <= 16) {
+            narrow(lines, first, tile, weight, num_tiles, sums);
+            return;
+        }
+        const int64_t tile_numbers = lines.depth * int64_t{block_rows};
+        Ahead ahead(tile_numbers * int64_t{sizeof(Weight)}, 2 * ((count + 31) / 32));
+        for (int64_t done = 0; done < num_tiles; done += resident_tiles) {
+            const int64_t left = num_tiles - done;
+            const int64_t part = left < resident_tiles ? left : resident_tiles;
+            // What comes behind this part, in the block or in the next.
+            ahead.from(reinterpret_cast<const char*>(weight + (done + part) * tile_numbers));
+            for (int half = 0; half < 2; ++half)
+                for (int64_t line = 0; line < count; line += 32)
+                    wide(lines, first + line, tile + done, weight + done * tile_numbers, part, half,
+                         done > 0, sums + line * block_rows, ahead);
+        }
+    }
+
+  private:
+    // Asks for the next part of a weight while this one is multiplied, a little in every step.
+    class Ahead {
+      public:
+        // Of a tile of so many bytes, which so many steps share.
+        Ahead(int64_t tile_bytes, int64_t steps) : step_((tile_bytes / 64 + steps - 1) / steps * 64) {}
+        void from(const char* at) { at_ = at; }
+        void step() {
+            for (int64_t line = 0; line < step_; line += 64) _mm_prefetch(at_ + line, _MM_HINT_T1);
+            at_ += step_;
+        }
+
+      private:
+        int64_t step_;
+        const char* at_ = nullptr;
+    };
+
+    // All of up to 16 lines times some tiles of a block.
     template <typename Number, typename Weight, typename Sum>
     void narrow(const Lines<Number>& lines, int64_t line, int64_t tile, const Weight* weight,
                 int64_t num_tiles, Sum* sums) {
@@ -55,7 +94,7 @@ class ProductUnit {
     // there, whose bits are what the unit had.
     template <typename Number, typename Weight, typename Sum>
     void wide(const Lines<Number>& lines, int64_t line, int64_t tile, const Weight* weight,
-              int64_t num_tiles, int half, bool adds, Sum* sums) {
+              int64_t num_tiles, int half, bool adds, Sum* sums, Ahead& ahead) {
         const int upper = lines.together(line);
         const int lower = line + 16 < lines.count ? lines.together(line + 16) : 0;
         const int depth_bytes = lines.depth * int{sizeof(Number)};
@@ -70,6 +109,7 @@ class ProductUnit {
         else zero_sums();
         for (int64_t step = 0; step < num_tiles; ++step) {
             const Weight* w = weight + (step * 4 + half * 2) * panel;
+            ahead.step();
             _tile_loadd(4, x0 + step * x0_step, depth_bytes);
             _tile_loadd(6, w, 64);
             SLIPSTREAM_MULTIPLY(0, 4, 6);
@@ -87,8 +127,9 @@ class ProductUnit {
         _tile_stored(3, out + 16 * block_rows + 16, row_bytes);
     }
 
-  private:
     static constexpr int row_bytes = block_rows * 4;
+    // Tiles of a block that stay in the first cache while many lines pass: 32 KiB of two panels.
+    static constexpr int64_t resident_tiles = 16;
     // The machine's own look-ahead is a tenth slower; further ahead than this it is as slow.
     static constexpr int prefetch_bytes = 1024;
 

@@ -197,17 +197,90 @@ inline F16 scale_by_power(F16 x, F16 n) {
 
 #endif
 
-// sums[i] - by, exact in int32, as floats.
-inline F16 less(const int32_t* sums, int32_t by) {
+// Sixteen integers at once.
 #if defined(__AVX512F__)
-    return {_mm512_cvtepi32_ps(
-        _mm512_sub_epi32(_mm512_loadu_si512(sums), _mm512_set1_epi32(by)))};
-#else
-    float values[lanes];
-    for (int i = 0; i < lanes; ++i) values[i] = static_cast<float>(sums[i] - by);
-    return load(values);
-#endif
+
+struct I16 {
+    __m512i v;
+};
+inline I16 integers(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline I16 load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store(int32_t* p, I16 x) { _mm512_storeu_si512(p, x.v); }
+inline I16 load_bytes(const uint8_t* p) {
+    return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
+inline I16 operator+(I16 a, I16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline I16 operator-(I16 a, I16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+inline I16 operator*(I16 a, I16 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+template <int bits>
+inline I16 shift_left(I16 x) {
+    return {_mm512_slli_epi32(x.v, bits)};
+}
+inline F16 floats(I16 x) { return {_mm512_cvtepi32_ps(x.v)}; }
+
+#elif defined(__AVX2__)
+
+struct I16 {
+    __m256i a, b;
+};
+inline I16 integers(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline I16 load(const int32_t* p) {
+    const auto* words = reinterpret_cast<const __m256i*>(p);
+    return {_mm256_loadu_si256(words), _mm256_loadu_si256(words + 1)};
+}
+inline void store(int32_t* p, I16 x) {
+    auto* words = reinterpret_cast<__m256i*>(p);
+    _mm256_storeu_si256(words, x.a);
+    _mm256_storeu_si256(words + 1, x.b);
+}
+inline I16 load_bytes(const uint8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
+inline I16 operator+(I16 x, I16 y) {
+    return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
+}
+inline I16 operator-(I16 x, I16 y) {
+    return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)};
+}
+inline I16 operator*(I16 x, I16 y) {
+    return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)};
+}
+template <int bits>
+inline I16 shift_left(I16 x) {
+    return {_mm256_slli_epi32(x.a, bits), _mm256_slli_epi32(x.b, bits)};
+}
+inline F16 floats(I16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+
+#else
+
+struct I16 {
+    int32_t v[lanes];
+};
+template <typename Op>
+inline I16 each_integer(Op op) {
+    I16 out;
+    for (int i = 0; i < lanes; ++i) out.v[i] = op(i);
+    return out;
+}
+inline I16 integers(int32_t x) { return each_integer([&](int) { return x; }); }
+inline I16 load(const int32_t* p) { return each_integer([&](int i) { return p[i]; }); }
+inline void store(int32_t* p, I16 x) { std::memcpy(p, x.v, sizeof x.v); }
+inline I16 load_bytes(const uint8_t* p) { return each_integer([&](int i) { return p[i]; }); }
+inline I16 operator+(I16 a, I16 b) { return each_integer([&](int i) { return a.v[i] + b.v[i]; }); }
+inline I16 operator-(I16 a, I16 b) { return each_integer([&](int i) { return a.v[i] - b.v[i]; }); }
+inline I16 operator*(I16 a, I16 b) { return each_integer([&](int i) { return a.v[i] * b.v[i]; }); }
+template <int bits>
+inline I16 shift_left(I16 x) {
+    return each_integer([&](int i) { return x.v[i] * (1 << bits); });
+}
+inline F16 floats(I16 x) {
+    float values[lanes];
+    for (int i = 0; i < lanes; ++i) values[i] = static_cast<float>(x.v[i]);
+    return load(values);
+}
+
+#endif
 
 // e^x to about 2 ulp; 0 below -87, and 2^127 is the most.
 inline F16 exp(F16 x) {

@@ -1,0 +1,104 @@
+// Four-bit weights times digits in vector instructions, straight from their bytes: a group's sums are
+// folded into the rows' values in registers. Compiled for each level.
+#pragma once
+
+#include "matmul_integers.h"
+#include "matmul_quads.h"
+
+namespace slipstream::SLIPSTREAM_LEVEL {
+
+template <int digits>
+class Int4Rows {
+  public:
+    Int4Rows(const Int4Block& block, const Rounded& rows)
+        : block_(block), rows_(rows), is_deep_(rows.lines.depth == 64),
+          line_step_(in_tiles ? rows.lines.depth : rows.lines.columns),
+          tile_step_(in_tiles ? rows.lines.count * rows.lines.depth : rows.lines.depth) {}
+
+    // values [count][64] = rows first .. first + count times the block, but for the rows' scales.
+    void multiply(int64_t first, int64_t count, float* values) const {
+        for (int64_t group = 0; group < block_.groups; ++group) {
+            look_ahead<block_rows * 2>(block_.group(group) + block_.tail);
+            for (int64_t row = 0; row < count; row += most_rows)
+                some_rows(group, first + row, count - row, values + row * block_rows);
+        }
+    }
+
+  private:
+    // Rows whose sums, of each digit, fit into the registers beside what they meet.
+#if defined(__AVX512F__)
+    static constexpr int most_rows = 6 / digits, panels = 2;
+#else
+    static constexpr int most_rows = digits == 1 ? 4 : digits == 2 ? 2 : 1, panels = 1;
+#endif
+
+    void some_rows(int64_t group, int64_t row, int64_t count, float* values) const {
+        switch (count < most_rows ? count : most_rows) {
+            case 1: add<1>(group, row, values); break;
+            case 2: add<2>(group, row, values); break;
+            case 3: add<most_rows < 3 ? 1 : 3>(group, row, values); break;
+            case 4: add<most_rows < 4 ? 1 : 4>(group, row, values); break;
+            case 5: add<most_rows < 5 ? 1 : 5>(group, row, values); break;
+            case 6: add<most_rows < 6 ? 1 : 6>(group, row, values); break;
+        }
+    }
+
+    // values [R][64] += a group of rows row .. row + R.
+    template <int R>
+    void add(int64_t group, int64_t row, float* values) const {
+        for (int panel = 0; panel < block_panels; panel += panels)
+            add_panels<R>(group, row, panel, values + panel * panel_rows);
+    }
+
+    template <int R>
+    void add_panels(int64_t group, int64_t row, int panel, float* values) const {
+        constexpr int num_lines = R * digits;
+        I16 sums[num_lines][panels];
+        for (int line = 0; line < num_lines; ++line)
+            for (int p = 0; p < panels; ++p) sums[line][p] = integers(0);
+        for (int64_t tile = 0; tile < block_.tiles; ++tile) {
+            const int8_t* x = line_at(row * digits, group * block_.tiles + tile);
+            const char* from = block_.tile(group, tile, panel);
+            // What the first rows asked for is there for the others.
+            look_ahead<panels * 256>(from);
+            for (int step = 0; step < 4; ++step)
+                for (int p = 0; p < panels; ++p) {
+                    const Quads both = load_quads(from + (p * 4 + step) * 64);
+                    const Quads first = low_halves(both), second = high_halves(both);
+                    for (int line = 0; line < num_lines; ++line) {
+                        int32_t four[2];
+                        std::memcpy(four, x + line * line_step_ + step * 8, sizeof four);
+                        sums[line][p] = add_quads<true>(sums[line][p], first, four[0]);
+                        sums[line][p] = add_quads<true>(sums[line][p], second, four[1]);
+                    }
+                }
+        }
+        for (int p = 0; p < panels; ++p) {
+            const int n = p * panel_rows, in_block = panel * panel_rows + n;
+            const F16 scales = block_.scales(group, in_block);
+            const GroupZeros zeros = block_.zeros(group, in_block);
+            for (int r = 0; r < R; ++r) {
+                const int line = r * digits;
+                const F16 joined =
+                    join_group<digits>(sums[line][p], sums[line + (digits > 1)][p],
+                                       sums[line + digits - 1][p], zeros, rows_, row + r, group);
+                float* value = values + r * block_rows + n;
+                store(value, fma(scales, joined, group ? load(value) : zero()));
+            }
+        }
+    }
+
+    // Where a tile of 32 columns of a line begins; in tiles of the matrix unit, of the first 16 lines.
+    const int8_t* line_at(int64_t line, int64_t tile) const {
+        const int64_t column = is_deep_ ? (tile >> 1) * tile_step_ + (tile & 1) * 32
+                                        : tile * tile_step_;
+        return rows_.lines.values + line * line_step_ + column;
+    }
+
+    const Int4Block& block_;
+    const Rounded& rows_;
+    const bool is_deep_;
+    const int64_t line_step_, tile_step_;
+};
+
+}  // namespace slipstream::SLIPSTREAM_LEVEL

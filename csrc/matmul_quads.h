@@ -1,0 +1,83 @@
+// Sums of small integers: four columns of sixteen rows at once. Compiled for each level.
+#pragma once
+
+#include "simd.h"
+
+namespace slipstream::SLIPSTREAM_LEVEL {
+
+// Unsigned bytes: four of each of 16 lanes.
+#if defined(__AVX512VNNI__)
+
+struct Quads {
+    __m512i v;
+};
+inline Quads load_quads(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline Quads low_halves(Quads x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
+inline Quads high_halves(Quads x) { return low_halves({_mm512_srli_epi16(x.v, 4)}); }
+// sum += lanes' bytes times the four signed bytes of `x`. The bytes of halves are below 16.
+template <bool are_halves>
+inline I16 add_quads(I16 sum, Quads quads, int32_t x) {
+    return {_mm512_dpbusd_epi32(sum.v, quads.v, _mm512_set1_epi32(x))};
+}
+
+#elif defined(__AVX2__)
+
+struct Quads {
+    __m256i a, b;
+};
+inline Quads load_quads(const void* p) {
+    const auto* words = static_cast<const __m256i*>(p);
+    return {_mm256_loadu_si256(words), _mm256_loadu_si256(words + 1)};
+}
+inline __m256i low_halves(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+inline __m256i high_halves(__m256i x) { return low_halves(_mm256_srli_epi16(x, 4)); }
+inline Quads low_halves(Quads x) { return {low_halves(x.a), low_halves(x.b)}; }
+inline Quads high_halves(Quads x) { return {high_halves(x.a), high_halves(x.b)}; }
+// Pairs of products fit into 16 bits while one factor has four.
+inline __m256i add_halves(__m256i sum, __m256i halves, __m256i x, int16_t unit) {
+    const __m256i pairs = _mm256_maddubs_epi16(halves, x);
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(unit)));
+}
+template <bool are_halves>
+inline I16 add_quads(I16 sum, Quads quads, int32_t x) {
+    const __m256i factor = _mm256_set1_epi32(x);
+    if constexpr (are_halves)
+        return {add_halves(sum.a, quads.a, factor, 1), add_halves(sum.b, quads.b, factor, 1)};
+    sum = add_quads<true>(sum, low_halves(quads), x);
+    const Quads high = high_halves(quads);
+    return {add_halves(sum.a, high.a, factor, 16), add_halves(sum.b, high.b, factor, 16)};
+}
+
+#else
+
+struct Quads {
+    uint8_t v[4 * lanes];
+};
+template <typename Op>
+inline Quads each_byte(Op op) {
+    Quads out;
+    for (int i = 0; i < 4 * lanes; ++i) out.v[i] = static_cast<uint8_t>(op(i));
+    return out;
+}
+inline Quads load_quads(const void* p) {
+    const auto* bytes = static_cast<const uint8_t*>(p);
+    return each_byte([&](int i) { return bytes[i]; });
+}
+inline Quads low_halves(Quads x) {
+    return each_byte([&](int i) { return x.v[i] & 15; });
+}
+inline Quads high_halves(Quads x) {
+    return each_byte([&](int i) { return x.v[i] >> 4; });
+}
+template <bool are_halves>
+inline I16 add_quads(I16 sum, Quads quads, int32_t x) {
+    int8_t factors[4];
+    std::memcpy(factors, &x, 4);
+    for (int lane = 0; lane < lanes; ++lane)
+        for (int i = 0; i < 4; ++i) sum.v[lane] += quads.v[lane * 4 + i] * factors[i];
+    return sum;
+}
+
+#endif
+
+}  // namespace slipstream::SLIPSTREAM_LEVEL
