@@ -21,16 +21,16 @@ struct Bench {
     Number* weights;
     int64_t* offsets;
 
-    static constexpr int64_t row_bytes = split_tokens * sizeof(Number);
+    static constexpr int64_t weight_bytes = line_tokens * sizeof(Number);  // of a line
 
     Bench(int64_t padded_dim, int64_t tile_lines)
         : padded_dim(padded_dim), tile_lines(tile_lines), keeps_keys(tile_lines > most_lines) {
         const int64_t lines = round_up(tile_lines, most_lines);
         const int64_t sizes[] = {
             (keeps_keys ? split_tokens : block_tokens) * padded_dim * int64_t{sizeof(Number)},
-            padded_dim * row_bytes,
-            most_lines * split_tokens * 4,
-            most_lines * row_bytes,
+            padded_dim * split_tokens * int64_t{sizeof(Number)},
+            most_lines * line_tokens * 4,
+            most_lines * weight_bytes,
             most_lines * padded_dim * 4,
             lines * padded_dim * 4,
             lines * 4,
@@ -204,7 +204,7 @@ struct PartWork {
                 for (int i = 0; i < lanes; ++i) square[i] = load(turned + (panel * lanes + i) * lanes);
                 transpose(square);
                 for (int64_t i = 0; i < group.count; ++i)
-                    store(bench.scores + i * split_tokens + t + panel * lanes, square[i]);
+                    store(bench.scores + i * line_tokens + t + panel * lanes, square[i]);
             }
         }
     }
@@ -256,7 +256,7 @@ struct PartWork {
         product.tiles = bench.padded_dim / (lanes * Mode::in_lane);
         product.panels = (end - begin) / lanes;
         product.out = bench.scores + begin;
-        product.out_stride = split_tokens;
+        product.out_stride = line_tokens;
         unit.template multiply<Mode>(product);
     }
 
@@ -276,7 +276,7 @@ struct PartWork {
         const float scale = call.shape->scale * 1.44269504f;
         PartOfLine parts[most_lines];
         for (int64_t i = 0; i < group.count; ++i) {
-            float* scores = bench.scores + i * split_tokens;
+            float* scores = bench.scores + i * line_tokens;
             const int64_t row = (tile.first_line + group.first + i) / plan.groups;
             const Span span = seen_by(call, tile.request, row);
             if (is_i8)
@@ -287,12 +287,12 @@ struct PartWork {
             if (call.rows->tree_ancestors)
                 hide_others(*call.rows, tile.request, row, start, group.begin,
                             line.last < group.end ? line.last : group.end, scores);
-            parts[i] = weigh<Mode>(line, group.begin, group.end, bench.weights + i * split_tokens);
+            parts[i] = weigh<Mode>(line, group.begin, group.end, bench.weights + i * line_tokens);
         }
         Product product;
         product.lines = static_cast<int>(group.count);
         product.a = bench.weights + group.begin;
-        product.a_stride = bench.row_bytes;
+        product.a_stride = bench.weight_bytes;
         product.b = values_at(group.begin);
         product.panel_stride = tile_bytes;
         product.tile_stride = bench.value_stride();

@@ -66,10 +66,9 @@ class Int4Rows {
                     const Quads both = load_quads(from + (p * 4 + step) * 64);
                     const Quads first = low_halves(both), second = high_halves(both);
                     for (int line = 0; line < num_lines; ++line) {
-                        int32_t four[2];
-                        std::memcpy(four, x + line * line_step_ + step * 8, sizeof four);
-                        sums[line][p] = add_quads<true>(sums[line][p], first, four[0]);
-                        sums[line][p] = add_quads<true>(sums[line][p], second, four[1]);
+                        const int8_t* quads = x + line * line_step_ + step * 8;
+                        sums[line][p] = add_quads<true>(sums[line][p], first, quad_at(quads));
+                        sums[line][p] = add_quads<true>(sums[line][p], second, quad_at(quads + 4));
                     }
                 }
         }

@@ -7,7 +7,7 @@
 namespace slipstream::SLIPSTREAM_LEVEL {
 
 // So many lines are done sooner by `Int4Rows`.
-constexpr int64_t most_direct_lines = 4;
+constexpr int64_t most_direct_lines = 10;
 
 template <int digits>
 class Int4Tiles {

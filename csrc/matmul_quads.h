@@ -5,6 +5,13 @@
 
 namespace slipstream::SLIPSTREAM_LEVEL {
 
+// Four signed bytes. One load each: of two at once the compiler would make one, and take it apart.
+inline int32_t quad_at(const int8_t* p) {
+    int32_t quad;
+    std::memcpy(&quad, p, 4);
+    return quad;
+}
+
 // Unsigned bytes: four of each of 16 lanes.
 #if defined(__AVX512VNNI__)
 

@@ -65,6 +65,11 @@ inline F16 load(const bf16* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
 }
 inline void store(bf16* p, F16 x) {
+#if defined(__AVX512BF16__)
+    // Rounds as below, but for numbers below 2^-126, which it takes for zero.
+    const __m256bh rounded = _mm512_cvtneps_pbh(x.v);
+    std::memcpy(p, &rounded, 32);
+#else
     const __m512i bits = _mm512_castps_si512(x.v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -72,6 +77,7 @@ inline void store(bf16* p, F16 x) {
     rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
     const __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
+#endif
 }
 // The nearest integer, ties to even.
 inline F16 round(F16 x) { return {_mm512_roundscale_ps(x.v, 0)}; }
