@@ -68,9 +68,19 @@ bool machine_has(Level level) {
 bool machine_has(Level level) { return level == Level::scalar; }
 #endif
 
-Level highest() {
-    for (int level = num_levels - 1; level > 0; --level)
-        if (level_runs(static_cast<Level>(level))) return static_cast<Level>(level);
+#if defined(__x86_64__)
+bool is_intel() { return __builtin_cpu_is("intel"); }
+#else
+bool is_intel() { return false; }
+#endif
+
+// The best level that runs. Intel's products of pairs take as long as four in float32, of half as
+// many numbers each, so machines of theirs that hide their matrix unit do better without.
+Level best() {
+    for (int level = num_levels - 1; level > 0; --level) {
+        const auto one = static_cast<Level>(level);
+        if (level_runs(one) && !(one == Level::avx512_bf16 && is_intel())) return one;
+    }
     return Level::scalar;
 }
 
@@ -86,7 +96,7 @@ bool level_runs(Level level) {
 
 Level active_level() {
     int level = chosen.load(std::memory_order_relaxed);
-    if (level < 0) chosen.store(level = static_cast<int>(highest()), std::memory_order_relaxed);
+    if (level < 0) chosen.store(level = static_cast<int>(best()), std::memory_order_relaxed);
     return static_cast<Level>(level);
 }
 

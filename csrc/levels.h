@@ -13,7 +13,7 @@ const char* level_name(Level level);
 // Whether this build has the level's code and this machine its instructions.
 bool level_runs(Level level);
 
-// The level in use: the highest that runs, until `set_level` was called.
+// The level in use: the best that runs, until `set_level` was called.
 Level active_level();
 
 // Throws std::invalid_argument for a name that is no level, or one that does not run here.

@@ -7,39 +7,42 @@
 
 namespace slipstream::SLIPSTREAM_LEVEL {
 
-// sum += even column * its x + odd column * its x, of 16 rows; both x in the halves of `pair`.
-inline F16 add_pair(F16 sum, const bf16* w, uint32_t pair) {
 #if defined(__AVX512BF16__)
-    const __m512i factor = _mm512_set1_epi32(static_cast<int>(pair));
-    const __m512i weights = _mm512_loadu_si512(w);
+// sum += even column * its x + odd column * its x, of 16 rows; both x in the halves of `pair`.
+inline F16 add_pair(F16 sum, const bf16* w, int32_t pair) {
+    const __m512i factor = _mm512_set1_epi32(pair), weights = _mm512_loadu_si512(w);
     __m512bh a, b;
     std::memcpy(&a, &factor, 64);
     std::memcpy(&b, &weights, 64);
     return {_mm512_dpbf16_ps(sum.v, b, a)};
-#else
-    const float even_x = widen(static_cast<bf16>(pair)), odd_x = widen(static_cast<bf16>(pair >> 16));
+}
+#endif
+
+// Two columns of 16 rows of bf16, as floats.
+struct Columns {
     F16 even, odd;
+};
+inline Columns widen_columns(const bf16* w) {
 #if defined(__AVX512F__)
     const __m512i both = _mm512_loadu_si512(w);
-    even.v = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-    odd.v = _mm512_castsi512_ps(
-        _mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+    const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+    return {{_mm512_castsi512_ps(_mm512_slli_epi32(both, 16))},
+            {_mm512_castsi512_ps(_mm512_and_si512(both, high))}};
 #elif defined(__AVX2__)
     const auto* words = reinterpret_cast<const __m256i*>(w);
     const __m256i a = _mm256_loadu_si256(words), b = _mm256_loadu_si256(words + 1);
     const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-    even = {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)),
-            _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
-    odd = {_mm256_castsi256_ps(_mm256_and_si256(a, high)),
-           _mm256_castsi256_ps(_mm256_and_si256(b, high))};
+    return {{_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)),
+             _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))},
+            {_mm256_castsi256_ps(_mm256_and_si256(a, high)),
+             _mm256_castsi256_ps(_mm256_and_si256(b, high))}};
 #else
+    Columns columns;
     for (int i = 0; i < lanes; ++i) {
-        even.v[i] = widen(w[2 * i]);
-        odd.v[i] = widen(w[2 * i + 1]);
+        columns.even.v[i] = widen(w[2 * i]);
+        columns.odd.v[i] = widen(w[2 * i + 1]);
     }
-#endif
-    sum = fma(even, broadcast(even_x), sum);
-    return fma(odd, broadcast(odd_x), sum);
+    return columns;
 #endif
 }
 
@@ -63,6 +66,7 @@ class ProductUnit {
     }
 
   private:
+    // Sums of so many lines times so many panels fit into the registers beside what they meet.
 #if defined(__AVX512F__)
     static constexpr int most_lines = 6, panels = 4;
 #else
@@ -87,44 +91,67 @@ class ProductUnit {
             }
     }
 
-    static F16 start(float) { return zero(); }
-    static I16 start(int32_t) { return integers(0); }
-    static F16 add(F16 sum, const bf16* w, int32_t x) {
-        return add_pair(sum, w, static_cast<uint32_t>(x));
-    }
-    static I16 add(I16 sum, const uint8_t* w, int32_t x) {
-        return add_quads<false>(sum, load_quads(w), x);
-    }
-
-    // R lines times a few panels.
+    // R lines times the panels from `panel` on, in registers.
     template <int R, typename Number, typename Weight, typename Sum>
     static void chains(const Number* x, const Lines<Number>& lines, const Weight* weight,
                        int64_t num_tiles, int panel, bool adds, Sum* sums) {
-        constexpr int in_step = 4 / sizeof(Number);  // columns
-        const int depth = lines.depth, steps = depth / in_step;
+        const int depth = lines.depth;
         const int64_t stride = lines.stride(), panel_numbers = depth * panel_rows;
-        decltype(start(Sum{})) acc[R][panels];
+        decltype(load(sums)) acc[R][panels];
         for (int r = 0; r < R; ++r)
             for (int p = 0; p < panels; ++p)
                 acc[r][p] = adds ? load(sums + r * block_rows + (panel + p) * panel_rows)
-                                 : start(Sum{});
-        for (int64_t tile = 0; tile < num_tiles; ++tile) {
-            const Weight* w = weight + (tile * block_panels + panel) * panel_numbers;
-            const Number* from = x + tile * depth;
-            for (int step = 0; step < steps; ++step)
-                for (int r = 0; r < R; ++r) {
-                    int32_t together;
-                    std::memcpy(&together, from + r * stride + step * in_step, 4);
-                    for (int p = 0; p < panels; ++p)
-                        acc[r][p] = add(acc[r][p],
-                                        w + p * panel_numbers + step * in_step * panel_rows,
-                                        together);
-                }
-        }
+                                 : start(sums);
+        for (int64_t tile = 0; tile < num_tiles; ++tile)
+            multiply_tile<R>(x + tile * depth, stride, depth,
+                             weight + (tile * block_panels + panel) * panel_numbers, acc);
         for (int r = 0; r < R; ++r)
             for (int p = 0; p < panels; ++p)
                 store(sums + r * block_rows + (panel + p) * panel_rows, acc[r][p]);
     }
+
+    static F16 start(const float*) { return zero(); }
+    static I16 start(const int32_t*) { return integers(0); }
+
+    template <int R>
+    static void multiply_tile(const int8_t* x, int64_t stride, int depth, const uint8_t* w,
+                              I16 (&acc)[R][panels]) {
+        for (int k = 0; k < depth; k += 4)
+            for (int r = 0; r < R; ++r) {
+                const int32_t quad = quad_at(x + r * stride + k);
+                for (int p = 0; p < panels; ++p)
+                    acc[r][p] = add_quads<false>(
+                        acc[r][p], load_quads(w + (p * depth + k) * panel_rows), quad);
+            }
+    }
+
+    template <int R>
+    static void multiply_tile(const float* x, int64_t stride, int depth, const bf16* w,
+                              F16 (&acc)[R][panels]) {
+        for (int k = 0; k < depth; k += 2)
+            for (int p = 0; p < panels; ++p) {
+                const Columns columns = widen_columns(w + (p * depth + k) * panel_rows);
+                for (int r = 0; r < R; ++r) {
+                    const float* at = x + r * stride + k;
+                    acc[r][p] = fma(columns.even, broadcast(at[0]), acc[r][p]);
+                    acc[r][p] = fma(columns.odd, broadcast(at[1]), acc[r][p]);
+                }
+            }
+    }
+
+#if defined(__AVX512BF16__)
+    template <int R>
+    static void multiply_tile(const bf16* x, int64_t stride, int depth, const bf16* w,
+                              F16 (&acc)[R][panels]) {
+        for (int k = 0; k < depth; k += 2)
+            for (int r = 0; r < R; ++r) {
+                int32_t pair;
+                std::memcpy(&pair, x + r * stride + k, 4);
+                for (int p = 0; p < panels; ++p)
+                    acc[r][p] = add_pair(acc[r][p], w + (p * depth + k) * panel_rows, pair);
+            }
+    }
+#endif
 };
 
 }  // namespace slipstream::SLIPSTREAM_LEVEL

@@ -41,7 +41,7 @@ void for_parts(const Matrix& weight, const Lines<Number>& lines, Work&& work) {
 
 void run_bf16(const MatmulCall& call) {
     const Matrix& weight = *call.weight;
-    const Lines<bf16> lines = pack_rows(call);
+    const Lines<Factor> lines = pack_rows(call);
     for_parts(weight, lines, [&](ProductUnit& unit, int64_t block, int64_t first, int64_t count) {
         auto* sums = sums_of<float>(count);
         unit.multiply(lines, first, count, 0,

@@ -54,18 +54,35 @@ inline void for_rows(int64_t count, Fill&& fill) {
     }
 }
 
-inline Lines<bf16> pack_rows(const MatmulCall& call) {
+// What rows of bf16 are multiplied as: floats where no instruction takes pairs.
+#if defined(__AVX512BF16__)
+using Factor = bf16;
+inline void copy_tile(const bf16* from, int64_t count, bf16* to) {
+    if (count < 32) std::memset(to, 0, 64);
+    std::memcpy(to, from, count * 2);
+}
+#else
+using Factor = float;
+inline void copy_tile(const bf16* from, int64_t count, float* to) {
+    for (int half = 0; half < 32; half += lanes) {
+        const int64_t left = count - half;
+        const int some = static_cast<int>(left < 0 ? 0 : left < lanes ? left : lanes);
+        store(to + half, some == lanes ? load(from + half) : load_first(from + half, some));
+    }
+}
+#endif
+
+inline Lines<Factor> pack_rows(const MatmulCall& call) {
     const int64_t columns = call.weight->padded_columns(), width = call.weight->columns;
-    auto* memory = static_cast<bf16*>(scratch(Scratch::input, call.num_rows * columns * 2));
-    const Lines<bf16> lines{memory, columns, call.num_rows, 32};
+    auto* memory = static_cast<Factor*>(
+        scratch(Scratch::input, call.num_rows * columns * int64_t{sizeof(Factor)}));
+    const Lines<Factor> lines{memory, columns, call.num_rows, 32};
     const auto* x = static_cast<const bf16*>(call.x);
     for_rows(call.num_rows, [&](int64_t row) {
         const bf16* from = x + row * call.x_stride;
         for (int64_t tile = 0; tile < columns / 32; ++tile) {
-            bf16* to = lines.at(row, tile);
             const int64_t left = width - tile * 32;
-            if (left < 32) std::memset(to, 0, 64);
-            std::memcpy(to, from + tile * 32, (left < 32 ? left : 32) * 2);
+            copy_tile(from + tile * 32, left < 32 ? left : 32, lines.at(row, tile));
         }
     });
     return lines;
