@@ -144,6 +144,39 @@ class PackedMatrix(ABC):
 Weight = Tensor | Float8Matrix | Int8Matrix | Int4Matrix | PackedMatrix
 
 
+@dataclass(frozen=True)
+class ToFloat8:
+    """Rounding to a `Float8Matrix`."""
+
+
+@dataclass(frozen=True)
+class ToInt8:
+    """Rounding to an `Int8Matrix`.
+
+    Attributes:
+        rounds_input: of that matrix.
+    """
+
+    rounds_input: bool = False
+
+
+@dataclass(frozen=True)
+class ToInt4:
+    """Rounding to an `Int4Matrix`.
+
+    Attributes:
+        group: columns that share a scale, 32 or 128; it must divide those of the matrix.
+        zeros: whether groups have zeros of their own, so that all 16 numbers are used where a group
+            is not centred.
+    """
+
+    group: int
+    zeros: bool = False
+
+
+Rounding = ToFloat8 | ToInt8 | ToInt4
+
+
 @dataclass(frozen=True, eq=False)
 class Norm:
     """An RMS norm over the last axis: weight [H], and what is added to the mean square."""
@@ -311,6 +344,13 @@ def as_it_is(weight: Weight) -> Weight:
     return weight
 
 
+def in_plain_torch(matrix: Tensor, form: Rounding) -> Weight:
+    """For columns that round as the reference does."""
+    from slipstream.kernels.reference.rounding import rounded
+
+    return rounded(matrix, form)
+
+
 def one_by_one(layers: Sequence[LayerParts]) -> LayersOp | None:
     """For columns that have no op of several layers."""
     del layers
@@ -334,6 +374,7 @@ class Ops:
         store: its first half alone.
         logits: the head's matmul.
         pack: a weight as the column reads it, made once, when it is loaded.
+        round: a matrix [N, K] in fewer bits, packed or to be packed.
         fuse: an op of all of some layers, whose weights were packed; None leaves them to the other
             ops.
     """
@@ -349,6 +390,7 @@ class Ops:
     store: StoreOp
     logits: LogitsOp
     pack: Callable[[Weight], Weight] = as_it_is
+    round: Callable[[Tensor, Rounding], Weight] = in_plain_torch
     fuse: Callable[[Sequence[LayerParts]], LayersOp | None] = one_by_one
 
 
