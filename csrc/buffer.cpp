@@ -1,5 +1,6 @@
 #include "buffer.h"
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -18,6 +19,19 @@ namespace {
 
 constexpr size_t line = 64, huge_page = size_t{2} << 20;
 
+// What Python tells of a lack of memory.
+class NoMemory : public std::bad_alloc {
+  public:
+    explicit NoMemory(size_t bytes) {
+        std::snprintf(words_, sizeof words_,
+                      "the system has no room for %zu MB that the CPU kernels asked for", bytes >> 20);
+    }
+    const char* what() const noexcept override { return words_; }
+
+  private:
+    char words_[96];
+};
+
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 }  // namespace
@@ -28,7 +42,7 @@ Buffer::Buffer(size_t bytes) : size_(bytes) {
         mapped_ = round_up(bytes, huge_page);
         void* memory = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
                             -1, 0);
-        if (memory == MAP_FAILED) throw std::bad_alloc();
+        if (memory == MAP_FAILED) throw NoMemory(bytes);
         madvise(memory, mapped_, MADV_HUGEPAGE);
         data_ = static_cast<char*>(memory);
         return;
@@ -36,7 +50,7 @@ Buffer::Buffer(size_t bytes) : size_(bytes) {
 #endif
     const size_t padded = round_up(bytes ? bytes : 1, line);
     data_ = static_cast<char*>(std::aligned_alloc(line, padded));
-    if (!data_) throw std::bad_alloc();
+    if (!data_) throw NoMemory(bytes);
     std::memset(data_, 0, padded);
 }
 
