@@ -8,14 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from slipstream.kernels.table import (
-    Ops,
-    Rounding,
-    ToFloat8,
-    ToInt4,
-    ToInt8,
-    Weight,
-)
+from slipstream.kernels.forms import Rounding, ToFloat8, ToInt4, ToInt8
+from slipstream.kernels.table import Ops, Weight
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import TensorSource

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.forms import Rounding, ToFloat8, ToInt4, ToInt8
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import Rounding, ToFloat8, ToInt4, ToInt8
 
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 from slipstream.kernels.cpu import matmul  # noqa: E402

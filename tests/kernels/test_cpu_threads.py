@@ -12,7 +12,7 @@ import torch
 
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 from slipstream.kernels.cpu import matmul  # noqa: E402
-from slipstream.kernels.table import ToInt8  # noqa: E402
+from slipstream.kernels.forms import ToInt8  # noqa: E402
 
 TASKS = 200
 

@@ -5,16 +5,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.devices import CPP_DTYPES
+from slipstream.kernels.forms import Rounding, ToFloat8, ToInt8
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import (
-    Int4Matrix,
-    Int8Matrix,
-    PackedMatrix,
-    Rounding,
-    ToFloat8,
-    ToInt8,
-    Weight,
-)
+from slipstream.kernels.table import Int4Matrix, Int8Matrix, PackedMatrix, Weight
 from slipstream.kernels.weights import bytes_of
 
 _LARGE = 1 << 21  # bytes

@@ -9,17 +9,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from slipstream.kernels.forms import Rounding, ToFloat8, ToInt8
 from slipstream.kernels.reference import dense, integers
 from slipstream.kernels.reference.integers import to_nearest
-from slipstream.kernels.table import (
-    Float8Matrix,
-    Int4Matrix,
-    Int8Matrix,
-    Rounding,
-    ToFloat8,
-    ToInt8,
-    Weight,
-)
+from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix, Weight
 
 _SLICE = 1 << 24  # numbers that are in float32 at once while they are rounded
 # The same for what passes over them many times. Torch does not share so few among threads, which
