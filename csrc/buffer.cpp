@@ -14,6 +14,10 @@
 #include <sys/mman.h>
 #endif
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace slipstream {
 namespace {
 
@@ -32,12 +36,22 @@ class NoMemory : public std::bad_alloc {
     char words_[96];
 };
 
+// What stands behind the bytes that were asked for is nobody's: AddressSanitizer is told so.
+void end_at(char* data, size_t bytes, size_t size) {
+#if defined(__SANITIZE_ADDRESS__)
+    ASAN_UNPOISON_MEMORY_REGION(data, bytes);
+    ASAN_POISON_MEMORY_REGION(data + bytes, size - bytes);
+#else
+    (void)data, (void)bytes, (void)size;
+#endif
+}
+
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 }  // namespace
 
 Buffer::Buffer(size_t bytes) : size_(bytes) {
-#if defined(__linux__)
+#if defined(__linux__) && !defined(__SANITIZE_ADDRESS__)
     if (bytes >= huge_page) {
         mapped_ = round_up(bytes, huge_page);
         void* memory = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
@@ -52,6 +66,7 @@ Buffer::Buffer(size_t bytes) : size_(bytes) {
     data_ = static_cast<char*>(std::aligned_alloc(line, padded));
     if (!data_) throw NoMemory(bytes);
     std::memset(data_, 0, padded);
+    end_at(data_, bytes, padded);
 }
 
 Buffer::~Buffer() {
@@ -83,6 +98,7 @@ void* scratch(Scratch use, size_t bytes) {
     thread_local Buffer kept[static_cast<int>(Scratch::count)];
     Buffer& buffer = kept[static_cast<int>(use)];
     if (buffer.size() < bytes) buffer = Buffer(bytes + bytes / 4);
+    end_at(buffer.data(), bytes, buffer.size());
     return buffer.data();
 }
 
