@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.geometries import GEOMETRIES, geometry_named, write_config
-from slipstream.kernels.table import ops_for
+from slipstream.kernels.reference import REFERENCE
 from slipstream.layers.parameters import Part
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
@@ -88,7 +88,8 @@ def _write(folder: Path, target: DecoderConfig, seed: int) -> None:
     cpu = torch.device("cpu")
     recorder = Recorder(TwinSource(torch.bfloat16, cpu, seed, target), tokens)
     # The network itself is not wanted, but it knows what it is made of.
-    Decoder(ops_for(cpu), in_precision(recorder, None), read_decoder_config(Checkpoint(folder)), 16)
+    source = in_precision(recorder, None, REFERENCE)
+    Decoder(REFERENCE, source, read_decoder_config(Checkpoint(folder)), 16)
     tensors = {name: tensor.contiguous() for name, tensor in recorder.tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

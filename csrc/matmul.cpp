@@ -5,6 +5,7 @@
 
 #include "bindings.h"
 #include "matmul_pack.h"
+#include "rounding.h"
 #include "tensor.h"
 
 namespace slipstream {
@@ -13,20 +14,29 @@ ByLevel<MatmulKernels> matmul_kernels;
 
 namespace {
 
-std::unique_ptr<Matrix> pack(const Array& values) {
+constexpr int64_t most_int8_columns = 65536;
+
+Floats floats(const Array& values) {
     require(values.ndim() == 2, "a weight has two axes");
     const Number type = number_of(values);
     require(type == Number::f32 || type == Number::bf16, "a weight is float32 or bfloat16");
     const auto* from = contiguous<const void>(values, type, "weight");
+    return {from, type == Number::bf16, static_cast<int64_t>(values.shape(0)),
+            static_cast<int64_t>(values.shape(1))};
+}
+
+std::unique_ptr<Matrix> pack(const Array& values) {
+    const Floats from = floats(values);
     nb::gil_scoped_release released;
-    return pack_floats(type == Number::f32 ? Storage::f32 : Storage::bf16, from, values.shape(0),
-                       values.shape(1));
+    return pack_floats(from.is_bf16 ? Storage::bf16 : Storage::f32, from.values, from.rows,
+                       from.columns);
 }
 
 std::unique_ptr<Matrix> pack_i8(const Array& values, const Array& scales, bool one_digit) {
     require(values.ndim() == 2 && scales.ndim() == 1 && scales.shape(0) == values.shape(0),
             "values [N, K], scales [N]");
-    require(values.shape(1) <= 65536, "sums of more than 65,536 int8 columns may overflow");
+    require(static_cast<int64_t>(values.shape(1)) <= most_int8_columns,
+            "sums of so many int8 columns may overflow");
     const auto* from = contiguous<const int8_t>(values, Number::i8, "values");
     const auto* by = contiguous<const float>(scales, Number::f32, "scales");
     nb::gil_scoped_release released;
@@ -46,6 +56,21 @@ std::unique_ptr<Matrix> pack_i4(const Array& values, const Array& scales,
     const auto* zero = zeros ? contiguous<const uint8_t>(*zeros, Number::u8, "zeros") : nullptr;
     nb::gil_scoped_release released;
     return pack_int4(from, by, zero, rows, columns, group);
+}
+
+std::unique_ptr<Matrix> round_i8(const Array& values, bool one_digit) {
+    const Floats from = floats(values);
+    require(from.columns <= most_int8_columns, "sums of so many int8 columns may overflow");
+    nb::gil_scoped_release released;
+    return round_to_int8(from, one_digit);
+}
+
+std::unique_ptr<Matrix> round_i4(const Array& values, int64_t group, bool has_zeros) {
+    const Floats from = floats(values);
+    require((group == 32 || group == 128) && from.columns % group == 0,
+            "int4 groups are 32 or 128 columns, and K a multiple of them");
+    nb::gil_scoped_release released;
+    return round_to_int4(from, group, has_zeros);
 }
 
 void run_matmul(const Matrix& weight, const Array& x, std::optional<Array> bias, const Array& out) {
@@ -120,6 +145,9 @@ void bind_matmul(nb::module_& module) {
     module.def("pack_int8", pack_i8, nb::arg("values"), nb::arg("scales"), nb::arg("one_digit"));
     module.def("pack_int4", pack_i4, nb::arg("values"), nb::arg("scales"),
                nb::arg("zeros").none(), nb::arg("group"));
+    module.def("round_to_int8", round_i8, nb::arg("values"), nb::arg("one_digit"));
+    module.def("round_to_int4", round_i4, nb::arg("values"), nb::arg("group"),
+               nb::arg("has_zeros"));
     module.def("matmul", run_matmul, nb::arg("weight"), nb::arg("x"), nb::arg("bias").none(),
                nb::arg("out"));
     module.def("look_up", run_look_up, nb::arg("table"), nb::arg("ids"), nb::arg("out"));

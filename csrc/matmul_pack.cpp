@@ -4,15 +4,95 @@
 #include <cmath>
 #include <cstring>
 
-#include "threads.h"
+#include "float16.h"
 
 namespace slipstream {
 namespace {
 
 constexpr int64_t padded(int64_t rows) { return (rows + block_rows - 1) / block_rows * block_rows; }
 
-std::unique_ptr<Matrix> empty(Storage storage, int64_t rows, int64_t columns, int64_t group = 0,
-                              bool has_zeros = false) {
+// Calls put(index, tile, lane) for each of the rows and tiles, one tile after the other, so that
+// writing stays in it.
+template <typename Put>
+void for_tiles(const Matrix& matrix, const PanelRows& rows, Put&& put) {
+    const int64_t tiles = matrix.num_tiles();
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+        char* lane = matrix.lane(rows.first, tile);
+        for (int64_t index = 0; index < rows.count; ++index, lane += 4) put(index, tile, lane);
+    }
+}
+
+// A row's part of a tile: 64 bytes in steps of four. Behind the row's end x is zero, whatever
+// stands there.
+void put_lanes(char* lane, const char* row, int64_t row_bytes, int64_t tile, uint32_t flipped) {
+    const char* from = row + tile * 64;
+    const int64_t left = row_bytes - tile * 64;
+    char whole[64] = {};
+    if (left < 64) from = static_cast<const char*>(std::memcpy(whole, from, left));
+    for (int step = 0; step < 16; ++step) {
+        uint32_t word;
+        std::memcpy(&word, from + step * 4, 4);
+        word ^= flipped;
+        std::memcpy(lane + step * panel_rows * 4, &word, 4);
+    }
+}
+
+// The low halves of bytes: the four numbers of 16 bits.
+uint32_t spread(uint32_t bits) {
+    bits = (bits | bits << 8) & 0x00ff00ff;
+    return (bits | bits << 4) & 0x0f0f0f0f;
+}
+
+// Behind the tiles of a group, in the block of a row: scales, and zeros where there are some.
+char* group_tail(const Matrix& matrix, int64_t row, int64_t group) {
+    return matrix.block(row / block_rows) + (group + 1) * matrix.group_bytes() -
+           matrix.group_tail_bytes();
+}
+
+// A row's scales as float16 times a power of two, behind their groups' tiles. The largest becomes
+// 2^15 to 2^16: float16 numbers from files stay what they are.
+void put_scales(const Matrix& matrix, int64_t row, const float* scales, const uint8_t* zeros) {
+    const int64_t num_groups = matrix.num_groups(), group_bytes = matrix.group_bytes();
+    float most = 0.0f;
+    for (int64_t group = 0; group < num_groups; ++group)
+        most = std::max(most, std::fabs(scales[group]));
+    const bool usable = most > 0.0f && std::isfinite(most);
+    const float power = usable ? std::ldexp(1.0f, std::ilogb(most) - 15) : 1.0f;
+    matrix.row_scales()[row] = power;
+    const int64_t place = row % block_rows;
+    char* end = group_tail(matrix, row, 0);
+    for (int64_t group = 0; group < num_groups; ++group, end += group_bytes) {
+        const uint16_t scale = to_float16(scales[group] / power);
+        std::memcpy(end + place * 2, &scale, 2);
+        if (zeros) end[block_rows * 2 + place] = static_cast<char>(zeros[group]);
+    }
+}
+
+// Of a weight to one of the same form.
+void copy_row(const Matrix& from, int64_t source, const Matrix& to, int64_t goal) {
+    const TileShape shape = tile_shape(from.storage);
+    for (int64_t tile = 0; tile < from.num_tiles(); ++tile) {
+        const char* old = from.lane(source, tile);
+        char* copy = to.lane(goal, tile);
+        for (int step = 0; step < shape.steps; ++step) {
+            const int64_t place = step * panel_rows * shape.lane_bytes;
+            std::memcpy(copy + place, old + place, shape.lane_bytes);
+        }
+    }
+    for (int64_t group = 0; from.group && group < from.num_groups(); ++group) {
+        const char* old = group_tail(from, source, group);
+        char* copy = group_tail(to, goal, group);
+        const int64_t old_place = source % block_rows, place = goal % block_rows;
+        std::memcpy(copy + place * 2, old + old_place * 2, 2);
+        if (from.has_zeros) copy[block_rows * 2 + place] = old[block_rows * 2 + old_place];
+    }
+    if (from.scales) to.row_scales()[goal] = from.row_scales()[source];
+}
+
+}  // namespace
+
+std::unique_ptr<Matrix> empty_matrix(Storage storage, int64_t rows, int64_t columns, int64_t group,
+                                     bool has_zeros) {
     auto matrix = std::make_unique<Matrix>();
     matrix->storage = storage;
     matrix->rows = rows;
@@ -25,143 +105,78 @@ std::unique_ptr<Matrix> empty(Storage storage, int64_t rows, int64_t columns, in
     return matrix;
 }
 
-// Calls fill(row) for all rows of the weight, blocks in parallel: the pages of a block come to lie
-// near the thread that first touches them.
-template <typename Fill>
-void for_rows(const Matrix& matrix, Fill&& fill) {
-    parallel_for(matrix.num_blocks(), [&](int64_t block) {
-        const int64_t end = std::min(matrix.rows, (block + 1) * block_rows);
-        for (int64_t row = block * block_rows; row < end; ++row) fill(row);
+void put_floats(const Matrix& matrix, const PanelRows& rows, const void* values) {
+    const int64_t row_bytes = matrix.columns * (matrix.storage == Storage::f32 ? 4 : 2);
+    for_tiles(matrix, rows, [&](int64_t index, int64_t tile, char* lane) {
+        const char* row = static_cast<const char*>(values) + index * row_bytes;
+        put_lanes(lane, row, row_bytes, tile, 0);
     });
 }
 
-// To the nearest float16, ties to even; what is too large or too small is the caller's business.
-uint16_t to_float16(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    const uint32_t sign = bits >> 16 & 0x8000;
-    const int exponent = static_cast<int>(bits >> 23 & 0xff) - 127 + 15;
-    const uint32_t mantissa = bits & 0x7fffff;
-    if (exponent >= 31) return static_cast<uint16_t>(sign | 0x7bff);
-    if (exponent <= 0) {
-        if (exponent < -10) return static_cast<uint16_t>(sign);
-        const uint32_t full = mantissa | 0x800000;
-        const int shift = 14 - exponent;
-        const uint32_t half = 1u << (shift - 1), kept = full >> shift, rest = full & ((1u << shift) - 1);
-        return static_cast<uint16_t>(sign | (kept + (rest > half || (rest == half && (kept & 1)))));
-    }
-    const uint32_t kept = static_cast<uint32_t>(exponent) << 10 | mantissa >> 13;
-    const uint32_t rest = mantissa & 0x1fff;
-    return static_cast<uint16_t>(sign | (kept + (rest > 0x1000 || (rest == 0x1000 && (kept & 1)))));
+void put_int8(const Matrix& matrix, const PanelRows& rows, const int8_t* values, int64_t stride) {
+    for_tiles(matrix, rows, [&](int64_t index, int64_t tile, char* lane) {
+        const char* row = reinterpret_cast<const char*>(values) + index * stride;
+        put_lanes(lane, row, matrix.columns, tile, 0x80808080);  // adds 128 to each
+    });
 }
 
-}  // namespace
+void put_int4(const Matrix& matrix, const PanelRows& rows, const uint8_t* values,
+              const float* scales, const uint8_t* zeros) {
+    const int64_t num_groups = matrix.num_groups();
+    for (int64_t index = 0; index < rows.count; ++index)
+        put_scales(matrix, rows.first + index, scales + index * num_groups,
+                   zeros ? zeros + index * num_groups : nullptr);
+    for_tiles(matrix, rows, [&](int64_t index, int64_t tile, char* lane) {
+        const uint8_t* from = values + index * (matrix.columns / 2) + tile * 16;
+        for (int step = 0; step < 4; ++step) {
+            uint32_t eight;  // columns, four bits each
+            std::memcpy(&eight, from + step * 4, 4);
+            const uint32_t word = spread(eight & 0xffff) | spread(eight >> 16) << 4;
+            std::memcpy(lane + step * panel_rows * 4, &word, 4);
+        }
+    });
+}
 
 std::unique_ptr<Matrix> pack_floats(Storage storage, const void* values, int64_t rows,
                                     int64_t columns) {
-    auto matrix = empty(storage, rows, columns);
-    const TileShape shape = tile_shape(storage);
-    const int64_t number = storage == Storage::f32 ? 4 : 2, row_bytes = columns * number;
-    const int64_t tile_bytes = shape.columns * number;
-    for_rows(*matrix, [&](int64_t row) {
-        const char* from = static_cast<const char*>(values) + row * row_bytes;
-        for (int64_t tile = 0; tile < matrix->num_tiles(); ++tile) {
-            char* lane = matrix->lane(row, tile);
-            const int64_t bytes = std::min(tile_bytes, row_bytes - tile * tile_bytes);
-            char whole[64] = {};
-            std::memcpy(whole, from + tile * tile_bytes, bytes);
-            for (int step = 0; step < shape.steps; ++step)
-                std::memcpy(lane + step * panel_rows * 4, whole + step * 4, 4);
-        }
+    auto matrix = empty_matrix(storage, rows, columns);
+    const int64_t row_bytes = columns * (storage == Storage::f32 ? 4 : 2);
+    for_panels(*matrix, [&](const PanelRows& panel) {
+        put_floats(*matrix, panel, static_cast<const char*>(values) + panel.first * row_bytes);
     });
     return matrix;
 }
 
 std::unique_ptr<Matrix> pack_int8(const int8_t* values, const float* scales, int64_t rows,
                                   int64_t columns, bool one_digit) {
-    auto matrix = empty(Storage::i8, rows, columns);
+    auto matrix = empty_matrix(Storage::i8, rows, columns);
     matrix->one_digit = one_digit;
     std::memcpy(matrix->row_scales(), scales, rows * sizeof(float));
-    for_rows(*matrix, [&](int64_t row) {
-        const int8_t* from = values + row * columns;
-        for (int64_t tile = 0; tile < matrix->num_tiles(); ++tile) {
-            char* lane = matrix->lane(row, tile);
-            // Behind the last column x is zero, whatever stands here.
-            char whole[64] = {};
-            std::memcpy(whole, from + tile * 64, std::min<int64_t>(64, columns - tile * 64));
-            for (int step = 0; step < 16; ++step) {
-                uint32_t quad;
-                std::memcpy(&quad, whole + step * 4, 4);
-                quad ^= 0x80808080;  // adds 128 to each
-                std::memcpy(lane + step * panel_rows * 4, &quad, 4);
-            }
-        }
+    for_panels(*matrix, [&](const PanelRows& panel) {
+        put_int8(*matrix, panel, values + panel.first * columns, columns);
     });
     return matrix;
 }
 
 std::unique_ptr<Matrix> pack_int4(const uint8_t* values, const float* scales, const uint8_t* zeros,
                                   int64_t rows, int64_t columns, int64_t group) {
-    auto matrix = empty(Storage::i4, rows, columns, group, zeros != nullptr);
-    const int64_t num_groups = matrix->num_groups(), tiles = matrix->tiles_per_group();
-    const int64_t tail = tiles * tile_shape(Storage::i4).block_bytes();
-    float* powers = matrix->row_scales();
-    for_rows(*matrix, [&](int64_t row) {
-        const uint8_t* from = values + row * (columns / 2);
-        // The row's largest scale becomes 2^15 to 2^16: float16 numbers from files stay what they
-        // are.
-        float most = 0.0f;
-        for (int64_t g = 0; g < num_groups; ++g)
-            most = std::max(most, std::fabs(scales[row * num_groups + g]));
-        powers[row] = most > 0.0f && std::isfinite(most) ? std::ldexp(1.0f, std::ilogb(most) - 15) : 1.0f;
-        for (int64_t g = 0; g < num_groups; ++g) {
-            char* end = matrix->block(row / block_rows) + g * matrix->group_bytes() + tail;
-            const uint16_t scale = to_float16(scales[row * num_groups + g] / powers[row]);
-            std::memcpy(end + row % block_rows * 2, &scale, 2);
-            if (zeros) end[block_rows * 2 + row % block_rows] =
-                static_cast<char>(zeros[row * num_groups + g]);
-        }
-        for (int64_t tile = 0; tile < matrix->num_tiles(); ++tile) {
-            char* lane = matrix->lane(row, tile);
-            for (int step = 0; step < 4; ++step) {
-                char bytes[4];
-                for (int column = 0; column < 4; ++column) {
-                    const int64_t k = tile * 32 + step * 8 + column;
-                    const int low = from[k / 2] >> k % 2 * 4 & 15;
-                    const int high = from[k / 2 + 2] >> k % 2 * 4 & 15;
-                    bytes[column] = static_cast<char>(low | high << 4);
-                }
-                std::memcpy(lane + step * panel_rows * 4, bytes, 4);
-            }
-        }
+    auto matrix = empty_matrix(Storage::i4, rows, columns, group, zeros != nullptr);
+    const int64_t num_groups = matrix->num_groups();
+    for_panels(*matrix, [&](const PanelRows& panel) {
+        const int64_t first = panel.first * num_groups;
+        put_int4(*matrix, panel, values + panel.first * (columns / 2), scales + first,
+                 zeros ? zeros + first : nullptr);
     });
     return matrix;
 }
 
 std::unique_ptr<Matrix> select_rows(const Matrix& weight, const int64_t* ids, int64_t count) {
-    auto matrix = empty(weight.storage, count, weight.columns, weight.group, weight.has_zeros);
+    auto matrix = empty_matrix(weight.storage, count, weight.columns, weight.group,
+                               weight.has_zeros);
     matrix->one_digit = weight.one_digit;
-    const TileShape shape = tile_shape(weight.storage);
-    const int64_t tail = weight.group_bytes() - weight.group_tail_bytes();
-    const auto group_tail = [&](const Matrix& of, int64_t row, int64_t group) {
-        return of.block(row / block_rows) + group * of.group_bytes() + tail;
-    };
-    for_rows(*matrix, [&](int64_t row) {
-        const int64_t source = ids[row], place = source % block_rows, goal = row % block_rows;
-        for (int64_t tile = 0; tile < weight.num_tiles(); ++tile) {
-            const char* from = weight.lane(source, tile);
-            char* to = matrix->lane(row, tile);
-            for (int step = 0; step < shape.steps; ++step)
-                std::memcpy(to + step * panel_rows * shape.lane_bytes,
-                            from + step * panel_rows * shape.lane_bytes, shape.lane_bytes);
-        }
-        for (int64_t group = 0; weight.group && group < weight.num_groups(); ++group) {
-            const char* from = group_tail(weight, source, group);
-            char* to = group_tail(*matrix, row, group);
-            std::memcpy(to + goal * 2, from + place * 2, 2);
-            if (weight.has_zeros) to[block_rows * 2 + goal] = from[block_rows * 2 + place];
-        }
-        if (weight.scales) matrix->row_scales()[row] = weight.row_scales()[source];
+    for_panels(*matrix, [&](const PanelRows& panel) {
+        for (int64_t row = panel.first; row < panel.first + panel.count; ++row)
+            copy_row(weight, ids[row], *matrix, row);
     });
     return matrix;
 }

@@ -1,12 +1,40 @@
 // Packing weights, once, as they are loaded.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 
 #include "matmul.h"
+#include "threads.h"
 
 namespace slipstream {
+
+// A weight of zeros, to be filled panel by panel.
+std::unique_ptr<Matrix> empty_matrix(Storage storage, int64_t rows, int64_t columns,
+                                     int64_t group = 0, bool has_zeros = false);
+
+// The rows of a panel: 16, or what is left.
+struct PanelRows {
+    int64_t first, count;
+};
+
+// Calls fill(rows) for all panels, blocks in parallel: the pages of a block come to lie near the
+// thread that first touches them.
+template <typename Fill>
+void for_panels(const Matrix& matrix, Fill&& fill) {
+    parallel_for(matrix.num_blocks(), [&](int64_t block) {
+        const int64_t end = std::min(matrix.rows, (block + 1) * block_rows);
+        for (int64_t row = block * block_rows; row < end; row += panel_rows)
+            fill(PanelRows{row, std::min<int64_t>(panel_rows, end - row)});
+    });
+}
+
+// Rows of a panel into a weight, from the first one's numbers on; of integers as below.
+void put_floats(const Matrix& matrix, const PanelRows& rows, const void* values);
+void put_int8(const Matrix& matrix, const PanelRows& rows, const int8_t* values, int64_t stride);
+void put_int4(const Matrix& matrix, const PanelRows& rows, const uint8_t* values,
+              const float* scales, const uint8_t* zeros);
 
 // values [rows, columns], row by row: float32 or bfloat16 as `storage` says.
 std::unique_ptr<Matrix> pack_floats(Storage storage, const void* values, int64_t rows,

@@ -54,6 +54,15 @@ double read_bandwidth(int64_t bytes, int passes) {
     return best;
 }
 
+// Tasks that Python does: for tests of the pool.
+void run_python_tasks(int64_t tasks, const nb::callable& work) {
+    nb::gil_scoped_release released;
+    parallel_for(tasks, [&](int64_t task) {
+        nb::gil_scoped_acquire held;
+        work(task);
+    });
+}
+
 }  // namespace
 
 void bind_runtime(nb::module_& module) {
@@ -62,6 +71,7 @@ void bind_runtime(nb::module_& module) {
     module.def("set_level", [](const std::string& name) { set_level(name.c_str()); });
     module.def("num_threads", num_threads);
     module.def("set_num_threads", set_num_threads);
+    module.def("run_tasks", run_python_tasks, nb::arg("tasks"), nb::arg("work"));
     module.def("give_back_memory", give_back_memory,
                nb::call_guard<nb::gil_scoped_release>());
     module.def("read_bandwidth", read_bandwidth, nb::arg("nbytes"), nb::arg("passes") = 5,

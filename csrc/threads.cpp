@@ -2,9 +2,13 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
+#include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(__unix__)
@@ -69,6 +73,10 @@ class Pool {
             if (spin < spins) pause();
             else std::this_thread::yield();
         }
+        if (failed_.load(std::memory_order_relaxed)) {
+            failed_.store(false, std::memory_order_relaxed);
+            std::rethrow_exception(std::exchange(error_, nullptr));
+        }
     }
 
     // In a child process the threads are gone; the pool begins anew.
@@ -77,25 +85,45 @@ class Pool {
         threads_.clear();
         working_ = 0;
         sleeping_ = 0;
+        failed_ = false;
     }
 
   private:
     void take(int first) {
-        for (int turn = 0; turn < count_; ++turn) {
-            Share& share = shares_[(first + turn) % count_];
-            for (;;) {
-                const int64_t task = share.next.fetch_add(1, std::memory_order_relaxed);
-                if (task >= share.end) break;
-                work_(context_, task);
+        try {
+            for (int turn = 0; turn < count_; ++turn) {
+                Share& share = shares_[(first + turn) % count_];
+                for (;;) {
+                    const int64_t task = share.next.fetch_add(1, std::memory_order_relaxed);
+                    if (task >= share.end) break;
+                    work_(context_, task);
+                }
             }
+        } catch (...) {
+            fail();
         }
     }
 
+    // Keeps the first exception of a turn for the caller, and leaves nobody a task.
+    void fail() {
+        if (!failed_.exchange(true, std::memory_order_relaxed)) error_ = std::current_exception();
+        for (int thread = 0; thread < count_; ++thread)
+            shares_[thread].next.store(shares_[thread].end, std::memory_order_relaxed);
+    }
+
+    // All of them, or none.
     void start() {
         stopping_ = false;
         const uint64_t seen = turn_.load();
-        for (int index = 1; index < count_; ++index)
-            threads_.emplace_back([this, index, seen] { loop(index, seen); });
+        threads_.reserve(count_ - 1);
+        try {
+            for (int index = 1; index < count_; ++index)
+                threads_.emplace_back([this, index, seen] { loop(index, seen); });
+        } catch (const std::system_error&) {
+            stop();
+            throw std::runtime_error("the system starts no more threads: use fewer (--threads), or "
+                                     "give the process more memory or a higher limit of them");
+        }
     }
 
     void stop() {
@@ -141,7 +169,8 @@ class Pool {
     void* context_ = nullptr;
     std::atomic<uint64_t> turn_{0};
     std::atomic<int> working_{0}, sleeping_{0};
-    std::atomic<bool> stopping_{false};
+    std::atomic<bool> stopping_{false}, failed_{false};
+    std::exception_ptr error_;  // of the turn, where it failed
 };
 
 Pool& pool() {

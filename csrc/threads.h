@@ -12,7 +12,8 @@ void set_num_threads(int count);
 
 // Calls work(context, task) for each task in [0, tasks), on all threads, and returns when all are
 // done. Which thread does which task is open, so results must not depend on it. A call that comes
-// while another thread's is running does its tasks alone.
+// while another thread's is running does its tasks alone. Where a task throws, the rest are left out
+// and the call throws the first exception, when all threads have let go of it.
 void run_tasks(int64_t tasks, void (*work)(void* context, int64_t task), void* context);
 
 template <typename Work>

@@ -84,6 +84,11 @@ def profiling() -> bool:
     return bool(torch._C._autograd._profiler_enabled())
 
 
+def is_host_memory(tensor: Tensor) -> bool:
+    """Whether bytes can be read straight into it."""
+    return tensor.device.type == "cpu"
+
+
 def send(values: Tensor, device: torch.device) -> Tensor:
     """`values`, made on the host, on `device`, without waiting for the device.
 

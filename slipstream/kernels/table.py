@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.devices import CPP_DTYPES, runs_cpp, runs_triton
+from slipstream.kernels.forms import Rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,6 +312,13 @@ def as_it_is(weight: Weight) -> Weight:
     return weight
 
 
+def in_plain_torch(matrix: Tensor, form: Rounding) -> Weight:
+    """For columns that round as the reference does."""
+    from slipstream.kernels.reference.rounding import rounded
+
+    return rounded(matrix, form)
+
+
 def one_by_one(layers: Sequence[LayerParts]) -> LayersOp | None:
     """For columns that have no op of several layers."""
     del layers
@@ -334,6 +342,7 @@ class Ops:
         store: its first half alone.
         logits: the head's matmul.
         pack: a weight as the column reads it, made once, when it is loaded.
+        round: a matrix [N, K] in fewer bits, packed or to be packed.
         fuse: an op of all of some layers, whose weights were packed; None leaves them to the other
             ops.
     """
@@ -349,6 +358,7 @@ class Ops:
     store: StoreOp
     logits: LogitsOp
     pack: Callable[[Weight], Weight] = as_it_is
+    round: Callable[[Tensor, Rounding], Weight] = in_plain_torch
     fuse: Callable[[Sequence[LayerParts]], LayersOp | None] = one_by_one
 
 

@@ -139,7 +139,7 @@ def load_decoder(
 
 def _build(config: DecoderConfig, tensors: TensorSource, options: LoadOptions) -> Decoder:
     ops = ops_for(options.device, options.dtype, options.batch_invariant)
-    source = in_precision(tensors, options.quantization, ops.pack)
+    source = in_precision(tensors, options.quantization, ops)
     return Decoder(ops, source, config, options.max_positions)
 
 

@@ -3,18 +3,17 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.table import Weight, as_it_is
+from slipstream.kernels.forms import Rounding, ToFloat8, ToInt4, ToInt8
+from slipstream.kernels.table import Ops, Weight
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import TensorSource
 from slipstream.models.quantized.source import QuantizedSource
-from slipstream.models.rounding import to_float8, to_int4, to_int8
 
 logger = logging.getLogger("slipstream")
 
@@ -26,44 +25,41 @@ class Precision:
     """What `quantization` names.
 
     Attributes:
-        matrix, head: round a matrix [N, K]; a head's logits are worth more bits.
-        group: columns that a scale of four bits serves; None for eight bits, where a row has one.
-        zeros: whether such a group has a zero of its own.
+        matrix, head: what they are rounded to; a head's logits are worth more bits.
         words: of the matrices, for the log.
     """
 
-    matrix: Callable[[Tensor], Weight]
-    head: Callable[[Tensor], Weight]
+    matrix: Rounding
+    head: Rounding
     words: str
-    group: int | None = None
-    zeros: bool = False
+
+    def of(self, columns: int) -> Rounding:
+        """Four bits in the largest groups that divide the columns; eight where none does."""
+        form = self.matrix
+        if not isinstance(form, ToInt4):
+            return form
+        fitting = [size for size in _GROUPS if size <= form.group and columns % size == 0]
+        return ToInt4(fitting[0], form.zeros) if fitting else ToInt8()
 
     @property
     def bytes_per_number(self) -> float:
         """Of a matrix, the scales of four bits included."""
-        if self.group is None:
+        form = self.matrix
+        if not isinstance(form, ToInt4):
             return 1.0
-        return 0.5 + (torch.float32.itemsize + self.zeros) / self.group
+        return 0.5 + (torch.float32.itemsize + form.zeros) / form.group
 
 
 def _four_bits(group: int, zeros: bool) -> Precision:
     words = f"four bits in groups of {group}{' with zeros' if zeros else ''}, the head to int8"
-    round_matrix = partial(_to_int4, group=group, asymmetric=zeros)
-    return Precision(round_matrix, to_int8, words, group, zeros)
-
-
-def _to_int4(matrix: Tensor, group: int, asymmetric: bool) -> Weight:
-    """In the largest groups that divide the columns; in int8 where none does."""
-    columns = matrix.shape[1]
-    fitting = [size for size in _GROUPS if size <= group and columns % size == 0]
-    return to_int4(matrix, fitting[0], asymmetric) if fitting else to_int8(matrix)
+    return Precision(ToInt4(group, zeros), ToInt8(), words)
 
 
 PRECISIONS: Final = {
-    "fp8": Precision(to_float8, to_float8, "fp8"),
-    "int8": Precision(to_int8, to_int8, "int8"),
+    "fp8": Precision(ToFloat8(), ToFloat8(), "fp8"),
+    "int8": Precision(ToInt8(), ToInt8(), "int8"),
     "int8-dynamic": Precision(
-        partial(to_int8, rounds_input=True), to_int8, "int8, activations too except at the head"
+        ToInt8(rounds_input=True), ToInt8(), "int8, activations too except at the head"
     ),
     "int4": _four_bits(32, zeros=False),
     "int4-g128": _four_bits(128, zeros=False),
@@ -101,8 +97,13 @@ class Rounded:
     to a table becomes a second, rounded copy of it.
     """
 
-    def __init__(self, tensors: TensorSource, precision: Precision) -> None:
-        self._tensors, self._precision = tensors, precision
+    def __init__(
+        self,
+        tensors: TensorSource,
+        precision: Precision,
+        round_matrix: Callable[[Tensor, Rounding], Weight],
+    ) -> None:
+        self._tensors, self._precision, self._round = tensors, precision, round_matrix
         self._odd_columns: set[int] = set()
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
@@ -110,26 +111,26 @@ class Rounded:
         if not isinstance(found, Tensor):
             return found
         self._tell(parts, columns)
-        return self._precision.matrix(found)
+        return self._round(found, self._precision.of(columns))
 
     def head(self, parts: Sequence[Part], columns: int) -> Weight:
         found = _as_stored(self._tensors, parts, columns)
-        return self._precision.head(found) if isinstance(found, Tensor) else found
+        return self.tied(found) if isinstance(found, Tensor) else found
 
     def table(self, parts: Sequence[Part], columns: int) -> Tensor:
         return self._tensors.matrix(parts, columns)
 
     def tied(self, table: Tensor) -> Weight:
-        return self._precision.head(table)
+        return self._round(table, self._precision.head)
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         return self._tensors.vector(parts)
 
     def _tell(self, parts: Sequence[Part], columns: int) -> None:
         """Once for each width that no group divides."""
-        if self._precision.group is None or columns in self._odd_columns:
+        if columns in self._odd_columns or not isinstance(self._precision.matrix, ToInt4):
             return
-        if columns % _GROUPS[-1]:
+        if isinstance(self._precision.of(columns), ToInt8):
             self._odd_columns.add(columns)
             logger.info(
                 "%s has %d columns, no multiple of %d: rounded to int8 in place of four bits, as "
@@ -168,15 +169,11 @@ class Packed:
         return self._source.vector(parts)
 
 
-def in_precision(
-    tensors: TensorSource,
-    quantization: str | None,
-    pack: Callable[[Weight], Weight] = as_it_is,
-) -> ParameterSource:
-    """The parameters made of these tensors, for the column that packs them."""
+def in_precision(tensors: TensorSource, quantization: str | None, ops: Ops) -> ParameterSource:
+    """The parameters made of these tensors, for this column."""
     if quantization is None:
-        return Packed(Unquantized(tensors), pack)
-    return Packed(Rounded(tensors, PRECISIONS[quantization]), pack)
+        return Packed(Unquantized(tensors), ops.pack)
+    return Packed(Rounded(tensors, PRECISIONS[quantization], ops.round), ops.pack)
 
 
 def weight_bytes(config: DecoderConfig, dtype: torch.dtype, quantization: str | None) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
+from slipstream.kernels.devices import is_host_memory
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -88,7 +89,7 @@ def read_into(entry: TensorEntry, destination: Tensor, *, raw: bool = False) -> 
     flat = destination.detach().view(-1)
     with _opened(entry.file) as file:
         file.seek(entry.offset)
-        if destination.device.type == "cpu" and destination.dtype == entry.dtype:
+        if is_host_memory(destination) and destination.dtype == entry.dtype:
             _fill(file, entry, flat)
         else:
             _fill_in_slices(file, entry, flat)

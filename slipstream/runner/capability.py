@@ -110,5 +110,10 @@ def default_batched_tokens(device: torch.device) -> tuple[int, str]:
     return 2048, "a CPU's default: a longer step would hold up the other requests"
 
 
+def training_dtype(device: torch.device) -> torch.dtype:
+    """What networks are trained in: bfloat16 where the device multiplies in it faster."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def _shown(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"

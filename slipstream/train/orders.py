@@ -12,7 +12,7 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.loading import dtype_named
 from slipstream.models.quantized.catalogue import refuse_quantized
-from slipstream.runner.capability import choose_device
+from slipstream.runner.capability import choose_device, training_dtype
 from slipstream.train.data import Data
 from slipstream.train.plots import ACCEPTANCE, LOSS
 from slipstream.train.recipe import Order, RecipeModule
@@ -72,10 +72,10 @@ def take_order(settings: TrainSettings, module: RecipeModule) -> tuple[Order, Da
 
 
 def _precision(settings: TrainSettings, device: torch.device) -> torch.dtype:
-    """bfloat16 where a GPU multiplies in it, unless something else is asked for."""
+    """What the device trains in, unless something else is asked for."""
     if settings.dtype != "auto":
         return dtype_named(settings.dtype)
-    return torch.float32 if device == torch.device("cpu") else torch.bfloat16
+    return training_dtype(device)
 
 
 def fingerprint(order: Order, source: str) -> dict[str, Any]:

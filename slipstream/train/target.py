@@ -103,6 +103,6 @@ def load_target(
 ) -> Target:
     """The network with its weights, for sequences of at most `longest` tokens and a draft."""
     source = CheckpointSource(checkpoint, dtype, device)
-    network = Decoder(DENSE, in_precision(source, None), config, longest)
+    network = Decoder(DENSE, in_precision(source, None, DENSE), config, longest)
     source.finish(ignored=("lm_head.weight",) if config.tie_word_embeddings else ())
     return Target(checkpoint.path, config, network, dtype)

@@ -122,6 +122,16 @@ def test_hyphens_equal_underscores(
     assert [llm.options["max_model_len"] for llm in fake_llm.made] == [50, 50]
 
 
+def test_the_last_of_contradictory_flags_counts(
+    slipstream: CommandLine, fake_llm: type[FakeLLM]
+) -> None:
+    flags = ("--enforce-eager", "--no-enforce-eager")
+    slipstream("generate", "--prompt", "x", *flags, "--max-model-len", "9", "--max-model-len", "8")
+    slipstream("generate", "--prompt", "x", *reversed(flags))
+    assert [llm.options["enforce_eager"] for llm in fake_llm.made] == [False, True]
+    assert fake_llm.made[0].options["max_model_len"] == 8
+
+
 def test_values_keep_their_underscores(slipstream: CommandLine, fake_llm: type[FakeLLM]) -> None:
     slipstream("generate", "--prompt", "--max_model_len", "--prompt=a_b", "--stop", "c_d")
     llm = fake_llm.made[-1]

@@ -20,12 +20,12 @@ if not ON_GPU:
 from slipstream.kernels.composition import Parts
 from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
 from slipstream.kernels.reference import REFERENCE
+from slipstream.kernels.reference.rounding import to_float8
 from slipstream.kernels.table import AttentionInputs, Heads, Norm, Ops
 from slipstream.kernels.triton import PARTS as TRITON_PARTS
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton import attention as triton_attention
 from slipstream.layers.rope import RopeConfig, rope_table
-from slipstream.models.rounding import to_float8
 from tests.kernels import oracles
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
 

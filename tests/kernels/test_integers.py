@@ -6,6 +6,7 @@ from torch import Tensor
 
 from slipstream.kernels.reference import REFERENCE, integers
 from slipstream.kernels.reference.integers import dequantised, unpacked
+from slipstream.kernels.reference.rounding import to_float8, to_int4, to_int8
 from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix, Weight
 from slipstream.kernels.weights import (
     bytes_of,
@@ -15,7 +16,6 @@ from slipstream.kernels.weights import (
     shape_of,
     stacked,
 )
-from slipstream.models.rounding import to_float8, to_int4, to_int8
 
 N, K, ROWS = 37, 256, 5
 

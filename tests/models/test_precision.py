@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from slipstream import LLM, SamplingParams
 from slipstream.cache.kv_cache import KVCache, KVLayout
 from slipstream.kernels.composition import compose
-from slipstream.kernels.reference import PARTS, REFERENCE
+from slipstream.kernels.reference import PARTS, REFERENCE, rounding
 from slipstream.kernels.reference.integers import dequantised
+from slipstream.kernels.reference.rounding import to_float8
 from slipstream.kernels.table import (
     AttentionInputs,
     Float8Matrix,
@@ -29,13 +30,12 @@ from slipstream.kernels.table import (
 from slipstream.kernels.weights import bytes_of
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.layers.parameters import Part
-from slipstream.models import loading, rounding
+from slipstream.models import loading
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import LoadOptions, load_decoder
 from slipstream.models.parameter_sources import CheckpointSource
 from slipstream.models.precision import weight_bytes
-from slipstream.models.rounding import to_float8
 from tests.checkpoints import QWEN3, write_qwen3
 
 pytestmark = pytest.mark.usefixtures("plain_torch")

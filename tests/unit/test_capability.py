@@ -9,6 +9,7 @@ from slipstream.runner.capability import (
     default_batched_tokens,
     quantization_note,
     require_quantization,
+    training_dtype,
 )
 
 CUDA = torch.device("cuda")
@@ -30,6 +31,11 @@ def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert device == choose_device("cuda")[0] == CUDA
     assert why == "Tesla T4, compute capability 9.0"
     assert choose_device("cpu")[0] == torch.device("cpu")
+
+
+def test_training_is_in_bfloat16_on_a_gpu_alone() -> None:
+    assert training_dtype(CUDA) == torch.bfloat16
+    assert training_dtype(torch.device("cpu")) == torch.float32
 
 
 def test_a_cpu_is_taken_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,5 +31,6 @@ def cpu_column() -> Ops:
         attend=labelled("attend", attend),
         store=labelled("attend", store),
         pack=matmul.pack,
+        round=matmul.rounded,
         fuse=fuse,
     )

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.devices import CPP_DTYPES
+from slipstream.kernels.forms import Rounding, ToFloat8, ToInt8
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import Int4Matrix, Int8Matrix, PackedMatrix, Weight
 from slipstream.kernels.weights import bytes_of
@@ -38,8 +39,7 @@ class CpuMatrix(PackedMatrix):
 
 def pack(weight: Weight) -> Weight:
     """`weight` as the kernels read it; what they do not serve stays as it is."""
-    if bytes_of(weight) >= _LARGE:
-        cpp.give_back_memory()  # of those that were packed before
+    _give_back_memory(weight)
     if isinstance(weight, Tensor):
         if weight.dim() != 2 or weight.dtype not in CPP_DTYPES:
             return weight
@@ -53,6 +53,25 @@ def pack(weight: Weight) -> Weight:
             None,
         )
     return weight
+
+
+def rounded(matrix: Tensor, form: Rounding) -> Weight:
+    """`matrix` in fewer bits, packed; what the kernels do not serve is left to be packed."""
+    if isinstance(form, ToFloat8) or matrix.dtype not in CPP_DTYPES:
+        return REFERENCE.round(matrix, form)
+    if isinstance(form, ToInt8) and matrix.shape[1] > MOST_INT8_COLUMNS:
+        return REFERENCE.round(matrix, form)
+    _give_back_memory(matrix)
+    matrix = matrix.contiguous()
+    if isinstance(form, ToInt8):
+        return CpuMatrix(cpp.round_to_int8(matrix, form.rounds_input), None)
+    return CpuMatrix(cpp.round_to_int4(matrix, form.group, form.zeros), None)
+
+
+def _give_back_memory(weight: Weight) -> None:
+    """Of what was packed before, where a large weight comes."""
+    if bytes_of(weight) >= _LARGE:
+        cpp.give_back_memory()
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:

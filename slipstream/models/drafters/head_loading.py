@@ -126,7 +126,7 @@ def load_head(
         )
 
     def built(tensors: TensorSource) -> T:
-        return build(ops, in_precision(tensors, options.quantization, ops.pack))
+        return build(ops, in_precision(tensors, options.quantization, ops))
 
     if options.load_format == "dummy":
         return built(DummySource(options.dtype, options.device, options.seed))

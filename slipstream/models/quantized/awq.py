@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.reference.integers import unpacked
+from slipstream.kernels.reference.rounding import packed
 from slipstream.kernels.table import Weight
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.gptq import described, read_group
 from slipstream.models.quantized.grouped import as_bytes, grouped_matrix
 from slipstream.models.quantized.module import FLOATS, StoredModule
-from slipstream.models.rounding import packed
 
 HARMLESS = {
     "backend",

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.reference.integers import unpacked
+from slipstream.kernels.reference.rounding import half_scales
 from slipstream.kernels.table import Int4Matrix, Int8Matrix, Weight
-from slipstream.models.rounding import half_scales
 
 _UNITS = (128, 32)  # groups of an `Int4Matrix`
 _ROWS_AT_ONCE = 256

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.reference import rounding
 from slipstream.kernels.reference.integers import dequantised, unpacked
+from slipstream.kernels.reference.rounding import half_scales, to_int4, to_int8
 from slipstream.kernels.table import Int4Matrix
-from slipstream.models import rounding
-from slipstream.models.rounding import half_scales, to_int4, to_int8
 
 GROUPS = [(32, False), (128, False), (32, True), (128, True)]
 

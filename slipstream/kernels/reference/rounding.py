@@ -1,13 +1,18 @@
-"""Rounding matrices to fewer bits, each number to the nearest that its scale allows."""
+"""Rounding matrices to fewer bits, each number to the nearest that its scale allows.
+
+Columns that round in their own way give the same numbers, bit for bit: whatever is summed has one
+order.
+"""
 
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.forms import Rounding, ToFloat8, ToInt8
 from slipstream.kernels.reference import dense, integers
 from slipstream.kernels.reference.integers import to_nearest
-from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix
+from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix, Weight
 
 _SLICE = 1 << 24  # numbers that are in float32 at once while they are rounded
 # The same for what passes over them many times. Torch does not share so few among threads, which
@@ -22,6 +27,15 @@ _CLIPS = (1.0, 0.9)
 _HALF_EXPONENT, _HALF_MAX = 16, 65504.0  # where float16 ends
 _EXPONENTS = 126  # of float32, up and down
 _FINITE = 1e38
+
+
+def rounded(matrix: Tensor, form: Rounding) -> Weight:
+    """[N, K] in this form; see `Ops.round`."""
+    if isinstance(form, ToFloat8):
+        return to_float8(matrix)
+    if isinstance(form, ToInt8):
+        return to_int8(matrix, form.rounds_input)
+    return to_int4(matrix, form.group, form.zeros)
 
 
 def to_float8(matrix: Tensor) -> Float8Matrix:
@@ -111,7 +125,7 @@ class _Groups:
                 own = None if zeros is None else zeros[part]
                 least = _divided(groups, inverses[index][part], own, scaled)
                 to_nearest(scaled, out=error).clamp_(least, least + _LARGEST).sub_(scaled)
-                torch.linalg.vector_norm(error, dim=-1, out=errors[index, part])
+                torch.sqrt(_sums(error.square_()), out=errors[index, part])
         for error, (scales, _) in zip(errors, choices, strict=True):
             error.mul_(scales.abs())
         return errors
@@ -145,6 +159,14 @@ class _Groups:
             stored = self._matrix[part]
             groups, scaled, error = self._space[:, : len(stored)]
             yield part, groups.copy_(stored), scaled, error
+
+
+def _sums(numbers: Tensor) -> Tensor:
+    """[..., a power of two] -> [...]: halves are added until one number is left. Works in place."""
+    while numbers.shape[-1] > 1:
+        first, second = numbers.chunk(2, -1)
+        numbers = first.add_(second)
+    return numbers.squeeze(-1)
 
 
 def _choices(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor | None]]:
