@@ -16,26 +16,43 @@ class Int4Tiles {
         : block_(block), rows_(rows), unit_(unit) {}
 
     // values [count][64] = rows first .. first + count times the block, but for the rows' scales.
-    // A group is unpacked while the one before it is multiplied, and folded into the values a group
-    // later: what was just stored cannot be loaded as a tile, or from one, before it is in the cache.
+    // A group is unpacked while the one before it is multiplied, and what comes of some lines is
+    // folded into the values while the next are multiplied: what was just stored cannot be loaded as
+    // a tile, or from one, before it is in the cache.
     void multiply(int64_t first, int64_t count, float* values) const {
-        const int64_t lines = count * digits, part_size = (lines + spare_lines) * block_rows;
         const int64_t tiles = block_.tiles * 32 / rows_.lines.depth;
         const int64_t bytes = block_.tiles * 32 * block_rows;
         auto* unpacked = static_cast<uint8_t*>(scratch(Scratch::weights, 2 * bytes));
+        constexpr int64_t part_size = (rows_at_once * digits + spare_lines) * block_rows;
         auto* sums = sums_of<int32_t>(2 * part_size / block_rows);
+        Part last = {};
         unpack(0, unpacked);
-        for (int64_t group = 0; group < block_.groups; ++group) {
-            const int64_t here = group % 2, other = 1 - here;
-            if (group + 1 < block_.groups) unpack(group + 1, unpacked + other * bytes);
-            unit_.multiply(rows_.lines, first * digits, lines, group * tiles,
-                           unpacked + here * bytes, tiles, sums + here * part_size);
-            if (group) fold(group - 1, sums + other * part_size, first, count, values);
+        for (int64_t group = 0, turn = 0; group < block_.groups; ++group) {
+            if (group + 1 < block_.groups) unpack(group + 1, unpacked + (group + 1) % 2 * bytes);
+            for (int64_t row = 0; row < count; row += rows_at_once, ++turn) {
+                const int64_t left = count - row, some = left < rows_at_once ? left : rows_at_once;
+                const Part part = {group, first + row, some, sums + turn % 2 * part_size,
+                                   values + row * block_rows};
+                unit_.multiply(rows_.lines, part.first * digits, some * digits, group * tiles,
+                               unpacked + group % 2 * bytes, tiles, part.sums);
+                if (turn) fold(last);
+                last = part;
+            }
         }
-        fold(block_.groups - 1, sums + (block_.groups - 1) % 2 * part_size, first, count, values);
+        fold(last);
     }
 
   private:
+    // Of whole tiles of lines, whose sums stay in the first cache.
+    static constexpr int64_t rows_at_once = digits == 1 ? 32 : digits == 2 ? 16 : 32;
+
+    // Rows first .. first + count times a group: sums [count][digits][64], to be added to `values`.
+    struct Part {
+        int64_t group, first, count;
+        int32_t* sums;
+        float* values;
+    };
+
     // A group as bytes: [tile of the lines' depth][4 panels][steps of 4 columns][16][4].
     void unpack(int64_t group, uint8_t* to) const {
         const int halves = rows_.lines.depth / 32;
@@ -55,21 +72,19 @@ class Int4Tiles {
                 }
     }
 
-    // values [count][64] += scale * (sums - zero * sum of x) of a group, whose sums are
-    // [count][digits][64].
-    void fold(int64_t group, const int32_t* sums, int64_t first, int64_t count,
-              float* values) const {
+    // values += scale * (sums - zero * sum of x).
+    void fold(const Part& part) const {
         for (int n = 0; n < block_rows; n += lanes) {
-            const F16 scales = block_.scales(group, n);
-            const GroupZeros zeros = block_.zeros(group, n);
-            for (int64_t row = 0; row < count; ++row) {
-                const int32_t* of = sums + row * digits * block_rows + n;
+            const F16 scales = block_.scales(part.group, n);
+            const GroupZeros zeros = block_.zeros(part.group, n);
+            for (int64_t row = 0; row < part.count; ++row) {
+                const int32_t* of = part.sums + row * digits * block_rows + n;
                 const F16 joined =
                     join_group<digits>(load(of), load(of + (digits > 1) * block_rows),
                                        load(of + (digits - 1) * block_rows), zeros, rows_,
-                                       first + row, group);
-                float* value = values + row * block_rows + n;
-                store(value, fma(scales, joined, group ? load(value) : zero()));
+                                       part.first + row, part.group);
+                float* value = part.values + row * block_rows + n;
+                store(value, fma(scales, joined, part.group ? load(value) : zero()));
             }
         }
     }

@@ -31,7 +31,9 @@ class ProductUnit {
             return;
         }
         const int64_t tile_numbers = lines.depth * int64_t{block_rows};
-        Ahead ahead(tile_numbers * int64_t{sizeof(Weight)}, 2 * ((count + 31) / 32));
+        // A weight that is multiplied from end to end comes from memory; groups were unpacked.
+        const bool streams = num_tiles * lines.depth == lines.columns;
+        Ahead ahead(streams ? tile_numbers * int64_t{sizeof(Weight)} : 0, 2 * ((count + 31) / 32));
         for (int64_t done = 0; done < num_tiles; done += resident_tiles) {
             const int64_t left = num_tiles - done;
             const int64_t part = left < resident_tiles ? left : resident_tiles;
