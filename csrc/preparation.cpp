@@ -88,6 +88,46 @@ void expand_rows(const Tables& tables, int64_t requests, Address slots_at, Addre
     query_start[requests] = rows;
 }
 
+// `numbers`: 4 T + 3 R + 1 int64: positions [T], slots [T], request [T], offset [T], query_start
+// [R + 1], context_lens [R], last_row [R]; `blocks` [R, num_blocks]; `token_ids` [T]. `rereads` of 0
+// and a mask token of -1 are none.
+void place_rows(const Tables& tables, int64_t requests, Address slots_at, Address starts_at,
+                Address lengths_at, int64_t rows, Address rereads_at, int64_t mask_token,
+                Address numbers, Address blocks, Address token_ids) {
+    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests),
+               *starts = at<const int64_t>(starts_at), *lengths = at<const int64_t>(lengths_at),
+               *rereads = at<const int64_t>(rereads_at);
+    auto* positions = at<int64_t>(numbers);
+    int64_t *places = positions + rows, *owners = places + rows, *offsets = owners + rows,
+            *query_start = offsets + rows, *contexts = query_start + requests + 1,
+            *last_rows = contexts + requests;
+    auto *tokens = at<int32_t>(token_ids), *own_blocks = at<int32_t>(blocks);
+    int64_t row = 0;
+    for (int64_t request = 0; request < requests; ++request) {
+        const int64_t slot = slots[request], start = starts[request], length = lengths[request];
+        const int64_t reread = rereads ? rereads[request] : 0;
+        const int64_t known = mask_token < 0 ? tables.columns : tables.num_tokens[slot];
+        require(length >= 0 && row + length <= rows, "there are not so many rows");
+        query_start[request] = row;
+        contexts[request] = start + length;
+        std::memcpy(own_blocks + request * tables.num_blocks,
+                    tables.block_tables + slot * tables.num_blocks, tables.num_blocks * 4);
+        for (int64_t offset = 0; offset < length; ++offset, ++row) {
+            const int64_t position = start + offset, place = tables.place(slot, position);
+            require(position < tables.columns, "a position is behind the last one");
+            positions[row] = position;
+            places[row] = offset < reread ? -1 : place;
+            owners[row] = request;
+            offsets[row] = offset;
+            tokens[row] = position >= known ? static_cast<int32_t>(mask_token)
+                                            : tables.token_ids[slot * tables.columns + position];
+        }
+        last_rows[request] = std::max<int64_t>(row - 1, 0);
+    }
+    require(row == rows, "there are more rows");
+    query_start[requests] = rows;
+}
+
 // `numbers`: starts [R], lengths [R]; `tokens` [R, width]; a vocabulary of 0 is none.
 void advance_drafts(const Tables& tables, int64_t requests, Address slots_at, Address known_at,
                     Address wanted_at, Address picked_at, Address vocabulary_at,
@@ -186,6 +226,7 @@ void run_suffix_lookup(Address token_ids, int64_t num_slots, int64_t columns, in
 void bind_preparation(nb::module_& module) {
     nb::class_<Tables>(module, "Tables").def("__init__", make_tables);
     module.def("expand_rows", expand_rows);
+    module.def("place_rows", place_rows);
     module.def("advance_drafts", advance_drafts);
     module.def("write_tokens", write_tokens);
     module.def("commit", commit);

@@ -1,9 +1,10 @@
-"""Batch preparation where every request has as many rows: the ops and who serves them.
+"""Batch preparation: the ops and who serves them.
 
 Small work between the models' passes. In plain torch each op is a dozen launches, which a captured
 step would feel; as kernels they are one each.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,6 +70,45 @@ class ExpandRowsOp(Protocol):
         most: int,
         mask_token: int | None = None,
     ) -> PaddedRows: ...
+
+
+@dataclass(frozen=True, eq=False)
+class ExactRows:
+    """The rows of a pass in which every request has as many as it needs.
+
+    Attributes:
+        token_ids: [T] int32.
+        inputs: where the rows stand.
+        request, offset: [T] int64, which request a row belongs to and its place among that
+            request's rows.
+        first_row, last_row: [R] int64, of each request; of one without rows some other's.
+        row_starts: `first_row` on the host, and T.
+    """
+
+    token_ids: Tensor
+    inputs: AttentionInputs
+    request: Tensor
+    offset: Tensor
+    first_row: Tensor
+    last_row: Tensor
+    row_starts: Sequence[int]
+
+
+class PlaceRowsOp(Protocol):
+    """lengths[r] rows for each request, from position starts[r] on; the host waits for `lengths`.
+
+    The first rereads[r] of them write nothing (None: no request has any). Else as `ExpandRowsOp`.
+    """
+
+    def __call__(
+        self,
+        tables: RequestTables,
+        slots: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        rereads: Tensor | None = None,
+        mask_token: int | None = None,
+    ) -> ExactRows: ...
 
 
 class AdvanceDraftsOp(Protocol):
@@ -164,6 +204,7 @@ class PreparationOps:
     """One column."""
 
     expand_rows: ExpandRowsOp
+    place_rows: PlaceRowsOp
     advance_drafts: AdvanceDraftsOp
     write_tokens: WriteTokensOp
     commit: CommitOp

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.decoder import Decoder
 from slipstream.runner.device_state import DeviceState
-from slipstream.runner.transfer import upload
 from slipstream.runner.tree_rows import TreeRows
 
 
@@ -117,38 +115,23 @@ def lay_out(state: DeviceState, rows: Rows) -> Layout:
         chain = lay_out(state, replace(rows, tree=None))
         inputs = rows.tree.inputs(chain.inputs, chain.request, chain.offset)
         return replace(chain, inputs=inputs)
+    ops = preparation_for(state.device)
+    which = state.tables, rows.slots, rows.starts, rows.lengths
     if rows.most is None:
-        return _laid_out_exactly(state, rows)
-    expand = preparation_for(state.device).expand_rows
-    padded = expand(state.tables, rows.slots, rows.starts, rows.lengths, rows.most, rows.mask_token)
+        exact = ops.place_rows(*which, rows.rereads, rows.mask_token)
+        return Layout(
+            exact.token_ids,
+            exact.inputs,
+            exact.request,
+            exact.offset,
+            exact.first_row,
+            exact.last_row,
+            exact.row_starts,
+        )
+    padded = ops.expand_rows(*which, rows.most, rows.mask_token)
     return Layout(
         padded.token_ids, padded.inputs, None, None, padded.first_row, padded.last_row, ()
     )
-
-
-def _laid_out_exactly(state: DeviceState, rows: Rows) -> Layout:
-    row_starts = [0, *accumulate(rows.lengths.tolist())]
-    query_start = upload(row_starts, state.device)
-    request = torch.repeat_interleave(rows.lengths, output_size=row_starts[-1])
-    offset = torch.arange(row_starts[-1], device=state.device) - query_start[request]
-    slots, positions = rows.slots[request], rows.starts[request] + offset
-    blocks = state.block_tables[slots, positions // state.block_size].long()
-    places = blocks * state.block_size + positions % state.block_size
-    if rows.rereads is not None:
-        places = torch.where(offset < rows.rereads[request], -1, places)
-    inputs = AttentionInputs(
-        query_start=query_start,
-        context_lens=rows.starts + rows.lengths,
-        block_tables=state.block_tables[rows.slots],
-        positions=positions,
-        slots=places,
-        max_rows=max(end - start for start, end in pairwise(row_starts)),
-    )
-    last_row = (query_start[1:] - 1).clamp_min(0)
-    token_ids = state.token_ids[slots, positions]
-    if rows.mask_token is not None:
-        token_ids = token_ids.masked_fill(positions >= state.num_tokens[slots], rows.mask_token)
-    return Layout(token_ids, inputs, request, offset, query_start[:-1], last_row, row_starts)
 
 
 class ModelRunner:

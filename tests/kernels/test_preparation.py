@@ -109,6 +109,35 @@ def test_rows_are_expanded_as_by_the_reference(
     assert ours.inputs.positions.max() < LENGTH
 
 
+@pytest.mark.parametrize(
+    ("slots", "lengths"), [((3,), (4,)), ((2, 0, 5, 1), (9, 0, 1, 3)), ((0, 4, 1), (0, 2, 0))]
+)
+@pytest.mark.parametrize("rereads", [False, True])
+@pytest.mark.parametrize("mask_token", [None, 0, 151_670])
+def test_rows_are_placed_as_by_the_reference(
+    slots: tuple[int, ...],
+    lengths: tuple[int, ...],
+    rereads: bool,
+    mask_token: int | None,
+    column: str,
+) -> None:
+    tables, where = make_tables(), on_device(*slots)
+    counts = on_device(*lengths)
+    starts = torch.minimum((tables.num_tokens[where] - 3).clamp_min(0), LENGTH - counts)
+    again = (counts > 0).long() if rereads else None
+    ours = ops_of(column).place_rows(tables, where, starts, counts, again, mask_token)
+    theirs = REFERENCE.place_rows(tables, where, starts, counts, again, mask_token)
+    assert ours.row_starts == theirs.row_starts
+    assert ours.row_starts[-1] == sum(lengths)
+    for name in ("token_ids", "request", "offset", "first_row", "last_row"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert ours.token_ids.dtype == theirs.token_ids.dtype == torch.int32
+    for name in ("query_start", "context_lens", "block_tables", "positions", "slots"):
+        assert torch.equal(getattr(ours.inputs, name), getattr(theirs.inputs, name)), name
+    assert ours.inputs.max_rows == theirs.inputs.max_rows == max(lengths)
+    assert int((ours.inputs.slots < 0).sum()) == sum(map(bool, lengths)) * rereads
+
+
 def test_numbers_of_requests_may_have_gaps(column: str) -> None:
     """What stands between them is some other request's number."""
     tables = make_tables()

@@ -5,6 +5,7 @@ memory, and what stays from call to call is looked at once.
 """
 
 import operator
+from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 import _slipstream_cpu as cpp
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.addresses import address, dense
-from slipstream.kernels.preparation import PaddedRows, PreparationOps, RequestTables
+from slipstream.kernels.preparation import ExactRows, PaddedRows, PreparationOps, RequestTables
 from slipstream.kernels.table import AttentionInputs
 
 NO_TOKEN = -1
@@ -51,6 +52,50 @@ def expand_rows(
     first_row = _part(numbers, start, requests)
     last_row = _part(numbers, start + 2 * requests + 1, requests)
     return PaddedRows(token_ids, inputs, first_row, last_row)
+
+
+def place_rows(
+    tables: RequestTables,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    rereads: Tensor | None = None,
+    mask_token: int | None = None,
+) -> ExactRows:
+    slots, starts, lengths = _integers(slots), _integers(starts), _integers(lengths)
+    if rereads is not None:
+        rereads = _integers(rereads)
+        assert len(rereads) == len(slots)
+    counts: list[int] = lengths.tolist()
+    row_starts = [0, *accumulate(counts)]
+    requests, rows, num_blocks = len(counts), row_starts[-1], tables.block_tables.shape[1]
+    assert slots.shape[0] == starts.shape[0] == requests
+    numbers = torch.empty(4 * rows + 3 * requests + 1, dtype=torch.int64)
+    block_tables = torch.empty((requests, num_blocks), dtype=torch.int32)
+    token_ids = torch.empty(rows, dtype=torch.int32)
+    cpp.place_rows(
+        _handle(tables), requests, slots.data_ptr(), starts.data_ptr(), lengths.data_ptr(), rows,
+        address(rereads), NO_TOKEN if mask_token is None else mask_token, numbers.data_ptr(),
+        block_tables.data_ptr(), token_ids.data_ptr(),
+    )  # fmt: skip
+    behind = 4 * rows
+    inputs = AttentionInputs(
+        query_start=_part(numbers, behind, requests + 1),
+        context_lens=_part(numbers, behind + requests + 1, requests),
+        block_tables=block_tables,
+        positions=_part(numbers, 0, rows),
+        slots=_part(numbers, rows, rows),
+        max_rows=max(counts),
+    )
+    return ExactRows(
+        token_ids=token_ids,
+        inputs=inputs,
+        request=_part(numbers, 2 * rows, rows),
+        offset=_part(numbers, 3 * rows, rows),
+        first_row=_part(numbers, behind, requests),
+        last_row=_part(numbers, behind + 2 * requests + 1, requests),
+        row_starts=row_starts,
+    )
 
 
 def advance_drafts(
@@ -173,4 +218,6 @@ def _handle(tables: RequestTables) -> cpp.Tables:
     return handle
 
 
-PREPARATION = PreparationOps(expand_rows, advance_drafts, write_tokens, commit, keep_path)
+PREPARATION = PreparationOps(
+    expand_rows, place_rows, advance_drafts, write_tokens, commit, keep_path
+)

@@ -1,9 +1,12 @@
 """Batch preparation in plain torch. Meanings and shapes: `kernels/preparation.py`."""
 
+from itertools import accumulate, pairwise
+
 import torch
 from torch import Tensor
 
-from slipstream.kernels.preparation import PaddedRows, PreparationOps, RequestTables
+from slipstream.kernels.devices import send
+from slipstream.kernels.preparation import ExactRows, PaddedRows, PreparationOps, RequestTables
 from slipstream.kernels.table import AttentionInputs
 
 
@@ -35,6 +38,37 @@ def expand_rows(
     if mask_token is not None:
         token_ids = token_ids.masked_fill(positions >= tables.num_tokens[row_slots], mask_token)
     return PaddedRows(token_ids, inputs, first_row[:-1], last_row)
+
+
+def place_rows(
+    tables: RequestTables,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    rereads: Tensor | None = None,
+    mask_token: int | None = None,
+) -> ExactRows:
+    row_starts = [0, *accumulate(lengths.tolist())]
+    query_start = send(torch.tensor(row_starts), slots.device)
+    request = torch.repeat_interleave(lengths, output_size=row_starts[-1])
+    offset = torch.arange(row_starts[-1], device=slots.device) - query_start[request]
+    row_slots, positions = slots[request], starts[request] + offset
+    places = _places(tables, row_slots, positions)
+    if rereads is not None:
+        places = torch.where(offset < rereads[request], -1, places)
+    inputs = AttentionInputs(
+        query_start=query_start,
+        context_lens=starts + lengths,
+        block_tables=tables.block_tables[slots],
+        positions=positions,
+        slots=places,
+        max_rows=max(end - start for start, end in pairwise(row_starts)),
+    )
+    last_row = (query_start[1:] - 1).clamp_min(0)
+    token_ids = tables.token_ids[row_slots, positions]
+    if mask_token is not None:
+        token_ids = token_ids.masked_fill(positions >= tables.num_tokens[row_slots], mask_token)
+    return ExactRows(token_ids, inputs, request, offset, query_start[:-1], last_row, row_starts)
 
 
 def advance_drafts(
@@ -108,4 +142,6 @@ def _write(tables: RequestTables, slots: Tensor, positions: Tensor, tokens: Tens
     tables.token_ids[slots, positions.clamp_max(last)] = tokens.to(torch.int32)
 
 
-PREPARATION = PreparationOps(expand_rows, advance_drafts, write_tokens, commit, keep_path)
+PREPARATION = PreparationOps(
+    expand_rows, place_rows, advance_drafts, write_tokens, commit, keep_path
+)

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.preparation import PaddedRows, PreparationOps, RequestTables
+from slipstream.kernels.reference.preparation import place_rows
 from slipstream.kernels.table import AttentionInputs
 from slipstream.kernels.triton.launch import dense, launch_dependents, options, wait_for_inputs
 
@@ -247,4 +248,6 @@ def keep_path(
     )  # fmt: skip
 
 
-PREPARATION = PreparationOps(expand_rows, advance_drafts, write_tokens, commit, keep_path)
+PREPARATION = PreparationOps(
+    expand_rows, place_rows, advance_drafts, write_tokens, commit, keep_path
+)
