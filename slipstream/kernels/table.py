@@ -270,41 +270,68 @@ class StoreOp(Protocol):
     ) -> None: ...
 
 
+Product = tuple[Weight, Tensor | None]  # with its bias
+
+
 @dataclass(frozen=True, eq=False)
 class LayerParts:
     """A decoder layer: pre-norm attention and gated feed-forward, each added to the stream.
 
     Attributes:
-        qkv, output, gate_up, down: (weight, bias) of its products.
+        before_attention: None where queries, keys and values are made of the stream as it is.
+        beside: of the norm of a second input of a first layer, whose normed rows stand before those
+            of the stream in what queries, keys and values are made of; None without such an input.
+        keeps_normed: what `before_attention` gives of the stream takes its place.
     """
 
-    before_attention: Norm
+    before_attention: Norm | None
     heads: Heads
-    qkv: tuple[Weight, Tensor | None]
-    output: tuple[Weight, Tensor | None]
+    qkv: Product
+    output: Product
     before_mlp: Norm
-    gate_up: tuple[Weight, Tensor | None]
-    down: tuple[Weight, Tensor | None]
+    gate_up: Product
+    down: Product
+    beside: Norm | None = None
+    keeps_normed: bool = False
 
     @property
-    def products(self) -> tuple[tuple[Weight, Tensor | None], ...]:
+    def products(self) -> tuple[Product, ...]:
         """In the order in which a pass comes by them."""
         return self.qkv, self.output, self.gate_up, self.down
 
 
-class LayersOp(Protocol):
-    """x [T, H] -> (addend of the last layer, stream before it, wanted streams), each [T, H].
+@dataclass(frozen=True, eq=False)
+class StackParts:
+    """Layers in a row, and what stands before and behind them.
 
-    `wanted` names layers whose incoming stream is kept.
+    Attributes:
+        layers: at least one.
+        last: norm behind them; None: what leaves is the stream.
+        entry: makes the stream of the sources side by side; None: the last source is the stream.
+        entry_norms: of each source; None for those that are taken as they are.
+    """
+
+    layers: Sequence[LayerParts]
+    last: Norm | None
+    entry: Product | None = None
+    entry_norms: tuple[Norm | None, ...] = ()
+
+
+class StackOp(Protocol):
+    """sources, each [T, its width] -> (what leaves [T, H], wanted streams, each [T, H]).
+
+    `wanted` names layers, from 0, whose incoming stream is kept; the number of layers stands for
+    the stream that leaves the last one. Where the first layer has a second input (`beside`), that
+    is the first source.
     """
 
     def __call__(
         self,
-        x: Tensor,
+        sources: Sequence[Tensor],
         inputs: AttentionInputs,
         caches: Sequence[tuple[Tensor, Tensor]],
         wanted: Sequence[int],
-    ) -> tuple[Tensor, Tensor, list[Tensor]]: ...
+    ) -> tuple[Tensor, list[Tensor]]: ...
 
 
 def as_it_is(weight: Weight) -> Weight:
@@ -319,9 +346,9 @@ def in_plain_torch(matrix: Tensor, form: Rounding) -> Weight:
     return rounded(matrix, form)
 
 
-def one_by_one(layers: Sequence[LayerParts]) -> LayersOp | None:
+def one_by_one(parts: StackParts) -> StackOp | None:
     """For columns that have no op of several layers."""
-    del layers
+    del parts
     return None
 
 
@@ -343,8 +370,7 @@ class Ops:
         logits: the head's matmul.
         pack: a weight as the column reads it, made once, when it is loaded.
         round: a matrix [N, K] in fewer bits, packed or to be packed.
-        fuse: an op of all of some layers, whose weights were packed; None leaves them to the other
-            ops.
+        fuse: an op of a whole stack, whose weights were packed; None leaves it to the other ops.
     """
 
     column: str
@@ -359,7 +385,7 @@ class Ops:
     logits: LogitsOp
     pack: Callable[[Weight], Weight] = as_it_is
     round: Callable[[Tensor, Rounding], Weight] = in_plain_torch
-    fuse: Callable[[Sequence[LayerParts]], LayersOp | None] = one_by_one
+    fuse: Callable[[StackParts], StackOp | None] = one_by_one
 
 
 @functools.cache

@@ -25,7 +25,7 @@ class AttentionShape:
     window: int | None  # tokens a row sees, itself included; None sees all
 
 
-class HeadMixer:
+class Attention:
     """Query, key and value stacked into one matrix; grouped heads; optional q/k norm and window.
 
     Args:
@@ -70,11 +70,6 @@ class HeadMixer:
             window=shape.window,
         )
 
-    def mix(self, qkv: Tensor, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]) -> Tensor:
-        """qkv, what `self.qkv` makes of the rows -> the layer's addend; writes into `cache`."""
-        mixed = self._ops.attend(qkv, self.heads, inputs, cache)
-        return self._ops.linear(mixed, self.output.weight, self.output.bias)
-
     def store(self, x: Tensor, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]) -> None:
         """Keys and values of rows x [T, columns] go to their slots, for others to see."""
         rows = self.heads.num_heads * self.heads.head_dim  # of the queries
@@ -83,36 +78,3 @@ class HeadMixer:
         self._ops.store(
             self._ops.joined_linear([(x, None)], weight, bias), self.heads, inputs, cache
         )
-
-
-class Attention(HeadMixer):
-    """Attention behind a norm."""
-
-    def __init__(
-        self,
-        ops: Ops,
-        source: ParameterSource,
-        name: str,
-        norm: Norm,
-        shape: AttentionShape,
-        cos_sin: Tensor,
-    ) -> None:
-        width = len(norm.weight)
-        super().__init__(ops, source, name, width, width, shape, cos_sin)
-        self.norm = norm
-
-    def __call__(
-        self,
-        addend: Tensor,
-        residual: Tensor | None,
-        inputs: AttentionInputs,
-        cache: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """(this layer's addend, the stream before it), from those of the layer before.
-
-        Writes the layer's keys and values into `cache`.
-        """
-        qkv, residual = self._ops.norm_linear(
-            addend, residual, self.norm, self.qkv.weight, self.qkv.bias
-        )
-        return self.mix(qkv, inputs, cache), residual

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.table import Weight
+from slipstream.kernels.table import Product, Weight
 from slipstream.layers.parameters import ParameterSource, Part
 
 
@@ -15,6 +15,11 @@ class Linear:
 
     weight: Weight
     bias: Tensor | None
+
+    @property
+    def product(self) -> Product:
+        """As ops of several products take it."""
+        return self.weight, self.bias
 
 
 def column_linear(

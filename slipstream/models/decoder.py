@@ -4,17 +4,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from slipstream.kernels.devices import profiling
-from slipstream.kernels.table import AttentionInputs, LayerParts, Ops
+from slipstream.kernels.table import AttentionInputs, Ops, StackParts
 from slipstream.layers.attention import Attention, AttentionShape
 from slipstream.layers.embedding import Embedding, own_head, tied_head
 from slipstream.layers.mlp import GatedMLP
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource
 from slipstream.layers.rope import rope_table
+from slipstream.layers.stack import LayerCache, Stack, layer_parts
 from slipstream.models.decoder_config import DecoderConfig
-
-LayerCache = tuple[Tensor, Tensor]
 
 
 def attention_shape(config: DecoderConfig, index: int) -> AttentionShape:
@@ -32,7 +30,11 @@ def attention_shape(config: DecoderConfig, index: int) -> AttentionShape:
 
 
 class DecoderLayer:
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm attention and feed-forward, each added to the residual stream.
+
+    Attributes:
+        parts: what it computes with.
+    """
 
     def __init__(
         self,
@@ -46,35 +48,11 @@ class DecoderLayer:
         name = name or f"model.layers.{index}"
         width, eps = config.hidden_size, config.rms_norm_eps
         shape = attention_shape(config, index)
-        norm = rms_norm(source, f"{name}.input_layernorm", width, eps)
-        self.attention = Attention(ops, source, f"{name}.self_attn", norm, shape, cos_sin)
+        before = rms_norm(source, f"{name}.input_layernorm", width, eps)
+        self.attention = Attention(ops, source, f"{name}.self_attn", width, width, shape, cos_sin)
         norm = rms_norm(source, f"{name}.post_attention_layernorm", width, eps)
-        self.mlp = GatedMLP(
-            ops, source, f"{name}.mlp", norm, config.intermediate_size, config.mlp_bias
-        )
-
-    @property
-    def parts(self) -> LayerParts:
-        """What it computes with."""
-        attention, mlp = self.attention, self.mlp
-        return LayerParts(
-            before_attention=attention.norm,
-            heads=attention.heads,
-            qkv=(attention.qkv.weight, attention.qkv.bias),
-            output=(attention.output.weight, attention.output.bias),
-            before_mlp=mlp.norm,
-            gate_up=(mlp.gate_up.weight, mlp.gate_up.bias),
-            down=(mlp.down.weight, mlp.down.bias),
-        )
-
-    def __call__(
-        self, addend: Tensor, residual: Tensor | None, inputs: AttentionInputs, cache: LayerCache
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """From the last layer's (addend, residual stream before it): this layer's, and the stream
-        that entered it, their sum."""
-        addend, stream = self.attention(addend, residual, inputs, cache)
-        addend, residual = self.mlp(addend, stream)
-        return addend, residual, stream
+        mlp = GatedMLP(source, f"{name}.mlp", norm, config.intermediate_size, config.mlp_bias)
+        self.parts = layer_parts(before, self.attention, mlp)
 
 
 class Decoder:
@@ -90,8 +68,8 @@ class Decoder:
         self.layers = [
             DecoderLayer(ops, source, config, index, cos_sin) for index in range(config.num_layers)
         ]
-        self._ops, self._fused = ops, ops.fuse([layer.parts for layer in self.layers])
         self.norm = rms_norm(source, "model.norm", width, config.rms_norm_eps)
+        self._stack = Stack(ops, StackParts([layer.parts for layer in self.layers], self.norm))
         self.head = (
             tied_head(ops, source, self.embedding)
             if config.tie_word_embeddings
@@ -120,29 +98,4 @@ class Decoder:
             [T, hidden_size].
         """
         x = self.embedding(token_ids) if embedded is None else embedded
-        inner = [layer for layer in stream_layers if layer < len(self.layers)]
-        # A profile tells the ops of a layer apart; their results are the same.
-        fused = None if profiling() else self._fused
-        through = fused or self._one_by_one
-        addend, residual, taken = through(x, inputs, caches, inner)
-        streams = dict(zip(inner, taken, strict=True))
-        if len(inner) < len(stream_layers):
-            hidden, streams[len(self.layers)] = self._ops.norm(addend, residual, self.norm)
-        else:
-            hidden = self._ops.add_norm(addend, residual, self.norm)
-        return hidden, [streams[layer] for layer in stream_layers]
-
-    def _one_by_one(
-        self,
-        x: Tensor,
-        inputs: AttentionInputs,
-        caches: Sequence[LayerCache],
-        wanted: Sequence[int],
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        addend, residual = x, None
-        streams: list[Tensor] = []
-        for layer, cache in zip(self.layers, caches, strict=True):
-            addend, residual, stream = layer(addend, residual, inputs, cache)
-            streams.append(stream)
-        assert residual is not None, "a decoder has at least one layer"
-        return addend, residual, [streams[layer] for layer in wanted]
+        return self._stack([x], inputs, caches, stream_layers)

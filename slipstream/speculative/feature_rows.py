@@ -24,7 +24,7 @@ from slipstream.core.request import Request
 from slipstream.kernels.preparation import preparation_for
 from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.embedding import Embedding, LanguageModelHead
-from slipstream.models.decoder import LayerCache
+from slipstream.layers.stack import LayerCache
 from slipstream.runner.model_runner import Forward, Layout, Rows, lay_out
 from slipstream.runner.transfer import upload
 from slipstream.runner.turn import Turn

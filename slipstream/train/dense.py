@@ -20,7 +20,7 @@ from slipstream.kernels.composition import (
 )
 from slipstream.kernels.reference.dense import add_norm, gated_activation
 from slipstream.kernels.table import AttentionInputs, Heads, Ops, Weight
-from slipstream.models.decoder import LayerCache
+from slipstream.layers.stack import LayerCache
 
 
 class ChainKeys:

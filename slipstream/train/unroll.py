@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.embedding import LanguageModelHead
-from slipstream.models.decoder import LayerCache
+from slipstream.layers.stack import LayerCache
 from slipstream.train.batches import Batch
 from slipstream.train.dense import ChainKeys, dense_rows, no_caches
 from slipstream.train.losses import Agreement, agreement, distillation

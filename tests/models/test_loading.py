@@ -61,14 +61,15 @@ def parameters(network: Decoder) -> dict[str, Tensor]:
     found = {"embedding": network.embedding.weight, "head": network.head.weight}
     found["norm"] = network.norm.weight
     for index, layer in enumerate(network.layers):
-        attention, mlp = layer.attention, layer.mlp
+        parts = layer.parts
+        assert parts.before_attention is not None
         found |= {
-            f"{index}.input_norm": layer.attention.norm.weight,
-            f"{index}.qkv": attention.qkv.weight,
-            f"{index}.output": attention.output.weight,
-            f"{index}.mlp_norm": layer.mlp.norm.weight,
-            f"{index}.gate_up": mlp.gate_up.weight,
-            f"{index}.down": mlp.down.weight,
+            f"{index}.input_norm": parts.before_attention.weight,
+            f"{index}.qkv": parts.qkv[0],
+            f"{index}.output": parts.output[0],
+            f"{index}.mlp_norm": parts.before_mlp.weight,
+            f"{index}.gate_up": parts.gate_up[0],
+            f"{index}.down": parts.down[0],
         }
     return found
 
@@ -206,10 +207,10 @@ def test_parts_are_stacked_in_their_order(folder: Path) -> None:
         assert torch.equal(qkv[:96], query)
         assert torch.equal(qkv[96:128], key)
         assert torch.equal(qkv[128:], value)
-        gate_up = layer.mlp.gate_up.weight
+        gate_up, _ = layer.parts.gate_up
         assert torch.equal(gate_up[:80], tensors[name + "mlp.gate_proj.weight"])
         assert torch.equal(gate_up[80:], tensors[name + "mlp.up_proj.weight"])
-        assert torch.equal(layer.mlp.down.weight, tensors[name + "mlp.down_proj.weight"])
+        assert torch.equal(layer.parts.down[0], tensors[name + "mlp.down_proj.weight"])
 
 
 def test_biases_are_stacked_as_their_weights_are(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whole decoder layers in one call of C++."""
+"""Whole stacks of decoder layers in one call of C++."""
 
 from collections.abc import Sequence
 
@@ -8,52 +8,81 @@ from torch import Tensor
 
 from slipstream.kernels.cpu.attention import layer_of, pass_of, serves
 from slipstream.kernels.cpu.matmul import CpuMatrix
-from slipstream.kernels.table import AttentionInputs, LayerParts, LayersOp
+from slipstream.kernels.table import AttentionInputs, LayerParts, Norm, Product, StackOp, StackParts
 
 Cache = tuple[Tensor, Tensor]
 
 
-class FusedLayers:
-    """Layers whose weights are all packed."""
+class FusedStack:
+    """A stack whose weights are all packed."""
 
-    def __init__(self, layers: Sequence[LayerParts]) -> None:
-        self._layers = cpp.Layers(layers[0].before_attention.weight.dtype == torch.bfloat16)
-        for layer in layers:
-            products = layer.products
-            self._layers.add(
-                layer.before_attention.weight,
-                layer.before_attention.eps,
-                layer_of(layer.heads),
-                layer.before_mlp.weight,
-                layer.before_mlp.eps,
-                [weight.handle for weight, _ in products if isinstance(weight, CpuMatrix)],
-                [bias for _, bias in products],
-            )
-        self._caches: Sequence[Cache] | None = None
+    def __init__(self, parts: StackParts) -> None:
+        norm = parts.layers[0].before_mlp.weight
+        self._width, self._dtype = len(norm), norm.dtype
+        self._stack = cpp.Stack(norm.dtype == torch.bfloat16)
+        if parts.entry is not None:
+            norms = [_norm(norm) for norm in parts.entry_norms]
+            self._stack.set_entry(norms, *_product(parts.entry))
+        for layer in parts.layers:
+            self._add(layer)
+        if parts.last is not None:
+            self._stack.set_last(_norm(parts.last))
+        self._caches: Sequence[Cache] = ()
 
     def __call__(
         self,
-        x: Tensor,
+        sources: Sequence[Tensor],
         inputs: AttentionInputs,
         caches: Sequence[Cache],
         wanted: Sequence[int],
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor]]:
         if caches is not self._caches:
-            self._layers.set_caches(list(caches))
-            self._caches = caches
-        # What enters may be a view of who called: the layers write over it.
-        addend = x.clone(memory_format=torch.contiguous_format)
-        stream = torch.empty_like(addend)
-        taken = [torch.empty_like(addend) for _ in wanted]
-        self._layers.run(pass_of(inputs), addend, stream, list(wanted), taken)
-        return addend, stream, taken
+            self._take_caches(caches)
+        shape = (sources[0].shape[0], self._width)
+        hidden = torch.empty(shape, dtype=self._dtype)
+        taken = [torch.empty(shape, dtype=self._dtype) for _ in wanted]
+        rows = [source if source.stride(1) == 1 else source.contiguous() for source in sources]
+        self._stack.run(pass_of(inputs), rows, hidden, wanted, taken)
+        return hidden, taken
+
+    def _add(self, layer: LayerParts) -> None:
+        products = [_product(product) for product in layer.products]
+        self._stack.add(
+            _norm(layer.before_attention),
+            _norm(layer.beside),
+            layer.keeps_normed,
+            layer_of(layer.heads),
+            _norm(layer.before_mlp),
+            [weight for weight, _ in products],
+            [bias for _, bias in products],
+        )
+
+    def _take_caches(self, caches: Sequence[Cache]) -> None:
+        same = len(caches) == len(self._caches) and all(
+            one is two for one, two in zip(caches, self._caches, strict=True)
+        )
+        if not same:
+            self._stack.set_caches(list(caches))
+        self._caches = caches
 
 
-def fuse(layers: Sequence[LayerParts]) -> LayersOp | None:
-    """One op of these layers; None where a weight is not packed, or a head odd."""
-    weights = [weight for layer in layers for weight, _ in layer.products]
-    if not layers or not all(isinstance(weight, CpuMatrix) for weight in weights):
+def _norm(norm: Norm | None) -> tuple[Tensor, float] | None:
+    return None if norm is None else (norm.weight, norm.eps)
+
+
+def _product(product: Product) -> tuple[object, Tensor | None]:
+    weight, bias = product
+    assert isinstance(weight, CpuMatrix)
+    return weight.handle, bias
+
+
+def fuse(parts: StackParts) -> StackOp | None:
+    """One op of a whole stack; None where a weight is not packed, or a head odd."""
+    products = [product for layer in parts.layers for product in layer.products]
+    if parts.entry is not None:
+        products.append(parts.entry)
+    if not all(isinstance(weight, CpuMatrix) for weight, _ in products):
         return None
-    if not all(serves(layer.heads) for layer in layers):
+    if not all(serves(layer.heads) for layer in parts.layers):
         return None
-    return FusedLayers(layers)
+    return FusedStack(parts)

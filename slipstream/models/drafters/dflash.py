@@ -21,7 +21,8 @@ from slipstream.layers.linear import column_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import rope_table
-from slipstream.models.decoder import DecoderLayer, LayerCache
+from slipstream.layers.stack import LayerCache, run_layer
+from slipstream.models.decoder import DecoderLayer
 from slipstream.models.drafters.dflash_config import DFlashConfig
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.drafters.head_loading import DRAFT_IDS, HeadEnds, load_head
@@ -96,6 +97,6 @@ class DFlashNetwork:
         residual: Tensor | None = None
         for layer, cache, causal in zip(self._layers, caches, self._causal, strict=True):
             own = replace(inputs, causal=causal)
-            addend, residual, _ = layer(addend, residual, own, cache)
+            addend, residual, _ = run_layer(self._ops, layer.parts, addend, residual, own, cache)
         assert residual is not None, "a drafter has at least one layer"
         return self._ops.add_norm(addend, residual, self._norm)

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs, Ops
-from slipstream.layers.attention import HeadMixer
+from slipstream.kernels.table import AttentionInputs, Ops, StackParts
+from slipstream.layers.attention import Attention
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import column_linear
 from slipstream.layers.mlp import GatedMLP
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
-from slipstream.models.decoder import DecoderLayer, LayerCache, attention_shape
+from slipstream.layers.stack import LayerCache, Stack, layer_parts
+from slipstream.models.decoder import DecoderLayer, attention_shape
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.drafters.head_config import head_reader, read_layers
@@ -85,22 +86,20 @@ class Eagle1Head:
     ) -> None:
         layers, parts = config.layers, config.parts
         width, eps, name = layers.hidden_size, layers.rms_norm_eps, "model.layers.0"
-        self.feature_size, self._ops = width, ops
+        self.feature_size = width
         self._ends = HeadEnds(ops, source, parts, layers.vocab_size, layers.vocab_size, width)
-        self._fc = column_linear(source, [Part("fc", width)], 2 * width, parts.fc_bias)
+        fc = column_linear(source, [Part("fc", width)], 2 * width, parts.fc_bias)
         cos_sin = shifted_rope_table(
             layers.head_dim, layers.rope, options.max_positions, options.device
         )
         shape = attention_shape(layers, 0)
-        self._mixer = HeadMixer(ops, source, f"{name}.self_attn", width, width, shape, cos_sin)
+        attention = Attention(ops, source, f"{name}.self_attn", width, width, shape, cos_sin)
         norm = rms_norm(source, f"{name}.post_attention_layernorm", width, eps)
-        self._mlp = GatedMLP(
-            ops, source, f"{name}.mlp", norm, layers.intermediate_size, layers.mlp_bias
-        )
-        self._rest = [
-            DecoderLayer(ops, source, layers, index, cos_sin)
-            for index in range(1, layers.num_layers)
-        ]
+        mlp = GatedMLP(source, f"{name}.mlp", norm, layers.intermediate_size, layers.mlp_bias)
+        stacked = [layer_parts(None, attention, mlp)]
+        for index in range(1, layers.num_layers):
+            stacked.append(DecoderLayer(ops, source, layers, index, cos_sin).parts)
+        self._stack = Stack(ops, StackParts(stacked, None, fc.product, (None, None)))
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Take from the target what the head has not."""
@@ -123,12 +122,5 @@ class Eagle1Head:
         caches: Sequence[LayerCache],
     ) -> tuple[Tensor, Tensor]:
         """token_ids [T], features [T, H] -> twice [T, H]."""
-        ops, mixer = self._ops, self._mixer
-        sides = [(self._ends.embedded(token_ids), None), (features, None)]
-        x = ops.joined_linear(sides, self._fc.weight, self._fc.bias)
-        qkv = ops.joined_linear([(x, None)], mixer.qkv.weight, mixer.qkv.bias)
-        addend, residual = self._mlp(mixer.mix(qkv, inputs, caches[0]), x)
-        for layer, cache in zip(self._rest, caches[1:], strict=True):
-            addend, residual, _ = layer(addend, residual, inputs, cache)
-        _, x = ops.norm(addend, residual, self._mlp.norm)  # only the sum is wanted
+        x, _ = self._stack([self._ends.embedded(token_ids), features], inputs, caches)
         return x, x

@@ -14,14 +14,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs, Norm, Ops
-from slipstream.layers.attention import HeadMixer
+from slipstream.kernels.table import AttentionInputs, LayerParts, Norm, Ops, StackParts
+from slipstream.layers.attention import Attention
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import Linear, column_linear
 from slipstream.layers.mlp import GatedMLP
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
-from slipstream.models.decoder import DecoderLayer, LayerCache, attention_shape
+from slipstream.layers.stack import LayerCache, Stack, layer_parts
+from slipstream.models.decoder import DecoderLayer, attention_shape
 from slipstream.models.drafters.eagle3_config import Eagle3Config
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.drafters.head_loading import (
@@ -74,35 +75,21 @@ class FeatureFusion:
         return self._ops.joined_linear(sides, weight, bias)
 
 
-class FirstLayer:
+def first_layer(
+    ops: Ops, source: ParameterSource, config: Eagle3Config, cos_sin: Tensor
+) -> LayerParts:
     """Attention over [embedding, feature], both normed; the feature is the residual stream."""
-
-    def __init__(
-        self, ops: Ops, source: ParameterSource, config: Eagle3Config, cos_sin: Tensor
-    ) -> None:
-        layers, name = config.layers, "model.layers.0"
-        width, eps = layers.hidden_size, layers.rms_norm_eps
-        self._ops, self._norm_before_residual = ops, config.norm_before_residual
-        self._embedding_norm = rms_norm(source, f"{name}.input_layernorm", width, eps)
-        self._feature_norm = rms_norm(source, f"{name}.hidden_norm", width, eps)
-        shape = attention_shape(layers, 0)
-        self._mixer = HeadMixer(ops, source, f"{name}.self_attn", 2 * width, width, shape, cos_sin)
-        norm = rms_norm(source, f"{name}.post_attention_layernorm", width, eps)
-        self._mlp = GatedMLP(
-            ops, source, f"{name}.mlp", norm, layers.intermediate_size, layers.mlp_bias
-        )
-
-    def __call__(
-        self, embedded: Tensor, feature: Tensor, inputs: AttentionInputs, cache: LayerCache
-    ) -> tuple[Tensor, Tensor]:
-        """Both [T, H] -> (addend, the stream before it)."""
-        norm: Norm | None = self._feature_norm
-        if self._norm_before_residual:
-            feature, _ = self._ops.norm(feature, None, self._feature_norm)
-            norm = None
-        sides = [(embedded, self._embedding_norm), (feature, norm)]
-        qkv = self._ops.joined_linear(sides, self._mixer.qkv.weight, self._mixer.qkv.bias)
-        return self._mlp(self._mixer.mix(qkv, inputs, cache), feature)
+    layers, name = config.layers, "model.layers.0"
+    width, eps = layers.hidden_size, layers.rms_norm_eps
+    embedding_norm = rms_norm(source, f"{name}.input_layernorm", width, eps)
+    feature_norm = rms_norm(source, f"{name}.hidden_norm", width, eps)
+    shape = attention_shape(layers, 0)
+    attention = Attention(ops, source, f"{name}.self_attn", 2 * width, width, shape, cos_sin)
+    norm = rms_norm(source, f"{name}.post_attention_layernorm", width, eps)
+    mlp = GatedMLP(source, f"{name}.mlp", norm, layers.intermediate_size, layers.mlp_bias)
+    return layer_parts(
+        feature_norm, attention, mlp, embedding_norm, keeps_normed=config.norm_before_residual
+    )
 
 
 class Eagle3Head:
@@ -117,7 +104,7 @@ class Eagle3Head:
         options: LoadOptions,
     ) -> None:
         layers, width = config.layers, config.layers.hidden_size
-        self.feature_size, self._ops, self._norm_output = width, ops, config.norm_output
+        self.feature_size = width
         self._ends = HeadEnds(
             ops, source, config.parts, layers.vocab_size, config.draft_vocab_size, width
         )
@@ -127,12 +114,13 @@ class Eagle3Head:
         cos_sin = shifted_rope_table(
             layers.head_dim, layers.rope, options.max_positions, options.device
         )
-        self._first = FirstLayer(ops, source, config, cos_sin)
-        self._rest = [
-            DecoderLayer(ops, source, layers, index, cos_sin)
-            for index in range(1, layers.num_layers)
-        ]
-        self._norm = rms_norm(source, "norm", width, layers.rms_norm_eps)
+        parts = [first_layer(ops, source, config, cos_sin)]
+        for index in range(1, layers.num_layers):
+            parts.append(DecoderLayer(ops, source, layers, index, cos_sin).parts)
+        last = rms_norm(source, "norm", width, layers.rms_norm_eps)
+        self._stack = Stack(ops, StackParts(parts, last))
+        # What is the next feature: the stream behind all layers, or what the norm makes of it.
+        self._wanted = () if config.norm_output else (layers.num_layers,)
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Take from the target what the head has not."""
@@ -155,9 +143,6 @@ class Eagle3Head:
         caches: Sequence[LayerCache],
     ) -> tuple[Tensor, Tensor]:
         """token_ids [T], features [T, H] -> (what enters the lm_head, next features), [T, H]."""
-        embedded = self._ends.embedded(token_ids)
-        addend, residual = self._first(embedded, features, inputs, caches[0])
-        for layer, cache in zip(self._rest, caches[1:], strict=True):
-            addend, residual, _ = layer(addend, residual, inputs, cache)
-        normed, stream = self._ops.norm(addend, residual, self._norm)
-        return normed, normed if self._norm_output else stream
+        sources = [self._ends.embedded(token_ids), features]
+        normed, streams = self._stack(sources, inputs, caches, self._wanted)
+        return normed, streams[0] if streams else normed

@@ -23,7 +23,7 @@ from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import rope_table
-from slipstream.models.decoder import LayerCache
+from slipstream.layers.stack import LayerCache
 from slipstream.models.drafters.gemma4_assistant_config import AssistantConfig, Centroids
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint, fill
 from slipstream.models.drafters.head_loading import load_head

@@ -11,17 +11,19 @@ gave at t - 1. Publishers differ in names, order and norms (`mtp_checkpoint.py`)
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
-from slipstream.kernels.table import AttentionInputs, Norm, Ops
+from slipstream.kernels.table import AttentionInputs, Norm, Ops, StackParts
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import Linear, column_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
-from slipstream.models.decoder import DecoderLayer, LayerCache
+from slipstream.layers.stack import LayerCache, Stack
+from slipstream.models.decoder import DecoderLayer
 from slipstream.models.drafters.head_checkpoint import fill
 from slipstream.models.drafters.head_loading import HeadEnds, load_head, shifted_rope_table
 from slipstream.models.drafters.mtp_checkpoint import ModuleNames, MtpCheckpoint
@@ -89,30 +91,28 @@ class ZeroCentred:
         return vector if parts[0].name.endswith(".bias") else vector + 1
 
 
-class MtpEntry:
-    """Embedding and feature of a row to what enters the decoder layer."""
+@dataclass(frozen=True)
+class MtpEnds:
+    """What stands before and behind a module's decoder layer.
 
-    def __init__(
-        self, ops: Ops, source: ParameterSource, config: MtpConfig, names: ModuleNames
-    ) -> None:
+    Attributes:
+        norms: of the two inputs of the projection, in its order.
+    """
+
+    norms: tuple[Norm, Norm]
+    projection: Linear
+    last: Norm
+
+    @staticmethod
+    def read(source: ParameterSource, config: MtpConfig, names: ModuleNames) -> "MtpEnds":
         width, eps = config.layers.hidden_size, config.layers.rms_norm_eps
-        self._ops, self._feature_first = ops, config.style.feature_first
-        self._embedding_norm: Norm = rms_norm(source, names.embedding_norm, width, eps)
-        self._feature_norm: Norm = rms_norm(source, names.feature_norm, width, eps)
-        self._projection: Linear = column_linear(
-            source, [Part(names.projection, width)], 2 * width, False
-        )
-        self.final_norm: Norm = rms_norm(source, names.final_norm, width, eps)
-
-    def __call__(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """Both [T, H] -> [T, H]."""
-        sides: list[tuple[Tensor, Norm | None]] = [
-            (embedded, self._embedding_norm),
-            (features, self._feature_norm),
-        ]
-        if self._feature_first:
-            sides.reverse()
-        return self._ops.joined_linear(sides, self._projection.weight, None)
+        embedding = rms_norm(source, names.embedding_norm, width, eps)
+        feature = rms_norm(source, names.feature_norm, width, eps)
+        part = Part(names.projection, width)
+        projection = column_linear(source, [part], 2 * width, False)
+        last = rms_norm(source, names.final_norm, width, eps)
+        both = (feature, embedding) if config.style.feature_first else (embedding, feature)
+        return MtpEnds(both, projection, last)
 
 
 class MtpHead:
@@ -132,7 +132,8 @@ class MtpHead:
     ) -> None:
         layers, parts = config.layers, config.parts
         self.feature_size, self.num_modules = layers.hidden_size, len(config.modules)
-        self._ops, self._blanks_first = ops, config.style.blanks_first
+        self._feature_first = config.style.feature_first
+        self._blanks_first = config.style.blanks_first
         self._draft_ids = draft_ids
         first = config.modules[0]
         self._ends = HeadEnds(
@@ -149,13 +150,14 @@ class MtpHead:
         cos_sin = shifted_rope_table(
             layers.head_dim, layers.rope, options.max_positions, options.device
         )
-        entries: dict[str, MtpEntry] = {}  # Qwen's modules share all but the layer
-        self._modules: list[tuple[MtpEntry, DecoderLayer]] = []
+        all_ends: dict[str, MtpEnds] = {}  # Qwen's modules share all but the layer
+        self._modules: list[Stack] = []
         for index, names in enumerate(config.modules):
-            entry = entries.get(names.projection) or MtpEntry(ops, source, config, names)
-            entries[names.projection] = entry
+            ends = all_ends.get(names.projection) or MtpEnds.read(source, config, names)
+            all_ends[names.projection] = ends
             layer = DecoderLayer(ops, source, layers, index, cos_sin, name=names.layer)
-            self._modules.append((entry, layer))
+            module = StackParts([layer.parts], ends.last, ends.projection.product, ends.norms)
+            self._modules.append(Stack(ops, module))
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Take from the target what the modules have not."""
@@ -192,10 +194,9 @@ class MtpHead:
         Its first row of a text is that of token `FIRST_ROW + index`; of earlier rows what comes
         out means nothing.
         """
-        entry, layer = self._modules[index]
         embedded = self._ends.embedded(token_ids)
         if self._blanks_first:
             is_first = inputs.positions == FIRST_ROW + index
             embedded = embedded.masked_fill(is_first.unsqueeze(1), 0.0)
-        addend, residual, _ = layer(entry(embedded, features), None, inputs, cache)
-        return self._ops.add_norm(addend, residual, entry.final_norm)
+        sources = [features, embedded] if self._feature_first else [embedded, features]
+        return self._modules[index](sources, inputs, [cache])[0]
