@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.core.limits import StepLimits
+from slipstream.kernels.devices import label
 from slipstream.kernels.preparation import preparation_for
 from slipstream.kernels.timestamp import timestamp_for
 from slipstream.runner.device_state import DeviceState
@@ -122,20 +123,20 @@ class Round:
 
     @torch.inference_mode()
     def __call__(self, turn: Turn) -> Outcome:
-        with torch.profiler.record_function(_DRAFT):
+        with label(_DRAFT):
             proposal = self.propose(turn)
-        with torch.profiler.record_function(_TARGET):
+        with label(_TARGET):
             return self.judge(turn, proposal)
 
     @torch.inference_mode()
     def propose(self, turn: Turn) -> Proposal:
         """The drafter's guesses, which become the tentative tail of every request's tokens."""
         began = self._now()
-        # The host may have planned before it knew the last step's tokens. With them it would have
-        # planned as many as are left here: a seed's text must not depend on when it planned.
-        turn = replace(
-            turn, num_draft_tokens=torch.minimum(turn.num_draft_tokens, self._room(turn.slots))
-        )
+        if not turn.exact:
+            # The host may have planned before it knew the last step's tokens. With them it would
+            # have planned as many as are left here: a seed's text must not depend on when it did.
+            room = self._room(turn.slots)
+            turn = replace(turn, num_draft_tokens=torch.minimum(turn.num_draft_tokens, room))
         draft = self._drafter.propose(turn)
         if not draft.written:
             self._preparation.write_tokens(
@@ -159,7 +160,7 @@ class Round:
             hidden = forward.ends(draft.num_tokens + 1, num_rows)
         logits = self._runner.logits(hidden)
         computed = self._now()
-        with torch.profiler.record_function(_VERIFY):
+        with label(_VERIFY):
             allowed = None if steering is None else steering.allowed
             verdict = self._verify(turn, draft, logits, num_rows, allowed)
             if verdict.path is not None:

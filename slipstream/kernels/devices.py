@@ -4,6 +4,7 @@ import functools
 import importlib
 import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch import Tensor
 from slipstream.core.errors import UsageError
 
 logger = logging.getLogger("slipstream")
+
+_NO_LABEL = nullcontext()
 
 # Names a level of instructions of the C++ kernels, or plain torch in their place.
 CPU_KERNELS = "SLIPSTREAM_CPU_KERNELS"
@@ -87,6 +90,11 @@ def profiling() -> bool:
 def is_host_memory(tensor: Tensor) -> bool:
     """Whether bytes can be read straight into it."""
     return tensor.device.type == "cpu"
+
+
+def label(name: str) -> AbstractContextManager[object]:
+    """Names what happens in it where somebody profiles; a label costs more than a small op."""
+    return torch.profiler.record_function(name) if profiling() else _NO_LABEL
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:

@@ -38,19 +38,26 @@ class RequestTables:
 
 
 @dataclass(frozen=True, eq=False)
-class PaddedRows:
+class PlacedRows:
     """The rows of a pass.
 
     Attributes:
         token_ids: [T] int32.
         inputs: where the rows stand; those behind a request's length write nothing.
-        first_row, last_row: [R] int64, of each request; the last that means something.
+        first_row, last_row: [R] int64, of each request; the last that means something, or some
+            other's.
+        request, offset: [T] int64, which request a row belongs to and its place among that
+            request's rows; None where every request has as many rows.
+        row_starts: `first_row` on the host, and T; empty where every request has as many rows.
     """
 
     token_ids: Tensor
     inputs: AttentionInputs
     first_row: Tensor
     last_row: Tensor
+    request: Tensor | None = None
+    offset: Tensor | None = None
+    row_starts: Sequence[int] = ()
 
 
 class ExpandRowsOp(Protocol):
@@ -69,29 +76,7 @@ class ExpandRowsOp(Protocol):
         lengths: Tensor,
         most: int,
         mask_token: int | None = None,
-    ) -> PaddedRows: ...
-
-
-@dataclass(frozen=True, eq=False)
-class ExactRows:
-    """The rows of a pass in which every request has as many as it needs.
-
-    Attributes:
-        token_ids: [T] int32.
-        inputs: where the rows stand.
-        request, offset: [T] int64, which request a row belongs to and its place among that
-            request's rows.
-        first_row, last_row: [R] int64, of each request; of one without rows some other's.
-        row_starts: `first_row` on the host, and T.
-    """
-
-    token_ids: Tensor
-    inputs: AttentionInputs
-    request: Tensor
-    offset: Tensor
-    first_row: Tensor
-    last_row: Tensor
-    row_starts: Sequence[int]
+    ) -> PlacedRows: ...
 
 
 class PlaceRowsOp(Protocol):
@@ -108,7 +93,7 @@ class PlaceRowsOp(Protocol):
         lengths: Tensor,
         rereads: Tensor | None = None,
         mask_token: int | None = None,
-    ) -> ExactRows: ...
+    ) -> PlacedRows: ...
 
 
 class AdvanceDraftsOp(Protocol):

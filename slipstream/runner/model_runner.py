@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.kv_cache import KVCache
-from slipstream.kernels.preparation import preparation_for
+from slipstream.kernels.preparation import PlacedRows, preparation_for
 from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.decoder import Decoder
@@ -75,6 +75,8 @@ class Forward:
 
     def ends(self, counts: Tensor, num_rows: int) -> Tensor:
         """[num_rows, hidden_size]: the last counts[r] rows of each request; `num_rows` in all."""
+        if num_rows == len(self.hidden):
+            return self.hidden
         request = torch.repeat_interleave(counts, output_size=num_rows)
         place = torch.arange(num_rows, device=counts.device) - (counts.cumsum(0) - counts)[request]
         first = self.last_row + 1 - counts
@@ -89,49 +91,18 @@ class Forward:
         return self.hidden[rows]
 
 
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Where the rows of a pass stand.
-
-    Attributes:
-        token_ids: [T].
-        request, offset: [T] int64, which request a row belongs to and its place among that
-            request's rows; None where every request has as many rows.
-        first_row, last_row, row_starts: as `Forward` has them.
-    """
-
-    token_ids: Tensor
-    inputs: AttentionInputs
-    request: Tensor | None
-    offset: Tensor | None
-    first_row: Tensor
-    last_row: Tensor
-    row_starts: Sequence[int]
-
-
-def lay_out(state: DeviceState, rows: Rows) -> Layout:
+def lay_out(state: DeviceState, rows: Rows) -> PlacedRows:
     """The rows of a pass; waits to learn how many there are where they are laid out exactly."""
-    if rows.tree is not None:
-        chain = lay_out(state, replace(rows, tree=None))
-        inputs = rows.tree.inputs(chain.inputs, chain.request, chain.offset)
-        return replace(chain, inputs=inputs)
     ops = preparation_for(state.device)
     which = state.tables, rows.slots, rows.starts, rows.lengths
     if rows.most is None:
-        exact = ops.place_rows(*which, rows.rereads, rows.mask_token)
-        return Layout(
-            exact.token_ids,
-            exact.inputs,
-            exact.request,
-            exact.offset,
-            exact.first_row,
-            exact.last_row,
-            exact.row_starts,
-        )
-    padded = ops.expand_rows(*which, rows.most, rows.mask_token)
-    return Layout(
-        padded.token_ids, padded.inputs, None, None, padded.first_row, padded.last_row, ()
-    )
+        placed = ops.place_rows(*which, rows.rereads, rows.mask_token)
+    else:
+        placed = ops.expand_rows(*which, rows.most, rows.mask_token)
+    if rows.tree is None:
+        return placed
+    inputs = rows.tree.inputs(placed.inputs, placed.request, placed.offset)
+    return replace(placed, inputs=inputs)
 
 
 class ModelRunner:

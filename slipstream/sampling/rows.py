@@ -74,7 +74,8 @@ class SampleRows:
             one_hot=one_hot,
             draft_probs=draft_probs,
             draft_vocabulary=draft_vocabulary,
-            ragged_rows=num_rows,
+            # Without a shorter draft among them they are uniform, which takes no layout.
+            ragged_rows=None if num_rows == draft_tokens.numel() + len(slots) else num_rows,
         )
 
     @property

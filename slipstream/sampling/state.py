@@ -110,6 +110,8 @@ class SamplingState:
         self._stop_ids: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._biased: set[int] = set()
         self._guided: set[int] = set()
+        # What `tensors` gave last, and of which generation it is.
+        self._tensors: dict[bool, tuple[int, SamplingSlots]] = {}
 
     def admit(self, slot: int, request: Request) -> None:
         """Give the slot to a request, with everything it has generated so far.
@@ -164,6 +166,13 @@ class SamplingState:
 
     def tensors(self, history: bool = True) -> SamplingSlots:
         """For fused ops; `history`: with what penalties look at."""
+        generation, slots = self._tensors.get(history, (-1, None))
+        if slots is None or generation != self.generation:
+            slots = self._slots_now(history)
+            self._tensors[history] = self.generation, slots
+        return slots
+
+    def _slots_now(self, history: bool) -> SamplingSlots:
         return SamplingSlots(
             ints=self.ints,
             floats=self.floats,

@@ -7,6 +7,7 @@ What leaves has exactly the distribution p. Plain decoding is the verification o
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -159,6 +160,7 @@ def sample_draft(
     return torch.where(is_sampled, drawn, choice)
 
 
+@cache
 def _needs(uses: frozenset[Uses]) -> Needs:
     return Needs(
         sampling=Uses.SAMPLING in uses,

@@ -56,6 +56,7 @@ class Draft:
             token_ids=turn.slots.new_zeros((turn.num_requests, 0)),
             num_tokens=torch.zeros_like(turn.slots),
             one_hot=torch.ones_like(turn.at_end),
+            written=True,
         )
 
     @staticmethod

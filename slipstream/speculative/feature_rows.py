@@ -21,11 +21,11 @@ from torch import Tensor
 from slipstream.cache.kv_cache import KVCache, KVLayout
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.request import Request
-from slipstream.kernels.preparation import preparation_for
+from slipstream.kernels.preparation import PlacedRows, preparation_for
 from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.stack import LayerCache
-from slipstream.runner.model_runner import Forward, Layout, Rows, lay_out
+from slipstream.runner.model_runner import Forward, Rows, lay_out
 from slipstream.runner.transfer import upload
 from slipstream.runner.turn import Turn
 from slipstream.sampling.verification import Verdict
@@ -232,6 +232,8 @@ class FeatureRowsDrafter:
         """features [R, W, F], of each request's rows -> of each request's last row what enters the
         head [R, H] and the next feature [R, F]; `draft` as `_pass` has it."""
         laid = lay_out(self._state, rows)
+        if laid.inputs.max_rows == 1 and len(laid.token_ids) == len(features):  # one row each
+            return self._pass(laid, features[:, 0], draft)
         if laid.request is None:
             hidden, last = self._pass(laid, features.flatten(0, 1), draft)
         elif not laid.row_starts[-1]:  # nobody drafts after all
@@ -239,11 +241,9 @@ class FeatureRowsDrafter:
             return features.new_zeros(len(features), width), torch.zeros_like(features[:, 0])
         else:
             hidden, last = self._pass(laid, features[laid.request, laid.offset], draft)
-        if rows.most == 1:
-            return hidden, last
         return hidden[laid.last_row], last[laid.last_row]
 
-    def _pass(self, laid: Layout, features: Tensor, draft: int) -> tuple[Tensor, Tensor]:
+    def _pass(self, laid: PlacedRows, features: Tensor, draft: int) -> tuple[Tensor, Tensor]:
         """What the last rows of such a pass give is draft token `draft`, from 0 on; a network
         that is the same for all of them need not ask."""
         del draft
@@ -254,11 +254,14 @@ class FeatureRowsDrafter:
         """[R, W, F], of the rows of the target's pass that hold known tokens, and what the verdict
         added to them: each request's first."""
         hidden, streams = forward.hidden, forward.streams
-        if turn.exact:
-            row = (forward.first_row.unsqueeze(1) + place).clamp_max(len(hidden) - 1).flatten()
-            hidden, streams = hidden[row], [stream[row] for stream in streams]
-        features = self._project(hidden, streams)
-        return features.view(-1, len(place), features.shape[-1])
+        if not turn.exact:
+            features = self._project(hidden, streams)
+            return features.view(-1, len(place), features.shape[-1])
+        row = (forward.first_row.unsqueeze(1) + place).clamp_max(len(hidden) - 1)
+        if len(hidden) <= row.numel():  # no prompt chunk: each row is wanted, some twice
+            return self._project(hidden, streams)[row]
+        hidden, streams = hidden[row.flatten()], [stream[row.flatten()] for stream in streams]
+        return self._project(hidden, streams).view(*row.shape, -1)
 
     def _project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
         dtype = self._features.dtype

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.kernels.preparation import PlacedRows
 from slipstream.models.checkpoint import resolve_checkpoint
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.drafters.head_config import wrapped_num_tokens
 from slipstream.models.drafters.mtp import MtpHead, load_mtp
 from slipstream.models.drafters.mtp_checkpoint import MtpCheckpoint
 from slipstream.models.drafters.mtp_config import mtp_problems, read_mtp_config
-from slipstream.runner.model_runner import Layout
 from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.draft_vocabulary import (
     DraftVocabularyConfig,
@@ -147,7 +147,7 @@ class ModulesDrafter(FeatureRowsDrafter):
         )
         self._given = torch.zeros(shape, dtype=loaded.layout.dtype, device=self._state.device)
 
-    def _pass(self, laid: Layout, features: Tensor, draft: int) -> tuple[Tensor, Tensor]:
+    def _pass(self, laid: PlacedRows, features: Tensor, draft: int) -> tuple[Tensor, Tensor]:
         first, last = min(draft, self._mtp.num_modules - 1), self._mtp.num_modules - 1
         slots = laid.inputs.slots
         places = torch.where(slots < 0, len(self._given) - 1, slots)
@@ -165,7 +165,7 @@ class ModulesDrafter(FeatureRowsDrafter):
                 result = given
         return result, result
 
-    def _place_before(self, laid: Layout) -> Tensor:
+    def _place_before(self, laid: PlacedRows) -> Tensor:
         """[T] int64, the slot of the token before each row's."""
         inputs, size = laid.inputs, self._state.block_size
         request = laid.request

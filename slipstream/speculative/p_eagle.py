@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from slipstream.kernels.preparation import PlacedRows
 from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.drafters.head_config import wrapped_num_tokens
 from slipstream.models.drafters.head_loading import read_draft_ids
@@ -20,7 +21,7 @@ from slipstream.models.drafters.p_eagle import (
     p_eagle_problems,
     read_p_eagle_config,
 )
-from slipstream.runner.model_runner import Forward, Layout, Rows, lay_out
+from slipstream.runner.model_runner import Forward, Rows, lay_out
 from slipstream.runner.turn import Turn
 from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, Needs
@@ -159,7 +160,7 @@ class PEagleDrafter(FeatureRowsDrafter):
         self._computed.index_copy_(0, slots, computed)
         return draft
 
-    def _row_features(self, rows: Rows, laid: Layout) -> Tensor:
+    def _row_features(self, rows: Rows, laid: PlacedRows) -> Tensor:
         """[T, F]: what waits for the rows of known tokens, the mask's for those behind them."""
         request, offset = laid.request, laid.offset
         if request is None or offset is None:

@@ -18,7 +18,7 @@ from slipstream import LLM, RequestOutput, SamplingParams
 from slipstream.core.batch import Batch, Committed
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.samples import Submission
-from slipstream.kernels.preparation import PaddedRows, RequestTables
+from slipstream.kernels.preparation import PlacedRows, RequestTables
 from slipstream.runner import model_runner
 from tests.checkpoints import VOCAB_SIZE
 from tests.last_hidden_checkpoints import medusa_for, mlp_for
@@ -274,7 +274,7 @@ def test_no_pass_reads_beyond_its_block_table(
     seen: list[int] = []
     ops = model_runner.preparation_for(torch.device("cpu"))
 
-    def noted(tables: RequestTables, *arguments: Any) -> PaddedRows:
+    def noted(tables: RequestTables, *arguments: Any) -> PlacedRows:
         padded = ops.expand_rows(tables, *arguments)
         room = tables.block_tables.shape[1] * tables.block_size
         seen.append(room - int(padded.inputs.context_lens.max()))

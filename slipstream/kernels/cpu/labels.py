@@ -4,22 +4,20 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-import torch
-
-from slipstream.kernels.devices import profiling
+from slipstream.kernels.devices import label, profiling
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def labelled(name: str, op: Callable[P, R]) -> Callable[P, R]:
-    """`op`, under a name where somebody profiles; the label costs more than a small op."""
+    """`op`, under a name where somebody profiles; see `label`."""
 
     @functools.wraps(op)
     def named(*args: P.args, **kwargs: P.kwargs) -> R:
         if not profiling():
             return op(*args, **kwargs)
-        with torch.profiler.record_function(f"slipstream::{name}"):
+        with label(f"slipstream::{name}"):
             return op(*args, **kwargs)
 
     return named

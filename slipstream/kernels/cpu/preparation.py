@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.addresses import address, dense
-from slipstream.kernels.preparation import ExactRows, PaddedRows, PreparationOps, RequestTables
+from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
 from slipstream.kernels.table import AttentionInputs
 
 NO_TOKEN = -1
@@ -27,7 +27,7 @@ def expand_rows(
     lengths: Tensor,
     most: int,
     mask_token: int | None = None,
-) -> PaddedRows:
+) -> PlacedRows:
     requests = len(slots)
     rows, num_blocks = requests * most, tables.block_tables.shape[1]
     slots, starts, lengths = _integers(slots), _integers(starts), _integers(lengths)
@@ -51,7 +51,7 @@ def expand_rows(
     )
     first_row = _part(numbers, start, requests)
     last_row = _part(numbers, start + 2 * requests + 1, requests)
-    return PaddedRows(token_ids, inputs, first_row, last_row)
+    return PlacedRows(token_ids, inputs, first_row, last_row)
 
 
 def place_rows(
@@ -61,7 +61,7 @@ def place_rows(
     lengths: Tensor,
     rereads: Tensor | None = None,
     mask_token: int | None = None,
-) -> ExactRows:
+) -> PlacedRows:
     slots, starts, lengths = _integers(slots), _integers(starts), _integers(lengths)
     if rereads is not None:
         rereads = _integers(rereads)
@@ -78,24 +78,14 @@ def place_rows(
         address(rereads), NO_TOKEN if mask_token is None else mask_token, numbers.data_ptr(),
         block_tables.data_ptr(), token_ids.data_ptr(),
     )  # fmt: skip
-    behind = 4 * rows
+    positions, places, request, offset, starts, _, context_lens, last_row = (
+        numbers.split_with_sizes([rows] * 4 + [requests, 1, requests, requests])
+    )
+    query_start = _part(numbers, 4 * rows, requests + 1)
     inputs = AttentionInputs(
-        query_start=_part(numbers, behind, requests + 1),
-        context_lens=_part(numbers, behind + requests + 1, requests),
-        block_tables=block_tables,
-        positions=_part(numbers, 0, rows),
-        slots=_part(numbers, rows, rows),
-        max_rows=max(counts),
+        query_start, context_lens, block_tables, positions, places, max_rows=max(counts)
     )
-    return ExactRows(
-        token_ids=token_ids,
-        inputs=inputs,
-        request=_part(numbers, 2 * rows, rows),
-        offset=_part(numbers, 3 * rows, rows),
-        first_row=_part(numbers, behind, requests),
-        last_row=_part(numbers, behind + 2 * requests + 1, requests),
-        row_starts=row_starts,
-    )
+    return PlacedRows(token_ids, inputs, starts, last_row, request, offset, row_starts)
 
 
 def advance_drafts(

@@ -4,12 +4,17 @@ Tensors are handed over by their addresses: to convert one takes longer than wha
 do. So dtypes, shapes and strides are checked here.
 """
 
+from functools import cache
+from weakref import WeakKeyDictionary
+
 import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.addresses import address, dense, lines
 from slipstream.kernels.sampling_table import JudgedRows, Needs, SamplingOps, SamplingSlots
+
+_SLOTS: WeakKeyDictionary[SamplingSlots, cpp.SlotTensors] = WeakKeyDictionary()
 
 
 def verify(
@@ -130,13 +135,7 @@ def _slots(
     state: SamplingSlots, needs: Needs | None = None, vocab_size: int | None = None
 ) -> cpp.SlotTensors:
     """The state, checked where `needs` say that processors look at it."""
-    ints, floats, stop_ids = state.ints, state.floats, state.stop_ids
     counts, bias = state.output_counts, state.bias
-    assert ints.dtype == stop_ids.dtype == torch.int64
-    assert floats.dtype == torch.float32
-    assert ints.stride(1) == floats.stride(1) == 1
-    assert stop_ids.is_contiguous()
-    columns = 0
     if needs is not None and needs.penalties:
         assert counts is not None
         assert state.prompt_mask is not None
@@ -144,7 +143,21 @@ def _slots(
     if needs is not None and needs.bias:
         assert bias is not None
         assert bias.shape[1] == vocab_size
-    for tensor in (counts, state.prompt_mask, bias):
+    handle = _SLOTS.get(state)
+    if handle is None:
+        handle = _SLOTS[state] = _slot_tensors(state)
+    return handle
+
+
+def _slot_tensors(state: SamplingSlots) -> cpp.SlotTensors:
+    """Addresses, which stay what they are as long as `state` lives."""
+    ints, floats, stop_ids = state.ints, state.floats, state.stop_ids
+    assert ints.dtype == stop_ids.dtype == torch.int64
+    assert floats.dtype == torch.float32
+    assert ints.stride(1) == floats.stride(1) == 1
+    assert stop_ids.is_contiguous()
+    columns = 0
+    for tensor in (state.output_counts, state.prompt_mask, state.bias):
         if tensor is not None:
             assert tensor.is_contiguous()
             columns = tensor.shape[1]
@@ -152,11 +165,12 @@ def _slots(
     assert len(ints) == len(floats) == len(stop_ids)
     return cpp.SlotTensors(
         len(ints), ints.data_ptr(), ints.stride(0), floats.data_ptr(), floats.stride(0),
-        stop_ids.data_ptr(), stop_ids.shape[1], address(counts), address(state.prompt_mask),
-        address(bias), columns,
+        stop_ids.data_ptr(), stop_ids.shape[1], address(state.output_counts),
+        address(state.prompt_mask), address(state.bias), columns,
     )  # fmt: skip
 
 
+@cache
 def _needs(needs: Needs) -> cpp.Needs:
     return cpp.Needs(
         needs.sampling, needs.top_k, needs.top_p, needs.min_p, needs.penalties, needs.bias,

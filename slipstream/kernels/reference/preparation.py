@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.devices import send
-from slipstream.kernels.preparation import ExactRows, PaddedRows, PreparationOps, RequestTables
+from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
 from slipstream.kernels.table import AttentionInputs
 
 
@@ -17,7 +17,7 @@ def expand_rows(
     lengths: Tensor,
     most: int,
     mask_token: int | None = None,
-) -> PaddedRows:
+) -> PlacedRows:
     row = torch.arange(len(slots) * most, device=slots.device)
     request, offset = row // most, row % most
     positions = (starts[request] + offset).clamp_max(tables.last_position)
@@ -37,7 +37,7 @@ def expand_rows(
     token_ids = tables.token_ids[row_slots, positions]
     if mask_token is not None:
         token_ids = token_ids.masked_fill(positions >= tables.num_tokens[row_slots], mask_token)
-    return PaddedRows(token_ids, inputs, first_row[:-1], last_row)
+    return PlacedRows(token_ids, inputs, first_row[:-1], last_row)
 
 
 def place_rows(
@@ -47,7 +47,7 @@ def place_rows(
     lengths: Tensor,
     rereads: Tensor | None = None,
     mask_token: int | None = None,
-) -> ExactRows:
+) -> PlacedRows:
     row_starts = [0, *accumulate(lengths.tolist())]
     query_start = send(torch.tensor(row_starts), slots.device)
     request = torch.repeat_interleave(lengths, output_size=row_starts[-1])
@@ -68,7 +68,7 @@ def place_rows(
     token_ids = tables.token_ids[row_slots, positions]
     if mask_token is not None:
         token_ids = token_ids.masked_fill(positions >= tables.num_tokens[row_slots], mask_token)
-    return ExactRows(token_ids, inputs, request, offset, query_start[:-1], last_row, row_starts)
+    return PlacedRows(token_ids, inputs, query_start[:-1], last_row, request, offset, row_starts)
 
 
 def advance_drafts(

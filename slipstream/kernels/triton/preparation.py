@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.preparation import PaddedRows, PreparationOps, RequestTables
+from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
 from slipstream.kernels.reference.preparation import place_rows
 from slipstream.kernels.table import AttentionInputs
 from slipstream.kernels.triton.launch import dense, launch_dependents, options, wait_for_inputs
@@ -61,7 +61,7 @@ def expand_rows(
     lengths: Tensor,
     most: int,
     mask_token: int | None = None,
-) -> PaddedRows:
+) -> PlacedRows:
     device, requests = slots.device, len(slots)
     slots, starts, lengths = dense(slots, starts, lengths)
     num_blocks = tables.block_tables.shape[1]
@@ -78,7 +78,7 @@ def expand_rows(
         block_m=triton.next_power_of_2(most), block_b=TABLE_BLOCK, num_warps=4, **options(device),
     )  # fmt: skip
     inputs = AttentionInputs(query_start, contexts, own_tables, positions, places, most)
-    return PaddedRows(token_ids, inputs, query_start[:-1], last_rows)
+    return PlacedRows(token_ids, inputs, query_start[:-1], last_rows)
 
 
 @triton.jit
