@@ -6,6 +6,7 @@ step would feel; as kernels they are one each.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -196,6 +197,7 @@ class PreparationOps:
     keep_path: KeepPathOp
 
 
+@cache
 def preparation_for(device: torch.device) -> PreparationOps:
     """The ops for this device."""
     if runs_triton(device):

@@ -69,13 +69,16 @@ class Forward:
 
     def last(self) -> Tensor:
         """[R, hidden_size], each request's last row."""
-        if len(self.hidden) == len(self.last_row) and not self.row_starts:
-            return self.hidden
+        requests = self.last_row.shape[0]
+        if self.hidden.shape[0] == requests and (
+            not self.row_starts or [*self.row_starts] == [*range(requests + 1)]
+        ):
+            return self.hidden  # one row each
         return self.hidden[self.last_row]
 
     def ends(self, counts: Tensor, num_rows: int) -> Tensor:
         """[num_rows, hidden_size]: the last counts[r] rows of each request; `num_rows` in all."""
-        if num_rows == len(self.hidden):
+        if num_rows == self.hidden.shape[0]:
             return self.hidden
         request = torch.repeat_interleave(counts, output_size=num_rows)
         place = torch.arange(num_rows, device=counts.device) - (counts.cumsum(0) - counts)[request]

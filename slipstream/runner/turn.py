@@ -103,7 +103,7 @@ class Turn:
 
     @property
     def num_requests(self) -> int:
-        return len(self.slots)
+        return self.slots.shape[0]
 
     @property
     def guessed(self) -> Tensor:

@@ -75,7 +75,7 @@ class SampleRows:
             draft_probs=draft_probs,
             draft_vocabulary=draft_vocabulary,
             # Without a shorter draft among them they are uniform, which takes no layout.
-            ragged_rows=None if num_rows == draft_tokens.numel() + len(slots) else num_rows,
+            ragged_rows=None if num_rows == draft_tokens.numel() + slots.shape[0] else num_rows,
         )
 
     @property

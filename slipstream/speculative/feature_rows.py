@@ -232,7 +232,7 @@ class FeatureRowsDrafter:
         """features [R, W, F], of each request's rows -> of each request's last row what enters the
         head [R, H] and the next feature [R, F]; `draft` as `_pass` has it."""
         laid = lay_out(self._state, rows)
-        if laid.inputs.max_rows == 1 and len(laid.token_ids) == len(features):  # one row each
+        if laid.inputs.max_rows == 1 and laid.token_ids.shape[0] == features.shape[0]:  # one each
             return self._pass(laid, features[:, 0], draft)
         if laid.request is None:
             hidden, last = self._pass(laid, features.flatten(0, 1), draft)

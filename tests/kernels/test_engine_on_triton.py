@@ -32,7 +32,7 @@ SAMPLED = SamplingParams(temperature=1, max_tokens=4, ignore_eos=True, seed=100)
 @contextmanager
 def triton_serves_the_cpu() -> Iterator[None]:
     """Engines that are built and run in here use the kernels, few programs of each."""
-    chosen = table.ops_for, sampling_table.sampling_ops_for
+    chosen = table.ops_for, sampling_table.sampling_ops_for, preparation.preparation_for
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MULTIPROCESSORS", 1)
         for module in (preparation, sampling_table, suffix_lookup, table):

@@ -354,8 +354,11 @@ def test_the_last_rows_of_exact_and_padded_passes() -> None:
     hidden = torch.arange(6.0).unsqueeze(1)
     padded = Forward(hidden, tensor(0, 3), tensor(1, 3), ())
     assert padded.last().tolist() == [[1], [3]]
-    single = Forward(hidden, tensor(*range(6)), tensor(*range(6)), ())
-    assert single.last() is hidden  # one row each: nothing to pick
+    for starts in ((), (0, 1, 2, 3, 4, 5, 6)):  # one row each: nothing to pick
+        single = Forward(hidden, tensor(*range(6)), tensor(*range(6)), starts)
+        assert single.last() is hidden
+    uneven = Forward(hidden[:3], tensor(0, 0, 2), tensor(0, 1, 2), (0, 0, 2, 3))
+    assert uneven.last().tolist() == [[0], [1], [2]]
 
 
 def test_the_ends_of_an_exact_pass() -> None:

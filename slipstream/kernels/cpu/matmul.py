@@ -77,7 +77,7 @@ def _give_back_memory(weight: Weight) -> None:
 def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if not isinstance(weight, CpuMatrix):
         return REFERENCE.linear(x, weight, bias)
-    out = x.new_empty((len(x), weight.shape[0]))
+    out = x.new_empty((x.shape[0], weight.shape[0]))
     cpp.matmul(weight.handle, x, bias, out)
     return out
 
@@ -85,6 +85,6 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 def logits(x: Tensor, weight: Weight) -> Tensor:
     if not isinstance(weight, CpuMatrix):
         return REFERENCE.logits(x, weight)
-    out = torch.empty((len(x), weight.shape[0]))
+    out = torch.empty((x.shape[0], weight.shape[0]))
     cpp.matmul(weight.handle, x, None, out)
     return out

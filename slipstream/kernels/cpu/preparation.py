@@ -28,10 +28,9 @@ def expand_rows(
     most: int,
     mask_token: int | None = None,
 ) -> PlacedRows:
-    requests = len(slots)
+    requests = slots.shape[0]
     rows, num_blocks = requests * most, tables.block_tables.shape[1]
-    slots, starts, lengths = _integers(slots), _integers(starts), _integers(lengths)
-    assert len(starts) == len(lengths) == requests
+    slots, starts, lengths = (_integers(it, requests) for it in (slots, starts, lengths))
     numbers = torch.empty(2 * rows + 3 * requests + 1, dtype=torch.int64)
     block_tables = torch.empty((requests, num_blocks), dtype=torch.int32)
     token_ids = torch.empty(rows, dtype=torch.int32)
@@ -62,14 +61,13 @@ def place_rows(
     rereads: Tensor | None = None,
     mask_token: int | None = None,
 ) -> PlacedRows:
-    slots, starts, lengths = _integers(slots), _integers(starts), _integers(lengths)
+    requests = slots.shape[0]
+    slots, starts, lengths = (_integers(it, requests) for it in (slots, starts, lengths))
     if rereads is not None:
-        rereads = _integers(rereads)
-        assert len(rereads) == len(slots)
+        rereads = _integers(rereads, requests)
     counts: list[int] = lengths.tolist()
     row_starts = [0, *accumulate(counts)]
-    requests, rows, num_blocks = len(counts), row_starts[-1], tables.block_tables.shape[1]
-    assert slots.shape[0] == starts.shape[0] == requests
+    rows, num_blocks = row_starts[-1], tables.block_tables.shape[1]
     numbers = torch.empty(4 * rows + 3 * requests + 1, dtype=torch.int64)
     block_tables = torch.empty((requests, num_blocks), dtype=torch.int32)
     token_ids = torch.empty(rows, dtype=torch.int32)
@@ -99,16 +97,16 @@ def advance_drafts(
     index: int,
 ) -> tuple[Tensor, Tensor]:
     requests, width = tokens.shape
-    slots, known, wanted = _integers(slots), _integers(known), _integers(wanted)
-    picked = _integers(picked)
-    assert len(slots) == len(known) == len(wanted) == len(picked) == requests
+    slots, known, wanted, picked = (
+        _integers(it, requests) for it in (slots, known, wanted, picked)
+    )
     assert tokens.dtype == torch.int64
     assert tokens.is_contiguous()
     assert 0 <= index < width
     vocabulary_size = 0
     if vocabulary is not None:
-        vocabulary = _integers(vocabulary)
-        vocabulary_size = len(vocabulary)
+        vocabulary_size = vocabulary.shape[0]
+        vocabulary = _integers(vocabulary, vocabulary_size)
     numbers = torch.empty(2 * requests, dtype=torch.int64)
     cpp.advance_drafts(
         _handle(tables), requests, slots.data_ptr(), known.data_ptr(), wanted.data_ptr(),
@@ -120,8 +118,7 @@ def advance_drafts(
 
 def write_tokens(tables: RequestTables, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
     requests, width = tokens.shape
-    slots, counts = _integers(slots), _integers(counts)
-    assert len(slots) == len(counts) == requests
+    slots, counts = _integers(slots, requests), _integers(counts, requests)
     tokens = dense(tokens, torch.int64, requests, width)
     cpp.write_tokens(
         _handle(tables), requests, slots.data_ptr(), tokens.data_ptr(), width, counts.data_ptr()
@@ -138,9 +135,9 @@ def commit(
     num_accepted: Tensor,
 ) -> tuple[Tensor, Tensor]:
     requests, width = tokens.shape
-    slots, num_new, num_tokens = _integers(slots), _integers(num_new), _integers(num_tokens)
-    num_accepted = _integers(num_accepted)
-    assert len(slots) == len(num_new) == len(num_tokens) == len(num_accepted) == requests
+    slots, num_new, num_tokens, num_accepted = (
+        _integers(it, requests) for it in (slots, num_new, num_tokens, num_accepted)
+    )
     at_end = dense(at_end, torch.bool, requests)
     tokens = dense(tokens, torch.int64, requests, width)
     gains = torch.empty(2 * requests, dtype=torch.int64)
@@ -160,8 +157,7 @@ def keep_path(
     pages: Tensor,
 ) -> None:
     requests, width = path.shape
-    slots, roots, counts = _integers(slots), _integers(roots), _integers(counts)
-    assert len(slots) == len(roots) == len(counts) == requests
+    slots, roots, counts = (_integers(it, requests) for it in (slots, roots, counts))
     path = dense(path, torch.int64, requests, width)
     assert pages.is_cpu
     assert pages.is_contiguous()
@@ -174,10 +170,10 @@ def keep_path(
     )  # fmt: skip
 
 
-def _integers(tensor: Tensor) -> Tensor:
-    """[n] int64, dense."""
+def _integers(tensor: Tensor, count: int) -> Tensor:
+    """[count] int64, dense."""
     assert tensor.dtype == torch.int64
-    assert tensor.dim() == 1
+    assert tensor.shape == (count,)
     assert tensor.is_cpu
     return tensor.contiguous()
 

@@ -25,6 +25,6 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[T
 
 
 def gated_activation(gate_up: Tensor) -> Tensor:
-    out = torch.empty((len(gate_up), gate_up.shape[1] // 2), dtype=gate_up.dtype)
+    out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
     cpp.gated(gate_up, out)
     return out

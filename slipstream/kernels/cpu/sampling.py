@@ -49,12 +49,12 @@ def draft(
     num_legal_tokens: int,
     probs_out: Tensor | None,
 ) -> Tensor:
-    requests, num_tokens = len(slots), min(logits.shape[1], num_legal_tokens)
+    requests, num_tokens = slots.shape[0], min(logits.shape[1], num_legal_tokens)
     out = torch.empty(requests, dtype=torch.int64)
     if not requests:
         return out
     logits = lines(logits.float(), torch.float32)
-    assert len(logits) == requests
+    assert logits.shape[0] == requests
     matrix = logits.data_ptr(), logits.stride(0), num_tokens, requests
     if probs_out is None:
         cpp.best_tokens(*matrix, out.data_ptr())

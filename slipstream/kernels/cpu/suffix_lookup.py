@@ -10,7 +10,7 @@ from slipstream.kernels.cpu.addresses import dense
 def suffix_lookup(
     token_ids: Tensor, slots: Tensor, known: Tensor, width: int, shortest: int, longest: int
 ) -> tuple[Tensor, Tensor]:
-    requests = len(slots)
+    requests = slots.shape[0]
     assert token_ids.dtype == torch.int32
     assert token_ids.is_cpu
     assert token_ids.is_contiguous()
