@@ -60,6 +60,7 @@ class LLM:
         self._numbers = count()
         # Outputs of live requests that their stream has not yielded: streams may be interleaved.
         self._mail: dict[str, deque[RequestOutput | Exception]] = {}
+        self._whole: set[str] = set()  # live requests of which snapshots are not wanted
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -86,7 +87,7 @@ class LLM:
         Raises:
             UsageError: a prompt or parameter is wrong; nothing is run.
         """
-        return _finished(self.stream(prompts, sampling_params))
+        return _finished(self._run(*self._encoded(prompts, sampling_params), whole=True))
 
     def chat(
         self,
@@ -99,7 +100,8 @@ class LLM:
         Args:
             template_options: passed to the checkpoint's chat template.
         """
-        return _finished(self.stream_chat(messages, sampling_params, **template_options))
+        encoded = self._encoded_chats(messages, sampling_params, template_options)
+        return _finished(self._run(*encoded, whole=True))
 
     def stream(
         self, prompts: Prompts, sampling_params: Params | None = None
@@ -111,12 +113,7 @@ class LLM:
         Requests are queued at the first `next`; leaving the iteration early aborts what is
         unfinished. Several streams of one LLM may be open at once: their requests share steps.
         """
-        given: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else _listed(prompts)
-        params = _per_prompt(sampling_params, len(given))
-        encoded = [
-            self._encoder.encode(prompt, own) for prompt, own in zip(given, params, strict=True)
-        ]
-        return self._run(encoded, params)
+        return self._run(*self._encoded(prompts, sampling_params))
 
     def stream_chat(
         self,
@@ -125,6 +122,24 @@ class LLM:
         **template_options: Any,
     ) -> Iterator[RequestOutput]:
         """Like `chat`, but yields snapshots as `stream` does."""
+        return self._run(*self._encoded_chats(messages, sampling_params, template_options))
+
+    def _encoded(
+        self, prompts: Prompts, sampling_params: Params | None
+    ) -> tuple[list[EncodedPrompt], list[SamplingParams]]:
+        given: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else _listed(prompts)
+        params = _per_prompt(sampling_params, len(given))
+        encoded = [
+            self._encoder.encode(prompt, own) for prompt, own in zip(given, params, strict=True)
+        ]
+        return encoded, params
+
+    def _encoded_chats(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | None,
+        template_options: Mapping[str, Any],
+    ) -> tuple[list[EncodedPrompt], list[SamplingParams]]:
         given: list[Any] = _listed(messages)
         if given and isinstance(given[0], Mapping):
             given = [given]
@@ -137,7 +152,7 @@ class LLM:
             )
             for conversation, own in zip(given, params, strict=True)
         ]
-        return self._run(encoded, params)
+        return encoded, params
 
     def abort(self, request_id: str) -> None:
         """End a request that is being streamed; its stream yields what there is of it.
@@ -149,15 +164,24 @@ class LLM:
             self._mail[request_id].append(submission.output())
 
     def _run(
-        self, prompts: Sequence[EncodedPrompt], params: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[EncodedPrompt],
+        params: Sequence[SamplingParams],
+        whole: bool = False,
     ) -> Iterator[RequestOutput]:
-        """Queue everything or nothing, when first asked for an output; step until it is done."""
+        """Queue everything or nothing, when first asked for an output; step until it is done.
+
+        Args:
+            whole: only finished outputs are wanted.
+        """
         mine: dict[str, None] = {}
         try:
             for prompt, own in zip(prompts, params, strict=True):
                 request_id = str(next(self._numbers))
                 self.engine.add(request_id, prompt, own)
                 self._mail[request_id] = deque()
+                if whole:
+                    self._whole.add(request_id)
                 mine[request_id] = None
             while mine:
                 for output in self._collect(mine):
@@ -165,8 +189,10 @@ class LLM:
                         raise output
                     if output.finished:
                         del mine[output.request_id], self._mail[output.request_id]
+                        self._whole.discard(output.request_id)
                     yield output
         finally:
+            self._whole.difference_update(mine)
             for request_id in mine:
                 self.engine.abort(request_id)
                 del self._mail[request_id]
@@ -175,10 +201,10 @@ class LLM:
         """What came for these requests, by anyone's steps; steps when nothing has."""
         if not any(self._mail[request_id] for request_id in mine):
             for submission in self.engine.step():
-                if submission.request_id in self._mail:
-                    self._mail[submission.request_id].append(
-                        submission.error or submission.output()
-                    )
+                request_id = submission.request_id
+                is_last = submission.finished or submission.error is not None
+                if request_id in self._mail and (is_last or request_id not in self._whole):
+                    self._mail[request_id].append(submission.error or submission.output())
         outputs = [output for request_id in mine for output in self._mail[request_id]]
         for request_id in mine:
             self._mail[request_id].clear()
