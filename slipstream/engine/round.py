@@ -101,8 +101,9 @@ class Outcome:
 class Round:
     """Holds the models and the state; called with a turn, it does the whole of it.
 
-    Nothing in it looks at the host, and it waits for the device only where a turn is exact, so a
-    call over fixed tensors can be captured in a graph and replayed.
+    Runs in inference mode, which a step sets once. Nothing in it looks at the host, and it waits
+    for the device only where a turn is exact, so a call over fixed tensors can be captured in a
+    graph and replayed.
     """
 
     def __init__(
@@ -121,14 +122,12 @@ class Round:
         self._now = partial(timestamp_for(state.device), state.device)
         self._limits = limits
 
-    @torch.inference_mode()
     def __call__(self, turn: Turn) -> Outcome:
         with label(_DRAFT):
             proposal = self.propose(turn)
         with label(_TARGET):
             return self.judge(turn, proposal)
 
-    @torch.inference_mode()
     def propose(self, turn: Turn) -> Proposal:
         """The drafter's guesses, which become the tentative tail of every request's tokens."""
         began = self._now()
@@ -144,7 +143,6 @@ class Round:
             )
         return Proposal(draft, began, self._now())
 
-    @torch.inference_mode()
     def judge(self, turn: Turn, proposal: Proposal, steering: Steering | None = None) -> Outcome:
         """One pass of the target over known and draft tokens, the verdict, and what follows."""
         draft = proposal.draft
@@ -256,4 +254,4 @@ class Round:
             verdict.num_accepted,
         )
         self._sampling.commit(turn.slots, verdict.token_ids, num_tokens, turn.uses)
-        return replace(verdict, num_tokens=num_tokens, num_accepted=num_accepted)
+        return Verdict(verdict.token_ids, num_tokens, num_accepted, verdict.path)

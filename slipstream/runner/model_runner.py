@@ -128,7 +128,6 @@ class ModelRunner:
         self._head = head or network.head
         self._stream_layers = tuple(stream_layers)
 
-    @torch.inference_mode()
     def forward(self, rows: Rows) -> Forward:
         """Compute `rows`, whose ids stand in the device state, and write their keys and values."""
         laid = lay_out(self._state, rows)
@@ -150,7 +149,6 @@ class ModelRunner:
         keep = preparation_for(self._state.device).keep_path
         keep(self._state.tables, slots, roots, path, counts, self._cache.pages)
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, vocab_size (of the head)] float32."""
         return self._head(hidden)
