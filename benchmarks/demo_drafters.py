@@ -14,18 +14,17 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from benchmarks.demo_acceptance import HELD_OUT
 from slipstream import LLM, SamplingParams
 from slipstream.core.outputs import RequestMetrics
 from slipstream.kernels.table import ops_for
 from slipstream.models.loading import dtype_named
 
-HELD_OUT = Path(__file__).parent.parent / "slipstream" / "demo" / "prompts" / "held_out.jsonl"
 PLAIN = "none"
 WARM_UP = 16  # tokens
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cpu_decode, peers_cpu
+from benchmarks import cpu_decode, demo_drafters, peers_cpu
 from benchmarks.cpu_bandwidth import measured_apart
 from benchmarks.cpu_bars import Bar
 from benchmarks.cpu_own import coverage, round_bytes, trimmed, write_draft_text
@@ -213,3 +213,19 @@ def test_bars_say_whether_they_are_met() -> None:
     assert Bar("x", None, 0.85).met is None
     assert Bar("x", 5.0, 6.0, "s").line().split() == ["met", "5", "s", "<=", "6", "s", "x"]
     assert "MISSED" in Bar("x", 7.0, 6.0, "s").line()
+
+
+def test_drafters_of_the_demo_are_compared_with_plain_decoding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--prompts 1 --tokens 12 --rounds 2 --dtype float32 --only ngram demo/eagle3"
+    monkeypatch.setattr(sys, "argv", ["demo_drafters", *options.split()])
+    demo_drafters.main()
+    *lines, last = capsys.readouterr().out.splitlines()
+    rows = json.loads(last)["rows"]
+    assert [row["drafter"] for row in rows] == ["none", "ngram", "demo/eagle3"]
+    assert [row["K"] for row in rows] == [0, 4, 4]
+    assert not any(row["differing"] for row in rows)
+    assert rows[0]["times plain"] == rows[0]["AL"] == 1
+    assert rows[2]["AL"] > 1
+    assert sum(line.startswith("| ") for line in lines) == 2 + len(rows)
