@@ -279,8 +279,8 @@ class LayerParts:
 
     Attributes:
         before_attention: None where queries, keys and values are made of the stream as it is.
-        beside: of the norm of a second input of a first layer, whose normed rows stand before those
-            of the stream in what queries, keys and values are made of; None without such an input.
+        beside: norm of a second input of a first layer, whose rows stand before those of the stream
+            in what queries, keys and values are made of; None without such an input.
         keeps_normed: what `before_attention` gives of the stream takes its place.
     """
 
@@ -302,11 +302,10 @@ class LayerParts:
 
 @dataclass(frozen=True, eq=False)
 class StackParts:
-    """Layers in a row, and what stands before and behind them.
+    """Layers in a row, at least one, and what stands before and behind them.
 
     Attributes:
-        layers: at least one.
-        last: norm behind them; None: what leaves is the stream.
+        last: norm behind the layers; None: what leaves is the stream.
         entry: makes the stream of the sources side by side; None: the last source is the stream.
         entry_norms: of each source; None for those that are taken as they are.
     """
@@ -320,9 +319,8 @@ class StackParts:
 class StackOp(Protocol):
     """sources, each [T, its width] -> (what leaves [T, H], wanted streams, each [T, H]).
 
-    `wanted` names layers, from 0, whose incoming stream is kept; the number of layers stands for
-    the stream that leaves the last one. Where the first layer has a second input (`beside`), that
-    is the first source.
+    `wanted` names layers, from 0, whose incoming stream is kept; their number stands for the stream
+    that leaves the last one. A second input of the first layer (`beside`) is the first source.
     """
 
     def __call__(

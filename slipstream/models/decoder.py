@@ -51,8 +51,8 @@ class DecoderLayer:
         before = rms_norm(source, f"{name}.input_layernorm", width, eps)
         self.attention = Attention(ops, source, f"{name}.self_attn", width, width, shape, cos_sin)
         norm = rms_norm(source, f"{name}.post_attention_layernorm", width, eps)
-        mlp = GatedMLP(source, f"{name}.mlp", norm, config.intermediate_size, config.mlp_bias)
-        self.parts = layer_parts(before, self.attention, mlp)
+        self.mlp = GatedMLP(source, f"{name}.mlp", norm, config.intermediate_size, config.mlp_bias)
+        self.parts = layer_parts(before, self.attention, self.mlp)
 
 
 class Decoder:
