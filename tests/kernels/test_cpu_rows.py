@@ -75,3 +75,17 @@ def test_what_does_not_fit_is_refused() -> None:
         norm(x, torch.zeros(8, dtype=torch.bfloat16), 1e-6)
     with pytest.raises(ValueError, match="float32"):
         gated_activation(x.double())
+
+
+def test_arrays_without_a_table_of_functions_come_by_capsule() -> None:
+    """As tensors of a torch that has none do."""
+    x = torch.randn(3, 20, generator=torch.Generator().manual_seed(1))
+    weight, out = torch.rand(20), torch.empty(3, 20)
+    cpp.norm(x, weight, 1e-6, out)
+    arrays = x.numpy(), weight.numpy(), torch.zeros(3, 20).numpy()
+    cpp.norm(arrays[0], arrays[1], 1e-6, arrays[2])
+    assert torch.equal(torch.from_numpy(arrays[2]), out)
+    with pytest.raises(TypeError):
+        cpp.norm(x.tolist(), weight, 1e-6, out)
+    with pytest.raises(TypeError):
+        cpp.norm(x.to("meta"), weight, 1e-6, out)
