@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from slipstream.kernels.devices import profiling
-from slipstream.kernels.table import AttentionInputs, LayerParts, Norm, Ops, StackParts
+from slipstream.kernels.stack_parts import LayerParts, StackParts
+from slipstream.kernels.table import AttentionInputs, Norm, Ops
 from slipstream.layers.attention import Attention
 from slipstream.layers.mlp import GatedMLP
 

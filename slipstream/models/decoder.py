@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs, Ops, StackParts
+from slipstream.kernels.stack_parts import StackParts
+from slipstream.kernels.table import AttentionInputs, Ops
 from slipstream.layers.attention import Attention, AttentionShape
 from slipstream.layers.embedding import Embedding, own_head, tied_head
 from slipstream.layers.mlp import GatedMLP

@@ -13,16 +13,8 @@ cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not bui
 
 from slipstream.kernels.cpu.column import cpu_column
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import (
-    Heads,
-    LayerParts,
-    Norm,
-    Ops,
-    Product,
-    StackParts,
-    Weight,
-    one_by_one,
-)
+from slipstream.kernels.stack_parts import LayerParts, Product, StackParts
+from slipstream.kernels.table import Heads, Norm, Ops, Weight, one_by_one
 from slipstream.layers.rope import RopeConfig, rope_table
 from slipstream.layers.stack import Stack
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, seeded

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from slipstream.kernels.cpu.attention import layer_of, pass_of, serves
 from slipstream.kernels.cpu.matmul import CpuMatrix
-from slipstream.kernels.table import AttentionInputs, LayerParts, Norm, Product, StackOp, StackParts
+from slipstream.kernels.stack_parts import LayerParts, Product, StackOp, StackParts
+from slipstream.kernels.table import AttentionInputs, Norm
 
 Cache = tuple[Tensor, Tensor]
 

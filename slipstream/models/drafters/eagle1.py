@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs, Ops, StackParts
+from slipstream.kernels.stack_parts import StackParts
+from slipstream.kernels.table import AttentionInputs, Ops
 from slipstream.layers.attention import Attention
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import column_linear

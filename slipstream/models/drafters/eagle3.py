@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs, LayerParts, Norm, Ops, StackParts
+from slipstream.kernels.stack_parts import LayerParts, StackParts
+from slipstream.kernels.table import AttentionInputs, Norm, Ops
 from slipstream.layers.attention import Attention
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import Linear, column_linear

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
-from slipstream.kernels.table import AttentionInputs, Norm, Ops, StackParts
+from slipstream.kernels.stack_parts import StackParts
+from slipstream.kernels.table import AttentionInputs, Norm, Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import Linear, column_linear
 from slipstream.layers.norm import rms_norm
