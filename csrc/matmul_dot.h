@@ -61,7 +61,8 @@ class ProductUnit {
             const int64_t part = num_tiles - done < most ? num_tiles - done : most;
             for (int64_t line = 0; line < count; line += most_lines)
                 some_lines(lines, first + line, count - line, tile + done,
-                           weight + done * tile_numbers, part, done > 0, sums + line * block_rows);
+                           weight + done * tile_numbers, part, done > 0, line == 0,
+                           sums + line * block_rows);
         }
     }
 
@@ -76,17 +77,18 @@ class ProductUnit {
 
     template <typename Number, typename Weight, typename Sum>
     static void some_lines(const Lines<Number>& lines, int64_t line, int64_t count, int64_t tile,
-                           const Weight* weight, int64_t num_tiles, bool adds, Sum* sums) {
+                           const Weight* weight, int64_t num_tiles, bool adds, bool asks_ahead,
+                           Sum* sums) {
         const Number* x = lines.at(line, tile);
         for (int panel = 0; panel < block_panels; panel += panels)
             switch (count < most_lines ? count : most_lines) {
-                case 1: chains<1>(x, lines, weight, num_tiles, panel, adds, sums); break;
-                case 2: chains<2>(x, lines, weight, num_tiles, panel, adds, sums); break;
-                case 3: chains<3>(x, lines, weight, num_tiles, panel, adds, sums); break;
-                case 4: chains<4>(x, lines, weight, num_tiles, panel, adds, sums); break;
+                case 1: chains<1>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
+                case 2: chains<2>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
+                case 3: chains<3>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
+                case 4: chains<4>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
 #if defined(__AVX512F__)
-                case 5: chains<5>(x, lines, weight, num_tiles, panel, adds, sums); break;
-                case 6: chains<6>(x, lines, weight, num_tiles, panel, adds, sums); break;
+                case 5: chains<5>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
+                case 6: chains<6>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
 #endif
             }
     }
@@ -94,7 +96,7 @@ class ProductUnit {
     // R lines times the panels from `panel` on, in registers.
     template <int R, typename Number, typename Weight, typename Sum>
     static void chains(const Number* x, const Lines<Number>& lines, const Weight* weight,
-                       int64_t num_tiles, int panel, bool adds, Sum* sums) {
+                       int64_t num_tiles, int panel, bool adds, bool asks_ahead, Sum* sums) {
         const int depth = lines.depth;
         const int64_t stride = lines.stride(), panel_numbers = depth * panel_rows;
         decltype(load(sums)) acc[R][panels];
@@ -102,9 +104,11 @@ class ProductUnit {
             for (int p = 0; p < panels; ++p)
                 acc[r][p] = adds ? load(sums + r * block_rows + (panel + p) * panel_rows)
                                  : start(sums);
-        for (int64_t tile = 0; tile < num_tiles; ++tile)
-            multiply_tile<R>(x + tile * depth, stride, depth,
-                             weight + (tile * block_panels + panel) * panel_numbers, acc);
+        for (int64_t tile = 0; tile < num_tiles; ++tile) {
+            const Weight* w = weight + (tile * block_panels + panel) * panel_numbers;
+            if (asks_ahead) look_ahead<panels * 1024>(w);
+            multiply_tile<R>(x + tile * depth, stride, depth, w, acc);
+        }
         for (int r = 0; r < R; ++r)
             for (int p = 0; p < panels; ++p)
                 store(sums + r * block_rows + (panel + p) * panel_rows, acc[r][p]);

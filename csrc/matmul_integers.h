@@ -17,17 +17,6 @@ inline float from_float16(uint16_t half) {
     return half >> 15 ? -value : value;
 }
 
-// Asks for what will be read so many bytes later: the machine's own look-ahead loses four-bit weights,
-// whose bytes pass so fast that it would have to look further.
-template <int64_t bytes>
-inline void look_ahead([[maybe_unused]] const char* from) {
-#if defined(__AVX2__)
-    constexpr int64_t distance = 4096;
-    for (int64_t line = 0; line < bytes; line += 64)
-        _mm_prefetch(from + distance + line, _MM_HINT_T0);
-#endif
-}
-
 // Sums [digits][64] of a row with int8, less what their zeros add: sixteen numbers. The difference
 // is taken in integers, for both sides are many times as large.
 inline F16 join_digits(const int32_t* sums, const int32_t* x_sums, int digits) {

@@ -36,6 +36,17 @@ struct Lines {
     int64_t stride() const { return in_tiles ? depth : columns; }
 };
 
+// Asks for what will be read so many bytes later: few rows are done with a weight so soon that the
+// machine's own look-ahead, which ends with a page, falls behind.
+template <int64_t bytes>
+inline void look_ahead([[maybe_unused]] const void* from) {
+#if defined(__AVX2__)
+    constexpr int64_t distance = 4096;
+    for (int64_t line = 0; line < bytes; line += 64)
+        _mm_prefetch(static_cast<const char*>(from) + distance + line, _MM_HINT_T0);
+#endif
+}
+
 // Memory for sums [count][64] of a task. The matrix unit writes whole tiles, so more has room.
 constexpr int64_t spare_lines = 32;
 template <typename Sum>
