@@ -83,6 +83,7 @@ def test_drafters_of_their_own_precision_change_nothing() -> None:
         drafter = {"model": "demo/eagle3", "num_speculative_tokens": 4}
         llm = LLM(
             "demo",
+            device="cpu",
             dtype="bfloat16",
             max_model_len=512,
             num_kv_blocks=256,
