@@ -48,6 +48,7 @@ std::unique_ptr<Matrix> pack_i4(const Array& values, const Array& scales,
     const int64_t rows = values.shape(0), columns = 2 * static_cast<int64_t>(values.shape(1));
     require(group > 0 && group % 32 == 0 && columns % group == 0,
             "int4 groups are multiples of 32 columns, and K one of groups");
+    require(group <= 8192, "sums of more than 8,192 int4 columns may overflow");
     require(static_cast<int64_t>(scales.shape(0)) == rows &&
                 static_cast<int64_t>(scales.shape(1)) == columns / group,
             "values [N, K / 2], scales [N, K / group]");

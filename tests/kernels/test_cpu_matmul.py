@@ -110,6 +110,21 @@ def test_levels_but_the_lowest_agree_on_integers() -> None:
     cpp.set_level(before)
 
 
+@pytest.mark.parametrize("columns", [4096, 11008, 24576])
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_a_group_may_be_a_whole_row(level: str, columns: int, has_zeros: bool) -> None:
+    # The largest sums that there are: all numbers at their bounds.
+    halves = torch.full((65, columns // 2), 0xFF, dtype=torch.uint8)
+    zeros = torch.zeros(65, 1, dtype=torch.uint8) if has_zeros else None
+    whole = Int4Matrix(halves, torch.full((65, 1), 2.0**-6), zeros, columns)
+    x = torch.full((3, columns), 1.75).bfloat16()
+    x[1] = -x[1]
+    expected = x.double() @ dequantised(whole).double().T
+    for rows in (x[:1], x):
+        found = product(rows, matmul.pack(whole))
+        assert torch.allclose(found.double(), expected[: len(rows)], rtol=1e-4)
+
+
 def test_results_are_rounded_and_biased_as_the_reference_does_it(level: str) -> None:
     whole, bias = torch.randn(100, 72).bfloat16(), torch.randn(100).bfloat16()
     x = torch.randn(3, 144).bfloat16()[:, ::2].contiguous()

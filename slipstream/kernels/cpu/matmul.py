@@ -12,7 +12,8 @@ from slipstream.kernels.weights import bytes_of
 
 _LARGE = 1 << 21  # bytes
 BLOCK_ROWS = 64  # that lie together
-MOST_INT8_COLUMNS = 1 << 16  # of which exact sums fit into 32 bits
+# Columns of which exact sums fit into 32 bits; of four bits, of two digits together.
+MOST_INT8_COLUMNS, MOST_INT4_GROUP = 1 << 16, 1 << 12
 
 
 class CpuMatrix(PackedMatrix):
@@ -48,11 +49,24 @@ def pack(weight: Weight) -> Weight:
         values = weight.values.contiguous()
         return CpuMatrix(cpp.pack_int8(values, weight.scales, weight.rounds_input), None)
     if isinstance(weight, Int4Matrix):
-        return CpuMatrix(
-            cpp.pack_int4(weight.values.contiguous(), weight.scales, weight.zeros, weight.group),
-            None,
-        )
+        return _pack_int4(weight)
     return weight
+
+
+def _pack_int4(weight: Int4Matrix) -> CpuMatrix:
+    """Larger groups are taken apart: all parts get the scale and the zero of the whole."""
+    units = weight.group // 32
+    parts = next(
+        parts
+        for parts in range(1, units + 1)
+        if units % parts == 0 and weight.group // parts <= MOST_INT4_GROUP
+    )
+    scales, zeros = (
+        of if of is None or parts == 1 else of.repeat_interleave(parts, dim=1)
+        for of in (weight.scales, weight.zeros)
+    )
+    values = weight.values.contiguous()
+    return CpuMatrix(cpp.pack_int4(values, scales, zeros, weight.group // parts), None)
 
 
 def rounded(matrix: Tensor, form: Rounding) -> Weight:
