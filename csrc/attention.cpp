@@ -186,8 +186,10 @@ void run_store(const AttentionLayer& layer, const Array& kv, const Array& positi
 
 }  // namespace
 
-const AttentionShape& attention_shape(nb::handle layer) {
-    return nb::cast<const AttentionLayer&>(layer).shape();
+const AttentionShape& attention_shape(nb::handle layer, Number rows) {
+    const auto& given = nb::cast<const AttentionLayer&>(layer);
+    given.require_type(rows);
+    return given.shape();
 }
 
 const AttentionRows& attention_rows(nb::handle pass) {

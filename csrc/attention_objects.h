@@ -6,8 +6,9 @@
 
 namespace slipstream {
 
-// Of an `AttentionLayer`, and of an `AttentionPass`; valid while the object lives.
-const AttentionShape& attention_shape(nb::handle layer);
+// Of an `AttentionLayer` for rows of this type, and of an `AttentionPass`; valid while the object
+// lives.
+const AttentionShape& attention_shape(nb::handle layer, Number rows);
 const AttentionRows& attention_rows(nb::handle pass);
 
 // Pages [blocks, block size, Hk, D] of keys and values, alike in layout, in x's type or int8.

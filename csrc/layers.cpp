@@ -102,7 +102,7 @@ class Stack {
                           keep(beside),
                           keep(before_mlp),
                           keeps_normed,
-                          attention_shape(attention),
+                          attention_shape(attention, type_),
                           products[0],
                           products[1],
                           products[2],
@@ -131,6 +131,9 @@ class Stack {
         const AttentionRows& rows = attention_rows(pass);
         require(!layers_.empty() && caches_.size() == layers_.size(), "layers without caches");
         require(wanted.size() == taken.size(), "a tensor for each wanted stream");
+        for (const int index : wanted)
+            require(index >= 0 && index <= static_cast<int>(layers_.size()),
+                    "a wanted stream enters no layer and leaves none");
         const std::vector<Source> sources = look_at(given, rows.num_rows);
         char* hidden = rows_of(out, rows.num_rows);
         std::vector<char*> streams;
@@ -173,6 +176,7 @@ class Stack {
         kept_.push_back(weight);
         const Product product{&nb::cast<const Matrix&>(weight),
                               bias ? contiguous<const void>(*bias, type_, "bias") : nullptr};
+        require(product.weight->takes(type_ == Number::bf16), "weights are in the norms' type");
         if (!bias) return product;
         arrays_.push_back(*bias);
         require(static_cast<int64_t>(bias->size()) == product.weight->rows, "bias: [N]");

@@ -45,13 +45,15 @@ std::unique_ptr<Matrix> pack_i8(const Array& values, const Array& scales, bool o
 
 std::unique_ptr<Matrix> pack_i4(const Array& values, const Array& scales,
                                 std::optional<Array> zeros, int64_t group) {
+    require(values.ndim() == 2 && scales.ndim() == 2, "values and scales have two axes");
     const int64_t rows = values.shape(0), columns = 2 * static_cast<int64_t>(values.shape(1));
     require(group > 0 && group % 32 == 0 && columns % group == 0,
             "int4 groups are multiples of 32 columns, and K one of groups");
     require(group <= 8192, "sums of more than 8,192 int4 columns may overflow");
     require(static_cast<int64_t>(scales.shape(0)) == rows &&
-                static_cast<int64_t>(scales.shape(1)) == columns / group,
-            "values [N, K / 2], scales [N, K / group]");
+                static_cast<int64_t>(scales.shape(1)) == columns / group &&
+                (!zeros || zeros->size() == scales.size()),
+            "values [N, K / 2], scales and zeros [N, K / group]");
     const auto* from = contiguous<const uint8_t>(values, Number::u8, "values");
     const auto* by = contiguous<const float>(scales, Number::f32, "scales");
     const auto* zero = zeros ? contiguous<const uint8_t>(*zeros, Number::u8, "zeros") : nullptr;
@@ -82,8 +84,7 @@ void run_matmul(const Matrix& weight, const Array& x, std::optional<Array> bias,
             "out: [M, N]");
     require(type == Number::bf16 || type == Number::f32, "x is bfloat16 or float32");
     require(out_type == type || out_type == Number::f32, "out is in x's type or float32");
-    require(weight.storage != Storage::bf16 || type == Number::bf16, "x is bfloat16 as the weight");
-    require(weight.storage != Storage::f32 || type == Number::f32, "x is float32 as the weight");
+    require(weight.takes(type == Number::bf16), "x is in the type of the weight");
     MatmulCall call{};
     call.weight = &weight;
     call.x = numbers<const void>(x, type, 1, "x");
@@ -91,7 +92,7 @@ void run_matmul(const Matrix& weight, const Array& x, std::optional<Array> bias,
     call.num_rows = static_cast<int64_t>(x.shape(0));
     call.x_stride = x.stride(0);
     if (bias) {
-        require(static_cast<int64_t>(bias->shape(0)) == weight.rows, "bias: [N]");
+        require(static_cast<int64_t>(bias->size()) == weight.rows, "bias: [N]");
         call.bias = contiguous<const void>(*bias, type, "bias");
     }
     call.out = numbers<void>(out, out_type, 1, "out");
@@ -117,6 +118,8 @@ void run_look_up(const Matrix& table, const Array& ids, const Array& out) {
     const auto* from = contiguous<const int64_t>(ids, Number::i64, "ids");
     const Number type = table.storage == Storage::f32 ? Number::f32 : Number::bf16;
     auto* to = contiguous<void>(out, type, "out");
+    require(static_cast<int64_t>(out.size()) == static_cast<int64_t>(ids.size()) * table.columns,
+            "out: [ids, K]");
     for (size_t i = 0; i < ids.size(); ++i)
         require(from[i] >= 0 && from[i] < table.rows, "an id is not a row of the table");
     nb::gil_scoped_release released;

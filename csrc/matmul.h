@@ -58,6 +58,10 @@ struct Matrix {
     std::shared_ptr<Buffer> scales;  // float32 [rows, padded]: of i8; of i4 powers of two; or null
     int64_t first_block = 0;         // of `values`
 
+    // Whether it meets rows of this type: floats meet their own, integers both.
+    bool takes(bool x_is_bf16) const {
+        return storage != (x_is_bf16 ? Storage::f32 : Storage::bf16);
+    }
     int64_t num_blocks() const { return (rows + block_rows - 1) / block_rows; }
     int64_t num_tiles() const {
         const int64_t unit = group ? group : tile_shape(storage).columns;

@@ -104,7 +104,8 @@ def run_layer(
     Returns:
         This layer's addend and the stream before it, and the stream that entered the layer.
     """
-    if residual is None and (beside is not None or layer.before_attention is None):
+    is_odd = beside is not None or layer.keeps_normed or layer.before_attention is None
+    if residual is None and is_odd:
         qkv, stream = _first_qkv(ops, layer, addend, beside)
     else:
         assert layer.before_attention is not None, "only first layers go without a norm"

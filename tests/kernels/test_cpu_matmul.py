@@ -179,9 +179,23 @@ def test_wrong_tensors_are_refused() -> None:
         cpp.matmul(handle, torch.randn(2, 5), None, out)
     with pytest.raises(ValueError, match=r"out: \[M, N\]"):
         cpp.matmul(handle, torch.randn(2, 4), None, torch.empty(3, 8))
-    with pytest.raises(ValueError, match="float32 as the weight"):
+    with pytest.raises(ValueError, match="type of the weight"):
         cpp.matmul(handle, torch.randn(2, 4).bfloat16(), None, out)
+    with pytest.raises(ValueError, match=r"bias: \[N\]"):
+        cpp.matmul(handle, torch.randn(2, 4), torch.zeros(8, 2), out)
     with pytest.raises(ValueError, match="must be contiguous"):
         cpp.matmul(handle, torch.randn(4, 2).T, None, out)
+    with pytest.raises(ValueError, match=r"out: \[ids, K\]"):
+        cpp.look_up(handle, torch.tensor([0, 1, 2]), torch.empty(2, 4))
     with pytest.raises(ValueError, match="is no level"):
         cpp.set_level("sse9")
+
+
+def test_integers_that_do_not_fit_are_refused() -> None:
+    values, scales = torch.zeros(8, 128, dtype=torch.uint8), torch.zeros(8, 8)
+    with pytest.raises(ValueError, match="multiples of 32"):
+        cpp.pack_int4(values, torch.zeros(8, 16), None, 16)
+    with pytest.raises(ValueError, match="scales and zeros"):
+        cpp.pack_int4(values, scales, torch.zeros(8, 4, dtype=torch.uint8), 32)
+    with pytest.raises(ValueError, match="two axes"):
+        cpp.pack_int4(values[0], scales, None, 32)

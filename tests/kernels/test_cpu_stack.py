@@ -28,6 +28,7 @@ KINDS = {
     "one layer": ("", 1, False),
     "second input": ("beside", 2, True),
     "second input, norm kept": ("beside, keeps", 1, True),
+    "norm kept": ("keeps", 2, False),
     "no first norm": ("entry, no norm", 2, False),
     "two joined": ("entry", 1, True),
     "one of three joined as it is": ("entry of three", 2, True),
@@ -162,3 +163,21 @@ def test_what_does_not_fit_is_refused() -> None:
         stack([beside.bfloat16(), stream], inputs, caches)
     with pytest.raises(ValueError, match="cache"):
         stack([beside, stream], inputs, [*caches, *caches])
+    for wanted in (-1, 2):
+        with pytest.raises(ValueError, match="wanted"):
+            stack([beside, stream], inputs, caches, [wanted])
+
+
+def test_weights_of_another_type_are_refused() -> None:
+    """Their bytes would be read as something else."""
+    column = cpu_column()
+    down = Parts(torch.float32, column).product(WIDTH, INNER)
+    parts = Parts(torch.bfloat16, column).stack("", 1, True)
+    layer = parts.layers[0]
+    own = Parts(torch.float32, column).norm(SHAPE.head_dim)
+    for wrong in (
+        replace(layer, down=down),
+        replace(layer, heads=replace(layer.heads, norms=(own, own))),
+    ):
+        with pytest.raises(ValueError, match="type"):
+            Stack(column, replace(parts, layers=[wrong]))
