@@ -6,7 +6,6 @@
 #include <memory>
 #include <mutex>
 #include <stdexcept>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -119,7 +118,7 @@ class Pool {
         try {
             for (int index = 1; index < count_; ++index)
                 threads_.emplace_back([this, index, seen] { loop(index, seen); });
-        } catch (const std::system_error&) {
+        } catch (const std::exception&) {
             stop();
             throw std::runtime_error("the system starts no more threads: use fewer (--threads), or "
                                      "give the process more memory or a higher limit of them");
