@@ -49,7 +49,6 @@ class FeatureFedRunner(ModelRunner):
         super().__init__(network, cache, state)
         self._decoder, self._features = network, features
 
-    @torch.inference_mode()
     def forward(self, rows: Rows) -> Forward:
         laid = lay_out(self._state, rows)
         if laid.request is None:
