@@ -1,4 +1,4 @@
-// Integer weights: unpacking, and from exact sums to numbers. Compiled for each level.
+// Integer weights: where their parts lie, and from exact sums to numbers. Compiled for each level.
 #pragma once
 
 #include "matmul.h"

@@ -44,8 +44,8 @@ void run_bf16(const MatmulCall& call) {
     const Lines<Factor> lines = pack_rows(call);
     for_parts(weight, lines, [&](ProductUnit& unit, int64_t block, int64_t first, int64_t count) {
         auto* sums = sums_of<float>(count);
-        unit.multiply(lines, first, count, 0,
-                       reinterpret_cast<const bf16*>(weight.block(block)), weight.num_tiles(), sums);
+        unit.multiply(lines, first, count, 0, reinterpret_cast<const bf16*>(weight.block(block)),
+                      weight.num_tiles(), sums);
         for (int64_t row = 0; row < count; ++row)
             finish_row(call, block, first + row, sums + row * block_rows, nullptr);
     });
@@ -68,8 +68,8 @@ void run_int8(const MatmulCall& call) {
     for_parts(weight, rows.lines, [&](ProductUnit& unit, int64_t block, int64_t first, int64_t count) {
         auto* sums = sums_of<int32_t>(count);
         unit.multiply(rows.lines, first, count, 0,
-                       reinterpret_cast<const uint8_t*>(weight.block(block)), weight.num_tiles(),
-                       sums);
+                      reinterpret_cast<const uint8_t*>(weight.block(block)), weight.num_tiles(),
+                      sums);
         for (int64_t line = 0; line < count; line += rows.digits) {
             float values[block_rows];
             for (int n = 0; n < block_rows; n += lanes)
@@ -83,7 +83,8 @@ void run_int8(const MatmulCall& call) {
 template <int digits>
 void run_int4(const MatmulCall& call, const Rounded& rows) {
     const Matrix& weight = *call.weight;
-    for_parts(weight, rows.lines, [&]([[maybe_unused]] ProductUnit& unit, int64_t index, int64_t first, int64_t count) {
+    for_parts(weight, rows.lines, [&]([[maybe_unused]] ProductUnit& unit, int64_t index,
+                                      int64_t first, int64_t count) {
         const int64_t row = first / digits, num_rows = count / digits;
         const Int4Block block(weight, index);
         auto* values = static_cast<float*>(

@@ -70,7 +70,8 @@ class ProductUnit {
         const int count = lines.together(line), depth_bytes = lines.depth * int{sizeof(Number)};
         configure(count, count, depth_bytes);
         const Number* x = lines.at(line, tile);
-        const int64_t x_step = int64_t{count} * lines.depth, panel = 4 * depth_bytes * 4 / int{sizeof(Weight)};
+        const int64_t x_step = int64_t{count} * lines.depth;
+        const int64_t panel = 4 * depth_bytes * 4 / int{sizeof(Weight)};
         zero_sums();
         for (int64_t step = 0; step < num_tiles; ++step) {
             const Weight* w = weight + step * 4 * panel;

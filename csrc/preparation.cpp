@@ -1,9 +1,9 @@
 // Batch preparation: a few integers for each request, between the passes of the models. Meaning and
-// shapes: slipstream/kernels/preparation.py. Python has checked dtypes
-// and shapes; here is checked what serves as a place.
+// shapes: slipstream/kernels/preparation.py. Python has checked dtypes and shapes; here is checked
+// what serves as a place.
 #include <algorithm>
 #include <cstring>
-#include <vector>
+#include <new>
 
 #include "addresses.h"
 #include "bindings.h"
@@ -41,9 +41,9 @@ struct Tables {
     }
 };
 
-void make_tables(Tables* made, int64_t num_slots, Address token_ids, int64_t columns, Address num_tokens,
-                 Address num_computed, Address block_tables, int64_t num_blocks,
-                 int64_t block_size) {
+void make_tables(Tables* made, int64_t num_slots, Address token_ids, int64_t columns,
+                 Address num_tokens, Address num_computed, Address block_tables,
+                 int64_t num_blocks, int64_t block_size) {
     new (made) Tables{num_slots,
                       at<int32_t>(token_ids),
                       columns,
@@ -59,7 +59,8 @@ void make_tables(Tables* made, int64_t num_slots, Address token_ids, int64_t col
 void expand_rows(const Tables& tables, int64_t requests, Address slots_at, Address starts_at,
                  Address lengths_at, int64_t most, int64_t mask_token, Address numbers,
                  Address blocks, Address token_ids) {
-    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests), *starts = at<const int64_t>(starts_at),
+    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests),
+               *starts = at<const int64_t>(starts_at),
                *lengths = at<const int64_t>(lengths_at);
     const int64_t rows = requests * most, last_position = tables.columns - 2;
     auto* positions = at<int64_t>(numbers);
@@ -133,7 +134,8 @@ void advance_drafts(const Tables& tables, int64_t requests, Address slots_at, Ad
                     Address wanted_at, Address picked_at, Address vocabulary_at,
                     int64_t vocabulary_size, Address tokens_at, int64_t width, int64_t index,
                     Address numbers) {
-    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests), *known = at<const int64_t>(known_at),
+    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests),
+               *known = at<const int64_t>(known_at),
                *wanted = at<const int64_t>(wanted_at), *picked = at<const int64_t>(picked_at),
                *vocabulary = at<const int64_t>(vocabulary_at);
     int64_t *tokens = at<int64_t>(tokens_at), *starts = at<int64_t>(numbers);
@@ -151,7 +153,8 @@ void advance_drafts(const Tables& tables, int64_t requests, Address slots_at, Ad
 
 void write_tokens(const Tables& tables, int64_t requests, Address slots_at, Address tokens_at,
                   int64_t width, Address counts_at) {
-    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests), *tokens = at<const int64_t>(tokens_at),
+    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests),
+               *tokens = at<const int64_t>(tokens_at),
                *counts = at<const int64_t>(counts_at);
     for (int64_t request = 0; request < requests; ++request) {
         const int64_t known = tables.num_tokens[slots[request]];
@@ -164,7 +167,8 @@ void write_tokens(const Tables& tables, int64_t requests, Address slots_at, Addr
 void commit(const Tables& tables, int64_t requests, Address slots_at, Address new_at,
             Address at_end_at, Address tokens_at, int64_t width, Address num_tokens_at,
             Address num_accepted_at, Address gains_at) {
-    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests), *num_new = at<const int64_t>(new_at),
+    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests),
+               *num_new = at<const int64_t>(new_at),
                *tokens = at<const int64_t>(tokens_at), *num_tokens = at<const int64_t>(num_tokens_at),
                *num_accepted = at<const int64_t>(num_accepted_at);
     const auto* at_end = at<const uint8_t>(at_end_at);
@@ -188,7 +192,8 @@ void commit(const Tables& tables, int64_t requests, Address slots_at, Address ne
 void keep_path(const Tables& tables, int64_t requests, Address slots_at, Address roots_at,
                Address path_at, int64_t width, Address counts_at, Address pages_at,
                int64_t num_pages, int64_t page_bytes, int64_t token_bytes) {
-    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests), *roots = at<const int64_t>(roots_at),
+    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests),
+               *roots = at<const int64_t>(roots_at),
                *path = at<const int64_t>(path_at), *counts = at<const int64_t>(counts_at);
     char* pages = at<char>(pages_at);
     for (int64_t request = 0; request < requests; ++request) {
