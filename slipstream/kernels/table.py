@@ -110,7 +110,7 @@ class Int4Matrix:
         values: [N, K / 2] uint8, two columns a byte, the even one in the lower half.
         scales: [N, K / group] float32. In a row they are float16 numbers times one power of two.
         zeros: [N, K / group] uint8, from 0 to 15; None: 8 everywhere.
-        group: 32 or 128, a divisor of K.
+        group: a multiple of 32, and a divisor of K.
     """
 
     values: Tensor

@@ -13,7 +13,7 @@ from slipstream.kernels.weights import bytes_of
 _LARGE = 1 << 21  # bytes
 BLOCK_ROWS = 64  # that lie together
 # Columns of which exact sums fit into 32 bits; of four bits, of two digits together.
-MOST_INT8_COLUMNS, MOST_INT4_GROUP = 1 << 16, 1 << 12
+MOST_INT8_COLUMNS, MOST_INT4_GROUP = 1 << 16, 1 << 13
 
 
 class CpuMatrix(PackedMatrix):
