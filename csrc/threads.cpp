@@ -78,15 +78,6 @@ class Pool {
         }
     }
 
-    // In a child process the threads are gone; the pool begins anew.
-    void forget_threads() {
-        for (auto& thread : threads_) thread.detach();
-        threads_.clear();
-        working_ = 0;
-        sleeping_ = 0;
-        failed_ = false;
-    }
-
   private:
     void take(int first) {
         try {
@@ -172,16 +163,27 @@ class Pool {
     std::exception_ptr error_;  // of the turn, where it failed
 };
 
+// Never destroyed: its threads may still wait when the process ends.
+Pool* current = nullptr;
+
+// In a child process the threads are gone, while the locks of their pool still count them as holding
+// and waiting: a new one of the same size takes its place, and the old one is left as it is.
+void replace_in_child() {
+    const int count = current->size();
+    current = new Pool;
+    current->resize(count);
+}
+
 Pool& pool() {
-    // Never destroyed: its threads may still wait when the process ends.
-    static Pool* pool = [] {
-        auto* made = new Pool;
+    static const bool made = [] {
+        current = new Pool;
 #if defined(__unix__)
-        pthread_atfork(nullptr, nullptr, [] { slipstream::pool().forget_threads(); });
+        pthread_atfork(nullptr, nullptr, replace_in_child);
 #endif
-        return made;
+        return true;
     }();
-    return *pool;
+    (void)made;
+    return *current;
 }
 
 }  // namespace

@@ -17,6 +17,11 @@ from slipstream.core.errors import SlipstreamError, UsageError
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
+_NO_MEMORY = (
+    "the system has too little memory: use a smaller cache (--kv-cache-memory), fewer or shorter "
+    "requests (--max-num-seqs, --max-model-len), or fewer bits (--quantization)"
+)
+
 # What the parser raises. Some versions of Typer carry their own copy of click, so the class is
 # taken from the one name of it that all of them export.
 _ParserError = cast("type[Exception]", typer.BadParameter.__bases__[0])
@@ -67,9 +72,19 @@ def _report(error: Exception, state: Run) -> int:
     if isinstance(error, OSError):
         say(f"cannot read or write: {error}")
         return FAILED
+    if _lacks_memory(error):
+        say(f"{_NO_MEMORY} ({str(error).splitlines()[0]})" if str(error) else _NO_MEMORY)
+        return FAILED
     hint = "" if state.debug else "; run again with --debug for the traceback"
     say(f"internal error: {type(error).__name__}: {error}{hint}")
     return FAILED
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Torch's allocator of host memory has no exception of its own."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
+    )
 
 
 def _parser_message(error: Any) -> str:

@@ -1,12 +1,18 @@
 """How many threads the CPU's ops use."""
 
+import logging
 import os
 from pathlib import Path
 
 import torch
 
+from slipstream.core.errors import UsageError
+from slipstream.core.wording import counted
 from slipstream.kernels.devices import use_threads
 
+logger = logging.getLogger("slipstream")
+
+MOST_THREADS = 1024  # beyond what any machine has a use for
 # A target whose weights take less than this is computed from a core's cache: its matmuls last
 # microseconds, and threads would spend longer waiting for each other, all the more when other
 # programs share the cores.
@@ -24,8 +30,19 @@ def set_threads(
         dtype: of the activations.
         requested: the user's wish; None leaves the choice here.
         weight_bytes: of the target.
+
+    Raises:
+        UsageError: more are asked for than any machine has a use for.
     """
     count, why = _choose(device, requested, weight_bytes)
+    if count > MOST_THREADS:
+        raise UsageError(f"{why} asks for {count} threads; the most is {MOST_THREADS}")
+    processors = os.cpu_count()
+    if processors is not None and count > processors:
+        logger.warning(
+            "%s asks for %d threads, and this machine has %s: threads that wait for "
+            "each other make every step slower.", why, count, counted(processors, "processor"),
+        )  # fmt: skip
     use_threads(device, dtype, count)
     return count, why
 

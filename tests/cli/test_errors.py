@@ -41,6 +41,27 @@ def test_an_unexpected_error_is_one_sentence(
 
 
 @pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no room for 3 MB"),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 4 bytes\nframe 0"),
+    ],
+)
+def test_a_lack_of_memory_names_what_takes_less(
+    slipstream: CommandLine,
+    fake_llm: type[FakeLLM],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    break_with(monkeypatch, error)
+    ran = slipstream("generate", "--prompt", "x")
+    assert (ran.code, ran.err.count("\n")) == (1, 1)
+    assert ran.err.startswith("slipstream: the system has too little memory: use a smaller cache")
+    assert "frame" not in ran.err
+
+
+@pytest.mark.parametrize(
     "line", [["--debug", "generate", "--prompt", "x"], ["generate", "--prompt", "x", "--debug"]]
 )
 def test_debug_shows_the_traceback(

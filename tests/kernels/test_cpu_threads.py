@@ -1,5 +1,6 @@
 """The pool of threads of the C++ kernels: every task once, and what becomes of exceptions."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -124,3 +125,35 @@ def test_threads_that_cannot_start_are_an_error_of_the_call() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "use fewer (--threads)" in done.stdout
+
+
+FORKED = """
+import os, signal, time
+import _slipstream_cpu as cpp
+
+def work():
+    for _ in range(8):
+        counted = []
+        cpp.run_tasks(9, counted.append)
+        assert sorted(counted) == list(range(9))
+        time.sleep(0.02)  # until the threads sleep
+
+cpp.set_num_threads(4)
+work()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # ends it where it waits for threads that are its parent's
+    assert cpp.num_threads() == 4
+    work()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+work()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -170,6 +170,30 @@ def test_threads_follow_the_model_unless_they_are_given(
         torch.set_num_threads(before)
 
 
+def test_threads_without_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(UsageError, match="threads asks for 99999999999 threads; the most is 1024"):
+        set_threads(CPU, torch.float16, 99999999999, 1 << 20)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1025")
+    with pytest.raises(UsageError, match="OMP_NUM_THREADS asks for 1025 threads"):
+        set_threads(CPU, torch.float16, None, 1 << 20)
+    assert torch.get_num_threads() == before
+
+
+def test_more_threads_than_processors_get_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    try:
+        set_threads(CPU, torch.float16, 1, 1 << 20)
+        assert not caplog.records
+        set_threads(CPU, torch.float16, 2, 1 << 20)
+    finally:
+        torch.set_num_threads(before)
+    assert "asks for 2 threads, and this machine has 1 processor:" in caplog.text
+
+
 def test_dummy_weights_need_a_config_alone(tmp_path: Path) -> None:
     folder = write_qwen3(tmp_path / "model")
     (folder / "model.safetensors").unlink()
