@@ -12,7 +12,10 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.precision import weight_bytes
-from slipstream.speculative.draft_vocabulary import DraftVocabularyConfig, choose_draft_vocabulary
+from slipstream.speculative.draft_model.draft_vocabulary import (
+    DraftVocabularyConfig,
+    choose_draft_vocabulary,
+)
 
 # Modules of the running interpreter's library whose sources make the text that draft vocabularies
 # are chosen from: nothing of it is in the prompts.

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.turn import Turn
-from slipstream.speculative.draft_model import DraftModelDrafter
+from slipstream.speculative.draft_model.drafter import DraftModelDrafter
 from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Draft
-from slipstream.speculative.pard import PardDrafter
+from slipstream.speculative.pard.drafter import PardDrafter
 
 
 @dataclass

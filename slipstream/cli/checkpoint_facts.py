@@ -9,7 +9,7 @@ from slipstream.core.errors import CheckpointError
 if TYPE_CHECKING:
     from slipstream.models.checkpoint import Checkpoint
     from slipstream.models.decoder_config import DecoderConfig
-    from slipstream.speculative.head_options import HeadFacts
+    from slipstream.speculative.heads.options import HeadFacts
 
 BLOCK_SIZE = 16
 DRAFT_MODEL = "draft_model"  # what any language model can be
@@ -61,7 +61,7 @@ class CheckpointFacts:
     @property
     def _trained_tokens(self) -> int | None:
         """Of a drafter that gives all draft tokens from one pass: how many it has learned to."""
-        from slipstream.speculative.mask_token import drafts_in_parallel, read_mask_token
+        from slipstream.speculative.parallel.mask_token import drafts_in_parallel, read_mask_token
 
         if self.head is not None:
             return self.head.trained_tokens
@@ -71,7 +71,7 @@ class CheckpointFacts:
 
     def document(self) -> dict[str, Any]:
         """For --json, and the source of what is shown; None for what there is not."""
-        from slipstream.models.drafters.head_config import wrapped_target
+        from slipstream.speculative.heads.config import wrapped_target
 
         head = self.head
         return {
@@ -118,10 +118,10 @@ def read_facts(name: str) -> CheckpointFacts:
     """
     from slipstream.models.catalogue import read_decoder_config
     from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
-    from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
     from slipstream.models.quantized.catalogue import read_quantization
     from slipstream.speculative.catalogue import describe_head, describe_own_head
-    from slipstream.speculative.mask_token import MASK_TOKEN_KEYS
+    from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+    from slipstream.speculative.parallel.mask_token import MASK_TOKEN_KEYS
     from slipstream.speculative.recognition import recognise
 
     path = resolve_checkpoint(name, pickled=True)

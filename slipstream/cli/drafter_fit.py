@@ -71,7 +71,7 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
 
 
 def _parallel_note(draft: CheckpointFacts) -> list[str]:
-    from slipstream.speculative.mask_token import (
+    from slipstream.speculative.parallel.mask_token import (
         drafts_in_parallel,
         parallel_note,
         read_mask_token,
@@ -87,7 +87,7 @@ def _parallel_note(draft: CheckpointFacts) -> list[str]:
 def _vocabulary_problem(
     draft: CheckpointFacts, ours: "DecoderConfig", target: CheckpointFacts, theirs: "DecoderConfig"
 ) -> str | None:
-    from slipstream.speculative.vocabulary import require_same_vocabulary
+    from slipstream.speculative.draft_model.vocabulary import require_same_vocabulary
 
     try:
         require_same_vocabulary(

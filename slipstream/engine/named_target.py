@@ -13,7 +13,7 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CheckpointError
 from slipstream.engine.reasons import Reasons
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
-from slipstream.models.drafters.head_config import is_wrapped, wrapped_target
+from slipstream.speculative.heads.config import is_wrapped, wrapped_target
 
 _REMEDY = "give the target as the model, and this drafter as the model of speculative_config"
 

@@ -26,7 +26,7 @@ from slipstream.runner.graphs import captures_graphs
 from slipstream.runner.memory import StepSizes, device_memory, uses_gpu_memory
 from slipstream.sampling.verification import Verification
 from slipstream.speculative.catalogue import Speculation
-from slipstream.speculative.parallel_rows import most_rows
+from slipstream.speculative.parallel.rows import most_rows
 
 _NOT_INVARIANT = (
     "batch_invariant does not hold for fp8 matrices: tensor cores round sums of e4m3 by the shape "

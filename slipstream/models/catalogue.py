@@ -8,7 +8,7 @@ from slipstream.core.errors import CheckpointError
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig, InvalidSizesError
-from slipstream.models.drafters.mtp_names import OWN_DRAFTER_KEYS
+from slipstream.models.modules_beside import OWN_DRAFTER_KEYS
 from slipstream.models.quantized.catalogue import QUANTIZATION_KEYS, read_quantization
 
 # A new architecture is one file and one line here.

@@ -13,7 +13,7 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.drafters.mtp_names import own_drafter_tensors
+from slipstream.models.modules_beside import own_drafter_tensors
 from slipstream.models.parameter_sources import (
     CheckpointSource,
     DummySource,

@@ -1,1 +1,1 @@
-"""Drafters: the protocol, one file per method, the catalogue."""
+"""Drafters: the protocol, one folder per method, the catalogue."""

@@ -7,11 +7,11 @@ from typing import Any, Protocol, cast
 
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.checkpoint import resolve_checkpoint
-from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
-from slipstream.models.drafters.head_config import wrapped_num_tokens
-from slipstream.models.drafters.mtp_names import own_drafter_tensors
+from slipstream.models.modules_beside import own_drafter_tensors
 from slipstream.speculative.drafter import LoadedDrafter, NoDrafter
-from slipstream.speculative.head_options import HeadFacts, target_config
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+from slipstream.speculative.heads.config import wrapped_num_tokens
+from slipstream.speculative.heads.options import HeadFacts, target_config
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.recognition import (
     CHAIN_HEAD,
@@ -20,26 +20,26 @@ from slipstream.speculative.recognition import (
     PARALLEL_HEAD,
     recognise,
 )
-from slipstream.speculative.token_tree import read_tree, require_count
-from slipstream.speculative.tree_rows import draft_trees
+from slipstream.speculative.trees.drafter import draft_trees
+from slipstream.speculative.trees.shapes import read_tree, require_count
 from slipstream.speculative.verification_options import read_verification
 
 METHODS = {
-    "draft_model": "slipstream.speculative.draft_model",
-    "dflash": "slipstream.speculative.dflash",
-    "eagle": "slipstream.speculative.eagle",
-    "eagle3": "slipstream.speculative.eagle3",
-    "gemma4_assistant": "slipstream.speculative.gemma4_assistant",
-    "ngram": "slipstream.speculative.ngram",
-    "p-eagle": "slipstream.speculative.p_eagle",
-    "pard": "slipstream.speculative.pard",
-    "suffix": "slipstream.speculative.suffix",
-    "custom": "slipstream.speculative.custom",
-    "custom_class": "slipstream.speculative.custom",
-    "combination": "slipstream.speculative.combination",
-    "medusa": "slipstream.speculative.medusa",
-    "mlp_speculator": "slipstream.speculative.mlp_speculator",
-    "mtp": "slipstream.speculative.mtp",
+    "draft_model": "slipstream.speculative.draft_model.drafter",
+    "dflash": "slipstream.speculative.dflash.drafter",
+    "eagle": "slipstream.speculative.eagle.drafter",
+    "eagle3": "slipstream.speculative.eagle3.drafter",
+    "gemma4_assistant": "slipstream.speculative.gemma4_assistant.drafter",
+    "ngram": "slipstream.speculative.ngram.drafter",
+    "p-eagle": "slipstream.speculative.p_eagle.drafter",
+    "pard": "slipstream.speculative.pard.drafter",
+    "suffix": "slipstream.speculative.suffix.drafter",
+    "custom": "slipstream.speculative.custom.drafter",
+    "custom_class": "slipstream.speculative.custom.drafter",
+    "combination": "slipstream.speculative.combination.drafter",
+    "medusa": "slipstream.speculative.medusa.drafter",
+    "mlp_speculator": "slipstream.speculative.mlp_speculator.drafter",
+    "mtp": "slipstream.speculative.mtp.drafter",
 }
 
 # Other spellings, some by the target's family.

@@ -1,7 +1,7 @@
 """The protocol that every drafter follows, and the drafter that never drafts.
 
 The engine asks a drafter what it can do (`limits`), never which one it is. A new method is one
-file with a loader and a drafter, and one line in `catalogue.py`.
+folder with a loader and a drafter, and one line in `catalogue.py`.
 """
 
 from collections.abc import Sequence

@@ -7,9 +7,9 @@ tests stand in the order in which the first that holds is right.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from slipstream.models.drafters.medusa_checkpoint import names_medusa
-from slipstream.models.drafters.mtp_checkpoint import holds_language_model, is_module_config
-from slipstream.models.drafters.mtp_names import own_drafter_tensors
+from slipstream.models.modules_beside import own_drafter_tensors
+from slipstream.speculative.medusa.checkpoint import names_medusa
+from slipstream.speculative.mtp.checkpoint import holds_language_model, is_module_config
 
 # Language models and heads of one shape, that draft one by one or all at once.
 DRAFT_MODEL, PARALLEL = "draft_model", "pard"

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
-from slipstream.models.drafters.dflash import DFlashNetwork
-from slipstream.models.drafters.dflash_config import (
+from slipstream.models.loading import LoadOptions
+from slipstream.speculative.dflash.config import (
     DFlashConfig,
     dflash_problems,
     read_dflash_config,
 )
-from slipstream.models.loading import LoadOptions
+from slipstream.speculative.dflash.network import DFlashNetwork
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DENSE, DenseRows, dense_rows, no_caches
 from slipstream.train.export import write_checkpoint

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from slipstream.core.errors import UsageError
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.drafters.eagle3 import Eagle3Head
-from slipstream.models.drafters.eagle3_config import (
+from slipstream.models.loading import LoadOptions
+from slipstream.speculative.eagle3.config import (
     Eagle3Config,
     eagle3_problems,
     read_eagle3_config,
 )
-from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
-from slipstream.models.loading import LoadOptions
+from slipstream.speculative.eagle3.network import Eagle3Head
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DENSE
 from slipstream.train.export import write_checkpoint

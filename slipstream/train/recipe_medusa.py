@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.drafters.medusa import MedusaHeads
-from slipstream.models.drafters.medusa_checkpoint import TOKEN_MAP, MedusaShape
 from slipstream.models.loading import LoadOptions
+from slipstream.speculative.medusa.checkpoint import TOKEN_MAP, MedusaShape
+from slipstream.speculative.medusa.network import MedusaHeads
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DENSE
 from slipstream.train.export import write_checkpoint

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from slipstream.models.drafters.mtp import MtpHead
-from slipstream.models.drafters.mtp_checkpoint import MtpCheckpoint
-from slipstream.models.drafters.mtp_config import MtpConfig, read_mtp_config
 from slipstream.models.loading import LoadOptions
+from slipstream.speculative.mtp.checkpoint import MtpCheckpoint
+from slipstream.speculative.mtp.config import MtpConfig, read_mtp_config
+from slipstream.speculative.mtp.network import MtpHead
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DENSE
 from slipstream.train.export import write_checkpoint

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.drafters.head_checkpoint import MASK_HIDDEN
-from slipstream.models.drafters.p_eagle import PEagleConfig, PEagleHead, read_p_eagle_config
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative.mask_token import MASK_HEAD_KEYS
+from slipstream.speculative.heads.checkpoint import MASK_HIDDEN
+from slipstream.speculative.p_eagle.network import PEagleConfig, PEagleHead, read_p_eagle_config
+from slipstream.speculative.parallel.mask_token import MASK_HEAD_KEYS
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DENSE, dense_rows, no_caches
 from slipstream.train.export import write_checkpoint

@@ -67,7 +67,7 @@ def test_method_names_stay_in_their_rooms() -> None:
         file
         for file in SOURCES
         if room(file) not in METHOD_ROOMS
-        and "drafters" not in file.parts
+        and file.name != "modules_beside.py"  # tensors that loading leaves to their drafter
         and "protocol" not in file.parts  # OpenAI has a field of the name of a method
         and any(names.search(text) for text in code_strings(file))
     ]

@@ -10,15 +10,17 @@ from torch import Tensor
 
 from slipstream.runner.turn import Turn
 from slipstream.sampling import verification
-from slipstream.speculative import draft_sampling, gemma4_assistant, last_hidden
-from slipstream.speculative.dflash import DFlashDrafter
-from slipstream.speculative.draft_model import DraftModelDrafter
+from slipstream.speculative import draft_sampling
+from slipstream.speculative.dflash.drafter import DFlashDrafter
+from slipstream.speculative.draft_model.drafter import DraftModelDrafter
 from slipstream.speculative.drafter import Draft
-from slipstream.speculative.feature_rows import FeatureRowsDrafter
-from slipstream.speculative.gemma4_assistant import AssistantDrafter
-from slipstream.speculative.last_hidden import HeadsDrafter
-from slipstream.speculative.p_eagle import PEagleDrafter
-from slipstream.speculative.pard import PardDrafter
+from slipstream.speculative.gemma4_assistant import drafter as gemma4_assistant
+from slipstream.speculative.gemma4_assistant.drafter import AssistantDrafter
+from slipstream.speculative.heads import last_hidden
+from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter
+from slipstream.speculative.heads.last_hidden import HeadsDrafter
+from slipstream.speculative.p_eagle.drafter import PEagleDrafter
+from slipstream.speculative.pard.drafter import PardDrafter
 
 CHAINS = (FeatureRowsDrafter, DraftModelDrafter, AssistantDrafter, HeadsDrafter)
 AT_ONCE = (PEagleDrafter, PardDrafter, DFlashDrafter)

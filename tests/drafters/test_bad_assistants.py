@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
 from slipstream.layers.rope import RopeConfig
-from slipstream.models.drafters.gemma4_assistant_config import read_assistant_config
-from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+from slipstream.speculative.gemma4_assistant.config import read_assistant_config
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.recognition import recognise
 from tests.checkpoints import write_qwen3
 from tests.drafters.assistants import FULL, SLIDING, write_assistant

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
-from slipstream.models.drafters.eagle3_config import read_eagle3_config
-from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+from slipstream.speculative.eagle3.config import read_eagle3_config
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.recognition import recognise
 from tests.checkpoints import write_qwen3
 from tests.drafters.heads import as_pickle, as_wrapper, write_eagle1, write_eagle3

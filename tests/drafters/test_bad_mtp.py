@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
-from slipstream.models.drafters.mtp_checkpoint import MtpCheckpoint
+from slipstream.speculative.mtp.checkpoint import MtpCheckpoint
 from slipstream.speculative.recognition import recognise
 from tests.checkpoints import write_qwen3
 from tests.drafters.heads import write_eagle1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slipstream import LLM
-from slipstream.speculative import dflash
+from slipstream.speculative.dflash import drafter as dflash
 from tests.drafters.blocks import Blocks, as_wrapped_dflash, write_dflash
 from tests.drafters.engines import GREEDY, PROMPT, check_drafts, make, run
 from tests.drafters.oracles import Target

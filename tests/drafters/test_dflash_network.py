@@ -11,10 +11,10 @@ from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import Part
-from slipstream.models.drafters.dflash import DFlashNetwork
-from slipstream.models.drafters.dflash_config import read_dflash_config
-from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.loading import LoadOptions
+from slipstream.speculative.dflash.config import read_dflash_config
+from slipstream.speculative.dflash.network import DFlashNetwork
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from tests.drafters.blocks import MASK, write_dflash
 from tests.drafters.trainable import Trainable
 from tests.kernels.batches import Requests, attention_inputs, num_blocks, only

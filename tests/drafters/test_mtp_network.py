@@ -13,10 +13,10 @@ from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.parameters import Part
 from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.drafters.mtp import FIRST_ROW, MtpHead, load_mtp
-from slipstream.models.drafters.mtp_checkpoint import MtpCheckpoint
-from slipstream.models.drafters.mtp_config import read_mtp_config
 from slipstream.models.loading import LoadOptions, load_decoder
+from slipstream.speculative.mtp.checkpoint import MtpCheckpoint
+from slipstream.speculative.mtp.config import read_mtp_config
+from slipstream.speculative.mtp.network import FIRST_ROW, MtpHead, load_mtp
 from tests.drafters.engines import GREEDY, make, run
 from tests.drafters.mtp_heads import write_mtp
 from tests.drafters.mtp_oracle import Mtp

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream import SamplingParams
-from slipstream.models.drafters.p_eagle import PEagleHead
 from slipstream.runner.turn import Turn
 from slipstream.speculative.drafter import Draft
-from slipstream.speculative.p_eagle import PEagleDrafter
+from slipstream.speculative.p_eagle.drafter import PEagleDrafter
+from slipstream.speculative.p_eagle.network import PEagleHead
 from tests.drafters.engines import GREEDY, PROMPT, check_drafts, forced, make, run
 from tests.drafters.heads import write_p_eagle
 from tests.drafters.oracles import MASK

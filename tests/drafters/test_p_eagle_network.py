@@ -14,11 +14,11 @@ from slipstream.cache.kv_cache import KVCache
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.parameters import Part
-from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
-from slipstream.models.drafters.p_eagle import PEagleHead, load_p_eagle, read_p_eagle_config
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative.head_options import head_layout
-from slipstream.speculative.mask_token import MASK_HEAD_KEYS
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+from slipstream.speculative.heads.options import head_layout
+from slipstream.speculative.p_eagle.network import PEagleHead, load_p_eagle, read_p_eagle_config
+from slipstream.speculative.parallel.mask_token import MASK_HEAD_KEYS
 from tests.drafters.engines import PROMPT
 from tests.drafters.heads import write_p_eagle
 from tests.drafters.oracles import MASK, Target

@@ -12,7 +12,7 @@ from slipstream import LLM, RequestOutput, SamplingParams
 from slipstream.core.errors import SlipstreamError
 from slipstream.runner.turn import Turn
 from slipstream.speculative.drafter import Draft
-from slipstream.speculative.tree_rows import TreeDrafter
+from slipstream.speculative.trees.drafter import TreeDrafter
 from tests.checkpoints import write_qwen3
 from tests.drafters.heads import write_eagle1, write_eagle3
 from tests.drafters.oracles import Eagle1, Eagle3, Head, Target

@@ -19,7 +19,7 @@ from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.turn import Turn
 from slipstream.sampling.verification import Verdict
-from slipstream.speculative.last_hidden import LastHidden
+from slipstream.speculative.heads.last_hidden import LastHidden
 from tests.last_hidden_checkpoints import (
     NUM_HEADS,
     cycle,

@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream import LLM, SamplingParams
 from slipstream.runner.turn import Turn
 from slipstream.speculative.drafter import Draft
-from slipstream.speculative.last_hidden import HeadsDrafter
+from slipstream.speculative.heads.last_hidden import HeadsDrafter
 from tests.last_hidden_checkpoints import (
     Guess,
     medusa_for,

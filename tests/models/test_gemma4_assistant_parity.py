@@ -18,10 +18,10 @@ from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.embedding import Embedding
 from slipstream.layers.rope import RopeConfig, rope_table
-from slipstream.models.drafters.gemma4_assistant import AssistantNetwork, load_assistant
-from slipstream.models.drafters.gemma4_assistant_config import read_assistant_config
-from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.loading import LoadOptions
+from slipstream.speculative.gemma4_assistant.config import read_assistant_config
+from slipstream.speculative.gemma4_assistant.network import AssistantNetwork, load_assistant
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from tests.drafters.trainable import Trainable
 
 VOCAB, BACKBONE, KNOWN, BLOCK_SIZE = 96, 40, 29, 8

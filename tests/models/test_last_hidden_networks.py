@@ -11,16 +11,16 @@ from torch import Tensor
 from slipstream import CheckpointError
 from slipstream.kernels.table import ops_for
 from slipstream.layers.embedding import LanguageModelHead
-from slipstream.models.drafters.medusa import MedusaHeads, load_medusa
-from slipstream.models.drafters.medusa_checkpoint import MedusaCheckpoint
-from slipstream.models.drafters.mlp_speculator import (
+from slipstream.models.loading import LoadOptions
+from slipstream.speculative.medusa.checkpoint import MedusaCheckpoint
+from slipstream.speculative.medusa.network import MedusaHeads, load_medusa
+from slipstream.speculative.mlp_speculator.network import (
     MLPSpeculator,
     MLPSpeculatorCheckpoint,
     load_mlp_speculator,
     read_mlp_speculator_config,
     require_fit,
 )
-from slipstream.models.loading import LoadOptions
 from slipstream.speculative.recognition import DRAFT_MODEL, recognise
 from tests.last_hidden_checkpoints import (
     Guess,

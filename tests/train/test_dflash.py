@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from slipstream.kernels.table import AttentionInputs
-from slipstream.models.drafters.dflash import load_dflash
-from slipstream.models.drafters.dflash_config import read_dflash_config
-from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.models.loading import LoadOptions
+from slipstream.speculative.dflash.config import read_dflash_config
+from slipstream.speculative.dflash.network import load_dflash
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.recognition import recognise
 from slipstream.train.recipe_dflash import DFlashRecipe
 from slipstream.train.run import run_training

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.core.errors import UsageError
-from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.recognition import recognise
 from slipstream.train.recipe_eagle3 import Eagle3Recipe
 from slipstream.train.run import run_training

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.recognition import recognise
 from slipstream.train.recipe_mtp import MtpRecipe
 from slipstream.train.run import run_training

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.models.drafters.head_checkpoint import MASK_HIDDEN, HeadCheckpoint
+from slipstream.speculative.heads.checkpoint import MASK_HIDDEN, HeadCheckpoint
 from slipstream.speculative.recognition import recognise
 from slipstream.train.places import ParallelRows
 from slipstream.train.recipe_p_eagle import PEagleRecipe
@@ -72,7 +72,7 @@ def test_the_engine_drafts_what_the_trained_network_says(
 
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int], torch.Tensor]]:
     """Filled by every draft of one request: known tokens, guesses and their logits."""
-    from slipstream.speculative import p_eagle
+    from slipstream.speculative.p_eagle import drafter as p_eagle
 
     found: list[tuple[list[int], list[int], torch.Tensor]] = []
     given: list[torch.Tensor] = []

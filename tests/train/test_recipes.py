@@ -12,8 +12,8 @@ import torch
 from slipstream import LLM
 from slipstream.cli.train import KINDS
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.models.drafters.head_checkpoint import HeadCheckpoint
 from slipstream.runner.model_runner import ModelRunner
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.recognition import recognise
 from slipstream.train.places import dropped_rows, sampled_rows
 from slipstream.train.recipe import RECIPES, recipe_module
@@ -124,9 +124,9 @@ def test_medusa_heads_guess_ahead(
     plain, speculated, length = run_drafting(taught_target, tmp_path, {})
     assert speculated == plain
     assert length > 1.05
-    from slipstream.models.drafters.medusa import load_medusa
-    from slipstream.models.drafters.medusa_checkpoint import MedusaCheckpoint
     from slipstream.models.loading import LoadOptions
+    from slipstream.speculative.medusa.checkpoint import MedusaCheckpoint
+    from slipstream.speculative.medusa.network import load_medusa
 
     load = LoadOptions(torch.float32, torch.device("cpu"), "auto", 64)
     served = load_medusa(MedusaCheckpoint(tmp_path), 48, 96, load)

@@ -14,8 +14,8 @@ from slipstream.core.request import Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.runner.device_state import DeviceState
 from slipstream.speculative.options import Options
-from slipstream.speculative.suffix import PastOutputs, SuffixDrafter, read_options
-from slipstream.speculative.suffix_automaton import GuessLimits, SuffixAutomaton
+from slipstream.speculative.suffix.automaton import GuessLimits, SuffixAutomaton
+from slipstream.speculative.suffix.drafter import PastOutputs, SuffixDrafter, read_options
 
 # Few tokens, or blocks of tokens that come again, so that there is much to find.
 TOKENS = st.lists(st.integers(0, 3), max_size=50)

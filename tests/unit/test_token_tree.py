@@ -10,14 +10,14 @@ from torch import Tensor
 from slipstream.core.errors import UsageError
 from slipstream.sampling.tree_verification import TreeNodes
 from slipstream.speculative.options import Options
-from slipstream.speculative.token_tree import (
+from slipstream.speculative.trees.growth import grower_of
+from slipstream.speculative.trees.shapes import (
     DynamicTree,
     StaticTree,
     TokenTree,
     read_tree,
     require_count,
 )
-from slipstream.speculative.tree_growth import grower_of
 
 CPU = torch.device("cpu")
 VOCAB = 7

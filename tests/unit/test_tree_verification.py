@@ -19,8 +19,8 @@ from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.tree_verification import DraftedTrees, TreeNodes, verify_trees
 from slipstream.sampling.verification import LOSSLESS, Verdict, verify
-from slipstream.speculative.token_tree import DynamicTree
-from slipstream.speculative.tree_growth import grower_of
+from slipstream.speculative.trees.growth import grower_of
+from slipstream.speculative.trees.shapes import DynamicTree
 
 VOCAB = 20
 PARAMS: list[dict[str, Any]] = [

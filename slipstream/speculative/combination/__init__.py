@@ -1,0 +1,1 @@
+"""Several drafters in one step."""

@@ -1,0 +1,1 @@
+"""DFlash: draft blocks over features of the target."""

@@ -1,0 +1,223 @@
+"""What a DFlash drafter is made of, and whether it fits a target."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.core.errors import CheckpointError
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+from slipstream.speculative.heads.config import head_reader, is_wrapped, read_layers
+from slipstream.speculative.heads.loading import (
+    DRAFT_IDS,
+    HeadParts,
+    sharing_problems,
+    vocabulary_problems,
+)
+
+_BLOCK, _MASK = "block_size", "mask_token_id"
+_LAYERS, _ENTERED = "target_layer_ids", "aux_hidden_state_layer_ids"
+_USUAL_BLOCK = 8  # of the speculators library
+# Of training, and of a correction head that plain checkpoints only have defaults for.
+_NOT_READ = {
+    "auf": bool,
+    "emb_dim": int,
+    "gru_hidden_dim": int,
+    "lambda_base_decay_ratio": float,
+    "lambda_base_start": float,
+    "max_anchors": int,
+    "pure_draft_prefix_len": int,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig:
+    """Everything that the network is built from.
+
+    Attributes:
+        layers: its sizes; its vocabulary is the target's.
+        draft_vocab_size: rows of its lm_head.
+        mask_token: the id that stands for a token of the draft block that is not known.
+        block_size: rows of a draft block, the known token's included.
+        entered_layers: layers of the target whose incoming streams it reads, in the order of fc's
+            columns; None leaves them to the target's number of layers.
+        causal: per layer, whether a row of the draft block sees those before it only.
+        from_anchor: a row predicts the token behind its own, as in a language model.
+        target_layers: of the target that it was trained for; None when it does not say.
+        fc_columns: of the stored fc; None without weights.
+    """
+
+    layers: DecoderConfig
+    parts: HeadParts
+    draft_vocab_size: int
+    has_draft_ids: bool
+    mask_token: int
+    block_size: int
+    entered_layers: tuple[int, ...] | None
+    causal: tuple[bool, ...]
+    from_anchor: bool
+    target_hidden_size: int | None
+    target_layers: int | None
+    fc_columns: int | None
+
+    @property
+    def max_drafts(self) -> int:
+        """Tokens that a draft block guesses."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    @property
+    def num_read(self) -> int:
+        """How many streams fc reads."""
+        return len(self.entered_layers or self.layers.sliding_windows)
+
+    def stream_layers(self, target_layers: int) -> tuple[int, ...]:
+        """The layers of a target of so many whose incoming streams are read."""
+        if self.entered_layers is not None:
+            return self.entered_layers
+        count = self.num_read
+        if count == 1:
+            return (target_layers // 2 + 1,)
+        # From the output of layer 1 to that of the third last, evenly.
+        step = (target_layers - 4) / (count - 1)
+        return tuple(round(1 + index * step) + 1 for index in range(count))
+
+
+def read_dflash_config(checkpoint: HeadCheckpoint) -> DFlashConfig:
+    """Keys stand in the config, in `dflash_config` within it, or in a speculators wrapper."""
+    _refuse_variants(checkpoint)
+    reader = head_reader(checkpoint)
+    inner = reader.nested("dflash_config")
+    for key, kind in _NOT_READ.items():
+        reader.take_optional(key, kind)
+    for key, value in (("projector_type", "dflash"), ("sliding_window_prefix", 0)):
+        reader.expect(key, value)
+        inner.expect(key, value)
+    inner.expect("attention_sink_bias", False)
+    wrapped = is_wrapped(checkpoint.config)
+    block = _either(reader, inner, _BLOCK, int)
+    mask = _either(reader, inner, _MASK, int)
+    from_anchor = [bool(_either(reader, inner, key, bool)) for key in _SHIFTED]
+    entered = _entered_layers(reader, inner)
+    causal = _causal_flag(reader, inner)
+    draft_vocab_size = reader.take_optional("draft_vocab_size", int)
+    target_hidden_size = _either(reader, inner, "target_hidden_size", int)
+    target_layers = reader.take_optional("num_target_layers", int)
+    reader.take("bias", bool, False)  # the tensors say whether fc has one
+    inner.finish()
+    layers = read_layers(reader, checkpoint.tensor_names)
+    if block is None and not wrapped:
+        raise reader.error(_BLOCK, "is missing; add how many rows its draft blocks have")
+    if mask is None or not 0 <= mask < layers.vocab_size:
+        raise reader.error(
+            _MASK, f"must be one of the {layers.vocab_size} token ids of its vocabulary, not {mask}"
+        )
+    if block is not None and block < 2:
+        raise reader.error(
+            _BLOCK, f"is {block}, but a draft block holds a known token and one more"
+        )
+    fc = checkpoint.entries.get("fc.weight") if checkpoint.has_weights else None
+    return DFlashConfig(
+        layers=layers,
+        parts=HeadParts.of(checkpoint, head_by_default=False),
+        draft_vocab_size=draft_vocab_size or layers.vocab_size,
+        has_draft_ids=DRAFT_IDS in checkpoint.tensor_names or not checkpoint.has_weights,
+        mask_token=mask,
+        block_size=block or _USUAL_BLOCK,
+        entered_layers=entered,
+        causal=_causal_layers(causal, layers.sliding_windows),
+        from_anchor=any(from_anchor),
+        target_hidden_size=target_hidden_size,
+        target_layers=target_layers,
+        fc_columns=None if fc is None or len(fc.shape) != 2 else fc.shape[1],
+    )
+
+
+def dflash_problems(config: DFlashConfig, target: DecoderConfig) -> list[str]:
+    """Why the drafter cannot draft for this target."""
+    problems = _width_problems(config, target)
+    if config.target_layers not in (None, target.num_layers):
+        problems.append(
+            f"it was trained for a target of {config.target_layers} layers, and this one has "
+            f"{target.num_layers}"
+        )
+    problems += vocabulary_problems(
+        config.layers, config.draft_vocab_size, config.has_draft_ids, target
+    )
+    problems += sharing_problems(config.parts, config.layers, config.draft_vocab_size, target)
+    layers = config.stream_layers(target.num_layers)
+    if any(not 0 <= layer <= target.num_layers for layer in layers):
+        problems.append(
+            f"it reads the streams that enter layers {', '.join(map(str, layers))}; a target of "
+            f"{target.num_layers} layers has those of 0 to {target.num_layers} (its config.json "
+            f"may list others, less one, as {_LAYERS})"
+        )
+    return problems
+
+
+_SHIFTED = ("sample_from_anchor", "shift_label")
+_DSPARK = ("markov", "confidence_head")
+
+
+def _refuse_variants(checkpoint: HeadCheckpoint) -> None:
+    """Raise CheckpointError for relatives that need more than a block of mask tokens."""
+    config, names = checkpoint.config, checkpoint.tensor_names
+    said = [str(config.get("speculators_model_type")), *map(str, config.get("architectures") or ())]
+    if any("dspark" in name.lower() for name in said) or any(
+        name.removeprefix("model.").startswith(_DSPARK) for name in names
+    ):
+        raise CheckpointError(
+            f"{checkpoint.config_file}: this is a DSpark drafter, whose Markov head corrects each "
+            "token of a draft block by the one before it; only plain DFlash is supported; use a "
+            "DFlash drafter of this target, or one of another kind"
+        )
+    file = checkpoint.path / "mask_embedding.pt"
+    if file.exists():
+        raise CheckpointError(
+            f"{file}: a mask embedding in a file of its own is not supported; write it into the "
+            "row of mask_token_id of an embed_tokens.weight in the checkpoint"
+        )
+
+
+def _either(reader: ConfigReader, inner: ConfigReader, key: str, kind: type[Any]) -> Any:
+    """The nested value, or the outer one."""
+    outer, nested = (it.take_optional(key, kind) for it in (reader, inner))
+    return outer if nested is None else nested
+
+
+def _entered_layers(reader: ConfigReader, inner: ConfigReader) -> tuple[int, ...] | None:
+    """`target_layer_ids` name layers whose output is read; the library's list, those entered."""
+    outputs = _either(reader, inner, _LAYERS, list)
+    entered = reader.take_optional(_ENTERED, list)
+    for key, ids in ((_LAYERS, outputs), (_ENTERED, entered)):
+        if ids and (not all(type(index) is int for index in ids) or len(set(ids)) < len(ids)):
+            raise reader.error(key, f"must be a list of layer numbers, each once, not {ids}")
+    behind = [index + 1 for index in outputs or ()]
+    if behind and entered and behind != entered:
+        raise reader.error(_ENTERED, f"and {_LAYERS} (plus one) differ; remove one of them")
+    return tuple(entered or behind) or None
+
+
+def _causal_flag(reader: ConfigReader, inner: ConfigReader) -> bool | None:
+    """What is said of all layers; None: those with a window are causal, the others are not."""
+    free_windows = _either(reader, inner, "sliding_window_non_causal", bool)
+    stated = [_either(reader, inner, key, bool) for key in ("is_causal", "causal")]
+    found = next((value for value in stated if value is not None), None)
+    return False if found is None and free_windows else found
+
+
+def _causal_layers(stated: bool | None, windows: Sequence[int | None]) -> tuple[bool, ...]:
+    return tuple(window is not None if stated is None else stated for window in windows)
+
+
+def _width_problems(config: DFlashConfig, target: DecoderConfig) -> list[str]:
+    width, stated = target.hidden_size, config.target_hidden_size
+    if stated not in (None, width):
+        return [f"it was trained for a target of hidden size {stated}, and this one has {width}"]
+    if config.fc_columns in (None, config.num_read * width):
+        return []
+    return [
+        f"its fc reads {config.fc_columns} numbers a token, and {config.num_read} layers of a "
+        f"target of hidden size {width} give {config.num_read * width}; it was trained for another "
+        "target, or its config.json does not list all layers that it reads"
+    ]

@@ -1,0 +1,102 @@
+"""DFlash (Chen et al. 2026): a draft block from one pass, over features of the target.
+
+    c_p = norm(fc[streams of some layers of the target at token p])        the context
+    layer: keys and values of c_p at position p, for all p before the draft block
+    draft block: embeddings of the last known token and of mask tokens, at the
+           positions that follow; its rows see the context and each other
+    logits = lm_head(norm(x)), of a mask for its own position
+
+The context enters every layer as it is: it has no queries, no feed-forward part and no norm of the
+layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from slipstream.kernels.table import AttentionInputs, Ops
+from slipstream.layers.embedding import Embedding, LanguageModelHead
+from slipstream.layers.linear import column_linear
+from slipstream.layers.norm import rms_norm
+from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.layers.rope import rope_table
+from slipstream.layers.stack import LayerCache, run_layer
+from slipstream.models.decoder import DecoderLayer
+from slipstream.models.loading import LoadOptions
+from slipstream.speculative.dflash.config import DFlashConfig
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+from slipstream.speculative.heads.loading import DRAFT_IDS, HeadEnds, load_head
+
+
+def load_dflash(
+    checkpoint: HeadCheckpoint, config: DFlashConfig, target_width: int, options: LoadOptions
+) -> "DFlashNetwork":
+    """The network with its weights."""
+
+    def build(ops: Ops, source: ParameterSource) -> DFlashNetwork:
+        return DFlashNetwork(ops, source, config, target_width, options)
+
+    return load_head(checkpoint, options, build, ignored=(DRAFT_IDS,))
+
+
+class DFlashNetwork:
+    """Features to keys and values of a context, and draft blocks to what enters the head."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        source: ParameterSource,
+        config: DFlashConfig,
+        target_width: int,
+        options: LoadOptions,
+    ) -> None:
+        layers, width = config.layers, config.layers.hidden_size
+        self._ops, self._causal = ops, config.causal
+        self._ends = HeadEnds(
+            ops, source, config.parts, layers.vocab_size, config.draft_vocab_size, width
+        )
+        self._fc = column_linear(
+            source, [Part("fc", width)], config.num_read * target_width, config.parts.fc_bias
+        )
+        self._context_norm = rms_norm(source, "hidden_norm", width, layers.rms_norm_eps)
+        cos_sin = rope_table(layers.head_dim, layers.rope, options.max_positions, options.device)
+        self._layers = [
+            DecoderLayer(ops, source, layers, index, cos_sin) for index in range(layers.num_layers)
+        ]
+        self._norm = rms_norm(source, "norm", width, layers.rms_norm_eps)
+
+    def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
+        """Take from the target what the drafter has not."""
+        self._ends.share(embedding, head)
+
+    @property
+    def head(self) -> LanguageModelHead:
+        return self._ends.head
+
+    def context(self, streams: Sequence[Tensor]) -> Tensor:
+        """[T, target width] each -> [T, H]."""
+        sides = [(stream, None) for stream in streams]
+        fused = self._ops.joined_linear(sides, self._fc.weight, self._fc.bias)
+        return self._ops.norm(fused, None, self._context_norm)[0]
+
+    def store(self, context: Tensor, inputs: AttentionInputs, caches: Sequence[LayerCache]) -> None:
+        """Keys and values of context rows [T, H] go to their slots, in every layer."""
+        for layer, cache in zip(self._layers, caches, strict=True):
+            layer.attention.store(context, inputs, cache)
+
+    def __call__(
+        self, token_ids: Tensor, inputs: AttentionInputs, caches: Sequence[LayerCache]
+    ) -> Tensor:
+        """token_ids [T], draft blocks of several requests -> [T, H], behind the final norm.
+
+        The context stands in `caches` already. The draft blocks' keys and values go to the slots
+        of `inputs`, where they mean something until this pass ends.
+        """
+        addend: Tensor = self._ends.embedded(token_ids)
+        residual: Tensor | None = None
+        for layer, cache, causal in zip(self._layers, caches, self._causal, strict=True):
+            own = replace(inputs, causal=causal)
+            addend, residual, _ = run_layer(self._ops, layer.parts, addend, residual, own, cache)
+        assert residual is not None, "a drafter has at least one layer"
+        return self._ops.add_norm(addend, residual, self._norm)

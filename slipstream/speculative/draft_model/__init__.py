@@ -1,0 +1,1 @@
+"""Smaller language models as drafters."""

@@ -1,0 +1,127 @@
+"""`draft_model`: any smaller language model of the same tokenizer (Leviathan et al. 2023).
+
+The draft model's layers live in the same blocks as the target's. A round is one ragged pass over
+the committed tokens that it has not seen (the bonus token among them), whose last row gives draft
+token 1, and then K-1 passes of a single row per request. Of another tokenizer it drafts the tokens
+that both have (`token_map.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.core.batch import Batch
+from slipstream.core.request import Request
+from slipstream.kernels.preparation import preparation_for
+from slipstream.runner.model_runner import Forward, Rows
+from slipstream.runner.turn import Turn
+from slipstream.sampling.verification import Verdict
+from slipstream.speculative.draft_model.context import DraftContext
+from slipstream.speculative.draft_model.network import (
+    DraftNetwork,
+    DraftNetworkConfig,
+    load_network,
+    read_network_options,
+)
+from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, Needs
+from slipstream.speculative.options import Options, TargetModel
+
+# Known tokens whose keys and values may be missing when a draft begins: behind a step that drafted,
+# the bonus token and, when all was accepted, the last draft token.
+MOST_MISSING = 2
+
+
+@dataclass(frozen=True)
+class DraftModelConfig:
+    """How the draft model is loaded and sampled."""
+
+    network: DraftNetworkConfig
+
+
+def read_options(options: Options) -> DraftModelConfig:
+    """Honour or refuse every key that other engines know for a draft model."""
+    options.take_only("parallel_drafting", False, "leave it out, or use method pard")
+    return DraftModelConfig(read_network_options(options, "draft_model"))
+
+
+def load(config: DraftModelConfig, target: TargetModel) -> "LoadedDraftModel":
+    """Load the draft model's weights and check that it fits the target."""
+    return LoadedDraftModel(load_network(config.network, target, "draft_model"))
+
+
+class LoadedDraftModel:
+    """A draft model in memory, waiting for its share of the cache."""
+
+    needs = Needs()
+
+    def __init__(self, network: DraftNetwork) -> None:
+        self._network = network
+        self.limits, self.layout = network.limits, network.layout
+
+    def build(self, resources: DrafterResources) -> Drafter:
+        return DraftModelDrafter(self._network, resources)
+
+
+class DraftModelDrafter:
+    """Drafts with its own network over the shared blocks."""
+
+    def __init__(self, network: DraftNetwork, resources: DrafterResources) -> None:
+        self._network, self._resources = network, resources
+        self._state = resources.state
+        self._runner = network.runner(resources)
+        # What another drafter guessed is missing from the first of its tokens on.
+        self._most_missing = (
+            resources.num_speculative_tokens + 1 if resources.has_rivals else MOST_MISSING
+        )
+        self._context = DraftContext(
+            self._runner,
+            resources.state,
+            network.max_model_len,
+            self._most_missing,
+            resources.captured,
+        )
+        self._advance = preparation_for(self._state.device).advance_drafts
+
+    def prepare(self, batch: Batch) -> None:
+        self._context.prepare(batch, self._most_missing)
+
+    def propose(self, turn: Turn) -> Draft:
+        """One ragged pass over what is missing, then single rows."""
+        state, slots, drafting = self._state, turn.slots, self._network.drafting
+        known, wanted = state.num_tokens[slots], turn.num_draft_tokens
+        tokens = slots.new_zeros((turn.num_requests, turn.width))
+        probs = drafting.probabilities(turn)
+        starts = self._context.computed[slots]
+        lengths = torch.where(wanted > 0, known - starts, 0)
+        most = turn.most_rows(self._most_missing)
+        for index in range(turn.width):
+            forward = self._runner.forward(Rows(slots, starts, lengths, most))
+            picked = drafting.sample(
+                self._runner.logits(forward.last()),
+                slots,
+                known + index,
+                turn,
+                self._resources,
+                None if probs is None else probs[:, index],
+            )
+            starts, lengths = self._advance(
+                state.tables, slots, known, wanted, picked, drafting.vocabulary, tokens, index
+            )
+            most = turn.most_rows(1)
+        self._context.advance(slots, wanted, known + wanted - 1)
+        one_hot = drafting.one_hot(turn, self._resources)
+        return Draft(tokens, wanted, one_hot, probs, drafting.vocabulary, written=True)
+
+    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
+        self._context.settle(turn, verdict.num_tokens)
+
+    def read_prompts(self, batch: Batch, forward: Forward) -> None:
+        self._context.read_prompts(batch)
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        """A slot's counter is set anew when the slot is next given out."""
+
+    def cached_tokens(self, slots: Tensor) -> Tensor:
+        return self._context.computed[slots]

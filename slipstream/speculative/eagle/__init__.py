@@ -1,0 +1,1 @@
+"""EAGLE-1 and EAGLE-2 heads."""

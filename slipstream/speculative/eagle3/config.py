@@ -1,0 +1,176 @@
+"""What an EAGLE-3 head is made of, and whether it fits a target."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+from slipstream.speculative.heads.config import head_reader, is_wrapped, read_layers
+from slipstream.speculative.heads.loading import (
+    DRAFT_IDS,
+    HeadParts,
+    sharing_problems,
+    vocabulary_problems,
+)
+
+_AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """Everything that the head is built from.
+
+    Attributes:
+        layers: the sizes of the head; its vocabulary is the target's.
+        draft_vocab_size: rows of its lm_head.
+        aux_layers: layers of the target whose incoming streams it reads, in this order; None
+            stands for the usual three.
+        num_aux: how many they are.
+        use_aux_hidden_state: false: it reads the target's last hidden state, without fc.
+        norm_before_residual: the residual stream begins with the normed feature.
+        norm_before_fc: one norm over all streams side by side.
+        fc_norm: a norm for each stream.
+        norm_output: the next feature is what the final norm gives.
+        fc_columns: of the stored fc; None without weights.
+    """
+
+    layers: DecoderConfig
+    parts: HeadParts
+    draft_vocab_size: int
+    has_draft_ids: bool
+    aux_layers: tuple[int, ...] | None
+    num_aux: int
+    use_aux_hidden_state: bool
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    target_hidden_size: int | None
+    fc_columns: int | None
+
+    def stream_layers(self, target_layers: int) -> tuple[int, ...]:
+        """The layers of a target of so many whose incoming streams are read."""
+        if not self.use_aux_hidden_state:
+            return ()
+        if self.aux_layers is not None:
+            return self.aux_layers
+        return (2, target_layers // 2, target_layers - 3)
+
+
+def read_eagle3_config(
+    checkpoint: HeadCheckpoint, read_elsewhere: Collection[str] = ()
+) -> Eagle3Config:
+    """Flags stand in the config, in `eagle_config` within it, or follow from the tensors.
+
+    Args:
+        read_elsewhere: keys that leave the network as it is and that somebody else heeds.
+    """
+    reader = head_reader(checkpoint, read_elsewhere)
+    inner = reader.nested("eagle_config")
+    names = checkpoint.tensor_names
+    flags = {
+        "use_aux_hidden_state": _flag(reader, inner, "use_aux_hidden_state", True),
+        "norm_before_residual": _flag(
+            reader, inner, "norm_before_residual", is_wrapped(checkpoint.config)
+        ),
+        "norm_before_fc": _flag(reader, inner, "norm_before_fc", "input_norm.weight" in names),
+        "fc_norm": _flag(reader, inner, "fc_norm", "fc_norm.0.weight" in names),
+        "norm_output": _flag(reader, inner, "norm_output", False),
+    }
+    if flags["norm_before_fc"] and flags["fc_norm"]:
+        raise reader.error("fc_norm", "and norm_before_fc exclude each other; set one of them")
+    aux_layers = _aux_layers(reader, inner)
+    count = len(aux_layers) if aux_layers else 3
+    if (stated := reader.take_optional("num_aux_hidden_states", int)) not in (None, count):
+        raise reader.error("num_aux_hidden_states", f"is {stated}, but {count} layers are read")
+    for key in ("bias", "eagle_fc_bias"):
+        reader.take(key, bool, False)
+    _expect_usual(reader, inner)
+    draft_vocab_size = reader.take_optional("draft_vocab_size", int)
+    target_hidden_size = reader.take_optional("target_hidden_size", int)
+    inner.finish()
+    layers = read_layers(reader, names)
+    fc = checkpoint.entries.get("fc.weight") if checkpoint.has_weights else None
+    return Eagle3Config(
+        layers=layers,
+        parts=HeadParts.of(checkpoint, head_by_default=True),
+        draft_vocab_size=draft_vocab_size or layers.vocab_size,
+        has_draft_ids=DRAFT_IDS in names or not checkpoint.has_weights,
+        aux_layers=aux_layers,
+        num_aux=count,
+        target_hidden_size=target_hidden_size,
+        fc_columns=None if fc is None or len(fc.shape) != 2 else fc.shape[1],
+        **flags,
+    )
+
+
+def eagle3_problems(config: Eagle3Config, target: DecoderConfig) -> list[str]:
+    """Why the head cannot draft for this target."""
+    problems = _width_problems(config, target)
+    problems += vocabulary_problems(
+        config.layers, config.draft_vocab_size, config.has_draft_ids, target
+    )
+    problems += sharing_problems(config.parts, config.layers, config.draft_vocab_size, target)
+    layers = config.stream_layers(target.num_layers)
+    wrong = [layer for layer in layers if not 0 <= layer <= target.num_layers]
+    if wrong or len(set(layers)) < len(layers):
+        usual = "" if config.aux_layers else ", which is what a head without a list reads"
+        problems.append(
+            f"it reads the streams of the layers {', '.join(map(str, layers))}{usual}; a target of "
+            f"{target.num_layers} layers has those of 0 to {target.num_layers} (list them as "
+            f"{_AUX_KEY} in its config.json)"
+        )
+    return problems
+
+
+def _width_problems(config: Eagle3Config, target: DecoderConfig) -> list[str]:
+    width, stated = target.hidden_size, config.target_hidden_size
+    if stated not in (None, width):
+        return [f"it was trained for a target of hidden size {stated}, and this one has {width}"]
+    if not config.use_aux_hidden_state:
+        own = config.layers.hidden_size
+        if own == width:
+            return []
+        return [f"it reads features of {own} numbers and the target's have {width}"]
+    if config.fc_columns in (None, config.num_aux * width):
+        return []
+    return [
+        f"its fc reads {config.fc_columns} numbers a token, and {config.num_aux} layers of a "
+        f"target of hidden size {width} give {config.num_aux * width}; it was trained for another "
+        "target, or its config.json does not list all layers that it reads"
+    ]
+
+
+def _flag(reader: ConfigReader, inner: ConfigReader, key: str, default: bool) -> bool:
+    outer = reader.take_optional(key, bool)
+    return inner.take(key, bool, default if outer is None else outer)
+
+
+def _aux_layers(reader: ConfigReader, inner: ConfigReader) -> tuple[int, ...] | None:
+    """Layers whose incoming stream is read, rising.
+
+    The nested list has two meanings in the field, and its first number tells them apart: 1 stands
+    for the output of layer 1, which enters layer 2 (SpecForge); 2 is meant as it is.
+    """
+    outer = reader.take_optional(_AUX_KEY, list)
+    nested = inner.take_optional(_AUX_KEY, list)
+    ids = outer or nested
+    if not ids:
+        return None
+    if not all(type(index) is int for index in ids):
+        raise reader.error(_AUX_KEY, f"must be a list of layer numbers, not {ids}")
+    shift = 1 if not outer and min(ids) == 1 else 0
+    return tuple(sorted(index + shift for index in ids))
+
+
+def _expect_usual(reader: ConfigReader, inner: ConfigReader) -> None:
+    """Switches of one trainer that nobody has set otherwise."""
+    for key, value in (
+        ("use_input_layernorm_in_first_layer", True),
+        ("use_last_layernorm", True),
+        ("use_mtp_layernorm", False),
+        ("parallel_draft_step", 1),
+    ):
+        reader.expect(key, value)
+        inner.expect(key, value)

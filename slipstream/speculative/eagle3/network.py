@@ -1,0 +1,149 @@
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840) and the variants that its trainers have added.
+
+    g = fc[streams of three layers of the target], at token t - 1
+    u = norm(g), e = norm(embedding of token t)
+    x = g + attention[e, u]                       the first layer's input is twice as wide
+    x = x + mlp(norm(x)), and plain layers if there are more
+    logits = lm_head(norm(x))                     often over some of the tokens only
+
+x takes the place of g in the next row of a chain.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.stack_parts import LayerParts, StackParts
+from slipstream.kernels.table import AttentionInputs, Norm, Ops
+from slipstream.layers.attention import Attention
+from slipstream.layers.embedding import Embedding, LanguageModelHead
+from slipstream.layers.linear import Linear, column_linear
+from slipstream.layers.mlp import GatedMLP
+from slipstream.layers.norm import rms_norm
+from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.layers.stack import LayerCache, Stack, layer_parts
+from slipstream.models.decoder import DecoderLayer, attention_shape
+from slipstream.models.loading import LoadOptions
+from slipstream.speculative.eagle3.config import Eagle3Config
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+from slipstream.speculative.heads.loading import (
+    DRAFT_IDS,
+    HeadEnds,
+    load_head,
+    shifted_rope_table,
+)
+
+
+def load_eagle3(
+    checkpoint: HeadCheckpoint, config: Eagle3Config, target_width: int, options: LoadOptions
+) -> "Eagle3Head":
+    """The network with its weights."""
+
+    def build(ops: Ops, source: ParameterSource) -> Eagle3Head:
+        return Eagle3Head(ops, source, config, target_width, options)
+
+    return load_head(checkpoint, options, build, ignored=(DRAFT_IDS,))
+
+
+class FeatureFusion:
+    """The target's streams to one feature of the head's width, with the norms before it."""
+
+    def __init__(
+        self, ops: Ops, source: ParameterSource, config: Eagle3Config, target_width: int
+    ) -> None:
+        width, eps, count = config.layers.hidden_size, config.layers.rms_norm_eps, config.num_aux
+        self._ops = ops
+        self._fc: Linear = column_linear(
+            source, [Part("fc", width)], count * target_width, config.parts.fc_bias
+        )
+        self._whole: Norm | None = None
+        self._each: list[Norm | None] = [None] * count
+        if config.norm_before_fc:
+            self._whole = rms_norm(source, "input_norm", count * target_width, eps)
+        if config.fc_norm:
+            self._each = [
+                rms_norm(source, f"fc_norm.{index}", target_width, eps) for index in range(count)
+            ]
+
+    def __call__(self, streams: Sequence[Tensor]) -> Tensor:
+        """[T, target width] each -> [T, H]."""
+        weight, bias = self._fc.weight, self._fc.bias
+        if self._whole is not None:
+            joined = torch.cat(list(streams), -1)
+            return self._ops.norm_linear(joined, None, self._whole, weight, bias)[0]
+        sides = list(zip(streams, self._each, strict=True))
+        return self._ops.joined_linear(sides, weight, bias)
+
+
+def first_layer(
+    ops: Ops, source: ParameterSource, config: Eagle3Config, cos_sin: Tensor
+) -> LayerParts:
+    """Attention over [embedding, feature], both normed; the feature is the residual stream."""
+    layers, name = config.layers, "model.layers.0"
+    width, eps = layers.hidden_size, layers.rms_norm_eps
+    embedding_norm = rms_norm(source, f"{name}.input_layernorm", width, eps)
+    feature_norm = rms_norm(source, f"{name}.hidden_norm", width, eps)
+    shape = attention_shape(layers, 0)
+    attention = Attention(ops, source, f"{name}.self_attn", 2 * width, width, shape, cos_sin)
+    norm = rms_norm(source, f"{name}.post_attention_layernorm", width, eps)
+    mlp = GatedMLP(source, f"{name}.mlp", norm, layers.intermediate_size, layers.mlp_bias)
+    return layer_parts(
+        feature_norm, attention, mlp, embedding_norm, keeps_normed=config.norm_before_residual
+    )
+
+
+class Eagle3Head:
+    """(tokens, features) to what enters the lm_head and the next feature."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        source: ParameterSource,
+        config: Eagle3Config,
+        target_width: int,
+        options: LoadOptions,
+    ) -> None:
+        layers, width = config.layers, config.layers.hidden_size
+        self.feature_size = width
+        self._ends = HeadEnds(
+            ops, source, config.parts, layers.vocab_size, config.draft_vocab_size, width
+        )
+        self._fusion: FeatureFusion | None = None
+        if config.use_aux_hidden_state:
+            self._fusion = FeatureFusion(ops, source, config, target_width)
+        cos_sin = shifted_rope_table(
+            layers.head_dim, layers.rope, options.max_positions, options.device
+        )
+        parts = [first_layer(ops, source, config, cos_sin)]
+        for index in range(1, layers.num_layers):
+            parts.append(DecoderLayer(ops, source, layers, index, cos_sin).parts)
+        last = rms_norm(source, "norm", width, layers.rms_norm_eps)
+        self._stack = Stack(ops, StackParts(parts, last))
+        # What is the next feature: the stream behind all layers, or what the norm makes of it.
+        self._wanted = () if config.norm_output else (layers.num_layers,)
+
+    def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
+        """Take from the target what the head has not."""
+        self._ends.share(embedding, head)
+
+    @property
+    def head(self) -> LanguageModelHead:
+        return self._ends.head
+
+    def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
+        """[T, H], the features of a pass of the target: hidden [T, target width] behind its final
+        norm, streams the same of the layers that the head reads."""
+        return hidden if self._fusion is None else self._fusion(streams)
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        features: Tensor,
+        inputs: AttentionInputs,
+        caches: Sequence[LayerCache],
+    ) -> tuple[Tensor, Tensor]:
+        """token_ids [T], features [T, H] -> (what enters the lm_head, next features), [T, H]."""
+        sources = [self._ends.embedded(token_ids), features]
+        normed, streams = self._stack(sources, inputs, caches, self._wanted)
+        return normed, streams[0] if streams else normed

@@ -1,0 +1,1 @@
+"""Assistants that read the target's cache, as Gemma 4 has them."""

@@ -1,0 +1,232 @@
+"""Gemma 4's assistant: a small network of queries over the target's own keys and values.
+
+    x = pre_projection[embedding of the token (the target's) * sqrt(target width), hidden state]
+    layer: x = x + norm(attention(norm(x))), over the cache of the target's last layer like it
+           x = x + norm(mlp(norm(x))), then * layer_scalar
+    y = norm(x); logits = lm_head(y); next hidden state = post_projection(y)
+
+Nothing is stored: all rows of a draft stand at one position, that of the newest token, and see what
+the target has computed. Some assistants look at a part of the vocabulary only: tokens are sorted
+into parts, a centroid for each says which parts are likely, and those alone get logits.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.core.errors import CheckpointError
+from slipstream.kernels.table import AttentionInputs, Heads, Ops
+from slipstream.layers.embedding import Embedding, LanguageModelHead
+from slipstream.layers.linear import column_linear, row_linear
+from slipstream.layers.norm import rms_norm
+from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.layers.rope import rope_table
+from slipstream.layers.stack import LayerCache
+from slipstream.models.loading import LoadOptions
+from slipstream.speculative.gemma4_assistant.config import AssistantConfig, Centroids
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint, fill
+from slipstream.speculative.heads.loading import load_head
+
+_ORDERING = "masked_embedding.token_ordering"
+_TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"  # the same numbers
+
+
+def load_assistant(
+    checkpoint: HeadCheckpoint,
+    config: AssistantConfig,
+    read_layers: Sequence[int],
+    options: LoadOptions,
+) -> "AssistantNetwork":
+    """The network with its weights.
+
+    Args:
+        read_layers: of the target, one for each layer, whose cache it reads.
+    """
+    ordering = _read_ordering(checkpoint, config, options)
+
+    def build(ops: Ops, source: ParameterSource) -> AssistantNetwork:
+        return AssistantNetwork(ops, source, config, read_layers, ordering, options)
+
+    return load_head(checkpoint, options, build, ignored=(_ORDERING, _HEAD))
+
+
+def _read_ordering(
+    checkpoint: HeadCheckpoint, config: AssistantConfig, options: LoadOptions
+) -> Tensor:
+    """[V] int64: the tokens of each part, part by part."""
+    vocab = config.sizes.vocab_size
+    entry = checkpoint.entries.get(_ORDERING) if checkpoint.has_weights else None
+    if config.centroids is None or (entry is None and options.load_format == "dummy"):
+        return torch.arange(vocab, device=options.device)
+    if entry is None or entry.shape != (vocab,) or entry.dtype.is_floating_point:
+        raise CheckpointError(
+            f"{checkpoint.path} asks for use_ordered_embeddings, and needs a tensor {_ORDERING} of "
+            f"{vocab} integers"
+        )
+    ordering = torch.empty(entry.shape, dtype=entry.dtype)
+    fill(entry, ordering)
+    if not torch.equal(ordering.long().sort().values, torch.arange(vocab)):
+        raise CheckpointError(
+            f"tensor {_ORDERING} in {checkpoint.path} must hold every token id once"
+        )
+    return ordering.long().to(options.device)
+
+
+class AssistantLayer:
+    """Sandwich norms around attention over another's keys, and around a gated feed-forward part."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        source: ParameterSource,
+        config: AssistantConfig,
+        index: int,
+        options: LoadOptions,
+    ) -> None:
+        sizes, own, name = config.sizes, config.layers[index], f"model.layers.{index}"
+        width, eps, inner = sizes.hidden_size, sizes.rms_norm_eps, sizes.intermediate_size
+        rows = sizes.num_heads * own.head_dim
+        self._ops = ops
+        self._before, self._behind, self._before_mlp, self._behind_mlp = (
+            rms_norm(source, f"{name}.{norm}_layernorm", width, eps)
+            for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        )
+        self._query = column_linear(source, [Part(f"{name}.self_attn.q_proj", rows)], width, False)
+        self._output = row_linear(source, f"{name}.self_attn.o_proj", width, rows, False)
+        norm = rms_norm(source, f"{name}.self_attn.q_norm", own.head_dim, eps)
+        self._heads = Heads(
+            num_heads=sizes.num_heads,
+            num_kv_heads=own.num_kv_heads,
+            head_dim=own.head_dim,
+            norms=(norm, norm),  # there are no keys
+            cos_sin=rope_table(own.head_dim, own.rope, options.max_positions, options.device),
+            scale=1.0,
+            window=own.window,
+        )
+        parts = [Part(f"{name}.mlp.{part}_proj", inner) for part in ("gate", "up")]
+        self._gate_up = column_linear(source, parts, width, False)
+        self._down = row_linear(source, f"{name}.mlp.down_proj", width, inner, False)
+        self._scalar = source.vector([Part(f"{name}.layer_scalar", 1)])
+
+    def __call__(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
+        """x [T, H] -> [T, H]; `inputs` store nothing."""
+        ops, heads = self._ops, self._heads
+        query, _ = ops.norm_linear(x, None, self._before, self._query.weight, None)
+        nothing = query.new_zeros((len(x), 2 * heads.num_kv_heads * heads.head_dim))
+        mixed = ops.attend(torch.cat((query, nothing), -1), heads, inputs, cache)
+        addend = ops.joined_linear([(mixed, None)], self._output.weight, None)
+        addend = ops.norm(addend, None, self._behind)[0]
+        gate_up, x = ops.norm_linear(addend, x, self._before_mlp, self._gate_up.weight, None)
+        gate, up = gate_up.chunk(2, -1)
+        active = F.gelu(gate, approximate="tanh") * up
+        addend = ops.joined_linear([(active, None)], self._down.weight, None)
+        return (x + ops.norm(addend, None, self._behind_mlp)[0]) * self._scalar
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+class SomeLogits:
+    """Logits of the tokens of the likeliest parts of the vocabulary."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        source: ParameterSource,
+        centroids: Centroids,
+        ordering: Tensor,
+        table: Tensor,
+        softcap: float | None,
+    ) -> None:
+        width = table.shape[1]
+        parts = [Part("masked_embedding.centroids", centroids.count)]
+        self._ops, self._chosen = ops, centroids.chosen
+        self._table, self._softcap = table, softcap
+        self._centroids = column_linear(source, parts, width, False)
+        self._tokens = ordering.view(centroids.count, -1)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] -> [T, V] float32, minus infinity for all other tokens."""
+        likely = self._ops.logits(hidden, self._centroids.weight).topk(self._chosen).indices
+        tokens = self._tokens[likely].flatten(1)
+        logits = (self._table[tokens] @ hidden.unsqueeze(-1)).squeeze(-1)
+        logits = _capped(logits.float(), self._softcap)
+        everywhere = logits.new_full((len(hidden), len(self._table)), -torch.inf)
+        return everywhere.scatter(1, tokens, logits)
+
+
+class AssistantNetwork:
+    """(tokens, hidden states of the target) to what enters the lm_head and next hidden states."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        source: ParameterSource,
+        config: AssistantConfig,
+        read_layers: Sequence[int],
+        ordering: Tensor,
+        options: LoadOptions,
+    ) -> None:
+        sizes, target_width = config.sizes, config.target_width
+        width, vocab = sizes.hidden_size, sizes.vocab_size
+        self._ops, self._read_layers, self._softcap = ops, tuple(read_layers), config.softcap
+        self._embedding: Embedding | None = None
+        self._embedding_scale = target_width**0.5
+        self._enter = column_linear(
+            source, [Part("pre_projection", width)], 2 * target_width, False
+        )
+        self._leave = row_linear(source, "post_projection", target_width, width, False)
+        self._layers = [
+            AssistantLayer(ops, source, config, index, options) for index in range(sizes.num_layers)
+        ]
+        self._norm = rms_norm(source, "norm", width, sizes.rms_norm_eps)
+        table = source.table([Part(_TABLE, vocab)], width)
+        self._head: LanguageModelHead | SomeLogits
+        if config.centroids is None:
+            self._head = LanguageModelHead(ops, source.tied(table))
+        else:
+            self._head = SomeLogits(ops, source, config.centroids, ordering, table, config.softcap)
+        self._suppressed = torch.tensor(config.suppressed, dtype=torch.int64, device=options.device)
+
+    def share(self, embedding: Embedding) -> None:
+        """Take the target's table of embeddings."""
+        self._embedding = embedding
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] -> [T, V] float32."""
+        logits = self._head(hidden)
+        if isinstance(self._head, LanguageModelHead):
+            logits = _capped(logits, self._softcap)
+        if len(self._suppressed):
+            logits = logits.index_fill(1, self._suppressed, -torch.inf)
+        return logits
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        inputs: AttentionInputs,
+        caches: Sequence[LayerCache],
+    ) -> tuple[Tensor, Tensor]:
+        """One row for each of several requests.
+
+        Args:
+            token_ids: [T], of the target.
+            hidden: [T, target width], behind the target's final norm, or as this returned it.
+            inputs: where the rows stand; they store nothing.
+            caches: of all layers of the target.
+
+        Returns:
+            [T, H], what `logits` takes, and [T, target width], the next hidden states.
+        """
+        assert self._embedding is not None, "share() comes first"
+        embedded = self._embedding(token_ids) * self._embedding_scale
+        sides = [(embedded.to(hidden.dtype), None), (hidden, None)]
+        x = self._ops.joined_linear(sides, self._enter.weight, None)
+        for layer, read in zip(self._layers, self._read_layers, strict=True):
+            x = layer(x, inputs, caches[read])
+        normed = self._ops.norm(x, None, self._norm)[0]
+        return normed, self._ops.joined_linear([(normed, None)], self._leave.weight, None)

@@ -1,0 +1,1 @@
+"""What drafting heads share: checkpoints, configs, loading, drafters over features."""

@@ -1,0 +1,123 @@
+"""Reading the config.json of a drafting head, in the shapes that trainers write it.
+
+A head's config is that of a small language model with keys of its own beside it; the speculators
+library wraps the former in `transformer_layer_config`, old vLLM conversions in `model`.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from slipstream.core.errors import CheckpointError
+from slipstream.models.catalogue import decoder_config
+from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.modules_beside import OWN_DRAFTER_KEYS
+from slipstream.models.quantized.catalogue import refuse_quantized
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+
+WRAPPER_KEY = "speculators_model_type"
+_WRAPPED = "transformer_layer_config"
+
+# The layers of a head, whatever its own architecture is called.
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mimo": "MiMoForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# The speculators library leaves out what equals a default of transformers.
+_SIZES = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+}
+_DEFAULT_SIZES = {
+    "llama": {**_SIZES, "intermediate_size": 11008, "vocab_size": 32000},
+    "qwen3": {**_SIZES, "intermediate_size": 22016, "vocab_size": 151936},
+}
+# About training or serving, or about parts of the target that a head does not have.
+_HARMLESS = HARMLESS_KEYS | {
+    "embed_requires_grad",
+    "max_window_layers",
+    "num_experts_per_tok",
+    "num_local_experts",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "speculators_config",
+    "speculators_version",
+    "target_model_type",
+    "transformer_layer_architecture",
+    WRAPPER_KEY,
+}
+
+
+def is_wrapped(config: Mapping[str, Any]) -> bool:
+    """Whether the speculators library wrote this config."""
+    return WRAPPER_KEY in config
+
+
+def wrapped_target(config: Mapping[str, Any]) -> str | None:
+    """The model that a wrapped drafter was made for, as its trainer called it; None when it is no
+    wrapper, or does not say."""
+    settings = config.get("speculators_config") if is_wrapped(config) else None
+    verifier = settings.get("verifier") if isinstance(settings, Mapping) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+    return name if isinstance(name, str) and name else None
+
+
+def wrapped_num_tokens(config: Mapping[str, Any]) -> int | None:
+    """How many draft tokens a step the wrapper proposes."""
+    settings = config.get("speculators_config")
+    proposals = settings.get("proposal_methods") if isinstance(settings, Mapping) else None
+    first = proposals[0] if isinstance(proposals, list) and proposals else None
+    count = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    return count if type(count) is int and count > 0 else None
+
+
+def head_reader(checkpoint: HeadCheckpoint, read_elsewhere: Collection[str] = ()) -> ConfigReader:
+    """The keys of a head, unwrapped, under the architecture of its layers.
+
+    Args:
+        read_elsewhere: keys that leave the network as it is and that somebody else heeds.
+    """
+    config = dict(checkpoint.config)
+    inner_key = _WRAPPED if is_wrapped(config) else "model"
+    inner = config.pop(inner_key, {})
+    if not isinstance(inner, Mapping):
+        raise CheckpointError(f'{checkpoint.config_file}: "{inner_key}" must be an object')
+    kind = inner.get("model_type") or config.get("model_type")
+    kind = kind if kind in _ARCHITECTURES else "llama"
+    effective = {**inner, **config}
+    effective |= {"architectures": [_ARCHITECTURES[kind]], "model_type": kind}
+    if inner_key == _WRAPPED and kind in _DEFAULT_SIZES:
+        effective = {**_DEFAULT_SIZES[kind], **effective}
+    effective.setdefault("num_hidden_layers", 1)
+    # Whether a head has an own lm_head is read from its tensors.
+    effective["tie_word_embeddings"] = False
+    refuse_quantized(effective, checkpoint.config_file)
+    harmless = (_HARMLESS | OWN_DRAFTER_KEYS).union(read_elsewhere)
+    return ConfigReader(effective, checkpoint.config_file, harmless=harmless)
+
+
+def read_layers(reader: ConfigReader, names: Collection[str]) -> DecoderConfig:
+    """The layers of the head; q/k norms and biases are what its tensors say, beside its config."""
+    config = decoder_config(reader)
+    reader.finish()
+    return with_stored_parts(config, names)
+
+
+def with_stored_parts(
+    config: DecoderConfig, names: Collection[str], layer: str = "model.layers.0"
+) -> DecoderConfig:
+    """The config with the norms and biases that the tensors of one layer say."""
+    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+    return replace(
+        config,
+        qk_norm=config.qk_norm or f"{attention}.q_norm.weight" in names,
+        qkv_bias=config.qkv_bias or f"{attention}.q_proj.bias" in names,
+        o_bias=config.o_bias or f"{attention}.o_proj.bias" in names,
+        mlp_bias=config.mlp_bias or f"{mlp}.gate_proj.bias" in names,
+    )

@@ -1,0 +1,315 @@
+"""Checkpoints of Medusa heads: three ways to name the same tensors.
+
+Published by FasterDecoding (`medusa_lm_head.pt` or `.safetensors`), without the lm_head rows in
+the second version of that format, and converted for vLLM. Here they get the names of the last:
+
+    {head}.{j}.linear.weight, .bias      blocks.{head}.layers.{j}.weight, .bias
+    {head}.{layers}.weight               lm_heads.{head}.weight
+                                         lm_head.weight, one for all heads
+                                         token_map, the ids of a reduced vocabulary
+
+The original trainer repeats one layer per head when it was asked for several, so a checkpoint
+without copies has the first layer alone. What the tensors say counts: configs of old heads give
+sizes that were never theirs.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import CheckpointError
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
+from slipstream.models.quantized.catalogue import refuse_quantized
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+
+SHARED_HEAD: Final = "lm_head"
+TOKEN_MAP: Final = "token_map"
+DEFAULT_NUM_HEADS: Final = 4
+
+_PREFIX = re.compile(r"^(medusa_heads?|model)\.(?=\d+\.|blocks\.|lm_heads?\.|token_map)")
+_LAYER = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
+_HEAD = re.compile(r"^(\d+)\.(\d+)\.weight$")
+_BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
+
+# What trainers copy from the target's config or what only trees and other servers look at; sizes
+# are read from the tensors.
+_HARMLESS = HARMLESS_KEYS | {
+    "attention_bias",
+    "base_model_name_or_path",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "layer_types",
+    "max_paths",
+    "max_position_embeddings",
+    "max_seq_len",
+    "max_window_layers",
+    "medusa_choices",
+    "medusa_fc_bias",
+    "mlp_bias",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "original_lm_head",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "tie_word_embeddings",
+    "topk",
+    "use_sliding_window",
+    "version",
+    "vocab_size",
+}
+
+
+@dataclass(frozen=True)
+class MedusaShape:
+    """What the heads are made of.
+
+    Attributes:
+        num_layers: of each head.
+        shares_layer: per head, whether it has its first layer only, which it then repeats.
+        bias: whether the layers have one.
+        heads: lm_heads of their "own", "one" for all, or the one of the "target".
+        num_rows: of an lm_head as it is stored.
+        num_legal_tokens: of the vocabulary that is drafted.
+        vocabulary: its token ids, rising [Vq] int64; None: those from 0 on.
+        head_rows: [Vq] int64, the rows of an lm_head for them; None: all in their order.
+    """
+
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    shares_layer: tuple[bool, ...]
+    bias: bool
+    heads: Literal["own", "one", "target"]
+    num_rows: int
+    num_legal_tokens: int
+    vocabulary: Tensor | None = None
+    head_rows: Tensor | None = None
+
+    def layer_name(self, head: int, layer: int) -> str:
+        """Of the tensors of a layer."""
+        return f"blocks.{head}.layers.{0 if self.shares_layer[head] else layer}"
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """What a config says, where it says it."""
+
+    heads: int | None
+    layers: int | None
+    truncated_vocab_size: int | None
+
+
+def own_head(index: int) -> str:
+    """The name of the lm_head of a head."""
+    return f"lm_heads.{index}"
+
+
+def names_medusa(config: Mapping[str, Any], tensor_names: Collection[str]) -> bool:
+    """Whether a checkpoint holds Medusa heads."""
+    architectures = config.get("architectures") or []
+    if config.get("model_type") == "medusa" or any("Medusa" in str(it) for it in architectures):
+        return True
+    if "medusa_num_heads" in config or "medusa_num_layers" in config:
+        return True
+    names = {canonical_name(name) for name in tensor_names}
+    return any(_BLOCK.match(name) for name in names)
+
+
+def canonical_name(name: str) -> str:
+    """The one name of a tensor."""
+    name = _PREFIX.sub("", name)
+    if layer := _LAYER.match(name):
+        return f"blocks.{layer[1]}.layers.{layer[2]}.{layer[3]}"
+    if head := _HEAD.match(name):
+        return f"{own_head(int(head[1]))}.weight"
+    return name
+
+
+class MedusaCheckpoint(HeadCheckpoint):
+    """Tensors under the names above."""
+
+    def canonical(self, name: str) -> str:
+        return canonical_name(name)
+
+    @property
+    def layers_before_head(self) -> int:
+        """Where the original names tell; else 0."""
+        heads = [_HEAD.match(_PREFIX.sub("", name)) for name in self.stored]
+        return max((int(head[2]) for head in heads if head), default=0)
+
+    def num_heads(self) -> int:
+        """What there is; without weights, what the config says."""
+        if not self.has_weights:
+            return _read_counts(self).heads or DEFAULT_NUM_HEADS
+        return len(_blocks(self))
+
+    def num_rows(self) -> int | None:
+        """Of an lm_head; None where it is the target's."""
+        name = _stored_head(self)
+        return None if name is None else self.entries[name].shape[0]
+
+
+def dummy_shape(checkpoint: Checkpoint, hidden_size: int, vocab_size: int) -> MedusaShape:
+    """What the config alone says, for random weights."""
+    counts = _read_counts(checkpoint)
+    heads = counts.heads or DEFAULT_NUM_HEADS
+    layers = counts.layers or 1
+    return MedusaShape(
+        heads, layers, hidden_size, (False,) * heads, True, "own", vocab_size, vocab_size
+    )
+
+
+def read_shape(checkpoint: MedusaCheckpoint, hidden_size: int, vocab_size: int) -> MedusaShape:
+    """What the tensors (and the config) say.
+
+    Args:
+        hidden_size, vocab_size: of the target.
+
+    Raises:
+        CheckpointError: the tensors are not Medusa heads, or not those of this target.
+    """
+    counts, blocks = _read_counts(checkpoint), _blocks(checkpoint)
+    heads = len(blocks)
+    if counts.heads is not None and counts.heads > heads:
+        raise CheckpointError(
+            f"{checkpoint.path} holds {heads} Medusa heads, but its config.json speaks of "
+            f"{counts.heads}; download it again, or correct the config"
+        )
+    _require_width(checkpoint, hidden_size)
+    most = max(checkpoint.layers_before_head, counts.layers or 1)
+    layers = _num_layers(checkpoint, most, blocks)
+    shape = MedusaShape(
+        num_heads=heads,
+        num_layers=layers,
+        hidden_size=hidden_size,
+        shares_layer=tuple(blocks[head] == {0} for head in range(heads)),
+        bias="blocks.0.layers.0.bias" in checkpoint.entries,
+        heads=_whose_heads(checkpoint),
+        num_rows=vocab_size,
+        num_legal_tokens=vocab_size,
+    )
+    return _with_vocabulary(shape, checkpoint, counts, vocab_size)
+
+
+def _blocks(checkpoint: MedusaCheckpoint) -> dict[int, set[int]]:
+    """The numbers of the layers of each head; CheckpointError unless heads count from 0."""
+    blocks: dict[int, set[int]] = {}
+    for name in checkpoint.entries:
+        if found := _BLOCK.match(name):
+            blocks.setdefault(int(found[1]), set()).add(int(found[2]))
+    if not blocks or set(blocks) != set(range(len(blocks))):
+        raise CheckpointError(
+            f"{checkpoint.path} holds no Medusa heads numbered from 0 on (0.0.linear.weight or "
+            "blocks.0.layers.0.weight); it is a checkpoint of another kind, or incomplete"
+        )
+    return blocks
+
+
+def _read_counts(checkpoint: Checkpoint) -> _Counts:
+    if not checkpoint.config_file.is_file():
+        return _Counts(None, None, None)
+    refuse_quantized(checkpoint.config, checkpoint.config_file)
+    reader = ConfigReader(checkpoint.config, checkpoint.config_file, harmless=_HARMLESS)
+    heads = _first_count(reader, "medusa_num_heads", "num_medusa_heads", "num_heads")
+    layers = _first_count(reader, "medusa_num_layers", "num_medusa_layers", "num_layers")
+    if layers is None and checkpoint.config.get("model_type") == "medusa":
+        layers = _first_count(reader, "num_hidden_layers")
+    truncated = reader.take_optional("truncated_vocab_size", int)
+    reader.finish()
+    return _Counts(heads, layers, truncated)
+
+
+def _first_count(reader: ConfigReader, *keys: str) -> int | None:
+    found = None
+    for key in keys:
+        value = reader.take_optional(key, int)
+        if value is not None and value < 1:
+            raise reader.error(key, f"must be above 0, not {value}")
+        found = value if found is None else found
+    return found
+
+
+def _require_width(checkpoint: MedusaCheckpoint, hidden_size: int) -> None:
+    entry = checkpoint.entries.get("blocks.0.layers.0.weight")
+    if entry is None:
+        raise CheckpointError(f"{checkpoint.path} has a bias of layer 0 of head 0, but no weight")
+    if entry.shape != (hidden_size, hidden_size):
+        raise CheckpointError(
+            f"the Medusa heads in {checkpoint.path} read hidden states of {entry.shape[-1]} "
+            f"numbers and the target's have {hidden_size}; they were trained for another target"
+        )
+
+
+def _num_layers(checkpoint: Checkpoint, told: int, blocks: Mapping[int, set[int]]) -> int:
+    """Layers of each head: as many as there are, or as config and names tell of layers that are
+    stored once."""
+    layers = max(told, *(max(own) + 1 for own in blocks.values()))
+    for head, own in blocks.items():
+        if own not in ({0}, set(range(layers))):
+            raise CheckpointError(
+                f"head {head} in {checkpoint.path} has the layers "
+                f"{', '.join(map(str, sorted(own)))} of {layers}; download it again, or correct "
+                "the number of layers in its config.json"
+            )
+    return layers
+
+
+def _whose_heads(checkpoint: MedusaCheckpoint) -> Literal["own", "one", "target"]:
+    if f"{own_head(0)}.weight" in checkpoint.entries:
+        return "own"
+    return "one" if f"{SHARED_HEAD}.weight" in checkpoint.entries else "target"
+
+
+def _stored_head(checkpoint: MedusaCheckpoint) -> str | None:
+    """The name of the first lm_head of the checkpoint's own."""
+    stored = {"own": own_head(0), "one": SHARED_HEAD, "target": None}[_whose_heads(checkpoint)]
+    return None if stored is None else f"{stored}.weight"
+
+
+def _with_vocabulary(
+    shape: MedusaShape, checkpoint: MedusaCheckpoint, counts: _Counts, vocab_size: int
+) -> MedusaShape:
+    """Which tokens are drafted, and which rows of an lm_head are theirs."""
+    rows = checkpoint.num_rows() or vocab_size
+    shape = replace(shape, num_rows=rows)
+    if TOKEN_MAP in checkpoint.entries:
+        return _with_token_map(shape, checkpoint, vocab_size)
+    if rows == vocab_size or (rows == counts.truncated_vocab_size and rows < vocab_size):
+        return replace(shape, num_legal_tokens=rows)
+    raise CheckpointError(
+        f"the Medusa heads in {checkpoint.path} guess among {rows} tokens and the target has "
+        f"{vocab_size}; they were trained for another target"
+    )
+
+
+def _with_token_map(
+    shape: MedusaShape, checkpoint: MedusaCheckpoint, vocab_size: int
+) -> MedusaShape:
+    """`token_map` [n] holds token ids; an lm_head has a row for each of them, or for all tokens."""
+    ids, order = checkpoint.integers(TOKEN_MAP).sort()
+    in_range = len(ids) > 0 and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size
+    if not in_range or bool((ids.diff() == 0).any()):
+        raise CheckpointError(
+            f"tensor {TOKEN_MAP} in {checkpoint.path} must hold different token ids below the "
+            f"target's {vocab_size}; the heads were trained for another target"
+        )
+    if shape.num_rows not in (len(ids), vocab_size):
+        raise CheckpointError(
+            f"the lm_heads in {checkpoint.path} have {shape.num_rows} rows, but {TOKEN_MAP} names "
+            f"{len(ids)} tokens of the target's {vocab_size}; they must have as many as either"
+        )
+    rows: Tensor | None = ids if shape.num_rows == vocab_size else order
+    if rows is not None and torch.equal(rows, torch.arange(shape.num_rows)):
+        rows = None
+    return replace(shape, num_legal_tokens=len(ids), vocabulary=ids, head_rows=rows)

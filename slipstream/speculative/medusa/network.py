@@ -1,0 +1,142 @@
+"""Medusa heads (Cai et al. 2024, arXiv 2401.10774).
+
+Head i guesses the token i + 2 places behind the one whose hidden state h (the target's, behind its
+final norm) it reads; the target's own head gives the token between. No head sees another's guess.
+
+    x = h;  x = x + silu(W x + b) for every layer;  logits = lm_head(x)
+
+Every head has layers of its own. The lm_head is its own, one for all heads, or the target's.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.table import Ops, Weight
+from slipstream.kernels.weights import row_range
+from slipstream.layers.embedding import LanguageModelHead
+from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.models.loading import LoadOptions
+from slipstream.speculative.heads.loading import load_head
+from slipstream.speculative.medusa.checkpoint import (
+    SHARED_HEAD,
+    TOKEN_MAP,
+    MedusaCheckpoint,
+    MedusaShape,
+    dummy_shape,
+    own_head,
+    read_shape,
+)
+
+
+def load_medusa(
+    checkpoint: MedusaCheckpoint, hidden_size: int, vocab_size: int, options: LoadOptions
+) -> "MedusaHeads":
+    """The heads with their weights.
+
+    Args:
+        hidden_size, vocab_size: of the target.
+    """
+    read = dummy_shape if options.load_format == "dummy" else read_shape
+    shape = read(checkpoint, hidden_size, vocab_size)
+
+    def build(ops: Ops, source: ParameterSource) -> MedusaHeads:
+        return MedusaHeads(ops, source, shape, options)
+
+    return load_head(checkpoint, options, build, (TOKEN_MAP,))
+
+
+class MedusaHeads:
+    """One hidden state to the logits of several tokens.
+
+    Attributes:
+        num_heads: the most tokens that it guesses.
+        vocabulary: [Vq] int64, rising, the token id of each logit; None: they are those from 0 on.
+        num_legal_tokens: Vq.
+    """
+
+    def __init__(
+        self, ops: Ops, source: ParameterSource, shape: MedusaShape, options: LoadOptions
+    ) -> None:
+        self._ops, self._shape, self._dtype = ops, shape, options.dtype
+        self.num_heads = shape.num_heads
+        self.vocabulary = _on(shape.vocabulary, options.device)
+        self._head_rows = _on(shape.head_rows, options.device)
+        self.num_legal_tokens = shape.num_legal_tokens
+        self._layers = self._read_layers(source)
+        names: Sequence[str] = ()
+        if shape.heads == "own":
+            names = [own_head(index) for index in range(shape.num_heads)]
+        elif shape.heads == "one":
+            names = [SHARED_HEAD]
+        self._heads = [self._chosen(self._read_head(source, name)) for name in names]
+
+    def share(self, head: LanguageModelHead) -> None:
+        """Take the target's head where the checkpoint has none."""
+        if self._shape.heads == "target":
+            self._heads = [self._chosen(head)]
+
+    def start(self, hidden: Tensor, count: int) -> Tensor:
+        """hidden [R, H] -> what the first `count` heads' logits are made of; all in one pass."""
+        states = self._states(hidden.to(self._dtype), count)
+        if self._shape.heads == "target":
+            states = states.to(hidden.dtype)  # which its head takes
+        if self._shape.heads == "own":
+            return states
+        logits = self._heads[0](states.flatten(0, 1))
+        return logits.view(count, len(hidden), -1)
+
+    def logits(self, index: int, state: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Of draft token `index`, [R, Vq] float32, and the state again."""
+        del last_tokens
+        if self._shape.heads == "own":
+            return self._heads[index](state[index]), state
+        return state[index], state
+
+    def _states(self, hidden: Tensor, count: int) -> Tensor:
+        """hidden [R, H] -> [count, R, H]: behind the layers of every head."""
+        width = hidden.shape[1]
+        x = hidden.float().expand(count, -1, -1)
+        for index, (weight, bias) in enumerate(self._layers):
+            if index == 0:  # all heads read the same rows
+                added = self._ops.logits(hidden, row_range(weight, 0, count * width))
+                added = added.view(len(hidden), count, width).transpose(0, 1)
+            else:
+                rows = x.to(self._dtype)
+                own = [row_range(weight, head * width, (head + 1) * width) for head in range(count)]
+                added = torch.stack([self._ops.logits(rows[i], own[i]) for i in range(count)])
+            if bias is not None:
+                added = added + bias[:count].unsqueeze(1)
+            x = x + F.silu(added)
+        return x.to(self._dtype).contiguous()
+
+    def _read_layers(self, source: ParameterSource) -> list[tuple[Weight, Tensor | None]]:
+        """Per layer the heads' matrices stacked, [heads * H, H], and biases [heads, H] float32."""
+        shape, width = self._shape, self._shape.hidden_size
+        read: dict[tuple[str, ...], tuple[Weight, Tensor | None]] = {}
+        layers = []
+        for index in range(shape.num_layers):
+            names = tuple(shape.layer_name(head, index) for head in range(shape.num_heads))
+            if names not in read:
+                weight = source.matrix([Part(f"{name}.weight", width) for name in names], width)
+                bias = None
+                if shape.bias:
+                    stacked = source.vector([Part(f"{name}.bias", width) for name in names])
+                    bias = stacked.float().view(shape.num_heads, width)
+                read[names] = (weight, bias)
+            layers.append(read[names])
+        return layers
+
+    def _read_head(self, source: ParameterSource, name: str) -> LanguageModelHead:
+        part = Part(f"{name}.weight", self._shape.num_rows)
+        return LanguageModelHead(self._ops, source.head([part], self._shape.hidden_size))
+
+    def _chosen(self, head: LanguageModelHead) -> LanguageModelHead:
+        """Over the rows of the tokens that are drafted, in their order."""
+        return head if self._head_rows is None else head.over(self._head_rows)
+
+
+def _on(table: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if table is None else table.to(device)

@@ -1,0 +1,236 @@
+"""MLPSpeculator (Wertheimer et al. 2024, arXiv 2404.19124), IBM's accelerators.
+
+A small recurrent network: its state begins as h, the target's hidden state behind its final norm,
+and takes in one token a step, the last known one first.
+
+    s = a proj_i(s) + b emb_i(token)       a = 0.5 ** (0.5 / n),  b = sqrt((1 - a^2) inner / 2)
+    s = gelu(w rms_norm(s) + c)
+    logits_i = head_i(s)
+
+Step i guesses the token i + 2 places behind the one of h. Tied checkpoints use one emb, head and
+norm for all steps, and one proj from the second step on.
+"""
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.core.errors import CheckpointError
+from slipstream.kernels.table import Ops, Weight
+from slipstream.layers.embedding import Embedding, LanguageModelHead
+from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
+from slipstream.models.loading import LoadOptions
+from slipstream.models.quantized.catalogue import refuse_quantized
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint, fill
+from slipstream.speculative.heads.loading import load_head
+
+EPS = 1e-6  # of every norm; no config names it
+
+# Of trees of candidates, of which a chain is the first.
+_HARMLESS = HARMLESS_KEYS | {"n_candidates", "num_lookahead_tokens", "top_k_tokens_per_head"}
+_PREFIX = "speculator."
+
+
+class MLPSpeculatorCheckpoint(HeadCheckpoint):
+    """Tensors without the prefix that all of them have."""
+
+    def canonical(self, name: str) -> str:
+        return name.removeprefix(_PREFIX)
+
+
+@dataclass(frozen=True)
+class MLPSpeculatorConfig:
+    """What the network is made of.
+
+    Attributes:
+        emb_dim: the target's hidden size.
+        inner_dim: of the state.
+        n_predict: steps, each a token.
+        tie_weights: steps share what they can.
+        scale_input: h is normed and divided by the root of 2 before the first step.
+    """
+
+    vocab_size: int
+    emb_dim: int
+    inner_dim: int
+    n_predict: int
+    tie_weights: bool
+    scale_input: bool
+
+    def place(self, index: int, kind: str) -> int:
+        """The number in a tensor's name for step `index`."""
+        if not self.tie_weights:
+            return index
+        return min(index, 1) if kind == "proj" else 0
+
+
+def read_mlp_speculator_config(checkpoint: Checkpoint) -> MLPSpeculatorConfig:
+    """Strictly: every key that could change the maths is read or refused."""
+    reader = ConfigReader(checkpoint.config, checkpoint.config_file, harmless=_HARMLESS)
+    refuse_quantized(checkpoint.config, checkpoint.config_file)
+    emb_dim = reader.take("emb_dim", int)
+    config = MLPSpeculatorConfig(
+        vocab_size=reader.take("vocab_size", int),
+        emb_dim=emb_dim,
+        inner_dim=reader.take("inner_dim", int, 0) or emb_dim,
+        n_predict=reader.take("n_predict", int),
+        tie_weights=reader.take("tie_weights", bool, False),
+        scale_input=reader.take("scale_input", bool, False),
+    )
+    reader.finish()
+    for key in ("vocab_size", "emb_dim", "inner_dim", "n_predict"):
+        if getattr(config, key) < 1:
+            raise reader.error(key, f"must be above 0, not {getattr(config, key)}")
+    return config
+
+
+def require_fit(config: MLPSpeculatorConfig, hidden_size: int, vocab_size: int) -> None:
+    """Raise CheckpointError unless it was made for a target of these sizes."""
+    if config.emb_dim != hidden_size:
+        raise CheckpointError(
+            f"the MLPSpeculator reads hidden states of {config.emb_dim} numbers (emb_dim) and the "
+            f"target's have {hidden_size}; it was trained for another target"
+        )
+    if config.vocab_size != vocab_size:
+        raise CheckpointError(
+            f"the MLPSpeculator guesses among {config.vocab_size} tokens and the target has "
+            f"{vocab_size}; it was trained for another target"
+        )
+
+
+def load_mlp_speculator(
+    checkpoint: MLPSpeculatorCheckpoint, config: MLPSpeculatorConfig, options: LoadOptions
+) -> "MLPSpeculator":
+    """The network with its weights."""
+    copies = [] if options.load_format == "dummy" else _copies(config, checkpoint)
+    return load_head(
+        checkpoint,
+        options,
+        lambda ops, source: MLPSpeculator(ops, source, config, options.dtype),
+        copies,
+    )
+
+
+def _copies(config: MLPSpeculatorConfig, checkpoint: MLPSpeculatorCheckpoint) -> list[str]:
+    """Tensors that a tied checkpoint may store again; CheckpointError if they are no copies."""
+    if not config.tie_weights:
+        return []
+    found: list[str] = []
+    for index in range(1, config.n_predict):
+        for kind, suffix in (
+            ("emb", "weight"),
+            ("head", "weight"),
+            ("proj", "weight"),
+            ("ln", "weight"),
+            ("ln", "bias"),
+        ):
+            place = config.place(index, kind)
+            name, first = f"{kind}.{index}.{suffix}", f"{kind}.{place}.{suffix}"
+            entries = checkpoint.entries
+            if place == index or name not in entries or first not in entries:
+                continue
+            if not _equal(checkpoint, name, first):
+                raise CheckpointError(
+                    f"{checkpoint.path} has tied weights, says its config.json, but {name} and "
+                    f"{first} differ; set tie_weights to false"
+                )
+            found.append(name)
+    return found
+
+
+def _equal(checkpoint: MLPSpeculatorCheckpoint, name: str, other: str) -> bool:
+    first, second = (checkpoint.entries[it] for it in (name, other))
+    if first.shape != second.shape:
+        return False
+    ours, theirs = (torch.empty(it.shape, dtype=torch.float32) for it in (first, second))
+    fill(first, ours)
+    fill(second, theirs)
+    return torch.equal(ours, theirs)
+
+
+class MLPSpeculator:
+    """One hidden state and the last token to the logits of several tokens, one after the other.
+
+    Attributes:
+        num_heads: the most tokens that it guesses.
+        vocabulary: None: logits belong to the token ids from 0 on.
+        num_legal_tokens: how many.
+    """
+
+    vocabulary: Tensor | None = None
+
+    def __init__(
+        self, ops: Ops, source: ParameterSource, config: MLPSpeculatorConfig, dtype: torch.dtype
+    ) -> None:
+        self._ops, self._config, self._dtype = ops, config, dtype
+        self.num_heads, self.num_legal_tokens = config.n_predict, config.vocab_size
+        self._state_weight = 0.5 ** (0.5 / config.n_predict)
+        self._token_weight = sqrt((1 - self._state_weight**2) * config.inner_dim / 2)
+        self._steps = _read_steps(ops, source, config)
+
+    def share(self, head: LanguageModelHead) -> None:
+        """It has all that it needs."""
+
+    def start(self, hidden: Tensor, count: int) -> Tensor:
+        """hidden [R, emb_dim] -> the first state."""
+        del count
+        if not self._config.scale_input:
+            return hidden.to(self._dtype)
+        scaled = F.rms_norm(hidden.float(), (self._config.emb_dim,), eps=EPS) / sqrt(2)
+        return scaled.to(self._dtype)
+
+    def logits(self, index: int, state: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Of draft token `index` behind `last_tokens` [R]: [R, V] float32, and the next state."""
+        step = self._steps[index]
+        mixed = self._ops.logits(state, step.projection) * self._state_weight
+        mixed = mixed + step.embedding(last_tokens).float() * self._token_weight
+        normed = F.rms_norm(mixed, (self._config.inner_dim,), step.scale, EPS) + step.shift
+        state = F.gelu(normed).to(self._dtype)
+        return step.head(state), state
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """projection [inner, emb_dim or inner]; scale and shift of the norm [inner] float32."""
+
+    projection: Weight
+    embedding: Embedding
+    head: LanguageModelHead
+    scale: Tensor
+    shift: Tensor
+
+
+def _read_steps(ops: Ops, source: ParameterSource, config: MLPSpeculatorConfig) -> list[_Step]:
+    """One per token; what is tied is read once."""
+    inner, vocab_size, steps = config.inner_dim, config.vocab_size, range(config.n_predict)
+
+    def places(kind: str) -> list[int]:
+        return sorted({config.place(index, kind) for index in steps})
+
+    projections = {
+        at: source.matrix([Part(f"proj.{at}.weight", inner)], inner if at else config.emb_dim)
+        for at in places("proj")
+    }
+    embeddings = {at: Embedding(source, f"emb.{at}", vocab_size, inner) for at in places("emb")}
+    heads = {
+        at: LanguageModelHead(ops, source.head([Part(f"head.{at}.weight", vocab_size)], inner))
+        for at in places("head")
+    }
+    norms = {
+        at: [source.vector([Part(f"ln.{at}.{it}", inner)]).float() for it in ("weight", "bias")]
+        for at in places("ln")
+    }
+    return [
+        _Step(
+            projections[config.place(index, "proj")],
+            embeddings[config.place(index, "emb")],
+            heads[config.place(index, "head")],
+            *norms[config.place(index, "ln")],
+        )
+        for index in steps
+    ]

@@ -1,0 +1,1 @@
+"""Multi-token prediction modules, mostly stored beside the target."""

@@ -1,0 +1,120 @@
+"""What MTP modules are made of, and whether they fit a target."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from slipstream.core.errors import CheckpointError
+from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.speculative.heads.config import head_reader, read_layers, with_stored_parts
+from slipstream.speculative.heads.loading import (
+    HeadParts,
+    sharing_problems,
+    vocabulary_problem,
+)
+from slipstream.speculative.mtp.checkpoint import ModuleNames, MtpCheckpoint, MtpStyle
+
+# Parts of a decoder layer that give away one of a kind that cannot run yet.
+_OTHER_LAYERS = {
+    "latent attention (MLA)": (".kv_a_proj_with_mqa.", ".q_a_proj.", ".kv_b_proj."),
+    "a mixture of experts": (".mlp.experts.", ".mlp.gate.", ".mlp.shared_expert"),
+    "linear attention": (".linear_attn.",),
+    "quantised weights": ("weight_scale", "weight_packed", ".qweight"),
+}
+_OTHER_KEYS = {
+    "kv_lora_rank": "latent attention (MLA)",
+    "n_routed_experts": "a mixture of experts",
+    "num_experts": "a mixture of experts",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig:
+    """Everything that the modules are built from.
+
+    Attributes:
+        layers: their sizes, with one layer for each module; the vocabulary is the target's.
+        modules: the names of their tensors, in the order in which they draft.
+        parts: whether they come with an embedding and a head.
+    """
+
+    layers: DecoderConfig
+    style: MtpStyle
+    modules: tuple[ModuleNames, ...]
+    parts: HeadParts
+
+    @property
+    def features(self) -> str:
+        """What they read of the target, in words."""
+        count = len(self.modules)
+        modules = "1 module" if count == 1 else f"{count} modules"
+        return f"the last hidden state, behind the final norm ({modules} of {self.style.name} kind)"
+
+
+def read_mtp_config(checkpoint: MtpCheckpoint) -> MtpConfig:
+    """Raises CheckpointError for layers of a kind that cannot run, and for unknown keys."""
+    style, modules, names = checkpoint.style, checkpoint.modules, checkpoint.tensor_names
+    _require_dense(checkpoint)
+    if checkpoint.is_whole_model:
+        layers = read_decoder_config(Checkpoint(checkpoint.path))
+    else:
+        layers = read_layers(head_reader(checkpoint), ())
+    layers = with_stored_parts(layers, names, modules[0].layer)
+    windows = set(layers.sliding_windows)
+    window = windows.pop() if len(windows) == 1 else None  # windows of some layers are not theirs
+    layers = replace(layers, num_layers=len(modules), sliding_windows=(window,) * len(modules))
+    _require_plain_queries(checkpoint, layers, modules)
+    return MtpConfig(layers=layers, style=style, modules=modules, parts=_parts(names, modules[0]))
+
+
+def mtp_problems(config: MtpConfig, target: DecoderConfig) -> list[str]:
+    """Why the modules cannot draft for this target."""
+    layers = config.layers
+    if layers.hidden_size != target.hidden_size:
+        return [
+            f"it reads features of {layers.hidden_size} numbers and the target's have "
+            f"{target.hidden_size}; it was trained for another target"
+        ]
+    mismatch = vocabulary_problem(layers, target)
+    problems = [] if mismatch is None else [mismatch]
+    return problems + sharing_problems(config.parts, layers, layers.vocab_size, target)
+
+
+def _parts(names: Collection[str], first: ModuleNames) -> HeadParts:
+    return HeadParts(
+        embedding=f"{first.embedding}.weight" in names,
+        head=f"{first.head}.weight" in names,
+        fc_bias=False,
+    )
+
+
+def _require_dense(checkpoint: MtpCheckpoint) -> None:
+    """Raise CheckpointError for a layer that is no plain attention and feed-forward layer."""
+    inner = checkpoint.config.get("transformer_layer_config", checkpoint.config)
+    what = [kind for key, kind in _OTHER_KEYS.items() if isinstance(inner, dict) and inner.get(key)]
+    what += [
+        kind
+        for kind, marks in _OTHER_LAYERS.items()
+        if any(mark in name for name in checkpoint.tensor_names for mark in marks)
+    ]
+    if what:
+        raise _unsupported(checkpoint, what[0])
+
+
+def _require_plain_queries(
+    checkpoint: MtpCheckpoint, layers: DecoderConfig, modules: tuple[ModuleNames, ...]
+) -> None:
+    """Raise CheckpointError for q_proj that gives a gate beside every query."""
+    rows = layers.num_heads * layers.head_dim
+    for names in modules if checkpoint.has_weights else ():
+        entry = checkpoint.entries.get(f"{names.layer}.self_attn.q_proj.weight")
+        if entry is not None and entry.shape[0] == 2 * rows:
+            raise _unsupported(checkpoint, "gated attention")
+
+
+def _unsupported(checkpoint: MtpCheckpoint, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the MTP module in {checkpoint.path} has {what}, which is not supported yet: only layers "
+        "of plain attention and a dense feed-forward part are; use another drafter for this target"
+    )

@@ -1,0 +1,203 @@
+"""MTP modules (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2), which targets are trained with.
+
+    x = projection[norm(embedding of token t), norm(feature of token t - 1)]
+    x = layer(x)                                  a decoder layer of the target's own kind
+    y = norm(x)
+    logits = lm_head(y)                           the target's, mostly
+
+The feature is the target's hidden state behind its final norm, and y takes its place in the next
+row of a chain. A second module predicts one token further: its row of token t takes what the first
+gave at t - 1. Publishers differ in names, order and norms (`checkpoint.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import CheckpointError
+from slipstream.kernels.stack_parts import StackParts
+from slipstream.kernels.table import AttentionInputs, Norm, Ops
+from slipstream.layers.embedding import Embedding, LanguageModelHead
+from slipstream.layers.linear import Linear, column_linear
+from slipstream.layers.norm import rms_norm
+from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.layers.stack import LayerCache, Stack
+from slipstream.models.decoder import DecoderLayer
+from slipstream.models.loading import LoadOptions
+from slipstream.speculative.heads.checkpoint import fill
+from slipstream.speculative.heads.loading import HeadEnds, load_head, shifted_rope_table
+from slipstream.speculative.mtp.checkpoint import ModuleNames, MtpCheckpoint
+from slipstream.speculative.mtp.config import MtpConfig
+
+FIRST_ROW = 1  # the first token that has one in the first module
+
+
+def load_mtp(
+    checkpoint: MtpCheckpoint,
+    config: MtpConfig,
+    options: LoadOptions,
+    draft_ids: Tensor | None = None,
+) -> "MtpHead":
+    """The network with its weights; `draft_ids` as `MtpHead` has them."""
+
+    def build(ops: Ops, source: ParameterSource) -> MtpHead:
+        return MtpHead(ops, source, config, options, draft_ids)
+
+    return load_head(checkpoint, options, build, ignored=_copies(checkpoint, config))
+
+
+def _copies(checkpoint: MtpCheckpoint, config: MtpConfig) -> list[str]:
+    """Embeddings and heads that later modules hold once more; CheckpointError if they differ."""
+    found = []
+    first = config.modules[0]
+    for names in config.modules[1:] if checkpoint.has_weights else ():
+        for name, other in ((names.embedding, first.embedding), (names.head, first.head)):
+            copy, own = (checkpoint.entries.get(f"{each}.weight") for each in (name, other))
+            if copy is None or name == other:
+                continue
+            if own is None or copy.shape != own.shape or copy.dtype != own.dtype:
+                raise _differs(checkpoint, name, other)
+            held = [torch.empty(entry.shape, dtype=entry.dtype) for entry in (copy, own)]
+            for entry, tensor in zip((copy, own), held, strict=True):
+                fill(entry, tensor)
+            if not torch.equal(*held):
+                raise _differs(checkpoint, name, other)
+            found.append(f"{name}.weight")
+    return found
+
+
+def _differs(checkpoint: MtpCheckpoint, name: str, other: str) -> CheckpointError:
+    return CheckpointError(
+        f"tensor {name}.weight in {checkpoint.path} is no copy of {other}.weight, and modules with "
+        "embeddings or heads of their own are not supported; keep the first module only"
+    )
+
+
+class ZeroCentred:
+    """Parameters of a network whose norms multiply by 1 + what is stored.
+
+    The sum is made once: a network whose norms are to learn is built with `MtpStyle.plain`.
+    """
+
+    def __init__(self, source: ParameterSource) -> None:
+        self._source = source
+        self.matrix, self.head = source.matrix, source.head
+        self.table, self.tied = source.table, source.tied
+
+    def vector(self, parts: Sequence[Part]) -> Tensor:
+        """[sum of rows]; biases are stored as they are."""
+        vector = self._source.vector(parts)
+        return vector if parts[0].name.endswith(".bias") else vector + 1
+
+
+@dataclass(frozen=True)
+class MtpEnds:
+    """What stands before and behind a module's decoder layer.
+
+    Attributes:
+        norms: of the two inputs of the projection, in its order.
+    """
+
+    norms: tuple[Norm, Norm]
+    projection: Linear
+    last: Norm
+
+    @staticmethod
+    def read(source: ParameterSource, config: MtpConfig, names: ModuleNames) -> "MtpEnds":
+        width, eps = config.layers.hidden_size, config.layers.rms_norm_eps
+        embedding = rms_norm(source, names.embedding_norm, width, eps)
+        feature = rms_norm(source, names.feature_norm, width, eps)
+        part = Part(names.projection, width)
+        projection = column_linear(source, [part], 2 * width, False)
+        last = rms_norm(source, names.final_norm, width, eps)
+        both = (feature, embedding) if config.style.feature_first else (embedding, feature)
+        return MtpEnds(both, projection, last)
+
+
+class MtpHead:
+    """(tokens, features) to what enters the lm_head, which is the next feature too.
+
+    Args:
+        draft_ids: [Vd] int64, the only tokens that the lm_head gives, in this order; None: all.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        source: ParameterSource,
+        config: MtpConfig,
+        options: LoadOptions,
+        draft_ids: Tensor | None = None,
+    ) -> None:
+        layers, parts = config.layers, config.parts
+        self.feature_size, self.num_modules = layers.hidden_size, len(config.modules)
+        self._feature_first = config.style.feature_first
+        self._blanks_first = config.style.blanks_first
+        self._draft_ids = draft_ids
+        first = config.modules[0]
+        self._ends = HeadEnds(
+            ops,
+            source,
+            parts,
+            layers.vocab_size,
+            layers.vocab_size,
+            layers.hidden_size,
+            names=(first.embedding, first.head),
+        )
+        if config.style.zero_centred:
+            source = ZeroCentred(source)
+        cos_sin = shifted_rope_table(
+            layers.head_dim, layers.rope, options.max_positions, options.device
+        )
+        all_ends: dict[str, MtpEnds] = {}  # Qwen's modules share all but the layer
+        self._modules: list[Stack] = []
+        for index, names in enumerate(config.modules):
+            ends = all_ends.get(names.projection) or MtpEnds.read(source, config, names)
+            all_ends[names.projection] = ends
+            layer = DecoderLayer(ops, source, layers, index, cos_sin, name=names.layer)
+            module = StackParts([layer.parts], ends.last, ends.projection.product, ends.norms)
+            self._modules.append(Stack(ops, module))
+
+    def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
+        """Take from the target what the modules have not."""
+        self._ends.share(embedding, head)
+        whole = self._ends.head
+        self.head = whole if self._draft_ids is None else whole.over(self._draft_ids)
+
+    def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
+        """[T, H]: the target's hidden states behind the final norm are the features."""
+        del streams
+        return hidden
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        features: Tensor,
+        inputs: AttentionInputs,
+        caches: Sequence[LayerCache],
+    ) -> tuple[Tensor, Tensor]:
+        """token_ids [T], features [T, H] -> twice [T, H], of the first module."""
+        following = self.run(0, token_ids, features, inputs, caches[0])
+        return following, following
+
+    def run(
+        self,
+        index: int,
+        token_ids: Tensor,
+        features: Tensor,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+    ) -> Tensor:
+        """Module `index` over rows: token_ids [T], features [T, H] of the tokens before -> [T, H].
+
+        Its first row of a text is that of token `FIRST_ROW + index`; of earlier rows what comes
+        out means nothing.
+        """
+        embedded = self._ends.embedded(token_ids)
+        if self._blanks_first:
+            is_first = inputs.positions == FIRST_ROW + index
+            embedded = embedded.masked_fill(is_first.unsqueeze(1), 0.0)
+        sources = [features, embedded] if self._feature_first else [embedded, features]
+        return self._modules[index](sources, inputs, [cache])[0]

@@ -1,0 +1,1 @@
+"""Continuations of an n-gram of the request's own text."""

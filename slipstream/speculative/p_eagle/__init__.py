@@ -1,0 +1,1 @@
+"""EAGLE-3 heads that give all draft tokens from one pass."""

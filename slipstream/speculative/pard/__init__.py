@@ -1,0 +1,1 @@
+"""Language models that give all draft tokens from one pass (PARD, PARD-2)."""

@@ -1,0 +1,64 @@
+"""A language model that is shown the target's features beside its token ids.
+
+The projected feature of every computed token stands in a page of its own beside the drafter's keys
+and values, in the slot of that token: so whatever the drafter reads later, behind a prefix hit or
+after a rest, its features are there.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.cache.kv_cache import KVCache
+from slipstream.models.decoder import Decoder
+from slipstream.runner.device_state import DeviceState
+from slipstream.runner.model_runner import Forward, ModelRunner, Rows, lay_out
+from slipstream.speculative.pard.projection import TargetProjection
+
+
+@dataclass(frozen=True, eq=False)
+class FeaturePages:
+    """[num_blocks * block_size + 1, width]: features by slot; the last takes what has no slot."""
+
+    pages: Tensor
+    project: TargetProjection
+
+    def write(self, forward: Forward) -> None:
+        """Take in the features of a pass of the target; those of tokens that are refused will be
+        written anew before they are read, as their keys and values are."""
+        places = torch.where(forward.places < 0, len(self.pages) - 1, forward.places)
+        self.pages.index_copy_(0, places, self.project(forward.hidden, forward.streams))
+
+    def read(self, state: DeviceState, slots: Tensor, positions: Tensor) -> Tensor:
+        """[T, width], what rows with these request slots [T] and positions [T] are shown: the
+        feature of the token before, or the last that there is; zeros for the first token."""
+        before = torch.minimum(positions, state.num_computed[slots]) - 1
+        place = before.clamp_min(0)
+        blocks = state.block_tables[slots, place // state.block_size].long()
+        features = self.pages[blocks * state.block_size + place % state.block_size]
+        return features.masked_fill((before < 0).unsqueeze(1), 0.0)
+
+
+class FeatureFedRunner(ModelRunner):
+    """Passes of a decoder whose embeddings get the features added."""
+
+    def __init__(
+        self, network: Decoder, cache: KVCache, state: DeviceState, features: FeaturePages
+    ) -> None:
+        super().__init__(network, cache, state)
+        self._decoder, self._features = network, features
+
+    def forward(self, rows: Rows) -> Forward:
+        laid = lay_out(self._state, rows)
+        if laid.request is None:
+            assert rows.most is not None
+            slots = rows.slots.unsqueeze(1).expand(-1, rows.most).flatten()
+        else:
+            slots = rows.slots[laid.request]
+        embedded = self._decoder.embedding(laid.token_ids)
+        embedded = embedded + self._features.read(self._state, slots, laid.inputs.positions)
+        hidden, _ = self._decoder(
+            laid.token_ids, laid.inputs, self._cache.layers, embedded=embedded
+        )
+        return Forward(hidden, laid.first_row, laid.last_row, laid.row_starts)

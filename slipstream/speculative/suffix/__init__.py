@@ -1,0 +1,1 @@
+"""Continuations of the longest suffix that occurred before."""

@@ -1,0 +1,182 @@
+"""Drafting in trees with a head over rows of (feature, next token): see `heads/feature_rows.py`.
+
+A round is the same pass over the rows of committed tokens, and then one pass for each further level
+of the tree, over the nodes that anything is to continue. A node's row takes what the network gave
+for its parent in place of a feature, sees the known tokens and its own ancestors, and is kept in a
+slot of the draft tokens. What is accepted is computed anew from the target's features, so nothing
+of the drafter's has to be moved.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import UsageError
+from slipstream.kernels.preparation import preparation_for
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.runner.model_runner import Forward, Rows, lay_out
+from slipstream.runner.tree_rows import TreeRows
+from slipstream.runner.turn import Turn
+from slipstream.sampling.logits import allow_next
+from slipstream.sampling.verification import Verdict
+from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, LoadedDrafter
+from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter, LoadedFeatureDrafter
+from slipstream.speculative.trees.growth import Level, grower_of
+from slipstream.speculative.trees.shapes import TokenTree
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedTreeDrafter(LoadedFeatureDrafter):
+    """A head that is to draft trees."""
+
+    tree: TokenTree
+
+    def build(self, resources: DrafterResources) -> Drafter:
+        target = resources.target
+        self.network.share(target.embedding, target.head)
+        return TreeDrafter(self, resources)
+
+
+def draft_trees(
+    drafter: LoadedDrafter, tree: TokenTree, method: str, target: DecoderConfig
+) -> LoadedTreeDrafter:
+    """The same head; UsageError where it, or the target, cannot do with this tree."""
+    if type(drafter) is not LoadedFeatureDrafter:
+        raise UsageError(
+            f"speculative_config: this {method} drafter guesses all its tokens at once and drafts "
+            "no trees; leave the keys of the tree out"
+        )
+    columns = drafter.sampling.num_legal_tokens
+    if tree.reach > columns:
+        raise UsageError(
+            f"speculative_config: the tree takes the {tree.reach} likeliest tokens of a node, but "
+            f"this head drafts over {columns}"
+        )
+    narrowest = min((window for window in target.sliding_windows if window), default=None)
+    if narrowest is not None and narrowest <= tree.depth:
+        raise UsageError(
+            f"speculative_config: a tree of depth {tree.depth} needs a target whose windows are "
+            f"larger; this one has a window of {narrowest} tokens"
+        )
+    return LoadedTreeDrafter(
+        network=drafter.network,
+        sampling=drafter.sampling,
+        limits=replace(drafter.limits, longest_way=tree.depth),
+        needs=drafter.needs,
+        layout=drafter.layout,
+        tree=tree,
+    )
+
+
+class TreeDrafter(FeatureRowsDrafter):
+    """Drafts the likeliest tokens of every node, which are certain: q is 1."""
+
+    def __init__(self, loaded: LoadedTreeDrafter, resources: DrafterResources) -> None:
+        super().__init__(loaded, resources, most_accepted=loaded.tree.depth)
+        self._write = preparation_for(self._state.device).write_tokens
+        self._grower = grower_of(loaded.tree, self._state.device)
+
+    def propose(self, turn: Turn) -> Draft:
+        """One pass over the rows that wait, then one for each level that has children."""
+        if not turn.width:
+            return super().propose(turn)
+        state, slots = self._state, turn.slots
+        known = state.num_tokens[slots]
+        wanted = torch.where(turn.rereads > 0, 0, turn.num_draft_tokens)
+        growth = self._grower.begin(wanted, turn.width)
+        starts = self._computed[slots]
+        rows = Rows(
+            slots,
+            starts,
+            torch.where(wanted > 0, known - starts, 0),
+            turn.most_rows(self._most),
+        )
+        hidden, following = self._forward(rows, self._features[slots, : self._most])
+        logits = self._next_logits(hidden, turn, known)
+        level = growth.add(*_likeliest(logits.unsqueeze(1), growth.reach, growth.scored))
+        following = following.unsqueeze(1)
+        tentative = slots.new_empty((turn.num_requests, 0))
+        while level is not None:
+            tentative = torch.cat((tentative, self._tokens(level.token_ids)), 1)
+            self._write(state.tables, slots, tentative, wanted.clamp_max(tentative.shape[1]))
+            tree = TreeRows(growth.frontier(), known - 1, level.first, wanted > 0)
+            hidden, following = self._read(turn, level, tree, known, wanted, following)
+            logits = self._logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+            level = growth.add(*_likeliest(logits, growth.reach, growth.scored))
+        computed = torch.where(wanted > 0, known, starts)
+        self._computed.index_copy_(0, slots, computed)
+        columns, nodes = growth.finish()
+        return Draft(
+            token_ids=self._tokens(columns),
+            num_tokens=wanted,
+            one_hot=torch.ones_like(turn.at_end),
+            tree=nodes,
+        )
+
+    def _read(
+        self,
+        turn: Turn,
+        level: Level,
+        tree: TreeRows,
+        known: Tensor,
+        wanted: Tensor,
+        features: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The pass over a level, features [R, W, F] of the level before -> what enters the head
+        [R, B, H] and the next features [R, B, F]."""
+        width, first = level.token_ids.shape[1], level.first
+        lengths = (wanted - (first - 1)).clamp(0, width)
+        rows = Rows(turn.slots, known + (first - 1), lengths, turn.most_rows(width), tree=tree)
+        laid = lay_out(self._state, rows)
+        index = level.parents.unsqueeze(-1).expand(-1, -1, features.shape[-1])
+        features = features.gather(1, index)
+        if laid.request is None or laid.offset is None:
+            hidden, following = self._pass(laid, features.flatten(0, 1), level.depth)
+            rows_of = (turn.num_requests, width, -1)
+            return hidden.view(rows_of), following.view(rows_of)
+        padded = features.new_zeros((*features.shape[:2], self._network.head.width))
+        if laid.row_starts[-1]:
+            place = (laid.request, laid.offset)
+            hidden, following = self._pass(laid, features[place], level.depth)
+            padded[place], features[place] = hidden, following
+        return padded, features
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, H] -> of the columns that are tokens."""
+        return self._network.head(hidden)[:, : self._drafting.num_legal_tokens]
+
+    def _next_logits(self, hidden: Tensor, turn: Turn, known: Tensor) -> Tensor:
+        """Those of the roots [R, H], without what grammars forbid."""
+        sampling, vocabulary = self._resources.sampling, self._drafting.vocabulary
+        logits = self._logits(hidden)
+        return allow_next(logits, turn.slots, known, sampling, turn.uses, vocabulary)
+
+    def _tokens(self, columns: Tensor) -> Tensor:
+        """The token ids of the head's columns."""
+        vocabulary = self._drafting.vocabulary
+        return columns if vocabulary is None else vocabulary[columns]
+
+    def _features_of(self, turn: Turn, verdict: Verdict, forward: Forward, place: Tensor) -> Tensor:
+        """[R, W, F], of the rows on the accepted way."""
+        if verdict.path is None:
+            return super()._features_of(turn, verdict, forward, place)
+        # Rows that are read again come before the root; nothing is drafted behind them.
+        before = turn.rereads.unsqueeze(1)
+        index = (place - before).clamp(0, verdict.path.shape[1] - 1)
+        row = torch.where(place < before, place, before + verdict.path.gather(1, index))
+        row = (forward.first_row.unsqueeze(1) + row).clamp_max(len(forward.hidden) - 1).flatten()
+        streams = [stream[row] for stream in forward.streams]
+        features = self._project(forward.hidden[row], streams)
+        return features.view(-1, len(place), features.shape[-1])
+
+
+def _likeliest(logits: Tensor, reach: int, scored: bool) -> tuple[Tensor, Tensor | None]:
+    """logits [R, B, V] -> the likeliest columns of each row [R, B, reach], and their log
+    probabilities if they are wanted."""
+    if reach == 1 and not scored:
+        return logits.argmax(-1, keepdim=True), None
+    best = logits.topk(reach)
+    if not scored:
+        return best.indices, None
+    return best.indices, best.values.float() - logits.float().logsumexp(-1, keepdim=True)

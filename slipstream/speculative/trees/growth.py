@@ -1,0 +1,233 @@
+"""How a tree of draft tokens grows, level by level, from what a head says behind each node.
+
+Both kinds are work on tensors of fixed shapes. The nodes that the head reads are the *frontier*:
+they are numbered from 1, level by level, and while the tree grows the head keeps them in the slots
+of the draft tokens with the same numbers.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.runner.transfer import upload
+from slipstream.sampling.tree_verification import TreeNodes
+from slipstream.speculative.trees.shapes import DynamicTree, StaticTree, TokenTree
+
+ROOT = 1  # the word that holds node 0
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """Nodes that the head is to read next, all of one depth.
+
+    Attributes:
+        depth: from 1 on.
+        first: the number of the first.
+        token_ids: [R, B] int64, indices into the head's columns.
+        parents: [R, B] int64, which row of the level before each continues.
+    """
+
+    depth: int
+    first: int
+    token_ids: Tensor
+    parents: Tensor
+
+
+class Growth(Protocol):
+    """The trees of one round.
+
+    Attributes:
+        reach: how many of the likeliest tokens are wanted behind each node.
+        scored: whether their log probabilities are.
+    """
+
+    reach: int
+    scored: bool
+
+    def add(self, token_ids: Tensor, scores: Tensor | None) -> Level | None:
+        """Take in the likeliest tokens behind the level before, which at first is the root.
+
+        Args:
+            token_ids: [R, B, reach] int64, the likeliest first.
+            scores: [R, B, reach] float32, their log probabilities, where they are wanted.
+
+        Returns:
+            What the head is to read next; None when the tree is grown.
+        """
+
+    def frontier(self) -> TreeNodes:
+        """The shape of what the head has read, and is to read next."""
+
+    def finish(self) -> tuple[Tensor, TreeNodes]:
+        """(token_ids [R, K], the trees), of which the first n draft tokens are trees as well."""
+
+
+class Grower(Protocol):
+    """Makes a tree each round."""
+
+    def begin(self, wanted: Tensor, width: int) -> Growth:
+        """wanted: [R] int64, draft tokens of each request; width: K of this round."""
+
+
+def grower_of(tree: TokenTree, device: torch.device) -> Grower:
+    """For trees of this kind."""
+    return StaticGrower(tree, device) if isinstance(tree, StaticTree) else DynamicGrower(tree)
+
+
+class StaticGrower:
+    """Every node takes the rank that the tree names."""
+
+    def __init__(self, tree: StaticTree, device: torch.device) -> None:
+        parents, depths, words = tree.parents, [0], [ROOT]
+        for node, parent in enumerate(parents[1:], 1):
+            depths.append(depths[parent] + 1)
+            words.append(words[parent] | 1 << node)
+        self.levels = [tree.level(depth) for depth in range(tree.depth + 1)]
+        ranks = [0, *(path[-1] for path in tree.paths)]
+        self.reach = tree.reach
+        before = [0] + [self.levels[depth - 1][0] for depth in depths[1:]]
+        rows = [parent - first for parent, first in zip(parents, before, strict=True)]
+        places = [row * self.reach + rank for row, rank in zip(rows, ranks, strict=True)]
+        # Of each node: what continues it in the tree, and in the level before; the place of its
+        # token among those of the level before; and its word.
+        self.parents, self.depths, self.rows, self.places, self.words = upload(
+            [parents, depths, rows, places, words], device
+        ).unbind(0)
+
+    def begin(self, wanted: Tensor, width: int) -> Growth:
+        return StaticGrowth(self, len(wanted), width)
+
+
+class StaticGrowth:
+    """Nodes are numbered alike while the tree grows and when it is grown."""
+
+    scored = False
+
+    def __init__(self, grower: StaticGrower, requests: int, width: int) -> None:
+        self._grower, self._requests, self._width = grower, requests, width
+        self.reach = grower.reach
+        self._tokens: list[Tensor] = []
+        starts = [first for first, _ in grower.levels]
+        self._ends = [*(min(start - 1, width) for start in starts[2:]), width]
+        self._depth = sum(start <= width for start in starts) - 1
+
+    def add(self, token_ids: Tensor, scores: Tensor | None) -> Level | None:
+        first = self._grower.levels[len(self._tokens) + 1][0]
+        nodes = slice(first, self._ends[len(self._tokens)] + 1)
+        picked = token_ids.flatten(1)[:, self._grower.places[nodes]]
+        self._tokens.append(picked)
+        if len(self._tokens) == self._depth:
+            return None
+        parents = self._grower.rows[nodes].expand(self._requests, -1)
+        return Level(len(self._tokens), first, picked, parents)
+
+    def frontier(self) -> TreeNodes:
+        grower, shape = self._grower, (self._requests, self._width + 1)
+        parents, depths, words = (
+            numbers[: self._width + 1].expand(shape)
+            for numbers in (grower.parents, grower.depths, grower.words)
+        )
+        return TreeNodes(parents, depths, words, self._depth)
+
+    def finish(self) -> tuple[Tensor, TreeNodes]:
+        return torch.cat(self._tokens, 1), self.frontier()
+
+
+class DynamicGrower:
+    """The likeliest of all candidates (EAGLE-2, arXiv 2406.16858, section 3)."""
+
+    def __init__(self, tree: DynamicTree) -> None:
+        self._tree = tree
+
+    def begin(self, wanted: Tensor, width: int) -> Growth:
+        return DynamicGrowth(self._tree, wanted, width)
+
+
+class DynamicGrowth:
+    """First every level's `top_k` likeliest nodes get candidates behind them; in the end the
+    candidates of all levels are ranked. A candidate's score is the log of the product of the
+    drafter's probabilities on the way to it, so none is before its parent.
+    """
+
+    scored = True
+
+    def __init__(self, tree: DynamicTree, wanted: Tensor, width: int) -> None:
+        self._tree, self._wanted, self._width = tree, wanted, width
+        self.reach = tree.top_k
+        # Of every candidate: its token, score and depth, and the frontier node that it continues.
+        self._tokens: list[Tensor] = []
+        self._scores: list[Tensor] = []
+        self._depths: list[Tensor] = []
+        self._parents: list[Tensor] = []
+        # Of every frontier node, the root first: which candidate it is, and its word and depth.
+        zero = wanted.new_zeros((len(wanted), 1))
+        self._candidates: list[Tensor] = []
+        self._words, self._frontier_depths = [zero + ROOT], [zero]
+        self._level_scores = torch.zeros_like(zero, dtype=torch.float32)
+        self._num_candidates = 0
+
+    def add(self, token_ids: Tensor, scores: Tensor | None) -> Level | None:
+        assert scores is not None
+        top_k, depth = self._tree.top_k, len(self._tokens) + 1
+        # Rounding may leave a probability a little above 1, and a child before its parent.
+        total = self._level_scores.unsqueeze(2) + scores.float().clamp_max(0.0)
+        if depth > 1:  # nodes beyond the draft tokens' slots have not been read
+            read = ((depth - 1) * top_k <= self._wanted)[:, None, None]
+            total = torch.where(read, total, -torch.inf)
+        tokens, total = token_ids.flatten(1), total.flatten(1)
+        row = torch.arange(tokens.shape[1], device=tokens.device) // top_k
+        parents = (row + max(0, (depth - 2) * top_k + 1)).expand_as(tokens)
+        self._tokens.append(tokens)
+        self._scores.append(total)
+        self._parents.append(parents)
+        self._depths.append(torch.full_like(tokens, depth))
+        best = total.topk(top_k, 1)
+        offset, self._num_candidates = self._num_candidates, self._num_candidates + len(row)
+        first = (depth - 1) * top_k + 1
+        if depth == self._tree.depth or first + top_k - 1 > self._width:
+            return None
+        self._candidates.append(best.indices + offset)
+        self._level_scores = best.values
+        node = torch.arange(first, first + top_k, device=tokens.device)
+        own = torch.ones_like(node) << node
+        above = torch.cat(self._words, 1).gather(1, parents.gather(1, best.indices))
+        self._words.append(above | own)
+        self._frontier_depths.append(torch.full_like(best.indices, depth))
+        return Level(depth, first, tokens.gather(1, best.indices), row[best.indices])
+
+    def frontier(self) -> TreeNodes:
+        words = torch.cat(self._words, 1)
+        depths = torch.cat(self._frontier_depths, 1)
+        # Nobody walks through it: whose child a node is does not matter.
+        return TreeNodes(torch.zeros_like(words), depths, words, len(self._words) - 1)
+
+    def finish(self) -> tuple[Tensor, TreeNodes]:
+        scores, tokens, depths, parents = (
+            torch.cat(parts, 1)
+            for parts in (self._scores, self._tokens, self._depths, self._parents)
+        )
+        # Stable: of equal scores the parent's is the first.
+        order = scores.sort(dim=1, descending=True, stable=True).indices
+        place = torch.arange(1, order.shape[1] + 1, device=order.device).expand_as(order)
+        number = torch.zeros_like(order).scatter_(1, order, place)  # of each candidate as a node
+        zero = number[:, :1] * 0
+        of_frontier = torch.cat((zero, *(number.gather(1, it) for it in self._candidates)), 1)
+        chosen = order[:, : self._width]
+        above = of_frontier.gather(1, parents.gather(1, chosen)).clamp_max(self._width)
+        above = torch.cat((zero, above), 1)
+        levels = torch.cat((zero, depths.gather(1, chosen)), 1)
+        depth = len(self._tokens)
+        nodes = TreeNodes(above, levels, _words(above, depth), depth)
+        return tokens.gather(1, chosen), nodes
+
+
+def _words(parents: Tensor, depth: int) -> Tensor:
+    """[R, K + 1]: the ancestors of every node."""
+    node = torch.arange(parents.shape[1], device=parents.device)
+    own = (torch.ones_like(node) << node).expand_as(parents)
+    words = own
+    for _ in range(depth):
+        words = own | words.gather(1, parents)
+    return words
