@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from slipstream import __version__
+from slipstream.train.files import write_text
 from slipstream.train.losses import ChainAcceptance
 from slipstream.train.records import Records
 from slipstream.train.settings import TrainSettings
@@ -89,4 +90,4 @@ def write_card(
         minutes=(training[-1]["seconds"] if training else 0.0) / 60,
         settings=json.dumps(values, indent=2, default=str),
     )
-    (settings.out / "README.md").write_text(text, "utf-8")
+    write_text(settings.out / "README.md", text)

@@ -8,16 +8,15 @@ A shard is there whole or not at all, so a run that was interrupted goes on with
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.models.safetensors_file import TensorEntry, read_entries
+from slipstream.train.files import read_metadata, read_slices, write_tensors
 from slipstream.train.sequences import Sequences
 from slipstream.train.target import Seen, Target
-from slipstream.train.tensor_file import read_tensors, write_tensors
 
 _SHARD_BYTES = 256 << 20
 _HIDDEN, _SOURCE = "hidden", "source"
@@ -36,12 +35,10 @@ class DiskFeatures:
         self.sequences = sequences
         self._device = target.device
         self._names = [_HIDDEN, *(_stream_name(layer) for layer in stream_layers)]
-        self._shards: list[dict[str, np.ndarray]] = []
-        self._dtype: torch.dtype | None = None
-        self._per_shard = 0
-        for file in sorted(folder.glob("*.safetensors")):
-            self._shards.append(self._open(file, target))
-        found = sum(len(shard[_HIDDEN]) for shard in self._shards)
+        files = sorted(folder.glob("*.safetensors"))
+        self._shards = [read_slices(file, self._names) for file in files]
+        self._per_shard = _count(self._shards[0]) if self._shards else 0
+        found = sum(map(_count, self._shards))
         if found < len(sequences):
             raise CheckpointError(
                 f"{folder} holds features of {found} sequences and {len(sequences)} are to be "
@@ -49,38 +46,19 @@ class DiskFeatures:
             )
 
     def seen(self, index: Tensor) -> Seen:
-        tensors = [self._rows(name, index.tolist()) for name in self._names]
+        tensors = [
+            torch.stack([self._row(name, number) for number in index.tolist()]).to(self._device)
+            for name in self._names
+        ]
         return Seen(tensors[0], tuple(tensors[1:]))
 
-    def _rows(self, name: str, index: Sequence[int]) -> Tensor:
-        rows = [self._shards[i // self._per_shard][name][i % self._per_shard] for i in index]
-        assert self._dtype is not None
-        return torch.from_numpy(np.stack(rows)).view(self._dtype).to(self._device)
-
-    def _open(self, file: Path, target: Target) -> dict[str, np.ndarray]:
-        entries = read_entries(file)
-        arrays = {}
-        for name in self._names:
-            entry = entries.get(name)
-            if entry is None or entry.shape[1:] != (
-                self.sequences.length,
-                target.config.hidden_size,
-            ):
-                raise CheckpointError(
-                    f"{file} has no {name} of {self.sequences.length} tokens of "
-                    f"{target.config.hidden_size} numbers, so it was captured for another run; "
-                    "remove its folder to capture them again"
-                )
-            arrays[name] = _mapped(entry)
-            self._dtype = entry.dtype
-        self._per_shard = self._per_shard or len(arrays[_HIDDEN])
-        return arrays
+    def _row(self, name: str, number: int) -> Tensor:
+        shard, row = divmod(number, self._per_shard)
+        return cast(Tensor, self._shards[shard][name][row])
 
 
-def _mapped(entry: TensorEntry) -> np.ndarray:
-    """The bits of a tensor, read when they are wanted."""
-    bits = {2: np.int16, 4: np.int32}[entry.dtype.itemsize]
-    return np.memmap(entry.file, bits, "r", entry.offset, entry.shape)
+def _count(shard: dict[str, Any]) -> int:
+    return int(shard[_HIDDEN].get_shape()[0])
 
 
 def how_many(sequences: Sequences, target: Target, num_streams: int, max_gigabytes: float) -> int:
@@ -111,7 +89,6 @@ def capture(
     Args:
         progress: is called with the number of sequences just done.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     hidden = sequences.length * target.config.hidden_size * target.dtype.itemsize
     per_shard = max(1, _SHARD_BYTES // (hidden * (1 + len(stream_layers))))
     for number, start in enumerate(range(0, len(sequences), per_shard)):
@@ -129,7 +106,7 @@ def _write(
     target: Target,
     stream_layers: Sequence[int],
     batch_size: int,
-    source: Tensor,
+    source: str,
 ) -> None:
     seen = [
         target.read(ids.to(target.device).long(), stream_layers)
@@ -138,21 +115,20 @@ def _write(
     tensors = {_HIDDEN: torch.cat([one.hidden.cpu() for one in seen])}
     for index, layer in enumerate(stream_layers):
         tensors[_stream_name(layer)] = torch.cat([one.streams[index].cpu() for one in seen])
-    write_tensors(file, tensors | {_SOURCE: source})
+    write_tensors(file, tensors, {_SOURCE: source})
 
 
-def _source(part: Sequences, target: Target, stream_layers: Sequence[int]) -> Tensor:
-    """[n] uint8, tells features of these sequences from those of others, as when the seed of the
+def _source(part: Sequences, target: Target, stream_layers: Sequence[int]) -> str:
+    """Tell features of these sequences from those of others, as when the seed of the
     split, the layers or the target are not those of the run that was interrupted."""
-    told = f"{part.digest} {target.path} {target.dtype} {list(stream_layers)}"
-    return torch.tensor(list(told.encode()), dtype=torch.uint8)
+    return f"{part.digest} {target.path} {target.dtype} {list(stream_layers)}"
 
 
-def _holds(file: Path, source: Tensor) -> bool:
+def _holds(file: Path, source: str) -> bool:
     """Whether a shard is there, whole and of this source."""
     try:
-        return torch.equal(read_tensors(file, (_SOURCE,))[_SOURCE], source)
-    except (CheckpointError, OSError):
+        return read_metadata(file).get(_SOURCE) == source
+    except CheckpointError:
         return False
 
 

@@ -15,6 +15,7 @@ from slipstream.engine.llm import LLM
 from slipstream.engine.prompts import TokensPrompt
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.train.files import append_line, write_text
 from slipstream.train.sequences import Document
 from slipstream.train.settings import TrainSettings
 from slipstream.train.texts import Entry
@@ -54,12 +55,10 @@ def generated(
         )
         for start in range(len(answers), len(prompts), _AT_ONCE):
             part = prompts[start : start + _AT_ONCE]
-            with file.open("a", encoding="utf-8") as opened:
-                for answer in _answers(llm, part, start, settings, start - num_kept):
-                    opened.write(json.dumps(answer) + "\n")
-                    opened.flush()  # whatever ends this, what is known is kept
-                    answers.append(answer)
-                    progress(1)
+            for answer in _answers(llm, part, start, settings, start - num_kept):
+                append_line(file, json.dumps(answer))  # whatever ends this, what is known is kept
+                answers.append(answer)
+                progress(1)
     return [
         # What was asked is learned where it is the target's kind of text too: in texts.
         Document([*prompt, *answer], [not entry.messages] * len(prompt) + [True] * len(answer))
@@ -139,9 +138,8 @@ def _kept(file: Path, source: str) -> Iterator[list[int]]:
 
 
 def _rewrite(file: Path, source: str, answers: Sequence[list[int]]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
     lines = [_headline(source), *(json.dumps(answer) for answer in answers)]
-    file.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    write_text(file, "".join(f"{line}\n" for line in lines))
 
 
 def _headline(source: str) -> str:

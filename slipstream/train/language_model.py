@@ -17,7 +17,7 @@ from slipstream.models.parameter_sources import CheckpointSource, TensorSource
 from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.parallel.mask_token import MASK_TOKEN_KEYS
 from slipstream.train.dense import DENSE
-from slipstream.train.export import copy_tokenizer, write_checkpoint
+from slipstream.train.files import copy_tokenizer, write_checkpoint
 from slipstream.train.parameters import FreshSource, Trainable
 from slipstream.train.recipe import Order, Workshop
 from slipstream.train.settings import flag

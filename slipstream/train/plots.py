@@ -5,9 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.train.files import replacing
+
 logger = logging.getLogger("slipstream")
 
 LOSS, ACCEPTANCE = "loss.png", "acceptance.png"
+_PLOT_BYTES = 50_000  # about
 
 
 def draw_curves(records: Sequence[Mapping[str, Any]], folder: Path) -> tuple[Path, ...]:
@@ -37,7 +40,8 @@ def draw_curves(records: Sequence[Mapping[str, Any]], folder: Path) -> tuple[Pat
     axes.legend()
     paths = folder / LOSS, folder / ACCEPTANCE
     for figure, path in zip((loss, acceptance), paths, strict=True):
-        figure.savefig(path, dpi=120)
+        with replacing(path, _PLOT_BYTES) as beside:
+            figure.savefig(beside, dpi=120, format="png")
     return paths
 
 

@@ -22,7 +22,7 @@ from slipstream.speculative.dflash.config import (
 from slipstream.speculative.dflash.network import DFlashNetwork
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DENSE, DenseRows, dense_rows, no_caches
-from slipstream.train.export import write_checkpoint
+from slipstream.train.files import write_checkpoint
 from slipstream.train.losses import Agreement, Columns
 from slipstream.train.parameters import FreshSource, Trainable
 from slipstream.train.recipe import Lesson, Order, Workshop

@@ -25,7 +25,7 @@ from slipstream.speculative.eagle3.network import Eagle3Head
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DENSE
-from slipstream.train.export import write_checkpoint
+from slipstream.train.files import write_checkpoint
 from slipstream.train.losses import Agreement, Columns
 from slipstream.train.parameters import FreshSource, Trainable
 from slipstream.train.recipe import Lesson, Order, Workshop

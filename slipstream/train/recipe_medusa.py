@@ -15,7 +15,7 @@ from slipstream.speculative.medusa.checkpoint import TOKEN_MAP, MedusaShape
 from slipstream.speculative.medusa.network import MedusaHeads
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DENSE
-from slipstream.train.export import write_checkpoint
+from slipstream.train.files import write_checkpoint
 from slipstream.train.losses import Agreement, Columns
 from slipstream.train.parameters import FreshSource, Trainable
 from slipstream.train.places import shifted

@@ -18,7 +18,7 @@ from slipstream.speculative.mtp.config import MtpConfig, read_mtp_config
 from slipstream.speculative.mtp.network import MtpHead
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DENSE
-from slipstream.train.export import write_checkpoint
+from slipstream.train.files import write_checkpoint
 from slipstream.train.losses import Agreement, Columns
 from slipstream.train.parameters import FreshSource, Trainable
 from slipstream.train.recipe import Lesson, Order, Workshop

@@ -17,7 +17,7 @@ from slipstream.speculative.p_eagle.network import PEagleConfig, PEagleHead, rea
 from slipstream.speculative.parallel.mask_token import MASK_HEAD_KEYS
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DENSE, dense_rows, no_caches
-from slipstream.train.export import write_checkpoint
+from slipstream.train.files import write_checkpoint
 from slipstream.train.losses import Agreement, Columns
 from slipstream.train.parallel import DROP_RATE, ParallelLesson
 from slipstream.train.parameters import FreshSource, Trainable

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slipstream.train.files import append_line, write_text
+
 FILE = "metrics.jsonl"
 
 
@@ -16,14 +18,13 @@ class Records:
 
     def add(self, step: int, **values: Any) -> None:
         """One record; what a killed run has told stays told."""
-        with self._file.open("a", encoding="utf-8") as opened:
-            opened.write(json.dumps({"step": step, **values}) + "\n")
+        append_line(self._file, json.dumps({"step": step, **values}))
 
     def rewind(self, step: int) -> None:
         """Drop what was told of later steps: they will be done again."""
         kept = [record for record in self.all() if record["step"] <= step]
         lines = "".join(json.dumps(record) + "\n" for record in kept)
-        self._file.write_text(lines, "utf-8")
+        write_text(self._file, lines)
 
     def all(self) -> list[Mapping[str, Any]]:
         """In order; a last line that was cut short is left out."""

@@ -13,7 +13,7 @@ from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.wording import counted
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.train.tensor_file import read_tensors, write_tensors
+from slipstream.train.files import read_metadata, read_tensors, write_tensors
 from slipstream.train.texts import Entry
 
 _IDS, _LEARNED, _SOURCE = "token_ids", "learned", "source"
@@ -76,8 +76,7 @@ class Sequences:
     def save(self, file: Path, source: str = "") -> None:
         """As a safetensors file, with what tells the data that they were made from."""
         ids, learned = self.token_ids.contiguous(), self.learned.to(torch.uint8).contiguous()
-        told = torch.tensor(list(source.encode()), dtype=torch.uint8)
-        write_tensors(file, {_IDS: ids, _LEARNED: learned, _SOURCE: told})
+        write_tensors(file, {_IDS: ids, _LEARNED: learned}, {_SOURCE: source})
 
     @staticmethod
     def load(file: Path) -> "Sequences":
@@ -89,8 +88,7 @@ class Sequences:
     def made_from(file: Path, source: str) -> "Sequences | None":
         """Those of a file, where it is whole and they were made from the same data."""
         try:
-            told = read_tensors(file, (_SOURCE,))[_SOURCE]
-            same = bytes(told.tolist()).decode() == source
+            same = read_metadata(file).get(_SOURCE) == source
             return Sequences.load(file) if same else None
         except CheckpointError:
             return None

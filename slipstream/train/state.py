@@ -1,6 +1,6 @@
-"""What a killed run goes on from."""
+"""The checkpoint that an interrupted run continues from."""
 
-import pickle
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.train.files import read_metadata, read_tensors, write_tensors
 from slipstream.train.parameters import Trainable
 
-FILE = "state.pt"
-_KEYS = {"fingerprint", "tensors", "names", "optimizer", "step", "seconds"}
+FILE = "state.safetensors"
+_OLD_FILE = "state.pt"  # as earlier versions wrote it
+_RUN = "run"
 
 
 @dataclass(frozen=True)
@@ -28,67 +30,66 @@ class Progress:
 
 
 class StateFile:
-    """The newest checkpoint of a run; it is there whole or not at all.
+    """The newest checkpoint of a run: parameters, AdamW's moments, and the number of steps.
 
-    Data order and chance follow from seed and step alone, so nothing of them has to be kept.
+    The order of the data and all random numbers follow from seed and step, so they are not stored.
 
     Args:
-        fingerprint: of all that must not change within a run.
+        fingerprint: the settings that must not change within a run.
     """
 
     def __init__(self, folder: Path, fingerprint: dict[str, Any]) -> None:
-        self._file, self._fingerprint = folder / FILE, fingerprint
+        self._file, self._old_file = folder / FILE, folder / _OLD_FILE
+        # As it is read back: tuples become lists.
+        self._fingerprint = json.loads(json.dumps(fingerprint))
 
     def save(
         self, trained: Trainable, optimizer: torch.optim.Optimizer, progress: Progress
     ) -> None:
-        """Replace the checkpoint."""
-        content = {
-            "fingerprint": self._fingerprint,
-            "tensors": [parameter.tensor.detach() for parameter in trained.parameters],
-            "names": [parameter.name for parameter in trained.parameters],
-            "optimizer": optimizer.state_dict(),
-            "step": progress.step,
-            "seconds": progress.seconds,
-        }
-        beside = self._file.with_name(f"{self._file.name}.part")
-        torch.save(content, beside)
-        beside.replace(self._file)
+        """Replace the checkpoint, which stays whole whatever happens."""
+        tensors = {}
+        for parameter in trained.parameters:
+            tensors[parameter.name] = parameter.tensor
+            for key, value in optimizer.state[parameter.tensor].items():
+                tensors[f"{parameter.name}/{key}"] = value
+        run = {"fingerprint": self._fingerprint, **vars(progress)}
+        write_tensors(self._file, tensors, {_RUN: json.dumps(run)})
 
     def restore(self, trained: Trainable, optimizer: torch.optim.Optimizer) -> Progress:
-        """Go on from the checkpoint, if there is one.
+        """Continue from the checkpoint if there is one.
 
         Raises:
             CheckpointError: it cannot be read.
-            UsageError: it is of a run with other settings.
+            UsageError: it belongs to a run with other settings.
         """
+        progress = self.require_same()
+        if progress.step == 0:
+            return progress
+        stored = read_tensors(self._file)
+        for parameter in trained.parameters:
+            tensor = parameter.tensor
+            tensor.detach().copy_(stored.pop(parameter.name))
+            for name in [name for name in stored if name.startswith(f"{parameter.name}/")]:
+                value, key = stored.pop(name), name.rpartition("/")[2]
+                # AdamW keeps its step counts on the host.
+                device = value.device if key == "step" else tensor.device
+                optimizer.state[tensor][key] = value.to(device, copy=True)
+        return progress
+
+    def require_same(self) -> Progress:
+        """The steps done; raises as `restore` does, but reads no tensors."""
+        if self._old_file.is_file():
+            raise _unusable(f"{self._old_file} was written by an earlier version")
         if not self._file.is_file():
             return Progress()
-        content = self._read()
-        self._compare(content["fingerprint"])
-        for parameter, tensor in zip(trained.parameters, content["tensors"], strict=True):
-            parameter.tensor.detach().copy_(tensor)
-        optimizer.load_state_dict(content["optimizer"])
-        return Progress(content["step"], content["seconds"])
-
-    def require_same(self) -> None:
-        """Raise UsageError for a checkpoint of other settings, without reading its tensors."""
-        if self._file.is_file():
-            self._compare(self._read(mapped=True)["fingerprint"])
-
-    def _read(self, mapped: bool = False) -> dict[str, Any]:
         try:
-            content = torch.load(self._file, map_location="cpu", weights_only=True, mmap=mapped)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-            raise self._unreadable(str(error).split(".")[0].splitlines()[0]) from error
-        if not isinstance(content, dict) or not content.keys() >= _KEYS:
-            raise self._unreadable("it is no checkpoint of a run")
-        return content
-
-    def _unreadable(self, why: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self._file} cannot be read ({why}); remove it to train from the beginning"
-        )
+            run = json.loads(read_metadata(self._file)[_RUN])
+        except CheckpointError as error:
+            raise _unusable(str(error)) from error
+        except KeyError as error:
+            raise _unusable(f"{self._file} is no checkpoint of a run") from error
+        self._compare(run["fingerprint"])
+        return Progress(run["step"], run["seconds"])
 
     def _compare(self, found: dict[str, Any]) -> None:
         for name, value in self._fingerprint.items():
@@ -98,6 +99,10 @@ class StateFile:
                     f"({_told(found.get(name))}, now {_told(value)}); give the settings of that "
                     "run to go on with it, or another --out"
                 )
+
+
+def _unusable(why: str) -> CheckpointError:
+    return CheckpointError(f"{why}; remove it to train from the beginning")
 
 
 def _told(value: Any) -> str:

@@ -16,7 +16,6 @@ from slipstream.train.features import DiskFeatures, capture, how_many
 from slipstream.train.orders import WORK
 from slipstream.train.run import run_training
 from slipstream.train.sequences import Document, Sequences, encode, pack
-from slipstream.train.tensor_file import read_tensors, write_tensors
 from slipstream.train.texts import read_entries
 from slipstream.train.vocabulary import choose_tokens
 from tests.train.lessons import prepared, settings, teacher
@@ -246,22 +245,3 @@ def test_the_draft_vocabulary_is_the_commonest_tokens() -> None:
     assert chosen is not None
     assert chosen.tolist() == [2, 7, 11]
     assert choose_tokens(sequences, 12, 12, ()) is None
-
-
-def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    tensors = {
-        "a": torch.randn(3, 5).bfloat16(),
-        "b": torch.tensor([True, False]),
-        "c": torch.arange(4),
-        "d": torch.randn(2, 2, 2),
-    }
-    write_tensors(tmp_path / "t.safetensors", tensors)
-    theirs = load_file(tmp_path / "t.safetensors")
-    ours = read_tensors(tmp_path / "t.safetensors", list(tensors))
-    for name, tensor in tensors.items():
-        assert torch.equal(ours[name], tensor)
-        assert torch.equal(theirs[name], tensor)
-    with pytest.raises(CheckpointError, match="has no tensor e"):
-        read_tensors(tmp_path / "t.safetensors", ["e"])

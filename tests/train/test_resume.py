@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from slipstream.cli.interrupt import interrupt_noted
 from slipstream.core.errors import CheckpointError, UsageError
@@ -123,8 +124,11 @@ def test_a_run_goes_on_with_its_own_settings_only(
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="cannot be read"):
         run_training(settings("eagle3", taught_target, own_words, tmp_path, steps=15))
-    torch.save({"model": {}}, file)
-    with pytest.raises(CheckpointError, match="it is no checkpoint of a run"):
+    save_file({"model": torch.zeros(2)}, file)
+    with pytest.raises(CheckpointError, match="is no checkpoint of a run"):
+        run_training(settings("eagle3", taught_target, own_words, tmp_path, steps=15))
+    file.rename(file.with_name("state.pt"))
+    with pytest.raises(CheckpointError, match=r"state\.pt was written by an earlier version"):
         run_training(settings("eagle3", taught_target, own_words, tmp_path, steps=15))
 
 
