@@ -44,9 +44,13 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queried_tokens = 0  # prompt tokens looked up when their request was admitted
         self.num_hit_tokens = 0  # how many of them were found
-        self._free = list(reversed(range(num_blocks)))  # a stack; block 0 goes first
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty all blocks and forget all tables."""
+        self._free = list(reversed(range(self.num_blocks)))  # a stack; block 0 goes first
         self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._references = [0] * num_blocks
+        self._references = [0] * self.num_blocks
         self._tables: dict[str, _Table] = {}
         self._index = PrefixIndex()
 

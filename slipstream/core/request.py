@@ -96,3 +96,14 @@ class Request:
     def uses_prefix_cache(self) -> bool:
         """Prompt logprobs need every prompt row's logits, so nothing may be skipped."""
         return self.params.prompt_logprobs is None
+
+    @property
+    def has_place(self) -> bool:
+        """Whether it holds a slot or blocks, or is just being given them."""
+        return self.status is RequestStatus.RUNNING or self.slot >= 0 or self.num_computed > 0
+
+    def lose_place(self) -> None:
+        """It waits again, and what was computed for it is gone."""
+        self.status, self.slot = RequestStatus.WAITING, -1
+        self.num_computed = self.steps_in_flight = 0
+        self.num_preemptions += 1

@@ -1,5 +1,6 @@
 """The engine: requests in, outputs out, one step at a time."""
 
+import logging
 from time import perf_counter
 
 from slipstream.core.batch import ScheduledRequest
@@ -15,11 +16,13 @@ from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.metrics import EngineMetrics
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.resolve import Resolved
-from slipstream.engine.samples import Sample, Submission
+from slipstream.engine.samples import Sample, SampleMark, Submission
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.step import Launched, Step, StepResult
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.sampling.noise import derive_seed
+
+logger = logging.getLogger("slipstream")
 
 _PROBE = "probe"  # no request of a user has this id: those have numbers
 
@@ -46,6 +49,7 @@ class Engine:
         self._owners: dict[str, tuple[Submission, Sample]] = {}  # by the sample's request id
         self._arrivals = 0
         self._launched: Launched | None = None
+        self._marks: list[SampleMark] = []  # of the step that is being taken in
         self._isolation = Isolation(scheduler)
 
     @property
@@ -120,11 +124,24 @@ class Engine:
         """Take in one step; the requests that gained tokens or ended, each once.
 
         On a GPU the step after it may be under way already when this returns. A request whose own
-        share of the results cannot be taken in ends with `Submission.error`. Where the step itself
-        raises, `give_up_step` must follow.
+        share of the results cannot be taken in ends with `Submission.error`. A step that raises is
+        taken back as a whole, and the requests in it are tried one by one, so that only the one
+        that makes steps fail ends with the error. An interrupt (any other BaseException) also takes
+        the step back and is raised again; the next call goes on from there.
+
+        Raises:
+            Exception: steps fail whatever they run, even a request without any demands.
         """
-        self._isolation.proceed()
-        return self._run_step()
+        try:
+            self._isolation.proceed()
+            return self._run_step()
+        except Exception as error:
+            return self._recover(error)
+        except BaseException:
+            self._take_back()
+            self._close_finished()
+            self._scheduler.restart(self._isolation.active(self._unfinished()))
+            raise
 
     def _run_step(self) -> list[Submission]:
         launched, self._launched = self._launched, None
@@ -137,9 +154,15 @@ class Engine:
                 return []
             launched = self._step.launch(self._scheduler.schedule())
         self._launched = self._step.launch_ahead(launched)
+        self._marks = [
+            self._owners[item.request.request_id][1].mark()
+            for item in launched.batch.requests
+            if not item.request.finished
+        ]
         result = self._step.finish(launched)
         self.metrics.count_step(result.times)
         changed = self._take_all(result)
+        self._marks.clear()
         for submission in changed:
             if submission.finished:
                 self._close(submission)
@@ -163,33 +186,61 @@ class Engine:
                 changed[submission.request_id] = submission
         return list(changed.values())
 
-    def give_up_step(self, error: Exception) -> list[Submission]:
+    def _recover(self, error: Exception) -> list[Submission]:
         """A step raised `error`: end the request whose fault that is, so that others can go on.
 
         As long as that is not known, those that took part are tried one by one; they lose the work
         of this step, and nothing in what they say.
 
         Returns:
-            The request that ended, if there is one.
-
-        Raises:
-            Exception: not even a request without any demands can be run.
+            What ended.
         """
-        self._launched = None
-        running = [*self._scheduler.running]
-        blamed = self._isolation.failed()
-        self._step.forget(running)
-        for request in running:
-            self._renew_guide(request)
-        ended: list[Submission] = []
-        if blamed is not None:
+        took_part = self._take_back()
+        ended = self._close_finished()
+        blamed = self._isolation.failed(took_part, self._unfinished())
+        self._scheduler.restart([] if blamed is None else [blamed])
+        if blamed is None:
+            logger.warning("a step failed; its requests are tried one by one", exc_info=error)
+        else:
             submission, _ = self._owners[blamed.request_id]
             self._fail(submission, error)
             self._close(submission)
             ended.append(submission)
         self._scheduler.check_invariants()
-        self._probe()
+        try:
+            self._probe()
+        except Exception as cause:
+            raise error from cause
         return ended
+
+    def _take_back(self) -> list[Request]:
+        """Undo the step that was broken off, wherever that was; the requests that took part.
+
+        Afterwards no unfinished request has anything on the device.
+        """
+        self._launched = None
+        for mark in self._marks:
+            request = mark.sample.request
+            if self._owners[request.request_id][0].error is None:
+                mark.restore(self._detokenizer(request.params))
+        self._marks.clear()
+        took_part = [it for it in self._unfinished() if it.has_place]
+        self._step.reset(took_part)
+        for request in took_part:
+            self._renew_guide(request)
+        return took_part
+
+    def _close_finished(self) -> list[Submission]:
+        """Close what had ended already when a step was broken off."""
+        ended = [it for it in self._submissions.values() if it.finished]
+        for submission in ended:
+            self._close(submission)
+        return ended
+
+    def _unfinished(self) -> list[Request]:
+        return [
+            sample.request for _, sample in self._owners.values() if not sample.request.finished
+        ]
 
     def _probe(self) -> None:
         """Run a small request alone; raises what a step raises."""

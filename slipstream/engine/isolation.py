@@ -28,16 +28,17 @@ class Isolation:
         """Whether anybody is set aside."""
         return bool(self._aside)
 
-    def failed(self) -> Request | None:
-        """A step failed: set all aside but the one whose fault it is, if that is known."""
-        running = [*self._scheduler.running]
-        blamed = self._blamed(running)
-        for request in running:
+    def active(self, requests: Sequence[Request]) -> list[Request]:
+        """Those of the requests that are not set aside."""
+        return [request for request in requests if request not in self._aside]
+
+    def failed(self, took_part: Sequence[Request], everyone: Sequence[Request]) -> Request | None:
+        """A step failed: all are aside now but the one whose fault it is, if that is known."""
+        blamed = self._blamed(took_part)
+        for request in self.active(everyone):
             if request is not blamed:
-                self._aside[request] = request.num_steps if blamed is None else _PROVEN
-        for request in self._scheduler.waiting:
-            self._aside[request] = request.num_steps
-        self._scheduler.set_aside([it for it in self._aside if not it.finished])
+                proven = blamed is not None and request in took_part
+                self._aside[request] = _PROVEN if proven else request.num_steps
         self._trial = None
         return blamed
 
@@ -45,7 +46,7 @@ class Isolation:
         """While requests are tried, new ones wait for their turn, too."""
         if self._aside or self._trial is not None:
             self._aside[request] = request.num_steps
-            self._scheduler.set_aside([request])
+            self._scheduler.set_aside(request)
 
     def release(self, request: Request) -> None:
         """It is about to end."""
@@ -66,7 +67,7 @@ class Isolation:
             self._trial_steps = self._aside[self._trial]
             self.release(self._trial)
 
-    def _blamed(self, running: Sequence[Request]) -> Request | None:
-        if len(running) == 1:
-            return running[0]
-        return self._trial if self._trial in running else None
+    def _blamed(self, took_part: Sequence[Request]) -> Request | None:
+        if len(took_part) == 1:
+            return took_part[0]
+        return self._trial if self._trial in took_part else None

@@ -13,6 +13,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.build import build_engine
 from slipstream.engine.metrics import EngineMetrics
 from slipstream.engine.prompts import EncodedPrompt, Message, Prompt, PromptEncoder
+from slipstream.engine.samples import Submission
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.loading import ProgressBar, no_progress_bar
 from slipstream.models.tokenizer import Tokenizer
@@ -174,15 +175,14 @@ class LLM:
         Args:
             whole: only finished outputs are wanted.
         """
-        mine: dict[str, None] = {}
+        mine: dict[str, Submission] = {}
         try:
             for prompt, own in zip(prompts, params, strict=True):
                 request_id = str(next(self._numbers))
-                self.engine.add(request_id, prompt, own)
+                mine[request_id] = self.engine.add(request_id, prompt, own)
                 self._mail[request_id] = deque()
                 if whole:
                     self._whole.add(request_id)
-                mine[request_id] = None
             while mine:
                 for output in self._collect(mine):
                     if isinstance(output, Exception):
@@ -195,9 +195,9 @@ class LLM:
             self._whole.difference_update(mine)
             for request_id in mine:
                 self.engine.abort(request_id)
-                del self._mail[request_id]
+                self._mail.pop(request_id, None)
 
-    def _collect(self, mine: Iterable[str]) -> list[RequestOutput | Exception]:
+    def _collect(self, mine: Mapping[str, Submission]) -> list[RequestOutput | Exception]:
         """What came for these requests, by anyone's steps; steps when nothing has."""
         if not any(self._mail[request_id] for request_id in mine):
             for submission in self.engine.step():
@@ -205,9 +205,13 @@ class LLM:
                 is_last = submission.finished or submission.error is not None
                 if request_id in self._mail and (is_last or request_id not in self._whole):
                     self._mail[request_id].append(submission.error or submission.output())
-        outputs = [output for request_id in mine for output in self._mail[request_id]]
-        for request_id in mine:
-            self._mail[request_id].clear()
+        outputs: list[RequestOutput | Exception] = []
+        for request_id, submission in mine.items():
+            mail = self._mail[request_id]
+            if not mail and submission.finished:  # an interrupt came before its last output
+                mail.append(submission.error or submission.output())
+            outputs.extend(mail)
+            mail.clear()
         return outputs
 
 

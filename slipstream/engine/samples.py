@@ -13,7 +13,7 @@ from slipstream.core.outputs import (
     TokenOrigin,
     token_origin,
 )
-from slipstream.core.request import FinishReason, Request
+from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.detokenizer import Detokenizer
 
@@ -51,6 +51,10 @@ class Sample:
             if stop is not None:
                 return stop
         return None
+
+    def mark(self) -> "SampleMark":
+        """What it is now, for a step that may have to be taken back."""
+        return SampleMark(self, self.num_taken, self.request.num_steps, self.cumulative_logprob)
 
     def _take_whole(self, tokens: Sequence[int], gained: Committed) -> None:
         """The same at once, where nothing is to be known of single tokens."""
@@ -90,6 +94,35 @@ class Sample:
             finish_reason=reason.value if reason else None,
             stop_reason=self.request.stop_reason,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SampleMark:
+    """An unfinished sample between two steps."""
+
+    sample: Sample
+    num_taken: int
+    num_steps: int
+    cumulative_logprob: float
+
+    def restore(self, detokenizer: Detokenizer | None) -> None:
+        """Make the sample what it was; it is running.
+
+        Args:
+            detokenizer: a new one, which takes the place of the sample's.
+        """
+        sample, request = self.sample, self.sample.request
+        del request.token_ids[request.num_prompt_tokens + self.num_taken :]
+        request.status, request.num_steps = RequestStatus.RUNNING, self.num_steps
+        request.finish_reason = request.stop_reason = None
+        del sample.origins[self.num_taken :]
+        if sample.logprobs is not None:
+            del sample.logprobs[self.num_taken :]
+        sample.cumulative_logprob = self.cumulative_logprob
+        sample.detokenizer = detokenizer
+        if detokenizer is not None:
+            for token in request.output_token_ids:
+                detokenizer.push(token)
 
 
 @dataclass

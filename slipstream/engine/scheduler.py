@@ -54,8 +54,8 @@ class Scheduler:
     first goes first: when blocks run out, the running request that arrived last gives its blocks
     up and waits again, so the earliest one always gets on.
 
-    Every `schedule` is followed by the `commit` or `retract` of its batch, with `schedule_ahead`
-    between the two at most once; `finish`, `abort` and `add` may come at any time, also between.
+    Every `schedule` is followed by the `commit` of its batch, with `schedule_ahead` between the two
+    at most once, or by `restart`; `finish`, `abort` and `add` may come at any time, also between.
     """
 
     def __init__(self, limits: StepLimits, block_manager: BlockManager) -> None:
@@ -125,21 +125,24 @@ class Scheduler:
             self.finish(request, FinishReason.ABORT)
         return request
 
-    def set_aside(self, requests: Sequence[Request]) -> None:
-        """Forget requests for now; what they hold is given back, and no step of theirs is in
-        flight any more."""
-        for request in requests:
-            request.steps_in_flight = 0
-            if request.request_id in self._requests:
-                if request.status is RequestStatus.RUNNING:
-                    self._preempt(request)
-                self._waiting.remove(request)
-                del self._requests[request.request_id]
+    def set_aside(self, request: Request) -> None:
+        """Forget a waiting request until it is brought back."""
+        self._waiting.remove(request)
+        del self._requests[request.request_id]
 
     def bring_back(self, request: Request) -> None:
         """A request that was set aside waits for its place again."""
         self._requests[request.request_id] = request
         insort_right(self._waiting, request, key=arrival)
+
+    def restart(self, requests: Sequence[Request]) -> None:
+        """Forget everything, whatever state a step that was broken off has left, and have these
+        unfinished requests wait for their places anew. The prefix cache is empty afterwards."""
+        self.block_manager.reset()
+        self._free_slots[:] = range(self.limits.max_num_seqs)
+        self._running.clear()
+        self._waiting[:] = sorted(requests, key=arrival)
+        self._requests = {request.request_id: request for request in requests}
 
     # ------------------------------------------------------------------ planning a step
 
@@ -199,13 +202,6 @@ class Scheduler:
             item.request.steps_in_flight += 1
         return Batch(tuple(ahead))
 
-    def retract(self, batch: Batch) -> None:
-        """A planned step is not run after all; whoever got a place in it waits for one anew."""
-        for item in batch.requests:
-            item.request.steps_in_flight -= 1
-            if item.admitted:
-                self._preempt(item.request)
-
     def _secure_known_tokens(self) -> list[Request]:
         """Make every running request's table cover its known tokens; who had to be preempted.
 
@@ -225,9 +221,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> Request:
         self._running.remove(request)
         self._give_back(request)
-        request.status = RequestStatus.WAITING
-        request.num_computed = 0
-        request.num_preemptions += 1
+        request.lose_place()
         self.num_preemptions += 1
         insort_left(self._waiting, request, key=arrival)
         return request

@@ -117,11 +117,7 @@ class Step:
         for item in batch.requests:
             if item.admitted:
                 self._sampling.admit(item.request.slot, item.request)
-        try:
-            plan = self._plan(batch)
-        except BaseException:  # of a user's drafter, say
-            self._scheduler.retract(batch)
-            raise
+        plan = self._plan(batch)
         outcome, padded = self._run(batch, plan)
         numbers = outcome.numbers[: len(batch.requests)]
         if any(item.is_prompt_chunk for item in batch.requests):
@@ -159,6 +155,14 @@ class Step:
     def forget(self, requests: Sequence[Request]) -> None:
         """Tell the drafter of requests that ended."""
         self._drafter.forget(requests)
+
+    def reset(self, running: Sequence[Request]) -> None:
+        """A step was broken off: these requests have nothing on the device any more."""
+        self._drafter.forget(running)
+        for request in running:
+            request.lose_place()
+        self._state.reset()
+        self._sampling.reset()
 
     def _times(self, launched: Launched, stamps: Sequence[int]) -> StepTimes:
         """The step's time runs from its launch, or from the end of the one before, to its end."""

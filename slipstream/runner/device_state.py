@@ -46,6 +46,10 @@ class DeviceState:
         self.block_tables = torch.zeros(
             (self.num_slots, max_blocks), dtype=torch.int32, device=device
         )
+        self.reset()
+
+    def reset(self) -> None:
+        """No slot is in use, and nothing is known of what is in their block tables."""
         # What `block_tables` holds, so that only changed entries are copied to the device.
         self._written: list[list[int]] = [[] for _ in range(self.num_slots)]
 

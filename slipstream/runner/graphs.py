@@ -118,6 +118,7 @@ class GraphRunner:
             captured = self._capture(key, function)
         columns = self._padded(plan.columns(key.width), key.bucket)
         if columns != captured.last_columns:
+            captured.last_columns = None  # an interrupt may come before they are there
             captured.columns.copy_(upload(columns, self._state.device))
             captured.last_columns = columns
         return captured.replay()

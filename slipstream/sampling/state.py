@@ -113,6 +113,13 @@ class SamplingState:
         # What `tensors` gave last, and of which generation it is.
         self._tensors: dict[bool, tuple[int, SamplingSlots]] = {}
 
+    def reset(self) -> None:
+        """An admission may have been broken off: let the next ones write all that they need."""
+        slots = range(self.max_num_seqs)
+        self._stop_ids = [[-1] for _ in slots]  # which nobody has
+        self._biased = set() if self.bias is None else set(slots)
+        self._guided = set() if self.allowed_next is None else set(slots)
+
     def admit(self, slot: int, request: Request) -> None:
         """Give the slot to a request, with everything it has generated so far.
 

@@ -336,11 +336,7 @@ class EngineThread:
             self._end(live, "timeout", DeadlineExceeded())
 
     def _step(self) -> None:
-        try:
-            changed = self._engine.step()
-        except Exception as error:
-            logger.exception("a step failed; the requests in it are tried one by one")
-            changed = self._engine.give_up_step(error)
+        changed = self._engine.step()
         self._num_waiting = self._engine.scheduler.num_waiting
         now = monotonic()
         for submission in changed:

@@ -1,0 +1,162 @@
+"""A step that is broken off, wherever that happens, changes nothing in what other requests say."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from slipstream import LLM, RequestOutput, SamplingParams, StructuredOutput
+from slipstream.engine.engine import Engine
+from tests.padded_steps import use_padded_steps
+
+GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+SAMPLED = SamplingParams(seed=3, max_tokens=30, ignore_eos=True, num_speculative_tokens=0, n=2)
+PARAMS = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "logprobs": SamplingParams(temperature=0, max_tokens=24, logprobs=2, prompt_logprobs=1),
+    "stop": SamplingParams(temperature=0, max_tokens=48, stop="return"),
+    "grammar": SamplingParams(
+        temperature=0, max_tokens=20, structured=StructuredOutput(regex="[0-9]{8,12}x")
+    ),
+}
+FIRST, SECOND = "def main(", "import numpy as np\n"
+
+
+@pytest.fixture(scope="module", params=["exact", "padded"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    config = {"model": "demo/draft", "num_speculative_tokens": 3}
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "padded":
+            use_padded_steps(patch)
+        yield LLM("demo", speculative_config=config, dtype="float32", max_num_seqs=4)
+
+
+def texts(output: RequestOutput) -> list[tuple[Any, ...]]:
+    return [(it.token_ids, it.text, it.finish_reason, it.stop_reason) for it in output.outputs]
+
+
+def drain(stream: Iterator[RequestOutput]) -> RequestOutput:
+    last = None
+    for output in stream:
+        assert last is None or output.outputs[0].text.startswith(last.outputs[0].text)
+        last = output
+    assert last is not None
+    assert last.finished
+    return last
+
+
+def check_same(output: RequestOutput, expected: RequestOutput) -> None:
+    assert texts(output) == texts(expected)
+    for sample, wanted in zip(output.outputs, expected.outputs, strict=True):
+        assert len(sample.from_draft) == len(sample.token_ids)
+        assert (sample.logprobs is None) == (wanted.logprobs is None)
+        for row, other in zip(sample.logprobs or (), wanted.logprobs or (), strict=True):
+            assert row.keys() == other.keys()
+    for found, other in zip(
+        output.prompt_logprobs or (), expected.prompt_logprobs or (), strict=True
+    ):
+        assert (found and found.keys()) == (other and other.keys())
+
+
+def check_all_free(llm: LLM) -> None:
+    scheduler = llm.engine.scheduler
+    scheduler.check_invariants()
+    assert not llm.engine.has_unfinished
+    assert scheduler.block_manager.num_available == scheduler.block_manager.num_blocks
+
+
+@contextmanager
+def broken_off(line: int, error: BaseException) -> Iterator[None]:
+    """Raise where the engine's step comes to the line of this number, counted from 0."""
+    left, inside = line, 0
+
+    def local(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+        nonlocal left, inside
+        if event == "line":
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise error
+        elif event == "return" and frame.f_code is Engine.step.__code__:
+            inside -= 1
+        return local
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        nonlocal inside
+        inside += frame.f_code is Engine.step.__code__
+        return local if inside and "/slipstream/" in frame.f_code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def outcome(stream: Iterator[RequestOutput]) -> RequestOutput | BaseException:
+    try:
+        return drain(stream)
+    except (KeyboardInterrupt, RuntimeError) as error:
+        return error
+
+
+def check_lines(llm: LLM, params: SamplingParams, error: type[BaseException]) -> None:
+    """Two streams, one of which has a step broken off, again and again; and a third behind them."""
+    expected = [llm.generate(prompt, params)[0] for prompt in (FIRST, SECOND)]
+    for line in random.Random(0).sample(range(2500), 8):
+        streams = [llm.stream(FIRST, params), llm.stream(SECOND, params)]
+        next(streams[0])
+        next(streams[1])
+        with broken_off(line, error()):
+            first = outcome(streams[0])
+        outcomes = [first, outcome(streams[1])]
+        assert sum(isinstance(it, error) for it in outcomes) <= 1
+        for output, wanted in zip(outcomes, expected, strict=True):
+            if isinstance(output, RequestOutput):
+                check_same(output, wanted)
+        check_all_free(llm)
+    check_same(llm.generate(FIRST, params)[0], expected[0])
+
+
+@pytest.mark.parametrize("wish", PARAMS)
+def test_an_interrupt_anywhere_in_a_step_changes_no_token(llm: LLM, wish: str) -> None:
+    check_lines(llm, PARAMS[wish], KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("wish", ["greedy", "sampled"])
+def test_an_error_anywhere_in_a_step_ends_one_request_at_most(llm: LLM, wish: str) -> None:
+    check_lines(llm, PARAMS[wish], RuntimeError)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("once")])
+def test_streams_survive_a_step_that_is_lost(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Its work is done on the device, and a further step may be under way behind it."""
+    expected = llm.generate(SECOND, GREEDY)[0]
+    first, second = llm.stream(FIRST, GREEDY), llm.stream(SECOND, GREEDY)
+    next(first)
+    next(second)
+    next(first)
+    step = llm.engine._step
+    finish, errors = step.finish, iter([error])
+
+    def lose_one(*arguments: Any) -> Any:
+        if (lost := next(errors, None)) is not None:
+            raise lost
+        return finish(*arguments)
+
+    monkeypatch.setattr(step, "finish", lose_one)
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            drain(first)
+    else:
+        drain(first)
+    check_same(drain(second), expected)
+    check_all_free(llm)
