@@ -5,8 +5,7 @@ import typer
 from slipstream.cli.bench_offline import latency, throughput
 from slipstream.cli.bench_serve import serve
 from slipstream.cli.bench_sweep import sweep
-from slipstream.cli.flag_groups import flattened
-from slipstream.cli.help_page import GroupedHelp
+from slipstream.cli.flags import add_command
 
 app = typer.Typer(
     name="bench",
@@ -15,4 +14,4 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for _command in (serve, latency, throughput, sweep):
-    app.command(cls=GroupedHelp)(flattened(_command))
+    add_command(app, _command)

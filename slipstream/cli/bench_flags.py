@@ -1,14 +1,13 @@
 """Flags that the commands of `slipstream bench` share."""
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
+from slipstream.core.flags import flag, given_flags, like
 from slipstream.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -16,91 +15,61 @@ if TYPE_CHECKING:
     from slipstream.bench.workload import Workload
     from slipstream.models.tokenizer import Tokenizer
 
-_PROMPTS, _SAMPLING, _REPORT = "Prompts", "Sampling", "Report"
-
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFlags:
-    """What is asked."""
+    """The prompts of a benchmark."""
 
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            "--dataset-name",
-            "--dataset",
-            metavar="<name>",
-            help="demo (the bundled held-out prompts), mt-bench, spec-bench, humaneval, sharegpt, "
-            "custom or random. [custom with a path, else demo]",
-            rich_help_panel=_PROMPTS,
-        ),
-    ] = None
-    dataset_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--dataset-path",
-            "--prompts",
-            metavar="<file>",
-            help="JSON lines, JSON or parquet. Of custom: objects with "
-            '"prompt" or "messages", perhaps "id" and "max_tokens".',
-            rich_help_panel=_PROMPTS,
-        ),
-    ] = None
-    category: Annotated[
-        str | None,
-        typer.Option(help="Only these of mt-bench, spec-bench, custom.", rich_help_panel=_PROMPTS),
-    ] = None
-    num_prompts: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="So many, spread over the file; if it has fewer they come again. [all]",
-            rich_help_panel=_PROMPTS,
-        ),
-    ] = None
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            "--output-len",
-            min=1,
-            help="Output tokens of each. [what the data set says, else 128]",
-            rich_help_panel=_PROMPTS,
-        ),
-    ] = None
-    random_input_len: Annotated[
-        int, typer.Option(min=1, help="Tokens of a random prompt.", rich_help_panel=_PROMPTS)
-    ] = 128
-    random_range_ratio: Annotated[
-        float,
-        typer.Option(
-            help="Random lengths lie within this share of what is named, 0 to 1.",
-            rich_help_panel=_PROMPTS,
-        ),
-    ] = 0.0
-    random_prefix_len: Annotated[
-        int,
-        typer.Option(min=0, help="Tokens that random prompts share.", rich_help_panel=_PROMPTS),
-    ] = 0
-    random_vocab_size: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Random ids are below this. [the tokenizer's]", rich_help_panel=_PROMPTS
-        ),
-    ] = None
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="Of random prompts, of arrivals (0 if not given) and of sampled output.",
-            rich_help_panel=_PROMPTS,
-        ),
-    ] = None
+    dataset_name: str | None = flag(
+        None,
+        "demo (the bundled held-out prompts), mt-bench, spec-bench, humaneval, sharegpt, custom or "
+        "random. [custom with a path, else demo]",
+        panel="Prompts",
+        also=("--dataset",),
+        metavar="<name>",
+    )
+    dataset_path: Path | None = flag(
+        None,
+        'JSON lines, JSON or parquet. For custom: objects with "prompt" or "messages", optionally '
+        '"id" and "max_tokens".',
+        also=("--prompts",),
+        metavar="<file>",
+    )
+    category: str | None = flag(
+        None, "Only prompts of this category (mt-bench, spec-bench, custom)."
+    )
+    num_prompts: int | None = flag(
+        None,
+        "Number of prompts, spread evenly over the file; if it has fewer, they are repeated. [all]",
+        at_least=1,
+    )
+    max_tokens: int | None = flag(
+        None,
+        "Output tokens of each request. [what the data set says, else 128]",
+        also=("--output-len",),
+        at_least=1,
+    )
+    random_input_len: int = flag(128, "Tokens of a random prompt.", at_least=1)
+    random_range_ratio: float = flag(
+        0.0,
+        "Vary random lengths by up to this share of the given length, 0 to 1.",
+        at_least=0,
+        at_most=1,
+    )
+    random_prefix_len: int = flag(0, "Tokens that all random prompts begin with.", at_least=0)
+    random_vocab_size: int | None = flag(
+        None, "Draw random token ids below this. [the tokenizer's]", at_least=2
+    )
+    seed: int | None = flag(
+        None, "Random seed of random prompts, of arrivals (0 if not given) and of sampled output."
+    )
 
     @property
     def name(self) -> str:
         """Of the data set; UsageError for one that is not known."""
         from slipstream.bench.datasets import CUSTOM, DATASETS, DEMO
 
-        name = self.dataset or (DEMO if self.dataset_path is None else CUSTOM)
+        name = self.dataset_name or (DEMO if self.dataset_path is None else CUSTOM)
         if name not in DATASETS:
             raise UsageError(f"--dataset-name must be one of {', '.join(DATASETS)}, not {name}")
         if self.dataset_path is not None and name in (DEMO, "random"):
@@ -133,10 +102,6 @@ class DatasetFlags:
             if self.max_tokens is not None:
                 found = [replace(prompt, max_tokens=None) for prompt in found]
             return take(found, self.num_prompts)
-        if not 0 <= self.random_range_ratio <= 1:
-            raise UsageError(
-                f"--random-range-ratio must be from 0 to 1, not {self.random_range_ratio:g}"
-            )
         shape = RandomShape(
             input_tokens=self.random_input_len,
             output_tokens=self.length,
@@ -150,11 +115,9 @@ class DatasetFlags:
         """Raise UsageError for a flag that this data set has no use for."""
         if is_random and self.category is not None:
             raise UsageError("--category is for data sets with categories; leave it out")
-        for field in fields(self):
-            given = getattr(self, field.name) != field.default
-            if field.name.startswith("random_") and given and not is_random:
-                flag = "--" + field.name.replace("_", "-")
-                raise UsageError(f"{flag} is for random prompts; add --dataset-name random")
+        for name in given_flags(self):
+            if name.startswith("--random-") and not is_random:
+                raise UsageError(f"{name} is for random prompts; add --dataset-name random")
 
 
 def refuse_num_seqs(flag: str, most: int) -> None:
@@ -175,37 +138,17 @@ def model_tokenizer(model: str, revision: str | None = None) -> "Tokenizer":
 class BenchSamplingFlags:
     """How to sample; what is not given is left to the server."""
 
-    temperature: Annotated[
-        float, typer.Option("--temperature", "-t", help="0 is greedy.", rich_help_panel=_SAMPLING)
-    ] = 0.0
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Smallest set of this probability.", rich_help_panel=_SAMPLING),
-    ] = None
-    top_k: Annotated[
-        int | None, typer.Option(help="The k most probable tokens.", rich_help_panel=_SAMPLING)
-    ] = None
-    min_p: Annotated[
-        float | None,
-        typer.Option(help="At least this share of the largest.", rich_help_panel=_SAMPLING),
-    ] = None
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="-2 to 2.", rich_help_panel=_SAMPLING)
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="-2 to 2.", rich_help_panel=_SAMPLING)
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 0; 1 does nothing.", rich_help_panel=_SAMPLING)
-    ] = None
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos",
-            help="The model's end token ends nothing: every answer has its full length.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = False
+    temperature: float = like(SamplingParams, "temperature", 0.0)
+    top_p: float | None = like(SamplingParams, "top_p", None)
+    top_k: int | None = like(SamplingParams, "top_k", None)
+    min_p: float | None = like(SamplingParams, "min_p", None)
+    presence_penalty: float | None = like(SamplingParams, "presence_penalty", None)
+    frequency_penalty: float | None = like(SamplingParams, "frequency_penalty", None)
+    repetition_penalty: float | None = like(SamplingParams, "repetition_penalty", None)
+    ignore_eos: bool = flag(
+        False,
+        "Do not stop at the model's end-of-sequence token: every answer has its full length.",
+    )
 
     def fields(self, seed: int | None) -> dict[str, Any]:
         """What was given, by the protocol's names; UsageError for a value out of range."""
@@ -225,14 +168,14 @@ class BenchSamplingFlags:
 
 
 def read_workload(
-    dataset: DatasetFlags, sampling: BenchSamplingFlags, model: str, revision: str | None
+    dataset: DatasetFlags, sampling: BenchSamplingFlags, engine: EngineConfig
 ) -> "Workload":
     """What an engine in this process is asked; UsageError where there is nothing."""
     from slipstream.bench.workload import Workload
 
     if dataset.length < 2:
         raise UsageError("--max-tokens must be at least 2: one token has no time per token")
-    encoder = model_tokenizer(model, revision) if dataset.wants_tokenizer else None
+    encoder = model_tokenizer(engine.model, engine.revision) if dataset.wants_tokenizer else None
     params = sampling.params(dataset.length, dataset.seed)
     return Workload(dataset.prompts(encoder), params)
 
@@ -241,25 +184,19 @@ def read_workload(
 class ReportFlags:
     """Where the figures go, besides the terminal."""
 
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "--output-json",
-            metavar="<file>",
-            help="Write all figures as JSON.",
-            rich_help_panel=_REPORT,
-        ),
-    ] = None
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="<file>",
-            help="Draw: png, svg, pdf or html (a report in one file); without an ending both a "
-            "PNG and a report.",
-            rich_help_panel=_REPORT,
-        ),
-    ] = None
+    output: Path | None = flag(
+        None,
+        "Write all figures as JSON.",
+        panel="Report",
+        also=("--output-json",),
+        metavar="<file>",
+    )
+    plot: Path | None = flag(
+        None,
+        "Draw a plot: png, svg, pdf or html (a report in one file); without an ending both a PNG "
+        "and a report.",
+        metavar="<file>",
+    )
 
     def files(self) -> tuple[Path, ...]:
         """What --plot asks for; UsageError for what cannot be written, before it is measured."""
@@ -273,18 +210,14 @@ class ReportFlags:
 class ProfileFlags:
     """A look into the steps."""
 
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="<folder>",
-            help="Afterwards run some steps under the profiler: traces for Chrome or Perfetto in "
-            "this folder, and a table of the time by part of the step.",
-            rich_help_panel=_REPORT,
-        ),
-    ] = None
-    profile_steps: Annotated[
-        int, typer.Option(min=1, help="So many steps.", rich_help_panel=_REPORT)
-    ] = 32
+    profile: Path | None = flag(
+        None,
+        "Afterwards run some steps under the profiler; write traces for Chrome or Perfetto to this "
+        "folder and show a table of the time by part of the step.",
+        panel="Report",
+        metavar="<folder>",
+    )
+    profile_steps: int = flag(32, "Number of steps to profile.", at_least=1)
 
     def prepare(self) -> None:
         """Make the folder, before anything is measured."""

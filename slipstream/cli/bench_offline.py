@@ -16,13 +16,13 @@ from slipstream.cli.bench_flags import (
     refuse_num_seqs,
 )
 from slipstream.cli.bench_views import machine, show_tables, watching
-from slipstream.cli.drafter_flags import DEMO, DrafterFlags
-from slipstream.cli.engine_flags import EngineFlags, ModelArgument
+from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.errors import INTERRUPTED, say
+from slipstream.cli.flags import RunFlags
 from slipstream.cli.interrupt import interrupt_noted
 from slipstream.cli.open_llm import open_llm
-from slipstream.cli.run_flags import RunFlags
 from slipstream.cli.terminal import stdout_console
+from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 # A batch that comes again would find its prompts computed.
-_WITHOUT_PREFIXES = EngineFlags(enable_prefix_caching=False)
+_WITHOUT_PREFIXES = EngineConfig(enable_prefix_caching=False)
 _PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
 
 OutputFlag = Annotated[
@@ -42,7 +42,6 @@ OutputFlag = Annotated[
 
 def throughput(
     *,
-    model: ModelArgument = DEMO,
     output: OutputFlag = None,
     save_texts: Annotated[
         Path | None,
@@ -52,7 +51,7 @@ def throughput(
     sampling: BenchSamplingFlags,
     profile: ProfileFlags,
     drafter: DrafterFlags,
-    engine: EngineFlags,
+    engine: EngineConfig,
     run: RunFlags,
 ) -> None:
     """All prompts at once to an engine in this process: how many tokens a second.
@@ -65,8 +64,8 @@ def throughput(
 
     _prepare(output, profile)
     require_writable("--save-texts", save_texts)
-    config = engine.config(model, drafter.config(model))
-    asked = read_workload(dataset, sampling, model, engine.revision)
+    config = drafter.apply(engine)
+    asked = read_workload(dataset, sampling, engine)
     llm = open_llm(config, run.verbose)[0]
     warm_up(llm)
     size = len(asked.prompts)
@@ -85,13 +84,12 @@ def throughput(
             for place, it in _in_order(measured)
         ]
         write_texts(entries, save_texts)
-    _report(f"{model}, {asked.title}", tables, figures | _run_figures(measured), output)
+    _report(f"{engine.model}, {asked.title}", tables, figures | _run_figures(measured), output)
     _leave(measured.stopped)
 
 
 def latency(
     *,
-    model: ModelArgument = DEMO,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 1,
     num_iters: Annotated[int, typer.Option(min=1, help="Batches that are measured.")] = 10,
     num_iters_warmup: Annotated[int, typer.Option(min=0, help="Batches before.")] = 2,
@@ -100,7 +98,7 @@ def latency(
     sampling: BenchSamplingFlags,
     profile: ProfileFlags,
     drafter: DrafterFlags,
-    engine: EngineFlags = _WITHOUT_PREFIXES,
+    engine: EngineConfig = _WITHOUT_PREFIXES,
     run: RunFlags,
 ) -> None:
     """One batch again and again in this process: seconds from its start to its last token.
@@ -115,9 +113,9 @@ def latency(
     refuse_num_seqs("--batch-size", engine.max_num_seqs)
     if dataset.num_prompts is not None:
         raise UsageError("--batch-size says how many prompts there are; leave out --num-prompts")
-    config = replace(engine.config(model, drafter.config(model)), max_num_seqs=batch_size)
+    config = replace(drafter.apply(engine), max_num_seqs=batch_size)
     batches = replace(dataset, num_prompts=batch_size)
-    asked = read_workload(batches, replace(sampling, ignore_eos=True), model, engine.revision)
+    asked = read_workload(batches, replace(sampling, ignore_eos=True), engine)
     llm = open_llm(config, run.verbose)[0]
     runs: list[OfflineRun] = []
     with interrupt_noted() as pressed, watching() as watch:
@@ -138,7 +136,7 @@ def latency(
     tables = [_latency_table(figures), *_step_tables(whole)]
     if len(runs) == num_iters:
         tables += _profiled(llm, asked, profile, "latency")
-    _report(f"{model}, {asked.title}", tables, figures | _run_figures(whole), output)
+    _report(f"{engine.model}, {asked.title}", tables, figures | _run_figures(whole), output)
     _leave(len(runs) < num_iters)
 
 

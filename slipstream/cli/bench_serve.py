@@ -17,8 +17,6 @@ from slipstream.cli.bench_flags import (
     model_tokenizer,
 )
 from slipstream.cli.bench_serve_flags import (
-    ALL_TURNS,
-    FIRST_TURN,
     LoadFlags,
     ResultFlags,
     ServerFlags,
@@ -27,7 +25,6 @@ from slipstream.cli.bench_serve_flags import (
 from slipstream.cli.bench_views import Watch, show_tables, watching
 from slipstream.cli.errors import FAILED, INTERRUPTED, say
 from slipstream.cli.interrupt import interrupt_noted
-from slipstream.cli.run_flags import DebugFlag
 from slipstream.cli.terminal import stdout_console
 from slipstream.core.errors import UsageError
 from slipstream.core.wording import counted
@@ -50,7 +47,6 @@ def serve(
     summary: SummaryFlags,
     report: ReportFlags,
     result: ResultFlags,
-    debug: DebugFlag = False,
 ) -> None:
     """Put a load on a server of the OpenAI protocol: throughput, TTFT, TPOT, acceptance.
 
@@ -58,7 +54,6 @@ def serve(
     have the names that vllm bench serve gives them. Ctrl-C ends it and reports what was measured
     so far. The exit code is 1 when a request failed or a text differs from --compare-texts.
     """
-    del debug  # its callback did the work
     _require_client()
     from slipstream.bench.load import num_requests
     from slipstream.bench.report import read_texts, require_writable
@@ -220,9 +215,7 @@ def _with_turns(prompts: "Sequence[BenchPrompt]", turns: str, endpoint: str) -> 
     """Only what --turns asks for."""
     from slipstream.bench.protocol import COMPLETIONS
 
-    if turns not in (FIRST_TURN, ALL_TURNS):
-        raise UsageError(f"--turns must be {FIRST_TURN} or {ALL_TURNS}, not {turns!r}")
-    if turns == FIRST_TURN:
+    if turns == "first":
         return [replace(prompt, later_turns=()) for prompt in prompts]
     if endpoint == COMPLETIONS:
         raise UsageError("--turns all needs the chat endpoint; give --endpoint auto or chat")

@@ -4,99 +4,54 @@ import os
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from slipstream.cli.drafter_flags import read_object
 from slipstream.core.errors import UsageError
+from slipstream.core.flags import flag, given_flags, parse_object
 
 if TYPE_CHECKING:
     from slipstream.bench.client import Server
     from slipstream.bench.summary import SummaryOptions
 
-_SERVER, _LOAD, _REPORT = "Server", "Load", "Report"
 _KEY = "OPENAI_API_KEY"
 _HOST, _PORT = "127.0.0.1", 8000
 _BACKENDS = {"openai": "completions", "openai-chat": "chat", "vllm": "completions"}
-FIRST_TURN, ALL_TURNS = "first", "all"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFlags:
-    """Where the server is and how it is asked."""
+    """The server and how requests are sent to it."""
 
-    base_url: Annotated[
-        str | None,
-        typer.Option(
-            help=f"With or without /v1 at its end. [http://{_HOST}:{_PORT}]",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None
-    host: Annotated[
-        str | None,
-        typer.Option(help=f"In place of --base-url. [{_HOST}]", rich_help_panel=_SERVER),
-    ] = None
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=65535,
-            help=f"In place of --base-url. [{_PORT}]",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None
-    model: Annotated[
-        str | None,
-        typer.Option(help="By its name there. [the only one]", rich_help_panel=_SERVER),
-    ] = None
-    endpoint: Annotated[
-        str,
-        typer.Option(
-            help="completions, chat (or their paths), or auto: the one that suits each prompt.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = "auto"
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            help="As vllm bench serve has it: openai or vllm are --endpoint completions, "
-            "openai-chat is --endpoint chat.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None
-    api_key: Annotated[
-        str | None,
-        typer.Option(help=f"Sent as a bearer token. [{_KEY}]", rich_help_panel=_SERVER),
-    ] = None
-    header: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="<name: value>",
-            help="Sent with requests (repeatable).",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None
-    extra_body: Annotated[
-        str | None,
-        typer.Option(
-            metavar="<json>", help="More fields of every request.", rich_help_panel=_SERVER
-        ),
-    ] = None
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            help="A model's directory, name or a demo: counts tokens where the server does not, "
-            "draws random prompts, writes chats as prompts.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None
-    request_timeout: Annotated[
-        float, typer.Option(help="Seconds for one request in all.", rich_help_panel=_SERVER)
-    ] = 600.0
-    ready_timeout: Annotated[
-        float, typer.Option(help="Seconds to wait for the server.", rich_help_panel=_SERVER)
-    ] = 0.0
+    base_url: str | None = flag(
+        None,
+        f"Address of the server, with or without /v1 at its end. [http://{_HOST}:{_PORT}]",
+        panel="Server",
+    )
+    host: str | None = flag(None, f"In place of --base-url. [{_HOST}]")
+    port: int | None = flag(None, f"In place of --base-url. [{_PORT}]", at_least=1, at_most=65535)
+    model: str | None = flag(None, "Name of the model on the server. [the only one]")
+    endpoint: str = flag(
+        "auto", "completions, chat (or their paths), or auto: the one that suits each prompt."
+    )
+    backend: str | None = flag(
+        None,
+        "Spelled as in vllm bench serve: openai or vllm are --endpoint completions, openai-chat is "
+        "--endpoint chat.",
+    )
+    api_key: str | None = flag(None, f"Sent as a bearer token. [{_KEY} of the environment]")
+    header: tuple[str, ...] = flag(
+        (), "Header to send with every request (repeatable).", metavar="<name: value>"
+    )
+    extra_body: dict[str, Any] | None = flag(
+        None, "Fields to add to the body of every request.", metavar="<json>", parse=parse_object
+    )
+    tokenizer: str | None = flag(
+        None,
+        "A model's directory, hub name or a demo. Its tokenizer counts tokens where the server "
+        "does not, draws random prompts, and renders chats as prompts.",
+    )
+    request_timeout: float = flag(600.0, "Seconds that one request may take in all.", above=0)
+    ready_timeout: float = flag(0.0, "Seconds to wait for the server to start.")
 
     def server(self) -> "Server":
         """Raises UsageError for an address or a header that is none."""
@@ -105,10 +60,8 @@ class ServerFlags:
         url = self._url().rstrip("/").removesuffix("/v1")
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"--base-url must begin with http:// or https://, not {self.base_url}")
-        if not self.request_timeout > 0:
-            raise UsageError(f"--request-timeout must be above 0, not {self.request_timeout:g}")
         headers = {}
-        for text in self.header or ():
+        for text in self.header:
             name, colon, value = text.partition(":")
             if not colon or not name.strip():
                 raise UsageError(f"--header must be such as 'name: value', not {text!r}")
@@ -154,117 +107,81 @@ class ServerFlags:
 
     def more_fields(self) -> dict[str, Any]:
         """What --extra-body adds; UsageError for what the measurement itself sets."""
-        given = {} if self.extra_body is None else read_object("--extra-body", self.extra_body)
-        own = {"model", "prompt", "messages", "stream", "stream_options", "n"} & set(given or {})
+        given = self.extra_body or {}
+        own = {"model", "prompt", "messages", "stream", "stream_options", "n"} & set(given)
         if own:
             raise UsageError(f"--extra-body may not have {', '.join(sorted(own))}")
-        return given or {}
+        return given
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFlags:
-    """How much at once, and how soon."""
+    """How many requests are sent, and when."""
 
-    max_concurrency: Annotated[
-        int | None,
-        typer.Option(min=1, help="Most requests under way. [no limit]", rich_help_panel=_LOAD),
-    ] = None
-    request_rate: Annotated[
-        float,
-        typer.Option(
-            help="Requests a second, whether answers keep up or not; inf sends as places get free.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = float("inf")
-    burstiness: Annotated[
-        float,
-        typer.Option(
-            help="Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = 1.0
-    turns: Annotated[
-        str,
-        typer.Option(
-            metavar="<first|all>",
-            help="Of mt-bench and spec-bench: the first turn of each question, as vllm bench serve "
-            "sends it, or all, each with the answers before it.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = FIRST_TURN
-    num_warmups: Annotated[
-        int,
-        typer.Option(min=0, help="Requests before, all of one prompt.", rich_help_panel=_LOAD),
-    ] = 1
-    num_speculative_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--num-speculative-tokens",
-            "-k",
-            min=0,
-            help="Draft tokens a step, with every request (slipstream servers). [the server's]",
-            rich_help_panel=_LOAD,
-        ),
-    ] = None
-    return_speculation: Annotated[
-        bool,
-        typer.Option(
-            help="Ask slipstream servers for the verdict on each token; else their counters are "
-            "read.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = True
-    profile: Annotated[
-        bool,
-        typer.Option(
-            "--profile",
-            help="Switch the server's own profiler on, where it has one (/start_profile).",
-            rich_help_panel=_LOAD,
-        ),
-    ] = False
+    max_concurrency: int | None = flag(
+        None, "Maximum number of concurrent requests. [no limit]", panel="Load", at_least=1
+    )
+    request_rate: float = flag(
+        float("inf"),
+        "Requests per second, sent whether or not earlier ones are answered; inf sends each as "
+        "soon as --max-concurrency allows.",
+    )
+    burstiness: float = flag(
+        1.0,
+        "Shape of the gamma distribution of gaps between requests: 1 is Poisson, less is burstier.",
+        above=0,
+    )
+    turns: str = flag(
+        "first",
+        "For mt-bench and spec-bench: first sends the first turn of each question, as vllm bench "
+        "serve does; all sends every turn, with the answers before it.",
+        metavar="<first|all>",
+        choices=("first", "all"),
+    )
+    num_warmups: int = flag(
+        1, "Warm-up requests, all of one prompt, sent before the measurement.", at_least=0
+    )
+    num_speculative_tokens: int | None = flag(
+        None,
+        "Draft tokens per step, sent with every request (slipstream servers). [the server's]",
+        also=("-k",),
+        at_least=0,
+    )
+    return_speculation: bool = flag(
+        True,
+        "Ask slipstream servers which draft tokens were accepted; without it, their counters are "
+        "read.",
+    )
+    profile: bool = flag(
+        False, "Switch the server's own profiler on, where it has one (/start_profile)."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryFlags:
-    """What is told."""
+    """The figures to report."""
 
-    percentile_metrics: Annotated[
-        str | None,
-        typer.Option(
-            metavar="<list>",
-            help="Of ttft, tpot, itl, itl_per_token, e2el. [all]",
-            rich_help_panel=_REPORT,
-        ),
-    ] = None
-    metric_percentiles: Annotated[
-        str, typer.Option(metavar="<list>", help="Such as 50,90,99.9.", rich_help_panel=_REPORT)
-    ] = "90,99"
-    goodput: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="<metric:ms>",
-            help="Count requests that meet this: ttft:200, tpot:30, e2el:5000 (repeatable).",
-            rich_help_panel=_REPORT,
-        ),
-    ] = None
-    save_detailed: Annotated[
-        bool,
-        typer.Option(
-            "--save-detailed", help="--output with every request's own.", rich_help_panel=_REPORT
-        ),
-    ] = False
-    save_texts: Annotated[
-        Path | None,
-        typer.Option(metavar="<file>", help="Write every answer.", rich_help_panel=_REPORT),
-    ] = None
-    compare_texts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="<file>",
-            help="Compare every answer with those of --save-texts, here or of bench throughput.",
-            rich_help_panel=_REPORT,
-        ),
-    ] = None
+    percentile_metrics: str | None = flag(
+        None,
+        "Metrics to show percentiles of: ttft, tpot, itl, itl_per_token, e2el. [all]",
+        panel="Report",
+        metavar="<list>",
+    )
+    metric_percentiles: str = flag(
+        "90,99", "Percentiles to show, such as 50,90,99.9.", metavar="<list>"
+    )
+    goodput: tuple[str, ...] = flag(
+        (),
+        "Count requests within this limit: ttft:200, tpot:30, e2el:5000 (repeatable).",
+        metavar="<metric:ms>",
+    )
+    save_detailed: bool = flag(False, "Add the figures of every request to --output.")
+    save_texts: Path | None = flag(None, "Write every answer.", metavar="<file>")
+    compare_texts: Path | None = flag(
+        None,
+        "Compare every answer with a file of --save-texts, from here or from bench throughput.",
+        metavar="<file>",
+    )
 
     def options(self) -> "SummaryOptions":
         """Raises UsageError for metrics and percentiles that there are none of."""
@@ -284,44 +201,29 @@ class SummaryFlags:
                 f"{self.metric_percentiles!r}"
             )
         return SummaryOptions(
-            metrics=metrics, percentiles=percentiles, goodput=read_goodput(self.goodput or ())
+            metrics=metrics, percentiles=percentiles, goodput=read_goodput(self.goodput)
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResultFlags:
-    """`--output` as vllm bench serve spells it."""
+    """The flags of vllm bench serve for what is `--output` here."""
 
-    save_result: Annotated[
-        bool,
-        typer.Option(
-            "--save-result",
-            help="Write all figures as JSON, into a file named after the load.",
-            rich_help_panel=_REPORT,
-        ),
-    ] = False
-    result_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="<folder>",
-            help="Of --save-result; made if it is not there. [here]",
-            rich_help_panel=_REPORT,
-        ),
-    ] = None
-    result_filename: Annotated[
-        str | None,
-        typer.Option(
-            metavar="<name>", help="Of --save-result, in its folder.", rich_help_panel=_REPORT
-        ),
-    ] = None
+    save_result: bool = flag(
+        False, "Write all figures as JSON, to a file named after the load.", panel="Report"
+    )
+    result_dir: Path | None = flag(
+        None, "Folder for --save-result; it is made if need be. [here]", metavar="<folder>"
+    )
+    result_filename: str | None = flag(
+        None, "File name for --save-result, in its folder.", metavar="<name>"
+    )
 
     def prepare(self, output: Path | None) -> None:
         """Before anything is measured; UsageError for a place that cannot be written to."""
         if not self.save_result:
-            for name in ("result_dir", "result_filename"):
-                if getattr(self, name) is not None:
-                    flag = "--" + name.replace("_", "-")
-                    raise UsageError(f"{flag} is for --save-result; add that, or use --output")
+            for name in given_flags(self):
+                raise UsageError(f"{name} is for --save-result; add that, or use --output")
             return
         if output is not None:
             raise UsageError("--save-result and --output both say where figures go; give one")

@@ -17,15 +17,15 @@ from slipstream.cli.bench_flags import (
     refuse_num_seqs,
 )
 from slipstream.cli.bench_views import Watch, machine, show_tables, tell, watching
-from slipstream.cli.drafter_flags import DEMO, read_object
-from slipstream.cli.engine_flags import EngineFlags, ModelArgument
+from slipstream.cli.drafter_flags import DEMO
 from slipstream.cli.errors import FAILED, INTERRUPTED, say
+from slipstream.cli.flags import RunFlags
 from slipstream.cli.interrupt import interrupt_noted
 from slipstream.cli.open_llm import open_llm
-from slipstream.cli.run_flags import RunFlags
 from slipstream.cli.terminal import stdout_console
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
+from slipstream.core.flags import parse_object
 from slipstream.core.wording import counted
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ _WITHOUT_MODEL = ("ngram", "suffix")
 
 def sweep(
     *,
-    model: ModelArgument = DEMO,
     drafter: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,7 +66,7 @@ def sweep(
     sampling: BenchSamplingFlags,
     report: ReportFlags,
     profile: ProfileFlags,
-    engine: EngineFlags,
+    engine: EngineConfig,
     run: RunFlags,
 ) -> None:
     """All drafters against K: acceptance length, tokens/s, time of an iteration.
@@ -81,21 +80,20 @@ def sweep(
     files = report.files()
     profile.prepare()
     plan = Sweep(
-        _drafters(drafter, model),
+        _drafters(drafter, engine.model),
         _numbers("-k", num_speculative_tokens, least=1),
         _numbers("--batch-sizes", batch_sizes, least=1),
     )
-    asked = read_workload(dataset, sampling, model, engine.revision)
-    config = engine.config(model, None)
-    plan = _fit(plan, config)
+    asked = read_workload(dataset, sampling, engine)
+    plan = _fit(plan, engine)
 
     def open_engine(speculative_config: dict[str, Any] | None, batch: int) -> "LLM":
-        own = replace(config, speculative_config=speculative_config, max_num_seqs=batch)
+        own = replace(engine, speculative_config=speculative_config, max_num_seqs=batch)
         return open_llm(own, run.verbose)[0]
 
     cells = _Cells(plan, asked, profile)
     cells.measure(open_engine)
-    cells.report(f"{model}, {asked.title}", report.output, files)
+    cells.report(f"{engine.model}, {asked.title}", report.output, files)
 
 
 class _Cells:
@@ -211,7 +209,7 @@ def _drafters(given: list[str] | None, model: str) -> dict[str, dict[str, Any]]:
     for text in given:
         name, equals, config = text.partition("=")
         if equals and config.lstrip().startswith("{"):
-            drafters[name] = read_object(f"--drafter {name}", config) or {}
+            drafters[name] = parse_object(f"--drafter {name}", config) or {}
         else:
             drafters[text] = {"method": text} if text in _WITHOUT_MODEL else {"model": text}
         if "num_speculative_tokens" in drafters.get(name, {}):

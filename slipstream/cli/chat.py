@@ -8,22 +8,21 @@ import typer
 from rich.console import Console
 
 from slipstream.cli.conversation import Conversation
-from slipstream.cli.drafter_flags import DEMO, DrafterFlags
-from slipstream.cli.engine_flags import EngineFlags, ModelArgument
+from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.errors import WRONG_USAGE, say
+from slipstream.cli.flags import RunFlags
 from slipstream.cli.open_llm import open_llm
 from slipstream.cli.prompts import decode, stdin_is_piped
-from slipstream.cli.run_flags import RunFlags
-from slipstream.cli.sampling_flags import SamplingFlags
 from slipstream.cli.terminal import QUIET_STYLE, shows_live, stderr_console, stdout_console
 from slipstream.cli.views import LiveView, PlainView
+from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
-_SAMPLING = SamplingFlags(temperature=0.7, max_tokens=512)
+_SAMPLING = SamplingParams(temperature=0.7, max_tokens=512)
 _COMMANDS = {
     "/clear": "forget the conversation",
     "/exit": "leave; Ctrl-D does too",
@@ -33,23 +32,20 @@ _COMMANDS = {
 
 def chat(
     *,
-    model: ModelArgument = DEMO,
     system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
     drafter: DrafterFlags,
-    sampling: SamplingFlags = _SAMPLING,
-    engine: EngineFlags,
+    sampling: SamplingParams = _SAMPLING,
+    engine: EngineConfig,
     run: RunFlags,
 ) -> None:
     """Talk to a model: on a terminal, or with one message per line of a pipe."""
-    config = engine.config(model, drafter.config(model))
-    params = sampling.params()
-    llm, _ = open_llm(config, run.verbose)
+    llm, _ = open_llm(drafter.apply(engine), run.verbose)
     _require_template(llm)
-    conversation = Conversation(llm, params, system)
+    conversation = Conversation(llm, sampling, system)
     if stdin_is_piped() or not _is_terminal():
-        _answer_lines(conversation, params)
+        _answer_lines(conversation, sampling)
     else:
-        Talk(conversation, llm, params).run()
+        Talk(conversation, llm, sampling).run()
 
 
 class Talk:

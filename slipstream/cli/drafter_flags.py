@@ -1,79 +1,54 @@
 """Flags that choose the drafter, shared by the commands that run an engine."""
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
+from slipstream.core.flags import flag, parse_object
 
 DEMO, DEMO_DRAFT = "demo", "demo/draft"
 _DEMO_TOKENS = 4
 # Methods and not checkpoints, wherever a drafter is named.
 WITHOUT_MODEL = ("mtp", "ngram", "suffix")
 
-_PANEL = "Drafting"
-
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterFlags:
-    """Three ways to say it: short flags, one JSON object, or not at all."""
+    """The drafter, by short flags or by one JSON object."""
 
-    drafter: Annotated[
-        str | None,
-        typer.Option(
-            "--drafter",
-            "--spec-model",
-            help="The drafter's checkpoint, one bundled for the demo (demo/draft, demo/eagle3, "
-            "demo/mtp, demo/p-eagle, demo/pard), mtp (the target's own), ngram or suffix. "
-            "[demo/draft for the demo]",
-            rich_help_panel=_PANEL,
-        ),
-    ] = None
-    num_speculative_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--num-speculative-tokens",
-            "-k",
-            "--spec-tokens",
-            help="Most draft tokens a step. [4]",
-            rich_help_panel=_PANEL,
-        ),
-    ] = None
-    spec_method: Annotated[
-        str | None,
-        typer.Option(
-            help="draft_model, pard, eagle, eagle3, p-eagle, mtp, dflash, medusa, mlp_speculator, "
-            "gemma4_assistant, ngram, suffix, custom or combination. [found from the drafter]",
-            rich_help_panel=_PANEL,
-        ),
-    ] = None
-    drafter_quantization: Annotated[
-        str | None,
-        typer.Option(
-            help="The same for the drafter's matrices. [none]",
-            rich_help_panel=_PANEL,
-        ),
-    ] = None
-    speculative_config: Annotated[
-        str | None,
-        typer.Option(
-            "--speculative-config",
-            "-sc",
-            metavar="<json>",
-            help='All of it: \'{"model": "...", "num_speculative_tokens": 4}\'; several drafters: '
-            '\'{"drafters": [{"method": "ngram"}, {"model": "..."}]}\'',
-            rich_help_panel=_PANEL,
-        ),
-    ] = None
-    no_speculation: Annotated[
-        bool,
-        typer.Option(
-            "--no-speculation", help="Plain decoding, for comparison.", rich_help_panel=_PANEL
-        ),
-    ] = False
+    drafter: str | None = flag(
+        None,
+        "The drafter: a checkpoint, one bundled for the demo (demo/draft, demo/eagle3, demo/mtp, "
+        "demo/p-eagle, demo/pard), mtp (the model's own), ngram or suffix. "
+        "[demo/draft for the demo]",
+        panel="Drafting",
+        also=("--spec-model",),
+    )
+    num_speculative_tokens: int | None = flag(
+        None, "Maximum draft tokens per step. [4]", also=("-k", "--spec-tokens")
+    )
+    spec_method: str | None = flag(
+        None,
+        "draft_model, pard, eagle, eagle3, p-eagle, mtp, dflash, medusa, mlp_speculator, "
+        "gemma4_assistant, ngram, suffix, custom or combination. [found from the drafter]",
+    )
+    drafter_quantization: str | None = flag(
+        None, "Like --quantization, for the drafter's weight matrices. [none]"
+    )
+    speculative_config: str | None = flag(
+        None,
+        'All drafting options as JSON: \'{"model": "...", "num_speculative_tokens": 4}\'; for '
+        'several drafters: \'{"drafters": [{"method": "ngram"}, {"model": "..."}]}\'',
+        metavar="<json>",
+        also=("-sc",),
+    )
+    no_speculation: bool = flag(False, "Decode without a drafter, for comparison.")
+
+    def apply(self, engine: EngineConfig) -> EngineConfig:
+        """The engine's options with this drafter."""
+        return replace(engine, speculative_config=self.config(engine.model))
 
     def config(self, model: str) -> dict[str, Any] | None:
         """The engine's `speculative_config`; None is plain decoding.
@@ -144,18 +119,7 @@ def _read_speculative(text: str) -> dict[str, Any] | None:
     """An object, or a list of drafters."""
     if text.lstrip().startswith("[{"):
         text = f'{{"drafters": {text}}}'
-    return read_object("--speculative-config", text)
-
-
-def read_object(flag: str, text: str) -> dict[str, Any] | None:
-    """The JSON object that a flag holds; null is None."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{flag} is not JSON: {error}; it was {text!r}") from None
-    if value is not None and not isinstance(value, dict):
-        raise UsageError(f'{flag} must be a JSON object such as {{"key": 1}}, not {text}')
-    return value
+    return parse_object("--speculative-config", text)
 
 
 def _contradict(one: str, other: str) -> None:

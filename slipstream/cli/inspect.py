@@ -12,7 +12,6 @@ from slipstream.cli.checkpoint_facts import BLOCK_SIZE, CheckpointFacts, read_fa
 from slipstream.cli.drafter_fit import Fit, check_fit
 from slipstream.cli.drafter_flags import WITHOUT_MODEL
 from slipstream.cli.errors import FAILED
-from slipstream.cli.run_flags import DebugFlag
 from slipstream.cli.terminal import QUIET_STYLE, stdout_console
 from slipstream.core.errors import UsageError
 from slipstream.core.wording import counted
@@ -25,13 +24,11 @@ def inspect(
         str | None, typer.Option(help="Tell whether PATH can draft for this model.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
-    debug: DebugFlag = False,
 ) -> None:
     """Tell what a checkpoint is without loading its weights.
 
     With --target the exit code is 1 when it does not fit as a drafter.
     """
-    del debug  # its callback did the work
     if path in WITHOUT_MODEL and not Path(path).exists():
         raise UsageError(
             f"{path} is a way to draft without a checkpoint of its own, so there is nothing to "

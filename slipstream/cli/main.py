@@ -13,11 +13,9 @@ from slipstream import __version__
 from slipstream.cli.bench import app as bench_app
 from slipstream.cli.chat import chat
 from slipstream.cli.errors import run
-from slipstream.cli.flag_groups import flattened
+from slipstream.cli.flags import DebugFlag, add_command
 from slipstream.cli.generate import generate
-from slipstream.cli.help_page import GroupedHelp
 from slipstream.cli.inspect import inspect
-from slipstream.cli.run_flags import DebugFlag
 from slipstream.cli.serve import serve
 from slipstream.cli.train import app as train_app
 
@@ -36,10 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(cls=GroupedHelp)(flattened(generate))
-app.command(cls=GroupedHelp)(flattened(chat))
-app.command(cls=GroupedHelp)(flattened(serve))
-app.command(cls=GroupedHelp)(flattened(inspect))
+for _command in (generate, chat, serve, inspect):
+    add_command(app, _command)
 app.add_typer(bench_app)
 app.add_typer(train_app)
 

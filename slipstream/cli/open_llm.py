@@ -29,7 +29,7 @@ def open_llm(config: EngineConfig, verbose: bool) -> tuple["LLM", float]:
 
     began = perf_counter()
     with Bars(console) as bars:
-        llm = LLM(progress_bar=bars.bar, **vars(config))
+        llm = LLM(config, progress_bar=bars.bar)
     seconds = perf_counter() - began
     if verbose:
         console.print(resolved_table(llm.engine.resolved))

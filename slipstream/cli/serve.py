@@ -1,18 +1,20 @@
 """`slipstream serve`: an OpenAI-compatible server."""
 
 import socket
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from slipstream.cli.drafter_flags import DEMO, DrafterFlags
-from slipstream.cli.engine_flags import EngineFlags, ModelArgument
+from slipstream.cli.drafter_flags import DrafterFlags
+from slipstream.cli.flags import RunFlags
 from slipstream.cli.open_llm import open_llm
-from slipstream.cli.run_flags import RunFlags
-from slipstream.cli.serve_flags import LimitFlags, ListenFlags, LogFlags
 from slipstream.cli.terminal import QUIET_STYLE, stderr_console
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import SlipstreamError, UsageError
+from slipstream.core.flags import flag
+from slipstream.serve.limits import ServeLimits
 
 if TYPE_CHECKING:
     from slipstream.serve.start import ServerOptions
@@ -24,14 +26,128 @@ class MissingPackagesError(SlipstreamError):
     """What the server needs is not installed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ListenFlags:
+    """Where the server listens, under which names, and for whom."""
+
+    host: str = flag(
+        "127.0.0.1", "Address to listen on; 0.0.0.0 is open to the network.", panel="Listening"
+    )
+    port: int = flag(8000, "0 takes a free port.", at_least=0, at_most=65535)
+    served_model_name: tuple[str, ...] = flag(
+        (),
+        "Name of the model in requests (repeatable); answers have the first. [MODEL]",
+        metavar="<name>",
+    )
+    api_key: tuple[str, ...] = flag(
+        (),
+        "Accept only requests with one of these keys (repeatable); better given in the "
+        "environment, as SLIPSTREAM_API_KEY.",
+        metavar="<key>",
+        envvar="SLIPSTREAM_API_KEY",
+    )
+    cors_origin: tuple[str, ...] = flag(
+        (),
+        "Allow web pages of this origin to use the server (repeatable); * allows all. [none]",
+        metavar="<origin>",
+    )
+    tool_call_parser: str | None = flag(
+        None, "hermes, llama3_json or mistral. [found from the checkpoint]"
+    )
+    chat_template: str | None = flag(
+        None,
+        "A chat template in place of the checkpoint's: a file, or the text of one.",
+        metavar="<file>",
+    )
+    ssl_certfile: Path | None = flag(
+        None, "Serve HTTPS with this certificate (PEM).", metavar="<file>"
+    )
+    ssl_keyfile: Path | None = flag(
+        None, "The certificate's key. [in the certificate's file]", metavar="<file>"
+    )
+    root_path: str = flag(
+        "",
+        "Path under which a proxy offers this server, such as /models/a.",
+        metavar="<path>",
+    )
+    enable_profiling: Path | None = flag(
+        None,
+        "Let clients profile the server (POST /start_profile, /stop_profile); traces are written "
+        "to this folder.",
+        metavar="<folder>",
+    )
+    reasoning_parser: str | None = flag(None, hidden=True)
+    enable_auto_tool_choice: bool = flag(False, hidden=True)  # of other servers; always on here
+    allow_synthetic: bool = flag(
+        False,
+        "Allow rejection_sample_method synthetic, for benchmarks: the texts are not the model's.",
+    )
+
+    def template(self) -> str | None:
+        """The text of --chat-template; UsageError for one that is not valid."""
+        given = self.chat_template
+        if given is None:
+            return None
+        try:
+            text = given if "{" in given else Path(given).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--chat-template {given} cannot be read: {error}") from None
+        from jinja2 import TemplateSyntaxError
+
+        from slipstream.models.chat_environment import make_environment
+
+        try:
+            make_environment().parse(text)
+        except TemplateSyntaxError as error:
+            raise UsageError(
+                f"--chat-template is not valid: line {error.lineno}: {error.message}"
+            ) from None
+        return text
+
+    def profiles(self) -> Path | None:
+        """The folder of --enable-profiling, which is made."""
+        folder = self.enable_profiling
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(
+                    f"--enable-profiling {folder} cannot be made a folder ({error.strerror}); "
+                    "name another"
+                ) from None
+        return folder
+
+    def refuse_reasoning(self) -> None:
+        """Raise UsageError for what other servers take apart."""
+        if self.reasoning_parser is not None:
+            raise UsageError(
+                "--reasoning-parser is not supported: what a model thinks stays in the content, "
+                "between its own marks; leave it out (chat_template_kwargs such as "
+                '{"enable_thinking": false} ask a model not to think)'
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogFlags:
+    """What the server logs."""
+
+    log_level: str = flag(
+        "info",
+        "debug, info, warning or error.",
+        panel="Log",
+        choices=("debug", "info", "warning", "error"),
+    )
+    log_json: bool = flag(False, "Log one JSON object per line.")
+    log_prompts: bool = flag(False, "Log prompts and outputs, too.")
+
+
 def serve(
     *,
-    model: ModelArgument = DEMO,
     listen: ListenFlags,
-    limits: LimitFlags,
+    limits: ServeLimits,
     log: LogFlags,
     drafter: DrafterFlags,
-    engine: EngineFlags,
+    engine: EngineConfig,
     run: RunFlags,
 ) -> None:
     """Serve a model by the OpenAI protocol, with a drafter running ahead.
@@ -39,9 +155,9 @@ def serve(
     Without MODEL the bundled demo is served. The first Ctrl-C or SIGTERM lets running requests
     finish, the second stops at once.
     """
-    config = engine.config(model, drafter.config(model))
+    config = drafter.apply(engine)
     _refuse_synthetic(config, listen.allow_synthetic)
-    options = _options(model, listen, limits, log)
+    options = _options(engine.model, listen, limits, log)
     from slipstream.serve.memory import keep_few_matmuls
     from slipstream.serve.page import page_routes
     from slipstream.serve.run import bind
@@ -60,9 +176,10 @@ def serve(
     raise typer.Exit(code)
 
 
-def _options(model: str, listen: ListenFlags, limits: LimitFlags, log: LogFlags) -> "ServerOptions":
+def _options(
+    model: str, listen: ListenFlags, limits: ServeLimits, log: LogFlags
+) -> "ServerOptions":
     """Checked before a model is loaded."""
-    log.check()
     listen.refuse_reasoning()
     try:
         from slipstream.serve.run import Access, Front
@@ -79,11 +196,9 @@ def _options(model: str, listen: ListenFlags, limits: LimitFlags, log: LogFlags)
             f"{listen.tool_call_parser!r}"
         )
     return ServerOptions(
-        names=tuple(listen.served_model_name or (model,)),
-        limits=limits.limits(),
-        access=Access(
-            api_keys=tuple(listen.api_key or ()), allowed_origins=tuple(listen.cors_origin or ())
-        ),
+        names=listen.served_model_name or (model,),
+        limits=limits,
+        access=Access(api_keys=listen.api_key, allowed_origins=listen.cors_origin),
         front=Front(
             certificate=listen.ssl_certfile, key=listen.ssl_keyfile, root_path=listen.root_path
         ),

@@ -3,20 +3,17 @@
 import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from slipstream.cli.errors import say
-from slipstream.cli.flag_groups import flattened
-from slipstream.cli.help_page import GroupedHelp
+from slipstream.cli.flags import add_command
 from slipstream.cli.interrupt import interrupt_noted
 from slipstream.cli.open_llm import Bars
-from slipstream.cli.run_flags import DebugFlag
 from slipstream.cli.terminal import stderr_console, stdout_console
-from slipstream.cli.train_flags import DataFlags, DrafterShapeFlags, LengthFlags
+from slipstream.train.settings import DataSettings, TrainSettings
 
 if TYPE_CHECKING:
     from slipstream.train.loop import Report
@@ -33,10 +30,6 @@ KINDS = {
 }
 """What there is a recipe for, and what `--help` says of it."""
 
-TargetArgument = Annotated[
-    str, typer.Argument(help="The target: a local directory, a hub name, or a bundled demo.")
-]
-
 app = typer.Typer(
     name="train",
     help="Train a drafter for a target: its kind, then what to learn from and how long.",
@@ -48,34 +41,10 @@ app = typer.Typer(
 
 
 def _command(kind: str) -> Callable[..., None]:
-    def command(
-        *,
-        target: TargetArgument,
-        out: Annotated[
-            Path,
-            typer.Option(
-                help="Directory for the drafter. A run that was interrupted goes on when it is "
-                "started again with the same flags."
-            ),
-        ],
-        data: DataFlags,
-        length: LengthFlags,
-        shape: DrafterShapeFlags,
-        debug: DebugFlag = False,
-    ) -> None:
-        del debug  # its callback did the work
+    def command(*, settings: Annotated[TrainSettings, {"kind": kind}]) -> None:
         from slipstream.train.loop import RunStoppedError
         from slipstream.train.run import run_training
-        from slipstream.train.settings import TrainSettings
 
-        settings = TrainSettings(
-            kind=kind,
-            target=target,
-            out=out,
-            options=shape.options(),
-            **data.values(),
-            **length.values(),
-        )
         console = stderr_console()
         try:
             with Bars(console) as bars, _Watch(kind) as watch:
@@ -96,19 +65,10 @@ def _command(kind: str) -> Callable[..., None]:
     return command
 
 
-def data(
-    *,
-    target: TargetArgument,
-    out: Annotated[Path, typer.Option(help="The file to write, such as chats.safetensors.")],
-    data: DataFlags,
-    debug: DebugFlag = False,
-) -> None:
+def data(*, settings: DataSettings) -> None:
     """Make sequences of texts once, the target's own answers included, for several drafters."""
-    del debug
     from slipstream.train.pack import pack_data
-    from slipstream.train.settings import TrainSettings
 
-    settings = TrainSettings(kind="data", target=target, out=out, steps=1, **data.values())
     try:
         with Bars(stderr_console()) as bars:
             sequences = pack_data(settings, bars.bar)
@@ -116,13 +76,13 @@ def data(
         say("interrupted; the same command goes on behind the answers that are kept")
         raise
     stdout_console().print(
-        f"{out}: {len(sequences):,} sequences of {sequences.length} tokens", soft_wrap=True
+        f"{settings.out}: {len(sequences):,} sequences of {sequences.length} tokens", soft_wrap=True
     )
 
 
 for _kind in KINDS:
-    app.command(name=_kind, cls=GroupedHelp)(flattened(_command(_kind)))
-app.command(cls=GroupedHelp)(flattened(data))
+    add_command(app, _command(_kind), _kind)
+add_command(app, data)
 
 
 class _Watch:

@@ -1,13 +1,23 @@
 """How one request is to be sampled, checked when it is made."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 
 from slipstream.core.errors import UsageError
+from slipstream.core.flags import flag, parse_object
 from slipstream.core.structured import StructuredOutput
 
 SEED_BITS = 64
+
+
+def _parse_bias(name: str, text: str) -> dict[int, float] | None:
+    """JSON has no integer keys, so the ids come as strings."""
+    given = parse_object(name, text)
+    try:
+        return None if given is None else {int(token): bias for token, bias in given.items()}
+    except ValueError:
+        raise UsageError(f"{name} keys must be token ids, in {text!r}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,27 +53,40 @@ class SamplingParams:
     """
 
     n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()
-    min_tokens: int = 0
-    max_tokens: int | None = 16
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    ignore_eos: bool = False
-    seed: int | None = None
+    temperature: float = flag(1.0, "0 is greedy.", panel="Sampling", also=("-t",))
+    top_p: float = flag(
+        1.0, "Sample from the smallest set of tokens whose probabilities reach this sum."
+    )
+    top_k: int = flag(0, "Sample from the k most probable tokens; 0 is all.")
+    min_p: float = flag(
+        0.0, "Leave out tokens below this share of the most probable token's probability."
+    )
+    presence_penalty: float = flag(0.0, "-2 to 2.")
+    frequency_penalty: float = flag(0.0, "-2 to 2.")
+    repetition_penalty: float = flag(1.0, "Above 0; 1 has no effect.")
+    logit_bias: Mapping[int, float] | None = flag(
+        None,
+        "Added to the logits of these token ids: '{\"42\": -100}'",
+        metavar="<json>",
+        parse=_parse_bias,
+    )
+    allowed_token_ids: Sequence[int] | None = flag(
+        None, "Sample only these tokens (repeatable).", metavar="<id>"
+    )
+    bad_words: Sequence[str] = flag((), "Never write this text (repeatable).", metavar="<text>")
+    min_tokens: int = flag(0, "Ignore stop tokens and stop texts before this many output tokens.")
+    max_tokens: int | None = flag(16, "Maximum output tokens.")
+    stop: str | Sequence[str] = flag((), "Stop at this text (repeatable).", metavar="<text>")
+    stop_token_ids: Sequence[int] = flag((), "Stop at this token (repeatable).", metavar="<id>")
+    include_stop_str_in_output: bool = flag(False, "Keep the stop text in the output.")
+    skip_special_tokens: bool = flag(True, "Leave special tokens out of the text.")
+    ignore_eos: bool = flag(False, "Do not stop at the model's end-of-sequence token.")
+    seed: int | None = flag(
+        None, "Random seed: the same text again, for the same drafter and number of draft tokens."
+    )
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    num_speculative_tokens: int | None = field(default=None)
+    num_speculative_tokens: int | None = None
     structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:

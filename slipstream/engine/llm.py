@@ -31,10 +31,10 @@ class LLM:
 
     Args:
         model: a local directory, a hub name, or a bundled demo; or a drafter whose config.json
-            names its target, which is then loaded with it.
+            names its target, which is then loaded with it; or a whole `EngineConfig`.
         speculative_config: the drafter, or a list of them; None is plain decoding.
-        progress_bar: shows how loading goes on.
-        options: any field of `EngineConfig`.
+        progress_bar: shows the progress of loading.
+        options: any other field of `EngineConfig`.
 
     Raises:
         UsageError: unknown or contradictory options.
@@ -43,20 +43,15 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path = "demo",
+        model: str | Path | EngineConfig = "demo",
         *,
         speculative_config: SpeculativeConfig = None,
         progress_bar: ProgressBar = no_progress_bar,
         **options: Any,
     ) -> None:
-        unknown = sorted(set(options) - set(EngineConfig.__dataclass_fields__))
-        if unknown:
-            known = ", ".join(EngineConfig.__dataclass_fields__)
-            raise UsageError(f"unknown option {', '.join(unknown)}; LLM takes {known}")
-        if not isinstance(model, str | Path):
-            raise UsageError(f"model must be a directory, a hub name or a demo, not {model!r}")
-        config = EngineConfig(model=str(model), speculative_config=speculative_config, **options)
-        self.engine = build_engine(config, progress_bar)
+        if speculative_config is not None:
+            options["speculative_config"] = speculative_config
+        self.engine = build_engine(_config(model, options), progress_bar)
         self._encoder = PromptEncoder(self.engine.tokenizer, self.engine.resolved.vocab_size)
         self._numbers = count()
         # Outputs of live requests that their stream has not yielded: streams may be interleaved.
@@ -213,6 +208,20 @@ class LLM:
             outputs.extend(mail)
             mail.clear()
         return outputs
+
+
+def _config(model: str | Path | EngineConfig, options: dict[str, Any]) -> EngineConfig:
+    if isinstance(model, EngineConfig):
+        if options:
+            raise UsageError(f"{', '.join(options)}: set this in the EngineConfig that is given")
+        return model
+    unknown = sorted(set(options) - set(EngineConfig.__dataclass_fields__))
+    if unknown:
+        known = ", ".join(EngineConfig.__dataclass_fields__)
+        raise UsageError(f"unknown option {', '.join(unknown)}; LLM takes {known}")
+    if not isinstance(model, str | Path):
+        raise UsageError(f"model must be a directory, a hub name or a demo, not {model!r}")
+    return EngineConfig(model=str(model), **options)
 
 
 def _listed(given: Any) -> list[Any]:

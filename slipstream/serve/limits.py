@@ -2,57 +2,64 @@
 
 from dataclasses import dataclass
 
-from slipstream.core.errors import UsageError
+from slipstream.core.flags import check_fields, flag, parse_bytes
 from slipstream.core.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeLimits:
-    """Bounds that keep the server alive under any load; `None` is without a bound.
+    """Bounds that keep the server alive under any load; None is no bound."""
 
-    Args:
-        max_waiting: requests that may wait for a place in the engine; more are refused (429).
-        request_timeout: seconds a request may take in all; then it ends with an error (504).
-        drain_timeout: seconds that running requests have to finish once the server is to stop.
-        max_body_bytes: of one HTTP request's body (413).
-        max_json_depth: how deep its JSON may be nested (400).
-        max_header_bytes: of one HTTP request's line and headers (431).
-        max_connections: open at once; beyond it, whoever has waited longest without sending a whole
-            request is cut off (and the newcomer, with 503, where nobody waits).
-        receive_timeout: seconds in which a client must have sent a request's headers, and then its
-            body (408).
-        send_timeout: seconds that a client may leave its answer unread before it is cut off.
-        keep_alive_timeout: seconds that an idle connection stays open.
-    """
-
-    max_waiting: int = 512
-    request_timeout: float | None = 600.0
-    drain_timeout: float | None = None
-    max_body_bytes: int = 4 << 20
-    max_json_depth: int = 64
-    max_header_bytes: int = 32 << 10
-    max_connections: int = 4096
-    receive_timeout: float = 20.0
-    send_timeout: float = 60.0
-    keep_alive_timeout: float = 30.0
+    max_waiting: int = flag(
+        512,
+        "Maximum number of requests that wait for a place in the engine; more are refused (429).",
+        panel="Limits",
+        also=("--max-queue",),
+        at_least=0,
+    )
+    request_timeout: float | None = flag(
+        600.0,
+        "Seconds that a request may take in all (504); 0 is no limit.",
+        stands_for_none=0.0,
+        above=0,
+    )
+    drain_timeout: float | None = flag(
+        None,
+        "Seconds that running requests have to finish when the server stops; 0 is no limit.",
+        stands_for_none=0.0,
+        above=0,
+    )
+    max_body_bytes: int = flag(
+        4 << 20,
+        "Largest body of a request (413): bytes, 512K, 4M. [4M]",
+        metavar="<bytes>",
+        parse=parse_bytes,
+        at_least=1,
+    )
+    max_json_depth: int = flag(64, "Deepest nesting of a body's JSON (400).", at_least=1)
+    max_header_bytes: int = flag(
+        32 << 10,
+        "Largest headers of a request, its first line included (431). [32K]",
+        metavar="<bytes>",
+        parse=parse_bytes,
+        at_least=1,
+    )
+    max_connections: int = flag(
+        4096,
+        "Maximum number of open connections; beyond it the one that has waited longest without "
+        "sending a whole request is closed (or the newest refused, with 503, if none waits).",
+        at_least=1,
+    )
+    receive_timeout: float = flag(
+        20.0, "Seconds in which a request's headers, then its body, must arrive (408).", above=0
+    )
+    send_timeout: float = flag(
+        60.0, "Seconds that a client may leave its answer unread before it is cut off.", above=0
+    )
+    keep_alive_timeout: float = flag(30.0, "Seconds that an idle connection stays open.", above=0)
 
     def __post_init__(self) -> None:
-        if self.max_waiting < 0:
-            raise UsageError(f"max_waiting must be at least 0, not {self.max_waiting}")
-        for name in (
-            "max_body_bytes",
-            "max_json_depth",
-            "max_header_bytes",
-            "max_connections",
-            "receive_timeout",
-            "send_timeout",
-            "keep_alive_timeout",
-            "request_timeout",
-            "drain_timeout",
-        ):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UsageError(f"{name} must be above 0, not {value}")
+        check_fields(type(self), vars(self))
 
 
 class RequestRefused(Exception):  # noqa: N818 - says what happened

@@ -11,7 +11,7 @@ from slipstream.models.loading import ProgressBar
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.train.generation import generated, require_enough
 from slipstream.train.sequences import Sequences, encode, pack
-from slipstream.train.settings import TrainSettings
+from slipstream.train.settings import DataSettings
 from slipstream.train.texts import Entry, read_entries
 
 _LENGTH = 512
@@ -32,7 +32,7 @@ class Data:
         UsageError: files that are none, or settings that contradict them.
     """
 
-    def __init__(self, settings: TrainSettings, target: Checkpoint, vocab_size: int) -> None:
+    def __init__(self, settings: DataSettings, target: Checkpoint, vocab_size: int) -> None:
         self._settings, self._target = settings, target
         self._packed = _packed(settings, vocab_size)
         if self._packed is not None:
@@ -89,7 +89,7 @@ class Data:
         return pack(documents, self.length, separator)
 
 
-def _packed(settings: TrainSettings, vocab_size: int) -> Sequences | None:
+def _packed(settings: DataSettings, vocab_size: int) -> Sequences | None:
     """Files that `slipstream train data` wrote."""
     files = [path for path in settings.data if path.suffix == PACKED]
     if not files:
@@ -116,7 +116,7 @@ def _packed(settings: TrainSettings, vocab_size: int) -> Sequences | None:
     return Sequences(token_ids, torch.cat([part.learned for part in parts]))
 
 
-def _source(settings: TrainSettings, target: Checkpoint, length: int, entries: list[Entry]) -> str:
+def _source(settings: DataSettings, target: Checkpoint, length: int, entries: list[Entry]) -> str:
     """Tells sequences and answers of one run from those of another with other data."""
     told: list[object] = [str(target.path), length, settings.generate]
     if settings.generate:

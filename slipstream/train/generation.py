@@ -17,7 +17,7 @@ from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.train.files import append_line, write_text
 from slipstream.train.sequences import Document
-from slipstream.train.settings import TrainSettings
+from slipstream.train.settings import DataSettings
 from slipstream.train.texts import Entry
 
 _AT_ONCE = 512  # prompts that the engine has at once
@@ -25,7 +25,7 @@ _AT_ONCE = 512  # prompts that the engine has at once
 
 def generated(
     entries: Sequence[Entry],
-    settings: TrainSettings,
+    settings: DataSettings,
     length: int,
     tokenizer: Tokenizer,
     file: Path,
@@ -67,7 +67,7 @@ def generated(
 
 
 def require_enough(
-    entries: Sequence[Entry], settings: TrainSettings, length: int, tokenizer: Tokenizer
+    entries: Sequence[Entry], settings: DataSettings, length: int, tokenizer: Tokenizer
 ) -> None:
     """Raise UsageError, before anything is generated, for what can never make two sequences."""
     most = 0
@@ -81,7 +81,7 @@ def require_enough(
     )
 
 
-def _prompt(entry: Entry, settings: TrainSettings, length: int, tokenizer: Tokenizer) -> list[int]:
+def _prompt(entry: Entry, settings: DataSettings, length: int, tokenizer: Tokenizer) -> list[int]:
     if entry.messages:
         messages = entry.messages if entry.wants_answer else entry.messages[:-1]
         text = ChatTemplate(tokenizer).render(messages or entry.messages)
@@ -96,7 +96,7 @@ def _prompt(entry: Entry, settings: TrainSettings, length: int, tokenizer: Token
 
 
 def _answers(
-    llm: LLM, prompts: Sequence[list[int]], first: int, settings: TrainSettings, first_id: int
+    llm: LLM, prompts: Sequence[list[int]], first: int, settings: DataSettings, first_id: int
 ) -> Iterator[list[int]]:
     """In order, each as soon as it and those before it are known.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.flags import flag_name
 from slipstream.layers.parameters import Part
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
@@ -20,7 +21,6 @@ from slipstream.train.dense import DENSE
 from slipstream.train.files import copy_tokenizer, write_checkpoint
 from slipstream.train.parameters import FreshSource, Trainable
 from slipstream.train.recipe import Order, Workshop
-from slipstream.train.settings import flag
 
 SHAPE_OPTIONS = frozenset(
     {
@@ -134,7 +134,7 @@ def _smaller_config(order: Order) -> dict[str, Any]:
 def _require_no_sizes(order: Order) -> None:
     for name in sorted(_SIZES):
         if getattr(order.settings.options, name) is not None:
-            raise UsageError(f"{flag(name)} is given by --init; leave one of them out")
+            raise UsageError(f"{flag_name(name)} is given by --init; leave one of them out")
 
 
 def _require_tokens(name: str, config: dict[str, Any], wanted: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from slipstream.core.errors import UsageError
+from slipstream.core.flags import flag_name
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.loading import dtype_named
@@ -17,7 +18,7 @@ from slipstream.train.data import Data
 from slipstream.train.plots import ACCEPTANCE, LOSS
 from slipstream.train.recipe import Order, RecipeModule
 from slipstream.train.records import FILE as METRICS
-from slipstream.train.settings import LOSS_OPTIONS, DrafterOptions, TrainSettings, flag
+from slipstream.train.settings import LOSS_OPTIONS, DataSettings, DrafterOptions, TrainSettings
 
 WORK = "training"
 # They change what is learned; steps and minutes may be others when a run goes on.
@@ -88,9 +89,9 @@ def fingerprint(order: Order, source: str) -> dict[str, Any]:
         "--learning-rate": order.rate,
         "--dtype": str(order.dtype).removeprefix("torch."),
     }
-    told |= {flag(name): getattr(settings, name) for name in _KEPT}
+    told |= {flag_name(name): getattr(settings, name) for name in _KEPT}
     for one in fields(DrafterOptions):
-        told[flag(one.name)] = getattr(settings.options, one.name)
+        told[flag_name(one.name)] = getattr(settings.options, one.name)
     return told
 
 
@@ -114,7 +115,7 @@ def _require_free(out: Path) -> None:
             )
 
 
-def make_writable(folder: Path, settings: TrainSettings) -> None:
+def make_writable(folder: Path, settings: DataSettings) -> None:
     """Make a folder, and refuse one that nothing can be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

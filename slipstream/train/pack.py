@@ -7,10 +7,10 @@ from slipstream.models.loading import ProgressBar, no_progress_bar
 from slipstream.train.data import PACKED, Data
 from slipstream.train.orders import make_writable
 from slipstream.train.sequences import Sequences
-from slipstream.train.settings import TrainSettings
+from slipstream.train.settings import DataSettings
 
 
-def pack_data(settings: TrainSettings, progress_bar: ProgressBar = no_progress_bar) -> Sequences:
+def pack_data(settings: DataSettings, progress_bar: ProgressBar = no_progress_bar) -> Sequences:
     """Write the sequences of `data` to the file `out`; what the target answers is kept beside it.
 
     Raises:

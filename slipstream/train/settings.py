@@ -5,57 +5,63 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from slipstream.core.errors import UsageError
+from slipstream.core.flags import (
+    REQUIRED,
+    check_fields,
+    flag,
+    flag_name,
+    parse_floats,
+    parse_integers,
+    spelled,
+)
 
-FEATURES = ("auto", "online", "disk")
-DEVICES = ("auto", "cpu", "cuda")
 LOSS_OPTIONS = ("place_decay", "drop_rate")
 """Settings of the loss that some recipes have no use for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOptions:
-    """What a drafter is made of; None lets its recipe choose.
+    """What a drafter is made of; None lets its recipe choose."""
 
-    Attributes:
-        draft_vocab_size: tokens that it drafts, the commonest of the text.
-        share_head: it has no lm_head of its own and drafts over the target's whole vocabulary.
-        share_embedding: it uses the target's embedding where others have one of their own.
-        aux_layers: layers of the target whose incoming streams it reads; the number of layers
-            stands for what leaves the last one.
-        num_layers, num_heads, num_kv_heads, head_dim, intermediate_size: of its network.
-        hidden_size: its width, where it may differ from the target's.
-        norm_before_residual, norm_output: flags of EAGLE-3 heads.
-        mask_token: id of the token that parallel drafting asks with.
-        init: a checkpoint to begin with.
-    """
-
-    draft_vocab_size: int | None = None
-    share_head: bool | None = None
-    share_embedding: bool | None = None
-    aux_layers: tuple[int, ...] | None = None
-    num_layers: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    hidden_size: int | None = None
-    norm_before_residual: bool | None = None
-    norm_output: bool | None = None
-    mask_token: int | None = None
-    init: str | None = None
+    draft_vocab_size: int | None = flag(
+        None,
+        "Draft over the most frequent tokens of the training text only, this many.",
+        panel="Drafter",
+        at_least=1,
+    )
+    share_head: bool | None = flag(
+        None,
+        "Use the target's lm_head and draft over its whole vocabulary.",
+        name="--share-head",
+    )
+    share_embedding: bool | None = flag(
+        None,
+        "Use the target's embedding, for drafters that have their own by default.",
+        name="--share-embedding",
+    )
+    aux_layers: tuple[int, ...] | None = flag(
+        None,
+        "Layers of the target whose input hidden states the drafter reads, such as 2,18,33; the "
+        "number of layers stands for the last one's output.",
+        parse=parse_integers,
+    )
+    num_layers: int | None = flag(None, "Layers of the drafter.", at_least=1)
+    num_heads: int | None = flag(None, "Attention heads of the drafter.", at_least=1)
+    num_kv_heads: int | None = flag(None, "Key-value heads of the drafter.", at_least=1)
+    head_dim: int | None = flag(None, "Dimension of its attention heads.", at_least=1)
+    intermediate_size: int | None = flag(None, "Width of its feed-forward layers.", at_least=1)
+    hidden_size: int | None = flag(
+        None, "Width of the drafter, where it may differ from the target's.", at_least=1
+    )
+    norm_before_residual: bool | None = flag(
+        None, "An option of EAGLE-3 heads.", name="--norm-before-residual"
+    )
+    norm_output: bool | None = flag(None, "An option of EAGLE-3.1 heads.", name="--norm-output")
+    mask_token: int | None = flag(None, "Id of the mask token for parallel drafting.")
+    init: str | None = flag(None, "Checkpoint of a drafter to start training from.")
 
     def __post_init__(self) -> None:
-        for name in (
-            "draft_vocab_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "intermediate_size",
-            "hidden_size",
-        ):
-            size = getattr(self, name)
-            _require(size is None or size >= 1, name, "must be at least 1")
+        check_fields(type(self), vars(self), spelled)
 
 
 @dataclass(frozen=True)
@@ -74,106 +80,49 @@ class Answers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSettings:
-    """One run.
+class DataSettings:
+    """The sequences to train on; None is the default of whoever needs the value."""
 
-    Attributes:
-        kind: of drafter, a recipe's name.
-        target: a directory, a hub name or a demo.
-        data: files and directories (`texts.py`), or one packed file (`Sequences.save`).
-        out: gets the drafter, and in `training/` what a resumed run needs.
-        generate: the target answers prompts, and continues the beginnings of texts.
-        generate_tokens, generate_prompt_tokens, temperatures: see `Answers`.
-        max_length: tokens of a sequence; None: 512, or what packed ones have.
-        validation: share of the sequences that is held out.
-        steps, minutes: the end, whichever comes first; the rate falls over them.
-        batch_size, accumulate: sequences of a pass, and passes of a step.
-        num_speculative_tokens: places of a draft that are trained and validated.
-        place_decay: a place's loss counts by this to the power of its index.
-        argmax_weight: of the cross-entropy of the target's first choice beside KL.
-        features: of the target, computed with every batch (online) or once and kept (disk).
-        max_feature_gb: what they may take on disk.
-        checkpoint_every, validate_every, log_every: in steps.
-        drop_rate: parallel drafting trains place k at rate^k of the rows (COD).
-
-    None leaves a number to the recipe, or to the default of whoever heeds it.
-    """
-
-    kind: str
-    target: str
-    data: tuple[Path, ...]
-    out: Path
-    revision: str | None = None
-    generate: bool = False
-    generate_tokens: int | None = None
-    generate_prompt_tokens: int | None = None
-    temperatures: tuple[float, ...] | None = None
-    max_length: int | None = None
-    validation: float = 0.02
-    steps: int | None = None
-    minutes: float | None = None
-    batch_size: int = 8
-    accumulate: int = 1
-    learning_rate: float | None = None
-    warmup: float = 0.03
-    weight_decay: float = 0.01
-    clip: float = 0.5
-    num_speculative_tokens: int | None = None
-    place_decay: float | None = None
-    argmax_weight: float = 0.0
-    drop_rate: float | None = None
-    features: str = "auto"
-    max_feature_gb: float | None = None
-    checkpoint_every: int = 500
-    validate_every: int = 500
-    log_every: int = 20
-    device: str = "auto"
-    dtype: str = "auto"
-    seed: int = 0
-    options: DrafterOptions = field(default_factory=DrafterOptions)
+    target: str = flag(
+        REQUIRED,
+        "The target: a local directory, a hub name, or a bundled demo.",
+        argument=True,
+    )
+    out: Path = flag(REQUIRED, "The file to write, such as chats.safetensors.")
+    data: tuple[Path, ...] = flag(
+        REQUIRED,
+        "Texts, .jsonl files of texts, chats or prompts, directories of such files, or a file from "
+        "`slipstream train data` (repeatable).",
+        panel="Data",
+    )
+    generate: bool = flag(
+        False, "Train on the target's own answers to prompts and chats, and continuations of texts."
+    )
+    generate_tokens: int | None = flag(None, "Maximum tokens of an answer. [192]", at_least=1)
+    generate_prompt_tokens: int | None = flag(
+        None, "Tokens of a text to continue. [64]", at_least=1
+    )
+    temperatures: tuple[float, ...] | None = flag(
+        None, "Sampling temperatures of the answers, used in turn. [0,1]", parse=parse_floats
+    )
+    max_length: int | None = flag(
+        None, "Tokens per training sequence. [512, or the length of packed ones]", at_least=16
+    )
+    revision: str | None = flag(None, "Branch, tag or commit of the target's hub name.")
+    device: str = flag("auto", "auto, cpu or cuda.", panel="Run", choices=("auto", "cpu", "cuda"))
+    dtype: str = flag(
+        "auto", "dtype of matrix products: auto is bfloat16 on a GPU and float32 on a CPU."
+    )
+    seed: int = flag(0, "Random seed.")
 
     def __post_init__(self) -> None:
-        for name in (
-            "generate_tokens",
-            "generate_prompt_tokens",
-            "batch_size",
-            "accumulate",
-            "checkpoint_every",
-            "validate_every",
-            "log_every",
-        ):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, name, "must be at least 1")
-        length = self.max_length
-        _require(length is None or length >= 16, "max_length", "must be at least 16")
-        _require(0 < self.validation < 1, "validation", "must be a share between 0 and 1")
-        _require(0 <= self.argmax_weight <= 1, "argmax_weight", "must be from 0 to 1")
-        _require(0 <= self.warmup < 1, "warmup", "must be a share below 1")
-        drop_rate, decay = self.drop_rate, self.place_decay
-        good = drop_rate is None or 0 < drop_rate <= 1
-        _require(good, "drop_rate", "must be above 0 and at most 1")
-        good = decay is None or 0 < decay <= 1
-        _require(good, "place_decay", "must be above 0 and at most 1")
-        _require(self.features in FEATURES, "features", f"must be one of {', '.join(FEATURES)}")
-        _require(self.device in DEVICES, "device", f"must be one of {', '.join(DEVICES)}")
-        room = self.max_feature_gb
-        _require(room is None or room > 0, "max_feature_gb", "must be above 0")
+        check_fields(type(self), vars(self), spelled)
         heated = self.temperatures
         good = heated is None or (bool(heated) and all(0 <= one < math.inf for one in heated))
         _require(good, "temperatures", "must be numbers from 0 up")
-        rate = self.learning_rate
-        good = rate is None or (rate > 0 and math.isfinite(rate))
-        _require(good, "learning_rate", "must be a number above 0")
-        good = math.isfinite(self.weight_decay) and self.weight_decay >= 0
-        _require(good, "weight_decay", "must be a number from 0 up")
-        _require(self.clip > 0, "clip", "must be above 0")
-        count = self.num_speculative_tokens
-        _require(count is None or count >= 1, "num_speculative_tokens", "must be at least 1")
-        if self.steps is None and self.minutes is None:
-            raise UsageError("say when to end: --steps, --minutes, or both")
-        _require(self.steps is None or self.steps >= 1, "steps", "must be at least 1")
-        _require(self.minutes is None or self.minutes > 0, "minutes", "must be above 0")
-        self._require_heeded()
+        for name in ("generate_tokens", "generate_prompt_tokens", "temperatures"):
+            heeded = self.generate or getattr(self, name) is None
+            _require(heeded, name, "tells how the target answers; give --generate as well")
 
     @property
     def answers(self) -> Answers:
@@ -185,32 +134,92 @@ class TrainSettings:
             self.temperatures or default.temperatures,
         )
 
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings(DataSettings):
+    """One run of training; None leaves a value to the recipe, or to the default of its user.
+
+    Attributes:
+        kind: of drafter, a recipe's name.
+        out: also gets `training/`, which holds what a resumed run needs.
+    """
+
+    kind: str
+    out: Path = flag(
+        REQUIRED,
+        "Directory for the drafter. An interrupted run continues when it is started again with the "
+        "same flags.",
+    )
+    steps: int | None = flag(None, "Optimizer steps.", panel="Training", at_least=1)
+    minutes: float | None = flag(
+        None, "Minutes of training; ends at this or --steps, whichever comes first.", above=0
+    )
+    batch_size: int = flag(8, "Sequences per forward and backward pass.", at_least=1)
+    accumulate: int = flag(1, "Gradient accumulation: passes per optimizer step.", at_least=1)
+    learning_rate: float | None = flag(None, "Peak learning rate. [the recipe's]", above=0)
+    warmup: float = flag(
+        0.03, "Share of the run in which the learning rate rises.", at_least=0, below=1
+    )
+    weight_decay: float = flag(0.01, "Weight decay of AdamW.", at_least=0)
+    clip: float = flag(0.5, "Maximum gradient norm.", above=0)
+    num_speculative_tokens: int | None = flag(
+        None, "Draft positions to train and validate. [the recipe's]", also=("-k",), at_least=1
+    )
+    place_decay: float | None = flag(
+        None,
+        "Weight the loss of draft position k by this to the power of k. [the recipe's]",
+        above=0,
+        at_most=1,
+    )
+    argmax_weight: float = flag(
+        0.0,
+        "Weight of the cross-entropy with the target's most probable token; the rest of the loss "
+        "is the KL divergence.",
+        at_least=0,
+        at_most=1,
+    )
+    drop_rate: float | None = flag(
+        None,
+        "For parallel drafting: train position k on this to the power of k of the rows. [0.7]",
+        above=0,
+        at_most=1,
+    )
+    validation: float = flag(0.02, "Share of the sequences held out.", above=0, below=1)
+    features: str = flag(
+        "auto",
+        "Hidden states of the target: computed with every batch (online), computed once and kept "
+        "(disk), or auto.",
+        panel="Run",
+        choices=("auto", "online", "disk"),
+    )
+    max_feature_gb: float | None = flag(
+        None, "Maximum size of the hidden states on disk, in GB. [20]", above=0
+    )
+    checkpoint_every: int = flag(500, "Steps between checkpoints.", at_least=1)
+    validate_every: int = flag(500, "Steps between validations.", at_least=1)
+    log_every: int = flag(20, "Steps between lines of metrics.jsonl.", at_least=1)
+    options: DrafterOptions = field(default_factory=DrafterOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is None and self.minutes is None:
+            raise UsageError("say when to end: --steps, --minutes, or both")
+        heeded = self.features != "online" or self.max_feature_gb is None
+        _require(heeded, "max_feature_gb", "is for features on disk; leave --features online out")
+
     def require_only(self, known: frozenset[str]) -> None:
         """Refuse what the recipe of this kind would ignore: it heeds `known`, of what it may."""
         given = {one.name: getattr(self.options, one.name) for one in fields(DrafterOptions)}
         given |= {name: getattr(self, name) for name in LOSS_OPTIONS}
         for name, value in given.items():
             if value is not None and name not in known:
-                flags = ", ".join(sorted(map(flag, known)))
+                flags = ", ".join(sorted(map(flag_name, known)))
                 raise UsageError(
-                    f"{flag(name)} means nothing to {self.kind}; of the drafter's flags it takes "
-                    f"{flags}"
+                    f"{flag_name(name)} means nothing to {self.kind}; of the drafter's flags it "
+                    f"takes {flags}"
                 )
-
-    def _require_heeded(self) -> None:
-        """Refuse what would be ignored beside the other settings."""
-        for name in ("generate_tokens", "generate_prompt_tokens", "temperatures"):
-            heeded = self.generate or getattr(self, name) is None
-            _require(heeded, name, "tells how the target answers; give --generate as well")
-        heeded = self.features != "online" or self.max_feature_gb is None
-        _require(heeded, "max_feature_gb", "is for features on disk; leave --features online out")
-
-
-def flag(name: str) -> str:
-    """As the command line spells a field."""
-    return f"--{name.replace('_', '-')}"
 
 
 def _require(holds: bool, name: str, what: str) -> None:
     if not holds:
-        raise UsageError(f"{flag(name)} {what}")
+        raise UsageError(f"{flag_name(name)} {what}")

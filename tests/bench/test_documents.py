@@ -3,7 +3,6 @@
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 
@@ -14,6 +13,7 @@ from slipstream.cli.bench_flags import (
     ReportFlags,
 )
 from slipstream.cli.bench_serve_flags import LoadFlags, ServerFlags, SummaryFlags
+from slipstream.core.flags import flag_of, spelled
 
 TEXT = (Path(__file__).parents[2] / "docs" / "benchmarking.md").read_text()
 GROUPS = (
@@ -24,13 +24,11 @@ GROUPS = (
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_flag_is_explained(group: type) -> None:
-    hints = get_type_hints(group, include_extras=True)
     missing = []
     for field in fields(group):
-        (option,) = hints[field.name].__metadata__
-        names = [name for name in option.param_decls or () if name.startswith("--")]
-        names = names or ["--" + field.name.replace("_", "-")]
-        if not any(re.search(rf"{name}\b", TEXT) for name in names):
-            missing += names[:1]
+        option = flag_of(field)
+        assert option is not None
+        if not any(re.search(rf"{name}\b", TEXT) for name in (spelled(field), *option.also)):
+            missing.append(spelled(field))
     assert [it for it in missing if it != "--return-speculation"] == []
     assert "--no-return-speculation" in TEXT

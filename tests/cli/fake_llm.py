@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from slipstream.core.sampling_params import SamplingParams
@@ -32,18 +33,18 @@ class FakeLLM:
     reply = "Hello, wörld!\nSecond line.\n"
     made: ClassVar[list["FakeLLM"]] = []
 
-    def __init__(self, progress_bar: Any = None, **options: Any) -> None:
+    def __init__(self, config: EngineConfig, progress_bar: Any = None) -> None:
         if progress_bar is not None:
             with progress_bar("loading fake", 10, "bytes") as report:
                 report(10)
-        self.options, self.tokenizer, self.metrics = options, ByteTokenizer(), EngineMetrics()
+        self.options, self.tokenizer, self.metrics = vars(config), ByteTokenizer(), EngineMetrics()
         self.engine = SimpleNamespace(
             resolved=SimpleNamespace(
                 method="draft_model",
                 device=torch.device("cpu"),
                 dtype=torch.bfloat16,
                 num_blocks=8,
-                seed=options["seed"],
+                seed=config.seed,
                 limits=SimpleNamespace(
                     num_speculative_tokens=4,
                     max_model_len=64,

@@ -87,7 +87,10 @@ def test_all_drafters_are_measured_at_every_k(
         (("--dataset", "mt-bench"), "name it with --dataset-path"),
         (("--random-input-len", "9"), "add --dataset-name random"),
         (("--dataset", "random", "--category", "x"), "--category is for data sets with categories"),
-        (("--dataset", "random", "--random-range-ratio", "2"), "must be from 0 to 1, not 2"),
+        (
+            ("--dataset", "random", "--random-range-ratio", "2"),
+            "must be a number from 0 to 1, not 2",
+        ),
         (("--max-num-seqs", "4"), "--batch-sizes says how many requests run at once"),
         (("--max-tokens", "1"), "--max-tokens must be at least 2"),
         (("--temperature", "-1"), "temperature must be 0 (greedy) or more"),

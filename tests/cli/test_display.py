@@ -10,6 +10,7 @@ from slipstream.cli.page import Page, TokenColours
 from slipstream.cli.play import Player
 from slipstream.cli.status import Meter, Status
 from slipstream.cli.views import LiveView, held_back
+from slipstream.core.config import EngineConfig
 from slipstream.core.outputs import CompletionOutput, RequestMetrics
 from slipstream.core.sampling_params import SamplingParams
 from tests.cli.fake_llm import ByteTokenizer, FakeLLM
@@ -134,7 +135,7 @@ def written(console: Console) -> str:
 
 
 def test_the_live_view_leaves_the_text_in_the_scrollback(terminal: Console) -> None:
-    llm = FakeLLM(seed=0)
+    llm = FakeLLM(EngineConfig())
     reply = "\n".join(f"line {number} [bold] :smile:" for number in range(30)) + "\nend"
     llm.reply = reply
     with LiveView(terminal, llm.tokenizer, PARAMS) as view:
@@ -150,7 +151,7 @@ def test_the_live_view_leaves_the_text_in_the_scrollback(terminal: Console) -> N
 
 
 def test_a_line_longer_than_the_screen(terminal: Console) -> None:
-    llm = FakeLLM(seed=0)
+    llm = FakeLLM(EngineConfig())
     llm.reply = "abcdefghij" * 100
     with LiveView(terminal, llm.tokenizer, PARAMS) as view:
         view.begin(None, "")
@@ -163,7 +164,7 @@ def test_a_line_longer_than_the_screen(terminal: Console) -> None:
 
 
 def test_an_interrupted_view_keeps_what_it_showed(terminal: Console) -> None:
-    llm = FakeLLM(seed=0)
+    llm = FakeLLM(EngineConfig())
 
     def interrupted() -> None:
         with LiveView(terminal, llm.tokenizer, PARAMS) as view:

@@ -1,14 +1,19 @@
 """From flags to the engine's options and sampling parameters."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
+import typer
 
 from slipstream.cli.drafter_flags import DrafterFlags
-from slipstream.cli.engine_flags import parse_bytes
+from slipstream.cli.errors import run
+from slipstream.cli.flags import add_command
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
+from slipstream.core.flags import flag, parse_bytes
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.llm import LLM
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM
 
@@ -149,8 +154,10 @@ def test_the_line_of_the_draft_model_pull_request(
         "num_speculative_tokens": 3,
         "max_model_len": 20000,
     }
-    for flag in ("--speculative-config", "--speculative_config", "-sc"):
-        ran = slipstream("generate", "Qwen/Qwen3-32B", flag, json.dumps(config), "--prompt", "x")
+    for spelling in ("--speculative-config", "--speculative_config", "-sc"):
+        ran = slipstream(
+            "generate", "Qwen/Qwen3-32B", spelling, json.dumps(config), "--prompt", "x"
+        )
         assert ran.code == 0
         assert options_of(fake_llm)["model"] == "Qwen/Qwen3-32B"
         assert options_of(fake_llm)["speculative_config"] == config
@@ -227,11 +234,11 @@ def test_ways_to_choose_a_drafter(
         ("--logprobs 1", ["--logprobs", "--json"]),
         ("--temperature -1", ["temperature"]),
         ("--temperature warm", ["--temperature"]),
-        ("--kv-cache-dtype int3", ["kv_cache_dtype", "int8"]),
+        ("--kv-cache-dtype int3", ["--kv-cache-dtype", "int8"]),
         ("--kv-cache-memory lots", ["--kv-cache-memory", "4GiB"]),
         ("--kv-cache-memory 1G --num-kv-blocks 4", ["kv_cache_memory", "num_kv_blocks"]),
         ("-tp 2", ["tensor_parallel_size"]),
-        ("--device tpu", ["device"]),
+        ("--device tpu", ["--device"]),
         ("--no-such-flag", ["--no-such-flag", "generate --help"]),
     ],
 )
@@ -262,7 +269,7 @@ def test_wrong_flags_are_one_sentence_and_exit_code_2(
     ],
 )
 def test_sizes(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
+    assert parse_bytes("--size", text) == size
 
 
 def test_a_given_method_is_not_overruled_by_the_demo() -> None:
@@ -308,3 +315,28 @@ def flags_in(page: str) -> set[str]:
     declared = [line.split("<")[0] for line in page.splitlines() if line.startswith("  -")]
     words = [word.strip(",") for line in declared for word in line.split("   ")[0].split()]
     return {word for word in words if word.startswith("-")}
+
+
+def test_a_field_of_a_config_is_a_flag() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        share: float = flag(0.5, "A share.", also=("-s",), above=0, at_most=1)
+        names: tuple[str, ...] = flag(())
+        internal: int = 3
+
+    taken = []
+
+    def command(*, config: Config) -> None:
+        taken.append(config)
+
+    app = typer.Typer()
+    add_command(app, command)
+    assert run(app, ["-s", "0.25", "--names", "a", "--names", "b"]) == 0
+    assert run(app, ["--share", "2"]) == 2
+    assert run(app, ["--internal", "4"]) == 2
+    assert taken == [Config(share=0.25, names=("a", "b"))]
+
+
+def test_a_whole_config_goes_without_options() -> None:
+    with pytest.raises(UsageError, match="device: set this in the EngineConfig"):
+        LLM(EngineConfig(), device="cpu")

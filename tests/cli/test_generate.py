@@ -54,7 +54,7 @@ def test_a_pipe_gets_the_text_alone(slipstream: CommandLine, fake_llm: type[Fake
         (["--json-schema", "schema.json"], {"json_schema": {"type": "array"}}),
         (["--json-object"], {"json_object": True}),
         (["--regex", "[a-z]+"], {"regex": "[a-z]+"}),
-        (["--choice", "yes", "--choice", "no"], {"choice": ["yes", "no"]}),
+        (["--choice", "yes", "--choice", "no"], {"choice": ("yes", "no")}),
         (["--grammar", "yes.lark"], {"grammar": 'start: "yes"\n'}),
     ],
 )

@@ -163,8 +163,8 @@ def test_forced_acceptance_is_served_only_by_name(
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("--max-queue -1", "max_waiting"),
-        ("--request-timeout -1", "request_timeout"),
+        ("--max-queue -1", "--max-waiting"),
+        ("--request-timeout -1", "--request-timeout"),
         ("--max-body-bytes lots", "--max-body-bytes"),
         ("--log-level loud", "--log-level"),
         ("--tool-call-parser xml", "--tool-call-parser"),

@@ -9,7 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream import LLM
-from slipstream.cli.serve_flags import LimitFlags, ListenFlags, LogFlags
+from slipstream.cli.serve import ListenFlags, LogFlags
+from slipstream.serve.limits import ServeLimits
 from slipstream.serve.metrics import PREFIX, ServerMetrics
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,7 +33,9 @@ def series(tiny_target: str) -> set[str]:
 
 
 def test_the_page_has_every_flag() -> None:
-    flags = {field.name for group in (ListenFlags, LimitFlags, LogFlags) for field in fields(group)}
+    flags = {
+        field.name for group in (ListenFlags, ServeLimits, LogFlags) for field in fields(group)
+    }
     told = {name.replace("-", "_") for name in re.findall(r"`--([a-z-]+)`", PAGE)}
     assert flags <= told
     assert told - flags <= {"max_queue", "max_num_seqs"}

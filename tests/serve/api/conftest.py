@@ -24,4 +24,4 @@ def client(live: Live) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="package")
 def offline() -> LLM:
     """The same engine without a server."""
-    return LLM(**vars(DEMO))
+    return LLM(DEMO)

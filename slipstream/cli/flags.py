@@ -1,0 +1,218 @@
+"""Commands whose parameters are dataclasses: each field that has a `Flag` becomes an option.
+
+A default instance of the dataclass sets the defaults of its options for that command; a dict in
+`Annotated[Config, {"field": value}]` sets fields that the command does not offer.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+from typer.core import TyperCommand
+
+from slipstream.cli.errors import Run
+from slipstream.core.flags import Flag, check_fields, flag, flag_of, kinds_of, spelled
+
+
+def _note_debug(context: typer.Context, debug: bool) -> bool:
+    """The error policy learns of it before any other flag is read."""
+    if debug:
+        context.ensure_object(Run).debug = True
+    return debug
+
+
+DebugFlag = Annotated[
+    bool,
+    typer.Option(
+        "--debug", callback=_note_debug, is_eager=True, help="Show the traceback of an error."
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFlags:
+    """What the commands that load a model report of it."""
+
+    verbose: bool = flag(
+        False,
+        "Show the engine's log and the values that it derived, with the reasons.",
+        also=("-v",),
+    )
+
+
+def add_command(app: typer.Typer, command: Callable[..., None], name: str | None = None) -> None:
+    """Register a command; it takes --debug besides its own flags."""
+    app.command(name=name, cls=GroupedHelp)(flattened(command))
+
+
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as Typer wants it: one parameter for each option."""
+    signature = inspect.signature(command)
+    groups: dict[str, _Group] = {}
+    options: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        config, fixed = _group_type(parameter.annotation)
+        if config is None:
+            options.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        given = parameter.default
+        base = None if given is inspect.Parameter.empty else given
+        groups[name] = _Group(config, name, fixed, base)
+        options.extend(groups[name].parameters())
+    options.append(_keyword("debug", DebugFlag, False))
+
+    def call(debug: bool = False, **values: Any) -> None:
+        del debug  # its callback did the work
+        for name, group in groups.items():
+            values[name] = group.take(values)
+        command(**values)
+
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__annotations__ = {option.name: option.annotation for option in options}
+    call.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    return call
+
+
+def _group_type(hint: Any) -> tuple[type | None, Mapping[str, Any]]:
+    marked = get_origin(hint) is Annotated
+    config, fixed = get_args(hint)[:2] if marked else (hint, {})
+    return (config, fixed) if is_dataclass(config) else (None, {})  # type: ignore[return-value]
+
+
+@dataclass
+class _Group:
+    """The options of one dataclass within a command.
+
+    Attributes:
+        prefix: begins the names of its parameters, so that two groups may have equal fields.
+        fixed: values of fields that are not offered.
+        base: holds the defaults; None takes those of the class.
+    """
+
+    config: Any
+    prefix: str
+    fixed: Mapping[str, Any]
+    base: Any = None
+    nested: "dict[str, _Group]" = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for it in fields(self.config):
+            if is_dataclass(it.type) and flag_of(it) is None and it.name not in self.fixed:
+                prefix = f"{self.prefix}__{it.name}"
+                if any(flag_of(own) for own in fields(it.type)):
+                    self.nested[it.name] = _Group(it.type, prefix, {})
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        panel = None
+        for it in fields(self.config):
+            if it.name in self.nested:
+                yield from self.nested[it.name].parameters()
+            found = flag_of(it)
+            if found is None:
+                continue
+            panel = found.panel or panel
+            if it.name not in self.fixed:
+                yield _parameter(self._name(it), it, found, panel, self._default(it))
+
+    def take(self, values: dict[str, Any]) -> Any:
+        """The dataclass; its options are taken out of the values of the command.
+
+        Raises:
+            UsageError: a value that the field does not admit.
+        """
+        given = {
+            it.name: _value(it, found, values.pop(self._name(it)), self._default(it))
+            for it in fields(self.config)
+            if (found := flag_of(it)) is not None and it.name not in self.fixed
+        }
+        check_fields(self.config, given, spelled)
+        given |= {name: group.take(values) for name, group in self.nested.items()}
+        if self.base is not None:
+            given = {it.name: getattr(self.base, it.name) for it in fields(self.config)} | given
+        return self.config(**self.fixed, **given)
+
+    def _name(self, it: Any) -> str:
+        found = flag_of(it)  # an argument is shown by this name
+        return it.name if found and found.argument else f"{self.prefix}__{it.name}"
+
+    def _default(self, it: Any) -> Any:
+        return it.default if self.base is None else getattr(self.base, it.name)
+
+
+def _parameter(
+    name: str, it: Any, found: Flag, panel: str | None, default: Any
+) -> inspect.Parameter:
+    """Required, if there is no default."""
+    kinds = [kind for kind in kinds_of(it.type) if kind is not NoneType]
+    hint = _option_type(kinds, found)
+    shown = found.stands_for_none if default is None else default
+    told: dict[str, Any] = {
+        "help": found.help,
+        "rich_help_panel": panel,
+        "metavar": found.metavar,
+        "hidden": found.hidden,
+    }
+    if found.parse is not None or get_origin(hint) is list:
+        shown = MISSING if default is MISSING else None
+    if found.help.endswith("]"):
+        told["show_default"] = False
+    if shown is None:
+        hint |= None
+    if found.argument:
+        return _keyword(name, Annotated[hint, typer.Argument(**told)], shown)
+    main = spelled(it)
+    if kinds == [bool] and default is not False and found.name is None:
+        main = f"{main}/--no-{main.removeprefix('--')}"
+    option = typer.Option(main, *found.also, envvar=found.envvar, show_envvar=False, **told)
+    return _keyword(name, Annotated[hint, option], shown)
+
+
+def _option_type(kinds: list[Any], found: Flag) -> Any:
+    """What Typer reads: a list for a sequence, the text of what is parsed here."""
+    if found.parse is not None:
+        return str
+    for kind in kinds:
+        if get_origin(kind) is not None:  # tuple[int, ...], Sequence[str]
+            return list[get_args(kind)[0]]  # type: ignore[misc]
+    return kinds[0]
+
+
+def _value(it: Any, found: Flag, given: Any, default: Any) -> Any:
+    if given is None or given == []:
+        return default
+    if found.parse is not None:
+        return found.parse(spelled(it), given)
+    if found.stands_for_none is not None and given == found.stands_for_none:
+        return None
+    return tuple(given) if isinstance(given, list) else given
+
+
+def _keyword(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    empty = inspect.Parameter.empty
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=empty if default is MISSING else default,
+        annotation=hint,
+    )
+
+
+class GroupedHelp(TyperCommand):
+    """Typer's own groups come as tables, which cut long flag names on an ordinary terminal."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, then the flags under the headings of their panels."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                kind = f"{parameter.param_type_name}s".capitalize()
+                heading = getattr(parameter, "rich_help_panel", None) or kind
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
