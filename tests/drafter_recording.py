@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import ModelRunner
-from slipstream.runner.turn import Turn
 from slipstream.speculative.draft_model.drafter import DraftModelDrafter
 from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Draft
@@ -52,16 +52,16 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Recording:
     for kind in (PardDrafter, DraftModelDrafter):
         propose = kind.propose
 
-        def recorded(self: object, turn: Turn, propose: object = propose) -> Draft:
+        def recorded(self: object, batch: DeviceBatch, propose: object = propose) -> Draft:
             logits.clear()
             state = self._state
             known = [
                 state.token_ids[slot, : state.num_tokens[slot]].tolist()
-                for slot in turn.slots.tolist()
+                for slot in batch.slots.tolist()
             ]
-            wanted = turn.num_draft_tokens.tolist()
+            wanted = batch.num_draft_tokens.tolist()
             recording.inside = True
-            draft = propose(self, turn)
+            draft = propose(self, batch)
             recording.inside = False
             recording.num_rounds += any(wanted)
             if any(wanted):

@@ -11,8 +11,8 @@ from torch import Tensor
 from slipstream.cache.kv_cache import KVLayout
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
+from slipstream.runner.device_batch import DeviceBatch, Guesses
 from slipstream.runner.model_runner import Forward
-from slipstream.runner.turn import Guesses, Turn
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
 from slipstream.speculative.options import Options, TargetModel
@@ -51,11 +51,11 @@ class FakeDrafter:
     def prepare(self, batch: Batch) -> Guesses:
         return [self._guess(item.request, item.num_draft_tokens) for item in batch.requests]
 
-    def propose(self, turn: Turn) -> Draft:
-        return Draft.of_guesses(turn)
+    def propose(self, batch: DeviceBatch) -> Draft:
+        return Draft.of_guesses(batch)
 
-    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
-        assert len(verdict.num_tokens) == turn.num_requests
+    def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
+        assert len(verdict.num_tokens) == batch.num_requests
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
         assert any(item.is_prompt_chunk for item in batch.requests)

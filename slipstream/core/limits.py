@@ -18,7 +18,8 @@ class StepLimits:
         cache_identity: what the blocks of drafting requests hold besides the target's layers
             (the drafter's identity); keys the prefix index, so that blocks without a drafter's
             layers are never taken for blocks with them.
-        longest_way: of drafts that are trees, their depth: one way is accepted at most.
+        tree_depth: of drafts that are trees, their depth: at most so many tokens are accepted;
+            None where drafts are chains.
     """
 
     max_num_seqs: int
@@ -28,18 +29,18 @@ class StepLimits:
     num_speculative_tokens: int
     drafts_behind_prompt: bool
     cache_identity: str
-    longest_way: int | None = None
+    tree_depth: int | None = None
 
     @property
     def drafts_trees(self) -> bool:
         """Whether drafts are trees."""
-        return self.longest_way is not None
+        return self.tree_depth is not None
 
     @property
     def num_positions(self) -> int:
         """Places that a draft token may have."""
         most = self.num_speculative_tokens
-        return most if self.longest_way is None else min(most, self.longest_way)
+        return most if self.tree_depth is None else min(most, self.tree_depth)
 
     def drafts_for(self, acceptable: int) -> int:
         """Draft tokens that are of use where so many may be accepted: a tree is to be whole."""

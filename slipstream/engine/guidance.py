@@ -16,8 +16,8 @@ from slipstream.core.request import Request
 from slipstream.engine.grammar import GrammarGuide, Grammars, Path
 from slipstream.engine.round import Steering
 from slipstream.kernels.devices import send
+from slipstream.runner.device_batch import PackedBatch
 from slipstream.runner.transfer import Download, upload
-from slipstream.runner.turn import Plan
 from slipstream.sampling.state import SamplingState
 from slipstream.speculative.drafter import Draft
 
@@ -86,7 +86,7 @@ class Guidance:
             slots = upload([slot for _, slot in found], self._sampling.device)
             self._sampling.allowed_next.index_copy_(0, slots, self._sent(masks))
 
-    def steer(self, batch: Batch, plan: Plan, draft: Draft) -> Steering:
+    def steer(self, batch: Batch, plan: PackedBatch, draft: Draft) -> Steering:
         """For exactly these requests, whose rows follow one another."""
         steered, device = self._steered(batch, plan, draft), self._sampling.device
         counts = steered.counts
@@ -100,7 +100,7 @@ class Guidance:
         tokens, certain, kept = numbers[:, :width], numbers[:, width : 2 * width], numbers[:, -1]
         return Steering(tokens.contiguous(), numbers[:, -2], certain != 0, kept, allowed)
 
-    def steer_padded(self, batch: Batch, plan: Plan, draft: Draft) -> Steering:
+    def steer_padded(self, batch: Batch, plan: PackedBatch, draft: Draft) -> Steering:
         """For a bucket of requests, whose tensors stay where they are."""
         bucket, width = draft.token_ids.shape
         buffers = self._allocated()
@@ -121,7 +121,7 @@ class Guidance:
             allowed=allowed,
         )
 
-    def _steered(self, batch: Batch, plan: Plan, draft: Draft) -> _Steered:
+    def _steered(self, batch: Batch, plan: PackedBatch, draft: Draft) -> _Steered:
         """Let every grammar walk its request's draft, and say what it allows."""
         proposed = _fetch(draft, len(batch.requests))
         paths: list[Path] = []

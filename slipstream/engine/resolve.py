@@ -168,7 +168,7 @@ def resolve(
         num_speculative_tokens=speculation.num_speculative_tokens,
         drafts_behind_prompt=drafter.limits.drafts_behind_prompt,
         cache_identity=drafter.limits.cache_identity,
-        longest_way=drafter.limits.longest_way,
+        tree_depth=drafter.limits.tree_depth,
     )
     return Resolved(
         limits=limits,

@@ -11,10 +11,10 @@ from slipstream.core.limits import StepLimits
 from slipstream.kernels.devices import label
 from slipstream.kernels.preparation import preparation_for
 from slipstream.kernels.timestamp import timestamp_for
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward, ModelRunner, Rows
 from slipstream.runner.tree_rows import TreeRows
-from slipstream.runner.turn import Turn
 from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState
 from slipstream.sampling.tree_verification import DraftedTrees, verify_trees
@@ -61,14 +61,14 @@ class Steering:
     kept: Tensor
     allowed: Tensor
 
-    def steer(self, turn: Turn, draft: Draft) -> tuple[Turn, Draft]:
-        """The turn and the draft as the grammars have them."""
+    def steer(self, batch: DeviceBatch, draft: Draft) -> tuple[DeviceBatch, Draft]:
+        """The batch and the draft as the grammars have them."""
         probs = draft.probs
         missing = self.token_ids.shape[1] - draft.token_ids.shape[1]
         if probs is not None and missing:
             probs = pad(probs, (0, 0, 0, missing))
         # Of padding nothing is known here.
-        num_tokens = torch.where(turn.at_end, self.num_tokens, 0)
+        num_tokens = torch.where(batch.at_end, self.num_tokens, 0)
         steered = replace(
             draft,
             token_ids=self.token_ids,
@@ -76,7 +76,7 @@ class Steering:
             probs=probs,
             certain=None if probs is None else self.certain,
         )
-        return replace(turn, kept=self.kept), steered
+        return replace(batch, kept=self.kept), steered
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,10 +99,10 @@ class Outcome:
 
 
 class Round:
-    """Holds the models and the state; called with a turn, it does the whole of it.
+    """Holds the models and the state; called with a batch, it does the whole of it.
 
     Runs in inference mode, which a step sets once. Nothing in it looks at the host, and it waits
-    for the device only where a turn is exact, so a call over fixed tensors can be captured in a
+    for the device only where a batch is exact, so a call over fixed tensors can be captured in a
     graph and replayed.
     """
 
@@ -122,57 +122,59 @@ class Round:
         self._now = partial(timestamp_for(state.device), state.device)
         self._limits = limits
 
-    def __call__(self, turn: Turn) -> Outcome:
+    def __call__(self, batch: DeviceBatch) -> Outcome:
         with label(_DRAFT):
-            proposal = self.propose(turn)
+            proposal = self.propose(batch)
         with label(_TARGET):
-            return self.judge(turn, proposal)
+            return self.judge(batch, proposal)
 
-    def propose(self, turn: Turn) -> Proposal:
+    def propose(self, batch: DeviceBatch) -> Proposal:
         """The drafter's guesses, which become the tentative tail of every request's tokens."""
         began = self._now()
-        if not turn.exact:
+        if not batch.exact:
             # The host may have planned before it knew the last step's tokens. With them it would
             # have planned as many as are left here: a seed's text must not depend on when it did.
-            room = self._room(turn.slots)
-            turn = replace(turn, num_draft_tokens=torch.minimum(turn.num_draft_tokens, room))
-        draft = self._drafter.propose(turn)
+            room = self._room(batch.slots)
+            batch = replace(batch, num_draft_tokens=torch.minimum(batch.num_draft_tokens, room))
+        draft = self._drafter.propose(batch)
         if not draft.written:
             self._preparation.write_tokens(
-                self._state.tables, turn.slots, draft.token_ids, draft.num_tokens
+                self._state.tables, batch.slots, draft.token_ids, draft.num_tokens
             )
         return Proposal(draft, began, self._now())
 
-    def judge(self, turn: Turn, proposal: Proposal, steering: Steering | None = None) -> Outcome:
+    def judge(
+        self, batch: DeviceBatch, proposal: Proposal, steering: Steering | None = None
+    ) -> Outcome:
         """One pass of the target over known and draft tokens, the verdict, and what follows."""
         draft = proposal.draft
         if steering is not None:
-            turn, draft = steering.steer(turn, draft)
+            batch, draft = steering.steer(batch, draft)
             tables = self._state.tables
-            self._preparation.write_tokens(tables, turn.slots, draft.token_ids, draft.num_tokens)
-        forward = self._forward(turn, draft)
+            self._preparation.write_tokens(tables, batch.slots, draft.token_ids, draft.num_tokens)
+        forward = self._forward(batch, draft)
         num_rows = None
         hidden = forward.hidden
-        if turn.exact:
-            num_rows = turn.num_requests + int(draft.num_tokens.sum())
+        if batch.exact:
+            num_rows = batch.num_requests + int(draft.num_tokens.sum())
             hidden = forward.ends(draft.num_tokens + 1, num_rows)
         logits = self._runner.logits(hidden)
         computed = self._now()
         with label(_VERIFY):
             allowed = None if steering is None else steering.allowed
-            verdict = self._verify(turn, draft, logits, num_rows, allowed)
+            verdict = self._verify(batch, draft, logits, num_rows, allowed)
             if verdict.path is not None:
-                self._runner.keep_path(turn.slots, verdict.path, verdict.num_accepted)
-            verdict = self._commit(turn, verdict)
-            self._drafter.observe(turn, verdict, forward)
+                self._runner.keep_path(batch.slots, verdict.path, verdict.num_accepted)
+            verdict = self._commit(batch, verdict)
+            self._drafter.observe(batch, verdict, forward)
         counts = (
             verdict.num_tokens,
             verdict.num_accepted,
             draft.num_tokens,
-            self._drafter.cached_tokens(turn.slots),
+            self._drafter.cached_tokens(batch.slots),
         )
         times = torch.stack((proposal.began, proposal.drafted, computed, self._now()))
-        rows = times.expand(turn.num_requests, NUM_TIMES)
+        rows = times.expand(batch.num_requests, NUM_TIMES)
         numbers = torch.cat((verdict.token_ids, torch.stack(counts, 1), rows), 1)
         return Outcome(numbers, logits, forward, verdict.path)
 
@@ -190,23 +192,23 @@ class Round:
         most = self._state.most_drafted[slots].clamp_max(self._limits.drafter_max_model_len)
         return (most - self._state.num_tokens[slots]).clamp_min(0)
 
-    def _forward(self, turn: Turn, draft: Draft) -> Forward:
+    def _forward(self, batch: DeviceBatch, draft: Draft) -> Forward:
         """Prompt chunks, last tokens and draft tokens."""
-        starts = self._state.num_computed[turn.slots]
-        lengths = turn.num_new_tokens + draft.num_tokens
-        most = turn.most_rows(draft.token_ids.shape[1] + 1)
+        starts = self._state.num_computed[batch.slots]
+        lengths = batch.num_new_tokens + draft.num_tokens
+        most = batch.most_rows(draft.token_ids.shape[1] + 1)
         tree = None
         if draft.tree is not None:
             tree = TreeRows(draft.tree, starts, 0, draft.num_tokens > 0)
         if most is not None:
-            return self._runner.forward(Rows(turn.slots, starts, lengths, most, tree=tree))
-        starts, lengths = starts - turn.rereads, lengths + turn.rereads
-        rows = Rows(turn.slots, starts, lengths, None, turn.rereads, tree=tree)
+            return self._runner.forward(Rows(batch.slots, starts, lengths, most, tree=tree))
+        starts, lengths = starts - batch.rereads, lengths + batch.rereads
+        rows = Rows(batch.slots, starts, lengths, None, batch.rereads, tree=tree)
         return self._runner.forward(rows)
 
     def _verify(
         self,
-        turn: Turn,
+        batch: DeviceBatch,
         draft: Draft,
         logits: Tensor,
         num_rows: int | None,
@@ -214,8 +216,8 @@ class Round:
     ) -> Verdict:
         """The verdict on every request's draft."""
         rows = SampleRows.build(
-            turn.slots,
-            self._state.num_tokens[turn.slots],
+            batch.slots,
+            self._state.num_tokens[batch.slots],
             draft.token_ids,
             draft.num_tokens,
             draft.one_hot,
@@ -225,33 +227,33 @@ class Round:
         )
         if allowed is not None:
             assert self._sampling.allowed_next is not None
-            allowed.index_copy_(0, rows.first_row, self._sampling.allowed_next[turn.slots])
+            allowed.index_copy_(0, rows.first_row, self._sampling.allowed_next[batch.slots])
             rows = replace(rows, allowed=allowed, certain=draft.certain)
         if draft.tree is not None:
             trees = DraftedTrees(
                 nodes=draft.tree,
-                slots=turn.slots,
-                positions=self._state.num_tokens[turn.slots],
+                slots=batch.slots,
+                positions=self._state.num_tokens[batch.slots],
                 token_ids=draft.token_ids,
                 num_nodes=draft.num_tokens,
-                most_accepted=self._acceptable(turn.slots),
+                most_accepted=self._acceptable(batch.slots),
                 num_rows=num_rows,
                 allowed=allowed,
             )
-            return verify_trees(logits, trees, self._sampling, turn.uses, self._verification)
-        return verify(logits, rows, self._sampling, turn.uses, self._verification)
+            return verify_trees(logits, trees, self._sampling, batch.uses, self._verification)
+        return verify(logits, rows, self._sampling, batch.uses, self._verification)
 
-    def _commit(self, turn: Turn, verdict: Verdict) -> Verdict:
+    def _commit(self, batch: DeviceBatch, verdict: Verdict) -> Verdict:
         """Append what was accepted; refused tokens lose their slots, and requests whose prompt is
         not at its end gain nothing."""
         num_tokens, num_accepted = self._preparation.commit(
             self._state.tables,
-            turn.slots,
-            turn.num_new_tokens,
-            turn.at_end,
+            batch.slots,
+            batch.num_new_tokens,
+            batch.at_end,
             verdict.token_ids,
             verdict.num_tokens,
             verdict.num_accepted,
         )
-        self._sampling.commit(turn.slots, verdict.token_ids, num_tokens, turn.uses)
+        self._sampling.commit(batch.slots, verdict.token_ids, num_tokens, batch.uses)
         return Verdict(verdict.token_ids, num_tokens, num_accepted, verdict.path)

@@ -13,11 +13,11 @@ from slipstream.core.request import Request
 from slipstream.engine.guidance import Guidance
 from slipstream.engine.round import NUM_COUNTS, NUM_TIMES, Outcome, Proposal, Round, Steering
 from slipstream.engine.scheduler import Scheduler
+from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.transfer import Download, upload
-from slipstream.runner.turn import Plan, Turn
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.speculative.drafter import Drafter
 
@@ -142,7 +142,7 @@ class Step:
         batch = launched.batch
         live = [not item.request.finished for item in batch.requests]
         rows = launched.numbers.wait()
-        longest = self._scheduler.limits.longest_way
+        longest = self._scheduler.limits.tree_depth
         committed = [_committed(row[:-NUM_TIMES], longest) for row in rows]
         self._scheduler.commit(batch, committed)
         times = self._times(launched, rows[0][-NUM_TIMES:])
@@ -173,7 +173,7 @@ class Step:
         rest = max(0.0, seconds - draft - target - verify)
         return StepTimes(draft, target, verify, rest)
 
-    def _plan(self, batch: Batch) -> Plan:
+    def _plan(self, batch: Batch) -> PackedBatch:
         """The batch in numbers, with the guesses of a drafter that runs on the host."""
         items = batch.requests
         guesses = self._drafter.prepare(batch)
@@ -186,7 +186,7 @@ class Step:
         width = max(drafts)
         if Uses.GRAMMAR in uses:  # which may have something to say where a drafter has not
             width = max(item.num_draft_tokens for item in items)
-        return Plan(
+        return PackedBatch(
             slots=slots,
             num_new_tokens=[item.num_new_tokens for item in items],
             num_draft_tokens=drafts,
@@ -197,7 +197,7 @@ class Step:
             rereads=[int(self._rereads and item.admitted and item.start > 0) for item in items],
         )
 
-    def _run(self, batch: Batch, plan: Plan) -> tuple[Outcome, bool]:
+    def _run(self, batch: Batch, plan: PackedBatch) -> tuple[Outcome, bool]:
         """The round, and whether it was a replay."""
         if Uses.GRAMMAR in plan.uses:
             return self._run_guided(batch, plan)
@@ -212,7 +212,7 @@ class Step:
         proposal = self._graphs.run("propose", self._round.propose, plan)
         return self._round.judge(turn, _first(proposal, turn.num_requests)), False
 
-    def _run_guided(self, batch: Batch, plan: Plan) -> tuple[Outcome, bool]:
+    def _run_guided(self, batch: Batch, plan: PackedBatch) -> tuple[Outcome, bool]:
         """The same with the host between proposal and verdict: grammars live there."""
         guidance, round, graphs = self._guidance, self._round, self._graphs
         guidance.open(batch)
@@ -230,7 +230,7 @@ class Step:
         steering = guidance.steer(batch, plan, proposal.draft)
         return round.judge(turn, proposal, steering), False
 
-    def _judge_steered(self, turn: Turn) -> Outcome:
+    def _judge_steered(self, turn: DeviceBatch) -> Outcome:
         """What a graph is made of: the tensors it finds here are there in every replay."""
         assert self._steered is not None
         proposal, steering = self._steered
@@ -251,10 +251,10 @@ def _first(proposal: Proposal, requests: int) -> Proposal:
     return replace(proposal, draft=kept)
 
 
-def _committed(row: Sequence[int], longest_way: int | None) -> Committed:
+def _committed(row: Sequence[int], tree_depth: int | None) -> Committed:
     """One request's share of `Outcome.numbers`, without times."""
     *tokens, count, accepted, drafts, cached = row
-    positions = None if longest_way is None else min(drafts, longest_way)
+    positions = None if tree_depth is None else min(drafts, tree_depth)
     return Committed(tuple(tokens[:count]), drafts, accepted, cached, positions)
 
 

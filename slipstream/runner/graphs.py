@@ -1,4 +1,4 @@
-"""CUDA graphs of device work over a turn: captured once per size, replayed ever after."""
+"""CUDA graphs of device work on a batch: captured once per size, replayed ever after."""
 
 import gc
 import logging
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.table import ops_for
+from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.transfer import upload
-from slipstream.runner.turn import Plan, Turn
 from slipstream.sampling.state import SamplingState, Uses
 
 logger = logging.getLogger("slipstream")
 
 T = TypeVar("T")
-TurnFunction = Callable[[Turn], T]
+BatchFunction = Callable[[DeviceBatch], T]
 
 LEAN = (frozenset[Uses](), frozenset({Uses.SAMPLING}))
 # Words that must not be completed are looked for on the host.
@@ -89,7 +89,7 @@ class Recorder:
 
 
 class GraphRunner:
-    """Runs functions of a turn by replaying graphs of them.
+    """Runs functions of a batch by replaying graphs of them.
 
     A batch is padded to the next bucket with requests that have no tokens, compute nothing and
     gain nothing; so capturing disturbs nobody and can be done at any time. All graphs share one
@@ -110,13 +110,13 @@ class GraphRunner:
         self._record = recorder
 
     @torch.inference_mode()
-    def run(self, name: str, function: TurnFunction[T], plan: Plan) -> T:
-        """`function` over the plan's turn; the first rows of what it returns are the plan's."""
-        key = self._key(name, plan)
+    def run(self, name: str, function: BatchFunction[T], packed: PackedBatch) -> T:
+        """`function` of the packed batch; the first rows of what it returns are its requests'."""
+        key = self._key(name, packed)
         captured: _Captured[T] | None = self._graphs.get(key)
         if captured is None:
             captured = self._capture(key, function)
-        columns = self._padded(plan.columns(key.width), key.bucket)
+        columns = self._padded(packed.columns(key.width), key.bucket)
         if columns != captured.last_columns:
             captured.last_columns = None  # an interrupt may come before they are there
             captured.columns.copy_(upload(columns, self._state.device))
@@ -124,7 +124,11 @@ class GraphRunner:
         return captured.replay()
 
     def capture_all(
-        self, name: str, function: TurnFunction[Any], guessed: bool, progress: Callable[[int], None]
+        self,
+        name: str,
+        function: BatchFunction[Any],
+        guessed: bool,
+        progress: Callable[[int], None],
     ) -> None:
         """Capture what plain requests need, the largest first, so that the rest fits into its
         memory."""
@@ -144,10 +148,10 @@ class GraphRunner:
             for uses in reversed(LEAN)
         ]
 
-    def _key(self, name: str, plan: Plan) -> _Key:
-        bucket = next(size for size in self._buckets if size >= len(plan.slots))
-        width = self._width if plan.width else 0
-        uses, guided = plan.uses - GUIDED, plan.uses & GUIDED
+    def _key(self, name: str, packed: PackedBatch) -> _Key:
+        bucket = next(size for size in self._buckets if size >= len(packed.slots))
+        width = self._width if packed.width else 0
+        uses, guided = packed.uses - GUIDED, packed.uses & GUIDED
         if uses not in LEAN:
             uses = FULL
             self._sampling.allocate_all()
@@ -155,10 +159,10 @@ class GraphRunner:
         if self._generation != self._sampling.generation:
             self._graphs = {key: it for key, it in self._graphs.items() if key.uses in LEAN}
             self._generation = self._sampling.generation
-        return _Key(name, bucket, width, uses, plan.guesses is not None and width > 0)
+        return _Key(name, bucket, width, uses, packed.guesses is not None and width > 0)
 
     def _padded(self, columns: list[list[int]], bucket: int) -> list[list[int]]:
-        """Columns for requests without tokens behind those of the plan."""
+        """Columns for requests without tokens behind those of the packed."""
         missing = bucket - len(columns[0])
         slots, *rest = columns
         padding = [0] * missing
@@ -168,12 +172,12 @@ class GraphRunner:
         ]
 
     @torch.inference_mode()
-    def _capture(self, key: _Key, function: TurnFunction[T]) -> _Captured[T]:
-        nobody = Plan([], [], [], [], key.width, key.uses, [] if key.guessed else None)
+    def _capture(self, key: _Key, function: BatchFunction[T]) -> _Captured[T]:
+        nobody = PackedBatch([], [], [], [], key.width, key.uses, [] if key.guessed else None)
         columns = upload(self._padded(nobody.columns(key.width), key.bucket), self._state.device)
 
         def call() -> T:
-            return function(Turn.over(columns, key.width, key.uses, exact=False))
+            return function(DeviceBatch.over(columns, key.width, key.uses, exact=False))
 
         captured = _Captured(columns, self._record(call))
         self._graphs[key] = captured

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.runner.turn import Turn
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.sampling.state import Uses
 from slipstream.sampling.verification import sample_draft
 from slipstream.speculative.drafter import DrafterResources
@@ -26,19 +26,19 @@ class DraftSampling:
     num_legal_tokens: int
     greedy_only: bool
 
-    def probabilities(self, turn: Turn) -> Tensor | None:
+    def probabilities(self, batch: DeviceBatch) -> Tensor | None:
         """[R, K, Vq], to be filled with what the drafts are sampled from, if any is."""
-        if self.greedy_only or Uses.SAMPLING not in turn.uses:
+        if self.greedy_only or Uses.SAMPLING not in batch.uses:
             return None
-        shape = (turn.num_requests, turn.width, self.num_legal_tokens)
-        return torch.empty(shape, dtype=torch.float32, device=turn.slots.device)
+        shape = (batch.num_requests, batch.width, self.num_legal_tokens)
+        return torch.empty(shape, dtype=torch.float32, device=batch.slots.device)
 
     def sample(
         self,
         logits: Tensor,
         slots: Tensor,
         positions: Tensor,
-        turn: Turn,
+        batch: DeviceBatch,
         resources: DrafterResources,
         probs_out: Tensor | None,
     ) -> Tensor:
@@ -48,7 +48,7 @@ class DraftSampling:
             slots,
             positions,
             resources.sampling,
-            turn.uses,
+            batch.uses,
             self.num_legal_tokens,
             greedy_only=self.greedy_only,
             use_fp64_gumbel=resources.use_fp64_gumbel,
@@ -60,7 +60,7 @@ class DraftSampling:
         """The target's ids of columns of the head."""
         return columns if self.vocabulary is None else self.vocabulary[columns]
 
-    def one_hot(self, turn: Turn, resources: DrafterResources) -> Tensor:
+    def one_hot(self, batch: DeviceBatch, resources: DrafterResources) -> Tensor:
         """[R] bool, whose drafts are certain of their tokens."""
-        certain = resources.sampling.temperature[turn.slots] == 0
+        certain = resources.sampling.temperature[batch.slots] == 0
         return torch.ones_like(certain) if self.greedy_only else certain

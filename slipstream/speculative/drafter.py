@@ -15,9 +15,9 @@ from slipstream.cache.kv_cache import KVCache, KVLayout
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.models.decoder import Decoder
+from slipstream.runner.device_batch import DeviceBatch, Guesses
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
-from slipstream.runner.turn import Guesses, Turn
 from slipstream.sampling.state import SamplingState
 from slipstream.sampling.tree_verification import TreeNodes
 from slipstream.sampling.verification import Verdict
@@ -25,7 +25,7 @@ from slipstream.sampling.verification import Verdict
 
 @dataclass(frozen=True)
 class Draft:
-    """The guesses of one step, one row per request of the turn.
+    """The guesses of one step, one row per request of the batch.
 
     Attributes:
         token_ids: [R, K] int64; only the first num_tokens[r] of a row count.
@@ -50,19 +50,19 @@ class Draft:
     certain: Tensor | None = None
 
     @staticmethod
-    def empty(turn: Turn) -> "Draft":
+    def empty(batch: DeviceBatch) -> "Draft":
         """No guesses."""
         return Draft(
-            token_ids=turn.slots.new_zeros((turn.num_requests, 0)),
-            num_tokens=torch.zeros_like(turn.slots),
-            one_hot=torch.ones_like(turn.at_end),
+            token_ids=batch.slots.new_zeros((batch.num_requests, 0)),
+            num_tokens=torch.zeros_like(batch.slots),
+            one_hot=torch.ones_like(batch.at_end),
             written=True,
         )
 
     @staticmethod
-    def of_guesses(turn: Turn) -> "Draft":
+    def of_guesses(batch: DeviceBatch) -> "Draft":
         """What the host guessed."""
-        return Draft(turn.guesses, turn.num_draft_tokens, torch.ones_like(turn.at_end))
+        return Draft(batch.guesses, batch.num_draft_tokens, torch.ones_like(batch.at_end))
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class DrafterLimits:
         parallel: all its draft tokens come from one pass, which has up to 2K rows a request.
         looks_up: it knows when it has no guess, and those that it has are one-hot.
         catches_up: left out of steps, it makes up for them when it drafts again, however many
-            tokens they gained, as long as turns are exact.
-        longest_way: of drafts that are trees, their depth.
+            tokens they gained, as long as batches are exact.
+        tree_depth: of drafts that are trees, their depth.
     """
 
     max_speculative_tokens: int | None = None
@@ -93,7 +93,7 @@ class DrafterLimits:
     parallel: bool = False
     looks_up: bool = False
     catches_up: bool = False
-    longest_way: int | None = None
+    tree_depth: int | None = None
 
 
 class Drafter(Protocol):
@@ -101,7 +101,7 @@ class Drafter(Protocol):
 
     A step asks it four things in this order. `prepare` and `read_prompts` run on the host;
     `propose` and `observe` are device work that may be captured in a graph: they look at tensors
-    only and, unless the turn is exact, wait for none.
+    only and, unless the batch is exact, wait for none.
     """
 
     def prepare(self, batch: Batch) -> Guesses | None:
@@ -115,10 +115,10 @@ class Drafter(Protocol):
             to draft), from a drafter that runs on the host; None from others.
         """
 
-    def propose(self, turn: Turn) -> Draft:
-        """Guess at most `num_draft_tokens` tokens for each request of the turn."""
+    def propose(self, batch: DeviceBatch) -> Draft:
+        """Guess at most `num_draft_tokens` tokens for each request of the batch."""
 
-    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
+    def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         """Take in what was committed; the device state already holds it."""
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
@@ -155,7 +155,7 @@ class DrafterResources:
         num_speculative_tokens: the engine's K.
         target: the target's network, whose embedding and head a drafter may share.
         target_cache: the target's keys and values, which a drafter may read.
-        captured: steps are captured, so that there are turns that are not exact.
+        captured: steps are captured, so that there are batches that are not exact.
         has_rivals: another drafter's guesses may be verified in place of its own.
     """
 
@@ -200,10 +200,10 @@ class NoDrafter:
     def prepare(self, batch: Batch) -> Guesses | None:
         """Nothing to prepare."""
 
-    def propose(self, turn: Turn) -> Draft:
-        return Draft.empty(turn)
+    def propose(self, batch: DeviceBatch) -> Draft:
+        return Draft.empty(batch)
 
-    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
+    def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         """Nothing to learn."""
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:

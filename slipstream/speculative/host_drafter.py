@@ -6,9 +6,9 @@ from torch import Tensor
 
 from slipstream.cache.kv_cache import KVLayout
 from slipstream.core.batch import Batch
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
-from slipstream.runner.turn import Turn
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
 
@@ -19,10 +19,10 @@ class HostDrafter:
     def __init__(self, state: DeviceState) -> None:
         self._state = state
 
-    def propose(self, turn: Turn) -> Draft:
-        return Draft.of_guesses(turn)
+    def propose(self, batch: DeviceBatch) -> Draft:
+        return Draft.of_guesses(batch)
 
-    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
+    def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         """The next guess reads the committed tokens themselves."""
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:

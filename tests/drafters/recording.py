@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.runner.turn import Turn
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.sampling import verification
 from slipstream.speculative import draft_sampling
 from slipstream.speculative.dflash.drafter import DFlashDrafter
@@ -56,18 +56,18 @@ def _record(
 ) -> None:
     propose = kind.propose
 
-    def recorded(self: Any, turn: Turn) -> Draft:
+    def recorded(self: Any, batch: DeviceBatch) -> Draft:
         rows.clear()
         before = [pages.clone() for pages in _read_only(self)]
         known = [
             self._state.token_ids[slot, : int(self._state.num_tokens[slot])].tolist()
-            for slot in turn.slots.tolist()
+            for slot in batch.slots.tolist()
         ]
-        draft = propose(self, turn)
+        draft = propose(self, batch)
         for ours, theirs in zip(_read_only(self), before, strict=True):
             assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
         if kind in AT_ONCE and rows:
-            rows[:] = torch.cat(rows).view(turn.num_requests, turn.width, -1).unbind(1)
+            rows[:] = torch.cat(rows).view(batch.num_requests, batch.width, -1).unbind(1)
         for index, text in enumerate(known):
             count = int(draft.num_tokens[index])
             if count:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream import SamplingParams
-from slipstream.runner.turn import Turn
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.speculative.drafter import Draft
 from slipstream.speculative.p_eagle.drafter import PEagleDrafter
 from slipstream.speculative.p_eagle.network import PEagleHead
@@ -98,9 +98,9 @@ class Passes:
         self.inside = False
         propose, forward = PEagleDrafter.propose, PEagleHead.__call__
 
-        def counted_propose(drafter: PEagleDrafter, turn: Turn) -> Draft:
+        def counted_propose(drafter: PEagleDrafter, batch: DeviceBatch) -> Draft:
             self.inside = True
-            draft = propose(drafter, turn)
+            draft = propose(drafter, batch)
             self.inside = False
             self.rounds += int(draft.num_tokens.sum()) > 0
             return draft
@@ -138,13 +138,13 @@ def test_only_rows_that_mean_something_are_written(
         use_padded_steps(monkeypatch)
     propose, checked = PEagleDrafter.propose, []
 
-    def watched(drafter: PEagleDrafter, turn: Turn) -> Draft:
+    def watched(drafter: PEagleDrafter, batch: DeviceBatch) -> Draft:
         # The last layer: the keys of a mask in the first one follow from its position alone.
         state, pages = drafter._state, drafter._cache.layers[-1][0]
-        before, starts = pages.clone(), drafter._computed[turn.slots].tolist()
-        draft = propose(drafter, turn)
+        before, starts = pages.clone(), drafter._computed[batch.slots].tolist()
+        draft = propose(drafter, batch)
         allowed = torch.zeros(pages.shape[0] * pages.shape[1], dtype=torch.bool)
-        for row, slot in enumerate(turn.slots.tolist()):
+        for row, slot in enumerate(batch.slots.tolist()):
             wanted = int(draft.num_tokens[row])
             if wanted:
                 end = int(state.num_tokens[slot]) + wanted - 1

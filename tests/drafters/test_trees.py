@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream import LLM, RequestOutput, SamplingParams
 from slipstream.core.errors import SlipstreamError
-from slipstream.runner.turn import Turn
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.speculative.drafter import Draft
 from slipstream.speculative.trees.drafter import TreeDrafter
 from tests.checkpoints import write_qwen3
@@ -48,9 +48,9 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
     found: list[Drafted] = []
     propose = TreeDrafter.propose
 
-    def recorded(self: TreeDrafter, turn: Turn) -> Draft:
-        draft = propose(self, turn)
-        for index, slot in enumerate(turn.slots.tolist()):
+    def recorded(self: TreeDrafter, batch: DeviceBatch) -> Draft:
+        draft = propose(self, batch)
+        for index, slot in enumerate(batch.slots.tolist()):
             count = int(draft.num_tokens[index])
             if not count:
                 continue

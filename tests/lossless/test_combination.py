@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams, UsageError
-from slipstream.runner.turn import Turn
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.speculative.combination.combined import CombinedDrafter, _completed
 from slipstream.speculative.drafter import Draft, Drafter
 from tests.last_hidden_checkpoints import medusa_for
@@ -70,9 +70,9 @@ def watch(drafter: Drafter) -> Seen:
     seen: Seen = []
     propose, state = drafter.propose, drafter._state  # type: ignore[attr-defined]
 
-    def noted(turn: Turn) -> Draft:
-        known = [state.token_ids[s, : state.num_tokens[s]].tolist() for s in turn.slots.tolist()]
-        draft = propose(turn)
+    def noted(batch: DeviceBatch) -> Draft:
+        known = [state.token_ids[s, : state.num_tokens[s]].tolist() for s in batch.slots.tolist()]
+        draft = propose(batch)
         for index, count in enumerate(draft.num_tokens.tolist()):
             if count:
                 seen.append((known[index], draft.token_ids[index, :count].tolist()))

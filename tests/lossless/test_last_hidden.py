@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from slipstream import LLM, CheckpointError, RequestOutput, SamplingParams, UsageError
 from slipstream.engine.prompts import EncodedPrompt
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
-from slipstream.runner.turn import Turn
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.heads.last_hidden import LastHidden
 from tests.last_hidden_checkpoints import (
@@ -233,13 +233,13 @@ def test_the_row_that_is_kept_is_behind_what_is_read_again() -> None:
     state = DeviceState(3, 16, 4, torch.device("cpu"))
     last = LastHidden(state, 2, torch.float32)
     columns = torch.tensor([[2, 0, 1], [2, 4, 1], [0, 0, 3], [1, 0, 1], [1, 0, 0]])
-    turn = Turn.over(columns, 3, frozenset(), exact=True)
+    batch = DeviceBatch.over(columns, 3, frozenset(), exact=True)
     hidden = torch.arange(11.0).unsqueeze(1).expand(-1, 2)  # rows 0-2, 3-6, 7-10
     first, final = torch.tensor([0, 3, 7]), torch.tensor([2, 6, 10])
     accepted = torch.tensor([0, 0, 2])
     verdict = Verdict(torch.zeros(3, 4).long(), torch.tensor([1, 0, 3]), accepted)
-    last.keep(turn, verdict, Forward(hidden, first, final, (0, 3, 7, 11)))
-    assert last.rows(turn.slots)[:, 0].tolist() == [2, 6, 9]
+    last.keep(batch, verdict, Forward(hidden, first, final, (0, 3, 7, 11)))
+    assert last.rows(batch.slots)[:, 0].tolist() == [2, 6, 9]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream import LLM, SamplingParams
-from slipstream.runner.turn import Turn
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.speculative.drafter import Draft
 from slipstream.speculative.heads.last_hidden import HeadsDrafter
 from tests.last_hidden_checkpoints import (
@@ -43,10 +43,10 @@ class Seen:
     def watching(cls, monkeypatch: pytest.MonkeyPatch) -> "Seen":
         seen, propose = cls(), HeadsDrafter.propose
 
-        def noted(drafter: HeadsDrafter, turn: Turn) -> Draft:
-            draft, state = propose(drafter, turn), drafter._state
+        def noted(drafter: HeadsDrafter, batch: DeviceBatch) -> Draft:
+            draft, state = propose(drafter, batch), drafter._state
             for row, count in enumerate(draft.num_tokens.tolist()):
-                slot = int(turn.slots[row])
+                slot = int(batch.slots[row])
                 known = state.token_ids[slot, : int(state.num_tokens[slot])]
                 if count:
                     seen.drafts.append((known.tolist(), draft.token_ids[row, :count].tolist()))

@@ -93,7 +93,7 @@ def test_a_tensor_depends_on_its_name_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(stacked[32:64], key)
     assert not torch.equal(stacked[:32], key)
     assert torch.equal(matrix(torch.bfloat16, "k"), key.to(torch.bfloat16))
-    # Rows of a large matrix are drawn in turn.
+    # Rows of a large matrix are drawn in batch.
     monkeypatch.setattr(twin, "_SLICE", 64 * 8)
     sliced = matrix(torch.float32, "k")
     assert len(torch.unique(sliced)) == sliced.numel()

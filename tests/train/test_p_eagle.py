@@ -78,17 +78,17 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int
     given: list[torch.Tensor] = []
     parallel_draft, propose = p_eagle.parallel_draft, p_eagle.PEagleDrafter.propose
 
-    def recorded(state: Any, turn: Any, wanted: Any, logits: Any, *rest: Any) -> Any:
+    def recorded(state: Any, batch: Any, wanted: Any, logits: Any, *rest: Any) -> Any:
         given.append(logits)
-        return parallel_draft(state, turn, wanted, logits, *rest)
+        return parallel_draft(state, batch, wanted, logits, *rest)
 
-    def proposed(self: Any, turn: Any) -> Any:
+    def proposed(self: Any, batch: Any) -> Any:
         given.clear()
-        draft = propose(self, turn)
-        for index, slot in enumerate(turn.slots.tolist()):
-            if given and int(draft.num_tokens[index]) == turn.width:
+        draft = propose(self, batch)
+        for index, slot in enumerate(batch.slots.tolist()):
+            if given and int(draft.num_tokens[index]) == batch.width:
                 known = self._state.token_ids[slot, : int(self._state.num_tokens[slot])].tolist()
-                logits = given[0].view(turn.num_requests, turn.width, -1)[index].clone()
+                logits = given[0].view(batch.num_requests, batch.width, -1)[index].clone()
                 found.append((known, draft.token_ids[index].tolist(), logits))
         return draft
 

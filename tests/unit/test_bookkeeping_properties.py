@@ -138,7 +138,7 @@ class World:
     # ------------------------------------------------------------------ one step
 
     def step(self, rng: Random, ended: Sequence[Request] = ()) -> None:
-        """One turn; the requests of `ended` are aborted while it is under way."""
+        """One batch; the requests of `ended` are aborted while it is under way."""
         launched, self.in_flight = self.in_flight, None
         if launched is None or not self.is_of_use(launched, rng):
             launched = self.launch(self.plan(), rng)

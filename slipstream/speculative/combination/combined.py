@@ -2,7 +2,7 @@
 
 A drafter with a network reads along where another's guess is taken: in the same step it computes
 what it has not seen, in one pass instead of K, so that it is never more than K + 1 tokens behind.
-Captured, that pass costs nothing beside those for other requests. On exact turns a drafter that can
+Captured, that pass costs nothing beside those for other requests. On exact batches one that can
 make up for any number of tokens is left out instead, until prefixes would have to wait for it.
 """
 
@@ -16,9 +16,9 @@ from torch.nn.functional import pad
 
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
+from slipstream.runner.device_batch import DeviceBatch, Guesses
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
-from slipstream.runner.turn import Guesses, Turn
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits
 
@@ -67,23 +67,23 @@ class CombinedDrafter:
             return found
         return [guess or None for guess in found]
 
-    def propose(self, turn: Turn) -> Draft:
-        if not turn.width:
-            return Draft.empty(turn)
+    def propose(self, batch: DeviceBatch) -> Draft:
+        if not batch.width:
+            return Draft.empty(batch)
         # What waits for a drafter that reads features has room for so many rows and one more: one
         # that is read again takes the place of a draft token, which a look-up might have accepted.
-        most = self._count - turn.rereads
-        turn = replace(turn, num_draft_tokens=torch.minimum(turn.num_draft_tokens, most))
-        draft = _host_draft(turn)
+        most = self._count - batch.rereads
+        batch = replace(batch, num_draft_tokens=torch.minimum(batch.num_draft_tokens, most))
+        draft = _host_draft(batch)
         for member in self._on_device:
-            asked = self._asked(member, turn, draft.num_tokens > 0)
+            asked = self._asked(member, batch, draft.num_tokens > 0)
             if asked.width:
                 draft = _completed(draft, member.drafter.propose(asked))
         return draft
 
-    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
+    def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         for member in self._members:
-            member.observe(turn, verdict, forward)
+            member.observe(batch, verdict, forward)
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
         for member in self._members:
@@ -96,22 +96,22 @@ class CombinedDrafter:
     def cached_tokens(self, slots: Tensor) -> Tensor:
         return reduce(torch.minimum, (it.cached_tokens(slots) for it in self._members))
 
-    def _asked(self, member: Member, turn: Turn, taken: Tensor) -> Turn:
+    def _asked(self, member: Member, batch: DeviceBatch, taken: Tensor) -> DeviceBatch:
         """What a member is to guess: nothing where another has, but one token where it has to read
         along."""
-        known = self._state.num_tokens[turn.slots]
-        wanted = turn.num_draft_tokens.clamp_max(member.count)
+        known = self._state.num_tokens[batch.slots]
+        wanted = batch.num_draft_tokens.clamp_max(member.count)
         if member.limits.max_model_len is not None:
             wanted = torch.minimum(wanted, (member.limits.max_model_len - known).clamp_min(0))
         reads_along: Tensor | int = 0 if member.limits.looks_up else 1
-        if reads_along and turn.exact and self._leaves_out:
-            behind = known - member.drafter.cached_tokens(turn.slots)
+        if reads_along and batch.exact and self._leaves_out:
+            behind = known - member.drafter.cached_tokens(batch.slots)
             reads_along = (behind > MOST_BEHIND).to(torch.int64)
         wanted = torch.where(taken, wanted.clamp_max(reads_along), wanted)
-        width = min(turn.width, member.count)
-        if turn.exact:
+        width = min(batch.width, member.count)
+        if batch.exact:
             width = int(wanted.max())
-        return replace(turn, num_draft_tokens=wanted, width=width)
+        return replace(batch, num_draft_tokens=wanted, width=width)
 
 
 def _view(batch: Batch, found: Sequence[Sequence[int]], count: int) -> Batch:
@@ -123,13 +123,13 @@ def _view(batch: Batch, found: Sequence[Sequence[int]], count: int) -> Batch:
     return replace(batch, requests=tuple(items))
 
 
-def _host_draft(turn: Turn) -> Draft:
+def _host_draft(batch: DeviceBatch) -> Draft:
     """What was guessed on the host; no tokens for all others."""
-    tokens = turn.guesses.clamp_min(0)
+    tokens = batch.guesses.clamp_min(0)
     if not tokens.shape[1]:
-        tokens = turn.slots.new_zeros((turn.num_requests, turn.width))
-    count = torch.where(turn.guessed, turn.num_draft_tokens, 0)
-    return Draft(tokens, count, torch.ones_like(turn.at_end))
+        tokens = batch.slots.new_zeros((batch.num_requests, batch.width))
+    count = torch.where(batch.guessed, batch.num_draft_tokens, 0)
+    return Draft(tokens, count, torch.ones_like(batch.at_end))
 
 
 def _completed(draft: Draft, other: Draft) -> Draft:

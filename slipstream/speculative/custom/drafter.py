@@ -22,8 +22,8 @@ from typing import Any
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
+from slipstream.runner.device_batch import Guesses
 from slipstream.runner.device_state import DeviceState
-from slipstream.runner.turn import Guesses
 from slipstream.speculative.host_drafter import HostDrafter, LoadedHostDrafter
 from slipstream.speculative.options import Options, TargetModel
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from slipstream.cache.kv_cache import KVCache, KVLayout
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward, Rows, lay_out
-from slipstream.runner.turn import Turn
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.dflash.config import (
     DFlashConfig,
@@ -126,23 +126,23 @@ class DFlashDrafter:
     def prepare(self, batch: Batch) -> None:
         """Nothing waits."""
 
-    def propose(self, turn: Turn) -> Draft:
+    def propose(self, batch: DeviceBatch) -> Draft:
         """One pass over the draft blocks."""
-        if not turn.width:
-            return Draft.empty(turn)
-        wanted = turn.num_draft_tokens
-        known = self._state.num_tokens[turn.slots]
-        hidden = self._hidden(turn, (known - 1).clamp_min(0), wanted)
+        if not batch.width:
+            return Draft.empty(batch)
+        wanted = batch.num_draft_tokens
+        known = self._state.num_tokens[batch.slots]
+        hidden = self._hidden(batch, (known - 1).clamp_min(0), wanted)
         logits = self._network.head(hidden.flatten(0, 1))
-        return parallel_draft(self._state, turn, wanted, logits, self._drafting, self._resources)
+        return parallel_draft(self._state, batch, wanted, logits, self._drafting, self._resources)
 
-    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
+    def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         """The context of what was computed; that of refused tokens will be written anew before it
         is read, and is left out where rows can be picked."""
         inputs, streams = forward.inputs, list(forward.streams)
         assert inputs is not None
-        if turn.exact:
-            row = _committed_rows(forward, turn.num_new_tokens + verdict.num_accepted)
+        if batch.exact:
+            row = _committed_rows(forward, batch.num_new_tokens + verdict.num_accepted)
             streams = [stream[row] for stream in streams]
             inputs = replace(inputs, positions=inputs.positions[row], slots=inputs.slots[row])
         context = self._network.context([stream.to(self._dtype) for stream in streams])
@@ -157,19 +157,19 @@ class DFlashDrafter:
     def cached_tokens(self, slots: Tensor) -> Tensor:
         return self._state.num_computed[slots]
 
-    def _hidden(self, turn: Turn, starts: Tensor, wanted: Tensor) -> Tensor:
+    def _hidden(self, batch: DeviceBatch, starts: Tensor, wanted: Tensor) -> Tensor:
         """[R, K, H], what enters the head: the rows that predict."""
         known_rows = 0 if self._config.from_anchor else 1
         lengths = torch.where(wanted > 0, wanted + known_rows, 0)
-        most = turn.most_rows(turn.width + known_rows)
+        most = batch.most_rows(batch.width + known_rows)
         mask = self._config.mask_token
-        laid = lay_out(self._state, Rows(turn.slots, starts, lengths, most, mask_token=mask))
+        laid = lay_out(self._state, Rows(batch.slots, starts, lengths, most, mask_token=mask))
         if laid.row_starts and not laid.row_starts[-1]:  # nobody drafts after all
-            shape = (turn.num_requests, turn.width, self._network.head.width)
+            shape = (batch.num_requests, batch.width, self._network.head.width)
             return torch.zeros(shape, dtype=self._dtype, device=starts.device)
         hidden = self._network(laid.token_ids, laid.inputs, self._cache.layers)
         forward = Forward(hidden, laid.first_row, laid.last_row, laid.row_starts)
-        return forward.tails(wanted, turn.width)
+        return forward.tails(wanted, batch.width)
 
 
 def _committed_rows(forward: Forward, counts: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from slipstream.core.batch import Batch, ScheduledRequest
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import ModelRunner, Rows
-from slipstream.runner.turn import Turn
 
 
 class DraftContext:
@@ -68,7 +68,7 @@ class DraftContext:
     def _is_behind_grammar(self, item: ScheduledRequest) -> bool:
         """Whether too much is missing of a request whose grammar replaces drafts: the tokens in
         their place were never computed. Its steps do not run ahead, so the counts are those of now,
-        and exact turns read any number."""
+        and exact batches read any number."""
         if item.admitted or not item.num_draft_tokens or not self._captured:
             return False
         return item.request.num_tokens - item.request.drafter_computed > self._most_missing
@@ -77,16 +77,16 @@ class DraftContext:
         """The requests that wanted drafts have so many tokens computed, known or not."""
         self.computed.index_copy_(0, slots, torch.where(wanted > 0, computed, self.computed[slots]))
 
-    def settle(self, turn: Turn, gained: Tensor) -> None:
+    def settle(self, batch: DeviceBatch, gained: Tensor) -> None:
         """What was refused, or was another token than is known now, is not computed any more.
 
         Args:
             gained: [R] int64, tokens that became known since the round began.
         """
-        slots, state = turn.slots, self._state
+        slots, state = batch.slots, self._state
         computed = torch.minimum(self.computed[slots], state.num_computed[slots])
-        if turn.kept is not None:
-            computed = torch.minimum(computed, state.num_tokens[slots] - gained + turn.kept)
+        if batch.kept is not None:
+            computed = torch.minimum(computed, state.num_tokens[slots] - gained + batch.kept)
         self.computed.index_copy_(0, slots, computed)
 
     def read_prompts(self, batch: Batch) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.kernels.preparation import preparation_for
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward, Rows
-from slipstream.runner.turn import Turn
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.draft_model.context import DraftContext
 from slipstream.speculative.draft_model.network import (
@@ -87,35 +87,35 @@ class DraftModelDrafter:
     def prepare(self, batch: Batch) -> None:
         self._context.prepare(batch, self._most_missing)
 
-    def propose(self, turn: Turn) -> Draft:
+    def propose(self, batch: DeviceBatch) -> Draft:
         """One ragged pass over what is missing, then single rows."""
-        state, slots, drafting = self._state, turn.slots, self._network.drafting
-        known, wanted = state.num_tokens[slots], turn.num_draft_tokens
-        tokens = slots.new_zeros((turn.num_requests, turn.width))
-        probs = drafting.probabilities(turn)
+        state, slots, drafting = self._state, batch.slots, self._network.drafting
+        known, wanted = state.num_tokens[slots], batch.num_draft_tokens
+        tokens = slots.new_zeros((batch.num_requests, batch.width))
+        probs = drafting.probabilities(batch)
         starts = self._context.computed[slots]
         lengths = torch.where(wanted > 0, known - starts, 0)
-        most = turn.most_rows(self._most_missing)
-        for index in range(turn.width):
+        most = batch.most_rows(self._most_missing)
+        for index in range(batch.width):
             forward = self._runner.forward(Rows(slots, starts, lengths, most))
             picked = drafting.sample(
                 self._runner.logits(forward.last()),
                 slots,
                 known + index,
-                turn,
+                batch,
                 self._resources,
                 None if probs is None else probs[:, index],
             )
             starts, lengths = self._advance(
                 state.tables, slots, known, wanted, picked, drafting.vocabulary, tokens, index
             )
-            most = turn.most_rows(1)
+            most = batch.most_rows(1)
         self._context.advance(slots, wanted, known + wanted - 1)
-        one_hot = drafting.one_hot(turn, self._resources)
+        one_hot = drafting.one_hot(batch, self._resources)
         return Draft(tokens, wanted, one_hot, probs, drafting.vocabulary, written=True)
 
-    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
-        self._context.settle(turn, verdict.num_tokens)
+    def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
+        self._context.settle(batch, verdict.num_tokens)
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
         self._context.read_prompts(batch)

@@ -18,8 +18,8 @@ from slipstream.core.batch import Batch
 from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
 from slipstream.kernels.table import AttentionInputs
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward
-from slipstream.runner.turn import Turn
 from slipstream.sampling.state import Uses
 from slipstream.sampling.verification import Verdict, sample_draft
 from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
@@ -111,25 +111,25 @@ class AssistantDrafter:
     def prepare(self, batch: Batch) -> None:
         self._last.drop([item.request.slot for item in batch.requests if item.admitted])
 
-    def propose(self, turn: Turn) -> Draft:
-        if not turn.width:
-            return Draft.empty(turn)
-        slots, state = turn.slots, self._state
+    def propose(self, batch: DeviceBatch) -> Draft:
+        if not batch.width:
+            return Draft.empty(batch)
+        slots, state = batch.slots, self._state
         known = state.num_tokens[slots]
-        wanted = torch.where(self._last.is_there(slots), turn.num_draft_tokens, 0)
-        drafts = slots.new_zeros((turn.num_requests, turn.width))
-        probs = self._probabilities(turn)
+        wanted = torch.where(self._last.is_there(slots), batch.num_draft_tokens, 0)
+        drafts = slots.new_zeros((batch.num_requests, batch.width))
+        probs = self._probabilities(batch)
         newest = (known - 1).clamp_min(0)
         token, hidden = state.token_ids[slots, newest], self._last.rows(slots)
         inputs = self._rows(slots, newest)
-        for index in range(turn.width):
+        for index in range(batch.width):
             normed, hidden = self._network(token, hidden, inputs, self._caches)
             token = sample_draft(
                 self._network.logits(normed),
                 slots,
                 known + index,
                 self._sampling,
-                turn.uses,
+                batch.uses,
                 self._loaded.vocab_size,
                 greedy_only=self._loaded.greedy_only,
                 use_fp64_gumbel=self._resources.use_fp64_gumbel,
@@ -140,8 +140,8 @@ class AssistantDrafter:
         one_hot = torch.ones_like(certain) if self._loaded.greedy_only else certain
         return Draft(drafts, wanted, one_hot, probs)
 
-    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
-        self._last.keep(turn, verdict, forward)
+    def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
+        self._last.keep(batch, verdict, forward)
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
         """`observe` kept the last row of every chunk."""
@@ -163,9 +163,9 @@ class AssistantDrafter:
             max_rows=1,
         )
 
-    def _probabilities(self, turn: Turn) -> Tensor | None:
+    def _probabilities(self, batch: DeviceBatch) -> Tensor | None:
         """[R, K, V], to be filled with what the drafts are sampled from, if any is."""
-        if self._loaded.greedy_only or Uses.SAMPLING not in turn.uses:
+        if self._loaded.greedy_only or Uses.SAMPLING not in batch.uses:
             return None
-        shape = (turn.num_requests, turn.width, self._loaded.vocab_size)
+        shape = (batch.num_requests, batch.width, self._loaded.vocab_size)
         return torch.empty(shape, dtype=torch.float32, device=self._state.device)

@@ -25,9 +25,9 @@ from slipstream.kernels.preparation import PlacedRows, preparation_for
 from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.stack import LayerCache
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward, Rows, lay_out
 from slipstream.runner.transfer import upload
-from slipstream.runner.turn import Turn
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
@@ -122,49 +122,49 @@ class FeatureRowsDrafter:
         if full:
             self._flush(upload(full, self._state.device))
 
-    def propose(self, turn: Turn) -> Draft:
+    def propose(self, batch: DeviceBatch) -> Draft:
         """One pass over the rows that wait, then single rows."""
-        state, slots, drafting = self._state, turn.slots, self._drafting
+        state, slots, drafting = self._state, batch.slots, self._drafting
         known = state.num_tokens[slots]
         # Behind a prefix hit the first feature comes with this step.
-        wanted = torch.where(turn.rereads > 0, 0, turn.num_draft_tokens)
-        tokens = slots.new_zeros((turn.num_requests, turn.width))
-        probs = drafting.probabilities(turn)
+        wanted = torch.where(batch.rereads > 0, 0, batch.num_draft_tokens)
+        tokens = slots.new_zeros((batch.num_requests, batch.width))
+        probs = drafting.probabilities(batch)
         starts = self._computed[slots]
-        lengths, most = torch.where(wanted > 0, known - starts, 0), turn.most_rows(self._most)
+        lengths, most = torch.where(wanted > 0, known - starts, 0), batch.most_rows(self._most)
         features = self._features[slots, : self._most]
-        for index in range(turn.width):
+        for index in range(batch.width):
             hidden, last = self._forward(Rows(slots, starts, lengths, most), features, index)
             picked = drafting.sample(
                 self._network.head(hidden),
                 slots,
                 known + index,
-                turn,
+                batch,
                 self._resources,
                 None if probs is None else probs[:, index],
             )
             starts, lengths = self._advance(
                 state.tables, slots, known, wanted, picked, drafting.vocabulary, tokens, index
             )
-            features, most = last.unsqueeze(1), turn.most_rows(1)
+            features, most = last.unsqueeze(1), batch.most_rows(1)
         computed = torch.where(wanted > 0, known, self._computed[slots])
         self._computed.index_copy_(0, slots, computed)
-        one_hot = drafting.one_hot(turn, self._resources)
+        one_hot = drafting.one_hot(batch, self._resources)
         return Draft(tokens, wanted, one_hot, probs, drafting.vocabulary, written=True)
 
-    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
+    def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         """Keep the features of the rows that were accepted; those of prompt chunks wait for
         `read_prompts`."""
-        slots = turn.slots
-        decodes = turn.at_end & (turn.num_new_tokens == 1)
-        counts = torch.where(decodes, 1 + verdict.num_accepted + turn.rereads, 0)
-        most = min(turn.width + 1, self._most)
-        place = torch.arange(most + turn.exact, device=slots.device)
-        before = self._state.num_computed[slots] - turn.num_new_tokens - verdict.num_accepted
-        first = before - turn.rereads + FIRST_ROW - self._computed[slots]
+        slots = batch.slots
+        decodes = batch.at_end & (batch.num_new_tokens == 1)
+        counts = torch.where(decodes, 1 + verdict.num_accepted + batch.rereads, 0)
+        most = min(batch.width + 1, self._most)
+        place = torch.arange(most + batch.exact, device=slots.device)
+        before = self._state.num_computed[slots] - batch.num_new_tokens - verdict.num_accepted
+        first = before - batch.rereads + FIRST_ROW - self._computed[slots]
         index = first.unsqueeze(1) + place
         kept = (place < counts.unsqueeze(1)) & (index >= 0) & (index < self._most)
-        features = self._features_of(turn, verdict, forward, place)
+        features = self._features_of(batch, verdict, forward, place)
         self._features[slots.unsqueeze(1), torch.where(kept, index, self._most)] = features
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
@@ -250,11 +250,13 @@ class FeatureRowsDrafter:
         inputs = replace(laid.inputs, first_seen=FIRST_ROW)
         return self._network(laid.token_ids, features, inputs, self._cache.layers)
 
-    def _features_of(self, turn: Turn, verdict: Verdict, forward: Forward, place: Tensor) -> Tensor:
+    def _features_of(
+        self, batch: DeviceBatch, verdict: Verdict, forward: Forward, place: Tensor
+    ) -> Tensor:
         """[R, W, F], of the rows of the target's pass that hold known tokens, and what the verdict
         added to them: each request's first."""
         hidden, streams = forward.hidden, forward.streams
-        if not turn.exact:
+        if not batch.exact:
             features = self._project(hidden, streams)
             return features.view(-1, len(place), features.shape[-1])
         row = (forward.first_row.unsqueeze(1) + place).clamp_max(len(hidden) - 1)

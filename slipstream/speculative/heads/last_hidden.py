@@ -16,9 +16,9 @@ from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.decoder_config import DecoderConfig
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
-from slipstream.runner.turn import Turn
 from slipstream.sampling.state import Uses
 from slipstream.sampling.verification import Verdict, sample_draft
 from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
@@ -80,12 +80,12 @@ class LastHidden:
         if slots:
             self._computed[torch.tensor(slots, device=self._state.device)] = -1
 
-    def keep(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
+    def keep(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         """The row of the last token that is computed now, the committed drafts included."""
-        last_known = forward.first_row + turn.rereads + turn.num_new_tokens - 1
+        last_known = forward.first_row + batch.rereads + batch.num_new_tokens - 1
         row = (last_known + verdict.num_accepted).clamp_min(0)  # padding has no tokens
-        self._rows.index_copy_(0, turn.slots, forward.hidden[row].to(self._rows.dtype))
-        self._computed.index_copy_(0, turn.slots, self._state.num_computed[turn.slots])
+        self._rows.index_copy_(0, batch.slots, forward.hidden[row].to(self._rows.dtype))
+        self._computed.index_copy_(0, batch.slots, self._state.num_computed[batch.slots])
 
     def rows(self, slots: Tensor) -> Tensor:
         """slots [R] -> [R, hidden_size]."""
@@ -114,24 +114,24 @@ class HeadsDrafter:
     def prepare(self, batch: Batch) -> None:
         self._last.drop([item.request.slot for item in batch.requests if item.admitted])
 
-    def propose(self, turn: Turn) -> Draft:
-        if not turn.width:
-            return Draft.empty(turn)
-        slots, network = turn.slots, self._network
+    def propose(self, batch: DeviceBatch) -> Draft:
+        if not batch.width:
+            return Draft.empty(batch)
+        slots, network = batch.slots, self._network
         known = self._state.num_tokens[slots]
-        wanted = torch.where(self._last.is_there(slots), turn.num_draft_tokens, 0)
-        tokens = slots.new_zeros((turn.num_requests, turn.width))
-        probs = self._probabilities(turn)
+        wanted = torch.where(self._last.is_there(slots), batch.num_draft_tokens, 0)
+        tokens = slots.new_zeros((batch.num_requests, batch.width))
+        probs = self._probabilities(batch)
         last = self._state.token_ids[slots, (known - 1).clamp_min(0)]
-        state = network.start(self._last.rows(slots), turn.width)
-        for index in range(turn.width):
+        state = network.start(self._last.rows(slots), batch.width)
+        for index in range(batch.width):
             logits, state = network.logits(index, state, last)
             picked = sample_draft(
                 logits,
                 slots,
                 known + index,
                 self._sampling,
-                turn.uses,
+                batch.uses,
                 network.num_legal_tokens,
                 greedy_only=self._greedy_only,
                 use_fp64_gumbel=self._resources.use_fp64_gumbel,
@@ -144,8 +144,8 @@ class HeadsDrafter:
         one_hot = torch.ones_like(certain) if self._greedy_only else certain
         return Draft(tokens, wanted, one_hot, probs, network.vocabulary)
 
-    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
-        self._last.keep(turn, verdict, forward)
+    def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
+        self._last.keep(batch, verdict, forward)
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
         """`observe` kept the last row of every chunk."""
@@ -156,9 +156,9 @@ class HeadsDrafter:
     def cached_tokens(self, slots: Tensor) -> Tensor:
         return self._state.num_computed[slots]
 
-    def _probabilities(self, turn: Turn) -> Tensor | None:
+    def _probabilities(self, batch: DeviceBatch) -> Tensor | None:
         """[R, K, Vq], to be filled with what the drafts are sampled from, if any is."""
-        if self._greedy_only or Uses.SAMPLING not in turn.uses:
+        if self._greedy_only or Uses.SAMPLING not in batch.uses:
             return None
-        shape = (turn.num_requests, turn.width, self._network.num_legal_tokens)
+        shape = (batch.num_requests, batch.width, self._network.num_legal_tokens)
         return torch.empty(shape, dtype=torch.float32, device=self._state.device)

@@ -15,9 +15,9 @@ from slipstream.core.batch import Batch
 from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
 from slipstream.kernels.suffix_lookup import suffix_lookup_for
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
-from slipstream.runner.turn import Turn
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
 from slipstream.speculative.options import Options, TargetModel
@@ -81,19 +81,19 @@ class NgramDrafter:
     def prepare(self, batch: Batch) -> None:
         """Nothing to prepare."""
 
-    def propose(self, turn: Turn) -> Draft:
+    def propose(self, batch: DeviceBatch) -> Draft:
         state, config = self._state, self._config
         tokens, found = self._lookup(
             state.token_ids,
-            turn.slots,
-            state.num_tokens[turn.slots],
-            turn.width,
+            batch.slots,
+            state.num_tokens[batch.slots],
+            batch.width,
             config.prompt_lookup_min,
             config.prompt_lookup_max,
         )
-        return Draft(tokens, turn.num_draft_tokens * found, torch.ones_like(found))
+        return Draft(tokens, batch.num_draft_tokens * found, torch.ones_like(found))
 
-    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
+    def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         """The next guess reads the committed tokens themselves."""
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:

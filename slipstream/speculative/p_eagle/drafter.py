@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.preparation import PlacedRows
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward, Rows, lay_out
-from slipstream.runner.turn import Turn
 from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, Needs
 from slipstream.speculative.eagle3.drafter import features_read
@@ -140,22 +140,22 @@ class PEagleDrafter(FeatureRowsDrafter):
         with torch.no_grad():  # once: it never changes
             self._mask_feature = loaded.network.mask_feature().to(self._features.dtype)
 
-    def propose(self, turn: Turn) -> Draft:
+    def propose(self, batch: DeviceBatch) -> Draft:
         """One ragged pass over the rows that wait and the masks."""
-        if not turn.width:
-            return Draft.empty(turn)
-        state, slots = self._state, turn.slots
+        if not batch.width:
+            return Draft.empty(batch)
+        state, slots = self._state, batch.slots
         # Behind a prefix hit the first feature comes with this step.
-        wanted = torch.where(turn.rereads > 0, 0, turn.num_draft_tokens)
+        wanted = torch.where(batch.rereads > 0, 0, batch.num_draft_tokens)
         starts = self._computed[slots]
-        rows = parallel_rows(state, turn, starts, wanted, self._most_rows, self._mask_token)
+        rows = parallel_rows(state, batch, starts, wanted, self._most_rows, self._mask_token)
         laid = lay_out(state, rows)
         if laid.row_starts and not laid.row_starts[-1]:  # nobody drafts after all
-            return Draft.empty(turn)
+            return Draft.empty(batch)
         hidden, _ = self._pass(laid, self._row_features(rows, laid), 0)
         forward = Forward(hidden, laid.first_row, laid.last_row, laid.row_starts)
-        logits = self._network.head(forward.tails(wanted, turn.width).flatten(0, 1))
-        draft = parallel_draft(state, turn, wanted, logits, self._drafting, self._resources)
+        logits = self._network.head(forward.tails(wanted, batch.width).flatten(0, 1))
+        draft = parallel_draft(state, batch, wanted, logits, self._drafting, self._resources)
         computed = torch.where(wanted > 0, state.num_tokens[slots], starts)
         self._computed.index_copy_(0, slots, computed)
         return draft

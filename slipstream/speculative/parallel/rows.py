@@ -13,9 +13,9 @@ slots anew before it reads them. A request has K more rows here than in the targ
 import torch
 from torch import Tensor
 
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Rows
-from slipstream.runner.turn import Turn
 from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Draft, DrafterResources
 
@@ -31,7 +31,12 @@ def most_rows(num_speculative_tokens: int) -> int:
 
 
 def parallel_rows(
-    state: DeviceState, turn: Turn, starts: Tensor, wanted: Tensor, most: int, mask_token: int
+    state: DeviceState,
+    batch: DeviceBatch,
+    starts: Tensor,
+    wanted: Tensor,
+    most: int,
+    mask_token: int,
 ) -> Rows:
     """The rows of the pass.
 
@@ -40,31 +45,31 @@ def parallel_rows(
         wanted: [R] int64, drafts; a request that wants none has no rows.
         most: rows of a request at most (`most_rows`).
     """
-    waiting = state.num_tokens[turn.slots] - starts
+    waiting = state.num_tokens[batch.slots] - starts
     lengths = torch.where(wanted > 0, waiting + wanted - 1, 0)
-    return Rows(turn.slots, starts, lengths, turn.most_rows(most), mask_token=mask_token)
+    return Rows(batch.slots, starts, lengths, batch.most_rows(most), mask_token=mask_token)
 
 
 def parallel_draft(
     state: DeviceState,
-    turn: Turn,
+    batch: DeviceBatch,
     wanted: Tensor,
     logits: Tensor,
     drafting: DraftSampling,
     resources: DrafterResources,
 ) -> Draft:
     """The draft from the logits [R * K, V] of each request's last rows (`Forward.tails`)."""
-    slots, width = turn.slots, turn.width
+    slots, width = batch.slots, batch.width
     place = torch.arange(width, device=slots.device)
-    probs = drafting.probabilities(turn)
+    probs = drafting.probabilities(batch)
     picked = drafting.sample(
         logits,
         slots.unsqueeze(1).expand(-1, width).contiguous().flatten(),
         (state.num_tokens[slots].unsqueeze(1) + place).flatten(),
-        turn,
+        batch,
         resources,
         None if probs is None else probs.flatten(0, 1),
     )
     tokens = drafting.token_ids(picked).view(-1, width)
-    one_hot = drafting.one_hot(turn, resources)
+    one_hot = drafting.one_hot(batch, resources)
     return Draft(tokens, wanted, one_hot, probs, drafting.vocabulary)

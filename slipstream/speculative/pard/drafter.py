@@ -17,8 +17,8 @@ from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward, ModelRunner
-from slipstream.runner.turn import Turn
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.draft_model.context import DraftContext
 from slipstream.speculative.draft_model.network import (
@@ -147,19 +147,19 @@ class PardDrafter:
     def prepare(self, batch: Batch) -> None:
         self._context.prepare(batch, None)
 
-    def propose(self, turn: Turn) -> Draft:
+    def propose(self, batch: DeviceBatch) -> Draft:
         """One ragged pass over what is missing and the masks."""
-        if not turn.width:
-            return Draft.empty(turn)
-        state, slots, wanted = self._state, turn.slots, turn.num_draft_tokens
+        if not batch.width:
+            return Draft.empty(batch)
+        state, slots, wanted = self._state, batch.slots, batch.num_draft_tokens
         starts = self._context.computed[slots]
-        rows = parallel_rows(state, turn, starts, wanted, self._most_rows, self._mask_token)
+        rows = parallel_rows(state, batch, starts, wanted, self._most_rows, self._mask_token)
         forward = self._runner.forward(rows)
-        logits = self._runner.logits(forward.tails(wanted, turn.width).flatten(0, 1))
+        logits = self._runner.logits(forward.tails(wanted, batch.width).flatten(0, 1))
         self._context.advance(slots, wanted, state.num_tokens[slots])
-        return parallel_draft(state, turn, wanted, logits, self._network.drafting, self._resources)
+        return parallel_draft(state, batch, wanted, logits, self._network.drafting, self._resources)
 
-    def observe(self, turn: Turn, verdict: Verdict, forward: Forward) -> None:
+    def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         """Only committed tokens were counted as computed, so there is nothing to take back."""
         if self._features is not None:
             self._features.write(forward)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from slipstream.core.batch import Batch
 from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
+from slipstream.runner.device_batch import Guesses
 from slipstream.runner.device_state import DeviceState
-from slipstream.runner.turn import Guesses
 from slipstream.speculative.host_drafter import HostDrafter, LoadedHostDrafter
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.suffix.automaton import GuessLimits, SuffixAutomaton

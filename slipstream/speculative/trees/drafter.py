@@ -15,9 +15,9 @@ from torch import Tensor
 from slipstream.core.errors import UsageError
 from slipstream.kernels.preparation import preparation_for
 from slipstream.models.decoder_config import DecoderConfig
+from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward, Rows, lay_out
 from slipstream.runner.tree_rows import TreeRows
-from slipstream.runner.turn import Turn
 from slipstream.sampling.logits import allow_next
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, LoadedDrafter
@@ -62,7 +62,7 @@ def draft_trees(
     return LoadedTreeDrafter(
         network=drafter.network,
         sampling=drafter.sampling,
-        limits=replace(drafter.limits, longest_way=tree.depth),
+        limits=replace(drafter.limits, tree_depth=tree.depth),
         needs=drafter.needs,
         layout=drafter.layout,
         tree=tree,
@@ -77,31 +77,31 @@ class TreeDrafter(FeatureRowsDrafter):
         self._write = preparation_for(self._state.device).write_tokens
         self._grower = grower_of(loaded.tree, self._state.device)
 
-    def propose(self, turn: Turn) -> Draft:
+    def propose(self, batch: DeviceBatch) -> Draft:
         """One pass over the rows that wait, then one for each level that has children."""
-        if not turn.width:
-            return super().propose(turn)
-        state, slots = self._state, turn.slots
+        if not batch.width:
+            return super().propose(batch)
+        state, slots = self._state, batch.slots
         known = state.num_tokens[slots]
-        wanted = torch.where(turn.rereads > 0, 0, turn.num_draft_tokens)
-        growth = self._grower.begin(wanted, turn.width)
+        wanted = torch.where(batch.rereads > 0, 0, batch.num_draft_tokens)
+        growth = self._grower.begin(wanted, batch.width)
         starts = self._computed[slots]
         rows = Rows(
             slots,
             starts,
             torch.where(wanted > 0, known - starts, 0),
-            turn.most_rows(self._most),
+            batch.most_rows(self._most),
         )
         hidden, following = self._forward(rows, self._features[slots, : self._most])
-        logits = self._next_logits(hidden, turn, known)
+        logits = self._next_logits(hidden, batch, known)
         level = growth.add(*_likeliest(logits.unsqueeze(1), growth.reach, growth.scored))
         following = following.unsqueeze(1)
-        tentative = slots.new_empty((turn.num_requests, 0))
+        tentative = slots.new_empty((batch.num_requests, 0))
         while level is not None:
             tentative = torch.cat((tentative, self._tokens(level.token_ids)), 1)
             self._write(state.tables, slots, tentative, wanted.clamp_max(tentative.shape[1]))
             tree = TreeRows(growth.frontier(), known - 1, level.first, wanted > 0)
-            hidden, following = self._read(turn, level, tree, known, wanted, following)
+            hidden, following = self._read(batch, level, tree, known, wanted, following)
             logits = self._logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
             level = growth.add(*_likeliest(logits, growth.reach, growth.scored))
         computed = torch.where(wanted > 0, known, starts)
@@ -110,13 +110,13 @@ class TreeDrafter(FeatureRowsDrafter):
         return Draft(
             token_ids=self._tokens(columns),
             num_tokens=wanted,
-            one_hot=torch.ones_like(turn.at_end),
+            one_hot=torch.ones_like(batch.at_end),
             tree=nodes,
         )
 
     def _read(
         self,
-        turn: Turn,
+        batch: DeviceBatch,
         level: Level,
         tree: TreeRows,
         known: Tensor,
@@ -127,13 +127,13 @@ class TreeDrafter(FeatureRowsDrafter):
         [R, B, H] and the next features [R, B, F]."""
         width, first = level.token_ids.shape[1], level.first
         lengths = (wanted - (first - 1)).clamp(0, width)
-        rows = Rows(turn.slots, known + (first - 1), lengths, turn.most_rows(width), tree=tree)
+        rows = Rows(batch.slots, known + (first - 1), lengths, batch.most_rows(width), tree=tree)
         laid = lay_out(self._state, rows)
         index = level.parents.unsqueeze(-1).expand(-1, -1, features.shape[-1])
         features = features.gather(1, index)
         if laid.request is None or laid.offset is None:
             hidden, following = self._pass(laid, features.flatten(0, 1), level.depth)
-            rows_of = (turn.num_requests, width, -1)
+            rows_of = (batch.num_requests, width, -1)
             return hidden.view(rows_of), following.view(rows_of)
         padded = features.new_zeros((*features.shape[:2], self._network.head.width))
         if laid.row_starts[-1]:
@@ -146,23 +146,25 @@ class TreeDrafter(FeatureRowsDrafter):
         """hidden [n, H] -> of the columns that are tokens."""
         return self._network.head(hidden)[:, : self._drafting.num_legal_tokens]
 
-    def _next_logits(self, hidden: Tensor, turn: Turn, known: Tensor) -> Tensor:
+    def _next_logits(self, hidden: Tensor, batch: DeviceBatch, known: Tensor) -> Tensor:
         """Those of the roots [R, H], without what grammars forbid."""
         sampling, vocabulary = self._resources.sampling, self._drafting.vocabulary
         logits = self._logits(hidden)
-        return allow_next(logits, turn.slots, known, sampling, turn.uses, vocabulary)
+        return allow_next(logits, batch.slots, known, sampling, batch.uses, vocabulary)
 
     def _tokens(self, columns: Tensor) -> Tensor:
         """The token ids of the head's columns."""
         vocabulary = self._drafting.vocabulary
         return columns if vocabulary is None else vocabulary[columns]
 
-    def _features_of(self, turn: Turn, verdict: Verdict, forward: Forward, place: Tensor) -> Tensor:
+    def _features_of(
+        self, batch: DeviceBatch, verdict: Verdict, forward: Forward, place: Tensor
+    ) -> Tensor:
         """[R, W, F], of the rows on the accepted way."""
         if verdict.path is None:
-            return super()._features_of(turn, verdict, forward, place)
+            return super()._features_of(batch, verdict, forward, place)
         # Rows that are read again come before the root; nothing is drafted behind them.
-        before = turn.rereads.unsqueeze(1)
+        before = batch.rereads.unsqueeze(1)
         index = (place - before).clamp(0, verdict.path.shape[1] - 1)
         row = torch.where(place < before, place, before + verdict.path.gather(1, index))
         row = (forward.first_row.unsqueeze(1) + row).clamp_max(len(forward.hidden) - 1).flatten()

@@ -15,7 +15,7 @@ LEFT_TO_DEVICE = -1
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackedBatch:
     """A batch in host numbers, ready to be copied to the device in one piece.
 
     Attributes:
@@ -56,13 +56,15 @@ class Plan:
             rows.extend([row[place] for row in padded] for place in range(width))
         return rows
 
-    def on(self, device: torch.device) -> "Turn":
+    def on(self, device: torch.device) -> "DeviceBatch":
         """As tensors of exactly these requests."""
-        return Turn.over(upload(self.columns(self.width), device), self.width, self.uses, True)
+        return DeviceBatch.over(
+            upload(self.columns(self.width), device), self.width, self.uses, True
+        )
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class DeviceBatch:
     """The requests of one step on the device.
 
     Attributes:
@@ -71,7 +73,7 @@ class Turn:
         num_draft_tokens: [R] int64, at most K.
         at_end: [R] bool, the request gains tokens.
         rereads: [R] int64, tokens before the new ones that the target computes again; 0 wherever
-            the turn is not exact.
+            the batch is not exact.
         guesses: [R, K] int64, what the host guessed; K columns only where there are guesses, and -1
             in the rows of requests for which the device drafts.
         width: K.
@@ -95,8 +97,8 @@ class Turn:
     kept: Tensor | None = None
 
     @classmethod
-    def over(cls, columns: Tensor, width: int, uses: frozenset[Uses], exact: bool) -> "Turn":
-        """Views of `Plan.columns` [5 or 5 + K, R] int64 on the device."""
+    def over(cls, columns: Tensor, width: int, uses: frozenset[Uses], exact: bool) -> "DeviceBatch":
+        """Views of `PackedBatch.columns` [5 or 5 + K, R] int64 on the device."""
         slots, new, drafts, at_end, rereads = columns[:5].unbind(0)
         guesses = columns[5:].T.contiguous()
         return cls(slots, new, drafts, at_end != 0, rereads, guesses, width, uses, exact)

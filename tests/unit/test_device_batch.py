@@ -20,10 +20,10 @@ from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import LoadOptions, load_decoder
 from slipstream.runner import graphs
+from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import FULL, LEAN, GraphRunner, bucket_sizes
 from slipstream.runner.model_runner import Forward, ModelRunner, Rows
-from slipstream.runner.turn import Plan, Turn
 from slipstream.sampling.state import SamplingState, Uses
 from tests.checkpoints import write_qwen3
 from tests.padded_steps import DirectRecorder
@@ -43,18 +43,18 @@ def plan(
     drafts: Sequence[int] | None = None,
     uses: frozenset[Uses] = GREEDY,
     guesses: Sequence[Sequence[int]] | None = None,
-) -> Plan:
+) -> PackedBatch:
     """Decoding requests in these slots."""
     drafts = [0] * len(slots) if drafts is None else drafts
     ones = [1] * len(slots)
-    return Plan(slots, ones, drafts, [True] * len(slots), max(drafts), uses, guesses)
+    return PackedBatch(slots, ones, drafts, [True] * len(slots), max(drafts), uses, guesses)
 
 
-# ---------------------------------------------------------------------- plans and turns
+# ---------------------------------------------------------------------- plans and batches
 
 
 def test_a_plan_is_four_rows_of_numbers() -> None:
-    given = Plan([4, 0], [1, 9], [3, 0], [True, False], 3, GREEDY)
+    given = PackedBatch([4, 0], [1, 9], [3, 0], [True, False], 3, GREEDY)
     assert given.columns(3) == [[4, 0], [1, 9], [3, 0], [1, 0], [0, 0]]
 
 
@@ -65,27 +65,27 @@ def test_guesses_are_padded_to_the_width() -> None:
 
 
 def test_a_turn_is_views_of_the_numbers() -> None:
-    given = Plan([4, 0], [1, 9], [2, 0], [True, False], 2, SAMPLED, [[7, 8], []])
+    given = PackedBatch([4, 0], [1, 9], [2, 0], [True, False], 2, SAMPLED, [[7, 8], []])
     columns = torch.tensor(given.columns(2))
-    turn = Turn.over(columns, 2, SAMPLED, exact=False)
-    assert turn.num_requests == 2
-    assert turn.slots.tolist() == [4, 0]
-    assert turn.num_new_tokens.tolist() == [1, 9]
-    assert turn.num_draft_tokens.tolist() == [2, 0]
-    assert turn.at_end.tolist() == [True, False]
-    assert turn.guesses.tolist() == [[7, 8], [0, 0]]
-    assert (turn.width, turn.uses) == (2, SAMPLED)
-    columns[1] = 5  # what a captured turn reads is replaced in place
-    assert turn.num_new_tokens.tolist() == [5, 5]
+    batch = DeviceBatch.over(columns, 2, SAMPLED, exact=False)
+    assert batch.num_requests == 2
+    assert batch.slots.tolist() == [4, 0]
+    assert batch.num_new_tokens.tolist() == [1, 9]
+    assert batch.num_draft_tokens.tolist() == [2, 0]
+    assert batch.at_end.tolist() == [True, False]
+    assert batch.guesses.tolist() == [[7, 8], [0, 0]]
+    assert (batch.width, batch.uses) == (2, SAMPLED)
+    columns[1] = 5  # what a captured batch reads is replaced in place
+    assert batch.num_new_tokens.tolist() == [5, 5]
 
 
 def test_an_exact_turn_is_of_the_plans_requests_alone() -> None:
-    turn = plan([4, 0, 2], [1, 0, 2]).on(CPU)
-    assert turn.exact
-    assert (turn.num_requests, turn.width) == (3, 2)
-    assert turn.guesses.shape == (3, 0)
-    assert turn.most_rows(3) is None
-    assert Turn.over(torch.tensor(plan([4]).columns(0)), 0, GREEDY, False).most_rows(3) == 3
+    batch = plan([4, 0, 2], [1, 0, 2]).on(CPU)
+    assert batch.exact
+    assert (batch.num_requests, batch.width) == (3, 2)
+    assert batch.guesses.shape == (3, 0)
+    assert batch.most_rows(3) is None
+    assert DeviceBatch.over(torch.tensor(plan([4]).columns(0)), 0, GREEDY, False).most_rows(3) == 3
 
 
 # ---------------------------------------------------------------------- graphs
@@ -131,25 +131,27 @@ class Counted(DirectRecorder):
 
 @dataclass
 class Captures:
-    """A graph runner over five slots, and the turns that its function was given."""
+    """A graph runner over five slots, and the batches that its function was given."""
 
     state: DeviceState
     sampling: SamplingState
     recorder: Counted
     runner: GraphRunner
-    turns: list[Turn] = field(default_factory=list)
+    batches: list[DeviceBatch] = field(default_factory=list)
     snapshots: list[list[list[int]]] = field(default_factory=list)
 
-    def run(self, given: Plan, name: str = "round") -> Tensor:
+    def run(self, given: PackedBatch, name: str = "round") -> Tensor:
         return self.runner.run(name, self.function, given)
 
-    def function(self, turn: Turn) -> Tensor:
-        self.turns.append(turn)
-        columns = (turn.slots, turn.num_new_tokens, turn.num_draft_tokens, turn.at_end.long())
-        guessed = turn.guesses.sum(1, keepdim=True).T.tolist() if turn.guesses.shape[1] else []
+    def function(self, batch: DeviceBatch) -> Tensor:
+        self.batches.append(batch)
+        columns = (batch.slots, batch.num_new_tokens, batch.num_draft_tokens, batch.at_end.long())
+        guessed = batch.guesses.sum(1, keepdim=True).T.tolist() if batch.guesses.shape[1] else []
         self.snapshots.append([*(column.tolist() for column in columns), *guessed])
-        guesses = turn.guesses.sum(1) if turn.guesses.shape[1] else 0
-        return turn.slots * 1000 + turn.num_new_tokens * 100 + turn.num_draft_tokens * 10 + guesses
+        guesses = batch.guesses.sum(1) if batch.guesses.shape[1] else 0
+        return (
+            batch.slots * 1000 + batch.num_new_tokens * 100 + batch.num_draft_tokens * 10 + guesses
+        )
 
 
 @pytest.fixture
@@ -167,7 +169,7 @@ def test_the_first_rows_of_a_padded_turn_are_the_plans(captures: Captures, numbe
     result = captures.run(plan(slots, drafts))
     expected = captures.function(plan(slots, drafts).on(CPU))
     assert result[:number].tolist() == expected.tolist()
-    padded, exact = captures.turns[-2:]
+    padded, exact = captures.batches[-2:]
     assert (padded.exact, exact.exact) == (False, True)
     assert (padded.width, padded.uses) == (K, GREEDY)
     bucket = {1: 1, 2: 2, 3: 4, 4: 4, 5: 5}[number]
@@ -192,7 +194,7 @@ def test_a_graph_serves_every_plan_of_its_size(captures: Captures) -> None:
     assert captures.run(plan([3, 4, 0, 1], [1, 2, 0, 0])).tolist() == [3110, 4120, 100, 1100]
     assert captures.run(plan([2, 3, 4], [1, 0, 0]))[:3].tolist() == [2110, 3100, 4100]
     assert captures.recorder.captures == 1
-    assert len({turn.slots.data_ptr() for turn in captures.turns}) == 1
+    assert len({batch.slots.data_ptr() for batch in captures.batches}) == 1
 
 
 @pytest.mark.parametrize(
@@ -207,7 +209,7 @@ def test_a_graph_serves_every_plan_of_its_size(captures: Captures) -> None:
     ],
 )
 def test_another_kind_of_plan_has_a_graph_of_its_own(
-    captures: Captures, other: Plan, name: str
+    captures: Captures, other: PackedBatch, name: str
 ) -> None:
     captures.run(plan([0], [1]))
     captures.run(other, name)
@@ -221,8 +223,8 @@ def test_without_drafts_there_is_no_width_and_are_no_guesses(captures: Captures)
     captures.run(plan([0, 1], guesses=[[], []]))
     captures.run(plan([1, 0]))
     assert captures.recorder.captures == 1
-    assert all(turn.width == 0 for turn in captures.turns)
-    assert captures.turns[-1].guesses.shape == (2, 0)
+    assert all(batch.width == 0 for batch in captures.batches)
+    assert captures.batches[-1].guesses.shape == (2, 0)
 
 
 def test_numbers_that_have_not_changed_are_not_copied_again(
@@ -261,7 +263,7 @@ def test_what_plain_requests_need_is_captured_at_once(captures: Captures, guesse
     buckets = bucket_sizes(5)
     assert len(progress) == captures.runner.num_lean() == captures.recorder.captures
     assert captures.recorder.captures == 2 * 2 * len(buckets)
-    widths = [(turn.num_requests, turn.width) for turn in captures.turns]
+    widths = [(batch.num_requests, batch.width) for batch in captures.batches]
     assert widths[0] == (5, K)  # the largest first
     assert widths == sorted(widths, key=lambda pair: (-pair[1], -pair[0]))
     for number in range(1, 6):
@@ -299,14 +301,14 @@ def test_a_grammar_stands_beside_the_other_uses(captures: Captures) -> None:
     guided = frozenset({Uses.GRAMMAR})
     for others, run in ((LEAN[0], LEAN[0]), (LEAN[1], LEAN[1]), (frozenset({Uses.TOP_K}), FULL)):
         captures.run(plan([0], uses=others | guided))
-        assert captures.turns[-1].uses == run | guided
+        assert captures.batches[-1].uses == run | guided
 
 
 @pytest.mark.parametrize("use", [use for use in Uses if use not in SPECIAL])
 def test_whatever_is_not_plain_runs_with_everything(captures: Captures, use: Uses) -> None:
     sampling = captures.sampling
     captures.run(plan([0], uses=frozenset({use})))
-    assert captures.turns[-1].uses == FULL
+    assert captures.batches[-1].uses == FULL
     for made in (sampling.output_counts, sampling.prompt_mask, sampling.bias):
         assert made is not None
 
@@ -375,7 +377,7 @@ BLOCK, NUM_BLOCKS = 4, 24
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    path: Path = write_qwen3(tmp_path_factory.mktemp("turn"))
+    path: Path = write_qwen3(tmp_path_factory.mktemp("batch"))
     return load_decoder(Checkpoint(path), LoadOptions(torch.float32, CPU, "auto", 64))
 
 
