@@ -12,11 +12,7 @@ import torch
 
 from slipstream.kernels import table
 from slipstream.kernels.table import ops_for
-from tests.checkpoints import write_qwen3
-from tests.drafters.assistants import write_assistant
-from tests.drafters.blocks import write_dflash
-from tests.drafters.heads import write_eagle1, write_eagle3, write_p_eagle
-from tests.drafters.mtp_heads import write_mtp
+from tests.tiny_models import TinyModels
 
 # Triton reads this when it is first imported, which some test modules do through transformers:
 # without a GPU its kernels are tested under its interpreter.
@@ -48,27 +44,20 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random two-layer Qwen3 of 96 tokens."""
-    return str(write_qwen3(tmp_path_factory.mktemp("target")))
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    return TinyModels(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
-def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The first layer of `tiny_target`: agrees with it most of the time."""
-    return str(write_qwen3(tmp_path_factory.mktemp("draft"), keep_layers=1))
+def tiny_target(tiny_models: TinyModels) -> str:
+    return tiny_models.target
 
 
 @pytest.fixture(scope="session")
-def tiny_heads(tiny_target: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Drafting heads for `tiny_target`, by their method."""
-    folder = tmp_path_factory.mktemp("heads")
-    return {
-        "assistant": str(write_assistant(folder / "assistant", tiny_target)),
-        "dflash": str(write_dflash(folder / "dflash", tiny_target, block=16, draft_vocab=80)),
-        "eagle": str(write_eagle1(folder / "eagle", tiny_target)),
-        "eagle3": str(write_eagle3(folder / "eagle3", tiny_target, draft_vocab=80)),
-        "p-eagle": str(write_p_eagle(folder / "p-eagle", tiny_target, draft_vocab=80)),
-        "mtp": str(write_mtp(folder / "mtp", tiny_target)),
-        "mtp_modules": str(write_mtp(folder / "modules", tiny_target, "deepseek", modules=2)),
-    }
+def tiny_draft(tiny_models: TinyModels) -> str:
+    return tiny_models.draft
+
+
+@pytest.fixture(scope="session")
+def tiny_heads(tiny_models: TinyModels) -> dict[str, str]:
+    return tiny_models.heads
