@@ -10,9 +10,9 @@ from typing import Any
 import aiohttp
 
 from slipstream.bench.datasets import BenchPrompt, TextEncoder
-from slipstream.bench.event_stream import EventStream
 from slipstream.bench.protocol import (
     BrokenStreamError,
+    EventStream,
     RequestForm,
     ServerError,
     error_message,

@@ -1,7 +1,6 @@
 """Results as files: JSON, texts, pictures and pages."""
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,10 +11,8 @@ from slipstream.bench.load import LoadRun
 from slipstream.bench.page import PageChart, write_page
 from slipstream.bench.pictures import (
     PAGES,
-    PICTURES,
     as_svg,
     load_figure,
-    require_plots,
     save,
     sweep_figure,
 )
@@ -23,40 +20,6 @@ from slipstream.bench.summary import E2EL, ITL, TPOT, TTFT, series, timeline
 from slipstream.bench.sweep import Failure, Point
 from slipstream.bench.tables import ReportTable, failures_table, sweep_table
 from slipstream.core.errors import UsageError
-
-
-def require_writable(flag: str, file: Path | None) -> None:
-    """Raise UsageError before anything is measured, for that may take hours."""
-    if file is None:
-        return
-    if file.is_dir():
-        raise UsageError(f"{flag} {file} is a directory; name a file")
-    if not file.parent.is_dir():
-        raise UsageError(f"{flag} {file}: there is no directory {file.parent}; make it first")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UsageError(f"{flag} {file} cannot be written; name another file")
-
-
-def plot_files(plot: Path | None) -> tuple[Path, ...]:
-    """What --plot asks for: a picture or a page by its ending, both where it has none.
-
-    Raises:
-        UsageError: another ending, no room for the file, or nothing to draw with.
-    """
-    if plot is None:
-        return ()
-    files: tuple[Path, ...] = (plot,)
-    if not plot.suffix:
-        files = (plot.with_name(f"{plot.name}.png"), plot.with_name(f"{plot.name}.html"))
-    elif plot.suffix not in (*PICTURES, *PAGES):
-        raise UsageError(
-            f"--plot {plot} must end in one of {', '.join((*PICTURES, PAGES[0]))}, or have no "
-            "ending for a PNG and an HTML page"
-        )
-    for file in files:
-        require_writable("--plot", file)
-    require_plots()
-    return files
 
 
 def write_json(document: Mapping[str, Any], file: Path) -> None:

@@ -46,12 +46,17 @@ class ReportTable:
     note: str = ""
 
 
-def load_tables(summary: Mapping[str, Any], options: SummaryOptions) -> list[ReportTable]:
-    """Of a load on a server, from its summary."""
+def load_tables(
+    summary: Mapping[str, Any], speculation: SpeculationCounts | None, options: SummaryOptions
+) -> list[ReportTable]:
+    """The tables for a load on a server; `summary` is that of `summarise`."""
     tables = [ReportTable("Requests", ("", ""), _requests(summary))]
     if any(f"mean_{metric}_ms" in summary for metric in options.metrics):
         tables.append(_times(summary, options))
-    tables.append(ReportTable("Speculation", ("", ""), _speculation(summary)))
+    drafts = [("drafts", NOT_REPORTED)]
+    if speculation is not None:
+        drafts = [*speculation_rows(speculation), ("told by", speculation.source)]
+    tables.append(ReportTable("Speculation", ("", ""), drafts))
     if summary["errors"]:
         rows = [(reason, str(count)) for reason, count in summary["errors"].items()]
         tables.append(ReportTable("Failures", ("reason", "requests"), rows))
@@ -172,26 +177,6 @@ def _times(summary: Mapping[str, Any], options: SummaryOptions) -> ReportTable:
         if ITL_PER_TOKEN in options.metrics and summary[f"mean_{ITL_PER_TOKEN}_ms"] is None:
             notes.append("This server does not tell how many tokens a chunk has.")
     return ReportTable("Times, ms", ("", *names), rows, note=" ".join(notes))
-
-
-def _speculation(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    source = summary["spec_decode_source"]
-    if source == NOT_REPORTED:
-        return [("drafts", NOT_REPORTED)]
-    counts = SpeculationCounts(
-        drafts=summary["spec_decode_num_drafts"],
-        draft_tokens=summary["spec_decode_draft_tokens"],
-        accepted=summary["spec_decode_accepted_tokens"],
-        per_position=(),
-        steps=summary["spec_decode_steps"],
-        source=source,
-    )
-    shares = by_position(summary["spec_decode_per_position_acceptance_rates"])
-    rows = [
-        (name, shares if name == "accepted by position" else value)
-        for name, value in speculation_rows(counts)
-    ]
-    return [*rows, ("told by", source)]
 
 
 def _sweep_row(point: Point, is_best: bool) -> list[str]:

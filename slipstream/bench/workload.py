@@ -85,7 +85,11 @@ class OfflineRun:
     @property
     def outputs(self) -> list[RequestOutput]:
         """Of requests that ran to their ends."""
-        return [self.latest[index] for index in sorted(self.latest) if self.latest[index].finished]
+        return [output for output in self.by_prompt() if output.finished]
+
+    def by_prompt(self) -> list[RequestOutput]:
+        """The last snapshots in the order of the prompts, finished or not."""
+        return [self.latest[index] for index in sorted(self.latest)]
 
     @property
     def num_tokens(self) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.cli.paths import make_folder, require_writable
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag, given_flags, like
@@ -12,7 +13,9 @@ from slipstream.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.bench.datasets import BenchPrompt, TextEncoder
+    from slipstream.bench.tables import ReportTable
     from slipstream.bench.workload import Workload
+    from slipstream.engine.llm import LLM
     from slipstream.models.tokenizer import Tokenizer
 
 
@@ -181,7 +184,7 @@ def read_workload(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportFlags:
+class OutputFlags:
     """Where the figures go, besides the terminal."""
 
     output: Path | None = flag(
@@ -191,6 +194,16 @@ class ReportFlags:
         also=("--output-json",),
         metavar="<file>",
     )
+
+    def check(self) -> None:
+        """Raise UsageError for a file that cannot be written, before anything is measured."""
+        require_writable("--output", self.output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportFlags(OutputFlags):
+    """A plot besides."""
+
     plot: Path | None = flag(
         None,
         "Draw a plot: png, svg, pdf or html (a report in one file); without an ending both a PNG "
@@ -199,11 +212,29 @@ class ReportFlags:
     )
 
     def files(self) -> tuple[Path, ...]:
-        """What --plot asks for; UsageError for what cannot be written, before it is measured."""
-        from slipstream.bench.report import plot_files, require_writable
+        """What --plot asks for: a picture or a page by its ending, both where it has none.
 
-        require_writable("--output", self.output)
-        return plot_files(self.plot)
+        Raises:
+            UsageError: a file that cannot be written, another ending, or nothing to draw with.
+        """
+        from slipstream.bench.pictures import PAGES, PICTURES, require_plots
+
+        self.check()
+        plot = self.plot
+        if plot is None:
+            return ()
+        files: tuple[Path, ...] = (plot,)
+        if not plot.suffix:
+            files = (plot.with_name(f"{plot.name}.png"), plot.with_name(f"{plot.name}.html"))
+        elif plot.suffix not in (*PICTURES, *PAGES):
+            raise UsageError(
+                f"--plot {plot} must end in one of {', '.join((*PICTURES, PAGES[0]))}, or have no "
+                "ending for a PNG and an HTML page"
+            )
+        for file in files:
+            require_writable("--plot", file)
+        require_plots()
+        return files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,17 +255,15 @@ class ProfileFlags:
         if self.profile is not None:
             # The profiler announces itself on stderr; it reads this when torch is imported.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-            try:
-                self.profile.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UsageError(
-                    f"--profile {self.profile} cannot be made a folder ({error.strerror}); name "
-                    "another"
-                ) from None
+            make_folder("--profile", self.profile)
 
-    def trace(self, name: str) -> Path | None:
-        """The file for what is called so."""
+    def tables(self, llm: "LLM", workload: "Workload", name: str) -> "list[ReportTable]":
+        """Profile the workload, if that was asked for; `name` becomes the trace's file name."""
         if self.profile is None:
-            return None
+            return []
+        from slipstream.bench.profile import profile
+        from slipstream.bench.tables import profile_table
+
         plain = "".join(letter if letter.isalnum() else "-" for letter in name)
-        return self.profile / f"{plain}.json.gz"
+        trace = self.profile / f"{plain}.json.gz"
+        return [profile_table(profile(llm, workload, self.profile_steps, trace))]

@@ -24,8 +24,8 @@ from slipstream.cli.bench_serve_flags import (
 )
 from slipstream.cli.bench_views import Watch, show_tables, watching
 from slipstream.cli.errors import FAILED, INTERRUPTED, say
-from slipstream.cli.interrupt import interrupt_noted
-from slipstream.cli.terminal import stdout_console
+from slipstream.cli.paths import require_writable
+from slipstream.cli.terminal import interrupt_noted, stdout_console
 from slipstream.core.errors import UsageError
 from slipstream.core.wording import counted
 
@@ -56,7 +56,7 @@ def serve(
     """
     _require_client()
     from slipstream.bench.load import num_requests
-    from slipstream.bench.report import read_texts, require_writable
+    from slipstream.bench.report import read_texts
     from slipstream.bench.serve import measure_server
 
     options, files = summary.options(), report.files()
@@ -128,7 +128,7 @@ class _Outcome:
 
         run, speculation = self._result.run, self._result.speculation
         self._figures = summarise(run, speculation, options)
-        self._tables = load_tables(self._figures, options)
+        self._tables = load_tables(self._figures, speculation, options)
         if expected is not None:
             texts = {record.id: record.text for record in run.records if not record.failed}
             wrong = differing(texts, expected)
@@ -180,7 +180,7 @@ class _Outcome:
 def _plan(
     server: ServerFlags, load: LoadFlags, dataset: DatasetFlags, sampling: BenchSamplingFlags
 ) -> "ServePlan":
-    from slipstream.bench.arrivals import arrival_times
+    from slipstream.bench.load import arrival_times
     from slipstream.bench.protocol import CHAT, COMPLETIONS, RequestForm
     from slipstream.bench.serve import ServePlan
 

@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.cli.paths import make_folder, require_writable
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag, given_flags, parse_object
 
@@ -227,15 +228,7 @@ class ResultFlags:
             return
         if output is not None:
             raise UsageError("--save-result and --output both say where figures go; give one")
-        from slipstream.bench.report import require_writable
-
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"--result-dir {self._folder} cannot be made a folder ({error.strerror}); name "
-                "another"
-            ) from None
+        make_folder("--result-dir", self._folder)
         require_writable("--result-filename", self._folder / (self.result_filename or "any.json"))
 
     def file(self, model: str, load: LoadFlags, time: datetime) -> Path | None:

@@ -1,13 +1,12 @@
 """`slipstream bench sweep`: drafters against K and concurrency."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from slipstream import __version__
 from slipstream.cli.bench_flags import (
     BenchSamplingFlags,
     DatasetFlags,
@@ -16,52 +15,53 @@ from slipstream.cli.bench_flags import (
     read_workload,
     refuse_num_seqs,
 )
-from slipstream.cli.bench_views import Watch, machine, show_tables, tell, watching
+from slipstream.cli.bench_views import Watch, about, show_report, tell, watching
 from slipstream.cli.drafter_flags import DEMO
 from slipstream.cli.errors import FAILED, INTERRUPTED, say
 from slipstream.cli.flags import RunFlags
-from slipstream.cli.interrupt import interrupt_noted
 from slipstream.cli.open_llm import open_llm
-from slipstream.cli.terminal import stdout_console
+from slipstream.cli.terminal import interrupt_noted
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
-from slipstream.core.flags import parse_object
+from slipstream.core.flags import flag, parse_object
 from slipstream.core.wording import counted
 
 if TYPE_CHECKING:
-    from slipstream.bench.profile import Profile
     from slipstream.bench.sweep import Cell, Failure, Open, Point, Sweep
+    from slipstream.bench.tables import ReportTable
     from slipstream.bench.workload import Workload
     from slipstream.engine.llm import LLM
 
 _WITHOUT_MODEL = ("ngram", "suffix")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepFlags:
+    """What to sweep over."""
+
+    drafter: tuple[str, ...] = flag(
+        (),
+        "A checkpoint, ngram, suffix, or NAME=<json> with a speculative_config (repeatable). "
+        "[for the demo: all that are bundled, ngram and suffix]",
+        metavar="<drafter>",
+    )
+    num_speculative_tokens: str = flag(
+        "1-8",
+        "Numbers of draft tokens per step (K), such as 1,2,4 or 1-8.",
+        also=("-k",),
+        metavar="<list>",
+    )
+    batch_sizes: str = flag(
+        "1",
+        "Numbers of requests running at once, such as 1,8.",
+        also=("--concurrency",),
+        metavar="<list>",
+    )
+
+
 def sweep(
     *,
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="<drafter>",
-            help="A checkpoint, ngram, suffix, or NAME=<json> with a speculative_config "
-            "(repeatable). [for the demo: all that are bundled, ngram and suffix]",
-        ),
-    ] = None,
-    num_speculative_tokens: Annotated[
-        str,
-        typer.Option(
-            "--num-speculative-tokens", "-k", metavar="<list>", help="Such as 1,2,4 or 1-8."
-        ),
-    ] = "1-8",
-    batch_sizes: Annotated[
-        str,
-        typer.Option(
-            "--batch-sizes",
-            "--concurrency",
-            metavar="<list>",
-            help="Requests that run at once, such as 1,8.",
-        ),
-    ] = "1",
+    over: SweepFlags,
     dataset: DatasetFlags,
     sampling: BenchSamplingFlags,
     report: ReportFlags,
@@ -69,10 +69,10 @@ def sweep(
     engine: EngineConfig,
     run: RunFlags,
 ) -> None:
-    """All drafters against K: acceptance length, tokens/s, time of an iteration.
+    """Measure every drafter at every K: acceptance length, tokens/s, time of a step.
 
-    Plain decoding is measured first and last at each batch size; ratios are to the first. Ctrl-C
-    ends it and reports what was measured so far.
+    Decoding without a drafter is measured first and last at each batch size; speed-ups are
+    relative to the first. Ctrl-C ends the sweep and reports what was measured so far.
     """
     from slipstream.bench.sweep import Sweep
 
@@ -80,9 +80,9 @@ def sweep(
     files = report.files()
     profile.prepare()
     plan = Sweep(
-        _drafters(drafter, engine.model),
-        _numbers("-k", num_speculative_tokens, least=1),
-        _numbers("--batch-sizes", batch_sizes, least=1),
+        _drafters(over.drafter, engine.model),
+        _numbers("-k", over.num_speculative_tokens, least=1),
+        _numbers("--batch-sizes", over.batch_sizes, least=1),
     )
     asked = read_workload(dataset, sampling, engine)
     plan = _fit(plan, engine)
@@ -103,7 +103,7 @@ class _Cells:
         self._plan, self._workload, self._profile = plan, workload, profile
         self._points: list[Point] = []
         self._failures: list[Failure] = []
-        self._profiles: list[Profile] = []
+        self._profiles: list[ReportTable] = []
         self._stopped = False
 
     def measure(self, open_engine: "Open") -> None:
@@ -116,23 +116,18 @@ class _Cells:
             self._stopped |= pressed()
 
     def report(self, title: str, output: Path | None, files: Sequence[Path]) -> None:
-        """Tables, files, and the exit code."""
+        """Write and show the figures; raises typer.Exit unless everything was measured."""
         from slipstream.bench.report import draw_sweep, sweep_document, write_json
-        from slipstream.bench.tables import failures_table, profile_table, sweep_table
+        from slipstream.bench.tables import failures_table, sweep_table
 
-        about = {"slipstream": __version__, "machine": machine()}
         if self._points:
             if output is not None:
-                document = sweep_document(self._points, self._failures, {"title": title, **about})
+                document = sweep_document(self._points, self._failures, {"title": title, **about()})
                 write_json(document | {"interrupted": self._stopped}, output)
-            draw_sweep(self._points, self._failures, title, about, files)
+            draw_sweep(self._points, self._failures, title, about(), files)
+            failures = [failures_table(self._failures)] if self._failures else []
             # Last, for whoever reads them may leave.
-            console = stdout_console()
-            console.print(f"{title}; slipstream {__version__}, {machine()}", soft_wrap=True)
-            tables = [sweep_table(self._points)]
-            tables += [failures_table(self._failures)] if self._failures else []
-            tables += [profile_table(profile) for profile in self._profiles]
-            show_tables(console, tables)
+            show_report(title, [sweep_table(self._points), *failures, *self._profiles])
         if self._stopped:
             say(f"interrupted after {len(self._points)} of {self._plan.num_points} cells")
             raise typer.Exit(INTERRUPTED)
@@ -151,7 +146,7 @@ class _Cells:
 
         def inspect(llm: "LLM", cell: "Cell") -> None:
             watch.end()
-            self._inspect(llm, cell)
+            self._profiles += self._profile.tables(llm, self._workload, cell.title)
 
         measured = self._plan.run(
             open_and_tell,
@@ -178,14 +173,6 @@ class _Cells:
             f"{point.tokens_per_second:.0f} tokens/s"
         )
 
-    def _inspect(self, llm: "LLM", cell: "Cell") -> None:
-        trace = self._profile.trace(cell.title)
-        if trace is not None:
-            from slipstream.bench.profile import profile
-
-            taken = profile(llm, self._workload, self._profile.profile_steps, trace)
-            self._profiles.append(taken)
-
 
 def _fit(plan: "Sweep", config: EngineConfig) -> "Sweep":
     """Every drafter and its largest K, before anything is measured."""
@@ -200,7 +187,7 @@ def _fit(plan: "Sweep", config: EngineConfig) -> "Sweep":
     return fitting
 
 
-def _drafters(given: list[str] | None, model: str) -> dict[str, dict[str, Any]]:
+def _drafters(given: Sequence[str], model: str) -> dict[str, dict[str, Any]]:
     if not given:
         if model != DEMO:
             raise UsageError("nothing to sweep; add --drafter, as often as there are drafters")

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from slipstream.cli.terminal import QUIET_STYLE, stderr_console
+from slipstream import __version__
+from slipstream.cli.terminal import QUIET_STYLE, stderr_console, stdout_console
 
 if TYPE_CHECKING:
     from slipstream.bench.tables import ReportTable
@@ -24,6 +25,18 @@ def show_tables(console: Console, tables: "Iterable[ReportTable]") -> None:
         if table.note:
             console.print(table.note, style=QUIET_STYLE)
         console.print(as_rich(table))
+
+
+def about() -> dict[str, str]:
+    """Version and machine, for the files of a report."""
+    return {"slipstream": __version__, "machine": machine()}
+
+
+def show_report(title: str, tables: "Iterable[ReportTable]") -> None:
+    """Results of an engine in this process on stdout."""
+    console = stdout_console()
+    console.print(f"{title}; slipstream {__version__}, {machine()}", soft_wrap=True)
+    show_tables(console, tables)
 
 
 def as_rich(table: "ReportTable") -> Table:

@@ -2,21 +2,31 @@
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
-from slipstream.cli.conversation import Conversation
 from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.errors import WRONG_USAGE, say
 from slipstream.cli.flags import RunFlags
 from slipstream.cli.open_llm import open_llm
 from slipstream.cli.prompts import decode, stdin_is_piped
-from slipstream.cli.terminal import QUIET_STYLE, shows_live, stderr_console, stdout_console
-from slipstream.cli.views import LiveView, PlainView
+from slipstream.cli.status import Meter, Status
+from slipstream.cli.terminal import (
+    QUIET_STYLE,
+    interrupt_noted,
+    shows_live,
+    stderr_console,
+    stdout_console,
+)
+from slipstream.cli.views import LiveView, PlainView, View
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
+from slipstream.core.flags import flag
+from slipstream.core.outputs import CompletionOutput
 from slipstream.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,9 +40,16 @@ _COMMANDS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatFlags:
+    """How the conversation begins."""
+
+    system: str | None = flag(None, "The system prompt.")
+
+
 def chat(
     *,
-    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
+    flags: ChatFlags,
     drafter: DrafterFlags,
     sampling: SamplingParams = _SAMPLING,
     engine: EngineConfig,
@@ -41,11 +58,55 @@ def chat(
     """Talk to a model: on a terminal, or with one message per line of a pipe."""
     llm, _ = open_llm(drafter.apply(engine), run.verbose)
     _require_template(llm)
-    conversation = Conversation(llm, sampling, system)
+    conversation = Conversation(llm, sampling, flags.system)
     if stdin_is_piped() or not _is_terminal():
         _answer_lines(conversation, sampling)
     else:
         Talk(conversation, llm, sampling).run()
+
+
+class Conversation:
+    """What was said so far, and how the next answer comes about."""
+
+    def __init__(self, llm: "LLM", params: SamplingParams, system: str | None) -> None:
+        self._llm, self._params, self._system = llm, params, system
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything but the system prompt."""
+        self.messages: list[dict[str, str]] = []
+        if self._system is not None:
+            self.messages.append({"role": "system", "content": self._system})
+
+    def ask(self, text: str, view: View) -> Status:
+        """Show the answer; Ctrl-C ends it, and what was said of it stays in the conversation.
+
+        Raises:
+            UsageError: the conversation no longer fits the model; this message is dropped.
+        """
+        self.messages.append({"role": "user", "content": text})
+        meter = Meter(self._llm)
+        try:
+            answer = self._answer(view, meter)
+        except UsageError:
+            del self.messages[-1]
+            raise
+        self.messages.append({"role": "assistant", "content": answer.text if answer else ""})
+        return meter.read(len(answer.token_ids) if answer else 0)
+
+    def _answer(self, view: View, meter: Meter) -> CompletionOutput | None:
+        outputs = self._llm.stream_chat(self.messages, self._params)
+        answer: CompletionOutput | None = None
+        view.begin(None, "")
+        with interrupt_noted() as interrupted:
+            for output in outputs:
+                answer = output.outputs[0]
+                view.show(answer, partial(meter.read, len(answer.token_ids)))
+                if interrupted():
+                    self._llm.abort(output.request_id)
+                    break
+        view.end()
+        return answer
 
 
 class Talk:

@@ -43,9 +43,10 @@ class RunFlags:
     )
 
 
-def add_command(app: typer.Typer, command: Callable[..., None], name: str | None = None) -> None:
-    """Register a command; it takes --debug besides its own flags."""
-    app.command(name=name, cls=GroupedHelp)(flattened(command))
+def add_commands(app: typer.Typer, *commands: Callable[..., None]) -> None:
+    """Register commands by their names; they take --debug besides their own flags."""
+    for command in commands:
+        app.command(cls=GroupedHelp)(flattened(command))
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,27 +1,27 @@
 """`slipstream generate`: continue prompts."""
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.flags import RunFlags
 from slipstream.cli.json_report import report
 from slipstream.cli.open_llm import open_llm
-from slipstream.cli.play import Player
+from slipstream.cli.paths import read_text
 from slipstream.cli.prompts import gather_prompts
-from slipstream.cli.status import Meter
+from slipstream.cli.status import Meter, Status
 from slipstream.cli.terminal import QUIET_STYLE, shows_live, stderr_console, stdout_console
 from slipstream.cli.views import LiveView, NoView, PlainView, View
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag, given_flags
+from slipstream.core.outputs import CompletionOutput, RequestOutput
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
 
 if TYPE_CHECKING:
-    from slipstream.core.outputs import RequestOutput
     from slipstream.engine.llm import LLM
 
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=128)
@@ -73,13 +73,13 @@ class StructuredFlags:
             raise UsageError(f"{' and '.join(flags)} contradict each other; give one of them")
         schema = self.json_schema
         if schema is not None and not schema.lstrip().startswith("{"):
-            schema = _read("--json-schema", schema)
+            schema = read_text("--json-schema", schema)
         return StructuredOutput(
             json_schema=schema,
             json_object=self.json_object,
             regex=self.regex,
             choice=self.choice or None,
-            grammar=None if self.grammar is None else _read("--grammar", self.grammar),
+            grammar=None if self.grammar is None else read_text("--grammar", self.grammar),
         )
 
 
@@ -126,7 +126,7 @@ def generate(
 
 def _play(
     llm: "LLM", prompts: list[str], params: SamplingParams, view: View
-) -> tuple[str, list["RequestOutput"]]:
+) -> tuple[str, list[RequestOutput]]:
     """Run everything; the summary line, and the outputs in the order of the prompts."""
     outputs = llm.stream(prompts, params)
     player = Player(prompts, params.n, view, Meter(llm))
@@ -134,8 +134,66 @@ def _play(
     return player.status().summary(), done
 
 
-def _read(flag: str, file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{flag}: {file} cannot be read ({error})") from None
+class Player:
+    """Feeds a view from the snapshots of an engine that has served no one else.
+
+    Args:
+        prompts: texts of the requests, in order; request ids count from 0.
+        num_samples: of each.
+    """
+
+    def __init__(self, prompts: Sequence[str], num_samples: int, view: View, meter: Meter) -> None:
+        self._prompts, self._num_samples = prompts, num_samples
+        self._view, self._meter = view, meter
+        self._latest: dict[int, RequestOutput] = {}
+        self._order = [(p, s) for p in range(len(prompts)) for s in range(num_samples)]
+        self._place = 0
+
+    def play(self, outputs: Iterator[RequestOutput]) -> list[RequestOutput]:
+        """Show everything; the final outputs in the order of the prompts."""
+        self._begin()
+        for output in outputs:
+            self._latest[int(output.request_id)] = output
+            self._catch_up()
+        return [self._latest[index] for index in sorted(self._latest)]
+
+    def status(self) -> Status:
+        """Over all texts so far."""
+        return self._meter.read(
+            sum(
+                len(sample.token_ids)
+                for output in self._latest.values()
+                for sample in output.outputs
+            )
+        )
+
+    def _catch_up(self) -> None:
+        """Show the current sample, and those behind it that were finished in the meantime."""
+        while self._place < len(self._order):
+            sample = self._current()
+            if sample is None:
+                return
+            self._view.show(sample, self.status)
+            if sample.finish_reason is None:
+                return
+            self._view.end()
+            self._place += 1
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._place < len(self._order):
+            prompt, sample = self._order[self._place]
+            self._view.begin(self._heading(prompt, sample), self._prompts[prompt])
+
+    def _current(self) -> CompletionOutput | None:
+        prompt, sample = self._order[self._place]
+        output = self._latest.get(prompt)
+        return None if output is None else output.outputs[sample]
+
+    def _heading(self, prompt: int, sample: int) -> str | None:
+        parts = []
+        if len(self._prompts) > 1:
+            parts.append(f"prompt {prompt + 1} of {len(self._prompts)}")
+        if self._num_samples > 1:
+            parts.append(f"sample {sample + 1} of {self._num_samples}")
+        return ", ".join(parts) or None

@@ -1,8 +1,9 @@
 """`slipstream inspect`: what is this checkpoint, and does it fit that target?"""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -14,21 +15,25 @@ from slipstream.cli.drafter_flags import WITHOUT_MODEL
 from slipstream.cli.errors import FAILED
 from slipstream.cli.terminal import QUIET_STYLE, stdout_console
 from slipstream.core.errors import UsageError
+from slipstream.core.flags import REQUIRED, flag
 from slipstream.core.wording import counted
 
 
-def inspect(
-    *,
-    path: Annotated[str, typer.Argument(help="A local directory, a hub name or a bundled demo.")],
-    target: Annotated[
-        str | None, typer.Option(help="Tell whether PATH can draft for this model.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
-) -> None:
-    """Tell what a checkpoint is without loading its weights.
+@dataclass(frozen=True, kw_only=True)
+class InspectFlags:
+    """What to look at."""
+
+    path: str = flag(REQUIRED, "A local directory, a hub name or a bundled demo.", argument=True)
+    target: str | None = flag(None, "Check whether PATH can draft for this model.")
+    json: bool = flag(False, "Print one JSON document.")
+
+
+def inspect(*, flags: InspectFlags) -> None:
+    """Describe a checkpoint without loading its weights.
 
     With --target the exit code is 1 when it does not fit as a drafter.
     """
+    path, target = flags.path, flags.target
     if path in WITHOUT_MODEL and not Path(path).exists():
         raise UsageError(
             f"{path} is a way to draft without a checkpoint of its own, so there is nothing to "
@@ -36,7 +41,7 @@ def inspect(
         )
     facts = read_facts(path)
     fit = None if target is None else check_fit(facts, read_facts(target))
-    if as_json:
+    if flags.json:
         document = facts.document()
         if fit is not None:
             document["drafter"] = {"target": target, **fit.document()}

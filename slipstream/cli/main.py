@@ -10,10 +10,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from slipstream import __version__
-from slipstream.cli.bench import app as bench_app
+from slipstream.cli.bench_offline import latency, throughput
+from slipstream.cli.bench_serve import serve as bench_serve
+from slipstream.cli.bench_sweep import sweep
 from slipstream.cli.chat import chat
 from slipstream.cli.errors import run
-from slipstream.cli.flags import DebugFlag, add_command
+from slipstream.cli.flags import DebugFlag, add_commands
 from slipstream.cli.generate import generate
 from slipstream.cli.inspect import inspect
 from slipstream.cli.serve import serve
@@ -34,8 +36,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (generate, chat, serve, inspect):
-    add_command(app, _command)
+add_commands(app, generate, chat, serve, inspect)
+bench_app = typer.Typer(
+    name="bench",
+    help="Measure a server under load, or an engine in this process.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+add_commands(bench_app, bench_serve, latency, throughput, sweep)
 app.add_typer(bench_app)
 app.add_typer(train_app)
 

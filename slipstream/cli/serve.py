@@ -10,6 +10,7 @@ import typer
 from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.flags import RunFlags
 from slipstream.cli.open_llm import open_llm
+from slipstream.cli.paths import make_folder, read_text
 from slipstream.cli.terminal import QUIET_STYLE, stderr_console
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import SlipstreamError, UsageError
@@ -88,10 +89,7 @@ class ListenFlags:
         given = self.chat_template
         if given is None:
             return None
-        try:
-            text = given if "{" in given else Path(given).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--chat-template {given} cannot be read: {error}") from None
+        text = given if "{" in given else read_text("--chat-template", given)
         from jinja2 import TemplateSyntaxError
 
         from slipstream.models.chat_environment import make_environment
@@ -103,19 +101,6 @@ class ListenFlags:
                 f"--chat-template is not valid: line {error.lineno}: {error.message}"
             ) from None
         return text
-
-    def profiles(self) -> Path | None:
-        """The folder of --enable-profiling, which is made."""
-        folder = self.enable_profiling
-        if folder is not None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UsageError(
-                    f"--enable-profiling {folder} cannot be made a folder ({error.strerror}); "
-                    "name another"
-                ) from None
-        return folder
 
     def refuse_reasoning(self) -> None:
         """Raise UsageError for what other servers take apart."""
@@ -181,6 +166,8 @@ def _options(
 ) -> "ServerOptions":
     """Checked before a model is loaded."""
     listen.refuse_reasoning()
+    if listen.enable_profiling is not None:
+        make_folder("--enable-profiling", listen.enable_profiling)
     try:
         from slipstream.serve.run import Access, Front
         from slipstream.serve.start import ServerOptions
@@ -204,7 +191,7 @@ def _options(
         ),
         tool_call_parser=listen.tool_call_parser,
         chat_template=listen.template(),
-        profiles=listen.profiles(),
+        profiles=listen.enable_profiling,
         log_prompts=log.log_prompts,
         log_json=log.log_json,
         log_level=log.log_level,

@@ -1,6 +1,10 @@
-"""The two streams that a command writes to."""
+"""The terminal: the streams that a command writes to, and Ctrl-C."""
 
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from rich.console import Console
 
@@ -29,3 +33,24 @@ def shows_live(console: Console) -> bool:
         and console.is_terminal
         and not console.is_dumb_terminal
     )
+
+
+@contextmanager
+def interrupt_noted() -> Iterator[Callable[[], bool]]:
+    """Within, Ctrl-C is only noted, so that the engine ends its step; pressed twice it interrupts.
+
+    Gives a function that tells whether it was pressed.
+    """
+    pressed = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            signal.default_int_handler(number, frame)
+        pressed = True
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -9,10 +9,9 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from slipstream.cli.errors import say
-from slipstream.cli.flags import add_command
-from slipstream.cli.interrupt import interrupt_noted
+from slipstream.cli.flags import add_commands
 from slipstream.cli.open_llm import Bars
-from slipstream.cli.terminal import stderr_console, stdout_console
+from slipstream.cli.terminal import interrupt_noted, stderr_console, stdout_console
 from slipstream.train.settings import DataSettings, TrainSettings
 
 if TYPE_CHECKING:
@@ -80,9 +79,7 @@ def data(*, settings: DataSettings) -> None:
     )
 
 
-for _kind in KINDS:
-    add_command(app, _command(_kind), _kind)
-add_command(app, data)
+add_commands(app, *map(_command, KINDS), data)
 
 
 class _Watch:

@@ -9,9 +9,8 @@ import pytest
 
 from slipstream.bench.client import Client, Server
 from slipstream.bench.datasets import BenchPrompt
-from slipstream.bench.event_stream import EventStream
 from slipstream.bench.load import LoadRun, run_load
-from slipstream.bench.protocol import BrokenStreamError, RequestForm, read_event
+from slipstream.bench.protocol import BrokenStreamError, EventStream, RequestForm, read_event
 from slipstream.bench.record import CHUNKS, TOKENIZER, USAGE, Record
 from slipstream.core.errors import UsageError
 from tests.bench.test_datasets import Letters
@@ -184,7 +183,7 @@ def test_events_may_be_cut_anywhere(size: int, line: bytes) -> None:
 
 
 def test_an_event_without_end_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.bench.event_stream._MOST_BYTES", 10)
+    monkeypatch.setattr("slipstream.bench.protocol._MOST_BYTES", 10)
     with pytest.raises(ValueError, match="has no end"):
         fed(b"data: aaaaaaaaaa")
 

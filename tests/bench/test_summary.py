@@ -5,8 +5,7 @@ import math
 import numpy
 import pytest
 
-from slipstream.bench.arrivals import arrival_times
-from slipstream.bench.load import LoadRun
+from slipstream.bench.load import LoadRun, arrival_times
 from slipstream.bench.record import CHUNKS, TOKENIZER, USAGE, Arrival, Record
 from slipstream.bench.speculation import SpeculationCounts, from_metrics, from_usage
 from slipstream.bench.summary import (

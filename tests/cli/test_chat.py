@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slipstream.cli.interrupt import interrupt_noted
+from slipstream.cli.terminal import interrupt_noted
 from slipstream.core.outputs import RequestOutput
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import ByteTokenizer, FakeLLM

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from slipstream.cli.generate import Player
 from slipstream.cli.page import Page, TokenColours
-from slipstream.cli.play import Player
 from slipstream.cli.status import Meter, Status
 from slipstream.cli.views import LiveView, held_back
 from slipstream.core.config import EngineConfig

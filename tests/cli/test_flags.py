@@ -8,7 +8,7 @@ import typer
 
 from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.errors import run
-from slipstream.cli.flags import add_command
+from slipstream.cli.flags import add_commands
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag, parse_bytes
@@ -330,7 +330,7 @@ def test_a_field_of_a_config_is_a_flag() -> None:
         taken.append(config)
 
     app = typer.Typer()
-    add_command(app, command)
+    add_commands(app, command)
     assert run(app, ["-s", "0.25", "--names", "a", "--names", "b"]) == 0
     assert run(app, ["--share", "2"]) == 2
     assert run(app, ["--internal", "4"]) == 2

@@ -79,7 +79,7 @@ def test_flags_say_what_the_text_must_be(
     ("flags", "words"),
     [
         (["--regex", "a", "--json-object"], "--json-object and --regex contradict each other"),
-        (["--json-schema", "nowhere.json"], "--json-schema: nowhere.json cannot be read"),
+        (["--json-schema", "nowhere.json"], "--json-schema nowhere.json cannot be read"),
         (["--json-schema", "{"], "json_schema is not JSON"),
         (["--regex", ""], "regex must be a text"),
     ],

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slipstream.cli.interrupt import interrupt_noted
+from slipstream.cli.terminal import interrupt_noted
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.train.loop import Report, RunStoppedError
 from slipstream.train.orders import WORK
