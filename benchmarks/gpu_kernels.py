@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.composition import query_key_norms, split_heads
+from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
-from slipstream.kernels.table import AttentionInputs, Heads, Norm
+from slipstream.kernels.table import Heads, Norm
 from slipstream.kernels.triton import PARTS as TRITON_PARTS
 from slipstream.kernels.triton import attention as tuned
 from slipstream.kernels.triton.attention import Tiles
@@ -179,7 +180,7 @@ def _attend(pool: tuple[Tensor, Tensor], num_heads: int, case: Case) -> Row:
     return {"op": case.name, "us": us, "limit_us": limit, "error": _error(out, truth)}
 
 
-def _inputs(case: Case, blocks: Tensor, stored: bool = False) -> AttentionInputs:
+def _inputs(case: Case, blocks: Tensor, stored: bool = False) -> PassInputs:
     tables = blocks.view(case.requests, -1)
     if case.table_tokens:
         unused = case.table_tokens // BLOCK_SIZE - tables.shape[1]
@@ -189,31 +190,27 @@ def _inputs(case: Case, blocks: Tensor, stored: bool = False) -> AttentionInputs
     if stored:
         own = tables[:, positions // BLOCK_SIZE].long() * BLOCK_SIZE
         slots = (own + positions % BLOCK_SIZE).flatten()
-    return AttentionInputs(
-        query_start=torch.arange(case.requests + 1, device=DEVICE) * case.rows,
-        context_lens=torch.full((case.requests,), case.context, device=DEVICE),
-        block_tables=tables.contiguous(),
-        positions=positions.repeat(case.requests),
-        slots=slots,
-        max_rows=case.rows,
+    query_start = torch.arange(case.requests + 1, device=DEVICE) * case.rows
+    context_lens = torch.full((case.requests,), case.context, device=DEVICE)
+    return PassInputs(
+        RowPlaces(query_start, positions.repeat(case.requests), max_rows=case.rows),
+        Paging(tables.contiguous(), context_lens, slots),
     )
 
 
 def _attention_truth(
-    query: Tensor, pool: tuple[Tensor, Tensor], inputs: AttentionInputs, case: Case, scale: float
+    query: Tensor, pool: tuple[Tensor, Tensor], inputs: PassInputs, case: Case, scale: float
 ) -> Tensor:
     """Request by request in float32, each on a cache that holds it alone."""
     outs = []
     blocks = -(-case.context // BLOCK_SIZE)
     for request in range(case.requests):
-        table = inputs.block_tables[request, :blocks].long()
+        table = inputs.paging.block_tables[request, :blocks].long()
         rows = slice(request * case.rows, (request + 1) * case.rows)
-        alone = replace(
-            inputs,
-            query_start=torch.tensor([0, case.rows]),
-            context_lens=torch.tensor([case.context]),
-            block_tables=torch.arange(blocks, device=DEVICE)[None],
-            positions=inputs.positions[rows],
+        own = torch.arange(blocks, device=DEVICE)[None]
+        alone = PassInputs(
+            RowPlaces(torch.tensor([0, case.rows]), inputs.rows.positions[rows], case.rows),
+            Paging(own, torch.tensor([case.context]), inputs.paging.slots),
         )
         cache = pool[0][table].float(), pool[1][table].float()
         outs.append(REFERENCE_PARTS.paged_attention(query[rows].float(), cache, alone, scale, None))
@@ -323,12 +320,14 @@ def _rotate(tokens: int) -> Row:
     table = rope_table(HEAD_DIM, RopeConfig(1e6), MAX_LEN, DEVICE)
     pages = torch.zeros(2, tokens, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE)
     cache = pages[0], pages[1]
-    inputs = AttentionInputs(
-        query_start=torch.tensor([0, tokens], device=DEVICE),
-        context_lens=torch.tensor([tokens], device=DEVICE),
-        block_tables=torch.zeros(1, 1, dtype=torch.int32, device=DEVICE),
-        positions=torch.randint(MAX_LEN, (tokens,), device=DEVICE),
-        slots=torch.randperm(tokens * BLOCK_SIZE, device=DEVICE)[:tokens],
+    query_start = torch.tensor([0, tokens], device=DEVICE)
+    inputs = PassInputs(
+        RowPlaces(query_start, torch.randint(MAX_LEN, (tokens,), device=DEVICE)),
+        Paging(
+            torch.zeros(1, 1, dtype=torch.int32, device=DEVICE),
+            context_lens=query_start[1:],
+            slots=torch.randperm(tokens * BLOCK_SIZE, device=DEVICE)[:tokens],
+        ),
     )
 
     def run() -> None:

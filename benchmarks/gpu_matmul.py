@@ -10,21 +10,14 @@ norm_gated_linear and linear, each layer with weights of its own, then the last 
 import argparse
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.composition import compose
-from slipstream.kernels.table import (
-    AttentionInputs,
-    Float8Matrix,
-    Heads,
-    Norm,
-    Ops,
-    PackedMatrix,
-    Weight,
-)
+from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
+from slipstream.kernels.table import Float8Matrix, Heads, Norm, Ops, PackedMatrix, Weight
 from slipstream.kernels.triton import PARTS, TRITON
 
 BYTES_PER_US = 4.35e6
@@ -191,17 +184,15 @@ def _decoder(geometry: Geometry, float8: bool, requests: int) -> Decoder:
     return Decoder(layers, head, heads, (pages[0], pages[1]))
 
 
-def _inputs(rows: int) -> AttentionInputs:
+def _inputs(rows: int) -> PassInputs:
     blocks = -(-CONTEXT // BLOCK_SIZE)
     tables = torch.arange(rows * blocks, device=DEVICE, dtype=torch.int32).view(rows, blocks)
-    inputs = AttentionInputs(
-        query_start=torch.arange(rows + 1, device=DEVICE),
-        context_lens=torch.full((rows,), CONTEXT, device=DEVICE),
-        block_tables=tables,
-        positions=torch.full((rows,), CONTEXT - 1, device=DEVICE),
-        slots=tables[:, -1].long() * BLOCK_SIZE + (CONTEXT - 1) % BLOCK_SIZE,
+    positions = torch.full((rows,), CONTEXT - 1, device=DEVICE)
+    slots = tables[:, -1].long() * BLOCK_SIZE + (CONTEXT - 1) % BLOCK_SIZE
+    return PassInputs(
+        RowPlaces(torch.arange(rows + 1, device=DEVICE), positions, max_rows=1),
+        Paging(tables, positions + 1, slots, max_context=CONTEXT),
     )
-    return replace(inputs, max_rows=1, max_context=CONTEXT)
 
 
 def _graph_us(run: Callable[[], object], repeats: int = 9) -> float:

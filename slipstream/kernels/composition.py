@@ -7,7 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs, Heads, LinearOp, LogitsOp, Norm, Ops, Weight
+from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.table import Heads, LinearOp, LogitsOp, Norm, Ops, Weight
 
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 QueryKeyNorms = tuple[Tensor, Tensor, float]
@@ -18,14 +19,12 @@ RotateAndStore = Callable[
         Tensor,
         QueryKeyNorms | None,
         Tensor,
-        AttentionInputs,
+        PassInputs,
         tuple[Tensor, Tensor],
     ],
     Tensor,
 ]
-PagedAttention = Callable[
-    [Tensor, tuple[Tensor, Tensor], AttentionInputs, float, int | None], Tensor
-]
+PagedAttention = Callable[[Tensor, tuple[Tensor, Tensor], PassInputs, float, int | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def compose(column: str, parts: Parts) -> Ops:
         return smaller.linear(torch.cat(normed, -1), weight, bias)
 
     def attend(
-        qkv: Tensor, heads: Heads, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]
+        qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]
     ) -> Tensor:
         query, key, value = split_heads(qkv, heads)
         norms = query_key_norms(heads)
@@ -107,7 +106,7 @@ def compose(column: str, parts: Parts) -> Ops:
 
 
 def _store(
-    parts: Parts, kv: Tensor, heads: Heads, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]
+    parts: Parts, kv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]
 ) -> None:
     shape = (len(kv), heads.num_kv_heads, heads.head_dim)
     key, value = (part.view(shape) for part in kv.chunk(2, -1))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.devices import runs_cpp, runs_triton
-from slipstream.kernels.table import AttentionInputs
+from slipstream.kernels.pass_inputs import PassInputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class PlacedRows:
     """
 
     token_ids: Tensor
-    inputs: AttentionInputs
+    inputs: PassInputs
     first_row: Tensor
     last_row: Tensor
     request: Tensor | None = None

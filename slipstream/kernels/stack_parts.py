@@ -6,7 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs, Heads, Norm, Weight
+from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.table import Heads, Norm, Weight
 
 Product = tuple[Weight, Tensor | None]  # with its bias
 
@@ -64,7 +65,7 @@ class StackOp(Protocol):
     def __call__(
         self,
         sources: Sequence[Tensor],
-        inputs: AttentionInputs,
+        inputs: PassInputs,
         caches: Sequence[tuple[Tensor, Tensor]],
         wanted: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]: ...

@@ -16,64 +16,13 @@ from torch import Tensor
 
 from slipstream.kernels.devices import CPP_DTYPES, runs_cpp, runs_triton
 from slipstream.kernels.forms import Rounding
+from slipstream.kernels.pass_inputs import PassInputs
 
 if TYPE_CHECKING:
     from slipstream.kernels.stack_parts import StackOp, StackParts
 
 
-@dataclass(frozen=True, eq=False)
-class TreeInputs:
-    """Rows that are nodes of token trees: what each sees of the tokens of its tree.
-
-    Attributes:
-        starts: [R] int64, the first token of each request's tree; all before it are seen, as far
-            as the window allows, which is larger than a tree is deep.
-        tokens: [T] int64, which token of its request a row is: its position is that of the text
-            it continues, so several rows of a request may have the same one.
-        ancestors: [T] int64, bit i says whether a row sees token starts + i, of those up to itself;
-            -1 sees all of them, as rows outside of trees do.
-    """
-
-    starts: Tensor
-    tokens: Tensor
-    ancestors: Tensor
-
-
 SCALE_BYTES = 4  # of an int8 cache: a head of a token is D numbers and a float32, their scale
-MOST_TREE_TOKENS = 63  # the bits of `TreeInputs.ancestors`, without the sign
-
-
-@dataclass(frozen=True)
-class AttentionInputs:
-    """Where the rows of one pass stand, shared by all layers.
-
-    Attributes:
-        query_start: [R + 1] int64, first row of each request; the last entry is the row count.
-        context_lens: [R] int64, tokens of each request in the cache once this pass has written.
-        block_tables: [R, max_blocks] int32.
-        positions: [T] int64, of each row.
-        slots: [T] int64, where each row's key and value go; -1 writes nothing.
-        max_rows: no request has more rows, as far as the host knows; None if it does not. A hint
-            for how many programs to start: results do not depend on it.
-        max_context: no request has a longer context, as far as the host knows; None if it does not.
-            A hint like `max_rows`.
-        first_seen: cached tokens before this one are seen by no row: nothing has been stored there
-            (but the numbers there are finite).
-        causal: false: a row also sees the tokens behind its own, up to `context_lens`, so that all
-            rows of a request see each other.
-        tree: of passes with rows that are not a causal chain.
-    """
-
-    query_start: Tensor
-    context_lens: Tensor
-    block_tables: Tensor
-    positions: Tensor
-    slots: Tensor
-    max_rows: int | None = None
-    max_context: int | None = None
-    first_seen: int = 0
-    causal: bool = True
-    tree: TreeInputs | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +201,7 @@ class AttendOp(Protocol):
         self,
         qkv: Tensor,
         heads: Heads,
-        inputs: AttentionInputs,
+        inputs: PassInputs,
         cache: tuple[Tensor, Tensor],
     ) -> Tensor: ...
 
@@ -268,7 +217,7 @@ class StoreOp(Protocol):
         self,
         kv: Tensor,
         heads: Heads,
-        inputs: AttentionInputs,
+        inputs: PassInputs,
         cache: tuple[Tensor, Tensor],
     ) -> None: ...
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs, Heads, Norm, Ops
+from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.table import Heads, Norm, Ops
 from slipstream.kernels.weights import row_range
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import rms_norm
@@ -70,7 +71,7 @@ class Attention:
             window=shape.window,
         )
 
-    def store(self, x: Tensor, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]) -> None:
+    def store(self, x: Tensor, inputs: PassInputs, cache: tuple[Tensor, Tensor]) -> None:
         """Keys and values of rows x [T, columns] go to their slots, for others to see."""
         rows = self.heads.num_heads * self.heads.head_dim  # of the queries
         weight, bias = row_range(self.qkv.weight, rows), self.qkv.bias

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from slipstream.kernels.devices import profiling
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.stack_parts import LayerParts, StackParts
-from slipstream.kernels.table import AttentionInputs, Norm, Ops
+from slipstream.kernels.table import Norm, Ops
 from slipstream.layers.attention import Attention
 from slipstream.layers.mlp import GatedMLP
 
@@ -44,7 +45,7 @@ class Stack:
     def __call__(
         self,
         sources: Sequence[Tensor],
-        inputs: AttentionInputs,
+        inputs: PassInputs,
         caches: Sequence[LayerCache],
         wanted: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
@@ -56,7 +57,7 @@ class Stack:
     def _by_ops(
         self,
         sources: Sequence[Tensor],
-        inputs: AttentionInputs,
+        inputs: PassInputs,
         caches: Sequence[LayerCache],
         wanted: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
@@ -90,7 +91,7 @@ def run_layer(
     layer: LayerParts,
     addend: Tensor,
     residual: Tensor | None,
-    inputs: AttentionInputs,
+    inputs: PassInputs,
     cache: LayerCache,
     beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:

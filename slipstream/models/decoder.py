@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.stack_parts import StackParts
-from slipstream.kernels.table import AttentionInputs, Ops
+from slipstream.kernels.table import Ops
 from slipstream.layers.attention import Attention, AttentionShape
 from slipstream.layers.embedding import Embedding, own_head, tied_head
 from slipstream.layers.mlp import GatedMLP
@@ -80,7 +81,7 @@ class Decoder:
     def __call__(
         self,
         token_ids: Tensor,
-        inputs: AttentionInputs,
+        inputs: PassInputs,
         caches: Sequence[LayerCache],
         stream_layers: Sequence[int] = (),
         embedded: Tensor | None = None,

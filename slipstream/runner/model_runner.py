@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.kv_cache import KVCache
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.preparation import PlacedRows, preparation_for
-from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.decoder import Decoder
 from slipstream.runner.device_state import DeviceState
@@ -59,13 +59,13 @@ class Forward:
     last_row: Tensor
     row_starts: Sequence[int]
     streams: Sequence[Tensor] = ()
-    inputs: AttentionInputs | None = None
+    inputs: PassInputs | None = None
 
     @property
     def places(self) -> Tensor:
         """[T] int64, where each row's keys and values went; -1 for nowhere."""
         assert self.inputs is not None
-        return self.inputs.slots
+        return self.inputs.paging.slots
 
     def last(self) -> Tensor:
         """[R, hidden_size], each request's last row."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs, TreeInputs
+from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
 from slipstream.sampling.tree_verification import TreeNodes
 
 CHAIN = -1  # a word that sees all
@@ -30,22 +30,26 @@ class TreeRows:
     drafted: Tensor
 
     def inputs(
-        self, chain: AttentionInputs, request: Tensor | None, offset: Tensor | None
-    ) -> AttentionInputs:
+        self, chain: PassInputs, request: Tensor | None, offset: Tensor | None
+    ) -> PassInputs:
         """The inputs of rows that were laid out as a chain.
 
         Args:
             request, offset: [T], of each row; None where every request has as many.
         """
         if request is None or offset is None:
-            most = len(chain.positions) // len(self.roots)
-            row = torch.arange(len(chain.positions), device=self.roots.device)
+            most = len(chain.rows.positions) // len(self.roots)
+            row = torch.arange(len(chain.rows.positions), device=self.roots.device)
             request, offset = row // most, row % most
         node = (offset + self.first).clamp_max(self.nodes.depths.shape[1] - 1)
         drafted = self.drafted[request]
-        tokens = chain.positions
+        tokens = chain.rows.positions
         positions = self.roots[request] + self.nodes.depths[request, node]
         # A node has no smaller number than its depth; rows behind the last position stay there.
         positions = torch.where(drafted, torch.minimum(positions, tokens), tokens)
         ancestors = torch.where(drafted, self.nodes.ancestors[request, node], CHAIN)
-        return replace(chain, positions=positions, tree=TreeInputs(self.roots, tokens, ancestors))
+        return replace(
+            chain,
+            rows=replace(chain.rows, positions=positions),
+            sees=replace(chain.sees, tree=TreeInputs(self.roots, tokens, ancestors)),
+        )

@@ -18,8 +18,9 @@ from slipstream.kernels.composition import (
     query_key_norms,
     split_heads,
 )
+from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 from slipstream.kernels.reference.dense import add_norm, gated_activation
-from slipstream.kernels.table import AttentionInputs, Heads, Ops, Weight
+from slipstream.kernels.table import Heads, Ops, Weight
 from slipstream.layers.stack import LayerCache
 
 
@@ -42,7 +43,7 @@ class ChainKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseRows(AttentionInputs):
+class DenseRows(PassInputs):
     """The rows of a training pass: `batch` sequences of as many rows each.
 
     Attributes:
@@ -75,11 +76,8 @@ def dense_rows(
         positions = positions.expand(batch, -1)
     none = positions.new_empty(0)
     return DenseRows(
-        query_start=none,
-        context_lens=none,
-        block_tables=none,
-        positions=positions.reshape(-1),
-        slots=none,
+        rows=RowPlaces(none, positions.reshape(-1)),
+        paging=Paging(none, none, none),
         batch=batch,
         mask=mask,
         chain=chain,
@@ -114,7 +112,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
-def _attend(qkv: Tensor, heads: Heads, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
+def _attend(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: LayerCache) -> Tensor:
     """See `AttendOp`; keys and values go nowhere but into the chain."""
     assert isinstance(inputs, DenseRows)
     query, key, value = split_heads(qkv, heads)
@@ -124,7 +122,7 @@ def _attend(qkv: Tensor, heads: Heads, inputs: AttentionInputs, cache: LayerCach
             _norm(x, weight, norms[2]).to(qkv.dtype)
             for x, weight in ((query, norms[0]), (key, norms[1]))
         )
-    cos, sin = heads.cos_sin[inputs.positions].unsqueeze(1).chunk(2, -1)
+    cos, sin = heads.cos_sin[inputs.rows.positions].unsqueeze(1).chunk(2, -1)
     query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
     # [B, heads, Q, D]
     query, key, value = (
@@ -193,14 +191,14 @@ def _remember(
     value: Tensor,
     norms: QueryKeyNorms | None,
     cos_sin: Tensor,
-    inputs: AttentionInputs,
+    inputs: PassInputs,
     cache: LayerCache,
 ) -> Tensor:
     """Keys and values of rows without queries become the context of whoever has this cache."""
     assert isinstance(inputs, DenseRows)
     if norms is not None:
         key = _norm(key, norms[1], norms[2]).to(value.dtype)
-    cos, sin = cos_sin[inputs.positions].unsqueeze(1).chunk(2, -1)
+    cos, sin = cos_sin[inputs.rows.positions].unsqueeze(1).chunk(2, -1)
     key, value = (
         x.view(inputs.batch, -1, *x.shape[1:]).transpose(1, 2)
         for x in (_rotated(key, cos, sin), value)

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.layers.stack import LayerCache
 from slipstream.train.batches import Batch
@@ -34,7 +34,7 @@ class ChainNetwork(Protocol):
         self,
         token_ids: Tensor,
         features: Tensor,
-        inputs: AttentionInputs,
+        inputs: PassInputs,
         caches: Sequence[LayerCache],
     ) -> tuple[Tensor, Tensor]:
         """(what enters the lm_head, next features), [T, H]."""

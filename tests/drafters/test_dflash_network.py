@@ -1,14 +1,13 @@
 """The network of DFlash by itself: what it writes where, and that it can be trained."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import Part
 from slipstream.models.loading import LoadOptions
@@ -18,6 +17,7 @@ from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from tests.drafters.blocks import MASK, write_dflash
 from tests.drafters.trainable import Trainable
 from tests.kernels.batches import Requests, attention_inputs, num_blocks, only
+from tests.pass_inputs import changed
 
 BLOCK_SIZE, LENGTHS, BLOCK = 8, (13, 4, 20), 5
 
@@ -39,16 +39,17 @@ def build(folder: Path) -> tuple[DFlashNetwork, Trainable]:
     return network, source
 
 
-def layout() -> tuple[AttentionInputs, AttentionInputs, list[tuple[Tensor, Tensor]]]:
+def layout() -> tuple[PassInputs, PassInputs, list[tuple[Tensor, Tensor]]]:
     """Of the contexts' rows, of the blocks' rows, and a cache for both."""
     whole = Requests(list(LENGTHS), [BLOCK] * 3)
     blocks = attention_inputs(whole, BLOCK_SIZE)
     positions = [torch.arange(length) for length in LENGTHS]
     slots = [
-        blocks.block_tables[index, place // BLOCK_SIZE].long() * BLOCK_SIZE + place % BLOCK_SIZE
+        blocks.paging.block_tables[index, place // BLOCK_SIZE].long() * BLOCK_SIZE
+        + place % BLOCK_SIZE
         for index, place in enumerate(positions)
     ]
-    context = replace(blocks, positions=torch.cat(positions), slots=torch.cat(slots))
+    context = changed(blocks, positions=torch.cat(positions), slots=torch.cat(slots))
     shape = (num_blocks(whole, BLOCK_SIZE), BLOCK_SIZE, 2, 12)
     return context, blocks, [(torch.zeros(shape), torch.zeros(shape)) for _ in range(2)]
 
@@ -71,7 +72,9 @@ def test_one_pass_equals_passes_of_parts(tiny_target: str, tmp_path: Path) -> No
         together = network(TOKENS, blocks, caches)
         _, _, again = layout()
         for rows in (slice(0, 7), slice(7, 8), slice(8, 30), slice(30, 37)):
-            part = replace(context, positions=context.positions[rows], slots=context.slots[rows])
+            part = changed(
+                context, positions=context.rows.positions[rows], slots=context.paging.slots[rows]
+            )
             network.store(network.context([stream[rows] for stream in streams]), part, again)
         for request in range(3):
             alone, rows = only(blocks, request)
@@ -84,10 +87,10 @@ def test_a_block_leaves_the_context_as_it_is(tiny_target: str, tmp_path: Path) -
     with torch.inference_mode():
         context, blocks, caches = layout()
         network.store(network.context(random_streams()), context, caches)
-        before = [pages.flatten(0, 1)[context.slots].clone() for pages in caches[1]]
+        before = [pages.flatten(0, 1)[context.paging.slots].clone() for pages in caches[1]]
         first = network(TOKENS, blocks, caches)
         for pages, expected in zip(caches[1], before, strict=True):
-            assert torch.equal(pages.flatten(0, 1)[context.slots], expected)
+            assert torch.equal(pages.flatten(0, 1)[context.paging.slots], expected)
         assert torch.equal(network(TOKENS, blocks, caches), first)
 
 

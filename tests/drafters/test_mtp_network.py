@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.parameters import Part
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import LoadOptions, load_decoder
@@ -22,6 +22,7 @@ from tests.drafters.mtp_heads import write_mtp
 from tests.drafters.mtp_oracle import Mtp
 from tests.drafters.oracles import Target
 from tests.drafters.recording import assert_drafts_are, record_drafts
+from tests.pass_inputs import pass_inputs
 
 STYLES = ["qwen", "deepseek", "mimo", "speculators"]
 CPU = torch.device("cpu")
@@ -30,10 +31,10 @@ IDS = torch.randint(1, 96, (24,), generator=torch.Generator().manual_seed(4))
 BLOCK, BLOCKS = 8, 4
 
 
-def rows(start: int, end: int, first_seen: int) -> AttentionInputs:
+def rows(start: int, end: int, first_seen: int) -> PassInputs:
     """Rows of tokens [start, end) of one request, whose blocks lie in order."""
     positions = torch.arange(start, end)
-    return AttentionInputs(
+    return pass_inputs(
         query_start=torch.tensor([0, end - start]),
         context_lens=torch.tensor([end]),
         block_tables=torch.arange(BLOCKS, dtype=torch.int32).unsqueeze(0),

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from slipstream.cache.kv_cache import KVCache
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.parameters import Part
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
@@ -23,6 +22,7 @@ from tests.drafters.engines import PROMPT
 from tests.drafters.heads import write_p_eagle
 from tests.drafters.oracles import MASK, Target
 from tests.drafters.oracles import p_eagle_oracle as oracle
+from tests.pass_inputs import pass_inputs
 
 
 def load_network(folder: Path, target: str) -> PEagleHead:
@@ -54,7 +54,7 @@ class Request:
         """The rows of tokens from position `start` on."""
         end = start + len(tokens)
         positions = torch.arange(start, end)
-        inputs = AttentionInputs(
+        inputs = pass_inputs(
             query_start=torch.tensor([0, len(tokens)]),
             context_lens=torch.tensor([end]),
             block_tables=torch.arange(8, dtype=torch.int32).unsqueeze(0),

@@ -1,12 +1,13 @@
 """Ragged batches over a paged cache, for tests of the attention ops."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs
+from slipstream.kernels.pass_inputs import PassInputs
+from tests.pass_inputs import changed, pass_inputs
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Requests:
     rows: Sequence[int]
 
 
-def attention_inputs(requests: Requests, block_size: int, seed: int = 0) -> AttentionInputs:
+def attention_inputs(requests: Requests, block_size: int, seed: int = 0) -> PassInputs:
     """Tables of blocks in random order; entries behind a request's last block name no block."""
     ends = [start + rows for start, rows in zip(requests.computed, requests.rows, strict=True)]
     needed = [-(-end // block_size) for end in ends]
@@ -42,7 +43,7 @@ def attention_inputs(requests: Requests, block_size: int, seed: int = 0) -> Atte
         for position in range(start, end):
             positions.append(position)
             slots.append(own[position // block_size] * block_size + position % block_size)
-    return AttentionInputs(
+    return pass_inputs(
         query_start=torch.tensor([0, *requests.rows]).cumsum(0),
         context_lens=torch.tensor(ends),
         block_tables=tables,
@@ -58,13 +59,15 @@ def num_blocks(requests: Requests, block_size: int) -> int:
 
 
 def filled_cache(
-    inputs: AttentionInputs, requests: Requests, shape: Shape, seed: int = 1
+    inputs: PassInputs, requests: Requests, shape: Shape, seed: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Random numbers where the requests' tokens are, NaN everywhere else."""
     generator = seeded(seed)
     sizes = (num_blocks(requests, shape.block_size), shape.block_size)
     cache = [torch.full((*sizes, shape.kv_heads, shape.head_dim), torch.nan) for _ in range(2)]
-    for table, length in zip(inputs.block_tables, inputs.context_lens.tolist(), strict=True):
+    for table, length in zip(
+        inputs.paging.block_tables, inputs.paging.context_lens.tolist(), strict=True
+    ):
         for position in range(length):
             block, place = int(table[position // shape.block_size]), position % shape.block_size
             for pages in cache:
@@ -75,17 +78,17 @@ def filled_cache(
     return keys, values
 
 
-def only(inputs: AttentionInputs, request: int) -> tuple[AttentionInputs, slice]:
+def only(inputs: PassInputs, request: int) -> tuple[PassInputs, slice]:
     """The inputs of one request alone, and its rows."""
-    first, last = inputs.query_start[request : request + 2].tolist()
+    first, last = inputs.rows.query_start[request : request + 2].tolist()
     rows = slice(first, last)
-    alone = replace(
+    alone = changed(
         inputs,
-        query_start=torch.tensor([0, last - first], device=inputs.query_start.device),
-        context_lens=inputs.context_lens[request : request + 1],
-        block_tables=inputs.block_tables[request : request + 1],
-        positions=inputs.positions[rows],
-        slots=inputs.slots[rows],
+        query_start=torch.tensor([0, last - first], device=inputs.rows.query_start.device),
+        context_lens=inputs.paging.context_lens[request : request + 1],
+        block_tables=inputs.paging.block_tables[request : request + 1],
+        positions=inputs.rows.positions[rows],
+        slots=inputs.paging.slots[rows],
     )
     return alone, rows
 

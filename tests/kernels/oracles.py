@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs
+from slipstream.kernels.pass_inputs import PassInputs
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -40,7 +40,7 @@ def rotated(x: Tensor, turns: Tensor) -> Tensor:
 def attention(
     query: Tensor,
     cache: tuple[Tensor, Tensor],
-    inputs: AttentionInputs,
+    inputs: PassInputs,
     scale: float,
     window: int | None,
 ) -> Tensor:
@@ -49,12 +49,12 @@ def attention(
     block_size, kv_heads = keys.shape[1], keys.shape[2]
     groups = query.shape[1] // kv_heads
     out = torch.empty(query.shape, dtype=torch.float64)
-    for request, table in enumerate(inputs.block_tables.tolist()):
-        first, last = inputs.query_start[request : request + 2].tolist()
+    for request, table in enumerate(inputs.paging.block_tables.tolist()):
+        first, last = inputs.rows.query_start[request : request + 2].tolist()
         for row in range(first, last):
-            position = int(inputs.positions[row])
-            oldest = max(inputs.first_seen, 0 if window is None else position - window + 1)
-            end = position + 1 if inputs.causal else int(inputs.context_lens[request])
+            position = int(inputs.rows.positions[row])
+            oldest = max(inputs.sees.first_seen, 0 if window is None else position - window + 1)
+            end = position + 1 if inputs.sees.causal else int(inputs.paging.context_lens[request])
             seen = range(oldest, end)
             places = [(table[token // block_size], token % block_size) for token in seen]
             for head in range(query.shape[1]):

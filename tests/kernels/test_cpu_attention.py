@@ -13,9 +13,10 @@ cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not bui
 
 from slipstream.kernels.composition import query_key_norms, split_heads
 from slipstream.kernels.cpu.attention import attend, store
+from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.reference.attention import paged_attention, rotate_and_store
-from slipstream.kernels.table import SCALE_BYTES, AttentionInputs, Heads, Norm, TreeInputs
+from slipstream.kernels.table import SCALE_BYTES, Heads, Norm
 from slipstream.layers.rope import RopeConfig, rope_table
 from tests.kernels.batches import (
     Requests,
@@ -26,6 +27,7 @@ from tests.kernels.batches import (
     only,
     seeded,
 )
+from tests.pass_inputs import changed
 
 Cache = tuple[Tensor, Tensor]
 POSITIONS = 1200
@@ -75,7 +77,7 @@ def make_qkv(shape: Shape, rows: int, seed: int = 3) -> Tensor:
     return torch.randn(rows, columns, generator=seeded(seed)).to(shape.dtype)
 
 
-def int8_cache(inputs: AttentionInputs, requests: Requests, shape: Shape) -> Cache:
+def int8_cache(inputs: PassInputs, requests: Requests, shape: Shape) -> Cache:
     """What `filled_cache` holds, rounded by the reference; scales are NaN where nothing is."""
     stored = replace(shape, dtype=torch.float32)
     keys, values = filled_cache(inputs, requests, stored)
@@ -86,12 +88,12 @@ def int8_cache(inputs: AttentionInputs, requests: Requests, shape: Shape) -> Cac
     rows = torch.cat((keys.flatten(0, 1)[places], values.flatten(0, 1)[places]), 1).flatten(1)
     plain = replace(make_heads(stored, norms=False), cos_sin=torch.ones(1, shape.head_dim))
     plain.cos_sin[:, shape.head_dim // 2 :] = 0.0  # no angle
-    nowhere = replace(inputs, slots=places, positions=torch.zeros_like(places))
+    nowhere = changed(inputs, slots=places, positions=torch.zeros_like(places))
     REFERENCE.store(rows, plain, nowhere, caches)
     return caches
 
 
-def truth(qkv: Tensor, heads: Heads, inputs: AttentionInputs, cache: Cache) -> tuple[Tensor, Cache]:
+def truth(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: Cache) -> tuple[Tensor, Cache]:
     """Queries and keys rounded as the reference does it, then float32; and the written cache."""
     keys, values = cache[0].clone(), cache[1].clone()
     query = rotate_and_store(
@@ -150,11 +152,13 @@ def test_other_ways_to_attend(change: str, dtype: torch.dtype) -> None:
     cache = filled_cache(inputs, requests, shape)
     heads = make_heads(shape, norms=change != "no norms")
     if change == "not causal":
-        inputs = replace(inputs, causal=False)
+        inputs = changed(inputs, causal=False)
     elif change == "first seen":
-        inputs = replace(inputs, first_seen=29)
+        inputs = changed(inputs, first_seen=29)
     elif change == "nowhere":
-        inputs = replace(inputs, slots=torch.where(inputs.positions % 2 == 0, -1, inputs.slots))
+        inputs = changed(
+            inputs, slots=torch.where(inputs.rows.positions % 2 == 0, -1, inputs.paging.slots)
+        )
     qkv = make_qkv(shape, 8)
     want, written = truth(qkv, heads, inputs, cache)
     assert_near(attend(qkv, heads, inputs, cache), want)
@@ -168,7 +172,7 @@ def test_trees(dtype: torch.dtype, window: int | None) -> None:
     requests = Requests([500, 40], [63, 4])
     inputs = attention_inputs(requests, 16)
     cache = filled_cache(inputs, requests, shape)
-    tokens = inputs.positions
+    tokens = inputs.rows.positions
     generator = seeded(11)
     words, depths = [1], [0]
     for node in range(1, 63):
@@ -178,7 +182,7 @@ def test_trees(dtype: torch.dtype, window: int | None) -> None:
     ancestors = torch.tensor([*words, -1, -1, -1, -1])
     positions = torch.cat((500 + torch.tensor(depths), tokens[63:]))
     tree = TreeInputs(torch.tensor([500, 40]), tokens, ancestors)
-    inputs = replace(inputs, positions=positions, tree=tree)
+    inputs = changed(inputs, positions=positions, tree=tree)
     qkv = make_qkv(shape, 67)
     want, _ = truth(qkv, make_heads(shape, window), inputs, cache)
     assert_near(attend(qkv, make_heads(shape, window), inputs, cache), want)
@@ -206,12 +210,12 @@ def test_a_rows_bits_are_its_own(dtype: torch.dtype, window: int | None, stored:
                 part = slice(rows.start + first, min(rows.start + first + count, rows.stop))
                 if part.start >= part.stop:
                     continue
-                chunk = replace(
+                chunk = changed(
                     alone,
                     query_start=torch.tensor([0, part.stop - part.start]),
-                    context_lens=inputs.positions[part.stop - 1 : part.stop] + 1,
-                    positions=inputs.positions[part],
-                    slots=inputs.slots[part],
+                    context_lens=inputs.rows.positions[part.stop - 1 : part.stop] + 1,
+                    positions=inputs.rows.positions[part],
+                    slots=inputs.paging.slots[part],
                 )
                 assert torch.equal(attend(qkv[part], heads, chunk, cache), together[part])
 
@@ -222,13 +226,15 @@ def test_rows_that_nobody_wants_read_nothing_outside() -> None:
     requests = Requests([20, 5], [2, 2])
     inputs = attention_inputs(requests, 16)
     cache = filled_cache(inputs, requests, shape)
-    padded = replace(
+    padded = changed(
         inputs,
         query_start=torch.tensor([0, 2, 4, 5]),
         context_lens=torch.tensor([22, 7, 0]),
-        block_tables=torch.cat((inputs.block_tables, torch.full((1, 3), -7, dtype=torch.int32))),
-        positions=torch.cat((inputs.positions, torch.tensor([1 << 40, -5]))),
-        slots=torch.cat((inputs.slots, torch.tensor([-1, 1 << 40]))),
+        block_tables=torch.cat(
+            (inputs.paging.block_tables, torch.full((1, 3), -7, dtype=torch.int32))
+        ),
+        positions=torch.cat((inputs.rows.positions, torch.tensor([1 << 40, -5]))),
+        slots=torch.cat((inputs.paging.slots, torch.tensor([-1, 1 << 40]))),
     )
     qkv = make_qkv(shape, 6)
     heads = make_heads(shape)
@@ -236,7 +242,7 @@ def test_rows_that_nobody_wants_read_nothing_outside() -> None:
     got = attend(qkv, heads, padded, cache)
     assert torch.equal(got[:4], want)
     assert torch.equal(got[4:], torch.zeros_like(got[4:]))
-    behind = replace(padded, context_lens=torch.tensor([22, 3, 1 << 40]))
+    behind = changed(padded, context_lens=torch.tensor([22, 3, 1 << 40]))
     assert torch.isfinite(attend(qkv, heads, behind, cache)[:4]).all()
 
 
@@ -246,7 +252,7 @@ def test_storing_alone(dtype: torch.dtype, stored: str) -> None:
     shape = Shape(4, 2, 64, 8, dtype)
     requests = Requests([POSITIONS - 9, 0], [9, 5])
     inputs = attention_inputs(requests, 8)
-    inputs = replace(inputs, slots=torch.where(inputs.positions == 3, -1, inputs.slots))
+    inputs = changed(inputs, slots=torch.where(inputs.rows.positions == 3, -1, inputs.paging.slots))
     sizes = (num_blocks(requests, 8), 8, 2, 64)
     cache = (torch.zeros(sizes, dtype=dtype), torch.zeros(sizes, dtype=dtype))
     if stored == "int8":
@@ -273,4 +279,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="heads or their size"):
         attend(qkv, heads, inputs, (cache[0][..., :16], cache[1][..., :16]))
     with pytest.raises(ValueError, match="query_start"):
-        attend(qkv, heads, replace(inputs, query_start=torch.tensor([0, 3])), cache)
+        attend(qkv, heads, changed(inputs, query_start=torch.tensor([0, 3])), cache)

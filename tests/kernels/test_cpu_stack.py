@@ -18,6 +18,7 @@ from slipstream.kernels.table import Heads, Norm, Ops, Weight, one_by_one
 from slipstream.layers.rope import RopeConfig, rope_table
 from slipstream.layers.stack import Stack
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, seeded
+from tests.pass_inputs import changed
 
 WIDTH, INNER, OTHER = 44, 52, 36  # none of them fills a block of rows or a tile
 SHAPE = Shape(3, 1, 20, 8)
@@ -109,7 +110,7 @@ def run(
     """What leaves and the wanted streams; and the caches, as the pass leaves them."""
     parts = Parts(dtype, ops).stack(*KINDS[kind])
     inputs = attention_inputs(REQUESTS, SHAPE.block_size)
-    inputs = replace(inputs, first_seen=1) if "entry" in KINDS[kind][0] else inputs
+    inputs = changed(inputs, first_seen=1) if "entry" in KINDS[kind][0] else inputs
     shape = replace(SHAPE, dtype=dtype)
     caches = [filled_cache(inputs, REQUESTS, shape, seed) for seed in range(len(parts.layers))]
     hidden, streams = Stack(ops, parts)(sources_of(parts, dtype), inputs, caches, wanted)

@@ -3,7 +3,6 @@
 
 import importlib.util
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,16 +17,18 @@ if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from slipstream.kernels.composition import Parts
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.reference.rounding import to_float8
-from slipstream.kernels.table import AttentionInputs, Heads, Norm, Ops
+from slipstream.kernels.table import Heads, Norm, Ops
 from slipstream.kernels.triton import PARTS as TRITON_PARTS
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton import attention as triton_attention
 from slipstream.layers.rope import RopeConfig, rope_table
 from tests.kernels import oracles
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
+from tests.pass_inputs import changed, moved
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -63,34 +64,23 @@ def test_tokens_before_the_first_seen_are_left_out(
     shape = Shape(4, 2, 16, 8)
     inputs = attention_inputs(requests, shape.block_size)
     cache = filled_cache(inputs, requests, shape)
-    query = torch.randn(len(inputs.positions), 4, 16, generator=seeded(7))
-    inputs = replace(inputs, first_seen=first)
-    seeing = inputs.positions >= first  # earlier rows see nothing and mean nothing
+    query = torch.randn(len(inputs.rows.positions), 4, 16, generator=seeded(7))
+    inputs = changed(inputs, first_seen=first)
+    seeing = inputs.rows.positions >= first  # earlier rows see nothing and mean nothing
     truth = torch.empty(0)
     if window is None or bool(seeing.all()):
-        at = replace(inputs, positions=inputs.positions.clamp_min(first))
+        at = changed(inputs, positions=inputs.rows.positions.clamp_min(first))
         truth = oracles.attention(query, cache, at, 0.25, window)
-    moved = AttentionInputs(
-        *(
-            getattr(inputs, name).to(DEVICE)
-            for name in ("query_start", "context_lens", "block_tables", "positions", "slots")
-        ),
-        first_seen=first,
-    )
+    there = moved(inputs, DEVICE)
     on_device = (cache[0].to(DEVICE), cache[1].to(DEVICE))
-    out = parts.paged_attention(query.to(DEVICE), on_device, moved, 0.25, window)  # type: ignore[attr-defined]
+    out = parts.paged_attention(query.to(DEVICE), on_device, there, 0.25, window)  # type: ignore[attr-defined]
     if len(truth):
         assert_close(out[seeing].double().cpu(), truth[seeing], rtol=1e-4, atol=1e-5)
     for pages in on_device:
-        for table in inputs.block_tables.tolist():
+        for table in inputs.paging.block_tables.tolist():
             pages[table[0], :first] = 100.0
-    again = parts.paged_attention(query.to(DEVICE), on_device, moved, 0.25, window)  # type: ignore[attr-defined]
+    again = parts.paged_attention(query.to(DEVICE), on_device, there, 0.25, window)  # type: ignore[attr-defined]
     assert_close(again[seeing], out[seeing], rtol=0, atol=0)
-
-
-def on_device(inputs: AttentionInputs) -> AttentionInputs:
-    names = ("query_start", "context_lens", "block_tables", "positions", "slots")
-    return replace(inputs, **{name: getattr(inputs, name).to(DEVICE) for name in names})
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -100,42 +90,42 @@ def test_rows_that_are_not_causal_see_each_other(
     requests: Requests, parts: Parts, window: int | None
 ) -> None:
     shape = Shape(4, 2, 16, 8)
-    inputs = replace(attention_inputs(requests, shape.block_size), causal=False)
+    inputs = changed(attention_inputs(requests, shape.block_size), causal=False)
     cache = filled_cache(inputs, requests, shape)
-    query = torch.randn(len(inputs.positions), 4, 16, generator=seeded(7))
+    query = torch.randn(len(inputs.rows.positions), 4, 16, generator=seeded(7))
     pages = (cache[0].to(DEVICE), cache[1].to(DEVICE))
-    moved = on_device(inputs)
-    out = parts.paged_attention(query.to(DEVICE), pages, moved, 0.25, window)
+    there = moved(inputs, DEVICE)
+    out = parts.paged_attention(query.to(DEVICE), pages, there, 0.25, window)
     truth = oracles.attention(query, cache, inputs, 0.25, window)
     assert_close(out.double().cpu(), truth, rtol=1e-4, atol=1e-5)
     causal = parts.paged_attention(
-        query.to(DEVICE), pages, replace(moved, causal=True), 0.25, window
+        query.to(DEVICE), pages, changed(there, causal=True), 0.25, window
     )
-    last = inputs.query_start[1:] - 1
+    last = inputs.rows.query_start[1:] - 1
     assert_close(out[last], causal[last])
     assert (out - causal).abs().max() > 0.1
 
 
-def layer_inputs(requests: Requests) -> tuple[Tensor, Heads, AttentionInputs, tuple[Tensor, ...]]:
+def layer_inputs(requests: Requests) -> tuple[Tensor, Heads, PassInputs, tuple[Tensor, ...]]:
     """What a layer hands over, and a cache that holds what came before."""
     shape = Shape(4, 2, 16, 8)
     inputs = attention_inputs(requests, shape.block_size)
-    before = replace(inputs, context_lens=torch.tensor(list(requests.computed)))
+    before = changed(inputs, context_lens=torch.tensor(list(requests.computed)))
     pages = tuple(pages.to(DEVICE) for pages in filled_cache(before, requests, shape))
     norms = Norm(1 + 0.3 * randn(16, seed=4), 1e-3), Norm(1 + 0.3 * randn(16, seed=5), 1e-3)
     cos_sin = rope_table(16, RopeConfig(100.0), 256, DEVICE)
     heads = Heads(4, 2, 16, norms, cos_sin, 0.25, None)
-    return randn(len(inputs.positions), 8 * 16, seed=6), heads, on_device(inputs), pages
+    return randn(len(inputs.rows.positions), 8 * 16, seed=6), heads, moved(inputs, DEVICE), pages
 
 
 @pytest.mark.parametrize("requests", BATCHES, ids=str)
 def test_both_columns_attend_alike_where_rows_see_each_other(requests: Requests) -> None:
     """Those of a pass are stored before they are seen; padding is neither."""
     qkv, heads, inputs, pages = layer_inputs(requests)
-    inputs = replace(inputs, causal=False)
+    inputs = changed(inputs, causal=False)
     if min(requests.rows) > 1 and max(requests.rows) < 16:  # one row less means something
-        inputs = replace(inputs, context_lens=inputs.context_lens - 1)
-        inputs.slots[inputs.query_start[1:] - 1] = -1
+        inputs = changed(inputs, context_lens=inputs.paging.context_lens - 1)
+        inputs.paging.slots[inputs.rows.query_start[1:] - 1] = -1
     caches = [(pages[0].clone(), pages[1].clone()) for _ in range(2)]
     ours = TRITON.attend(qkv, heads, inputs, caches[0])
     theirs = REFERENCE.attend(qkv, heads, inputs, caches[1])
@@ -147,12 +137,12 @@ def test_both_columns_attend_alike_where_rows_see_each_other(requests: Requests)
 @pytest.mark.parametrize("requests", BATCHES[1:], ids=str)
 def test_store_is_the_first_half_of_attend(requests: Requests, column: Ops) -> None:
     qkv, heads, inputs, pages = layer_inputs(requests)
-    inputs.slots[1] = -1
+    inputs.paging.slots[1] = -1
     stored, expected = ((pages[0].clone(), pages[1].clone()) for _ in range(2))
     column.store(qkv[:, 4 * 16 :], heads, inputs, stored)
     REFERENCE.attend(qkv, heads, inputs, expected)
     assert_close(stored, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
-    none = replace(inputs, positions=inputs.positions[:0], slots=inputs.slots[:0])
+    none = changed(inputs, positions=inputs.rows.positions[:0], slots=inputs.paging.slots[:0])
     column.store(qkv[:0, 4 * 16 :], heads, none, stored)
     assert_close(stored, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
@@ -164,26 +154,26 @@ def test_rows_behind_the_cache_see_it_and_store_nothing(column: Ops, window: int
     requests = Requests([6, 7, 40, 130], [1, 1, 1, 1])
     shape = Shape(4, 2, 16, 8)
     whole = attention_inputs(requests, shape.block_size)
-    before = replace(whole, context_lens=torch.tensor(list(requests.computed)))
+    before = changed(whole, context_lens=torch.tensor(list(requests.computed)))
     keys, values = filled_cache(before, requests, shape)
-    inputs = replace(before, slots=torch.full_like(whole.slots, -1), max_rows=1)
+    inputs = changed(before, slots=torch.full_like(whole.paging.slots, -1), max_rows=1)
     weight = Norm(1 + 0.3 * randn(16, seed=4), 1e-3)
     cos_sin = rope_table(16, RopeConfig(100.0), 256, DEVICE)
     heads = Heads(4, 2, 16, (weight, weight), cos_sin, 1.0, window)
     query = randn(4, 64, seed=6)
     qkv = torch.cat((query, torch.zeros_like(query)), -1)
     pages = (keys.to(DEVICE), values.to(DEVICE))
-    out = column.attend(qkv, heads, on_device(inputs), pages)
+    out = column.attend(qkv, heads, moved(inputs, DEVICE), pages)
     assert_close((pages[0].cpu(), pages[1].cpu()), (keys, values), rtol=0, atol=0, equal_nan=True)
     normed = oracles.norm(query.view(4, 4, 16).cpu(), weight.weight.cpu(), 1e-3)
-    turned = oracles.rotated(normed, oracles.angles(16, 100.0, inputs.positions))
+    turned = oracles.rotated(normed, oracles.angles(16, 100.0, inputs.rows.positions))
     # A row sees no key of its own, so the last one in its window is the last one there is.
     truth = torch.cat(
         [
             oracles.attention(
                 turned[row : row + 1].float(),
                 (keys, values),
-                replace(only(inputs, row)[0], causal=False),
+                changed(only(inputs, row)[0], causal=False),
                 1.0,
                 window,
             )

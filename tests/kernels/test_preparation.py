@@ -14,6 +14,7 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.preparation import PreparationOps, RequestTables
 from slipstream.kernels.reference.preparation import PREPARATION as REFERENCE
 from slipstream.kernels.reference.suffix_lookup import suffix_lookup as reference_lookup
@@ -72,6 +73,14 @@ def copied(tables: RequestTables) -> RequestTables:
     )
 
 
+def assert_same_inputs(ours: PassInputs, theirs: PassInputs) -> None:
+    for part in ("rows", "paging"):
+        for name, value in vars(getattr(ours, part)).items():
+            other = getattr(getattr(theirs, part), name)
+            same = torch.equal(value, other) if torch.is_tensor(value) else value == other
+            assert same, name
+
+
 def on_device(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, device=DEVICE)
 
@@ -97,16 +106,17 @@ def test_rows_are_expanded_as_by_the_reference(
     assert ours.token_ids.dtype == theirs.token_ids.dtype == torch.int32
     if mask_token is not None:  # all rows but the last known token's
         known = tables.num_tokens[where].repeat_interleave(most)
-        assert ours.token_ids[ours.inputs.positions >= known].eq(mask_token).all()
+        assert ours.token_ids[ours.inputs.rows.positions >= known].eq(mask_token).all()
     assert torch.equal(ours.token_ids, theirs.token_ids)
     assert torch.equal(ours.first_row, theirs.first_row)
     assert torch.equal(ours.last_row, theirs.last_row)
-    for name in ("query_start", "context_lens", "block_tables", "positions", "slots"):
-        assert torch.equal(getattr(ours.inputs, name), getattr(theirs.inputs, name)), name
-    assert torch.equal(ours.inputs.context_lens, torch.where(lengths > 0, starts + lengths, 0))
-    assert ours.inputs.max_rows == most
-    assert (ours.inputs.slots >= 0).sum() == lengths.sum()  # padding writes nothing
-    assert ours.inputs.positions.max() < LENGTH
+    assert_same_inputs(ours.inputs, theirs.inputs)
+    assert torch.equal(
+        ours.inputs.paging.context_lens, torch.where(lengths > 0, starts + lengths, 0)
+    )
+    assert ours.inputs.rows.max_rows == most
+    assert (ours.inputs.paging.slots >= 0).sum() == lengths.sum()  # padding writes nothing
+    assert ours.inputs.rows.positions.max() < LENGTH
 
 
 @pytest.mark.parametrize(
@@ -132,10 +142,9 @@ def test_rows_are_placed_as_by_the_reference(
     for name in ("token_ids", "request", "offset", "first_row", "last_row"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     assert ours.token_ids.dtype == theirs.token_ids.dtype == torch.int32
-    for name in ("query_start", "context_lens", "block_tables", "positions", "slots"):
-        assert torch.equal(getattr(ours.inputs, name), getattr(theirs.inputs, name)), name
-    assert ours.inputs.max_rows == theirs.inputs.max_rows == max(lengths)
-    assert int((ours.inputs.slots < 0).sum()) == sum(map(bool, lengths)) * rereads
+    assert_same_inputs(ours.inputs, theirs.inputs)
+    assert ours.inputs.rows.max_rows == max(lengths)
+    assert int((ours.inputs.paging.slots < 0).sum()) == sum(map(bool, lengths)) * rereads
 
 
 def test_numbers_of_requests_may_have_gaps(column: str) -> None:
@@ -148,7 +157,7 @@ def test_numbers_of_requests_may_have_gaps(column: str) -> None:
         ours = ops_of(column).expand_rows(tables, *spread, 3)
         theirs = REFERENCE.expand_rows(tables, *(it.contiguous() for it in spread), 3)
         assert torch.equal(ours.token_ids, theirs.token_ids)
-        assert torch.equal(ours.inputs.slots, theirs.inputs.slots)
+        assert torch.equal(ours.inputs.paging.slots, theirs.inputs.paging.slots)
         both = []
         for ops, given in (
             (ops_of(column), (slots[::step], lengths[::step])),

@@ -12,9 +12,10 @@ from torch.testing import assert_close
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import AttentionInputs, ops_for
+from slipstream.kernels.table import ops_for
 from slipstream.layers.rope import RopeConfig, rope_table
 from tests.kernels import oracles
 from tests.kernels.batches import (
@@ -25,6 +26,7 @@ from tests.kernels.batches import (
     only,
     seeded,
 )
+from tests.pass_inputs import changed
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -156,7 +158,7 @@ def test_rotate_and_store(
 ) -> None:
     theta, eps = 100.0, 1e-3
     inputs = attention_inputs(requests, shape.block_size)
-    query, key, value = query_key_value(shape, len(inputs.positions), dtype)
+    query, key, value = query_key_value(shape, len(inputs.rows.positions), dtype)
     norms = None
     if normed:
         weights = randn(shape.head_dim, seed=5, dtype=dtype), randn(shape.head_dim, seed=6)
@@ -168,28 +170,28 @@ def test_rotate_and_store(
         query, key, value, norms, cos_sin(shape.head_dim, theta), inputs, cache
     )
     assert out.dtype == dtype
-    turns = oracles.angles(shape.head_dim, theta, inputs.positions)
+    turns = oracles.angles(shape.head_dim, theta, inputs.rows.positions)
     heads = [query, key]
     if norms is not None:  # the norm is rounded to the dtype, as it is between two layers
         heads = [oracles.norm(x, w, eps).to(dtype) for x, w in zip(heads, norms[:2], strict=True)]
     assert_rotated(out, heads[0], turns, normed)
-    stored_keys, stored_values = (pages.flatten(0, 1)[inputs.slots] for pages in cache)
+    stored_keys, stored_values = (pages.flatten(0, 1)[inputs.paging.slots] for pages in cache)
     assert_rotated(stored_keys, heads[1], turns, normed)
     assert_close(stored_values, value, rtol=0, atol=0)
-    assert_untouched(cache, before, inputs.slots)
+    assert_untouched(cache, before, inputs.paging.slots)
 
 
 def test_rows_without_a_slot_are_rotated_but_not_stored() -> None:
     shape, requests = Shape(6, 2, 10, 4), Requests([2, 5, 0], [3, 1, 6])
     whole = attention_inputs(requests, shape.block_size)
     dropped = torch.tensor([1, 3, 9])
-    slots = whole.slots.clone()
+    slots = whole.paging.slots.clone()
     slots[dropped] = -1
     query, key, value = query_key_value(shape, len(slots), torch.float32)
     table = cos_sin(shape.head_dim, 100.0)
 
     caches, rotated = [], []
-    for inputs in (whole, replace(whole, slots=slots), replace(whole, slots=torch.full((10,), -1))):
+    for inputs in (whole, changed(whole, slots=slots), changed(whole, slots=torch.full((10,), -1))):
         caches.append(filled_cache(whole, requests, shape))
         rotated.append(
             REFERENCE_PARTS.rotate_and_store(query, key, value, None, table, inputs, caches[-1])
@@ -374,10 +376,10 @@ def assert_attention(
 
 def attention_case(
     shape: Shape, requests: Requests, dtype: torch.dtype
-) -> tuple[AttentionInputs, Tensor, tuple[Tensor, Tensor]]:
+) -> tuple[PassInputs, Tensor, tuple[Tensor, Tensor]]:
     inputs = attention_inputs(requests, shape.block_size)
     cache = filled_cache(inputs, requests, replace(shape, dtype=dtype))
-    query = 2 * randn(len(inputs.positions), shape.heads, shape.head_dim, dtype=dtype)
+    query = 2 * randn(len(inputs.rows.positions), shape.heads, shape.head_dim, dtype=dtype)
     return inputs, query, cache
 
 
@@ -401,7 +403,7 @@ def test_attention_does_not_depend_on_the_rest_of_the_batch(
 def test_rotation_does_not_depend_on_the_rest_of_the_batch() -> None:
     shape, requests = Shape(6, 2, 10, 4), BATCHES["all of it"]
     inputs = attention_inputs(requests, shape.block_size)
-    query, key, value = query_key_value(shape, len(inputs.positions), torch.float32)
+    query, key, value = query_key_value(shape, len(inputs.rows.positions), torch.float32)
     norms = (randn(10, seed=5), randn(10, seed=6), 1e-6)
     table = cos_sin(shape.head_dim, 100.0)
     together = filled_cache(inputs, requests, shape)

@@ -21,16 +21,18 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:  # as in tests/conftest.py, and before the kernels are defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
 from slipstream.kernels.preparation import PreparationOps, RequestTables
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.reference.preparation import PREPARATION as REFERENCE_PREPARATION
-from slipstream.kernels.table import AttentionInputs, Heads, Norm, TreeInputs
+from slipstream.kernels.table import Heads, Norm
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton import attention as tuned
 from slipstream.kernels.triton.preparation import PREPARATION as TRITON_PREPARATION
 from slipstream.layers.rope import rope_table
 from slipstream.models.decoder_config import RopeConfig
 from tests.kernels.batches import seeded
+from tests.pass_inputs import changed, moved, pass_inputs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -115,7 +117,7 @@ def table_of(request: int, requests: int) -> Tensor:
 
 def inputs_of(
     requests: Sequence[tuple[int, Sequence[int], Sequence[int]]], tables: Tensor, most: int
-) -> AttentionInputs:
+) -> PassInputs:
     """Rows from tokens `start` on at `positions` with `words`; `most` rows for each, of which those
     behind mean nothing."""
     positions, tokens, words, slots, contexts, roots = [], [], [], [], [], []
@@ -131,7 +133,7 @@ def inputs_of(
         contexts.append(start + len(where))
         roots.append(start)
     return moved(
-        AttentionInputs(
+        pass_inputs(
             query_start=torch.arange(len(requests) + 1) * most,
             context_lens=torch.tensor(contexts),
             block_tables=tables,
@@ -143,20 +145,11 @@ def inputs_of(
     )
 
 
-def moved(inputs: AttentionInputs) -> AttentionInputs:
-    names = ("query_start", "context_lens", "block_tables", "positions", "slots")
-    on_device = {name: getattr(inputs, name).to(DEVICE) for name in names}
-    tree = inputs.tree
-    if tree is not None:
-        tree = TreeInputs(tree.starts.to(DEVICE), tree.tokens.to(DEVICE), tree.ancestors.to(DEVICE))
-    return replace(inputs, **on_device, tree=tree)
-
-
-def chain_inputs(start: int, count: int, table: Tensor) -> AttentionInputs:
+def chain_inputs(start: int, count: int, table: Tensor) -> PassInputs:
     positions = torch.arange(start, start + count)
     blocks = table[positions // BLOCK].long()
     return moved(
-        AttentionInputs(
+        pass_inputs(
             query_start=torch.tensor([0, count]),
             context_lens=torch.tensor([start + count]),
             block_tables=table.unsqueeze(0),
@@ -221,8 +214,9 @@ def test_levels_that_are_read_one_after_the_other(column: str) -> None:
         words = [sum(1 << node for node in ways[node]) for node in nodes]
         rows_there = (start, [known - 1 + depth] * len(nodes), words)
         level = inputs_of([rows_there], table.unsqueeze(0), len(nodes))
-        assert level.tree is not None
-        level = replace(level, tree=replace(level.tree, starts=level.tree.starts * 0 + known - 1))
+        tree = level.sees.tree
+        assert tree is not None
+        level = changed(level, tree=replace(tree, starts=tree.starts * 0 + known - 1))
         out = ops.attend(rows[nodes[0] - 1 : nodes[-1]], heads, level, cache)
         for row, node in enumerate(nodes):
             way = [above - 1 for above in ways[node][1:]]

@@ -20,13 +20,15 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:  # as in tests/conftest.py, and before the kernels are defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import AttentionInputs, Heads, Norm
+from slipstream.kernels.table import Heads, Norm
 from slipstream.kernels.triton import attention as tuned
 from slipstream.kernels.triton.attention import SHORT_ROWS, Extras, attend
 from slipstream.kernels.triton.splits import SMALLEST, most_splits, split_of, split_start
 from slipstream.layers.rope import RopeConfig, rope_table
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
+from tests.pass_inputs import changed, moved, pass_inputs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -38,7 +40,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = [torch.float32, torch.float16]
 if ON_GPU:
     DTYPES.append(torch.bfloat16)
-Case = tuple[Tensor, Heads, AttentionInputs, tuple[Tensor, Tensor]]
+Case = tuple[Tensor, Heads, PassInputs, tuple[Tensor, Tensor]]
 
 
 @pytest.fixture(autouse=True)
@@ -56,16 +58,16 @@ def case(
 ) -> Case:
     """What a layer hands over: the cache holds the tokens before this pass, all else is NaN."""
     inputs = attention_inputs(requests, shape.block_size)
-    before = replace(inputs, context_lens=torch.tensor(list(requests.computed)))
+    before = changed(inputs, context_lens=torch.tensor(list(requests.computed)))
     keys, values = filled_cache(before, requests, replace(shape, dtype=dtype))
     generator = seeded(7)
     width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    qkv = torch.randn(len(inputs.positions), width, generator=generator).to(dtype).to(DEVICE)
+    qkv = torch.randn(len(inputs.rows.positions), width, generator=generator).to(dtype).to(DEVICE)
     norms = None
     if normed:
         weights = torch.rand(2, shape.head_dim, generator=generator).to(dtype).to(DEVICE) + 0.5
         norms = Norm(weights[0], 1e-3), Norm(weights[1], 1e-3)
-    longest = max(int(inputs.context_lens.max()), 8) + 64
+    longest = max(int(inputs.paging.context_lens.max()), 8) + 64
     heads = Heads(
         num_heads=shape.heads,
         num_kv_heads=shape.kv_heads,
@@ -76,11 +78,6 @@ def case(
         window=window,
     )
     return qkv, heads, moved(inputs, DEVICE), (keys.to(DEVICE), values.to(DEVICE))
-
-
-def moved(inputs: AttentionInputs, device: torch.device) -> AttentionInputs:
-    names = ("query_start", "context_lens", "block_tables", "positions", "slots")
-    return replace(inputs, **{name: getattr(inputs, name).to(device) for name in names})
 
 
 def truth(given: Case) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -182,14 +179,14 @@ def test_a_row_has_its_bits_in_any_batch(shape: Shape, dtype: torch.dtype) -> No
     together, cache = run(given)
     qkv, heads, inputs, _ = given
     for row in range(0, 26, 1 if ON_GPU else 5):
-        request = int((inputs.query_start[1:] <= row).sum())
+        request = int((inputs.rows.query_start[1:] <= row).sum())
         one = slice(row, row + 1)
-        alone = replace(
+        alone = changed(
             only(inputs, request)[0],
             query_start=torch.tensor([0, 1], device=DEVICE),
-            context_lens=inputs.positions[one] + 1,
-            positions=inputs.positions[one],
-            slots=inputs.slots[one],
+            context_lens=inputs.rows.positions[one] + 1,
+            positions=inputs.rows.positions[one],
+            slots=inputs.paging.slots[one],
         )
         # The rows before it have been stored by the pass of all of them.
         out, again = run((qkv[one], heads, alone, cache))
@@ -200,12 +197,12 @@ def test_a_row_has_its_bits_in_any_batch(shape: Shape, dtype: torch.dtype) -> No
 def test_hints_change_nothing() -> None:
     qkv, heads, inputs, cache = case(Shape(4, 2, 16, 16), Requests([0, 300], [4, 1]), DTYPES[-1])
     expected, _ = run((qkv, heads, inputs, cache))
-    wider = torch.nn.functional.pad(inputs.block_tables, (0, 300), value=1 << 30)
+    wider = torch.nn.functional.pad(inputs.paging.block_tables, (0, 300), value=1 << 30)
     for other in (
-        replace(inputs, max_rows=4),
-        replace(inputs, max_context=301),
-        replace(inputs, block_tables=wider),
-        replace(inputs, block_tables=wider, max_rows=4, max_context=320),
+        changed(inputs, max_rows=4),
+        changed(inputs, max_context=301),
+        changed(inputs, block_tables=wider),
+        changed(inputs, block_tables=wider, max_rows=4, max_context=320),
     ):
         assert_same(run((qkv, heads, other, cache))[0], expected)
 
@@ -222,12 +219,16 @@ def test_padding_costs_nothing(
     expected, written = run((qkv, heads, inputs, cache))
     rows = torch.tensor([0, 1, 0, 2, 2, 2, 0, 1, 2], device=DEVICE)  # three for each request
     real = torch.tensor([1, 1, 0, 1, 0, 0, 0, 0, 0], device=DEVICE) > 0
-    padded = AttentionInputs(
+    padded = pass_inputs(
         query_start=torch.arange(4, device=DEVICE) * 3,
-        context_lens=torch.cat((inputs.context_lens, inputs.context_lens.new_zeros(1))),
-        block_tables=torch.nn.functional.pad(inputs.block_tables, (0, 0, 0, 1), value=1 << 30),
-        positions=torch.where(real, inputs.positions[rows], 7),
-        slots=torch.where(real, inputs.slots[rows], -1),
+        context_lens=torch.cat(
+            (inputs.paging.context_lens, inputs.paging.context_lens.new_zeros(1))
+        ),
+        block_tables=torch.nn.functional.pad(
+            inputs.paging.block_tables, (0, 0, 0, 1), value=1 << 30
+        ),
+        positions=torch.where(real, inputs.rows.positions[rows], 7),
+        slots=torch.where(real, inputs.paging.slots[rows], -1),
         max_rows=3,
     )
     out, again = run((qkv[rows], heads, padded, cache))
@@ -243,17 +244,17 @@ def test_rows_that_are_not_stored_see_the_cache() -> None:
     shape, requests = Shape(4, 2, 16, 16), Requests([40], [1])
     qkv, heads, inputs, cache = case(shape, requests, torch.float32)
     expected, written = run((qkv, heads, inputs, cache))
-    out, again = run((qkv, heads, replace(inputs, slots=inputs.slots * 0 - 1), written))
+    out, again = run((qkv, heads, changed(inputs, slots=inputs.paging.slots * 0 - 1), written))
     assert_same(out, expected)
     assert_same(again[0], written[0])
 
 
 def test_no_rows() -> None:
     qkv, heads, inputs, cache = case(Shape(4, 2, 16, 16), Requests([5], [1]), torch.float32)
-    none = replace(
+    none = changed(
         inputs,
-        query_start=inputs.query_start * 0,
-        positions=inputs.positions[:0],
-        slots=inputs.slots[:0],
+        query_start=inputs.rows.query_start * 0,
+        positions=inputs.rows.positions[:0],
+        slots=inputs.paging.slots[:0],
     )
     assert run((qkv[:0], heads, none, cache))[0].shape == (0, 64)

@@ -23,8 +23,9 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:  # as in tests/conftest.py, and before the kernels are defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
 from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
-from slipstream.kernels.table import AttentionInputs, TreeInputs, ops_for
+from slipstream.kernels.table import ops_for
 from slipstream.kernels.triton import PARTS as TRITON_PARTS
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton import attention as triton_attention
@@ -32,6 +33,7 @@ from slipstream.kernels.triton.attention import SHORT_ROWS, Extras, paged_attent
 from slipstream.kernels.triton.splits import SMALLEST, most_splits, split_of, split_start
 from tests.kernels import oracles
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
+from tests.pass_inputs import changed, moved
 
 # The interpreter computes with numpy, which warns of infinities that are meant.
 # Triton 3.6 also leans on what numpy 2.4 took away, and 3.9 announces a default of 3.10.
@@ -60,17 +62,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def randn(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(sizes, generator=seeded(seed)).to(dtype).to(DEVICE)
-
-
-def moved(inputs: AttentionInputs) -> AttentionInputs:
-    return AttentionInputs(
-        inputs.query_start.to(DEVICE),
-        inputs.context_lens.to(DEVICE),
-        inputs.block_tables.to(DEVICE),
-        inputs.positions.to(DEVICE),
-        inputs.slots.to(DEVICE),
-        inputs.max_rows,
-    )
 
 
 def assert_near(out: Tensor, truth: Tensor, roundings: float = 1, tiny: float = 4e-6) -> None:
@@ -178,15 +169,15 @@ def test_rotate_and_store(
     shape: Shape, requests: Requests, normed: bool, dtype: torch.dtype
 ) -> None:
     inputs, query, key, value = rotation_case(shape, requests, dtype)
-    slots = inputs.slots.clone()
+    slots = inputs.paging.slots.clone()
     slots[::3] = -1
     norms = None
     if normed:
         weights = [randn(shape.head_dim, seed=5 + i, dtype=dtype) for i in range(2)]
         norms = (weights[0], weights[1], 1e-3)
     table = turns(shape.head_dim)
-    for places in (inputs.slots, slots, torch.full_like(slots, -1)):
-        at = replace(inputs, slots=places)
+    for places in (inputs.paging.slots, slots, torch.full_like(slots, -1)):
+        at = changed(inputs, slots=places)
         ours, theirs = (rotation_cache(shape, requests, dtype) for _ in range(2))
         out = TRITON_PARTS.rotate_and_store(query, key, value, norms, table, at, ours)
         truth = REFERENCE_PARTS.rotate_and_store(query, key, value, norms, table, at, theirs)
@@ -216,7 +207,7 @@ def test_rotation_does_not_depend_on_the_rest_of_the_batch() -> None:
     out = TRITON_PARTS.rotate_and_store(query, key, value, *args, inputs, together)
     for request in range(len(requests.rows)):
         alone, rows = only(inputs, request)
-        alone = moved(alone)
+        alone = moved(alone, DEVICE)
         one = TRITON_PARTS.rotate_and_store(
             query[rows], key[rows], value[rows], *args, alone, one_by_one
         )
@@ -227,11 +218,11 @@ def test_rotation_does_not_depend_on_the_rest_of_the_batch() -> None:
 
 def rotation_case(
     shape: Shape, requests: Requests, dtype: torch.dtype
-) -> tuple[AttentionInputs, Tensor, Tensor, Tensor]:
+) -> tuple[PassInputs, Tensor, Tensor, Tensor]:
     """Query, key and value are views of one matrix, as they come out of the layer's matmul."""
-    inputs = moved(attention_inputs(requests, shape.block_size))
+    inputs = moved(attention_inputs(requests, shape.block_size), DEVICE)
     parts = [shape.heads, shape.kv_heads, shape.kv_heads]
-    rows = len(inputs.positions)
+    rows = len(inputs.rows.positions)
     whole = randn(rows, sum(parts) * shape.head_dim, dtype=dtype)
     split = whole.split([heads * shape.head_dim for heads in parts], -1)
     query, key, value = (part.view(rows, -1, shape.head_dim) for part in split)
@@ -240,7 +231,7 @@ def rotation_case(
 
 def rotation_cache(shape: Shape, requests: Requests, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     inputs = attention_inputs(requests, shape.block_size)
-    empty = replace(inputs, context_lens=torch.zeros_like(inputs.context_lens))
+    empty = changed(inputs, context_lens=torch.zeros_like(inputs.paging.context_lens))
     keys, values = filled_cache(empty, requests, replace(shape, dtype=dtype))
     return keys.to(DEVICE), values.to(DEVICE)
 
@@ -339,29 +330,23 @@ def assert_weighted(out: Tensor, truth: Tensor) -> None:
 def attention_truth(
     query: Tensor,
     cache: tuple[Tensor, Tensor],
-    inputs: AttentionInputs,
+    inputs: PassInputs,
     scale: float,
     window: int | None,
 ) -> Tensor:
     """The reference, in double precision on the host."""
     pages = cache[0].double().cpu(), cache[1].double().cpu()
-    host = AttentionInputs(
-        inputs.query_start.cpu(),
-        inputs.context_lens.cpu(),
-        inputs.block_tables.cpu(),
-        inputs.positions.cpu(),
-        inputs.slots.cpu(),
-    )
+    host = moved(inputs, "cpu")
     return REFERENCE_PARTS.paged_attention(query.double().cpu(), pages, host, scale, window)
 
 
 def attention_case(
     shape: Shape, requests: Requests, dtype: torch.dtype
-) -> tuple[AttentionInputs, Tensor, tuple[Tensor, Tensor]]:
+) -> tuple[PassInputs, Tensor, tuple[Tensor, Tensor]]:
     inputs = attention_inputs(requests, shape.block_size)
     keys, values = filled_cache(inputs, requests, replace(shape, dtype=dtype))
-    query = 2 * randn(len(inputs.positions), shape.heads, shape.head_dim, dtype=dtype)
-    return moved(inputs), query, (keys.to(DEVICE), values.to(DEVICE))
+    query = 2 * randn(len(inputs.rows.positions), shape.heads, shape.head_dim, dtype=dtype)
+    return moved(inputs, DEVICE), query, (keys.to(DEVICE), values.to(DEVICE))
 
 
 # A row's numbers are its own
@@ -393,14 +378,14 @@ def test_a_verified_row_has_the_bits_of_a_decoded_one(
     inputs, query, cache = attention_case(shape, requests, dtype)
     verified = paged_attention(query, cache, inputs, 0.3, window)
     for row in range(0, len(query), 1 if ON_GPU else 3):
-        request = int((inputs.query_start[1:] <= row).sum())
+        request = int((inputs.rows.query_start[1:] <= row).sum())
         alone, _ = only(inputs, request)
-        alone = replace(
+        alone = changed(
             alone,
             query_start=torch.tensor([0, 1], device=DEVICE),
-            context_lens=inputs.positions[row : row + 1] + 1,
-            positions=inputs.positions[row : row + 1],
-            slots=inputs.slots[row : row + 1],
+            context_lens=inputs.rows.positions[row : row + 1] + 1,
+            positions=inputs.rows.positions[row : row + 1],
+            slots=inputs.paging.slots[row : row + 1],
         )
         assert_same(
             paged_attention(query[row : row + 1], cache, alone, 0.3, window)[0], verified[row]
@@ -411,9 +396,9 @@ def test_hints_and_the_number_of_programs_change_nothing(monkeypatch: pytest.Mon
     shape, requests = Shape(4, 2, 16, 16), Requests([0, 300, 130], [4, 1, 5])
     inputs, query, cache = attention_case(shape, requests, DTYPES[-1])
     out = paged_attention(query, cache, inputs, 0.3, None)
-    assert_same(paged_attention(query, cache, replace(inputs, max_rows=5), 0.3, None), out)
-    wider = torch.nn.functional.pad(inputs.block_tables, (0, 200), value=1 << 30)
-    assert_same(paged_attention(query, cache, replace(inputs, block_tables=wider), 0.3, None), out)
+    assert_same(paged_attention(query, cache, changed(inputs, max_rows=5), 0.3, None), out)
+    wider = torch.nn.functional.pad(inputs.paging.block_tables, (0, 200), value=1 << 30)
+    assert_same(paged_attention(query, cache, changed(inputs, block_tables=wider), 0.3, None), out)
     for programs in (1, 30):
         monkeypatch.setattr(triton_attention, "MULTIPROCESSORS", programs)
         assert_same(paged_attention(query, cache, inputs, 0.3, None), out)
@@ -424,14 +409,16 @@ def test_rows_of_a_padded_batch() -> None:
     shape, requests = Shape(4, 2, 16, 16), Requests([20, 3], [2, 1])
     inputs, query, cache = attention_case(shape, requests, torch.float32)
     out = paged_attention(query, cache, inputs, 0.3, None)
-    padded = replace(
+    padded = changed(
         inputs,
         query_start=torch.tensor([0, 2, 3, 4, 4], device=DEVICE),
-        context_lens=torch.cat((inputs.context_lens, inputs.context_lens.new_zeros(2))),
-        block_tables=torch.cat(
-            (inputs.block_tables, inputs.block_tables.new_full((2, 3), 1 << 30))
+        context_lens=torch.cat(
+            (inputs.paging.context_lens, inputs.paging.context_lens.new_zeros(2))
         ),
-        positions=torch.cat((inputs.positions, inputs.positions.new_zeros(1))),
+        block_tables=torch.cat(
+            (inputs.paging.block_tables, inputs.paging.block_tables.new_full((2, 3), 1 << 30))
+        ),
+        positions=torch.cat((inputs.rows.positions, inputs.rows.positions.new_zeros(1))),
         max_rows=2,
     )
     more = paged_attention(torch.cat((query, query[:1])), cache, padded, 0.3, None)
@@ -452,7 +439,7 @@ def test_extras(kind: str, window: int | None, dtype: torch.dtype) -> None:
     shape = Shape(6, 2, 24, 16)
     inputs, query, cache = attention_case(shape, EXTRA, dtype)
     if kind in ("tree", "all"):
-        inputs = replace(inputs, tree=random_tree(inputs))
+        inputs = changed(inputs, tree=random_tree(inputs))
     extras = Extras(
         softcap=1.7 if kind in ("softcap", "all") else None,
         sinks=randn(6, seed=3) if kind in ("sinks", "all") else None,
@@ -461,27 +448,27 @@ def test_extras(kind: str, window: int | None, dtype: torch.dtype) -> None:
     assert_weighted(out, with_extras(query, cache, inputs, 0.4, window, extras))
 
 
-def random_tree(inputs: AttentionInputs) -> TreeInputs:
+def random_tree(inputs: PassInputs) -> TreeInputs:
     """Rows see themselves and any of the request's new tokens before them, or all of those."""
-    counts = inputs.query_start.diff()
-    tokens = inputs.positions.clone()
+    counts = inputs.rows.query_start.diff()
+    tokens = inputs.rows.positions.clone()
     row = torch.arange(len(tokens), device=DEVICE)
-    row -= inputs.query_start[:-1].repeat_interleave(counts)
+    row -= inputs.rows.query_start[:-1].repeat_interleave(counts)
     own = torch.ones_like(row) << row
     drawn = torch.randint(1 << 62, (len(tokens),), generator=seeded(4)).to(DEVICE)
     words = torch.where(row % 5 == 4, -1, (drawn & (own - 1)) | own)
-    return TreeInputs(inputs.context_lens - counts, tokens, words)
+    return TreeInputs(inputs.paging.context_lens - counts, tokens, words)
 
 
 def test_the_tree_of_a_causal_chain_is_the_default() -> None:
     inputs, query, cache = attention_case(Shape(6, 2, 24, 16), EXTRA, torch.float32)
     tree = random_tree(inputs)
-    own = tree.tokens - tree.starts.repeat_interleave(inputs.query_start.diff())
+    own = tree.tokens - tree.starts.repeat_interleave(inputs.rows.query_start.diff())
     words = (torch.ones_like(own) << (own + 1)) - 1
     for chain in (words, torch.full_like(words, -1)):
         assert_close(
             paged_attention(
-                query, cache, replace(inputs, tree=replace(tree, ancestors=chain)), 0.4, None
+                query, cache, changed(inputs, tree=replace(tree, ancestors=chain)), 0.4, None
             ),
             paged_attention(query, cache, inputs, 0.4, None),
             rtol=1e-6,
@@ -492,7 +479,7 @@ def test_the_tree_of_a_causal_chain_is_the_default() -> None:
 def with_extras(
     query: Tensor,
     cache: tuple[Tensor, Tensor],
-    inputs: AttentionInputs,
+    inputs: PassInputs,
     scale: float,
     window: int | None,
     extras: Extras,
@@ -500,9 +487,9 @@ def with_extras(
     """Row by row, in float64."""
     keys, values = (pages.double().cpu().flatten(0, 1) for pages in cache)
     block_size, groups = cache[0].shape[1], query.shape[1] // cache[0].shape[2]
-    tables, starts = inputs.block_tables.cpu(), inputs.query_start.tolist()
+    tables, starts = inputs.paging.block_tables.cpu(), inputs.rows.query_start.tolist()
     out = torch.empty(query.shape, dtype=torch.float64)
-    for request, context in enumerate(inputs.context_lens.tolist()):
+    for request, context in enumerate(inputs.paging.context_lens.tolist()):
         first, last = starts[request : request + 2]
         places = [
             int(tables[request, token // block_size]) * block_size + token % block_size
@@ -513,10 +500,10 @@ def with_extras(
             pages[places].repeat_interleave(groups, 1) for pages in (keys, values)
         )
         for row in range(first, last):
-            position = int(inputs.positions[row])
+            position = int(inputs.rows.positions[row])
             seen = token <= position
-            if inputs.tree is not None:
-                word = int(inputs.tree.ancestors[row])
+            if inputs.sees.tree is not None:
+                word = int(inputs.sees.tree.ancestors[row])
                 for new in range(last - first):
                     seen[context - (last - first) + new] &= bool(word >> new & 1)
             if window is not None:

@@ -277,7 +277,7 @@ def test_no_pass_reads_beyond_its_block_table(
     def noted(tables: RequestTables, *arguments: Any) -> PlacedRows:
         padded = ops.expand_rows(tables, *arguments)
         room = tables.block_tables.shape[1] * tables.block_size
-        seen.append(room - int(padded.inputs.context_lens.max()))
+        seen.append(room - int(padded.inputs.paging.context_lens.max()))
         return padded
 
     with_notes = replace(ops, expand_rows=noted)

@@ -14,8 +14,8 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.embedding import Embedding
 from slipstream.layers.rope import RopeConfig, rope_table
 from slipstream.models.loading import LoadOptions
@@ -23,6 +23,7 @@ from slipstream.speculative.gemma4_assistant.config import read_assistant_config
 from slipstream.speculative.gemma4_assistant.network import AssistantNetwork, load_assistant
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from tests.drafters.trainable import Trainable
+from tests.pass_inputs import pass_inputs
 
 VOCAB, BACKBONE, KNOWN, BLOCK_SIZE = 96, 40, 29, 8
 KINDS = ["sliding_attention", "full_attention"]  # layers of a target; of an assistant, below
@@ -93,8 +94,8 @@ def cached() -> tuple[list[tuple[Tensor, Tensor]], dict[str, tuple[Tensor, Tenso
     return pages, shared
 
 
-def one_row() -> AttentionInputs:
-    return AttentionInputs(
+def one_row() -> PassInputs:
+    return pass_inputs(
         query_start=torch.tensor([0, 1]),
         context_lens=torch.tensor([KNOWN]),
         block_tables=torch.arange(8).flip(0)[None].int(),

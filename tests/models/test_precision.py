@@ -19,14 +19,7 @@ from slipstream.kernels.composition import compose
 from slipstream.kernels.reference import PARTS, REFERENCE, rounding
 from slipstream.kernels.reference.integers import dequantised
 from slipstream.kernels.reference.rounding import to_float8
-from slipstream.kernels.table import (
-    AttentionInputs,
-    Float8Matrix,
-    Int4Matrix,
-    Int8Matrix,
-    Ops,
-    Weight,
-)
+from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix, Ops, Weight
 from slipstream.kernels.weights import bytes_of
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.layers.parameters import Part
@@ -37,6 +30,7 @@ from slipstream.models.loading import LoadOptions, load_decoder
 from slipstream.models.parameter_sources import CheckpointSource
 from slipstream.models.precision import weight_bytes
 from tests.checkpoints import QWEN3, write_qwen3
+from tests.pass_inputs import pass_inputs
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
 
@@ -73,7 +67,7 @@ def logits(network: Decoder) -> Tensor:
     layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, torch.float32)
     cache = KVCache(layout, num_blocks=2, block_size=16, device=CPU)
     positions = torch.arange(ROWS)
-    inputs = AttentionInputs(
+    inputs = pass_inputs(
         query_start=torch.tensor([0, ROWS]),
         context_lens=torch.tensor([ROWS]),
         block_tables=torch.tensor([[0, 1]], dtype=torch.int32),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.kernels.table import AttentionInputs
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.dflash.config import read_dflash_config
 from slipstream.speculative.dflash.network import load_dflash
@@ -13,6 +13,7 @@ from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.recognition import recognise
 from slipstream.train.recipe_dflash import DFlashRecipe
 from slipstream.train.run import run_training
+from tests.pass_inputs import pass_inputs
 from tests.train.lessons import batch_of, run_drafting, settings, teacher
 
 
@@ -63,9 +64,9 @@ def test_the_served_network_is_the_trained_one(
         torch.testing.assert_close(place.logits[1], logits[slot], atol=1e-4, rtol=0)
 
 
-def _inputs(start: int, end: int) -> AttentionInputs:
+def _inputs(start: int, end: int) -> PassInputs:
     positions = torch.arange(start, end)
-    return AttentionInputs(
+    return pass_inputs(
         query_start=torch.tensor([0, end - start]),
         context_lens=torch.tensor([end]),
         block_tables=torch.arange(4, dtype=torch.int32).unsqueeze(0),

@@ -10,8 +10,9 @@ import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import AttentionInputs, Heads
+from slipstream.kernels.table import Heads
 
 MOST_HEAD_DIM = 512
 _LAYERS: WeakKeyDictionary[Heads, cpp.AttentionLayer] = WeakKeyDictionary()
@@ -20,9 +21,9 @@ _LAYERS: WeakKeyDictionary[Heads, cpp.AttentionLayer] = WeakKeyDictionary()
 class _NewestPass:
     """The rows of the pass that ran last, which all its layers share."""
 
-    _newest: tuple[AttentionInputs, cpp.AttentionPass] | None = None
+    _newest: tuple[PassInputs, cpp.AttentionPass] | None = None
 
-    def __call__(self, inputs: AttentionInputs) -> cpp.AttentionPass:
+    def __call__(self, inputs: PassInputs) -> cpp.AttentionPass:
         """Of the pass with these inputs; engines of several threads may ask at once."""
         newest = self._newest
         if newest is None or newest[0] is not inputs:
@@ -33,9 +34,7 @@ class _NewestPass:
 pass_of = _NewestPass()
 
 
-def attend(
-    qkv: Tensor, heads: Heads, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]
-) -> Tensor:
+def attend(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]) -> Tensor:
     """See `AttendOp`. A row's bits depend on nothing beside the row."""
     if not serves(heads):
         return REFERENCE.attend(qkv, heads, inputs, cache)
@@ -45,12 +44,12 @@ def attend(
     return out
 
 
-def store(kv: Tensor, heads: Heads, inputs: AttentionInputs, cache: tuple[Tensor, Tensor]) -> None:
+def store(kv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]) -> None:
     """See `StoreOp`."""
     if not serves(heads):
         REFERENCE.store(kv, heads, inputs, cache)
         return
-    positions, slots = inputs.positions.contiguous(), inputs.slots.contiguous()
+    positions, slots = inputs.rows.positions.contiguous(), inputs.paging.slots.contiguous()
     cpp.store(layer_of(heads), _dense_rows(kv), positions, slots, *cache)
 
 
@@ -82,16 +81,17 @@ def layer_of(heads: Heads) -> cpp.AttentionLayer:
     return layer
 
 
-def _pass(inputs: AttentionInputs) -> cpp.AttentionPass:
-    tree = inputs.tree
+def _pass(inputs: PassInputs) -> cpp.AttentionPass:
+    rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
+    tree = sees.tree
     trees = (None,) * 3 if tree is None else (tree.starts, tree.tokens, tree.ancestors)
     return cpp.AttentionPass(
-        inputs.query_start.contiguous(),
-        inputs.context_lens.contiguous(),
-        inputs.block_tables,
-        inputs.positions.contiguous(),
-        inputs.slots.contiguous(),
-        inputs.first_seen,
-        inputs.causal,
+        rows.query_start.contiguous(),
+        paging.context_lens.contiguous(),
+        paging.block_tables,
+        rows.positions.contiguous(),
+        paging.slots.contiguous(),
+        sees.first_seen,
+        sees.causal,
         *(part if part is None else part.contiguous() for part in trees),
     )

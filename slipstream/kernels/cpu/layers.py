@@ -8,8 +8,9 @@ from torch import Tensor
 
 from slipstream.kernels.cpu.attention import layer_of, pass_of, serves
 from slipstream.kernels.cpu.matmul import CpuMatrix
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.stack_parts import LayerParts, Product, StackOp, StackParts
-from slipstream.kernels.table import AttentionInputs, Norm
+from slipstream.kernels.table import Norm
 
 Cache = tuple[Tensor, Tensor]
 
@@ -33,7 +34,7 @@ class FusedStack:
     def __call__(
         self,
         sources: Sequence[Tensor],
-        inputs: AttentionInputs,
+        inputs: PassInputs,
         caches: Sequence[Cache],
         wanted: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.addresses import address, dense
+from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
-from slipstream.kernels.table import AttentionInputs
 
 NO_TOKEN = -1
 _TABLES: WeakKeyDictionary[RequestTables, cpp.Tables] = WeakKeyDictionary()
@@ -40,13 +40,11 @@ def expand_rows(
         block_tables.data_ptr(), token_ids.data_ptr(),
     )  # fmt: skip
     start = 2 * rows
-    inputs = AttentionInputs(
-        query_start=_part(numbers, start, requests + 1),
-        context_lens=_part(numbers, start + requests + 1, requests),
-        block_tables=block_tables,
-        positions=_part(numbers, 0, rows),
-        slots=_part(numbers, rows, rows),
-        max_rows=most,
+    query_start = _part(numbers, start, requests + 1)
+    context_lens = _part(numbers, start + requests + 1, requests)
+    inputs = PassInputs(
+        RowPlaces(query_start, _part(numbers, 0, rows), max_rows=most),
+        Paging(block_tables, context_lens, _part(numbers, rows, rows)),
     )
     first_row = _part(numbers, start, requests)
     last_row = _part(numbers, start + 2 * requests + 1, requests)
@@ -80,8 +78,8 @@ def place_rows(
         numbers.split_with_sizes([rows] * 4 + [requests, 1, requests, requests])
     )
     query_start = _part(numbers, 4 * rows, requests + 1)
-    inputs = AttentionInputs(
-        query_start, context_lens, block_tables, positions, places, max_rows=max(counts)
+    inputs = PassInputs(
+        RowPlaces(query_start, positions, max(counts)), Paging(block_tables, context_lens, places)
     )
     return PlacedRows(token_ids, inputs, starts, last_row, request, offset, row_starts)
 

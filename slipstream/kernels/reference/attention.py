@@ -4,13 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.pass_inputs import MOST_TREE_TOKENS, PassInputs, TreeInputs
 from slipstream.kernels.reference.dense import norm
-from slipstream.kernels.table import (
-    MOST_TREE_TOKENS,
-    SCALE_BYTES,
-    AttentionInputs,
-    TreeInputs,
-)
+from slipstream.kernels.table import SCALE_BYTES
 
 INT8_MAX = 127.0
 
@@ -21,14 +17,14 @@ def rotate_and_store(
     value: Tensor,
     norms: tuple[Tensor, Tensor, float] | None,
     cos_sin: Tensor,
-    inputs: AttentionInputs,
+    inputs: PassInputs,
     cache: tuple[Tensor, Tensor],
 ) -> Tensor:
     if norms is not None:
         query_weight, key_weight, eps = norms
         query, key = norm(query, query_weight, eps), norm(key, key_weight, eps)
-    cos, sin = cos_sin[inputs.positions].unsqueeze(1).chunk(2, dim=-1)
-    store(_rotate(key, cos, sin), value, inputs.slots, cache)
+    cos, sin = cos_sin[inputs.rows.positions].unsqueeze(1).chunk(2, dim=-1)
+    store(_rotate(key, cos, sin), value, inputs.paging.slots, cache)
     return _rotate(query, cos, sin)
 
 
@@ -64,23 +60,24 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def paged_attention(
     query: Tensor,
     cache: tuple[Tensor, Tensor],
-    inputs: AttentionInputs,
+    inputs: PassInputs,
     scale: float,
     window: int | None,
 ) -> Tensor:
     out = torch.empty_like(query)
-    starts, lengths = inputs.query_start.tolist(), inputs.context_lens.tolist()
+    paging, sees = inputs.paging, inputs.sees
+    starts, lengths = inputs.rows.query_start.tolist(), paging.context_lens.tolist()
     for request, length in enumerate(lengths):
         rows = slice(starts[request], starts[request + 1])
         if rows.start == rows.stop:
             continue
-        keys, values = (_gather(pages, inputs.block_tables[request], length) for pages in cache)
-        mask = _mask(inputs.positions[rows], length, window, inputs.causal)
-        if inputs.tree is not None:
-            mask = _tree_mask(inputs, inputs.tree, request, rows, length, window)
-        if inputs.first_seen:
-            keys, values = keys[:, inputs.first_seen :], values[:, inputs.first_seen :]
-            mask = None if mask is None else mask[:, inputs.first_seen :]
+        keys, values = (_gather(pages, paging.block_tables[request], length) for pages in cache)
+        mask = _mask(inputs.rows.positions[rows], length, window, sees.causal)
+        if sees.tree is not None:
+            mask = _tree_mask(inputs, sees.tree, request, rows, length, window)
+        if sees.first_seen:
+            keys, values = keys[:, sees.first_seen :], values[:, sees.first_seen :]
+            mask = None if mask is None else mask[:, sees.first_seen :]
         own = query[rows]
         if keys.dtype == torch.int8:
             own, keys, values = own.float(), _as_floats(keys), _as_floats(values)
@@ -106,7 +103,7 @@ def _mask(positions: Tensor, length: int, window: int | None, causal: bool) -> T
 
 
 def _tree_mask(
-    inputs: AttentionInputs,
+    inputs: PassInputs,
     tree: TreeInputs,
     request: int,
     rows: slice,
@@ -114,13 +111,13 @@ def _tree_mask(
     window: int | None,
 ) -> Tensor:
     """The same where rows are nodes of trees."""
-    keys = torch.arange(length, device=inputs.positions.device)
+    keys = torch.arange(length, device=inputs.rows.positions.device)
     behind = keys - tree.starts[request]
     words = tree.ancestors[rows].unsqueeze(1) >> behind.clamp(0, MOST_TREE_TOKENS)
     mask = (keys <= tree.tokens[rows].unsqueeze(1)) & ((behind < 0) | (words & 1 > 0))
     if window is None:
         return mask
-    return mask & (inputs.positions[rows].unsqueeze(1) - keys < window)
+    return mask & (inputs.rows.positions[rows].unsqueeze(1) - keys < window)
 
 
 def _attend(

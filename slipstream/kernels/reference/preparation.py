@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.devices import send
+from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
-from slipstream.kernels.table import AttentionInputs
 
 
 def expand_rows(
@@ -25,13 +25,13 @@ def expand_rows(
     blocks = tables.block_tables[row_slots, positions // block_size].long()
     places = blocks * block_size + positions % block_size
     first_row = torch.arange(len(slots) + 1, device=slots.device) * most
-    inputs = AttentionInputs(
-        query_start=first_row,
-        context_lens=torch.where(lengths > 0, starts + lengths, 0),
-        block_tables=tables.block_tables[slots],
-        positions=positions,
-        slots=torch.where(offset < lengths[request], places, -1),
-        max_rows=most,
+    inputs = PassInputs(
+        RowPlaces(first_row, positions, max_rows=most),
+        Paging(
+            tables.block_tables[slots],
+            context_lens=torch.where(lengths > 0, starts + lengths, 0),
+            slots=torch.where(offset < lengths[request], places, -1),
+        ),
     )
     last_row = first_row[:-1] + (lengths - 1).clamp_min(0)
     token_ids = tables.token_ids[row_slots, positions]
@@ -56,13 +56,10 @@ def place_rows(
     places = _places(tables, row_slots, positions)
     if rereads is not None:
         places = torch.where(offset < rereads[request], -1, places)
-    inputs = AttentionInputs(
-        query_start=query_start,
-        context_lens=starts + lengths,
-        block_tables=tables.block_tables[slots],
-        positions=positions,
-        slots=places,
-        max_rows=max(end - start for start, end in pairwise(row_starts)),
+    most = max(end - start for start, end in pairwise(row_starts))
+    inputs = PassInputs(
+        RowPlaces(query_start, positions, max_rows=most),
+        Paging(tables.block_tables[slots], starts + lengths, places),
     )
     last_row = (query_start[1:] - 1).clamp_min(0)
     token_ids = tables.token_ids[row_slots, positions]

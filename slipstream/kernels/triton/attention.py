@@ -19,7 +19,8 @@ import triton
 from torch import Tensor
 
 from slipstream.kernels.composition import query_key_norms, split_heads
-from slipstream.kernels.table import AttentionInputs, Heads
+from slipstream.kernels.pass_inputs import PassInputs, Visibility
+from slipstream.kernels.table import Heads
 from slipstream.kernels.triton.attention_chunk_kernel import chunk_kernel
 from slipstream.kernels.triton.attention_short_kernels import combine_kernel, short_kernel
 from slipstream.kernels.triton.launch import options
@@ -125,7 +126,7 @@ def chunk_tiles(block_d: int, dtype: torch.dtype) -> Tiles:
 def attend(
     qkv: Tensor,
     heads: Heads,
-    inputs: AttentionInputs,
+    inputs: PassInputs,
     cache: tuple[Tensor, Tensor],
     extras: Extras = PLAIN,
 ) -> Tensor:
@@ -145,7 +146,7 @@ def attend(
 def paged_attention(
     query: Tensor,
     cache: tuple[Tensor, Tensor],
-    inputs: AttentionInputs,
+    inputs: PassInputs,
     scale: float,
     window: int | None,
     extras: Extras = PLAIN,
@@ -163,7 +164,7 @@ def _attention(
     query: Tensor | None,
     turn: Heads | None,
     layer: Layer,
-    inputs: AttentionInputs,
+    inputs: PassInputs,
     cache: tuple[Tensor, Tensor],
 ) -> Tensor:
     """Requests of few rows from `source`, to be turned by `turn`, the others from `query`."""
@@ -186,13 +187,14 @@ def _short(
     source: Tensor,
     turn: Heads | None,
     layer: Layer,
-    inputs: AttentionInputs,
+    inputs: PassInputs,
     cache: tuple[Tensor, Tensor],
     out: Tensor,
 ) -> None:
     """Requests of at most `SHORT_ROWS` rows: folds of splits, then their sums."""
+    rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
     most_rows = min(_most_rows(source, inputs), SHORT_ROWS)
-    block_size, requests = cache[0].shape[1], len(inputs.context_lens)
+    block_size, requests = cache[0].shape[1], len(paging.context_lens)
     lines = short_lines(most_rows * layer.groups)
     pairs = layer.kv_heads * triton.cdiv(most_rows * layer.groups, lines)
     tiles, programs = short_tiles(lines, requests * pairs, layer.block_d, source.dtype)
@@ -208,16 +210,16 @@ def _short(
     launched = options(source.device)
     early = EARLY and launched["pdl"]
     short_kernel[(pairs, requests, lanes)](
-        source, *cache, out, part, part_exponent, part_total, inputs.query_start,
-        inputs.context_lens, inputs.block_tables, inputs.positions, inputs.slots, *_tree(inputs),
-        extras.sinks, *_turn(turn), source.stride(0), inputs.block_tables.stride(0), layer.scale,
-        extras.softcap, window, most_rows, splits, early=early, first_seen=inputs.first_seen,
-        causal=inputs.causal, new_rows=max(4, triton.next_power_of_2(most_rows)),
+        source, *cache, out, part, part_exponent, part_total, rows.query_start,
+        paging.context_lens, paging.block_tables, rows.positions, paging.slots, *_tree(sees),
+        extras.sinks, *_turn(turn), source.stride(0), paging.block_tables.stride(0), layer.scale,
+        extras.softcap, window, most_rows, splits, early=early, first_seen=sees.first_seen,
+        causal=sees.causal, new_rows=max(4, triton.next_power_of_2(most_rows)),
         **_built(layer, block_size, tiles), **launched,
     )  # fmt: skip
     if lanes > 1:
         combine_kernel[(min(most_rows * layer.heads, triton.cdiv(COMBINING, requests)), requests)](
-            part, part_exponent, part_total, out, inputs.query_start, inputs.context_lens,
+            part, part_exponent, part_total, out, rows.query_start, paging.context_lens,
             extras.sinks, window, most_rows, splits, heads=layer.heads, head_dim=layer.head_dim,
             block_d=layer.block_d, block_s=64, at_once=COMBINED_AT_ONCE, num_warps=1, early=early,
             **launched,
@@ -227,36 +229,37 @@ def _short(
 def _chunks(
     query: Tensor,
     layer: Layer,
-    inputs: AttentionInputs,
+    inputs: PassInputs,
     cache: tuple[Tensor, Tensor],
     out: Tensor,
 ) -> None:
     """Requests of more than `SHORT_ROWS` rows."""
-    rows, requests = len(query), len(inputs.context_lens)
+    rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
+    count, requests = len(query), len(paging.context_lens)
     tiles = chunk_tiles(layer.block_d, query.dtype)
-    if inputs.tree is not None:
+    if sees.tree is not None:
         tiles = replace(tiles, registers=None)  # many would be spilled
-    most = triton.cdiv(rows * layer.groups, tiles.lines) + min(requests, rows // SHORT_ROWS)
+    most = triton.cdiv(count * layer.groups, tiles.lines) + min(requests, count // SHORT_ROWS)
     extras = layer.extras
     chunk_kernel[(layer.kv_heads, most)](
-        query, *cache, out, inputs.query_start, inputs.context_lens, inputs.block_tables,
-        inputs.positions, *_tree(inputs), extras.sinks, query.stride(0),
-        inputs.block_tables.stride(0), layer.scale, extras.softcap, layer.window, requests,
-        SHORT_ROWS, block_r=triton.next_power_of_2(requests), first_seen=inputs.first_seen,
-        causal=inputs.causal, **_built(layer, cache[0].shape[1], tiles),
+        query, *cache, out, rows.query_start, paging.context_lens, paging.block_tables,
+        rows.positions, *_tree(sees), extras.sinks, query.stride(0),
+        paging.block_tables.stride(0), layer.scale, extras.softcap, layer.window, requests,
+        SHORT_ROWS, block_r=triton.next_power_of_2(requests), first_seen=sees.first_seen,
+        causal=sees.causal, **_built(layer, cache[0].shape[1], tiles),
         **options(query.device),
     )  # fmt: skip
 
 
-def _most_rows(source: Tensor, inputs: AttentionInputs) -> int:
-    return min(len(source), inputs.max_rows or len(source))
+def _most_rows(source: Tensor, inputs: PassInputs) -> int:
+    return min(len(source), inputs.rows.max_rows or len(source))
 
 
-def _most_splits(inputs: AttentionInputs, block_size: int) -> int:
+def _most_splits(inputs: PassInputs, block_size: int) -> int:
     """Splits of any request."""
-    tokens = int(inputs.block_tables.shape[1]) * block_size
-    if inputs.max_context is not None:
-        tokens = min(tokens, inputs.max_context)
+    tokens = int(inputs.paging.block_tables.shape[1]) * block_size
+    if inputs.paging.max_context is not None:
+        tokens = min(tokens, inputs.paging.max_context)
     return most_splits(tokens)
 
 
@@ -286,9 +289,9 @@ def _turn(heads: Heads | None) -> tuple[Tensor | None, Tensor | None, float, Ten
     return query, key, eps, heads.cos_sin
 
 
-def _tree(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _tree(sees: Visibility) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(token of each row, its ancestors, where the trees begin)."""
-    tree = inputs.tree
+    tree = sees.tree
     if tree is None:
         return None, None, None
     assert tree.tokens.is_contiguous()

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
 from slipstream.kernels.reference.preparation import place_rows
-from slipstream.kernels.table import AttentionInputs
 from slipstream.kernels.triton.launch import dense, launch_dependents, options, wait_for_inputs
 
 TABLE_BLOCK = 1024
@@ -77,7 +77,9 @@ def expand_rows(
         None if mask_token is None else tables.num_tokens, mask_token or 0,
         block_m=triton.next_power_of_2(most), block_b=TABLE_BLOCK, num_warps=4, **options(device),
     )  # fmt: skip
-    inputs = AttentionInputs(query_start, contexts, own_tables, positions, places, most)
+    inputs = PassInputs(
+        RowPlaces(query_start, positions, most), Paging(own_tables, contexts, places)
+    )
     return PlacedRows(token_ids, inputs, query_start[:-1], last_rows)
 
 

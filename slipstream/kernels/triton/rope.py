@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.triton.attention_parts import halves, rotated, turns
 from slipstream.kernels.triton.launch import launch_dependents, options, wait_for_inputs
 
@@ -65,7 +65,7 @@ def rotate_and_store(
     value: Tensor,
     norms: tuple[Tensor, Tensor, float] | None,
     cos_sin: Tensor,
-    inputs: AttentionInputs,
+    inputs: PassInputs,
     cache: tuple[Tensor, Tensor],
 ) -> Tensor:
     rows, query_heads, head_dim = query.shape
@@ -79,10 +79,9 @@ def rotate_and_store(
     per_program = HEADS_PER_PROGRAM
     grid = (rows, triton.cdiv(query_heads, per_program) + triton.cdiv(kv_heads, per_program))
     _rotate_and_store_kernel[grid](
-        query, key, value, query_weight, key_weight, eps, cos_sin, inputs.positions, inputs.slots,
-        out, *cache, query.stride(0), key.stride(0), value.stride(0), kv_heads * head_dim,
-        query_heads, kv_heads,
-        head_dim=head_dim, block_heads=per_program,
+        query, key, value, query_weight, key_weight, eps, cos_sin, inputs.rows.positions,
+        inputs.paging.slots, out, *cache, query.stride(0), key.stride(0), value.stride(0),
+        kv_heads * head_dim, query_heads, kv_heads, head_dim=head_dim, block_heads=per_program,
         block_d=2 * triton.next_power_of_2(head_dim // 2), num_warps=4, **options(query.device),
     )  # fmt: skip
     return out

@@ -144,7 +144,11 @@ class DFlashDrafter:
         if batch.exact:
             row = _committed_rows(forward, batch.num_new_tokens + verdict.num_accepted)
             streams = [stream[row] for stream in streams]
-            inputs = replace(inputs, positions=inputs.positions[row], slots=inputs.slots[row])
+            inputs = replace(
+                inputs,
+                rows=replace(inputs.rows, positions=inputs.rows.positions[row]),
+                paging=replace(inputs.paging, slots=inputs.paging.slots[row]),
+            )
         context = self._network.context([stream.to(self._dtype) for stream in streams])
         self._network.store(context, inputs, self._cache.layers)
 

@@ -15,7 +15,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from slipstream.kernels.table import AttentionInputs, Ops
+from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.table import Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import column_linear
 from slipstream.layers.norm import rms_norm
@@ -80,13 +81,13 @@ class DFlashNetwork:
         fused = self._ops.joined_linear(sides, self._fc.weight, self._fc.bias)
         return self._ops.norm(fused, None, self._context_norm)[0]
 
-    def store(self, context: Tensor, inputs: AttentionInputs, caches: Sequence[LayerCache]) -> None:
+    def store(self, context: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]) -> None:
         """Keys and values of context rows [T, H] go to their slots, in every layer."""
         for layer, cache in zip(self._layers, caches, strict=True):
             layer.attention.store(context, inputs, cache)
 
     def __call__(
-        self, token_ids: Tensor, inputs: AttentionInputs, caches: Sequence[LayerCache]
+        self, token_ids: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> Tensor:
         """token_ids [T], draft blocks of several requests -> [T, H], behind the final norm.
 
@@ -96,7 +97,7 @@ class DFlashNetwork:
         addend: Tensor = self._ends.embedded(token_ids)
         residual: Tensor | None = None
         for layer, cache, causal in zip(self._layers, caches, self._causal, strict=True):
-            own = replace(inputs, causal=causal)
+            own = replace(inputs, sees=replace(inputs.sees, causal=causal))
             addend, residual, _ = run_layer(self._ops, layer.parts, addend, residual, own, cache)
         assert residual is not None, "a drafter has at least one layer"
         return self._ops.add_norm(addend, residual, self._norm)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.stack_parts import StackParts
-from slipstream.kernels.table import AttentionInputs, Ops
+from slipstream.kernels.table import Ops
 from slipstream.layers.attention import Attention
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import column_linear
@@ -119,7 +120,7 @@ class Eagle1Head:
         self,
         token_ids: Tensor,
         features: Tensor,
-        inputs: AttentionInputs,
+        inputs: PassInputs,
         caches: Sequence[LayerCache],
     ) -> tuple[Tensor, Tensor]:
         """token_ids [T], features [T, H] -> twice [T, H]."""

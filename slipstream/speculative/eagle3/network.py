@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.stack_parts import LayerParts, StackParts
-from slipstream.kernels.table import AttentionInputs, Norm, Ops
+from slipstream.kernels.table import Norm, Ops
 from slipstream.layers.attention import Attention
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import Linear, column_linear
@@ -140,7 +141,7 @@ class Eagle3Head:
         self,
         token_ids: Tensor,
         features: Tensor,
-        inputs: AttentionInputs,
+        inputs: PassInputs,
         caches: Sequence[LayerCache],
     ) -> tuple[Tensor, Tensor]:
         """token_ids [T], features [T, H] -> (what enters the lm_head, next features), [T, H]."""

@@ -17,7 +17,7 @@ from slipstream.cache.kv_cache import KVLayout
 from slipstream.core.batch import Batch
 from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
-from slipstream.kernels.table import AttentionInputs
+from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward
 from slipstream.sampling.state import Uses
@@ -152,15 +152,15 @@ class AssistantDrafter:
     def cached_tokens(self, slots: Tensor) -> Tensor:
         return self._state.num_computed[slots]
 
-    def _rows(self, slots: Tensor, newest: Tensor) -> AttentionInputs:
+    def _rows(self, slots: Tensor, newest: Tensor) -> PassInputs:
         """One row for each request at the position of its newest token, which is not computed."""
-        return AttentionInputs(
-            query_start=torch.arange(len(slots) + 1, device=slots.device),
-            context_lens=torch.minimum(newest, self._state.num_computed[slots]),
-            block_tables=self._state.block_tables[slots],
-            positions=newest,
-            slots=torch.full_like(slots, -1),
-            max_rows=1,
+        return PassInputs(
+            RowPlaces(torch.arange(len(slots) + 1, device=slots.device), newest, max_rows=1),
+            Paging(
+                self._state.block_tables[slots],
+                context_lens=torch.minimum(newest, self._state.num_computed[slots]),
+                slots=torch.full_like(slots, -1),
+            ),
         )
 
     def _probabilities(self, batch: DeviceBatch) -> Tensor | None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.core.errors import CheckpointError
-from slipstream.kernels.table import AttentionInputs, Heads, Ops
+from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.table import Heads, Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import rms_norm
@@ -110,7 +111,7 @@ class AssistantLayer:
         self._down = row_linear(source, f"{name}.mlp.down_proj", width, inner, False)
         self._scalar = source.vector([Part(f"{name}.layer_scalar", 1)])
 
-    def __call__(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
+    def __call__(self, x: Tensor, inputs: PassInputs, cache: LayerCache) -> Tensor:
         """x [T, H] -> [T, H]; `inputs` store nothing."""
         ops, heads = self._ops, self._heads
         query, _ = ops.norm_linear(x, None, self._before, self._query.weight, None)
@@ -208,7 +209,7 @@ class AssistantNetwork:
         self,
         token_ids: Tensor,
         hidden: Tensor,
-        inputs: AttentionInputs,
+        inputs: PassInputs,
         caches: Sequence[LayerCache],
     ) -> tuple[Tensor, Tensor]:
         """One row for each of several requests.

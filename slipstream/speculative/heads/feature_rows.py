@@ -21,8 +21,8 @@ from torch import Tensor
 from slipstream.cache.kv_cache import KVCache, KVLayout
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.request import Request
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.preparation import PlacedRows, preparation_for
-from slipstream.kernels.table import AttentionInputs
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.stack import LayerCache
 from slipstream.runner.device_batch import DeviceBatch
@@ -59,7 +59,7 @@ class FeatureNetwork(Protocol):
         self,
         token_ids: Tensor,
         features: Tensor,
-        inputs: AttentionInputs,
+        inputs: PassInputs,
         caches: Sequence[LayerCache],
     ) -> tuple[Tensor, Tensor]:
         """token_ids [T], features [T, F] -> what enters the head [T, H], next features [T, F]."""
@@ -232,7 +232,8 @@ class FeatureRowsDrafter:
         """features [R, W, F], of each request's rows -> of each request's last row what enters the
         head [R, H] and the next feature [R, F]; `draft` as `_pass` has it."""
         laid = lay_out(self._state, rows)
-        if laid.inputs.max_rows == 1 and laid.token_ids.shape[0] == features.shape[0]:  # one each
+        one_each = laid.inputs.rows.max_rows == 1 and len(laid.token_ids) == len(features)
+        if one_each:
             return self._pass(laid, features[:, 0], draft)
         if laid.request is None:
             hidden, last = self._pass(laid, features.flatten(0, 1), draft)
@@ -247,7 +248,8 @@ class FeatureRowsDrafter:
         """What the last rows of such a pass give is draft token `draft`, from 0 on; a network
         that is the same for all of them need not ask."""
         del draft
-        inputs = replace(laid.inputs, first_seen=FIRST_ROW)
+        sees = replace(laid.inputs.sees, first_seen=FIRST_ROW)
+        inputs = replace(laid.inputs, sees=sees)
         return self._network(laid.token_ids, features, inputs, self._cache.layers)
 
     def _features_of(

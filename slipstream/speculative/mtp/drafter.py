@@ -149,16 +149,19 @@ class ModulesDrafter(FeatureRowsDrafter):
 
     def _pass(self, laid: PlacedRows, features: Tensor, draft: int) -> tuple[Tensor, Tensor]:
         first, last = min(draft, self._mtp.num_modules - 1), self._mtp.num_modules - 1
-        slots = laid.inputs.slots
+        slots = laid.inputs.paging.slots
         places = torch.where(slots < 0, len(self._given) - 1, slots)
         before = self._place_before(laid)
         result = features
         for index in range(first, last + 1):
             # Rows before a module's first are computed with the others, and nobody sees them.
-            inputs = replace(laid.inputs, first_seen=FIRST_ROW + index)
+            first_seen = FIRST_ROW + index
+            sees = replace(laid.inputs.sees, first_seen=first_seen)
+            inputs = replace(laid.inputs, sees=sees)
             taken = features if index == first else self._given[before, index - 1]
             given = self._mtp.run(index, laid.token_ids, taken, inputs, self._cache.layers[index])
-            given = torch.where((inputs.positions >= inputs.first_seen).unsqueeze(1), given, 0.0)
+            means = (inputs.rows.positions >= first_seen).unsqueeze(1)
+            given = torch.where(means, given, 0.0)
             if index < last:
                 self._given[places, index] = given
             if index == first:
@@ -170,8 +173,8 @@ class ModulesDrafter(FeatureRowsDrafter):
         inputs, size = laid.inputs, self._state.block_size
         request = laid.request
         if request is None:
-            count = len(inputs.block_tables)
-            row = torch.arange(len(inputs.positions), device=inputs.positions.device)
+            count = len(inputs.paging.block_tables)
+            row = torch.arange(len(inputs.rows.positions), device=inputs.rows.positions.device)
             request = row // (len(row) // count)
-        before = (inputs.positions - 1).clamp_min(0)
-        return inputs.block_tables[request, before // size].long() * size + before % size
+        before = (inputs.rows.positions - 1).clamp_min(0)
+        return inputs.paging.block_tables[request, before // size].long() * size + before % size

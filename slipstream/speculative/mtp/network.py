@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.stack_parts import StackParts
-from slipstream.kernels.table import AttentionInputs, Norm, Ops
+from slipstream.kernels.table import Norm, Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import Linear, column_linear
 from slipstream.layers.norm import rms_norm
@@ -175,7 +176,7 @@ class MtpHead:
         self,
         token_ids: Tensor,
         features: Tensor,
-        inputs: AttentionInputs,
+        inputs: PassInputs,
         caches: Sequence[LayerCache],
     ) -> tuple[Tensor, Tensor]:
         """token_ids [T], features [T, H] -> twice [T, H], of the first module."""
@@ -187,7 +188,7 @@ class MtpHead:
         index: int,
         token_ids: Tensor,
         features: Tensor,
-        inputs: AttentionInputs,
+        inputs: PassInputs,
         cache: LayerCache,
     ) -> Tensor:
         """Module `index` over rows: token_ids [T], features [T, H] of the tokens before -> [T, H].
@@ -197,7 +198,7 @@ class MtpHead:
         """
         embedded = self._ends.embedded(token_ids)
         if self._blanks_first:
-            is_first = inputs.positions == FIRST_ROW + index
+            is_first = inputs.rows.positions == FIRST_ROW + index
             embedded = embedded.masked_fill(is_first.unsqueeze(1), 0.0)
         sources = [features, embedded] if self._feature_first else [embedded, features]
         return self._modules[index](sources, inputs, [cache])[0]

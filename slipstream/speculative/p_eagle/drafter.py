@@ -169,5 +169,5 @@ class PEagleDrafter(FeatureRowsDrafter):
             request, offset = row // rows.most, row % rows.most
         slots = rows.slots[request]
         waiting = self._features[slots, offset.clamp_max(self._most - 1)]
-        is_mask = laid.inputs.positions >= self._state.num_tokens[slots]
+        is_mask = laid.inputs.rows.positions >= self._state.num_tokens[slots]
         return torch.where(is_mask.unsqueeze(1), self._mask_feature, waiting)

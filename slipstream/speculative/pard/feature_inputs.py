@@ -57,7 +57,7 @@ class FeatureFedRunner(ModelRunner):
         else:
             slots = rows.slots[laid.request]
         embedded = self._decoder.embedding(laid.token_ids)
-        embedded = embedded + self._features.read(self._state, slots, laid.inputs.positions)
+        embedded = embedded + self._features.read(self._state, slots, laid.inputs.rows.positions)
         hidden, _ = self._decoder(
             laid.token_ids, laid.inputs, self._cache.layers, embedded=embedded
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.errors import UsageError
-from slipstream.kernels.table import MOST_TREE_TOKENS
+from slipstream.kernels.pass_inputs import MOST_TREE_TOKENS
 from slipstream.speculative.options import Options
 
 STATIC, TOP_K = "speculative_token_tree", "speculative_eagle_topk"

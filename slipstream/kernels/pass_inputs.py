@@ -1,0 +1,101 @@
+"""What all layers of one pass share: its rows, their pages, and what they may see."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from slipstream.core.errors import UsageError
+
+MOST_TREE_TOKENS = 63  # the bits of `TreeInputs.ancestors`, without the sign
+
+
+@dataclass(frozen=True, eq=False)
+class RowPlaces:
+    """Where the rows of a pass stand in their requests.
+
+    Attributes:
+        query_start: [R + 1] int64, first row of each request; the last entry is the row count.
+        positions: [T] int64, of each row.
+        max_rows: upper bound on the rows of any request, as far as the host knows; None if it does
+            not. A hint for launch sizes: results do not depend on it.
+    """
+
+    query_start: Tensor
+    positions: Tensor
+    max_rows: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Paging:
+    """How the context of each request is paged, for layers that share block tables.
+
+    Attributes:
+        block_tables: [R, max_blocks] int32.
+        context_lens: [R] int64, tokens of each request in the cache once this pass has written.
+        slots: [T] int64, where each row's key and value go; -1 writes nothing.
+        max_context: upper bound on `context_lens`; a hint like `RowPlaces.max_rows`.
+    """
+
+    block_tables: Tensor
+    context_lens: Tensor
+    slots: Tensor
+    max_context: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TreeInputs:
+    """Rows that are nodes of token trees: what each sees of the tokens of its tree.
+
+    Attributes:
+        starts: [R] int64, the first token of each request's tree; all before it are seen, as far
+            as the window allows, which is larger than a tree is deep.
+        tokens: [T] int64, which token of its request a row is: its position is that of the text
+            it continues, so several rows of a request may have the same one.
+        ancestors: [T] int64, bit i says whether a row sees token starts + i, of those up to itself;
+            -1 sees all of them, as rows outside of trees do.
+    """
+
+    starts: Tensor
+    tokens: Tensor
+    ancestors: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Visibility:
+    """Which tokens of its context a row sees, besides the window of a layer.
+
+    Attributes:
+        causal: false: a row also sees the tokens behind its own, up to `context_lens`, so that all
+            rows of a request see each other.
+        first_seen: cached tokens before this one are seen by no row: nothing has been stored there
+            (but the numbers there are finite).
+        tree: of passes with rows that are not a causal chain.
+    """
+
+    causal: bool = True
+    first_seen: int = 0
+    tree: TreeInputs | None = None
+
+
+CAUSAL = Visibility()
+
+
+@dataclass(frozen=True, eq=False)
+class PassInputs:
+    """What the layers of one pass are given beside activations and caches.
+
+    Attributes:
+        adapters: [T] int64, the adapter of each row. No backend applies adapters yet.
+
+    Raises:
+        UsageError: there are adapters.
+    """
+
+    rows: RowPlaces
+    paging: Paging
+    sees: Visibility = CAUSAL
+    adapters: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.adapters is not None:
+            raise UsageError("adapters for single rows are not supported; merge them into weights")
