@@ -4,8 +4,9 @@
 
 Before, during and after the abuse the same honest load is served, whose texts must not change.
 Prints each part's finding, the speed and the resident memory, and fails (exit code 1) when an
-answer is not what it should be, memory does not return within 5 percent of its start, or a block
-of KV cache is still held. The last line is one JSON document.
+answer is not what it should be, /health takes more than 100 ms beside a hostile body, memory does
+not return within 5 percent of its start, or a block of KV cache is still held. The last line is
+one JSON document.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.hostile_bodies import Canary, hostile_bodies
 from benchmarks.lean_client import HEAD, post_all, text
 
 HOST = "127.0.0.1"
@@ -49,6 +51,8 @@ WARM_UP = [
 MEGABYTE = b"x" * (1 << 20)
 MOST_GROWTH = 0.05
 MOST_WARM_UPS, CALM_ROUNDS, CALM_GROWTH = 12, 2, 0.005
+LONGEST_WAIT = 0.1  # seconds for an answer of /health
+MOST_TRIES = 3  # for a body beside which it took longer: the machine may have been busy
 SETTLING = 6.0  # seconds in which an idle server gives memory back
 
 
@@ -158,6 +162,7 @@ class Abuse:
         await self._part("disconnects", self._disconnects)
         await self._part("large bodies", self._large_bodies)
         await self._part("bad bodies", self._bad_bodies)
+        await self._part("hostile bodies", self._hostile_bodies)
         await self._rest()
         await self._speed("after")
         await self._rest()
@@ -184,6 +189,8 @@ class Abuse:
             most = max(most, now)
             if calm == CALM_ROUNDS:
                 break
+        for body in hostile_bodies():  # they fill the caches of texts and of compiled grammars
+            await self._post(body.content, body.path.encode())
 
     async def _part(self, name: str, part: Callable[[], Awaitable[Any]]) -> None:
         found = await part()
@@ -277,14 +284,41 @@ class Abuse:
     async def _bad_bodies(self) -> dict[str, int]:
         statuses: Counter[str] = Counter()
         for body in bad_bodies():
-            reader, writer = await asyncio.open_connection(HOST, self._port)
-            writer.write((HEAD % len(body)).replace(b"Host", b"Connection: close\r\nHost") + body)
-            status = _status(await _read(reader))
-            writer.close()
+            status = await self._post(body)
             statuses[status] += 1
             if not status.startswith("4"):
                 self.faults.append(f"{status} for {body[:80]!r}")
         return dict(statuses)
+
+    async def _hostile_bodies(self) -> dict[str, Any]:
+        """Each alone, beside a canary that must not wait for it."""
+        statuses: Counter[str] = Counter()
+        longest = 0.0
+        with Canary(HOST, self._port) as canary:
+            for body in hostile_bodies():
+                waits: list[float] = []
+                while len(waits) < MOST_TRIES and (not waits or min(waits) > LONGEST_WAIT):
+                    await asyncio.sleep(0.01)
+                    canary.longest = 0.0
+                    status = await self._post(body.content, body.path.encode())
+                    await asyncio.sleep(0.01)
+                    waits.append(canary.longest)
+                longest = max(longest, min(waits))
+                statuses[status] += 1
+                if min(waits) > LONGEST_WAIT:
+                    self.faults.append(f"/health took {min(waits):.3f} s beside {body.name}")
+                if status[0] not in "24":
+                    self.faults.append(f"{status} for {body.name}")
+        return {**statuses, "longest wait in seconds": round(longest, 3)}
+
+    async def _post(self, body: bytes, path: bytes = b"/v1/completions") -> str:
+        """The status of the answer."""
+        head = (HEAD % len(body)).replace(b"/v1/completions", path)
+        reader, writer = await asyncio.open_connection(HOST, self._port)
+        writer.write(head.replace(b"Host", b"Connection: close\r\nHost") + body)
+        status = _status(await _read(reader))
+        writer.close()
+        return status
 
     def _check(self, name: str, statuses: "Counter[str]", expected: set[str]) -> dict[str, int]:
         if set(statuses) - expected:

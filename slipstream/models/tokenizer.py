@@ -11,6 +11,7 @@ from slipstream.models.checkpoint import read_json_object
 if TYPE_CHECKING:
     import tokenizers
 
+_LONG_TEXT = 8192  # characters, or tokens, that take milliseconds
 NAMED_TOKENS = (
     "bos_token",
     "eos_token",
@@ -59,11 +60,17 @@ class Tokenizer:
                 f"the text is not valid Unicode: it has half of a surrogate pair at character "
                 f"{error.start}; send the whole character"
             ) from error
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) < _LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` keeps the interpreter's lock, in which all other threads wait for it.
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that no token has are left out."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) < _LONG_TEXT:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def to_json(self) -> str:
         """The tokenizer as the text of a tokenizer.json, special tokens marked."""

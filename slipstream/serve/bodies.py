@@ -1,26 +1,28 @@
 """From the bytes of a request to its checked body, and what is wrong with it in plain words."""
 
-import asyncio
 from collections.abc import Sequence
 from difflib import get_close_matches
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from slipstream.serve.errors import ApiError, bad_request
-from slipstream.serve.protocol.base import RequestBody
+from slipstream.serve.model import ServedModel
+from slipstream.serve.protocol.base import ModelRequest, RequestBody
+from slipstream.serve.protocol.bounds import count_values
 from slipstream.serve.protocol.refusals import REFUSALS
 
-Body = TypeVar("Body", bound=RequestBody)
+Body = TypeVar("Body", bound=ModelRequest)
 
+_LONGEST_NAME = 100  # characters of an unknown field's name that an answer repeats
 _LARGE = 32 << 10  # bytes whose reading would keep the event loop for milliseconds
 
 
-async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The body of a request; ApiError names the first field that is wrong.
+async def read_body(request: Request, kind: type[Body], model: ServedModel) -> Body:
+    """The body of a request for this model; ApiError names the first field that is wrong.
 
     Only JSON that says so is read: a page of another origin can send any other type unasked.
     """
@@ -37,13 +39,23 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
             f"Content-Encoding {encoding!r} is not read here; send the body as it is",
         )
     content = await request.body()
+    most = model.thread.limits.max_json_values
     if len(content) < _LARGE:
-        return parse_body(content, kind)
-    return await asyncio.to_thread(parse_body, content, kind)
+        body = parse_body(content, kind, most)
+    else:
+        body = await model.parse(parse_body, content, kind, most)
+    model.require(body.model)
+    return body
 
 
-def parse_body(content: bytes, kind: type[Body]) -> Body:
-    """The same from the bytes."""
+def parse_body(content: bytes, kind: type[Body], most_values: int) -> Body:
+    """The body in these bytes, which may hold so many values (see `count_values`)."""
+    if len(content) > most_values and count_values(content) > most_values:
+        raise bad_request(
+            f"the body holds more than {most_values} values; send fewer at once, or start the "
+            "server with a larger --max-json-values",
+            code="too_many_values",
+        )
     try:
         value = from_json(content, allow_inf_nan=False)
     except ValueError as error:
@@ -64,12 +76,13 @@ def _refusal(errors: Sequence[ErrorDetails], kind: type[RequestBody]) -> ApiErro
     return bad_request(_sentence(told, kind), str(field[0]) if field else None)
 
 
-def _telling(error: ErrorDetails) -> tuple[int, int]:
+def _telling(error: ErrorDetails) -> tuple[bool, int, int]:
     """A field that should not be there may be the one that is missing, misspelt."""
-    depth = sum(isinstance(step, int) or step.isidentifier() for step in error["loc"])
+    too_many = error["type"] == "too_many"  # found before anything deeper was looked at
+    depth = sum(isinstance(step, int) or _is_field(step) for step in error["loc"])
     if error["type"] == "extra_forbidden":
-        return depth, 2
-    return depth, int(error["type"] not in _WRONG_KIND)
+        return too_many, depth, 2
+    return too_many, depth, int(error["type"] not in _WRONG_KIND)
 
 
 _WRONG_KIND = (
@@ -106,10 +119,14 @@ def _place(location: Sequence[int | str]) -> str:
         if isinstance(step, int):
             place += f"[{step}]"
         elif not place:
-            place = step
-        elif step.isidentifier() and step not in _UNION_MEMBERS and not place.endswith(step):
-            place += f".{step}"
+            place = step[:_LONGEST_NAME]
+        elif _is_field(step) and not place.endswith(step):
+            place += f".{step[:_LONGEST_NAME]}"
     return place
+
+
+def _is_field(step: str) -> bool:
+    return step.isidentifier() and step not in _UNION_MEMBERS
 
 
 # What fields may be that may be several things.
@@ -130,10 +147,5 @@ _UNION_MEMBERS = (
 def _suggestion(name: str, kind: type[RequestBody]) -> str:
     if "." in name:
         return "; nothing is ignored here: leave it out"
-    near = get_close_matches(name, _names(kind), n=1, cutoff=0.8)
+    near = get_close_matches(name, kind.field_names(), n=1, cutoff=0.8)
     return f"; did you mean {near[0]}?" if near else "; nothing is ignored here: leave it out"
-
-
-def _names(kind: type[RequestBody]) -> list[str]:
-    fields: dict[str, Any] = dict(kind.model_fields)
-    return [field.alias or name for name, field in fields.items()]

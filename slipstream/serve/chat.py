@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.prompts import EncodedPrompt
 from slipstream.serve.bodies import read_body
 from slipstream.serve.chat_choice import ChatAnswerChoice
 from slipstream.serve.conversation import render, require_template
@@ -32,21 +33,13 @@ class Chats:
 
     async def answer(self, request: Request) -> Response:
         """Run a request to its end, or begin to stream it."""
-        body = await read_body(request, ChatRequest)
-        self._model.require(body.model)
-        _check(body)
+        body = await read_body(request, ChatRequest, self._model)
         return await unless_gone(request.receive, self._begin(body))
 
     async def _begin(self, body: ChatRequest) -> Response:
         model = self._model
-        require_template(model.template)
-        tools = choose_tools(body, model)
-        params = _params(body, tools, model)
-        text = await model.aside(render, model.template, body, tools.told)
-        prompts = await model.aside(
-            model.encode, [text], params, body.add_special_tokens is True, "messages"
-        )
-        model.require_room(prompts, *_asked_tokens(body), "messages")
+        model.thread.check_room(body.n or 1)
+        tools, params, prompts = await model.aside(self._prepare, body)
         await model.compile(params)
         generation = Generation(prompts, bool(body.return_speculation))
         answer = _Answer(model, body, generation, tools)
@@ -54,6 +47,18 @@ class Chats:
         if body.stream:
             return EventStream(answer.events())
         return Response(await answer.whole(), media_type="application/json")
+
+    def _prepare(self, body: ChatRequest) -> tuple[ToolUse, SamplingParams, list[EncodedPrompt]]:
+        """Check, render and tokenize; takes its time where there is much."""
+        model = self._model
+        _check(body)
+        require_template(model.template)
+        tools = choose_tools(body, model)
+        params = _params(body, tools, model)
+        text = render(model.template, body, tools.told)
+        prompts = model.encode([text], params, body.add_special_tokens is True, "messages")
+        model.require_room(prompts, *_asked_tokens(body), "messages")
+        return tools, params, prompts
 
 
 class _Answer:

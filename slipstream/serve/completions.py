@@ -42,24 +42,30 @@ class Completions:
 
     async def answer(self, request: Request) -> Response:
         """Run a request to its end, or begin to stream it."""
-        body = await read_body(request, CompletionRequest)
-        self._model.require(body.model)
-        _check(body)
+        body = await read_body(request, CompletionRequest, self._model)
         return await unless_gone(request.receive, self._begin(body))
 
     async def _begin(self, body: CompletionRequest) -> Response:
-        params = _params(body)
-        prompts = await self._model.aside(
-            self._model.encode, _prompts(body), params, body.add_special_tokens is not False
-        )
-        self._model.require_room(prompts, body.max_tokens, "max_tokens")
+        prompts = _prompts(body)
+        self._model.thread.check_room(len(prompts) * (body.n or 1))
+        params, encoded = await self._model.aside(self._prepare, body, prompts)
         await self._model.compile(params)
-        answer = _Answer(self._model, body, prompts)
+        answer = _Answer(self._model, body, encoded)
         if answer.needs_engine:
             await answer.generation.start(self._model.thread, params)
         if body.stream:
             return EventStream(answer.events())
         return Response(await answer.whole(), media_type="application/json")
+
+    def _prepare(
+        self, body: CompletionRequest, prompts: Sequence[Prompt]
+    ) -> tuple[SamplingParams, list[EncodedPrompt]]:
+        """Check and tokenize; takes its time where there is much."""
+        _check(body)
+        params = _params(body)
+        encoded = self._model.encode(prompts, params, body.add_special_tokens is not False)
+        self._model.require_room(encoded, body.max_tokens, "max_tokens")
+        return params, encoded
 
 
 class _Answer:

@@ -1,11 +1,14 @@
 """From the messages of a request to the text that the model continues."""
 
-import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
+
+from pydantic_core import from_json
 
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.serve.errors import bad_request
+from slipstream.serve.protocol.bounds import MOST_SCHEMA_VALUES, count_values
 from slipstream.serve.protocol.chat import Message, Tool
 from slipstream.serve.unread import require_read
 
@@ -53,6 +56,7 @@ def render(template: ChatTemplate, body: ChatFields, tools: Sequence[Tool] | Non
             **options,
         )
 
+    _check_arguments(body.messages)
     messages = [_message(place, message) for place, message in enumerate(body.messages)]
     text = write(messages)
     require_read(write, messages, text)
@@ -93,6 +97,18 @@ def _check_options(template: ChatTemplate, options: Mapping[str, Any]) -> None:
             )
 
 
+def _check_arguments(messages: Sequence[Message]) -> None:
+    """They are JSON within the JSON of the body, whose values were not counted with it."""
+    calls = chain.from_iterable(getattr(message, "tool_calls", None) or () for message in messages)
+    documents = [call.function.arguments.encode(errors="replace") for call in calls]
+    if sum(map(count_values, documents)) > MOST_SCHEMA_VALUES:
+        raise bad_request(
+            f"the arguments of the tool calls hold more than {MOST_SCHEMA_VALUES} values; leave "
+            "some of the calls out",
+            "messages",
+        )
+
+
 def _message(place: int, message: Message) -> dict[str, Any]:
     plain = message.model_dump(exclude_none=True)
     if plain["role"] == "developer":  # the newer name; templates know the older one
@@ -105,7 +121,7 @@ def _message(place: int, message: Message) -> dict[str, Any]:
 
 def _arguments(place: int, text: str) -> dict[str, Any]:
     try:
-        arguments = json.loads(text or "{}")
+        arguments = from_json(text or "{}", allow_inf_nan=False)
     except ValueError as error:
         raise bad_request(
             f"messages[{place}]: the arguments of a tool call are not JSON: {error}", "messages"

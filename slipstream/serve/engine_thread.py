@@ -66,7 +66,7 @@ class EngineThread:
     """
 
     def __init__(self, engine: Engine, limits: ServeLimits, watcher: Watcher) -> None:
-        self._engine, self._limits, self._watcher = engine, limits, watcher
+        self._engine, self.limits, self._watcher = engine, limits, watcher
         self._places = engine.resolved.limits.max_num_seqs
         self._numbers = count()
         # For the engine's thread:
@@ -147,10 +147,10 @@ class EngineThread:
         deadline: float | None = None,
     ) -> list[Stream]:
         """Like `submit` for several prompts, which enter the same step, all of them or none."""
-        self._check_room(params.n * len(prompts))
+        self.check_room(params.n * len(prompts))
         assert self._loop is not None, "start comes first"
         if deadline is None:
-            deadline = monotonic() + (self._limits.request_timeout or math.inf)
+            deadline = monotonic() + (self.limits.request_timeout or math.inf)
         channels = [Channel(self._loop, params.n) for _ in prompts]
         streams = [Stream(channel, self._leave) for channel in channels]
         self._open.update(channels)
@@ -194,12 +194,13 @@ class EngineThread:
             await asyncio.to_thread(self._thread.join)
         await asyncio.sleep(0)  # what the thread left last is delivered
 
-    def _check_room(self, num_samples: int) -> None:
+    def check_room(self, num_samples: int) -> None:
+        """Raise what `submit` would for a request of so many samples, before work goes into it."""
         if self._failed or not self._thread.is_alive():
             raise EngineFailed
         if self._draining:
             raise Draining
-        most = self._places + self._limits.max_waiting
+        most = self._places + self.limits.max_waiting
         if num_samples > most:
             raise UsageError(
                 f"the request asks for {num_samples} samples, but this server takes on at most "
@@ -207,7 +208,7 @@ class EngineThread:
             )
         # Blocks may run out before places do: then fewer run than there are places.
         kept = self._num_waiting
-        too_many = kept > 0 and kept + num_samples > self._limits.max_waiting
+        too_many = kept > 0 and kept + num_samples > self.limits.max_waiting
         if too_many or self._open_samples + num_samples > most:
             waiting = self.num_waiting
             raise QueueFull(waiting, self._retry_after(waiting))

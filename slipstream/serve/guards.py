@@ -6,15 +6,10 @@ from hashlib import sha256
 from hmac import compare_digest
 from http import HTTPStatus
 
-import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.serve.errors import ApiError, as_api_error, bad_request
+from slipstream.serve.errors import ApiError, as_api_error
 from slipstream.serve.limits import Draining, ServeLimits
-
-_NO_MARKS = bytes(set(range(256)) - set(b'[]{}"'))
-# Bytes that are looked through on the event loop; more would keep it for milliseconds.
-_SMALL = 32 << 10
 
 
 class ApiKeys:
@@ -53,14 +48,14 @@ class ApiKeys:
 
 
 class Bodies:
-    """Reads a request's body before the application does: whole, small enough, in time, and not
-    nested too deep. What follows sees it as one message."""
+    """Reads a request's body before the application does: whole, small enough and in time. What
+    follows sees it as one message."""
 
     def __init__(self, app: ASGIApp, limits: ServeLimits) -> None:
         self._app, self._limits = app, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 400, 408 or 413."""
+        """Pass the request on, or answer 408 or 413."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -79,16 +74,13 @@ class Bodies:
             raise self._too_large()
         try:
             async with asyncio.timeout(self._limits.receive_timeout):
-                body = await self._receive(receive)
+                return await self._receive(receive)
         except TimeoutError:
             raise ApiError(
                 HTTPStatus.REQUEST_TIMEOUT,
                 "the request's body did not come in time",
                 headers={"Connection": "close"},
             ) from None
-        if body:
-            await self._check_depth(body)
-        return body
 
     async def _receive(self, receive: Receive) -> bytes | None:
         parts: list[bytes] = []
@@ -110,34 +102,6 @@ class Bodies:
             f"the request's body has more than {self._limits.max_body_bytes} bytes; send less, or "
             "start the server with a larger --max-body-bytes",
         )
-
-    async def _check_depth(self, body: bytes) -> None:
-        most = self._limits.max_json_depth
-        if body.count(b"[") + body.count(b"{") <= most:
-            return
-        if len(body) <= _SMALL:
-            deep = is_deeper(body, most)
-        else:
-            deep = await asyncio.to_thread(is_deeper, body, most)
-        if deep:
-            raise bad_request(
-                f"the body is nested deeper than {most} levels; send a flatter one",
-                code="too_deep",
-            )
-
-
-def is_deeper(document: bytes, most: int) -> bool:
-    """Whether the arrays and objects of a JSON document nest deeper than `most` levels.
-
-    Takes a few milliseconds for a megabyte of anything: all of it is done by the C of bytes and
-    arrays, which a document cannot make slow.
-    """
-    unescaped = document.replace(rb"\\", b"").replace(rb"\"", b"")
-    marks = np.frombuffer(unescaped.translate(None, _NO_MARKS), np.uint8)
-    in_string = np.cumsum(marks == ord('"'), dtype=np.int32) & 1
-    # The last three bits of "[" and "{" are 3, those of "]" and "}" are 5.
-    steps = np.where((marks == ord('"')) | (in_string == 1), 0, 4 - (marks & 7).astype(np.int32))
-    return len(marks) > 0 and int(np.cumsum(steps).max()) > most
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -36,7 +36,11 @@ class ServeLimits:
         parse=parse_bytes,
         at_least=1,
     )
-    max_json_depth: int = flag(64, "Deepest nesting of a body's JSON (400).", at_least=1)
+    max_json_values: int = flag(
+        1 << 18,
+        "Most values in a body's JSON (400): a token id counts 1, a field of an object about 4.",
+        at_least=1,
+    )
     max_header_bytes: int = flag(
         32 << 10,
         "Largest headers of a request, its first line included (431). [32K]",

@@ -49,6 +49,10 @@ class ServedModel:
     tool_call_parser: str | None = None
     chat_template: str | None = None
     created: int = field(default_factory=lambda: int(time()))
+    # Parsing holds the interpreter's lock, so a second thread would only let others wait longer.
+    _parser: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="parse")
+    )
     _pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="tokenize")
     )
@@ -72,7 +76,7 @@ class ServedModel:
         if name is not None and name not in self.names:
             raise ApiError(
                 HTTPStatus.NOT_FOUND,
-                f"there is no model {name!r} here; this server has {', '.join(self.names)}",
+                f"there is no model {name[:100]!r} here; this server has {', '.join(self.names)}",
                 param="model",
                 code="model_not_found",
             )
@@ -177,9 +181,16 @@ class ServedModel:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, lambda: work(*arguments, **options))
 
+    async def parse(
+        self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
+    ) -> Result:
+        """Like `aside`, for large bodies, which are parsed one after the other."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._parser, lambda: work(*arguments, **options))
+
     def close(self) -> None:
         """Let its threads go."""
-        for pool in (self._pool, self._compilers):
+        for pool in (self._parser, self._pool, self._compilers):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def cards(self) -> list[ModelCard]:

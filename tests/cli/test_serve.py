@@ -24,7 +24,7 @@ DEMO_DRAFT = {"model": "demo/draft", "num_speculative_tokens": 4}
 OWN_FLAGS = """
     --allow-synthetic --api-key --chat-template --cors-origin --drain-timeout --enable-profiling
     --host --keep-alive-timeout --log-json --log-level --log-prompts --max-body-bytes
-    --max-connections --max-header-bytes --max-json-depth --max-queue --max-waiting --port
+    --max-connections --max-header-bytes --max-json-values --max-queue --max-waiting --port
     --receive-timeout --request-timeout --root-path --send-timeout --served-model-name
     --ssl-certfile --ssl-keyfile --tool-call-parser
 """
@@ -81,7 +81,7 @@ def test_every_flag_arrives(slipstream: CommandLine, started: Started, tmp_path:
         "serve some/model --host 127.0.0.1 --port 0 --served-model-name a --served-model-name b "
         "--api-key k1 --api-key k2 --cors-origin https://x.org --tool-call-parser hermes "
         "--max-queue 7 --request-timeout 0 --drain-timeout 9 --max-body-bytes 2M "
-        "--max-json-depth 8 --max-header-bytes 16K --max-connections 99 --receive-timeout 3 "
+        "--max-json-values 8 --max-header-bytes 16K --max-connections 99 --receive-timeout 3 "
         "--send-timeout 4 --keep-alive-timeout 5 --log-level debug --log-json --log-prompts "
         "--max-num-seqs 5 --drafter d -k 2 --root-path /m --chat-template {{messages}} "
         f"--enable-auto-tool-choice --enable-profiling {tmp_path / 'new' / 'traces'}"
@@ -101,7 +101,7 @@ def test_every_flag_arrives(slipstream: CommandLine, started: Started, tmp_path:
             request_timeout=None,
             drain_timeout=9.0,
             max_body_bytes=2 << 20,
-            max_json_depth=8,
+            max_json_values=8,
             max_header_bytes=16 << 10,
             max_connections=99,
             receive_timeout=3.0,

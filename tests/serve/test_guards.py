@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.core.errors import UsageError
-from slipstream.serve.guards import ApiKeys, Bodies, Door, is_deeper
+from slipstream.serve.guards import ApiKeys, Bodies, Door
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.run import Access, guarded
 
@@ -163,66 +162,6 @@ def test_a_client_that_leaves_gets_no_answer() -> None:
         return sent
 
     assert asyncio.run(call()) == []
-
-
-def nested(depth: int) -> bytes:
-    return b'{"a":[' * (depth // 2) + b"]}" * (depth // 2)
-
-
-@pytest.mark.parametrize("padding", [0, 40_000])
-def test_deep_documents_are_refused(padding: int) -> None:
-    app = Bodies(echo, ServeLimits(max_json_depth=8))
-    space = b" " * padding
-    assert request(app, [nested(8) + space])[0] == 200
-    status, body, _ = request(app, [nested(10) + space])
-    assert (status, error_of(body)["code"]) == (400, "too_deep")
-
-
-@pytest.mark.parametrize(
-    ("document", "depth"),
-    [
-        (b"", 0),
-        (b"[]", 1),
-        (b"[" * 5, 5),
-        (b"[[],[],{}]" * 3, 2),
-        (rb'{"a\"[[[[": "]]]\\\\"}', 1),
-        (rb'["\\", [["\"[["]]]', 3),
-        (b'"[[[[', 0),
-        (b"[" * 1_000_000, 1_000_000),
-        (b"[]" * 1_000_000, 1),
-    ],
-)
-def test_depth_is_that_of_the_brackets_outside_of_strings(document: bytes, depth: int) -> None:
-    assert not is_deeper(document, depth)
-    if depth:
-        assert is_deeper(document, depth - 1)
-
-
-def test_depth_agrees_with_a_parser() -> None:
-    chance = random.Random(7)
-    for _ in range(200):
-        value = random_value(chance, 6)
-        document = json.dumps(value, ensure_ascii=chance.random() < 0.5).encode()
-        depth = depth_of(value)
-        assert not is_deeper(document, depth)
-        assert depth == 0 or is_deeper(document, depth - 1)
-
-
-def random_value(chance: random.Random, left: int) -> Any:
-    kind = chance.randrange(4) if left else 0
-    if kind < 2:
-        return "".join(chance.choice('ab"\\[]{},ü\n') for _ in range(chance.randrange(8)))
-    values = [random_value(chance, left - 1) for _ in range(chance.randrange(4))]
-    if kind == 2:
-        return values
-    return {f'k"{index}[': value for index, value in enumerate(values)}
-
-
-def depth_of(value: Any) -> int:
-    if isinstance(value, str):
-        return 0
-    inner = value.values() if isinstance(value, dict) else value
-    return 1 + max(map(depth_of, inner), default=0)
 
 
 # ---------------------------------------------------------------------- the door

@@ -2,13 +2,17 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from slipstream.serve.protocol.bounds import FEW_VALUES, MOST_TOKEN_IDS, AtMost
 
 MOST_INT = 2**31 - 1  # counts and token ids live in 32-bit tensors
 
 TokenId = Annotated[int, Field(ge=0, le=MOST_INT)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1), AtMost(MOST_TOKEN_IDS)]
 Count = Annotated[int, Field(ge=0, le=MOST_INT)]
-JsonSchema = dict[str, Any]
+JsonSchema = Annotated[dict[str, Any], FEW_VALUES]
+JsonSchemaOrText = Annotated[dict[str, Any] | str, FEW_VALUES]
 
 
 class RequestBody(BaseModel):
@@ -17,6 +21,28 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True
     )
+
+    @classmethod
+    def field_names(cls) -> set[str]:
+        """The names that its fields have in JSON."""
+        return {field.alias or name for name, field in cls.model_fields.items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_further_unknown_fields(cls, value: Any) -> Any:
+        """An error for each of a million unknown fields would take seconds: one is kept."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        known = cls.field_names()
+        kept = {name: it for name, it in value.items() if name in known}
+        unknown = next(name for name in value if name not in known)
+        return {**kept, unknown: value[unknown]}
+
+
+class ModelRequest(RequestBody):
+    """A request for the model that is served, which it may name."""
+
+    model: str | None = None
 
 
 class ResponseBody(BaseModel):

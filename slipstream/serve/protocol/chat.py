@@ -4,7 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from slipstream.serve.protocol import bounds
 from slipstream.serve.protocol.base import Count, JsonSchema, RequestBody, ResponseBody
+from slipstream.serve.protocol.bounds import FEW_VALUES, AtMost
 from slipstream.serve.protocol.completions import PromptLogprobs
 from slipstream.serve.protocol.response_format import ResponseFormat
 from slipstream.serve.protocol.sampling import MOST_LOGPROBS, SamplingFields
@@ -35,7 +37,7 @@ class MessageToolCall(RequestBody):
     function: CalledFunction
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1)]
+Content = str | Annotated[list[TextPart], Field(min_length=1), AtMost(bounds.MOST_PARTS)]
 
 
 class PlainMessage(RequestBody):
@@ -52,7 +54,7 @@ class AssistantMessage(RequestBody):
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Annotated[list[MessageToolCall], AtMost(bounds.MOST_PARTS)] | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -74,6 +76,7 @@ class ToolMessage(RequestBody):
 
 
 Message = Annotated[PlainMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+Messages = Annotated[list[Message], Field(min_length=1), AtMost(bounds.MOST_MESSAGES)]
 
 
 class Function(RequestBody):
@@ -95,6 +98,10 @@ class Tool(RequestBody):
 
     type: Literal["function"]
     function: Function
+
+
+Tools = Annotated[list[Tool], FEW_VALUES, AtMost(bounds.MOST_TOOLS)]
+TemplateVariables = Annotated[dict[str, Any], FEW_VALUES, AtMost(bounds.MOST_LABELS)]
 
 
 class ChosenFunction(RequestBody):
@@ -120,20 +127,21 @@ class ChatRequest(SamplingFields):
         continue_final_message: go on with the text of the last message.
     """
 
-    model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
 
     # Accepted because they change nothing here: see docs/protocol.md.
-    metadata: dict[str, str] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1)] | None = None
+    metadata: Annotated[dict[str, str], AtMost(bounds.MOST_LABELS)] | None = None
+    modalities: (
+        Annotated[list[Literal["text"]], Field(min_length=1), AtMost(bounds.MOST_LABELS)] | None
+    ) = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     safety_identifier: str | None = None
@@ -152,7 +160,7 @@ class ChatRequest(SamplingFields):
     web_search_options: None = None
 
     # Additions.
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

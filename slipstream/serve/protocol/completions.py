@@ -4,16 +4,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slipstream.serve.protocol.base import Count, ResponseBody, TokenId
+from slipstream.serve.protocol.base import Count, ResponseBody, TokenIds
+from slipstream.serve.protocol.bounds import MOST_PROMPTS, AtMost
 from slipstream.serve.protocol.response_format import ResponseFormat
 from slipstream.serve.protocol.sampling import MOST_LOGPROBS, SamplingFields
 from slipstream.serve.protocol.usage import SpeculatedTokens, Usage
 
-_MOST_PROMPTS = 2048
-
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Prompts = (
-    str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=_MOST_PROMPTS)]
+    str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1), AtMost(MOST_PROMPTS)]
 )
 
 
@@ -28,7 +26,6 @@ class CompletionRequest(SamplingFields):
         max_tokens: 16 where not given.
     """
 
-    model: str | None = None
     prompt: Prompts
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: bool | None = None

@@ -5,28 +5,42 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from slipstream.core.sampling_params import SEED_BITS
-from slipstream.serve.protocol.base import MOST_INT, Count, JsonSchema, RequestBody, TokenId
+from slipstream.serve.protocol import bounds
+from slipstream.serve.protocol.base import (
+    MOST_INT,
+    Count,
+    JsonSchemaOrText,
+    ModelRequest,
+    RequestBody,
+    TokenId,
+    TokenIds,
+)
+from slipstream.serve.protocol.bounds import AtMost
 from slipstream.serve.protocol.usage import SpeculativeOptions, StreamOptions
 
 MOST_LOGPROBS = 20
 _MOST_CHOICES = 128
 
-StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+_Word = Annotated[str, Field(min_length=1, max_length=bounds.MOST_WORD_CHARACTERS)]
+_Grammar = Annotated[str, Field(max_length=bounds.MOST_GRAMMAR_CHARACTERS)]
+_Choices = Annotated[list[str], Field(min_length=1), AtMost(bounds.MOST_CHOICES)]
 _LogitKey = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
-_LogitBias = dict[_LogitKey, Annotated[float, Field(ge=-100, le=100)]]
+_LogitBias = Annotated[
+    dict[_LogitKey, Annotated[float, Field(ge=-100, le=100)]], AtMost(bounds.MOST_BIASES)
+]
 
 
 class StructuredOutputs(RequestBody):
     """What the text must be; exactly one of the fields."""
 
-    json_: JsonSchema | str | None = Field(None, alias="json")
+    json_: JsonSchemaOrText | None = Field(None, alias="json")
     json_object: Literal[True] | None = None
-    regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
-    grammar: str | None = None
+    regex: _Grammar | None = None
+    choice: _Choices | None = None
+    grammar: _Grammar | None = None
 
 
-class SamplingFields(RequestBody):
+class SamplingFields(ModelRequest):
     """Of the OpenAI protocol and, behind a mark, what engines have added to it."""
 
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
@@ -36,7 +50,7 @@ class SamplingFields(RequestBody):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: _LogitBias | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << SEED_BITS)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
+    stop: _Word | Annotated[list[_Word], AtMost(bounds.MOST_STOP_STRINGS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -47,18 +61,18 @@ class SamplingFields(RequestBody):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], AtMost(bounds.MOST_STOP_TOKENS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Literal[True] | None = None
     add_special_tokens: bool | None = None
-    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    bad_words: Annotated[list[_Word], AtMost(bounds.MOST_BAD_WORDS)] | None = None
+    allowed_token_ids: TokenIds | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonSchema | str | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
-    guided_grammar: str | None = None
+    guided_json: JsonSchemaOrText | None = None
+    guided_regex: _Grammar | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: _Grammar | None = None
     speculative: SpeculativeOptions | None = None
     return_speculation: bool | None = None

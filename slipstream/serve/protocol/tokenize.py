@@ -1,14 +1,15 @@
 """Bodies of /tokenize and /detokenize."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from slipstream.serve.protocol.base import RequestBody, ResponseBody, TokenId
-from slipstream.serve.protocol.chat import Message, Tool
+from slipstream.serve.protocol.base import ModelRequest, ResponseBody, TokenId
+from slipstream.serve.protocol.bounds import MOST_TOKEN_IDS, AtMost
+from slipstream.serve.protocol.chat import Messages, TemplateVariables, Tools
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(ModelRequest):
     """A text, or messages that the chat template makes a text of.
 
     Attributes:
@@ -17,13 +18,12 @@ class TokenizeRequest(RequestBody):
         return_token_strs: the tokens as the vocabulary spells them, too.
     """
 
-    model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -53,11 +53,10 @@ class TokenizeResponse(ResponseBody):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(RequestBody):
+class DetokenizeRequest(ModelRequest):
     """Token ids."""
 
-    model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], AtMost(MOST_TOKEN_IDS)]
 
 
 class DetokenizeResponse(ResponseBody):

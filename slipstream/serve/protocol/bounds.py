@@ -1,0 +1,90 @@
+"""How much a request may hold: every list and every free JSON value has a bound.
+
+What is too much is counted before it is validated: a validator would write an error for each of a
+million wrong entries, and hold the interpreter's lock for seconds. docs/protocol.md lists the
+numbers.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from pydantic import BeforeValidator, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema, to_json
+
+MOST_MESSAGES: Final = 4096
+MOST_PARTS: Final = 1024  # of a message: parts of its content, tool calls
+MOST_TOOLS: Final = 1024
+MOST_PROMPTS: Final = 2048
+MOST_TOKEN_IDS: Final = 1 << 20
+MOST_BIASES: Final = 1 << 14
+MOST_STOP_STRINGS: Final = 64
+MOST_STOP_TOKENS: Final = 1024
+MOST_BAD_WORDS: Final = 1024
+MOST_CHOICES: Final = 1 << 14  # of a structured output
+MOST_LABELS: Final = 1024  # metadata, modalities, variables of the chat template
+MOST_WORD_CHARACTERS: Final = 1000  # a stop string, a bad word
+MOST_GRAMMAR_CHARACTERS: Final = 1 << 15  # a regular expression, a grammar
+MOST_TEXT_BYTES: Final = 1 << 20  # a text for /tokenize, in UTF-8
+MOST_SCHEMA_VALUES: Final = 1 << 15  # JSON that is not validated: schemas, tools, arguments
+
+_NO_MARKS = bytes(set(range(256)) - set(b'[{,:"'))
+
+
+def count_values(document: bytes) -> int:
+    """How much a JSON document holds: commas and strings count 1, colons and opening brackets 2.
+
+    So a number in a list counts 1, a string in a list 2, an object in a list 3, a member of an
+    object at least 4. The count takes milliseconds for megabytes of anything, and releases the
+    interpreter's lock for most of them.
+    """
+    unescaped = document.replace(rb"\\", b"").replace(rb"\"", b"")
+    marks = np.frombuffer(unescaped.translate(None, _NO_MARKS), np.uint8)
+    quotes = marks == ord('"')
+    in_string = (np.cumsum(quotes, dtype=np.int32) & 1).astype(bool)
+    counted = ~(quotes | in_string)
+    costly = counted & (marks != ord(","))
+    return int(quotes.sum() // 2 + counted.sum() + costly.sum())
+
+
+def _require_few_values(value: Any) -> Any:
+    document = value.encode(errors="replace") if isinstance(value, str) else to_json(value)
+    if len(document) > MOST_SCHEMA_VALUES and count_values(document) > MOST_SCHEMA_VALUES:
+        raise PydanticCustomError(
+            "too_many",
+            "holds more than {most} values; send a smaller one",
+            {"most": MOST_SCHEMA_VALUES},
+        )
+    return value
+
+
+FEW_VALUES: Final = BeforeValidator(_require_few_values)
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """Annotation of a list or dict: its entries are counted before any of them is validated, and
+    the first wrong one ends the validation."""
+
+    most: int
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        schema = handler(source)
+        counted: Any = schema
+        while counted["type"] == "function-before":
+            counted = counted["schema"]
+        counted["max_length"] = self.most
+        if counted["type"] == "list":
+            counted["fail_fast"] = True
+        return core_schema.no_info_before_validator_function(self._count, schema)
+
+    def _count(self, value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > self.most:
+            raise PydanticCustomError(
+                "too_many",
+                "has {number} entries, more than {most}; send fewer",
+                {"number": len(value), "most": self.most},
+            )
+        return value

@@ -1,0 +1,81 @@
+"""Nobody else waits while a hostile body is read."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.hostile_bodies import CHAT, COMPLETE, DETOKENIZE, TOKENIZE, Canary
+from tests.serve.api.live import Live
+
+USER = {"role": "user", "content": "hi"}
+SIZE = 4_000_000
+
+
+@pytest.mark.parametrize(
+    ("path", "start", "entry", "end"),
+    [
+        (CHAT, '{"messages":[', "{},", "{}]}"),
+        (CHAT, '{"messages":[{"role":"user","content":[', "{},", "{}]}]}"),
+        (CHAT, '{"messages":[{"role":"user","content":"a"}],"tools":[', "{},", "{}]}"),
+        (COMPLETE, '{"prompt":[', "[5],", "[5]]}"),
+        (COMPLETE, '{"prompt":[', '"",', '""]}'),
+        (COMPLETE, '{"prompt":"a","bad_words":[', "1,", "1]}"),
+        (TOKENIZE, '{"messages":[', '{"role":"user","content":"a"},', "]}"),
+        (DETOKENIZE, '{"tokens":[', "5,", "5]}"),
+        (TOKENIZE, '{"prompt":"', "a ", '"}'),
+    ],
+)
+def test_health_is_answered_beside_a_hostile_body(
+    live: Live, path: str, start: str, entry: str, end: str
+) -> None:
+    """It waited for 0.4 to 16 s; `benchmarks.serve_abuse` has the bound of 100 ms."""
+    body = start + entry * (SIZE // len(entry)) + end
+    address = httpx.URL(live.url)
+    with Canary(address.host, address.port or 0) as canary:
+        answer = httpx.post(
+            f"{live.url}{path}", content=body, headers={"Content-Type": "application/json"}
+        )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+    assert canary.longest < 0.35
+
+
+def test_a_long_text_is_tokenized_beside_the_event_loop(live: Live) -> None:
+    address = httpx.URL(live.url)
+    with Canary(address.host, address.port or 0) as canary:
+        answer = httpx.post(f"{live.url}{TOKENIZE}", json={"prompt": "a " * 400_000}, timeout=60)
+    assert answer.json()["count"] > 100_000
+    assert canary.longest < 0.35
+
+
+DEEP: Any = json.loads("[" * 150 + "]" * 150)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": {"enum": [DEEP]}},
+        {"guided_json": json.dumps({"enum": [DEEP]})},
+        {"guided_json": "[" * 5000},
+        {"structured_outputs": {"json": {"properties": {"a": {"const": DEEP}}}}},
+        {"chat_template_kwargs": {"messages": DEEP}},
+        {"metadata": {"a": DEEP}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": DEEP}}}]},
+        {"logit_bias": DEEP},
+    ],
+)
+def test_what_is_nested_deep_is_no_fault_of_the_server(live: Live, fields: dict[str, Any]) -> None:
+    body = {"messages": [USER], "max_tokens": 1, **fields}
+    answer = httpx.post(f"{live.url}{CHAT}", json=body, timeout=60)
+    assert answer.status_code in (200, 400), answer.text
+
+
+@pytest.mark.parametrize("arguments", ["[" * 5000, '{"a":' * 250 + "1" + "}" * 250, "[1," * 40_000])
+def test_arguments_that_are_nested_deep(live: Live, arguments: str) -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
+    body = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}, USER]}
+    answer = httpx.post(f"{live.url}{CHAT}", json=body)
+    assert answer.status_code == 400
+    assert "arguments" in answer.json()["error"]["message"]
