@@ -15,8 +15,8 @@ from slipstream.cli.terminal import interrupt_noted, stderr_console, stdout_cons
 from slipstream.train.settings import DataSettings, TrainSettings
 
 if TYPE_CHECKING:
-    from slipstream.train.loop import Report
     from slipstream.train.losses import ChainAcceptance
+    from slipstream.train.trainer import Report
 
 KINDS = {
     "dflash": "Train a DFlash drafter: a draft block from one pass over features of the target.",
@@ -41,8 +41,8 @@ app = typer.Typer(
 
 def _command(kind: str) -> Callable[..., None]:
     def command(*, settings: Annotated[TrainSettings, {"kind": kind}]) -> None:
-        from slipstream.train.loop import RunStoppedError
         from slipstream.train.run import run_training
+        from slipstream.train.trainer import RunStoppedError
 
         console = stderr_console()
         try:
@@ -66,7 +66,7 @@ def _command(kind: str) -> Callable[..., None]:
 
 def data(*, settings: DataSettings) -> None:
     """Make sequences of texts once, the target's own answers included, for several drafters."""
-    from slipstream.train.pack import pack_data
+    from slipstream.train.data import pack_data
 
     try:
         with Bars(stderr_console()) as bars:
@@ -108,8 +108,8 @@ class _Watch:
         self._progress.stop()
 
     def __call__(self, report: "Report") -> None:
-        if report.goes_on:
-            self._console.print(f"going on behind step {report.step}", soft_wrap=True)
+        if report.resumed:
+            self._console.print(f"continuing after step {report.step}", soft_wrap=True)
         elif report.acceptance is not None:
             self._acceptance = f"AL {_told(report.acceptance)}"
             if not self._live:

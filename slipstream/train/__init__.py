@@ -1,1 +1,1 @@
-"""Training of drafters for a target: one recipe per kind, exported in the published formats."""
+"""Training of drafters for a target: one recipe per kind, exports in the published formats."""

@@ -1,4 +1,4 @@
-"""Batches of sequences with what the target makes of them."""
+"""Batches of sequences, with the target's states and predictions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.train.losses import Columns
 from slipstream.train.sequences import Sequences
-from slipstream.train.target import Seen, Target, Wanted
+from slipstream.train.target import Target, TargetDistribution, TargetStates
+from slipstream.train.vocabulary import DraftVocabulary
 
 
 @dataclass(eq=False)
@@ -19,15 +19,15 @@ class Batch:
 
     Attributes:
         token_ids: [B, S] int64.
-        learned: [B, S] bool, tokens that a drafter should learn to guess.
-        seen: the target's pass over them.
+        learned: [B, S] bool, tokens that a drafter should learn to predict.
+        states: of the target's pass over them.
     """
 
     token_ids: Tensor
     learned: Tensor
-    seen: Seen
+    states: TargetStates
     target: Target
-    columns: Columns
+    vocabulary: DraftVocabulary
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -35,21 +35,35 @@ class Batch:
         return batch, length
 
     @cached_property
-    def wanted(self) -> Wanted:
-        """What the target says behind each token, [B * S] rows."""
-        return self.target.says(self.seen.hidden.flatten(0, 1), self.columns.token_ids)
+    def predictions(self) -> TargetDistribution:
+        """The target's prediction after each token, [B * S] rows."""
+        return self.target.distribution(self.states.hidden.flatten(0, 1), self.vocabulary.token_ids)
 
     @cached_property
-    def best_column(self) -> Tensor:
-        """[B * S] int64, where its first choice stands in the draft vocabulary; -1: nowhere."""
-        return self.columns.of(self.wanted.best)
+    def top_column(self) -> Tensor:
+        """[B * S] int64, the draft vocabulary's column of the target's top token, or -1."""
+        return self.vocabulary.columns(self.predictions.top_token)
 
     @cached_property
-    def follows(self) -> Tensor:
-        """[B, S] float32: 1 where the token behind is one to be learned."""
-        behind = torch.zeros_like(self.learned)
-        behind[:, :-1] = self.learned[:, 1:]
-        return behind.float()
+    def weight(self) -> Tensor:
+        """[B, S] float32: 1 where the next token is one to be learned."""
+        weight = torch.zeros_like(self.learned)
+        weight[:, :-1] = self.learned[:, 1:]
+        return weight.float()
+
+    def index(self, tokens: Tensor) -> Tensor:
+        """[B * Q], the rows of [B * S] of these tokens [Q] of every sequence."""
+        size, length = self.shape
+        sequence = torch.arange(size, device=tokens.device).unsqueeze(1) * length
+        return (sequence + tokens).flatten()
+
+    def shifted(self, rows: Tensor, count: int) -> Tensor:
+        """rows [B * S] -> [B * S], each row the one `count` tokens later; 0 behind the end."""
+        size, length = self.shape
+        moved = torch.zeros_like(rows).view(size, length)
+        if count < length:
+            moved[:, : length - count] = rows.view(size, length)[:, count:]
+        return moved.flatten()
 
 
 class FeatureSource(Protocol):
@@ -58,8 +72,8 @@ class FeatureSource(Protocol):
     @property
     def sequences(self) -> Sequences: ...
 
-    def seen(self, index: Tensor) -> Seen:
-        """Of the sequences [B] with these numbers, on the device."""
+    def states(self, index: Tensor) -> TargetStates:
+        """States of the sequences with these numbers [B], on the device."""
 
 
 class OnlineFeatures:
@@ -69,35 +83,35 @@ class OnlineFeatures:
         self.sequences = sequences
         self._target, self._stream_layers = target, tuple(stream_layers)
 
-    def seen(self, index: Tensor) -> Seen:
+    def states(self, index: Tensor) -> TargetStates:
         ids = self.sequences.token_ids[index].to(self._target.device)
-        return self._target.read(ids.long(), self._stream_layers)
+        return self._target.states(ids.long(), self._stream_layers)
 
 
 class Batches:
-    """The order in which sequences are shown: a new one every epoch, fixed by seed and step."""
+    """The order of the sequences: shuffled anew every epoch, and fixed by seed and step."""
 
     def __init__(
-        self, source: FeatureSource, target: Target, columns: Columns, size: int, seed: int
+        self,
+        source: FeatureSource,
+        target: Target,
+        vocabulary: DraftVocabulary,
+        size: int,
+        seed: int,
     ) -> None:
-        self._source, self._target, self._columns = source, target, columns
+        self._source, self._target, self._vocabulary = source, target, vocabulary
         self._size, self._seed = min(size, len(source.sequences)), seed
 
     @property
-    def per_epoch(self) -> int:
-        """Whole batches of an epoch."""
-        return len(self._source.sequences) // self._size
-
-    @property
     def tokens_per_batch(self) -> int:
-        """Of a whole one."""
         return self._size * self._source.sequences.length
 
     def at(self, number: int) -> Batch:
-        """The batch `number` of the run, whichever came before."""
-        epoch, place = divmod(number, self.per_epoch)
+        """Batch `number` of the run, whatever was read before; an epoch has only whole batches."""
+        count = len(self._source.sequences)
+        epoch, place = divmod(number, count // self._size)
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-        order = torch.randperm(len(self._source.sequences), generator=generator)
+        order = torch.randperm(count, generator=generator)
         return self._batch(order[place * self._size : (place + 1) * self._size])
 
     def in_order(self) -> Iterator[Batch]:
@@ -110,7 +124,7 @@ class Batches:
         return Batch(
             chosen.token_ids.to(self._target.device).long(),
             chosen.learned.to(self._target.device),
-            self._source.seen(index),
+            self._source.states(index),
             self._target,
-            self._columns,
+            self._vocabulary,
         )

@@ -1,14 +1,13 @@
 """The model card of a trained drafter."""
 
 import json
-from typing import Any
 
 import torch
 
 from slipstream import __version__
 from slipstream.train.files import write_text
 from slipstream.train.losses import ChainAcceptance
-from slipstream.train.records import Records
+from slipstream.train.metrics import MetricsLog
 from slipstream.train.settings import TrainSettings
 
 _CARD = """\
@@ -17,12 +16,12 @@ _CARD = """\
 A drafter of the kind `{kind}` for `{target}`, {parameters:,} parameters, trained with Slipstream
 {version} (torch {torch}).
 
-It guesses what the target says next; the target checks every guess, so it changes how fast the
-target speaks and never what it says. It is of no use alone.
+It guesses what the target says next. The target checks every guess, so the drafter changes how fast
+the target answers and never what it answers. It cannot be used alone.
 
 ## Use
 
-    slipstream generate {target} --drafter {out} -k {places}
+    slipstream generate {target} --drafter {out} -k {count}
 
 or
 
@@ -37,16 +36,16 @@ On sequences that were held out of training ({drafts:,} drafts), simulated:
 | greedy | {greedy:.2f} |
 | temperature 1 | {sampled:.2f} |
 
-Accepted greedily at place 1 to {places}: {rates}.
+Accepted greedily up to position 1 to {count}: {rates}.
 
-A simulated draft begins behind every token of the text and is followed by the text's own words;
-what the engine measures differs a little. `metrics.jsonl` has the curves.
+A simulated draft starts after every token of the text and is followed by the text's own tokens, so
+the engine measures slightly different numbers. `metrics.jsonl` has the curves.
 
 ## How it was made
 
     {command}
 
-Ended behind {steps:,} steps of {tokens:,} tokens, {minutes:.1f} minutes of training. Settings:
+Ended after {steps:,} steps of {tokens:,} tokens, {minutes:.1f} minutes of training. Settings:
 
 ```json
 {settings}
@@ -56,19 +55,17 @@ Ended behind {steps:,} steps of {tokens:,} tokens, {minutes:.1f} minutes of trai
 
 def write_card(
     settings: TrainSettings,
-    method: dict[str, Any],
+    method: str,
     command: str,
     num_parameters: int,
     acceptance: ChainAcceptance,
-    records: Records,
+    metrics: MetricsLog,
     tokens_per_step: int,
 ) -> None:
     """README.md beside the weights."""
-    told = records.all()
-    training = [record for record in told if record["kind"] == "training"]
-    steps = max(record["step"] for record in told)
-    places = len(acceptance.greedy)
-    config = {**method, "model": str(settings.out), "num_speculative_tokens": places}
+    training = metrics.of_kind("training")
+    count = len(acceptance.greedy)
+    config = {"method": method, "model": str(settings.out), "num_speculative_tokens": count}
     values = {**vars(settings), "options": vars(settings.options)}
     text = _CARD.format(
         name=settings.out.name,
@@ -82,10 +79,10 @@ def write_card(
         drafts=int(acceptance.drafts),
         greedy=acceptance.greedy_length,
         sampled=acceptance.sampled_length,
-        places=places,
+        count=count,
         rates=", ".join(f"{rate:.2f}" for rate in acceptance.rates()),
         command=command or "(called from Python)",
-        steps=steps,
+        steps=max(record["step"] for record in metrics.all()),
         tokens=tokens_per_step,
         minutes=(training[-1]["seconds"] if training else 0.0) / 60,
         settings=json.dumps(values, indent=2, default=str),

@@ -1,4 +1,4 @@
-"""What a run is trained on: sequences that were packed, or those that texts are packed into."""
+"""What a run is trained on: packed sequences, or texts that are packed into sequences."""
 
 from hashlib import blake2b
 from pathlib import Path
@@ -6,76 +6,99 @@ from pathlib import Path
 import torch
 
 from slipstream.core.errors import UsageError
-from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.loading import ProgressBar
+from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
+from slipstream.models.loading import ProgressBar, no_progress_bar
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.train.generation import generated, require_enough
+from slipstream.train.generation import generate_answers, require_enough
+from slipstream.train.plan import make_writable
 from slipstream.train.sequences import Sequences, encode, pack
 from slipstream.train.settings import DataSettings
 from slipstream.train.texts import Entry, read_entries
 
 _LENGTH = 512
-PACKED = ".safetensors"
+_PACKED = ".safetensors"
+
+
+def pack_data(settings: DataSettings, progress_bar: ProgressBar = no_progress_bar) -> Sequences:
+    """Write the sequences of `data` to the file `out` (`slipstream train data`).
+
+    The target's answers are kept beside it.
+
+    Raises:
+        UsageError: settings that contradict each other, or the data.
+        CheckpointError: files that cannot be read or written.
+    """
+    out = settings.out
+    if out.suffix != _PACKED:
+        raise UsageError(f"--out {out} must end in {_PACKED}")
+    packed = [path for path in settings.data if path.suffix == _PACKED]
+    if packed:
+        raise UsageError(f"{packed[0]} is packed already; give it to `slipstream train KIND`")
+    checkpoint = Checkpoint(resolve_checkpoint(settings.target, settings.revision))
+    data = Data(settings, checkpoint, read_decoder_config(checkpoint).vocab_size)
+    make_writable(out.parent, settings)
+    return data.sequences(out, out.with_suffix(".answers.jsonl"), progress_bar)
 
 
 class Data:
-    """What `--data` names, read as far as costs little.
+    """What `--data` names, read as far as that is cheap.
 
     Args:
-        target: whose tokenizer speaks, and who answers.
+        target: its tokenizer is used, and it answers prompts.
 
     Attributes:
         length: tokens of a sequence.
-        source: tells the sequences of these data and settings from others.
+        source: identifies these data and settings.
 
     Raises:
-        UsageError: files that are none, or settings that contradict them.
+        UsageError: files without data, or settings that contradict them.
     """
 
     def __init__(self, settings: DataSettings, target: Checkpoint, vocab_size: int) -> None:
         self._settings, self._target = settings, target
-        self._packed = _packed(settings, vocab_size)
+        self._packed = _read_packed(settings, vocab_size)
         if self._packed is not None:
             self._entries: list[Entry] = []
             self.length, self.source = self._packed.length, self._packed.digest
-        else:
-            self._entries = read_entries(settings.data)
-            if not settings.generate and any(entry.wants_answer for entry in self._entries):
-                raise UsageError(
-                    "the text holds prompts without answers; --generate lets the target answer them"
-                )
-            self.length = settings.max_length or _LENGTH
-            self.source = _source(settings, target, self.length, self._entries)
+            return
+        self._entries = read_entries(settings.data)
+        if not settings.generate and any(entry.wants_answer for entry in self._entries):
+            raise UsageError(
+                "the text holds prompts without answers; --generate lets the target answer them"
+            )
+        self.length = settings.max_length or _LENGTH
+        self.source = _source(settings, target, self.length, self._entries)
 
     def require_enough(self) -> None:
-        """Raise UsageError where it is plain that there will be nothing to validate with."""
+        """Raise UsageError if it is clear that nothing will be left to validate with."""
         if self._packed is not None:
             self._packed.require_two()
         elif self._settings.generate:
             tokenizer = Tokenizer(self._target.path)
             require_enough(self._entries, self._settings, self.length, tokenizer)
 
-    def sequences(self, kept: Path, answers: Path, progress_bar: ProgressBar) -> Sequences:
-        """Read from where an earlier run has put the same, or made.
+    def sequences(self, file: Path, answers: Path, progress_bar: ProgressBar) -> Sequences:
+        """The sequences, from where an earlier run wrote them if the data are equal.
 
         Args:
-            kept: gets the sequences.
-            answers: gets what the target answered.
+            file: holds or gets the sequences.
+            answers: holds or gets the target's answers.
         """
         if self._packed is not None:
             return self._packed
-        found = Sequences.made_from(kept, self.source) if kept.is_file() else None
+        found = Sequences.made_from(file, self.source) if file.is_file() else None
         if found is None:
-            found = self._made(answers, progress_bar)
-            found.save(kept, self.source)
+            found = self._pack(answers, progress_bar)
+            found.save(file, self.source)
         return found
 
-    def _made(self, answers: Path, progress_bar: ProgressBar) -> Sequences:
+    def _pack(self, answers: Path, progress_bar: ProgressBar) -> Sequences:
         tokenizer, settings = Tokenizer(self._target.path), self._settings
         documents = []
         if settings.generate:
             with progress_bar("generating", len(self._entries), "prompts") as progress:
-                documents = generated(
+                documents = generate_answers(
                     self._entries, settings, self.length, tokenizer, answers, self.source, progress
                 )
         else:
@@ -89,15 +112,15 @@ class Data:
         return pack(documents, self.length, separator)
 
 
-def _packed(settings: DataSettings, vocab_size: int) -> Sequences | None:
-    """Files that `slipstream train data` wrote."""
-    files = [path for path in settings.data if path.suffix == PACKED]
+def _read_packed(settings: DataSettings, vocab_size: int) -> Sequences | None:
+    """The sequences of files that `slipstream train data` wrote; None for texts."""
+    files = [path for path in settings.data if path.suffix == _PACKED]
     if not files:
         return None
     if len(files) < len(settings.data):
         raise UsageError("give packed sequences or texts as --data, not both")
     if settings.generate:
-        raise UsageError("--generate continues texts, and packed sequences are none")
+        raise UsageError("--generate continues texts, and --data are packed sequences")
     parts = [Sequences.load(file) for file in files]
     if len({part.length for part in parts}) > 1:
         raise UsageError("the packed sequences of --data have different lengths; pack them alike")
@@ -117,11 +140,11 @@ def _packed(settings: DataSettings, vocab_size: int) -> Sequences | None:
 
 
 def _source(settings: DataSettings, target: Checkpoint, length: int, entries: list[Entry]) -> str:
-    """Tells sequences and answers of one run from those of another with other data."""
-    told: list[object] = [str(target.path), length, settings.generate]
+    """Identifies the sequences and answers of these settings and data."""
+    values: list[object] = [str(target.path), length, settings.generate]
     if settings.generate:
-        told += [settings.answers, settings.seed, settings.dtype]
-    content = blake2b(repr(told).encode(), digest_size=8)
+        values += [settings.answers, settings.seed, settings.dtype]
+    content = blake2b(repr(values).encode(), digest_size=8)
     for entry in entries:
         content.update(repr(entry).encode())
     return content.hexdigest()

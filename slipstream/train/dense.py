@@ -1,92 +1,88 @@
-"""The column of ops that networks train with: plain torch that can be differentiated.
+"""Ops for training: a column of the table in plain torch that can be differentiated.
 
-The networks of `models/` are the same in training and in serving; only their ops differ. Where the
-engine gives them rows over a paged cache, training gives them whole sequences (`DenseRows`), all of
-one length, one behind the other.
+Training uses the networks that serve. Where the engine gives them ragged rows and paged caches,
+training gives them whole sequences of one length (`DenseRows`) and a `LayerContext` for each layer.
+The networks pass both on to the ops of this column.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.composition import (
-    Parts,
-    QueryKeyNorms,
-    compose,
-    query_key_norms,
-    split_heads,
-)
-from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
+from slipstream.kernels.composition import Parts, compose, query_key_norms, split_heads
+from slipstream.kernels.pass_inputs import CAUSAL, PassInputs, RowPlaces, Visibility
 from slipstream.kernels.reference.dense import add_norm, gated_activation
 from slipstream.kernels.table import Heads, Ops, Weight
 from slipstream.layers.stack import LayerCache
 
-
-class ChainKeys:
-    """Keys and values of the passes of a chain, per attention layer.
-
-    Pass 0 reads the sequences. Row i of pass s continues row i of pass s - 1: it sees what that row
-    saw, and itself. So of the later passes a row sees row i alone (EAGLE-3's training-time test,
-    Li et al. 2025, arXiv 2503.01840, section 3.2).
-    """
-
-    def __init__(self) -> None:
-        self.passes: dict[Heads, list[tuple[Tensor, Tensor]]] = {}
-
-    def add(self, heads: Heads, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The passes so far, this one included, of one layer."""
-        passes = self.passes.setdefault(heads, [])
-        passes.append((key, value))
-        return passes
+KeysValues = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DenseRows(PassInputs):
-    """The rows of a training pass: `batch` sequences of as many rows each.
+@dataclass(frozen=True, eq=False)
+class DenseRows:
+    """`PassInputs` of training: the rows of B sequences of Q rows each, without pages.
 
     Attributes:
-        batch: B; rows are numbered sequence by sequence, T = B * Q.
-        mask: [Q, Q] or [B, 1, Q, Q] bool, true where a row (first) sees a row; None: those before
-            it and itself.
-        chain: remembers the passes of a chain; None: this pass stands alone.
-        context: keys and values [B, heads, C, D] of rows that have no queries, by the cache that
-            their layer was given; a mask then has C columns more, which come first.
+        rows: sequence by sequence.
+        mask: [Q, C + Q] bool, true where a row sees one of the C stored rows (`LayerContext`) or of
+            the Q rows of the pass; None: a row sees the rows up to itself.
+        sees: networks set it; here the mask decides.
     """
 
-    batch: int
+    rows: RowPlaces
     mask: Tensor | None = None
-    chain: ChainKeys | None = field(default=None, compare=False)
-    context: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
+    sees: Visibility = CAUSAL
 
 
-def dense_rows(
-    batch: int,
-    positions: Tensor,
-    mask: Tensor | None = None,
-    chain: ChainKeys | None = None,
-) -> DenseRows:
-    """Rows of `batch` sequences.
+@dataclass(eq=False)
+class LayerContext:
+    """What one attention layer keeps between the passes over a batch.
+
+    Attributes:
+        is_chain: later passes continue earlier ones. Row i of a later pass sees what row i of the
+            first pass saw, row i of each pass between them, and itself (the training-time test of
+            EAGLE-3, Li et al. 2025, arXiv 2503.01840, section 3.2).
+        passes: keys and values [B, heads, Q, D] of the passes of a chain so far.
+        stored: keys and values [B, heads, C, D] of rows without queries.
+    """
+
+    is_chain: bool
+    passes: list[KeysValues] = field(default_factory=list)
+    stored: KeysValues | None = None
+
+
+class DenseContext:
+    """What a network is given beside the activations of passes over one batch.
 
     Args:
-        positions: [Q], of the rows of every sequence, or [B, Q].
+        batch: sequences B.
+        num_layers: attention layers of the network.
+        is_chain: see `LayerContext`.
     """
-    if positions.dim() == 1:
-        positions = positions.expand(batch, -1)
-    none = positions.new_empty(0)
-    return DenseRows(
-        rows=RowPlaces(none, positions.reshape(-1)),
-        paging=Paging(none, none, none),
-        batch=batch,
-        mask=mask,
-        chain=chain,
-    )
 
+    def __init__(self, batch: int, num_layers: int, is_chain: bool = False) -> None:
+        self._batch = batch
+        self._layers = [LayerContext(is_chain) for _ in range(num_layers)]
 
-def no_caches(count: int) -> list[LayerCache]:
-    """What layers get in place of a cache; each its own, so that they can be told apart."""
-    return [(torch.empty(0), torch.empty(0)) for _ in range(count)]
+    @property
+    def caches(self) -> Sequence[LayerCache]:
+        """A context for each layer, typed as the caches that networks take."""
+        return cast(Sequence[LayerCache], self._layers)
+
+    def rows(self, positions: Tensor, mask: Tensor | None = None) -> PassInputs:
+        """`DenseRows`, typed as the inputs that networks take and hand to the ops.
+
+        Args:
+            positions: [Q], equal in all sequences.
+            mask: see `DenseRows`.
+        """
+        starts = torch.arange(self._batch + 1, device=positions.device) * len(positions)
+        rows = RowPlaces(starts, positions.repeat(self._batch), len(positions))
+        return cast(PassInputs, DenseRows(rows, mask))
 
 
 def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -106,15 +102,23 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[
     return add_norm(x.to(residual.dtype), residual, weight, eps)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the half-split layout, in float32; x [T, heads, D]."""
+def _rotated(x: Tensor, heads: Heads, rows: DenseRows) -> Tensor:
+    """Rotary embedding of the half-split layout, in float32: [T, heads, D] -> [B, heads, Q, D]."""
+    cos, sin = heads.cos_sin[rows.rows.positions].unsqueeze(1).chunk(2, -1)
     first, second = x.float().chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    return _by_sequence(rotated.to(x.dtype), rows)
 
 
-def _attend(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: LayerCache) -> Tensor:
-    """See `AttendOp`; keys and values go nowhere but into the chain."""
+def _by_sequence(x: Tensor, rows: DenseRows) -> Tensor:
+    """[T, heads, D] -> [B, heads, Q, D]."""
+    return x.view(len(rows.rows.query_start) - 1, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def _attend(qkv: Tensor, heads: Heads, inputs: object, cache: object) -> Tensor:
+    """See `AttendOp`; keys and values are kept only for the later passes of a chain."""
     assert isinstance(inputs, DenseRows)
+    assert isinstance(cache, LayerContext)
     query, key, value = split_heads(qkv, heads)
     norms = query_key_norms(heads)
     if norms is not None:
@@ -122,25 +126,37 @@ def _attend(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: LayerCache) ->
             _norm(x, weight, norms[2]).to(qkv.dtype)
             for x, weight in ((query, norms[0]), (key, norms[1]))
         )
-    cos, sin = heads.cos_sin[inputs.rows.positions].unsqueeze(1).chunk(2, -1)
-    query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
-    # [B, heads, Q, D]
-    query, key, value = (
-        x.view(inputs.batch, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
-    )
-    if id(cache[0]) in inputs.context:
-        before_key, before_value = inputs.context[id(cache[0])]
-        key, value = torch.cat((before_key, key), 2), torch.cat((before_value, value), 2)
-    out = _mixed(query, key, value, heads, inputs)
+    query, key = _rotated(query, heads, inputs), _rotated(key, heads, inputs)
+    value = _by_sequence(value, inputs)
+    if cache.stored is not None:
+        key = torch.cat((cache.stored[0], key), 2)
+        value = torch.cat((cache.stored[1], value), 2)
+    if cache.is_chain:
+        cache.passes.append((key, value))
+    mask = _with_window(inputs.mask, heads.window, query)
+    if len(cache.passes) > 1:
+        out = _continued(query, cache.passes, heads.scale, mask)
+    else:
+        out = _attention(query, key, value, heads, mask)
     return out.transpose(1, 2).reshape(len(qkv), -1)
 
 
-def _mixed(query: Tensor, key: Tensor, value: Tensor, heads: Heads, rows: DenseRows) -> Tensor:
-    """Attention [B, Hq, Q, D]."""
-    mask = _with_window(rows.mask, heads.window, query)
-    passes = [(key, value)] if rows.chain is None else rows.chain.add(heads, key, value)
-    if len(passes) > 1:
-        return _continued(query, passes, heads.scale, mask)
+def _store(kv: Tensor, heads: Heads, inputs: object, cache: object) -> None:
+    """See `StoreOp`; later passes over the same context see these rows."""
+    assert isinstance(inputs, DenseRows)
+    assert isinstance(cache, LayerContext)
+    shape = (len(kv), heads.num_kv_heads, heads.head_dim)
+    key, value = (part.view(shape) for part in kv.chunk(2, -1))
+    norms = query_key_norms(heads)
+    if norms is not None:
+        key = _norm(key, norms[1], norms[2]).to(value.dtype)
+    cache.stored = _rotated(key, heads, inputs), _by_sequence(value, inputs)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, heads: Heads, mask: Tensor | None
+) -> Tensor:
+    """[B, Hq, Q, D] of one pass."""
     groups = heads.num_heads // heads.num_kv_heads
     if mask is not None and groups > 1:
         # The kernels that take a mask want a key head for each query head.
@@ -160,15 +176,15 @@ def _mixed(query: Tensor, key: Tensor, value: Tensor, heads: Heads, rows: DenseR
 def _with_window(mask: Tensor | None, window: int | None, query: Tensor) -> Tensor | None:
     if window is None:
         return mask
-    place = torch.arange(query.shape[2], device=query.device)
-    near = place.unsqueeze(1) - place < window
-    return near & (place.unsqueeze(1) >= place) if mask is None else near & mask
+    row = torch.arange(query.shape[2], device=query.device)
+    near = row.unsqueeze(1) - row < window
+    return near & (row.unsqueeze(1) >= row) if mask is None else near & mask
 
 
 def _continued(
-    query: Tensor, passes: list[tuple[Tensor, Tensor]], scale: float, mask: Tensor | None
+    query: Tensor, passes: list[KeysValues], scale: float, mask: Tensor | None
 ) -> Tensor:
-    """Row i of a later pass: what row i of the first pass saw, then row i of every later one."""
+    """[B, Hq, Q, D] of a later pass of a chain; see `LayerContext.is_chain`."""
     batch, num_heads, rows, width = query.shape
     first_key, first_value = passes[0]
     kv_heads = first_key.shape[1]
@@ -185,30 +201,8 @@ def _continued(
     return out.reshape(batch, num_heads, rows, width)
 
 
-def _remember(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    norms: QueryKeyNorms | None,
-    cos_sin: Tensor,
-    inputs: PassInputs,
-    cache: LayerCache,
-) -> Tensor:
-    """Keys and values of rows without queries become the context of whoever has this cache."""
-    assert isinstance(inputs, DenseRows)
-    if norms is not None:
-        key = _norm(key, norms[1], norms[2]).to(value.dtype)
-    cos, sin = cos_sin[inputs.rows.positions].unsqueeze(1).chunk(2, -1)
-    key, value = (
-        x.view(inputs.batch, -1, *x.shape[1:]).transpose(1, 2)
-        for x in (_rotated(key, cos, sin), value)
-    )
-    inputs.context[id(cache[0])] = key, value
-    return query
-
-
 def _unused(*_: object) -> Tensor:
-    raise AssertionError("training attends through `_attend`")
+    raise AssertionError("training attends through `_attend` and stores through `_store`")
 
 
 DENSE: Ops = replace(
@@ -220,10 +214,11 @@ DENSE: Ops = replace(
             norm=_norm,
             add_norm=_add_norm,
             gated_activation=gated_activation,
-            rotate_and_store=_remember,
+            rotate_and_store=_unused,
             paged_attention=_unused,
         ),
     ),
     attend=_attend,
+    store=_store,
 )
 """The column."""

@@ -1,9 +1,9 @@
-"""The target's features on disk: computed once, read in every epoch.
+"""The target's features on disk, computed once and read in every epoch.
 
     features/00000.safetensors   hidden [n, S, H], stream.{layer} [n, S, H] of the first n sequences
-    features/00001.safetensors   of the next, and so on
+    features/00001.safetensors   those of the next n sequences, and so on
 
-A shard is there whole or not at all, so a run that was interrupted goes on with the next one.
+Shards are written as a whole, so an interrupted run continues with the first missing one.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.train.files import read_metadata, read_slices, write_tensors
 from slipstream.train.sequences import Sequences
-from slipstream.train.target import Seen, Target
+from slipstream.train.target import Target, TargetStates
 
 _SHARD_BYTES = 256 << 20
 _HIDDEN, _SOURCE = "hidden", "source"
@@ -26,7 +26,7 @@ class DiskFeatures:
     """Reads what `capture` wrote.
 
     Args:
-        sequences: the first of them are those on disk.
+        sequences: those whose features were captured, from the first on.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class DiskFeatures:
                 "trained on; remove the folder to capture them again"
             )
 
-    def seen(self, index: Tensor) -> Seen:
+    def states(self, index: Tensor) -> TargetStates:
         tensors = [
             torch.stack([self._row(name, number) for number in index.tolist()]).to(self._device)
             for name in self._names
         ]
-        return Seen(tensors[0], tuple(tensors[1:]))
+        return TargetStates(tensors[0], tuple(tensors[1:]))
 
     def _row(self, name: str, number: int) -> Tensor:
         shard, row = divmod(number, self._per_shard)
@@ -61,11 +61,10 @@ def _count(shard: dict[str, Any]) -> int:
     return int(shard[_HIDDEN].get_shape()[0])
 
 
-def how_many(sequences: Sequences, target: Target, num_streams: int, max_gigabytes: float) -> int:
-    """Sequences whose features fit.
-
-    Raises UsageError where not even one does.
-    """
+def count_that_fits(
+    sequences: Sequences, target: Target, num_streams: int, max_gigabytes: float
+) -> int:
+    """The number of sequences whose features fit on disk; raises UsageError if none does."""
     size = sequences.length * target.config.hidden_size * (1 + num_streams) * target.dtype.itemsize
     count = int(max_gigabytes * 1e9 // size)
     if count < 1:
@@ -84,10 +83,10 @@ def capture(
     batch_size: int,
     progress: Callable[[int], None],
 ) -> None:
-    """Write the features of all sequences; shards of the same that are whole are left.
+    """Write the features of all sequences, but for shards that hold them already.
 
     Args:
-        progress: is called with the number of sequences just done.
+        progress: is called with the number of sequences of each shard.
     """
     hidden = sequences.length * target.config.hidden_size * target.dtype.itemsize
     per_shard = max(1, _SHARD_BYTES // (hidden * (1 + len(stream_layers))))
@@ -108,24 +107,23 @@ def _write(
     batch_size: int,
     source: str,
 ) -> None:
-    seen = [
-        target.read(ids.to(target.device).long(), stream_layers)
+    states = [
+        target.states(ids.to(target.device).long(), stream_layers)
         for ids in torch.split(part.token_ids, batch_size)
     ]
-    tensors = {_HIDDEN: torch.cat([one.hidden.cpu() for one in seen])}
+    tensors = {_HIDDEN: torch.cat([one.hidden.cpu() for one in states])}
     for index, layer in enumerate(stream_layers):
-        tensors[_stream_name(layer)] = torch.cat([one.streams[index].cpu() for one in seen])
+        tensors[_stream_name(layer)] = torch.cat([one.streams[index].cpu() for one in states])
     write_tensors(file, tensors, {_SOURCE: source})
 
 
 def _source(part: Sequences, target: Target, stream_layers: Sequence[int]) -> str:
-    """Tell features of these sequences from those of others, as when the seed of the
-    split, the layers or the target are not those of the run that was interrupted."""
+    """Identifies the features of these sequences, layers and target."""
     return f"{part.digest} {target.path} {target.dtype} {list(stream_layers)}"
 
 
 def _holds(file: Path, source: str) -> bool:
-    """Whether a shard is there, whole and of this source."""
+    """Whether a shard is whole and has this source."""
     try:
         return read_metadata(file).get(_SOURCE) == source
     except CheckpointError:

@@ -1,7 +1,7 @@
 """Text that the target writes itself, through the engine.
 
-A drafter is asked about the target's own words, which are not quite those of any corpus (Zhou et
-al. 2023, arXiv 2310.08461).
+A drafter has to predict the target's own text, which differs from that of any corpus (Zhou et al.
+2023, arXiv 2310.08461).
 """
 
 import json
@@ -23,7 +23,7 @@ from slipstream.train.texts import Entry
 _AT_ONCE = 512  # prompts that the engine has at once
 
 
-def generated(
+def generate_answers(
     entries: Sequence[Entry],
     settings: DataSettings,
     length: int,
@@ -36,31 +36,22 @@ def generated(
 
     Args:
         length: of a sequence.
-        file: keeps the answers, so that an interrupted run goes on where it was.
-        source: tells the data and settings that they answer; answers to others are not kept.
+        file: keeps the answers, so that an interrupted run continues with the rest.
+        source: identifies data and settings; kept answers to others are dropped.
         progress: is called with the number of prompts just done.
     """
     prompts = [_prompt(entry, settings, length, tokenizer) for entry in entries]
-    answers = list(_kept(file, source))[: len(prompts)]
+    answers = list(_read_kept(file, source))[: len(prompts)]
     progress(len(answers))
     if len(answers) < len(prompts):
-        _rewrite(file, source, answers)
-        num_kept = len(answers)
-        llm = LLM(
-            settings.target,
-            revision=settings.revision,
-            device=settings.device,
-            dtype=settings.dtype,
-            skip_tokenizer_init=True,
-        )
-        for start in range(len(answers), len(prompts), _AT_ONCE):
-            part = prompts[start : start + _AT_ONCE]
-            for answer in _answers(llm, part, start, settings, start - num_kept):
-                append_line(file, json.dumps(answer))  # whatever ends this, what is known is kept
-                answers.append(answer)
-                progress(1)
+        lines = [_header(source), *map(json.dumps, answers)]
+        write_text(file, "".join(f"{line}\n" for line in lines))
+        for answer in _answers(prompts, len(answers), settings):
+            append_line(file, json.dumps(answer))  # kept even if the process is killed
+            answers.append(answer)
+            progress(1)
     return [
-        # What was asked is learned where it is the target's kind of text too: in texts.
+        # The prompt is learned if it is text too, and not somebody's message.
         Document([*prompt, *answer], [not entry.messages] * len(prompt) + [True] * len(answer))
         for entry, prompt, answer in zip(entries, prompts, answers, strict=True)
     ]
@@ -69,7 +60,7 @@ def generated(
 def require_enough(
     entries: Sequence[Entry], settings: DataSettings, length: int, tokenizer: Tokenizer
 ) -> None:
-    """Raise UsageError, before anything is generated, for what can never make two sequences."""
+    """Raise UsageError, before anything is generated, if there can be only one sequence."""
     most = 0
     for entry in entries:
         most += len(_prompt(entry, settings, length, tokenizer)) + settings.answers.tokens + 1
@@ -96,39 +87,44 @@ def _prompt(entry: Entry, settings: DataSettings, length: int, tokenizer: Tokeni
 
 
 def _answers(
-    llm: LLM, prompts: Sequence[list[int]], first: int, settings: DataSettings, first_id: int
+    prompts: Sequence[list[int]], num_kept: int, settings: DataSettings
 ) -> Iterator[list[int]]:
-    """In order, each as soon as it and those before it are known.
-
-    Args:
-        first: place of the first prompt among all.
-        first_id: that the engine will give it.
-    """
+    """Answers to the prompts after the kept ones, in order, each as soon as possible."""
+    llm = LLM(
+        settings.target,
+        revision=settings.revision,
+        device=settings.device,
+        dtype=settings.dtype,
+        skip_tokenizer_init=True,
+    )
     temperatures = settings.answers.temperatures
-    params = [
-        SamplingParams(
-            temperature=temperatures[(first + place) % len(temperatures)],
-            max_tokens=settings.answers.tokens,
-            seed=settings.seed + first + place,
-        )
-        for place in range(len(prompts))
-    ]
-    given = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
-    done: dict[int, list[int]] = {}
-    for output in llm.stream(given, params):
-        if output.finished:
-            done[int(output.request_id)] = list(output.outputs[0].token_ids)
-            while first_id in done:
-                yield done.pop(first_id)
-                first_id += 1
+    following = num_kept
+    for start in range(num_kept, len(prompts), _AT_ONCE):
+        part = prompts[start : start + _AT_ONCE]
+        params = [
+            SamplingParams(
+                temperature=temperatures[number % len(temperatures)],
+                max_tokens=settings.answers.tokens,
+                seed=settings.seed + number,
+            )
+            for number in range(start, start + len(part))
+        ]
+        done: dict[int, list[int]] = {}
+        for output in llm.stream([TokensPrompt(prompt_token_ids=ids) for ids in part], params):
+            if output.finished:
+                # The engine counts its requests from 0.
+                done[num_kept + int(output.request_id)] = list(output.outputs[0].token_ids)
+                while following in done:
+                    yield done.pop(following)
+                    following += 1
 
 
-def _kept(file: Path, source: str) -> Iterator[list[int]]:
-    """The answers of an interrupted run; a line that was cut short is left out."""
+def _read_kept(file: Path, source: str) -> Iterator[list[int]]:
+    """The answers of an interrupted run, without a line that was cut short."""
     if not file.is_file():
         return
     lines = iter(file.read_text("utf-8").splitlines())
-    if next(lines, None) != _headline(source):
+    if next(lines, None) != _header(source):
         return
     for line in lines:
         try:
@@ -137,11 +133,6 @@ def _kept(file: Path, source: str) -> Iterator[list[int]]:
             return
 
 
-def _rewrite(file: Path, source: str, answers: Sequence[list[int]]) -> None:
-    lines = [_headline(source), *(json.dumps(answer) for answer in answers)]
-    write_text(file, "".join(f"{line}\n" for line in lines))
-
-
-def _headline(source: str) -> str:
+def _header(source: str) -> str:
     """The first line of a file of answers."""
     return json.dumps({"source": source})

@@ -1,6 +1,6 @@
-"""Small language models in training: the network of the kinds that need nothing of the target."""
+"""Small language models in training: drafters that read nothing of the target."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,107 +17,106 @@ from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import CheckpointSource, TensorSource
 from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.parallel.mask_token import MASK_TOKEN_KEYS
-from slipstream.train.dense import DENSE
+from slipstream.train.dense import DENSE, DenseContext
 from slipstream.train.files import copy_tokenizer, write_checkpoint
-from slipstream.train.parameters import FreshSource, Trainable
-from slipstream.train.recipe import Order, Workshop
+from slipstream.train.parameters import RandomSource
+from slipstream.train.plan import RunPlan
+from slipstream.train.recipe import Recipe
+from slipstream.train.sequences import Sequences
+from slipstream.train.target import Target
 
-SHAPE_OPTIONS = frozenset(
-    {
-        "hidden_size",
-        "num_layers",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "intermediate_size",
-        "init",
-    }
+_SIZES = frozenset(
+    {"hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"}
 )
-_SIZES = SHAPE_OPTIONS - {"init"}
+SHAPE_OPTIONS = _SIZES | {"init"}
 
 
-@dataclass(frozen=True, eq=False)
-class LanguageModel:
-    """A drafter that is a language model of the target's tokenizer.
+class LanguageModelRecipe(Recipe):
+    """Trains a language model with the target's tokenizer.
 
-    Attributes:
-        config: its config.json.
-        shape: the same, read.
+    It starts from the weights of `--init`, or from random ones in a smaller shape of the target.
     """
 
-    config: dict[str, Any]
-    shape: DecoderConfig
-    network: Decoder
-    trained: Trainable
-    target: Path
+    OPTIONS = SHAPE_OPTIONS
+    LEARNING_RATE = 5e-4
+
+    def __init__(self, plan: RunPlan, target: Target, sequences: Sequences) -> None:
+        device, init = target.device, initial_checkpoint(plan)
+        initial: TensorSource = RandomSource(device, plan.settings.seed)
+        if init is not None:
+            initial = _Enlarged(CheckpointSource(init, torch.float32, device), init, initial)
+        super().__init__(plan, target, sequences, initial)
+        self.config, self._shape = self.plan_model(plan)
+        longest = max(2 * plan.length, self._shape.max_position_embeddings)
+        self.network = Decoder(DENSE, self.trained, self._shape, longest)
+        self._tokenizer = plan.target.path
+
+    @classmethod
+    def changes(cls, plan: RunPlan) -> Mapping[str, Any]:
+        """Keys of config.json that differ from the shape's."""
+        del plan
+        return {}
+
+    @classmethod
+    def plan_model(cls, plan: RunPlan) -> tuple[dict[str, Any], DecoderConfig]:
+        """config.json, and what is read from it."""
+        init = initial_checkpoint(plan)
+        if init is None:
+            config = _smaller_config(plan)
+        else:
+            _require_no_sizes(plan)
+            config = dict(init.config)
+            _require_tokens(str(plan.settings.options.init), config, plan.shape.vocab_size)
+        config |= cls.changes(plan)
+        return config, read_decoder_config(config, MASK_TOKEN_KEYS)
+
+    @classmethod
+    def check(cls, plan: RunPlan) -> None:
+        cls.plan_model(plan)
+
+    def next_logits(self, token_ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """[B * Q, V] over the target's tokens, after rows [B, Q] at positions [Q].
+
+        Args:
+            mask: see `DenseRows`.
+        """
+        context = DenseContext(len(token_ids), self._shape.num_layers)
+        rows = context.rows(positions, mask)
+        hidden, _ = self.network(token_ids.flatten(), rows, context.caches)
+        # A drafter may have more rows than the target has tokens.
+        return self.network.head(hidden)[:, : self.vocabulary.size]
 
     def export(self, folder: Path, dtype: torch.dtype) -> None:
-        """As transformers would save it, the tokenizer beside it."""
+        """As transformers saves a model, with the target's tokenizer."""
         write_checkpoint(folder, self.config, dict(self.trained.named()), dtype)
-        copy_tokenizer(self.target, folder)
+        copy_tokenizer(self._tokenizer, folder)
 
 
-def build_language_model(
-    workshop: Workshop, num_tokens: int | None = None, **more: Any
-) -> LanguageModel:
-    """With the weights of `--init`, or new ones in a smaller copy of the target's shape.
-
-    Args:
-        num_tokens: rows of the embedding; None for as many as the target (or `--init`) has.
-        more: keys for its config.json.
-    """
-    order, device = workshop.order, workshop.target.device
-    config, shape = planned(order, num_tokens, **more)
-    initial: TensorSource = FreshSource(device, order.settings.seed)
-    begun = _begun(order)
-    if begun is not None:
-        initial = _Longer(CheckpointSource(begun, torch.float32, device), begun, initial)
-    trained = Trainable(initial)
-    longest = max(2 * order.length, shape.max_position_embeddings)
-    network = Decoder(DENSE, trained, shape, longest)
-    return LanguageModel(config, shape, network, trained, order.target.path)
-
-
-def planned(
-    order: Order, num_tokens: int | None = None, **more: Any
-) -> tuple[dict[str, Any], DecoderConfig]:
-    """Its config.json, and the same read; see `build_language_model`."""
-    begun = _begun(order)
-    if begun is None:
-        config = _smaller_config(order)
-    else:
-        _require_no_sizes(order)
-        config = dict(begun.config)
-        _require_tokens(str(order.settings.options.init), config, order.shape.vocab_size)
-    config |= more
-    if num_tokens is not None:
-        config["vocab_size"] = num_tokens
-    return config, read_decoder_config(config, MASK_TOKEN_KEYS)
-
-
-def _begun(order: Order) -> Checkpoint | None:
-    """What it begins with."""
-    init = order.settings.options.init
+def initial_checkpoint(plan: RunPlan) -> Checkpoint | None:
+    """The checkpoint of `--init`."""
+    init = plan.settings.options.init
     if init is None:
         return None
-    begun = Checkpoint(resolve_checkpoint(init))
+    checkpoint = Checkpoint(resolve_checkpoint(init))
     refuse_quantized(
-        begun.config, begun.config_file, "training cannot begin with; use unquantised ones"
+        checkpoint.config,
+        checkpoint.config_file,
+        "training cannot begin with; use unquantised ones",
     )
-    return begun
+    return checkpoint
 
 
-def _smaller_config(order: Order) -> dict[str, Any]:
-    """The target's config.json with a quarter of its layers at half of its width, or what the
+def _smaller_config(plan: RunPlan) -> dict[str, Any]:
+    """The target's config.json with a quarter of its layers and half of its width, or as the
     options say."""
-    options, shape = order.settings.options, order.shape
+    options, shape = plan.settings.options, plan.shape
     heads = options.num_heads or max(1, shape.num_heads // 2)
     kv_heads = options.num_kv_heads or max(1, shape.num_kv_heads // 2)
     layers = options.num_layers or max(1, shape.num_layers // 4)
     if heads % kv_heads:
         raise UsageError(f"--num-heads ({heads}) must be a multiple of --num-kv-heads ({kv_heads})")
     config = {
-        **order.target.config,
+        **plan.target.config,
         "hidden_size": options.hidden_size or max(16, shape.hidden_size // 2),
         "intermediate_size": options.intermediate_size or max(16, shape.intermediate_size // 2),
         "num_hidden_layers": layers,
@@ -131,9 +130,9 @@ def _smaller_config(order: Order) -> dict[str, Any]:
     return config
 
 
-def _require_no_sizes(order: Order) -> None:
+def _require_no_sizes(plan: RunPlan) -> None:
     for name in sorted(_SIZES):
-        if getattr(order.settings.options, name) is not None:
+        if getattr(plan.settings.options, name) is not None:
             raise UsageError(f"{flag_name(name)} is given by --init; leave one of them out")
 
 
@@ -146,16 +145,13 @@ def _require_tokens(name: str, config: dict[str, Any], wanted: int) -> None:
         )
 
 
-class _Longer:
-    """A checkpoint's tensors, with new rows behind those of its embedding where more are asked for.
-
-    A tied head is the embedding; one of its own gets new rows too.
-    """
+class _Enlarged:
+    """The tensors of a checkpoint, whose embedding and lm_head get new rows where needed."""
 
     def __init__(
-        self, tensors: CheckpointSource, checkpoint: Checkpoint, fresh: TensorSource
+        self, tensors: CheckpointSource, checkpoint: Checkpoint, added: TensorSource
     ) -> None:
-        self._tensors, self._entries, self._fresh = tensors, checkpoint.entries, fresh
+        self._tensors, self._entries, self._added = tensors, checkpoint.entries, added
 
     def matrix(self, parts: Any, columns: int) -> Tensor:
         entry = self._entries.get(parts[0].name)
@@ -163,7 +159,7 @@ class _Longer:
             return self._tensors.matrix(parts, columns)
         name, rows = parts[0].name, entry.shape[0]
         stored = self._tensors.matrix([Part(name, rows)], columns)
-        added = self._fresh.matrix([Part(name, parts[0].rows - rows)], columns)
+        added = self._added.matrix([Part(name, parts[0].rows - rows)], columns)
         return torch.cat((stored, added))
 
     def vector(self, parts: Any) -> Tensor:

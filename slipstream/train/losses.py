@@ -1,4 +1,4 @@
-"""What a draft loses against the target, and how far it would be accepted."""
+"""The loss of drafts against the target, and their simulated acceptance."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,62 +6,58 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.train.target import Wanted
+from slipstream.train.target import TargetDistribution
 
 
 def distillation(
-    logits: Tensor, wanted: Wanted, best_column: Tensor, weight: Tensor, argmax_weight: float
+    logits: Tensor,
+    target: TargetDistribution,
+    top_column: Tensor,
+    weight: Tensor,
+    argmax_weight: float,
 ) -> Tensor:
-    """The mean loss over rows, a scalar.
+    """The weighted mean loss over rows, a scalar.
 
     KL(p, q) of the target's p and the drafter's q over the draft vocabulary (Hinton et al. 2015,
-    arXiv 1503.02531), mixed with the cross-entropy of the target's first choice, which is all that
-    greedy decoding asks for.
+    arXiv 1503.02531), mixed with the cross-entropy of the target's top token, which is all that
+    greedy decoding needs.
 
     Args:
         logits: [N, Vd] float32, the drafter's.
-        best_column: [N] int64, the column of the target's first choice; -1 where the draft
-            vocabulary is without it: such a row does not count.
-        weight: [N] float32, of the rows.
+        top_column: [N] int64, the column of the target's top token; -1 where the draft vocabulary
+            lacks it: such a row has no weight.
+        weight: [N] float32.
         argmax_weight: of the cross-entropy, from 0 to 1.
     """
-    weight = weight * (best_column >= 0)
+    weight = weight * (top_column >= 0)
     logs = torch.log_softmax(logits, -1)
-    p = torch.softmax(wanted.logits.float(), -1)
+    p = torch.softmax(target.logits.float(), -1)
     # xlogy gives 0 log 0 = 0, and no gradient runs through p.
     divergence = (torch.xlogy(p, p) - p * logs).sum(-1)
-    first = -logs.gather(-1, best_column.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    first = -logs.gather(-1, top_column.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     mixed = (1 - argmax_weight) * divergence + argmax_weight * first
-    return (mixed * weight).sum() / weight.sum().clamp_min(1.0)
+    return weighted_mean(mixed, weight)
 
 
-class Columns:
-    """The draft vocabulary: which column of a drafter's logits stands for which token.
+def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
+    """Scalar; 0 where no row has weight."""
+    return (values * weight).sum() / weight.sum().clamp_min(1.0)
 
-    Attributes:
-        token_ids: [Vd] int64, rising; None: all tokens.
-    """
 
-    def __init__(self, token_ids: Tensor | None, vocab_size: int) -> None:
-        self.token_ids = token_ids
-        self._column: Tensor | None = None
-        if token_ids is not None:
-            column = token_ids.new_full((vocab_size,), -1)
-            column[token_ids] = torch.arange(len(token_ids), device=token_ids.device)
-            self._column = column
-
-    def of(self, tokens: Tensor) -> Tensor:
-        """The column of each token; -1 for those that are not drafted."""
-        return tokens if self._column is None else self._column[tokens]
+@torch.no_grad()
+def top_accuracy(logits: Tensor, top_column: Tensor, weight: Tensor) -> Tensor:
+    """Scalar, the share of rows whose top token is the target's."""
+    return weighted_mean((logits.argmax(-1) == top_column).float(), weight)
 
 
 @dataclass(frozen=True, eq=False)
 class Agreement:
-    """How one place of a draft fares against the target, row by row.
+    """How likely the target accepts the tokens at one position of drafts, row by row.
 
     Attributes:
-        greedy: [N] float32, 1 where the first choices are equal.
-        sampled: [N] float32, the sum of min(p, q): the chance that a sampled token is accepted.
+        greedy: [N] float32, 1 where both have the same top token.
+        sampled: [N] float32, the sum of min(p, q): the probability that a sampled token is
+            accepted.
     """
 
     greedy: Tensor
@@ -69,10 +65,10 @@ class Agreement:
 
 
 @torch.no_grad()
-def agreement(logits: Tensor, wanted: Wanted, best_column: Tensor) -> Agreement:
+def agreement(logits: Tensor, target: TargetDistribution, top_column: Tensor) -> Agreement:
     """Args as in `distillation`."""
-    greedy = (logits.argmax(-1) == best_column).float()
-    p = torch.exp(wanted.logits.float() - wanted.log_total.unsqueeze(-1))
+    greedy = (logits.argmax(-1) == top_column).float()
+    p = torch.exp(target.logits.float() - target.logsumexp.unsqueeze(-1))
     return Agreement(greedy, torch.minimum(p, torch.softmax(logits, -1)).sum(-1))
 
 
@@ -80,13 +76,13 @@ def agreement(logits: Tensor, wanted: Wanted, best_column: Tensor) -> Agreement:
 class ChainAcceptance:
     """Simulated acceptance of drafts, summed over rows of held-out sequences.
 
-    A draft begins behind every token of the text. Its place k is reached if the places before were
-    accepted: with the same first choice (greedy), or by the rule of speculative sampling. Behind
-    it stands the text's own token, whatever was drafted.
+    A draft starts after every token of the text. Its position k counts if all positions before it
+    were accepted: because the top tokens agree (greedy), or by speculative sampling. The text's own
+    tokens follow, whatever was drafted.
 
     Attributes:
-        drafts: how many.
-        greedy, sampled: [K], how many places k were accepted, or are expected to be.
+        drafts: their number.
+        greedy, sampled: [K], how many drafts were accepted up to position k, or are expected to be.
     """
 
     drafts: float
@@ -97,25 +93,25 @@ class ChainAcceptance:
     def none(width: int) -> "ChainAcceptance":
         return ChainAcceptance(0.0, [0.0] * width, [0.0] * width)
 
-    def add(self, places: Sequence[Agreement], weight: Tensor) -> None:
-        """Take in drafts that begin at rows with a weight of 1, their places in order."""
+    def add(self, positions: Sequence[Agreement], weight: Tensor) -> None:
+        """Count drafts, given their positions in order and a weight of 0 or 1 for each draft."""
         self.drafts += float(weight.sum())
         greedy, sampled = weight, weight
-        for index, place in enumerate(places):
-            greedy, sampled = greedy * place.greedy, sampled * place.sampled
+        for index, position in enumerate(positions):
+            greedy, sampled = greedy * position.greedy, sampled * position.sampled
             self.greedy[index] += float(greedy.sum())
             self.sampled[index] += float(sampled.sum())
 
     @property
     def greedy_length(self) -> float:
-        """Simulated AL at temperature 0."""
+        """Simulated acceptance length at temperature 0."""
         return 1 + sum(self.greedy) / max(self.drafts, 1.0)
 
     @property
     def sampled_length(self) -> float:
-        """Simulated AL at temperature 1."""
+        """Simulated acceptance length at temperature 1."""
         return 1 + sum(self.sampled) / max(self.drafts, 1.0)
 
     def rates(self) -> list[float]:
-        """Of place k: accepted greedily, as a share of all drafts."""
+        """For each position, the share of drafts that are accepted up to it greedily."""
         return [count / max(self.drafts, 1.0) for count in self.greedy]

@@ -1,4 +1,4 @@
-"""The parameters of a drafter in training, under the names that they have in its checkpoint."""
+"""The parameters of a drafter in training, by their names in its checkpoint."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,8 @@ from slipstream.models.parameter_sources import TensorSource
 _STD = 0.02
 
 
-class FreshSource:
-    """Initial numbers of a network that has not learned anything.
-
-    Every matrix has a generator of its own, seeded in the order in which they are asked for.
-    """
+class RandomSource:
+    """Random matrices, and vectors that change nothing: norms of ones, biases of zeros."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._device = device
@@ -24,18 +21,14 @@ class FreshSource:
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
         rows = sum(part.rows for part in parts)
-        # Drawn on the host, so that a seed means the same on every device.
+        # Drawn on the host, so that a seed gives equal numbers on every device.
         drawn = torch.empty(rows, columns).normal_(std=_STD, generator=self._generator)
         return drawn.to(self._device)
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
-        rows = sum(part.rows for part in parts)
-        return torch.full((rows,), _constant(parts[0].name), device=self._device)
-
-
-def _constant(name: str) -> float:
-    """Norms begin as those that change nothing, biases as none."""
-    return 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        name, rows = parts[0].name, sum(part.rows for part in parts)
+        value = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        return torch.full((rows,), value, device=self._device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,16 +40,15 @@ class Parameter:
 
     @property
     def name(self) -> str:
-        """Of its first part."""
+        """The name of its first part."""
         return self.parts[0].name
 
 
 class Trainable:
-    """A parameter source that remembers what it gave, and lets it learn.
+    """A parameter source that collects what it gives as parameters to train.
 
     Args:
         tensors: the initial numbers, in float32.
-        frozen: names of tensors that stay as they are and are not exported.
     """
 
     def __init__(self, tensors: TensorSource) -> None:
@@ -64,7 +56,7 @@ class Trainable:
         self.parameters: list[Parameter] = []
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
-        return self._keep(parts, self._tensors.matrix(parts, columns))
+        return self._collect(parts, self._tensors.matrix(parts, columns))
 
     def head(self, parts: Sequence[Part], columns: int) -> Tensor:
         return self.matrix(parts, columns)
@@ -76,25 +68,28 @@ class Trainable:
         return table
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
-        return self._keep(parts, self._tensors.vector(parts))
+        return self._collect(parts, self._tensors.vector(parts))
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the checkpoint by its name, detached."""
+        """Every tensor of the checkpoint by its name, detached: a view of its parameter."""
         for parameter in self.parameters:
             start = 0
             for part in parameter.parts:
                 yield part.name, parameter.tensor.detach()[start : start + part.rows]
                 start += part.rows
 
-    def put(self, name: str, values: Tensor) -> None:
-        """Begin one tensor of the checkpoint with these numbers."""
-        for own, tensor in self.named():
-            if own == name:
-                tensor.copy_(values)
-                return
-        raise KeyError(name)
+    def put(self, name: str, values: object) -> None:
+        """Initialise one tensor of the checkpoint."""
+        assert isinstance(values, Tensor), "training keeps its weights unrounded"
+        dict(self.named())[name].copy_(values)
 
-    def _keep(self, parts: Sequence[Part], tensor: Tensor) -> Tensor:
+    def add_identity(self, name: str, start: int) -> None:
+        """Add the identity to the columns of a matrix [H, N] from `start` on."""
+        matrix = dict(self.named())[name]
+        width = len(matrix)
+        matrix[:, start : start + width] += torch.eye(width, device=matrix.device)
+
+    def _collect(self, parts: Sequence[Part], tensor: Tensor) -> Tensor:
         tensor.requires_grad_()
         self.parameters.append(Parameter(tuple(parts), tensor))
         return tensor

@@ -1,141 +1,123 @@
-"""What every kind of drafter brings to training, and which kinds there are."""
+"""What every kind of drafter defines for training, and which kinds there are."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
-from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.loading import LoadOptions
+from slipstream.models.parameter_sources import TensorSource
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.train.batches import Batch
-from slipstream.train.losses import Agreement, Columns
-from slipstream.train.parameters import Trainable
+from slipstream.train.losses import Agreement
+from slipstream.train.parameters import RandomSource, Trainable
+from slipstream.train.plan import RunPlan
 from slipstream.train.sequences import Sequences
-from slipstream.train.settings import TrainSettings
 from slipstream.train.target import Target
+from slipstream.train.vocabulary import DraftVocabulary
 
 # A new kind is one file and one line here.
 RECIPES = {
-    "dflash": "slipstream.train.recipe_dflash",
-    "draft": "slipstream.train.recipe_draft",
-    "eagle3": "slipstream.train.recipe_eagle3",
-    "medusa": "slipstream.train.recipe_medusa",
-    "mtp": "slipstream.train.recipe_mtp",
-    "p-eagle": "slipstream.train.recipe_p_eagle",
-    "pard": "slipstream.train.recipe_pard",
+    "dflash": "recipe_dflash.DFlashRecipe",
+    "draft": "recipe_draft.DraftRecipe",
+    "eagle3": "recipe_eagle3.Eagle3Recipe",
+    "medusa": "recipe_medusa.MedusaRecipe",
+    "mtp": "recipe_mtp.MtpRecipe",
+    "p-eagle": "recipe_p_eagle.PEagleRecipe",
+    "pard": "recipe_pard.PardRecipe",
 }
+
+AnyCheckpoint = TypeVar("AnyCheckpoint", bound=HeadCheckpoint)
 
 
 @dataclass(frozen=True, eq=False)
-class Lesson:
-    """What one batch taught.
+class BatchLoss:
+    """The loss of one batch.
 
     Attributes:
         loss: scalar, to be differentiated.
-        matches: [K] float32, of each place of a draft: the share of rows whose first choice is the
+        accuracy: [K] float32, for each draft position the share of rows whose top token is the
             target's.
     """
 
     loss: Tensor
-    matches: Tensor
+    accuracy: Tensor
 
 
-class Recipe(Protocol):
+class Recipe(ABC):
     """A drafter in training.
 
-    Attributes:
-        trained: its parameters.
-        columns: its draft vocabulary.
-        stream_layers: of the target, which it reads; see `Decoder`.
-    """
-
-    @property
-    def trained(self) -> Trainable: ...
-
-    @property
-    def columns(self) -> Columns: ...
-
-    @property
-    def stream_layers(self) -> tuple[int, ...]: ...
-
-    def learn(self, batch: Batch, generator: torch.Generator) -> Lesson:
-        """One pass over a batch. All chance comes from the generator, which lives on the host."""
-
-    def test(self, batch: Batch) -> tuple[list[Agreement], Tensor]:
-        """The places of the drafts that begin behind every token, and the drafts' weights [N]."""
-
-    def export(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write what the engine, and others, load: config.json and weights."""
-
-
-@dataclass(frozen=True, eq=False)
-class Order:
-    """What is asked for, known before data are made and the target is loaded.
-
-    Attributes:
-        target: its directory.
-        shape: its config.
-        length: tokens of a sequence.
-        places: of a draft.
-        rate: the highest learning rate.
-        dtype: of products.
-    """
-
-    settings: TrainSettings
-    target: Checkpoint
-    shape: DecoderConfig
-    length: int
-    places: int
-    rate: float
-    device: torch.device
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, eq=False)
-class Workshop:
-    """What a recipe is made from.
-
-    Attributes:
+    Args:
         sequences: to be trained on.
-    """
-
-    order: Order
-    target: Target
-    sequences: Sequences
-
-    @property
-    def settings(self) -> TrainSettings:
-        return self.order.settings
-
-
-class RecipeModule(Protocol):
-    """The module of a kind.
+        initial: the tensors to start from; None: random ones.
 
     Attributes:
-        OPTIONS: what it heeds of the fields of `DrafterOptions` and of `LOSS_OPTIONS`.
-        PLACES: of a draft, where nothing else is asked for.
-        LEARNING_RATE: its own.
-        METHOD: how the engine is told to load it: keys of `speculative_config` beside `model`.
+        OPTIONS: the fields of `DrafterOptions` and `LOSS_OPTIONS` that the kind reads.
+        METHOD: its name in `speculative_config`.
+        NUM_DRAFT_TOKENS, LEARNING_RATE, DECAY: defaults of the settings.
+        trained: its parameters.
+        vocabulary: what it drafts.
+        stream_layers: layers of the target whose streams it reads; see `Decoder`.
     """
 
-    OPTIONS: frozenset[str]
-    PLACES: int
-    LEARNING_RATE: float
-    METHOD: dict[str, Any]
+    OPTIONS: ClassVar[frozenset[str]]
+    METHOD: ClassVar[str]
+    NUM_DRAFT_TOKENS: ClassVar[int]
+    LEARNING_RATE: ClassVar[float] = 1e-3
+    DECAY: ClassVar[float] = 1.0
 
-    def check(self, order: Order) -> None:
-        """Raise UsageError for an order that no drafter of this kind can meet."""
+    def __init__(
+        self,
+        plan: RunPlan,
+        target: Target,
+        sequences: Sequences,
+        initial: TensorSource | None = None,
+    ) -> None:
+        del sequences
+        settings = plan.settings
+        self.plan = plan
+        self.trained = Trainable(initial or RandomSource(target.device, settings.seed))
+        self.vocabulary = DraftVocabulary(None, target.config.vocab_size)
+        self.stream_layers: tuple[int, ...] = ()
+        self.num_draft_tokens = plan.num_draft_tokens
+        self.decay = settings.place_decay or self.DECAY
+        self.argmax_weight = settings.argmax_weight
+        self.load = LoadOptions(torch.float32, target.device, "auto", plan.max_positions)
 
-    def build(self, workshop: Workshop) -> Recipe: ...
+    @classmethod
+    @abstractmethod
+    def check(cls, plan: RunPlan) -> None:
+        """Raise UsageError for settings that no drafter of this kind can have."""
+
+    @abstractmethod
+    def training_loss(self, batch: Batch, generator: torch.Generator) -> BatchLoss:
+        """One pass over a batch. All randomness comes from the generator, on the host."""
+
+    @abstractmethod
+    def evaluate(self, batch: Batch) -> tuple[list[Agreement], Tensor]:
+        """The positions of drafts that start after every token, and the drafts' weights [N]."""
+
+    @abstractmethod
+    def export(self, folder: Path, dtype: torch.dtype) -> None:
+        """Write config.json and weights as the engine, and others, load them."""
 
 
-def recipe_module(kind: str) -> RecipeModule:
-    """Raises UsageError for a kind that there is none of."""
+def recipe_class(kind: str) -> type[Recipe]:
+    """Raises UsageError for an unknown kind."""
     name = RECIPES.get(kind.replace("_", "-"))
     if name is None:
         raise UsageError(f"there is no recipe for {kind!r}; there are {', '.join(RECIPES)}")
-    return cast(RecipeModule, import_module(name))
+    module, _, recipe = name.partition(".")
+    return cast(type[Recipe], getattr(import_module(f"slipstream.train.{module}"), recipe))
+
+
+def planned_checkpoint(kind: type[AnyCheckpoint], config: dict[str, Any]) -> AnyCheckpoint:
+    """A checkpoint with a config and no files yet."""
+    checkpoint = kind(Path("drafter in training"))
+    vars(checkpoint)["config"] = config  # where the cached property keeps its value
+    return checkpoint

@@ -1,42 +1,47 @@
-"""From settings to an exported drafter."""
+"""A training run from its settings to an exported drafter."""
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from slipstream.models.loading import ProgressBar, no_progress_bar
+from slipstream.core.errors import UsageError
+from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
+from slipstream.models.loading import ProgressBar, dtype_named, no_progress_bar
+from slipstream.models.quantized.catalogue import refuse_quantized
+from slipstream.runner.capability import choose_device, training_dtype
 from slipstream.train.batches import Batches, FeatureSource, OnlineFeatures
 from slipstream.train.card import write_card
-from slipstream.train.features import DiskFeatures, capture, how_many
-from slipstream.train.loop import Job, Noted, Report, Watcher, never, train
+from slipstream.train.data import Data
+from slipstream.train.features import DiskFeatures, capture, count_that_fits
 from slipstream.train.losses import ChainAcceptance
-from slipstream.train.orders import WORK, fingerprint, make_writable, take_order
-from slipstream.train.plots import draw_curves
-from slipstream.train.recipe import Order, Recipe, Workshop, recipe_module
-from slipstream.train.records import Records
+from slipstream.train.metrics import MetricsLog
+from slipstream.train.plan import WORK, RunPlan, make_writable, require_unused
+from slipstream.train.recipe import Recipe, recipe_class
 from slipstream.train.sequences import Sequences
 from slipstream.train.settings import TrainSettings
 from slipstream.train.state import StateFile
 from slipstream.train.target import Target, load_target
+from slipstream.train.trainer import OnReport, StopRequests, Trainer, no_stop_requests
 
 _DATA, _ANSWERS, _FEATURES = "sequences.safetensors", "answers.jsonl", "features"
-_MAX_VALIDATION = 256  # sequences; more would tell little more
-# Targets with more parameters are run once over the text rather than in every epoch.
+_MAX_VALIDATION = 256  # sequences; more would hardly change the figures
+# Targets with more parameters run once over the text rather than in every epoch.
 _SMALL_TARGET = 200_000_000
 _FEATURE_GB = 20.0
+_WHOLE_WEIGHTS = "training does not read; train with the unquantised checkpoint of this model"
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
-        recipe: the drafter as it was trained.
+        recipe: the drafter with its parameters.
         plots: the curves; empty without matplotlib.
-        seconds: of the whole run, this time.
+        seconds: of the whole run, since it was last started.
     """
 
     recipe: Recipe
@@ -47,108 +52,120 @@ class Trained:
     seconds: float
 
 
-def _nobody(report: Report) -> None:
-    del report
-
-
 def run_training(
     settings: TrainSettings,
     command: str = "",
-    watch: Watcher = _nobody,
+    on_report: OnReport = lambda _: None,
     progress_bar: ProgressBar = no_progress_bar,
-    noted: Noted = never,
+    stop_requests: StopRequests = no_stop_requests,
 ) -> Trained:
-    """Train a drafter, or go on with a run that was interrupted, and export it.
+    """Train a drafter, or continue a run that was interrupted, and export it.
 
     Args:
-        command: that the model card tells.
-        watch: is told of every logged step.
-        progress_bar: shows how long preparations take.
-        noted: within it, a wish to stop is noted, and told by what it gives.
+        command: the command line, for the model card.
+        on_report: is called with every logged step.
+        progress_bar: shows the progress of preparations.
+        stop_requests: see `StopRequests`.
 
     Raises:
-        RunStoppedError: it was to stop, and what it has learned is kept.
+        RunStoppedError: it was asked to stop, and wrote a checkpoint.
         UsageError: settings that contradict each other, the data or the target.
-        CheckpointError: files that cannot be read.
+        CheckpointError: files that cannot be read or written.
     """
     began = time.perf_counter()
-    module = recipe_module(settings.kind)
-    order, data = take_order(settings, module)
-    work, told = settings.out / WORK, fingerprint(order, data.source)
-    StateFile(work, told).require_same()
+    recipe_kind = recipe_class(settings.kind)
+    plan, data = make_plan(settings, recipe_kind)
+    work, fingerprint = settings.out / WORK, plan.fingerprint(data.source)
+    StateFile(work, fingerprint).require_same()
     make_writable(work, settings)
     sequences = data.sequences(work / _DATA, work / _ANSWERS, progress_bar)
     training, validation = sequences.split(settings.validation, settings.seed)
     validation = validation.at(slice(_MAX_VALIDATION))
-    longest = order.length + 1 + order.places
-    target = load_target(order.target, order.shape, order.dtype, order.device, longest)
-    recipe = module.build(Workshop(order, target, training))
-    job = _job(order, told, recipe, target, (training, validation), watch, progress_bar)
-    acceptance = train(job, noted)
-    export_dtype = order.target.weights_dtype or torch.bfloat16
-    recipe.export(settings.out, export_dtype)
-    plots = draw_curves(job.records.all(), settings.out)
-    trained = Trained(
+    longest = plan.length + 1 + plan.num_draft_tokens
+    target = load_target(plan.target, plan.shape, plan.dtype, plan.device, longest)
+    recipe = recipe_kind(plan, target, training)
+    features = _training_features(plan, recipe, target, training, progress_bar)
+    metrics = MetricsLog(settings.out)
+    trainer = Trainer(
+        plan,
         recipe,
-        settings.out,
-        acceptance,
-        sum(parameter.tensor.numel() for parameter in recipe.trained.parameters),
-        plots,
-        time.perf_counter() - began,
+        _batches(plan, recipe, target, features),
+        _batches(plan, recipe, target, OnlineFeatures(validation, target, recipe.stream_layers)),
+        StateFile(work, {**fingerprint, "sequences": features.sequences.digest}),
+        metrics,
+        on_report,
     )
+    acceptance = trainer.train(stop_requests)
+    recipe.export(settings.out, plan.target.weights_dtype or torch.bfloat16)
+    num_parameters = sum(parameter.tensor.numel() for parameter in recipe.trained.parameters)
     write_card(
         settings,
-        module.METHOD,
+        recipe.METHOD,
         command,
-        trained.num_parameters,
+        num_parameters,
         acceptance,
-        job.records,
-        settings.accumulate * job.training.tokens_per_batch,
+        metrics,
+        trainer.tokens_per_step,
     )
-    return trained
+    seconds = time.perf_counter() - began
+    return Trained(recipe, settings.out, acceptance, num_parameters, metrics.draw(), seconds)
 
 
-def _job(
-    order: Order,
-    told: dict[str, Any],
+def make_plan(settings: TrainSettings, recipe: type[Recipe]) -> tuple[RunPlan, Data]:
+    """The plan of a run and its data, checked as far as that is cheap.
+
+    Raises:
+        UsageError: settings that contradict each other, the kind, the data or the target.
+        CheckpointError: configs that cannot be read.
+    """
+    settings.require_only(recipe.OPTIONS)
+    require_unused(settings.out)
+    device, _ = choose_device(settings.device)
+    target = Checkpoint(resolve_checkpoint(settings.target, settings.revision))
+    refuse_quantized(target.config, target.config_file, _WHOLE_WEIGHTS)
+    shape = read_decoder_config(target)
+    data = Data(settings, target, shape.vocab_size)
+    plan = RunPlan(
+        settings,
+        target,
+        shape,
+        data.length,
+        settings.num_speculative_tokens or recipe.NUM_DRAFT_TOKENS,
+        settings.learning_rate or recipe.LEARNING_RATE,
+        device,
+        training_dtype(device) if settings.dtype == "auto" else dtype_named(settings.dtype),
+    )
+    if plan.length <= 2 * plan.num_draft_tokens:
+        raise UsageError(
+            f"sequences of {plan.length} tokens have no room for drafts of "
+            f"{plan.num_draft_tokens}; raise --max-length, or lower --num-speculative-tokens"
+        )
+    recipe.check(plan)
+    data.require_enough()
+    return plan, data
+
+
+def _training_features(
+    plan: RunPlan,
     recipe: Recipe,
     target: Target,
-    parts: tuple[Sequences, Sequences],
-    watch: Watcher,
+    sequences: Sequences,
     progress_bar: ProgressBar,
-) -> Job:
-    settings, work, (training, validation) = order.settings, order.settings.out / WORK, parts
-    sources: list[FeatureSource] = []
-    if _keeps_features(settings, target):
-        room = settings.max_feature_gb or _FEATURE_GB
-        count = how_many(training, target, len(recipe.stream_layers), room)
-        training = training.at(slice(count))
-        with progress_bar("capturing features", count, "sequences") as progress:
-            folder = work / _FEATURES
-            capture(folder, training, target, recipe.stream_layers, settings.batch_size, progress)
-        sources.append(DiskFeatures(folder, training, target, recipe.stream_layers))
-    else:
-        sources.append(OnlineFeatures(training, target, recipe.stream_layers))
-    sources.append(OnlineFeatures(validation, target, recipe.stream_layers))
-    training_batches, validation_batches = (
-        Batches(source, target, recipe.columns, settings.batch_size, settings.seed)
-        for source in sources
-    )
-    return Job(
-        recipe=recipe,
-        training=training_batches,
-        validation=validation_batches,
-        settings=settings,
-        rate=order.rate,
-        device=order.device,
-        dtype=order.dtype,
-        state=StateFile(work, {**told, "sequences": training.digest}),
-        records=Records(settings.out),
-        watch=watch,
-    )
+) -> FeatureSource:
+    """The target's features of the training sequences, or of those that fit on disk."""
+    settings, layers = plan.settings, recipe.stream_layers
+    on_disk = settings.features == "disk"
+    if settings.features == "auto":
+        on_disk = plan.shape.num_matrix_parameters > _SMALL_TARGET
+    if not on_disk:
+        return OnlineFeatures(sequences, target, layers)
+    count = count_that_fits(sequences, target, len(layers), settings.max_feature_gb or _FEATURE_GB)
+    sequences, folder = sequences.at(slice(count)), settings.out / WORK / _FEATURES
+    with progress_bar("capturing features", count, "sequences") as progress:
+        capture(folder, sequences, target, layers, settings.batch_size, progress)
+    return DiskFeatures(folder, sequences, target, layers)
 
 
-def _keeps_features(settings: TrainSettings, target: Target) -> bool:
-    if settings.features != "auto":
-        return settings.features == "disk"
-    return target.config.num_matrix_parameters > _SMALL_TARGET
+def _batches(plan: RunPlan, recipe: Recipe, target: Target, source: FeatureSource) -> Batches:
+    settings = plan.settings
+    return Batches(source, target, recipe.vocabulary, settings.batch_size, settings.seed)

@@ -1,4 +1,4 @@
-"""Token sequences of one length, and which of their tokens are to be learned."""
+"""Token sequences of one length, with the tokens that a drafter should learn to predict."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _IDS, _LEARNED, _SOURCE = "token_ids", "learned", "source"
 
 
 class Document(NamedTuple):
-    """Token ids, and of each whether a drafter should learn to guess it."""
+    """Token ids, and whether a drafter should learn to predict each of them."""
 
     token_ids: Sequence[int]
     learned: Sequence[bool]
@@ -28,7 +28,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Documents one behind the other, cut into pieces of one length.
+    """Concatenated documents, cut into pieces of one length.
 
     Attributes:
         token_ids: [N, S] int32.
@@ -43,29 +43,27 @@ class Sequences:
 
     @property
     def length(self) -> int:
-        """S."""
         return self.token_ids.shape[1]
 
     @property
     def digest(self) -> str:
-        """Tells one set of sequences from another."""
+        """Identifies the content."""
         content = blake2b(self.token_ids.numpy().tobytes(), digest_size=8)
         content.update(self.learned.numpy().tobytes())
         return content.hexdigest()
 
     def at(self, index: Tensor | slice) -> "Sequences":
-        """Some of them."""
         return Sequences(self.token_ids[index], self.learned[index])
 
     def split(self, share: float, seed: int) -> tuple["Sequences", "Sequences"]:
-        """(the rest, a random share of them but at least one)."""
+        """(training, validation): a random share is for validation, and at least one sequence."""
         self.require_two()
         count = min(len(self) - 1, max(1, round(share * len(self))))
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return self.at(order[count:]), self.at(order[:count])
 
     def require_two(self) -> None:
-        """Raise UsageError where there is nothing to validate with."""
+        """Raise UsageError if nothing is left to validate with."""
         if len(self) < 2:
             raise UsageError(
                 f"the text makes {counted(len(self), 'sequence')} of {self.length} tokens, and "
@@ -74,19 +72,23 @@ class Sequences:
             )
 
     def save(self, file: Path, source: str = "") -> None:
-        """As a safetensors file, with what tells the data that they were made from."""
+        """Write a safetensors file.
+
+        Args:
+            source: identifies the data that they were made from.
+        """
         ids, learned = self.token_ids.contiguous(), self.learned.to(torch.uint8).contiguous()
         write_tensors(file, {_IDS: ids, _LEARNED: learned}, {_SOURCE: source})
 
     @staticmethod
     def load(file: Path) -> "Sequences":
-        """What `save` wrote."""
+        """Read what `save` wrote; raises CheckpointError for another or a damaged file."""
         tensors = read_tensors(file, (_IDS, _LEARNED))
         return Sequences(tensors[_IDS], tensors[_LEARNED].bool())
 
     @staticmethod
     def made_from(file: Path, source: str) -> "Sequences | None":
-        """Those of a file, where it is whole and they were made from the same data."""
+        """Read a file if it is whole and was made from the same data."""
         try:
             same = read_metadata(file).get(_SOURCE) == source
             return Sequences.load(file) if same else None
@@ -95,9 +97,9 @@ class Sequences:
 
 
 def encode(entries: Iterable[Entry], tokenizer: Tokenizer) -> Iterator[Document]:
-    """Texts whole; of conversations what the assistant says is learned.
+    """Tokenize; in conversations only the assistant's messages are learned.
 
-    Raises UsageError for an entry that nobody has answered.
+    Raises UsageError for a prompt without an answer.
     """
     template = ChatTemplate(tokenizer)
     for entry in entries:
@@ -114,7 +116,7 @@ def encode(entries: Iterable[Entry], tokenizer: Tokenizer) -> Iterator[Document]
 
 
 def _conversation(entry: Entry, tokenizer: Tokenizer, template: ChatTemplate) -> Document:
-    """Turn by turn: what a turn of the assistant adds to the prompt before it is learned."""
+    """What each message of the assistant adds to the prompt before it is learned."""
     ids: list[int] = []
     learned: list[bool] = []
     done = ""
@@ -124,7 +126,7 @@ def _conversation(entry: Entry, tokenizer: Tokenizer, template: ChatTemplate) ->
         asked = template.render(entry.messages[:place], add_generation_prompt=True)
         answered = template.render(entry.messages[: place + 1], add_generation_prompt=False)
         if not asked.startswith(done) or not answered.startswith(asked):
-            # A template that rewrites what was said before: only the last answer stands.
+            # The template rewrites earlier messages, so only the last answer is kept.
             ids, learned, done = [], [], ""
             if not answered.startswith(asked):
                 asked = ""
@@ -137,9 +139,9 @@ def _conversation(entry: Entry, tokenizer: Tokenizer, template: ChatTemplate) ->
 
 
 def pack(documents: Iterable[Document], length: int, separator: int | None) -> Sequences:
-    """Documents one behind the other, `separator` between them, cut every `length` tokens.
+    """Concatenate documents with `separator` between them, and cut every `length` tokens.
 
-    The last piece is filled up with the separator (or token 0), of which nothing is learned.
+    The last sequence is padded with the separator (or token 0), which is not learned.
     """
     ids: list[int] = []
     learned: list[bool] = []

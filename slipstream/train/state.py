@@ -12,12 +12,12 @@ from slipstream.train.files import read_metadata, read_tensors, write_tensors
 from slipstream.train.parameters import Trainable
 
 FILE = "state.safetensors"
-_OLD_FILE = "state.pt"  # as earlier versions wrote it
+_OLD_FILE = "state.pt"  # of earlier versions
 _RUN = "run"
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """How far a run is.
 
     Attributes:
@@ -30,12 +30,12 @@ class Progress:
 
 
 class StateFile:
-    """The newest checkpoint of a run: parameters, AdamW's moments, and the number of steps.
+    """The newest checkpoint of a run: parameters, the optimizer's moments, and steps done.
 
     The order of the data and all random numbers follow from seed and step, so they are not stored.
 
     Args:
-        fingerprint: the settings that must not change within a run.
+        fingerprint: the settings that must not change within a run, by flag.
     """
 
     def __init__(self, folder: Path, fingerprint: dict[str, Any]) -> None:
@@ -44,9 +44,9 @@ class StateFile:
         self._fingerprint = json.loads(json.dumps(fingerprint))
 
     def save(
-        self, trained: Trainable, optimizer: torch.optim.Optimizer, progress: Progress
+        self, trained: Trainable, optimizer: torch.optim.Optimizer, progress: RunProgress
     ) -> None:
-        """Replace the checkpoint, which stays whole whatever happens."""
+        """Replace the checkpoint; raises CheckpointError and keeps it if the disk is full."""
         tensors = {}
         for parameter in trained.parameters:
             tensors[parameter.name] = parameter.tensor
@@ -55,7 +55,7 @@ class StateFile:
         run = {"fingerprint": self._fingerprint, **vars(progress)}
         write_tensors(self._file, tensors, {_RUN: json.dumps(run)})
 
-    def restore(self, trained: Trainable, optimizer: torch.optim.Optimizer) -> Progress:
+    def restore(self, trained: Trainable, optimizer: torch.optim.Optimizer) -> RunProgress:
         """Continue from the checkpoint if there is one.
 
         Raises:
@@ -76,34 +76,32 @@ class StateFile:
                 optimizer.state[tensor][key] = value.to(device, copy=True)
         return progress
 
-    def require_same(self) -> Progress:
+    def require_same(self) -> RunProgress:
         """The steps done; raises as `restore` does, but reads no tensors."""
         if self._old_file.is_file():
             raise _unusable(f"{self._old_file} was written by an earlier version")
         if not self._file.is_file():
-            return Progress()
+            return RunProgress()
         try:
             run = json.loads(read_metadata(self._file)[_RUN])
         except CheckpointError as error:
             raise _unusable(str(error)) from error
         except KeyError as error:
             raise _unusable(f"{self._file} is no checkpoint of a run") from error
-        self._compare(run["fingerprint"])
-        return Progress(run["step"], run["seconds"])
-
-    def _compare(self, found: dict[str, Any]) -> None:
+        found = run["fingerprint"]
         for name, value in self._fingerprint.items():
             if found.get(name) != value:
                 raise UsageError(
                     f"{self._file.parent.parent} holds a run with another {name} "
-                    f"({_told(found.get(name))}, now {_told(value)}); give the settings of that "
-                    "run to go on with it, or another --out"
+                    f"({_shown(found.get(name))}, now {_shown(value)}); give the settings of that "
+                    "run to continue it, or another --out"
                 )
+        return RunProgress(run["step"], run["seconds"])
 
 
 def _unusable(why: str) -> CheckpointError:
     return CheckpointError(f"{why}; remove it to train from the beginning")
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "not given" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""The target as a teacher: its hidden states, streams and distributions over whole sequences."""
+"""The target in training: hidden states and distributions over whole sequences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import CheckpointSource
 from slipstream.models.precision import in_precision
-from slipstream.train.dense import DENSE, dense_rows, no_caches
+from slipstream.train.dense import DENSE, DenseContext
 
 # Rows whose logits over the whole vocabulary are in memory at once.
 _ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """What a drafter may see of the target's pass over sequences [B, S].
+class TargetStates:
+    """What a drafter may read of the target's pass over sequences [B, S].
 
     Attributes:
-        hidden: [B, S, H], behind the final norm.
-        streams: residual streams that were asked for, each [B, S, H].
+        hidden: [B, S, H], after the final norm.
+        streams: the residual streams that were asked for, each [B, S, H].
     """
 
     hidden: Tensor
@@ -33,30 +33,28 @@ class Seen:
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
-    """What the target says behind every row.
+class TargetDistribution:
+    """The target's prediction of the next token after each of N rows.
 
     Attributes:
-        best: [N] int64, its first choice among all tokens.
-        logits: [N, Vd] in the target's dtype, of the draft vocabulary.
-        log_total: [N] float32, the log of the sum of exp over all tokens' logits.
+        top_token: [N] int64, the likeliest of all tokens.
+        logits: [N, Vd] in the target's dtype, over the draft vocabulary.
+        logsumexp: [N] float32, over the logits of all tokens.
     """
 
-    best: Tensor
+    top_token: Tensor
     logits: Tensor
-    log_total: Tensor
+    logsumexp: Tensor
 
-    def rows(self, index: Tensor) -> "Wanted":
-        """Some of the rows."""
-        return Wanted(self.best[index], self.logits[index], self.log_total[index])
+    def rows(self, index: Tensor) -> "TargetDistribution":
+        return TargetDistribution(self.top_token[index], self.logits[index], self.logsumexp[index])
 
 
 class Target:
-    """A language model with its weights, which do not change.
+    """A language model whose weights stay as they are.
 
     Attributes:
         path: its directory.
-        config: its shape.
         network: over the dense column of ops.
     """
 
@@ -70,28 +68,28 @@ class Target:
         return self.network.embedding.device
 
     @torch.no_grad()
-    def read(self, token_ids: Tensor, stream_layers: Sequence[int]) -> Seen:
+    def states(self, token_ids: Tensor, stream_layers: Sequence[int]) -> TargetStates:
         """One pass over sequences [B, S]; see `Decoder` for `stream_layers`."""
         batch, length = token_ids.shape
-        rows = dense_rows(batch, torch.arange(length, device=token_ids.device))
-        caches = no_caches(self.config.num_layers)
-        hidden, streams = self.network(token_ids.reshape(-1), rows, caches, stream_layers)
+        context = DenseContext(batch, self.config.num_layers)
+        rows = context.rows(torch.arange(length, device=token_ids.device))
+        hidden, streams = self.network(token_ids.reshape(-1), rows, context.caches, stream_layers)
         shape = (batch, length, -1)
-        return Seen(hidden.view(shape), tuple(stream.view(shape) for stream in streams))
+        return TargetStates(hidden.view(shape), tuple(stream.view(shape) for stream in streams))
 
     @torch.no_grad()
-    def says(self, hidden: Tensor, vocabulary: Tensor | None) -> Wanted:
-        """What it says behind hidden states [N, H], over a draft vocabulary [Vd] or all tokens."""
-        best, kept, totals = [], [], []
+    def distribution(self, hidden: Tensor, token_ids: Tensor | None) -> TargetDistribution:
+        """Predictions from hidden states [N, H], over a draft vocabulary [Vd] or all tokens."""
+        top, kept, totals = [], [], []
         weight = self.network.head.weight
         for rows in torch.split(hidden, _ROWS_AT_ONCE):
             with torch.autocast(self.device.type, enabled=False):
                 logits = exact_logits(rows, weight)
-            best.append(logits.argmax(-1))
-            chosen = logits if vocabulary is None else logits[:, vocabulary]
+            top.append(logits.argmax(-1))
+            chosen = logits if token_ids is None else logits[:, token_ids]
             kept.append(chosen.to(self.dtype))
             totals.append(logits.logsumexp(-1))
-        return Wanted(torch.cat(best), torch.cat(kept), torch.cat(totals))
+        return TargetDistribution(torch.cat(top), torch.cat(kept), torch.cat(totals))
 
 
 def load_target(
@@ -99,10 +97,10 @@ def load_target(
     config: DecoderConfig,
     dtype: torch.dtype,
     device: torch.device,
-    longest: int,
+    max_positions: int,
 ) -> Target:
-    """The network with its weights, for sequences of at most `longest` tokens and a draft."""
+    """The network with its weights."""
     source = CheckpointSource(checkpoint, dtype, device)
-    network = Decoder(DENSE, in_precision(source, None, DENSE), config, longest)
+    network = Decoder(DENSE, in_precision(source, None, DENSE), config, max_positions)
     source.finish(ignored=("lm_head.weight",) if config.tie_word_embeddings else ())
     return Target(checkpoint.path, config, network, dtype)

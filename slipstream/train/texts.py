@@ -1,10 +1,10 @@
-"""What drafters are trained on: texts, conversations and prompts, as files have them.
+"""Files that drafters are trained on: texts, conversations and prompts.
 
 *.txt, *.md, *.py and other files   one text each
 *.jsonl                             one object a line:
     {"text": ...}                   a text
-    {"messages": [...]}             a conversation; its assistant's words are learned
-    {"prompt": ...}                 something for the target to continue (`--generate`)
+    {"messages": [...]}             a conversation; the assistant's messages are learned
+    {"prompt": ...}                 a beginning for the target to continue (`--generate`)
 a directory                         every such file in it, in the order of their names
 """
 
@@ -25,9 +25,9 @@ class Entry:
     """One document.
 
     Attributes:
-        text: of a text or a prompt; None of a conversation.
-        messages: of a conversation.
-        is_prompt: it is there to be continued.
+        text: the text or the prompt; None for a conversation.
+        messages: the conversation.
+        is_prompt: the text is to be continued.
     """
 
     text: str | None
@@ -36,7 +36,7 @@ class Entry:
 
     @property
     def wants_answer(self) -> bool:
-        """Whether nobody has answered it yet."""
+        """Whether it lacks an answer."""
         if self.messages:
             return self.messages[-1].get("role") != "assistant"
         return self.is_prompt
@@ -45,7 +45,7 @@ class Entry:
 def read_entries(paths: Sequence[Path]) -> list[Entry]:
     """All documents of these files and directories.
 
-    Raises UsageError for what is missing, empty or of another form, naming file and line.
+    Raises UsageError for missing or empty files, and for lines of another form.
     """
     entries = [entry for path in paths for file in _files(path) for entry in _entries(file)]
     if not entries:
@@ -85,7 +85,7 @@ def _from_line(line: str, where: str) -> Entry:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise UsageError(f"{where} is not valid JSON ({error}); mend it") from error
+        raise UsageError(f"{where} is not valid JSON ({error}); correct it") from error
     if isinstance(value, dict):
         messages, text, prompt = (value.get(key) for key in ("messages", "text", "prompt"))
         if isinstance(messages, list) and messages and all(map(_is_message, messages)):

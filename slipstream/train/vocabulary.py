@@ -1,5 +1,4 @@
-"""The draft vocabulary: the tokens that a text uses most (FR-Spec, arXiv 2502.14856); and the
-token that heads ask with."""
+"""The tokens that a drafter drafts (FR-Spec, arXiv 2502.14856), and its mask token."""
 
 from collections.abc import Sequence
 
@@ -8,13 +7,49 @@ from torch import Tensor
 
 from slipstream.core.errors import UsageError
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.train.recipe import Order
+from slipstream.train.plan import RunPlan
 from slipstream.train.sequences import Sequences
 
 
-def require_draft_vocabulary(order: Order) -> None:
-    """Raise UsageError for a size that the target has not, or beside a shared head."""
-    options, vocab_size = order.settings.options, order.shape.vocab_size
+class DraftVocabulary:
+    """Which token each column of a drafter's logits stands for.
+
+    Attributes:
+        token_ids: [Vd] int64, ascending; None: all tokens.
+    """
+
+    def __init__(self, token_ids: Tensor | None, vocab_size: int) -> None:
+        self.token_ids = token_ids
+        self.size = vocab_size if token_ids is None else len(token_ids)
+        self._column: Tensor | None = None
+        if token_ids is not None:
+            column = token_ids.new_full((vocab_size,), -1)
+            column[token_ids] = torch.arange(len(token_ids), device=token_ids.device)
+            self._column = column
+
+    def columns(self, token_ids: Tensor) -> Tensor:
+        """The column of each token, -1 for tokens that are not drafted."""
+        return token_ids if self._column is None else self._column[token_ids]
+
+    def rows(self, weight: object) -> Tensor:
+        """The rows of the target's lm_head [V, H] for these tokens, [Vd, H]."""
+        assert isinstance(weight, Tensor), "training keeps its weights unrounded"
+        return weight if self.token_ids is None else weight[self.token_ids]
+
+    def published(self) -> dict[str, Tensor]:
+        """The tensors of published heads, none for all tokens.
+
+        `d2t` [Vd] int64 is token id minus column; `t2d` [V] bool says which tokens are drafted.
+        """
+        if self.token_ids is None or self._column is None:
+            return {}
+        columns = torch.arange(len(self.token_ids), device=self.token_ids.device)
+        return {"d2t": self.token_ids - columns, "t2d": self._column >= 0}
+
+
+def require_draft_vocabulary(plan: RunPlan) -> None:
+    """Raise UsageError if `--draft-vocab-size` exceeds the target's, or the head is shared."""
+    options, vocab_size = plan.settings.options, plan.shape.vocab_size
     size = options.draft_vocab_size
     if size is None:
         return
@@ -30,44 +65,53 @@ def require_draft_vocabulary(order: Order) -> None:
         )
 
 
-def choose_tokens(
+def choose_vocabulary(
+    plan: RunPlan, sequences: Sequences, size: int | None, device: torch.device
+) -> DraftVocabulary:
+    """The `size` most frequent tokens of the data and the end tokens; None: all tokens."""
+    vocab_size = plan.shape.vocab_size
+    chosen = most_frequent(sequences, size, vocab_size, plan.target.eos_token_ids)
+    return DraftVocabulary(None if chosen is None else chosen.to(device), vocab_size)
+
+
+def most_frequent(
     sequences: Sequences, size: int | None, vocab_size: int, kept: Sequence[int]
 ) -> Tensor | None:
-    """[size] int64, rising: the commonest tokens; None for the whole vocabulary.
+    """[size] int64, ascending; None for the whole vocabulary.
 
     Args:
-        kept: tokens that belong to it whatever the text says (those that end an output).
+        kept: tokens to include whatever their frequency.
     """
     if size is None or size == vocab_size:
         return None
     counts = torch.bincount(sequences.token_ids.flatten().long(), minlength=vocab_size).double()
     counts[list(kept)] = float("inf")
-    # A stable order: of equally common tokens those with the smaller id.
+    # The sort is stable: among equally frequent tokens the smaller id wins.
     order = torch.sort(counts, descending=True, stable=True).indices
     return order[:size].sort().values
 
 
-def offsets(token_ids: Tensor) -> Tensor:
-    """`d2t` [Vd] int64 of published heads: token id less column."""
-    return token_ids - torch.arange(len(token_ids), device=token_ids.device)
+def mask_token_of_head(plan: RunPlan) -> int:
+    """`--mask-token`, else the first unused id, else the last id.
 
-
-def membership(token_ids: Tensor, vocab_size: int) -> Tensor:
-    """`t2d` [V] bool: whether a token is drafted."""
-    member = torch.zeros(vocab_size, dtype=torch.bool, device=token_ids.device)
-    member[token_ids] = True
-    return member
-
-
-def mask_token_of_head(order: Order) -> int:
-    """The one of `--mask-token`, else the first id that no token has, else the last id: a head
-    tells its masks from that token by what else their rows take."""
-    token, size = order.settings.options.mask_token, order.shape.vocab_size
+    A head can share the id with a token, because a mask row also has another feature.
+    """
+    token, size = plan.settings.options.mask_token, plan.shape.vocab_size
     if token is not None:
-        if not 0 <= token < size:
-            raise UsageError(f"--mask-token {token} is none of the {size} ids of the vocabulary")
+        require_mask_token(token, size)
         return token
-    path = order.target.path
+    return min(size - 1, first_unused_id(plan, size))
+
+
+def first_unused_id(plan: RunPlan, vocab_size: int) -> int:
+    """The id after those of all tokens of the target; without a tokenizer, `vocab_size`."""
+    path = plan.target.path
     if not (path / "tokenizer.json").is_file():
-        return size - 1
-    return min(size - 1, max(Tokenizer(path).vocabulary().values()) + 1)
+        return vocab_size
+    return max(Tokenizer(path).vocabulary().values()) + 1
+
+
+def require_mask_token(token: int, vocab_size: int) -> None:
+    """Raise UsageError for an id outside the vocabulary."""
+    if not 0 <= token < vocab_size:
+        raise UsageError(f"--mask-token {token} is none of the {vocab_size} ids of the vocabulary")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.checkpoints import write_qwen3
 from tests.tokenizers import write_tokenizer
-from tests.train.lessons import write_own_words
+from tests.train.small_runs import write_own_words
 
 # Every turn opens with its role's token and closes with w3.
 TEMPLATE = (

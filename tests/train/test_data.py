@@ -12,13 +12,13 @@ from slipstream import LLM
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.outputs import RequestOutput
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.train.features import DiskFeatures, capture, how_many
-from slipstream.train.orders import WORK
+from slipstream.train.features import DiskFeatures, capture, count_that_fits
+from slipstream.train.plan import WORK
 from slipstream.train.run import run_training
 from slipstream.train.sequences import Document, Sequences, encode, pack
 from slipstream.train.texts import read_entries
-from slipstream.train.vocabulary import choose_tokens
-from tests.train.lessons import prepared, settings, teacher
+from slipstream.train.vocabulary import most_frequent
+from tests.train.small_runs import prepared, settings, teacher
 
 CHAT = [
     {"role": "user", "content": "w10 w11"},
@@ -166,7 +166,7 @@ def test_a_model_that_is_there_already_is_not_written_over(
         run_training(settings("medusa", taught_target, own_words, Path(taught_target)))
     assert not (Path(taught_target) / WORK).exists()
     (tmp_path / "README.md").write_text("mine")
-    with pytest.raises(UsageError, match=r"holds a README\.md that no run has put there"):
+    with pytest.raises(UsageError, match=r"holds a README\.md that no run has written"):
         run_training(settings("medusa", taught_target, own_words, tmp_path))
     assert (tmp_path / "README.md").read_text() == "mine"
     assert not (tmp_path / WORK).exists()
@@ -209,16 +209,16 @@ def test_capturing_goes_on_behind_the_last_whole_shard(
     files = sorted(tmp_path.glob("*"))
     assert sum(done) == len(sequences)
     assert len(files) > 3
-    whole = DiskFeatures(tmp_path, sequences, target, (1, 2)).seen(torch.tensor([0, 39]))
+    whole = DiskFeatures(tmp_path, sequences, target, (1, 2)).states(torch.tensor([0, 39]))
     stamp = files[0].stat().st_mtime_ns
     files[-1].unlink()
     with pytest.raises(CheckpointError, match="remove the folder to capture them again"):
         DiskFeatures(tmp_path, sequences, target, (1, 2))
     capture(tmp_path, sequences, target, (1, 2), 8, done.append)
     assert files[0].stat().st_mtime_ns == stamp
-    again = DiskFeatures(tmp_path, sequences, target, (1, 2)).seen(torch.tensor([0, 39]))
+    again = DiskFeatures(tmp_path, sequences, target, (1, 2)).states(torch.tensor([0, 39]))
     assert torch.equal(again.hidden, whole.hidden)
-    online = target.read(sequences.token_ids[[0, 39]].long(), (1, 2))
+    online = target.states(sequences.token_ids[[0, 39]].long(), (1, 2))
     for ours, theirs in zip(
         (again.hidden, *again.streams), (online.hidden, *online.streams), strict=True
     ):
@@ -227,21 +227,21 @@ def test_capturing_goes_on_behind_the_last_whole_shard(
     with pytest.raises(CheckpointError, match=r"00001\.safetensors"):
         DiskFeatures(tmp_path, sequences, target, (1, 2))
     capture(tmp_path, sequences, target, (1, 2), 8, done.append)
-    again = DiskFeatures(tmp_path, sequences, target, (1, 2)).seen(torch.tensor([0, 39]))
+    again = DiskFeatures(tmp_path, sequences, target, (1, 2)).states(torch.tensor([0, 39]))
     assert torch.equal(again.hidden, whole.hidden)
     turned = sequences.at(torch.arange(39, -1, -1))
     capture(tmp_path, turned, target, (1, 2), 8, done.append)
-    again = DiskFeatures(tmp_path, turned, target, (1, 2)).seen(torch.tensor([39, 0]))
+    again = DiskFeatures(tmp_path, turned, target, (1, 2)).states(torch.tensor([39, 0]))
     torch.testing.assert_close(again.hidden, whole.hidden)
     with pytest.raises(UsageError, match="has no room for one sequence"):
-        how_many(sequences, target, 2, 1e-6)
-    assert how_many(sequences, target, 2, 1e-3) == 36
+        count_that_fits(sequences, target, 2, 1e-6)
+    assert count_that_fits(sequences, target, 2, 1e-3) == 36
 
 
 def test_the_draft_vocabulary_is_the_commonest_tokens() -> None:
     ids = torch.tensor([[7, 7, 7, 2, 2, 9, 9, 4]], dtype=torch.int32)
     sequences = Sequences(ids, torch.ones_like(ids).bool())
-    chosen = choose_tokens(sequences, 3, 12, kept=(11,))
+    chosen = most_frequent(sequences, 3, 12, kept=(11,))
     assert chosen is not None
     assert chosen.tolist() == [2, 7, 11]
-    assert choose_tokens(sequences, 12, 12, ()) is None
+    assert most_frequent(sequences, 12, 12, ()) is None

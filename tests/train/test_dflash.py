@@ -14,7 +14,7 @@ from slipstream.speculative.recognition import recognise
 from slipstream.train.recipe_dflash import DFlashRecipe
 from slipstream.train.run import run_training
 from tests.pass_inputs import pass_inputs
-from tests.train.lessons import batch_of, run_drafting, settings, teacher
+from tests.train.small_runs import batch_of, run_drafting, settings, teacher
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +50,12 @@ def test_the_served_network_is_the_trained_one(
     served = load_dflash(checkpoint, read_dflash_config(checkpoint), 48, load)
     served.share(target.network.embedding, target.network.head)
     tokens = torch.randint(1, 96, (24,), generator=torch.Generator().manual_seed(3)).tolist()
-    batch = batch_of(target, tokens, recipe.columns, recipe.stream_layers)
+    batch = batch_of(target, tokens, recipe.vocabulary, recipe.stream_layers)
     anchor, width = 15, 4
     with torch.no_grad():
-        places = recipe.places(batch, torch.tensor([4, anchor]))
+        places = list(recipe.blocks(batch, torch.tensor([4, anchor])))
         caches = [(torch.zeros(4, 8, 2, 16), torch.zeros(4, 8, 2, 16)) for _ in range(2)]
-        context = served.context([stream[0, :anchor] for stream in batch.seen.streams])
+        context = served.context([stream[0, :anchor] for stream in batch.states.streams])
         served.store(context, _inputs(0, anchor), caches)
         ids = torch.tensor([tokens[anchor], *[recipe.config["dflash_config"]["mask_token_id"]] * 3])
         hidden = served(ids, _inputs(anchor, anchor + width), caches)

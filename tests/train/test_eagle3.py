@@ -10,11 +10,11 @@ import torch
 from slipstream.core.errors import UsageError
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.recognition import recognise
+from slipstream.train.chain import unroll
 from slipstream.train.recipe_eagle3 import Eagle3Recipe
 from slipstream.train.run import run_training
-from slipstream.train.unroll import unroll
 from tests.drafters.recording import record_drafts
-from tests.train.lessons import batch_of, run_drafting, settings, teacher
+from tests.train.small_runs import batch_of, run_drafting, settings, teacher
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {"aux_layers": (1, 2, 3)},
@@ -44,7 +44,7 @@ def test_the_engine_runs_the_network_that_was_trained(
     for item in drafted[::7]:
         count = len(item.tokens)
         tokens = [*item.known, *item.tokens]
-        batch = batch_of(target, tokens, recipe.columns, recipe.stream_layers)
+        batch = batch_of(target, tokens, recipe.vocabulary, recipe.stream_layers)
         with torch.no_grad():
             places = list(unroll(recipe.network, recipe.num_layers, batch, count))
         for place, logits in zip(places, item.logits, strict=True):

@@ -25,10 +25,10 @@ from slipstream.train.files import (
     write_tensors,
     write_text,
 )
-from slipstream.train.orders import WORK
+from slipstream.train.plan import WORK
 from slipstream.train.run import run_training
 from slipstream.train.state import FILE as STATE
-from tests.train.lessons import settings
+from tests.train.small_runs import settings
 
 DiskUsage = namedtuple("DiskUsage", "total used free")
 LARGE = {"a": torch.zeros(250_000)}

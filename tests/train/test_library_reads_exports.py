@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream.train.batches import Batch
-from slipstream.train.places import sampled_rows
+from slipstream.train.chain import unroll
+from slipstream.train.parallel import sampled_rows
 from slipstream.train.recipe_dflash import DFlashRecipe
 from slipstream.train.recipe_eagle3 import Eagle3Recipe
 from slipstream.train.recipe_mtp import MtpRecipe
 from slipstream.train.recipe_p_eagle import PEagleRecipe
 from slipstream.train.run import Trained, run_training
-from slipstream.train.unroll import unroll
-from tests.train.lessons import batch_of, settings, teacher
+from tests.train.small_runs import batch_of, settings, teacher
 
 pytest.importorskip("speculators.models.eagle3", reason="the speculators package is not here")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,7 +34,7 @@ def ours(trained: Trained, target: str) -> tuple[Batch, list[Tensor]]:
     """What the network in training makes of a text, and the logits of its places."""
     recipe = trained.recipe
     assert isinstance(recipe, Eagle3Recipe | MtpRecipe)
-    batch = batch_of(teacher(target), TOKENS, recipe.columns, recipe.stream_layers)
+    batch = batch_of(teacher(target), TOKENS, recipe.vocabulary, recipe.stream_layers)
     layers = recipe.num_layers if isinstance(recipe, Eagle3Recipe) else 1
     with torch.no_grad():
         places = list(unroll(recipe.network, layers, batch, PLACES))
@@ -62,7 +62,7 @@ def test_an_eagle3_head(
     theirs = library_head(Eagle3DraftModel, Eagle3SpeculatorConfig, tmp_path, batch)
     found: list[Tensor] = []
     theirs.lm_head.register_forward_hook(lambda _, __, logits: found.append(logits[0]))
-    streams = torch.cat([stream[0, :-1] for stream in batch.seen.streams], -1)
+    streams = torch.cat([stream[0, :-1] for stream in batch.states.streams], -1)
     with torch.no_grad():
         theirs(
             hidden_states=streams[None],
@@ -150,7 +150,7 @@ def test_a_p_eagle_head(
     )
     recipe = trained.recipe
     assert isinstance(recipe, PEagleRecipe)
-    batch = batch_of(teacher(taught_target), TOKENS, recipe.columns, recipe.stream_layers)
+    batch = batch_of(teacher(taught_target), TOKENS, recipe.vocabulary, recipe.stream_layers)
     rows, _ = sampled_rows(1, len(TOKENS), PLACES, 4)
     with torch.no_grad():
         expected = recipe.logits(batch, rows)[0]
@@ -164,13 +164,13 @@ def test_a_p_eagle_head(
     monkeypatch.setattr(core, "compute_metrics", lambda **_: (0.0, {}))
     found: list[Tensor] = []
     theirs.lm_head.register_forward_hook(lambda _, __, logits: found.append(logits[0]))
-    streams = torch.cat([stream[0, :-1] for stream in batch.seen.streams], -1)
+    streams = torch.cat([stream[0, :-1] for stream in batch.states.streams], -1)
     with torch.no_grad():
         theirs(
             hidden_states=streams[None],
             input_ids=batch.token_ids[:, 1:],
             document_ids=torch.zeros(1, len(TOKENS) - 1, dtype=torch.long),
-            verifier_last_hidden_states=batch.seen.hidden[:, 1:],
+            verifier_last_hidden_states=batch.states.hidden[:, 1:],
         )
     torch.testing.assert_close(expected, found[0], atol=1e-3, rtol=0)
 
@@ -186,10 +186,10 @@ def test_a_dflash_drafter(
     recipe = run_training(given).recipe
     assert isinstance(recipe, DFlashRecipe)
     target = teacher(taught_target)
-    batch = batch_of(target, TOKENS, recipe.columns, recipe.stream_layers)
+    batch = batch_of(target, TOKENS, recipe.vocabulary, recipe.stream_layers)
     anchors = torch.tensor([1, 5, 11, 18])
     with torch.no_grad():
-        places = recipe.places(batch, anchors)
+        places = list(recipe.blocks(batch, anchors))
     config = json.loads((tmp_path / "config.json").read_text())
     theirs = library_model(
         DFlashDraftModel,
@@ -209,10 +209,10 @@ def test_a_dflash_drafter(
     monkeypatch.setattr(core, "select_anchors", lambda *_: (anchors, anchors > 0))
     with torch.no_grad():
         logits = theirs._backbone_forward(
-            hidden_states=torch.cat(batch.seen.streams, -1),
+            hidden_states=torch.cat(batch.states.streams, -1),
             input_ids=batch.token_ids,
             loss_mask=torch.ones(1, len(TOKENS)),
-            verifier_last_hidden_states=batch.seen.hidden,
+            verifier_last_hidden_states=batch.states.hidden,
             document_ids=torch.zeros(1, len(TOKENS), dtype=torch.long),
             max_anchors=len(anchors),
         )[1]
@@ -229,7 +229,7 @@ def test_an_mtp_module(taught_target: str, own_words: Path, tmp_path: Path) -> N
     batch, expected = ours(trained, taught_target)
     theirs = MTPDraftModel.from_pretrained(str(tmp_path)).float()
     with torch.no_grad():
-        logits = theirs(input_ids=batch.token_ids, hidden_states=batch.seen.hidden)[0]
+        logits = theirs(input_ids=batch.token_ids, hidden_states=batch.states.hidden)[0]
     assert len(logits) == PLACES
     rows = logits[0].shape[1]
     torch.testing.assert_close(expected[0][:rows], logits[0][0], atol=1e-3, rtol=0)

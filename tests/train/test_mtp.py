@@ -7,11 +7,11 @@ import torch
 
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.recognition import recognise
+from slipstream.train.chain import unroll
 from slipstream.train.recipe_mtp import MtpRecipe
 from slipstream.train.run import run_training
-from slipstream.train.unroll import unroll
 from tests.drafters.recording import record_drafts
-from tests.train.lessons import batch_of, run_drafting, settings, teacher
+from tests.train.small_runs import batch_of, run_drafting, settings, teacher
 
 
 def test_an_mtp_module_drafts_what_it_learned(
@@ -31,7 +31,7 @@ def test_an_mtp_module_drafts_what_it_learned(
     assert isinstance(recipe, MtpRecipe)
     target = teacher(taught_target)
     for item in drafted[::9]:
-        batch = batch_of(target, [*item.known, *item.tokens], recipe.columns, ())
+        batch = batch_of(target, [*item.known, *item.tokens], recipe.vocabulary, ())
         with torch.no_grad():
             places = list(unroll(recipe.network, 1, batch, len(item.tokens)))
         for place, logits in zip(places, item.logits, strict=True):

@@ -10,14 +10,13 @@ import torch
 
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.train import run
-from slipstream.train.data import Data
-from slipstream.train.orders import WORK
-from slipstream.train.pack import pack_data
+from slipstream.train.data import Data, pack_data
+from slipstream.train.plan import WORK
 from slipstream.train.run import run_training
 from slipstream.train.sequences import Sequences
 from slipstream.train.settings import TrainSettings
 from tests.quantized_checkpoints import gptq, write_quantized
-from tests.train.lessons import settings
+from tests.train.small_runs import settings
 
 ONE_SEQUENCE = Sequences(torch.ones(1, 48, dtype=torch.int32), torch.ones(1, 48).bool())
 
@@ -158,5 +157,5 @@ def test_a_run_that_was_never_begun_leaves_a_folder_to_use(
     run_training(settings("medusa", taught_target, own_words, out, steps=1))
     assert (out / WORK).is_dir()
     shutil.rmtree(out / WORK)
-    with pytest.raises(UsageError, match="no run to go on with"):
+    with pytest.raises(UsageError, match="no run to continue"):
         run_training(settings("medusa", taught_target, own_words, out, steps=1))

@@ -8,10 +8,10 @@ import torch
 
 from slipstream.speculative.heads.checkpoint import MASK_HIDDEN, HeadCheckpoint
 from slipstream.speculative.recognition import recognise
-from slipstream.train.places import ParallelRows
+from slipstream.train.parallel import ParallelRows
 from slipstream.train.recipe_p_eagle import PEagleRecipe
 from slipstream.train.run import run_training
-from tests.train.lessons import batch_of, run_drafting, settings, teacher
+from tests.train.small_runs import batch_of, run_drafting, settings, teacher
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "own": {"num_layers": 2, "draft_vocab_size": 70},
@@ -36,7 +36,7 @@ def test_a_head_drafts_behind_masks(
     assert length > 1.2
     recipe = trained.recipe
     assert isinstance(recipe, PEagleRecipe)
-    assert recipe.lesson.first == 1
+    assert recipe.FIRST == 1
 
 
 @pytest.mark.parametrize("shape", OPTIONS)
@@ -58,7 +58,7 @@ def test_the_engine_drafts_what_the_trained_network_says(
     target = teacher(taught_target)
     assert len(drafts) > 20
     for known, tokens, logits in drafts[::11]:
-        batch = batch_of(target, known, recipe.columns, recipe.stream_layers)
+        batch = batch_of(target, known, recipe.vocabulary, recipe.stream_layers)
         last = len(known) - 1
         depths = torch.arange(1, len(tokens))
         rows = ParallelRows(

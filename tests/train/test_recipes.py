@@ -15,14 +15,14 @@ from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.recognition import recognise
-from slipstream.train.places import dropped_rows, sampled_rows
-from slipstream.train.recipe import RECIPES, recipe_module
+from slipstream.train.parallel import dropped_rows, sampled_rows
+from slipstream.train.recipe import RECIPES, recipe_class
 from slipstream.train.recipe_draft import DraftRecipe
 from slipstream.train.recipe_medusa import MedusaRecipe
 from slipstream.train.recipe_pard import PardRecipe
 from slipstream.train.run import run_training
 from tests.checkpoints import write_qwen3
-from tests.train.lessons import batch_of, run_drafting, settings, teacher
+from tests.train.small_runs import batch_of, run_drafting, settings, teacher
 
 SMALL = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48}
 
@@ -30,9 +30,9 @@ SMALL = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_siz
 def test_every_recipe_has_its_command() -> None:
     assert sorted(KINDS) == sorted(RECIPES)
     for kind in RECIPES:
-        assert recipe_module(kind).OPTIONS
+        assert recipe_class(kind).OPTIONS
     with pytest.raises(UsageError, match="no recipe for 'lookahead'"):
-        recipe_module("lookahead")
+        recipe_class("lookahead")
 
 
 def test_a_draft_model_is_what_was_trained(
@@ -46,7 +46,7 @@ def test_a_draft_model_is_what_was_trained(
     recipe = trained.recipe
     assert isinstance(recipe, DraftRecipe)
     tokens = torch.randint(1, 96, (20,), generator=torch.Generator().manual_seed(3)).tolist()
-    batch = batch_of(teacher(taught_target), tokens, recipe.columns, ())
+    batch = batch_of(teacher(taught_target), tokens, recipe.vocabulary, ())
     with torch.no_grad():
         ours = recipe.logits(batch)
     torch.testing.assert_close(ours, _logits(tmp_path, tokens), atol=1e-4, rtol=0)
@@ -96,7 +96,7 @@ def test_a_parallel_draft_model_fills_masks(
     # The vocabulary is full, so the mask token has a row of its own behind it.
     assert recipe.mask_token == checkpoint.config["pard_token"] == 96
     tokens = torch.randint(1, 96, (16,), generator=torch.Generator().manual_seed(3)).tolist()
-    batch = batch_of(teacher(taught_target), tokens, recipe.columns, ())
+    batch = batch_of(teacher(taught_target), tokens, recipe.vocabulary, ())
     rows, ends = sampled_rows(0, len(tokens), 3, 5)
     with torch.no_grad():
         ours = recipe.logits(batch, rows)[0]
@@ -131,10 +131,10 @@ def test_medusa_heads_guess_ahead(
     load = LoadOptions(torch.float32, torch.device("cpu"), "auto", 64)
     served = load_medusa(MedusaCheckpoint(tmp_path), 48, 96, load)
     tokens = torch.randint(1, 96, (16,), generator=torch.Generator().manual_seed(3)).tolist()
-    batch = batch_of(teacher(taught_target), tokens, recipe.columns, ())
-    state = served.start(batch.seen.hidden[0], 3)
+    batch = batch_of(teacher(taught_target), tokens, recipe.vocabulary, ())
+    state = served.start(batch.states.hidden[0], 3)
     with torch.no_grad():
-        places = recipe.places(batch)
+        places = list(recipe.positions(batch))
     for index, place in enumerate(places):
         logits, state = served.logits(index, state, torch.zeros(16))
         torch.testing.assert_close(place.logits, logits, atol=1e-4, rtol=0)

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 
 from slipstream.cli.terminal import interrupt_noted
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.train.loop import Report, RunStoppedError
-from slipstream.train.orders import WORK
-from slipstream.train.records import FILE, Records
+from slipstream.train.metrics import FILE, MetricsLog
+from slipstream.train.plan import WORK
 from slipstream.train.run import run_training
 from slipstream.train.state import FILE as STATE
-from tests.train.lessons import losses, settings
+from slipstream.train.trainer import Report, RunStoppedError
+from tests.train.small_runs import losses, settings
 
 STEPS, EVERY = 18, 4
 
@@ -52,7 +52,7 @@ def train_until(arguments: list[str], out: Path, step: int | None) -> None:
         arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     while step is not None and process.poll() is None:
-        records = Records(out).all()
+        records = MetricsLog(out).all()
         if records and max(record["step"] for record in records) >= step:
             process.send_signal(signal.SIGKILL)
         time.sleep(0.01)
@@ -83,11 +83,13 @@ def test_a_run_that_is_killed_twice_ends_with_the_same_curve(
         train_until(arguments, killed, step)
         assert not (killed / "model.safetensors").exists()
     train_until(arguments, killed, None)
-    curves = [losses(list(map(dict, Records(out).all()))) for out in (whole, killed)]
+    curves = [losses(list(map(dict, MetricsLog(out).all()))) for out in (whole, killed)]
     assert len(curves[0]) == len(curves[1]) == STEPS
     assert curves[0][-1] < 0.8 * curves[0][0]
     torch.testing.assert_close(curves[0], curves[1], rtol=1e-5, atol=1e-6)
-    steps = [record["step"] for record in Records(killed).all() if record["kind"] == "validation"]
+    steps = [
+        record["step"] for record in MetricsLog(killed).all() if record["kind"] == "validation"
+    ]
     assert steps == [0, 6, 12, 18]
     ours, theirs = ((out / "model.safetensors").read_bytes() for out in (whole, killed))
     assert ours == theirs
@@ -116,10 +118,10 @@ def test_a_run_goes_on_with_its_own_settings_only(
     longer = run_training(
         settings("eagle3", taught_target, own_words, tmp_path, steps=10, max_length=None)
     )
-    assert [record["step"] for record in Records(tmp_path).all() if record["kind"] == "training"]
-    assert max(record["step"] for record in Records(tmp_path).all()) == 10
+    assert [record["step"] for record in MetricsLog(tmp_path).all() if record["kind"] == "training"]
+    assert max(record["step"] for record in MetricsLog(tmp_path).all()) == 10
     assert longer.acceptance.drafts > 0
-    assert "Ended behind 10 steps of 384 tokens" in (tmp_path / "README.md").read_text()
+    assert "Ended after 10 steps of 384 tokens" in (tmp_path / "README.md").read_text()
     file = tmp_path / WORK / STATE
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -141,17 +143,17 @@ def test_ctrl_c_keeps_what_was_learned(taught_target: str, own_words: Path, tmp_
 
     def press(report: Report) -> None:
         seen.append(report)
-        if report.step == 7 and not report.goes_on:
+        if report.step == 7 and not report.resumed:
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(RunStoppedError, match="stopped behind step 7"):
-        run_training(arguments, watch=press, noted=interrupt_noted)
+    with pytest.raises(RunStoppedError, match="stopped after step 7"):
+        run_training(arguments, on_report=press, stop_requests=interrupt_noted)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     seen.clear()
-    run_training(arguments, watch=seen.append)
-    assert [report.step for report in seen if report.goes_on] == [7]
-    assert Records(stopped).all()[-1]["step"] == 12
-    curves = [losses(list(map(dict, Records(out).all()))) for out in (whole, stopped)]
+    run_training(arguments, on_report=seen.append)
+    assert [report.step for report in seen if report.resumed] == [7]
+    assert MetricsLog(stopped).all()[-1]["step"] == 12
+    curves = [losses(list(map(dict, MetricsLog(out).all()))) for out in (whole, stopped)]
     torch.testing.assert_close(curves[0], curves[1], rtol=1e-5, atol=1e-6)
     ours, theirs = ((out / "model.safetensors").read_bytes() for out in (whole, stopped))
     assert ours == theirs
@@ -167,12 +169,12 @@ def test_ctrl_c_pressed_twice_leaves_at_once(
 
     given = settings("medusa", taught_target, own_words, tmp_path, steps=9)
     with pytest.raises(KeyboardInterrupt):
-        run_training(given, watch=press, noted=interrupt_noted)
+        run_training(given, on_report=press, stop_requests=interrupt_noted)
     assert not (tmp_path / WORK / STATE).exists()
 
 
 def test_records_of_lost_steps_are_dropped(tmp_path: Path) -> None:
-    records = Records(tmp_path)
+    records = MetricsLog(tmp_path)
     for step in range(6):
         records.add(step, kind="training", loss=1.0)
     with (tmp_path / FILE).open("a") as opened:

@@ -12,10 +12,10 @@ from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import no_progress_bar
 from slipstream.train.batches import Batch
 from slipstream.train.data import Data
-from slipstream.train.losses import Columns
 from slipstream.train.sequences import Sequences
 from slipstream.train.settings import DrafterOptions, TrainSettings
 from slipstream.train.target import Target, load_target
+from slipstream.train.vocabulary import DraftVocabulary
 
 LENGTH = 48
 
@@ -58,12 +58,12 @@ def settings(kind: str, target: str, data: Path, out: Path, **changes: Any) -> T
 
 
 def batch_of(
-    target: Target, tokens: list[int], columns: Columns, stream_layers: tuple[int, ...]
+    target: Target, tokens: list[int], vocabulary: DraftVocabulary, stream_layers: tuple[int, ...]
 ) -> Batch:
     """One sequence."""
     token_ids = torch.tensor([tokens])
-    seen = target.read(token_ids, stream_layers)
-    return Batch(token_ids, torch.ones_like(token_ids).bool(), seen, target, columns)
+    states = target.states(token_ids, stream_layers)
+    return Batch(token_ids, torch.ones_like(token_ids).bool(), states, target, vocabulary)
 
 
 def teacher(target: str) -> Target:
