@@ -132,31 +132,29 @@ def inputs_of(
             slots.append(place if there else -1)
         contexts.append(start + len(where))
         roots.append(start)
-    return moved(
-        pass_inputs(
-            query_start=torch.arange(len(requests) + 1) * most,
-            context_lens=torch.tensor(contexts),
-            block_tables=tables,
-            positions=torch.tensor(positions),
-            slots=torch.tensor(slots),
-            max_rows=most,
-            tree=TreeInputs(torch.tensor(roots), torch.tensor(tokens), torch.tensor(words)),
-        )
+    inputs = pass_inputs(
+        query_start=torch.arange(len(requests) + 1) * most,
+        context_lens=torch.tensor(contexts),
+        block_tables=tables,
+        positions=torch.tensor(positions),
+        slots=torch.tensor(slots),
+        max_rows=most,
+        tree=TreeInputs(torch.tensor(roots), torch.tensor(tokens), torch.tensor(words)),
     )
+    return moved(inputs, DEVICE)
 
 
 def chain_inputs(start: int, count: int, table: Tensor) -> PassInputs:
     positions = torch.arange(start, start + count)
     blocks = table[positions // BLOCK].long()
-    return moved(
-        pass_inputs(
-            query_start=torch.tensor([0, count]),
-            context_lens=torch.tensor([start + count]),
-            block_tables=table.unsqueeze(0),
-            positions=positions,
-            slots=blocks * BLOCK + positions % BLOCK,
-        )
+    inputs = pass_inputs(
+        query_start=torch.tensor([0, count]),
+        context_lens=torch.tensor([start + count]),
+        block_tables=table.unsqueeze(0),
+        positions=positions,
+        slots=blocks * BLOCK + positions % BLOCK,
     )
+    return moved(inputs, DEVICE)
 
 
 @pytest.mark.parametrize("column", COLUMNS)
