@@ -83,6 +83,7 @@ class EngineThread:
         # Of the event loop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: set[Channel] = set()
+        self._queued_work: set[Work] = set()
         self._open_samples = 0
         self._ends: deque[float] = deque(maxlen=64)  # when the last requests ended
         self._nothing_open: asyncio.Event | None = None
@@ -172,13 +173,21 @@ class EngineThread:
         return streams
 
     async def between_steps(self, function: Callable[[], None]) -> None:
-        """Have the engine's thread do something, which may raise, before its next step."""
+        """Have the engine's thread do something, which may raise, before its next step.
+
+        Raises:
+            EngineFailed, Stopped: the thread ended before it came to it.
+        """
         if not self.alive:
             raise EngineFailed
         work = Work(function, Future())
+        self._queued_work.add(work)
         self._inbox.append(work)
         self._wake.set()
-        await asyncio.wrap_future(work.done)
+        try:
+            await asyncio.wrap_future(work.done)
+        finally:
+            self._queued_work.discard(work)
 
     async def drain(self) -> None:
         """Refuse what is new from now on; returns when nothing runs any more."""
@@ -247,10 +256,14 @@ class EngineThread:
         else:
             self._nothing_open.set()
 
-    def _fail_all(self) -> None:
-        """The engine does not run any more."""
+    def _resolve_rest(self) -> None:
+        """The thread has ended: whatever it did not come to would be waited for without end."""
+        kind = EngineFailed if self._failed else Stopped
         self._failed = True
-        self._deliver([(channel, EngineFailed()) for channel in self._open])
+        self._deliver([(channel, kind()) for channel in self._open])
+        for work in self._queued_work:
+            if not work.done.done():
+                work.done.set_exception(kind())
 
     # ------------------------------------------------------------------ on the engine's thread
 
@@ -269,13 +282,13 @@ class EngineThread:
                     self._wake.clear()
             self._take_in()
             self._abort_all(Stopped())
-        except Exception:
+        except BaseException:
             logger.critical("the engine has failed; start the server again", exc_info=True)
             self._failed = True
             with suppress(Exception):  # as far as it still goes
                 self._abort_all(EngineFailed())
         self._send()
-        self._call(self._fail_all)
+        self._call(self._resolve_rest)
 
     def _send(self) -> None:
         if self._outbox:

@@ -30,7 +30,9 @@ class Work:
     done: "Future[None]"
 
     def do(self) -> None:
-        """It, and let its sender know."""
+        """It, and let its sender know; nothing where the sender does not wait any more."""
+        if not self.done.set_running_or_notify_cancel():
+            return
         try:
             self.function()
         except Exception as error:

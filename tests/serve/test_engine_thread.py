@@ -472,6 +472,70 @@ def test_an_engine_that_only_fails_is_given_up(llm: LLM, monkeypatch: pytest.Mon
     run(test)
 
 
+@pytest.mark.parametrize("how", ["stopped", "failed", "killed"])
+def test_work_that_is_queued_when_the_thread_ends_is_resolved(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It was waited for without end."""
+    done: list[str] = []
+
+    async def test() -> None:
+        async with running(llm) as thread:
+            stream = await submit(thread, llm, LONG)
+            waits: list[asyncio.Task[None]] = []
+
+            def queue_more() -> None:
+                """On the engine's thread: what is queued now is behind its last look."""
+                asyncio.run_coroutine_threadsafe(queue(), loop).result()
+                if how == "killed":
+                    raise SystemExit
+                if how == "failed":
+                    raise RuntimeError("the device is lost")
+
+            async def queue() -> None:
+                waits.append(asyncio.create_task(thread.between_steps(lambda: done.append("x"))))
+                await asyncio.sleep(0)
+
+            loop = asyncio.get_running_loop()
+            ending: type[Exception] = EngineFailed
+            if how == "stopped":
+                abort_all = thread._abort_all
+
+                def queue_more_and_abort(error: Exception) -> None:
+                    queue_more()
+                    abort_all(error)
+
+                monkeypatch.setattr(thread, "_abort_all", queue_more_and_abort)
+                ending = Stopped
+                await thread.stop()
+            else:
+                monkeypatch.setattr(thread, "_step", queue_more)
+            with pytest.raises(ending):
+                await read(stream)
+            with pytest.raises(ending):
+                await waits[0]
+            assert done == []
+            with pytest.raises(EngineFailed):
+                await thread.between_steps(lambda: None)
+
+    run(test)
+
+
+def test_work_whose_sender_left_is_not_done(llm: LLM) -> None:
+    async def test() -> None:
+        done: list[int] = []
+        async with running(llm) as thread:
+            waiting = asyncio.create_task(thread.between_steps(lambda: done.append(1)))
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            await thread.between_steps(lambda: done.append(2))
+            with pytest.raises(ZeroDivisionError):
+                await thread.between_steps(lambda: done.append(1 // 0))
+        assert done == [2]
+
+    run(test)
+
+
 def test_an_idle_thread_sleeps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with running(llm) as thread:
