@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.composition import compose
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.float8 import Float8Matrix
+from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
-from slipstream.kernels.table import Float8Matrix, Heads, Norm, Ops, PackedMatrix, Weight
+from slipstream.kernels.table import Heads, Norm, Ops
 from slipstream.kernels.triton import PARTS, TRITON
 
 BYTES_PER_US = 4.35e6
@@ -63,7 +66,7 @@ class Layer:
 @dataclass(frozen=True)
 class Decoder:
     layers: list[Layer]
-    head: Tensor
+    head: Weight
     heads: Heads
     cache: tuple[Tensor, Tensor]
 
@@ -108,18 +111,13 @@ def _report(
 def _bytes(decoder: Decoder, geometry: Geometry) -> float:
     one = decoder.layers[0]
     matrices = (one.qkv, one.output, one.gate_up, one.down)
-    layer = sum(_values(each).nbytes for each in matrices)
+    layer = sum(each.nbytes for each in matrices)
     return float(layer * geometry.layers + decoder.head.nbytes)
-
-
-def _values(weight: Weight) -> Tensor:
-    assert not isinstance(weight, PackedMatrix), "a GPU packs nothing"
-    return weight if isinstance(weight, Tensor) else weight.values
 
 
 def _pass_us(ops: Ops, decoder: Decoder, rows: int, attending: bool) -> tuple[float, float]:
     """(microseconds of one layer, of the last norm and the head)."""
-    stream = torch.randn(rows, _values(decoder.layers[0].qkv).shape[1], device=DEVICE).to(DTYPE)
+    stream = torch.randn(rows, decoder.layers[0].qkv.shape[1], device=DEVICE).to(DTYPE)
     inputs = _inputs(rows)
     heads = decoder.heads
     mixed = torch.randn(rows, heads.num_heads * heads.head_dim, device=DEVICE).to(DTYPE)
@@ -153,7 +151,7 @@ def _decoder(geometry: Geometry, float8: bool, requests: int) -> Decoder:
         weight = torch.empty(rows, columns, dtype=DTYPE, device=DEVICE).normal_()
         weight *= columns**-0.5
         if not float8:
-            return weight
+            return DenseMatrix(weight)
         scales = weight.abs().amax(-1).float() / 448
         return Float8Matrix((weight / scales[:, None]).to(torch.float8_e4m3fn), scales)
 
@@ -167,7 +165,7 @@ def _decoder(geometry: Geometry, float8: bool, requests: int) -> Decoder:
         )
         for _ in range(one.timed or one.layers)
     ]
-    head = torch.empty(one.vocab, width, dtype=DTYPE, device=DEVICE).normal_()
+    head = DenseMatrix(torch.empty(one.vocab, width, dtype=DTYPE, device=DEVICE).normal_())
     norm = Norm(torch.ones(one.head_dim, dtype=DTYPE, device=DEVICE), 1e-6)
     turns = torch.randn(4096, one.head_dim, device=DEVICE)
     blocks = requests * -(-CONTEXT // BLOCK_SIZE)

@@ -7,8 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Heads, LinearOp, LogitsOp, Norm, Ops, Weight
+from slipstream.kernels.table import Heads, LinearOp, LogitsOp, Norm, Ops
 
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 QueryKeyNorms = tuple[Tensor, Tensor, float]

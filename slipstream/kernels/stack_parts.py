@@ -6,8 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Heads, Norm, Weight
+from slipstream.kernels.table import Heads, Norm
 
 Product = tuple[Weight, Tensor | None]  # with its bias
 

@@ -6,7 +6,6 @@ column once, when the network is built, and never ask which device they are on.
 """
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.devices import CPP_DTYPES, runs_cpp, runs_triton
-from slipstream.kernels.forms import Rounding
+from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.kernels.pass_inputs import PassInputs
 
 if TYPE_CHECKING:
@@ -23,78 +22,6 @@ if TYPE_CHECKING:
 
 
 SCALE_BYTES = 4  # of an int8 cache: a head of a token is D numbers and a float32, their scale
-
-
-@dataclass(frozen=True, eq=False)
-class Float8Matrix:
-    """A weight [N, K] in e4m3 with a float32 scale for each of its rows [N].
-
-    Its products also round the other factor: each row of x is scaled so that its largest number
-    becomes the largest of e4m3.
-    """
-
-    values: Tensor
-    scales: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Int8Matrix:
-    """A weight [N, K] of integers [N, K] int8, each row times its scale [N] float32.
-
-    Attributes:
-        rounds_input: its products also round the other factor: each row of x becomes integers from
-            -127 to 127, scaled so that its largest number is one of them, and sums are exact.
-    """
-
-    values: Tensor
-    scales: Tensor
-    rounds_input: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Int4Matrix:
-    """A weight [N, K] of four-bit integers q: (q - zero) * scale, `group` columns a scale.
-
-    Attributes:
-        values: [N, K / 2] uint8, two columns a byte, the even one in the lower half.
-        scales: [N, K / group] float32. In a row they are float16 numbers times one power of two.
-        zeros: [N, K / group] uint8, from 0 to 15; None: 8 everywhere.
-        group: a multiple of 32, and a divisor of K.
-    """
-
-    values: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    group: int
-
-
-class PackedMatrix(ABC):
-    """A weight [N, K] in a column's own layout, made once, as it is loaded.
-
-    Attributes:
-        shape: (N, K).
-        nbytes: what it takes in memory.
-        table_dtype: of the rows that it gives back as they were; None where they were rounded.
-    """
-
-    shape: tuple[int, int]
-    nbytes: int
-    table_dtype: torch.dtype | None
-
-    @abstractmethod
-    def select(self, index: Tensor) -> "PackedMatrix":
-        """The rows `index` [n] int64, in this order, as a copy."""
-
-    @abstractmethod
-    def part(self, start: int, stop: int) -> "PackedMatrix":
-        """The rows from `start` to before `stop`: a view where the layout allows it."""
-
-    @abstractmethod
-    def look_up(self, index: Tensor) -> Tensor:
-        """index [...] integers -> [..., K], the rows as they were; only where they are kept."""
-
-
-Weight = Tensor | Float8Matrix | Int8Matrix | Int4Matrix | PackedMatrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,9 +156,7 @@ def as_it_is(weight: Weight) -> Weight:
 
 def in_plain_torch(matrix: Tensor, form: Rounding) -> Weight:
     """For columns that round as the reference does."""
-    from slipstream.kernels.reference.rounding import rounded
-
-    return rounded(matrix, form)
+    return form.round(matrix)
 
 
 def one_by_one(parts: "StackParts") -> "StackOp | None":

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Heads, Norm, Ops
-from slipstream.kernels.weights import row_range
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
@@ -74,7 +73,7 @@ class Attention:
     def store(self, x: Tensor, inputs: PassInputs, cache: tuple[Tensor, Tensor]) -> None:
         """Keys and values of rows x [T, columns] go to their slots, for others to see."""
         rows = self.heads.num_heads * self.heads.head_dim  # of the queries
-        weight, bias = row_range(self.qkv.weight, rows), self.qkv.bias
+        weight, bias = self.qkv.weight.rows(rows), self.qkv.bias
         bias = None if bias is None else bias[rows:]
         self._ops.store(
             self._ops.joined_linear([(x, None)], weight, bias), self.heads, inputs, cache

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from slipstream.kernels.table import Ops, PackedMatrix, Weight
-from slipstream.kernels.weights import look_up, select_rows, shape_of
+from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.table import Ops
 from slipstream.layers.parameters import ParameterSource, Part
 
 
@@ -12,24 +12,22 @@ class Embedding:
 
     def __init__(self, source: ParameterSource, name: str, vocab_size: int, width: int) -> None:
         table = source.table([Part(f"{name}.weight", vocab_size)], width)
-        self.weight: Tensor | PackedMatrix = table
-        self.dtype, self.device = table.dtype, table.device
+        self.weight: Weight = table
+        self.dtype, self.device = table.values.dtype, table.values.device
 
     def renumber(self, token_ids: Tensor) -> None:
         """From now on id i stands for what token_ids[i] stood for; the weight is a new one."""
-        renumbered = select_rows(self.weight, token_ids)
-        assert isinstance(renumbered, Tensor | PackedMatrix)
-        self.weight = renumbered
+        self.weight = self.weight.select(token_ids)
 
     def share(self, packed: Weight) -> None:
         """Look rows up in a head's weight with the same numbers, where it has them unrounded: then
         the table is not kept twice."""
-        if isinstance(packed, PackedMatrix) and packed.table_dtype is not None:
+        if packed.table_dtype is not None:
             self.weight = packed
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] int32 or int64 -> [T, width]."""
-        return look_up(self.weight, token_ids)
+        return self.weight.look_up(token_ids)
 
 
 class LanguageModelHead:
@@ -42,11 +40,11 @@ class LanguageModelHead:
     @property
     def width(self) -> int:
         """Of the hidden states that it takes."""
-        return shape_of(self.weight)[1]
+        return self.weight.shape[1]
 
     def over(self, token_ids: Tensor) -> "LanguageModelHead":
         """A head for these tokens alone, in this order; its weight is a copy."""
-        return LanguageModelHead(self._ops, select_rows(self.weight, token_ids))
+        return LanguageModelHead(self._ops, self.weight.select(token_ids))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [T, width] -> [T, vocab_size] float32."""
@@ -55,14 +53,12 @@ class LanguageModelHead:
 
 def own_head(ops: Ops, source: ParameterSource, name: str, like: Embedding) -> LanguageModelHead:
     """A head with a matrix of its own, of the embedding's shape."""
-    vocab_size, width = shape_of(like.weight)
+    vocab_size, width = like.weight.shape
     return LanguageModelHead(ops, source.head([Part(f"{name}.weight", vocab_size)], width))
 
 
 def tied_head(ops: Ops, source: ParameterSource, embedding: Embedding) -> LanguageModelHead:
     """A head with the embedding's numbers."""
-    table = embedding.weight
-    assert isinstance(table, Tensor), "the table is tied once"
-    head = LanguageModelHead(ops, source.tied(table))
+    head = LanguageModelHead(ops, source.tied(embedding.weight))
     embedding.share(head.weight)
     return head

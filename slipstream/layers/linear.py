@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.stack_parts import Product
-from slipstream.kernels.table import Weight
 from slipstream.layers.parameters import ParameterSource, Part
 
 

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from slipstream.kernels.table import Weight
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class ParameterSource(Protocol):
     def head(self, parts: Sequence[Part], columns: int) -> Weight:
         """The same for products that are logits: four bits would be too few for it."""
 
-    def table(self, parts: Sequence[Part], columns: int) -> Tensor:
+    def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
         """[sum of rows, columns] in the model's dtype, whose rows are looked up."""
 
-    def tied(self, table: Tensor) -> Weight:
+    def tied(self, table: Weight) -> Weight:
         """The factor of products that has the numbers of a table; the table itself if it can be."""
 
     def vector(self, parts: Sequence[Part]) -> Tensor:

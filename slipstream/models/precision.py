@@ -8,16 +8,18 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from slipstream.kernels.forms import Rounding, ToFloat8, ToInt4, ToInt8
-from slipstream.kernels.table import Ops, Weight
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.float8 import ToFloat8
+from slipstream.kernels.formats.int4 import GROUPS, ToInt4
+from slipstream.kernels.formats.int8 import ToInt8
+from slipstream.kernels.formats.weight import Rounding, Weight
+from slipstream.kernels.table import Ops
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import TensorSource
 from slipstream.models.quantized.source import QuantizedSource
 
 logger = logging.getLogger("slipstream")
-
-_GROUPS = (128, 32)  # columns that may share a scale of four bits
 
 
 @dataclass(frozen=True)
@@ -32,22 +34,6 @@ class Precision:
     matrix: Rounding
     head: Rounding
     words: str
-
-    def of(self, columns: int) -> Rounding:
-        """Four bits in the largest groups that divide the columns; eight where none does."""
-        form = self.matrix
-        if not isinstance(form, ToInt4):
-            return form
-        fitting = [size for size in _GROUPS if size <= form.group and columns % size == 0]
-        return ToInt4(fitting[0], form.zeros) if fitting else ToInt8()
-
-    @property
-    def bytes_per_number(self) -> float:
-        """Of a matrix, the scales of four bits included."""
-        form = self.matrix
-        if not isinstance(form, ToInt4):
-            return 1.0
-        return 0.5 + (torch.float32.itemsize + form.zeros) / form.group
 
 
 def _four_bits(group: int, zeros: bool) -> Precision:
@@ -80,10 +66,10 @@ class Unquantized:
     def head(self, parts: Sequence[Part], columns: int) -> Weight:
         return _as_stored(self._tensors, parts, columns)
 
-    def table(self, parts: Sequence[Part], columns: int) -> Tensor:
-        return self._tensors.matrix(parts, columns)
+    def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
+        return DenseMatrix(self._tensors.matrix(parts, columns))
 
-    def tied(self, table: Tensor) -> Weight:
+    def tied(self, table: Weight) -> Weight:
         return table
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
@@ -108,43 +94,44 @@ class Rounded:
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
         found = _as_stored(self._tensors, parts, columns)
-        if not isinstance(found, Tensor):
+        if found.floats is None:
             return found
-        self._tell(parts, columns)
-        return self._round(found, self._precision.of(columns))
+        form = self._precision.matrix.for_columns(columns)
+        if form.bits != self._precision.matrix.bits:
+            self._tell(parts, columns)
+        return self._round(found.floats, form)
 
     def head(self, parts: Sequence[Part], columns: int) -> Weight:
         found = _as_stored(self._tensors, parts, columns)
-        return self.tied(found) if isinstance(found, Tensor) else found
+        return found if found.floats is None else self.tied(found)
 
-    def table(self, parts: Sequence[Part], columns: int) -> Tensor:
-        return self._tensors.matrix(parts, columns)
+    def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
+        return DenseMatrix(self._tensors.matrix(parts, columns))
 
-    def tied(self, table: Tensor) -> Weight:
-        return self._round(table, self._precision.head)
+    def tied(self, table: Weight) -> Weight:
+        assert table.floats is not None, "a table is not rounded"
+        return self._round(table.floats, self._precision.head)
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         return self._tensors.vector(parts)
 
     def _tell(self, parts: Sequence[Part], columns: int) -> None:
         """Once for each width that no group divides."""
-        if columns in self._odd_columns or not isinstance(self._precision.matrix, ToInt4):
-            return
-        if isinstance(self._precision.of(columns), ToInt8):
+        if columns not in self._odd_columns:
             self._odd_columns.add(columns)
             logger.info(
                 "%s has %d columns, no multiple of %d: rounded to int8 in place of four bits, as "
                 "are all matrices of this width",
                 parts[0].name,
                 columns,
-                _GROUPS[-1],
+                GROUPS[-1],
             )
 
 
 def _as_stored(tensors: TensorSource, parts: Sequence[Part], columns: int) -> Weight:
     if isinstance(tensors, QuantizedSource):
         return tensors.weight(parts, columns)
-    return tensors.matrix(parts, columns)
+    return DenseMatrix(tensors.matrix(parts, columns))
 
 
 class Packed:
@@ -159,10 +146,10 @@ class Packed:
     def head(self, parts: Sequence[Part], columns: int) -> Weight:
         return self._pack(self._source.head(parts, columns))
 
-    def table(self, parts: Sequence[Part], columns: int) -> Tensor:
+    def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
         return self._source.table(parts, columns)
 
-    def tied(self, table: Tensor) -> Weight:
+    def tied(self, table: Weight) -> Weight:
         return self._pack(self._source.tied(table))
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
@@ -185,5 +172,7 @@ def weight_bytes(config: DecoderConfig, dtype: torch.dtype, quantization: str | 
     matrices = config.num_matrix_parameters - tables * table
     # The head, tied or not, is a rounded matrix of eight bits.
     return (
-        table * dtype.itemsize + table + int(matrices * PRECISIONS[quantization].bytes_per_number)
+        table * dtype.itemsize
+        + table
+        + int(matrices * PRECISIONS[quantization].matrix.bytes_per_number)
     )

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.composition import Parts, compose, query_key_norms, split_heads
+from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.pass_inputs import CAUSAL, PassInputs, RowPlaces, Visibility
 from slipstream.kernels.reference.dense import add_norm, gated_activation
-from slipstream.kernels.table import Heads, Ops, Weight
+from slipstream.kernels.table import Heads, Ops
 from slipstream.layers.stack import LayerCache
 
 KeysValues = tuple[Tensor, Tensor]
@@ -86,8 +87,8 @@ class DenseContext:
 
 
 def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    assert isinstance(weight, Tensor), "training keeps its weights unrounded"
-    return F.linear(x, weight, bias)
+    assert weight.floats is not None, "training keeps its weights unrounded"
+    return F.linear(x, weight.floats, bias)
 
 
 def _logits(x: Tensor, weight: Weight) -> Tensor:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.weight import Weight
 from slipstream.layers.parameters import Part
 from slipstream.models.parameter_sources import TensorSource
 
@@ -55,16 +57,16 @@ class Trainable:
         self._tensors = tensors
         self.parameters: list[Parameter] = []
 
-    def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
-        return self._collect(parts, self._tensors.matrix(parts, columns))
+    def matrix(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
+        return DenseMatrix(self._collect(parts, self._tensors.matrix(parts, columns)))
 
-    def head(self, parts: Sequence[Part], columns: int) -> Tensor:
+    def head(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
         return self.matrix(parts, columns)
 
-    def table(self, parts: Sequence[Part], columns: int) -> Tensor:
+    def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
         return self.matrix(parts, columns)
 
-    def tied(self, table: Tensor) -> Tensor:
+    def tied(self, table: Weight) -> Weight:
         return table
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
@@ -78,9 +80,8 @@ class Trainable:
                 yield part.name, parameter.tensor.detach()[start : start + part.rows]
                 start += part.rows
 
-    def put(self, name: str, values: object) -> None:
+    def put(self, name: str, values: Tensor) -> None:
         """Initialise one tensor of the checkpoint."""
-        assert isinstance(values, Tensor), "training keeps its weights unrounded"
         dict(self.named())[name].copy_(values)
 
     def add_identity(self, name: str, start: int) -> None:

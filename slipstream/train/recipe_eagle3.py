@@ -146,7 +146,9 @@ def initialise_head(trained: Trainable, target: Target, vocabulary: DraftVocabul
     if "lm_head.weight" in named:
         trained.put("lm_head.weight", vocabulary.rows(network.head.weight))
     if "embed_tokens.weight" in named:
-        trained.put("embed_tokens.weight", network.embedding.weight)
+        table = network.embedding.weight.floats
+        assert table is not None, "training keeps its weights unrounded"
+        trained.put("embed_tokens.weight", table)
 
 
 def usual_layers(num_layers: int) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.kernels.reference.dense import logits as exact_logits
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
@@ -84,7 +83,7 @@ class Target:
         weight = self.network.head.weight
         for rows in torch.split(hidden, _ROWS_AT_ONCE):
             with torch.autocast(self.device.type, enabled=False):
-                logits = exact_logits(rows, weight)
+                logits = weight.logits(rows)
             top.append(logits.argmax(-1))
             chosen = logits if token_ids is None else logits[:, token_ids]
             kept.append(chosen.to(self.dtype))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
+from slipstream.kernels.formats.weight import Weight
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.train.plan import RunPlan
 from slipstream.train.sequences import Sequences
@@ -31,10 +32,10 @@ class DraftVocabulary:
         """The column of each token, -1 for tokens that are not drafted."""
         return token_ids if self._column is None else self._column[token_ids]
 
-    def rows(self, weight: object) -> Tensor:
+    def rows(self, weight: Weight) -> Tensor:
         """The rows of the target's lm_head [V, H] for these tokens, [Vd, H]."""
-        assert isinstance(weight, Tensor), "training keeps its weights unrounded"
-        return weight if self.token_ids is None else weight[self.token_ids]
+        assert weight.floats is not None, "training keeps its weights unrounded"
+        return weight.floats if self.token_ids is None else weight.floats[self.token_ids]
 
     def published(self) -> dict[str, Tensor]:
         """The tensors of published heads, none for all tokens.

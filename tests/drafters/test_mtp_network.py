@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import REFERENCE
 from slipstream.layers.parameters import Part
@@ -86,18 +88,14 @@ class Learned:
         self.leaves: list[tuple[Sequence[Part], Tensor]] = []
         self._generator = torch.Generator().manual_seed(seed)
 
-    def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
+    def matrix(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
         total = sum(part.rows for part in parts)
         values = torch.randn(total, columns, generator=self._generator) / columns**0.5
-        return self._keep(parts, values)
+        return DenseMatrix(self._keep(parts, values))
 
-    def head(self, parts: Sequence[Part], columns: int) -> Tensor:
-        return self.matrix(parts, columns)
+    table = head = matrix
 
-    def table(self, parts: Sequence[Part], columns: int) -> Tensor:
-        return self.matrix(parts, columns)
-
-    def tied(self, table: Tensor) -> Tensor:
+    def tied(self, table: Weight) -> Weight:
         return table
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
@@ -136,7 +134,7 @@ def test_the_network_learns_and_is_published_under_its_names(
         inputs = rows(FIRST_ROW, len(IDS), FIRST_ROW)
         entering, _ = head(IDS[1:], head.project(hidden[:-1], ()), inputs, [cache()])
         loss = torch.nn.functional.cross_entropy(
-            head.head(entering), (hidden[1:] @ target.head.weight.T).argmax(-1)
+            head.head(entering), (hidden[1:] @ target.head.weight.floats.T).argmax(-1)
         )
         optimizer.zero_grad()
         loss.backward()

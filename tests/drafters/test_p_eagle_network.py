@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.cache.kv_cache import KVCache
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.reference import REFERENCE
 from slipstream.layers.parameters import Part
 from slipstream.models.loading import LoadOptions
@@ -104,15 +106,15 @@ class Learning:
         self._stored = load_file(folder / "model.safetensors")
         self.parts: dict[str, tuple[Tensor, slice]] = {}
 
-    def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
-        return self._stacked(parts, (columns,))
+    def matrix(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
+        return DenseMatrix(self._stacked(parts, (columns,)))
 
     table = head = matrix
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         return self._stacked(parts, ())
 
-    def tied(self, table: Tensor) -> Tensor:
+    def tied(self, table: Weight) -> Weight:
         return table
 
     def _stacked(self, parts: Sequence[Part], tail: tuple[int, ...]) -> Tensor:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.weight import Weight
 from slipstream.layers.parameters import Part
 
 
@@ -15,20 +17,20 @@ class Trainable:
         self.stored = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
         self.parameters: dict[str, Tensor] = {}
 
-    def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
-        return torch.cat([self._parameter(part.name) for part in parts])
+    def matrix(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
+        return DenseMatrix(self.vector(parts))
 
-    def head(self, parts: Sequence[Part], columns: int) -> Tensor:
+    def head(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
         return self.matrix(parts, columns)
 
-    def table(self, parts: Sequence[Part], columns: int) -> Tensor:
+    def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
         return self.matrix(parts, columns)
 
-    def tied(self, table: Tensor) -> Tensor:
+    def tied(self, table: Weight) -> Weight:
         return table
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
-        return self.matrix(parts, 0)
+        return torch.cat([self._parameter(part.name) for part in parts])
 
     def _parameter(self, name: str) -> Tensor:
         short = name.removeprefix("model.")

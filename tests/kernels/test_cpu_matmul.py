@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.int4 import Int4Matrix
+from slipstream.kernels.formats.int8 import Int8Matrix
+from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.reference.integers import dequantised
-from slipstream.kernels.table import Int4Matrix, Int8Matrix, Weight
 
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 from slipstream.kernels.cpu import matmul  # noqa: E402
@@ -30,7 +32,7 @@ def weight(form: str, rows: int, columns: int, dtype: torch.dtype) -> Weight | N
     """None where the form has no such shape."""
     generator = torch.Generator().manual_seed(rows * columns)
     if form == "float":
-        return torch.randn(rows, columns, generator=generator).to(dtype)
+        return DenseMatrix(torch.randn(rows, columns, generator=generator).to(dtype))
     scales = torch.rand(rows, generator=generator) * 0.02
     if form.startswith("int8"):
         values = torch.randint(-127, 128, (rows, columns), generator=generator)
@@ -64,10 +66,10 @@ def test_products_are_the_references(level: str, form: str, dtype: torch.dtype) 
             if form == "int8 twice":
                 expected = REFERENCE.logits(x, whole).double()
             else:
-                expected = x.double() @ dequantised(whole).double().T
+                expected = x.double() @ whole.dequantised().double().T
             # Against what adds up: rows that meet integers keep 14 bits of their largest number,
             # 21 where they are float32.
-            size = (x.double().abs().amax(-1, keepdim=True)) * dequantised(whole).abs().sum(1)
+            size = (x.double().abs().amax(-1, keepdim=True)) * whole.dequantised().abs().sum(1)
             exact = form == "float" or form == "int8 twice" or dtype == torch.float32
             bound = size * (2e-6 if exact else 2.0**-15)
             assert ((product(x, packed) - expected).abs() <= bound + 1e-7).all(), (rows, count)
@@ -119,17 +121,18 @@ def test_a_group_may_be_a_whole_row(level: str, columns: int, has_zeros: bool) -
     whole = Int4Matrix(halves, torch.full((65, 1), 2.0**-6), zeros, columns)
     x = torch.full((3, columns), 1.75).bfloat16()
     x[1] = -x[1]
-    expected = x.double() @ dequantised(whole).double().T
+    expected = x.double() @ whole.dequantised().double().T
     for rows in (x[:1], x):
         found = product(rows, matmul.pack(whole))
         assert torch.allclose(found.double(), expected[: len(rows)], rtol=1e-4)
 
 
 def test_results_are_rounded_and_biased_as_the_reference_does_it(level: str) -> None:
-    whole, bias = torch.randn(100, 72).bfloat16(), torch.randn(100).bfloat16()
+    whole = DenseMatrix(torch.randn(100, 72).bfloat16())
+    bias = torch.randn(100).bfloat16()
     x = torch.randn(3, 144).bfloat16()[:, ::2].contiguous()
     found = matmul.linear(x, matmul.pack(whole), bias)
-    expected = x.float() @ whole.float().T + bias.float()
+    expected = x.float() @ whole.dequantised().T + bias.float()
     assert found.dtype == torch.bfloat16
     assert torch.allclose(found.float(), expected, rtol=2.0**-8, atol=1e-2)
     empty = matmul.linear(x[:0], matmul.pack(whole), bias)
@@ -145,7 +148,7 @@ def test_selected_rows_are_the_weights(level: str, form: str) -> None:
     x = torch.randn(6, 640).bfloat16()
     assert torch.equal(product(x, packed.select(index)), product(x, packed)[:, index])
     for start, stop in ((64, 192), (128, 150), (0, 1), (10, 20)):
-        part = packed.part(start, stop)
+        part = packed.rows(start, stop)
         assert part.shape == (stop - start, 640)
         assert torch.equal(product(x, part), product(x, packed)[:, start:stop])
         assert torch.equal(product(x, part.select(index[1:2])), product(x, part)[:, :1])
@@ -157,7 +160,7 @@ def test_selected_rows_are_the_weights(level: str, form: str) -> None:
 @pytest.mark.parametrize("columns", [1, 33, 72, 640])
 def test_tables_give_back_their_rows(level: str, columns: int, dtype: torch.dtype) -> None:
     table = torch.randn(70, columns).to(dtype)
-    packed = matmul.pack(table)
+    packed = matmul.pack(DenseMatrix(table))
     assert isinstance(packed, matmul.CpuMatrix)
     index = torch.tensor([[0, 69], [5, 5]], dtype=torch.int32)
     assert torch.equal(packed.look_up(index), table[index])
@@ -166,10 +169,8 @@ def test_tables_give_back_their_rows(level: str, columns: int, dtype: torch.dtyp
 
 
 def test_what_the_kernels_do_not_serve_stays_as_it_is() -> None:
-    half = torch.randn(4, 4).half()
+    half = DenseMatrix(torch.randn(4, 4).half())
     assert matmul.pack(half) is half
-    vector = torch.randn(4)
-    assert matmul.pack(vector) is vector
 
 
 def test_wrong_tensors_are_refused() -> None:

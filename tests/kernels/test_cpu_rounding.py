@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.forms import Rounding, ToFloat8, ToInt4, ToInt8
+from slipstream.kernels.formats.float8 import ToFloat8
+from slipstream.kernels.formats.int4 import ToInt4
+from slipstream.kernels.formats.int8 import ToInt8
+from slipstream.kernels.formats.weight import Rounding
 from slipstream.kernels.reference import REFERENCE
 
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")

@@ -12,9 +12,11 @@ from torch.testing import assert_close
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 
 from slipstream.kernels.cpu.column import cpu_column
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.stack_parts import LayerParts, Product, StackParts
-from slipstream.kernels.table import Heads, Norm, Ops, Weight, one_by_one
+from slipstream.kernels.table import Heads, Norm, Ops, one_by_one
 from slipstream.layers.rope import RopeConfig, rope_table
 from slipstream.layers.stack import Stack
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, seeded
@@ -55,7 +57,7 @@ class Parts:
 
     def product(self, rows: int, columns: int, bias: bool = False) -> Product:
         values = torch.randn(rows, columns, generator=self._generator) / columns**0.5
-        weight: Weight = self._ops.pack(values.to(self._dtype))
+        weight: Weight = self._ops.pack(DenseMatrix(values.to(self._dtype)))
         if not bias:
             return weight, None
         return weight, torch.randn(rows, generator=self._generator).to(self._dtype)

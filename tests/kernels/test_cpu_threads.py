@@ -13,7 +13,7 @@ import torch
 
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 from slipstream.kernels.cpu import matmul  # noqa: E402
-from slipstream.kernels.forms import ToInt8  # noqa: E402
+from slipstream.kernels.formats.int8 import ToInt8  # noqa: E402
 
 TASKS = 200
 

@@ -17,10 +17,11 @@ if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from slipstream.kernels.composition import Parts
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.float8 import ToFloat8
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.reference.rounding import to_float8
 from slipstream.kernels.table import Heads, Norm, Ops
 from slipstream.kernels.triton import PARTS as TRITON_PARTS
 from slipstream.kernels.triton import TRITON
@@ -192,7 +193,7 @@ def test_joined_linear(dtype: torch.dtype, column: Ops, float8: bool) -> None:
     norm = Norm(1 + 0.3 * randn(48, seed=4, dtype=dtype), 1e-3)
     matrix = (randn(70, 80, seed=2) / 80**0.5).to(dtype)
     bias = randn(70, seed=3, dtype=dtype)
-    weight = to_float8(matrix) if float8 else matrix
+    weight = ToFloat8().round(matrix) if float8 else DenseMatrix(matrix)
     normed, total = column.norm(two, None, norm)
     assert_close(total, two, rtol=0, atol=0)
     out = column.joined_linear([(one, None), (two, norm)], weight, bias)

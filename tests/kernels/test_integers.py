@@ -4,18 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.reference import REFERENCE, integers
-from slipstream.kernels.reference.integers import dequantised, unpacked
-from slipstream.kernels.reference.rounding import to_float8, to_int4, to_int8
-from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix, Weight
-from slipstream.kernels.weights import (
-    bytes_of,
-    regrouped,
-    row_range,
-    select_rows,
-    shape_of,
-    stacked,
-)
+from slipstream.core.errors import UsageError
+from slipstream.kernels.formats import int4, int8
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.float8 import Float8Matrix, ToFloat8
+from slipstream.kernels.formats.int4 import Int4Matrix, ToInt4, unpacked
+from slipstream.kernels.formats.int8 import Int8Matrix, ToInt8
+from slipstream.kernels.formats.weight import Weight, stacked
+from slipstream.kernels.reference import REFERENCE
 
 N, K, ROWS = 37, 256, 5
 
@@ -27,13 +23,13 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 def every_kind(rows: int = N, seed: int = 0) -> dict[str, Weight]:
     matrix = numbers(rows, K, seed=seed)
     return {
-        "whole": matrix,
-        "fp8": to_float8(matrix),
-        "int8": to_int8(matrix),
-        "int8-dynamic": to_int8(matrix, rounds_input=True),
-        "int4": to_int4(matrix, 32),
-        "int4-g128": to_int4(matrix, 128),
-        "int4-asym": to_int4(matrix, 32, asymmetric=True),
+        "whole": DenseMatrix(matrix),
+        "fp8": ToFloat8().round(matrix),
+        "int8": ToInt8().round(matrix),
+        "int8-dynamic": ToInt8(rounds_input=True).round(matrix),
+        "int4": ToInt4(32).round(matrix),
+        "int4-g128": ToInt4(128).round(matrix),
+        "int4-asym": ToInt4(32, zeros=True).round(matrix),
     }
 
 
@@ -42,7 +38,7 @@ KINDS = list(every_kind())
 
 def by_hand(weight: Int8Matrix | Int4Matrix) -> Tensor:
     """[N, K] float64, number by number from the definition."""
-    rows, columns = shape_of(weight)
+    rows, columns = weight.shape
     out = torch.empty(rows, columns, dtype=torch.float64)
     for row in range(rows):
         for column in range(columns):
@@ -63,7 +59,7 @@ def test_products_are_those_of_the_numbers_that_are_meant(kind: str, dtype: torc
     weight = every_kind()[kind]
     assert isinstance(weight, Int8Matrix | Int4Matrix)
     meant = by_hand(weight)
-    torch.testing.assert_close(dequantised(weight).double(), meant, rtol=1e-6, atol=0)
+    torch.testing.assert_close(weight.dequantised().double(), meant, rtol=1e-6, atol=0)
     x, bias = numbers(ROWS, K, seed=1).to(dtype), numbers(N, seed=2).to(dtype)
     expected = x.double() @ meant.T
     found = REFERENCE.logits(x, weight)
@@ -103,7 +99,8 @@ def test_exact_sums_are_longer_than_float32_could_hold() -> None:
 def test_products_do_not_depend_on_the_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     x, kinds = numbers(ROWS, K, seed=1), every_kind()
     whole = {kind: REFERENCE.logits(x, kinds[kind]) for kind in KINDS}
-    monkeypatch.setattr(integers, "SLICE", 3 * K)
+    for module in (int4, int8):
+        monkeypatch.setattr(module, "PRODUCT_SLICE", 3 * K)
     for kind in ("int8", "int8-dynamic", "int4", "int4-asym"):
         torch.testing.assert_close(REFERENCE.logits(x, kinds[kind]), whole[kind])
 
@@ -111,27 +108,42 @@ def test_products_do_not_depend_on_the_slices(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_every_kind(kind: str) -> None:
     weight = every_kind()[kind]
-    meant = dequantised(weight)
-    assert shape_of(weight) == (N, K)
+    meant = weight.dequantised()
+    assert weight.shape == (N, K)
     index = torch.tensor([5, 0, 36, 5])
-    assert torch.equal(dequantised(select_rows(weight, index)), meant[index])
-    assert torch.equal(dequantised(row_range(weight, 3, 9)), meant[3:9])
-    tail = row_range(weight, 30)
-    assert torch.equal(dequantised(tail), meant[30:])
-    assert shape_of(tail) == (7, K)
+    assert torch.equal(weight.select(index).dequantised(), meant[index])
+    assert torch.equal(weight.rows(3, 9).dequantised(), meant[3:9])
+    tail = weight.rows(30)
+    assert torch.equal(tail.dequantised(), meant[30:])
+    assert tail.shape == (7, K)
     assert type(tail) is type(weight)
     joined = stacked([weight, tail])
     assert joined is not None
     assert type(joined) is type(weight)
-    assert torch.equal(dequantised(joined), torch.cat((meant, meant[30:])))
+    assert torch.equal(joined.dequantised(), torch.cat((meant, meant[30:])))
     x = numbers(ROWS, K, seed=1)
     torch.testing.assert_close(
         REFERENCE.logits(x, tail), REFERENCE.logits(x, weight)[:, 30:], rtol=1e-6, atol=1e-5
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns_of_every_kind(kind: str) -> None:
+    weight = every_kind()[kind]
+    part = weight.columns(128, 256)
+    assert type(part) is type(weight)
+    assert torch.equal(part.dequantised(), weight.dequantised()[:, 128:256])
+    x = numbers(ROWS, 128, seed=1)
+    assert part.logits(x).shape == (ROWS, N)
+
+
+def test_groups_are_not_cut() -> None:
+    with pytest.raises(UsageError, match=r"groups of 128 .* between columns 64 and 256"):
+        every_kind()["int4-g128"].columns(64, 256)
+
+
 def test_bytes_of_every_kind() -> None:
-    sizes = {kind: bytes_of(weight) for kind, weight in every_kind().items()}
+    sizes = {kind: weight.nbytes for kind, weight in every_kind().items()}
     assert sizes["whole"] == 4 * N * K
     assert sizes["fp8"] == sizes["int8"] == N * K + 4 * N
     assert sizes["int4"] == N * K // 2 + 4 * N * K // 32
@@ -144,8 +156,8 @@ def test_stacks_of_several_kinds() -> None:
     mixed = stacked([kinds["int4-g128"], other["int4-asym"]])
     assert isinstance(mixed, Int4Matrix)
     assert mixed.group == 32
-    expected = torch.cat((dequantised(kinds["int4-g128"]), dequantised(other["int4-asym"])))
-    assert torch.equal(dequantised(mixed), expected)
+    expected = torch.cat((kinds["int4-g128"].dequantised(), other["int4-asym"].dequantised()))
+    assert torch.equal(mixed.dequantised(), expected)
     for first, second in (
         ("int4", "int8"),
         ("int8", "int4"),
@@ -160,10 +172,10 @@ def test_stacks_of_several_kinds() -> None:
 
 def test_smaller_groups_of_the_same_numbers() -> None:
     for zeros in (False, True):
-        weight = to_int4(numbers(N, K), 128, zeros)
-        smaller = regrouped(weight, 32)
+        weight = ToInt4(128, zeros).round(numbers(N, K))
+        smaller = weight.regrouped(32)
         assert smaller.group == 32
-        assert torch.equal(dequantised(smaller), dequantised(weight))
+        assert torch.equal(smaller.dequantised(), weight.dequantised())
 
 
 def test_unpacking_puts_the_even_column_first() -> None:

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
 from slipstream.kernels.reference import REFERENCE
@@ -101,7 +102,7 @@ def test_gated_activation(sizes: tuple[int, int], dtype: torch.dtype) -> None:
 def test_linear(rows: int, columns: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
     x, weight = product_inputs(rows, columns, outputs, dtype)
     added = randn(outputs, seed=3, dtype=dtype) if bias else None
-    out = REFERENCE_PARTS.linear(x, weight, added)
+    out = REFERENCE_PARTS.linear(x, DenseMatrix(weight), added)
     assert out.dtype == dtype
     assert_near(out, oracles.product(x, weight, added), roundings=2)
 
@@ -113,7 +114,7 @@ def test_linear(rows: int, columns: int, outputs: int, bias: bool, dtype: torch.
 @pytest.mark.parametrize("rows", [1, 3, 18])
 def test_logits(rows: int, vocab: int, columns: int, dtype: torch.dtype) -> None:
     x, weight = product_inputs(rows, columns, vocab, dtype)
-    out = REFERENCE_PARTS.logits(x, weight)
+    out = REFERENCE_PARTS.logits(x, DenseMatrix(weight))
     assert out.dtype == torch.float32
     assert out.shape == (rows, vocab)
     assert_close(out.double(), oracles.product(x, weight), rtol=2e-6, atol=2e-6)
@@ -123,7 +124,7 @@ def test_logits(rows: int, vocab: int, columns: int, dtype: torch.dtype) -> None
 def test_logits_are_never_rounded_to_the_dtype_of_the_weights(dtype: torch.dtype) -> None:
     """Rounded logits tie, and a tie makes greedy text depend on the order of the vocabulary."""
     x, weight = product_inputs(9, 64, 1029, dtype)
-    out = REFERENCE_PARTS.logits(x, weight)
+    out = REFERENCE_PARTS.logits(x, DenseMatrix(weight))
     rounded = oracles.product(x, weight).to(dtype).float()
     assert (out == rounded).float().mean() < 0.01
     assert (out == out.to(dtype).float()).float().mean() < 0.01
@@ -423,8 +424,8 @@ def test_rotation_does_not_depend_on_the_rest_of_the_batch() -> None:
 @pytest.mark.parametrize("rows", [2, 7, 33])
 def test_logits_do_not_depend_on_the_rest_of_the_batch(rows: int, dtype: torch.dtype) -> None:
     x, weight = product_inputs(rows, 130, 517, dtype)
-    together = REFERENCE_PARTS.logits(x, weight)
+    together = REFERENCE_PARTS.logits(x, DenseMatrix(weight))
     for row in range(rows):
-        alone = REFERENCE_PARTS.logits(x[row : row + 1], weight)
+        alone = REFERENCE_PARTS.logits(x[row : row + 1], DenseMatrix(weight))
         # 1e-6 of numbers of order 1: some are as large as 5.
         assert_close(alone, together[row : row + 1], rtol=1e-6, atol=1e-6)

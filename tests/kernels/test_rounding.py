@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.reference import rounding
-from slipstream.kernels.reference.integers import dequantised, unpacked
-from slipstream.kernels.reference.rounding import half_scales, to_int4, to_int8
-from slipstream.kernels.table import Int4Matrix
+from slipstream.kernels.formats import int4
+from slipstream.kernels.formats.int4 import Int4Matrix, ToInt4, half_scales, unpacked
+from slipstream.kernels.formats.int8 import ToInt8
 
 GROUPS = [(32, False), (128, False), (32, True), (128, True)]
 
@@ -24,9 +23,9 @@ def per_column(values: Tensor, matrix: Int4Matrix) -> Tensor:
 
 def test_int8_is_within_half_a_step() -> None:
     whole = numbers(23, 80)
-    matrix = to_int8(whole)
+    matrix = ToInt8().round(whole)
     torch.testing.assert_close(matrix.scales, whole.abs().amax(-1) / 127)
-    error = (dequantised(matrix) - whole).abs()
+    error = (matrix.dequantised() - whole).abs()
     assert bool((error <= 0.5001 * matrix.scales.unsqueeze(-1)).all())
     assert int(matrix.values.abs().max()) == 127
     assert not matrix.rounds_input
@@ -35,12 +34,12 @@ def test_int8_is_within_half_a_step() -> None:
 @pytest.mark.parametrize(("group", "asymmetric"), GROUPS)
 def test_int4_is_within_half_a_step_or_clipped(group: int, asymmetric: bool) -> None:
     whole = numbers(23, 256) + (0.3 if asymmetric else 0.0)
-    matrix = to_int4(whole, group, asymmetric)
+    matrix = ToInt4(group, asymmetric).round(whole)
     assert matrix.values.shape == (23, 128)
     assert matrix.scales.shape == (23, 256 // group)
     assert (matrix.zeros is None) is not asymmetric
     step = per_column(matrix.scales.abs(), matrix)
-    error = (dequantised(matrix) - whole).abs()
+    error = (matrix.dequantised() - whole).abs()
     inside = error <= 0.5001 * step
     clipped = torch.isin(unpacked(matrix.values), torch.tensor([0, 15]))
     assert bool((inside | clipped).all())
@@ -52,12 +51,12 @@ def test_int4_scales_fit_a_half_and_a_power_of_two_of_their_row(
     group: int, asymmetric: bool
 ) -> None:
     whole = numbers(16, 256) * torch.logspace(-20, 12, 16).unsqueeze(-1)
-    matrix = to_int4(whole, group, asymmetric)
+    matrix = ToInt4(group, asymmetric).round(whole)
     for row in matrix.scales:
         largest = float(row.abs().max())
         power = 2.0 ** (16 - math.frexp(largest)[1])
         assert torch.equal((row * power).half().float() / power, row)
-    error = (dequantised(matrix) - whole).norm(dim=-1) / whole.norm(dim=-1)
+    error = (matrix.dequantised() - whole).norm(dim=-1) / whole.norm(dim=-1)
     assert float(error.max()) < 0.13
 
 
@@ -65,7 +64,7 @@ def test_zeros_and_clips_lower_the_error() -> None:
     gauss, aside = numbers(64, 256), numbers(64, 256) + 1.0
 
     def error(whole: Tensor, group: int, asymmetric: bool) -> float:
-        return float((dequantised(to_int4(whole, group, asymmetric)) - whole).norm())
+        return float((ToInt4(group, asymmetric).round(whole).dequantised() - whole).norm())
 
     plain = gauss.view(64, -1, 128)
     scales = plain.abs().amax(-1, keepdim=True) / 7
@@ -80,7 +79,7 @@ def test_int4_of_zeros_and_of_constants(group: int, asymmetric: bool) -> None:
     whole = torch.zeros(4, 256)
     whole[1] = 0.5
     whole[2, :group] = -0.5
-    found = dequantised(to_int4(whole, group, asymmetric))
+    found = ToInt4(group, asymmetric).round(whole).dequantised()
     torch.testing.assert_close(found, whole, rtol=1e-3, atol=0)
     assert not found[0].any()
 
@@ -90,13 +89,13 @@ def test_int4_does_not_depend_on_slices_or_dtype(
     monkeypatch: pytest.MonkeyPatch, asymmetric: bool
 ) -> None:
     whole = numbers(37, 64).bfloat16()
-    matrix = to_int4(whole, 32, asymmetric)
-    monkeypatch.setattr(rounding, "_CACHED_SLICE", 100)
-    again = to_int4(whole.float(), 32, asymmetric)
+    matrix = ToInt4(32, asymmetric).round(whole)
+    monkeypatch.setattr(int4, "CACHED_SLICE", 100)
+    again = ToInt4(32, asymmetric).round(whole.float())
     assert torch.equal(matrix.values, again.values)
     assert torch.equal(matrix.scales, again.scales)
-    assert torch.equal(dequantised(matrix), dequantised(again))
-    assert torch.equal(to_int8(whole).values, to_int8(whole.float()).values)
+    assert torch.equal(matrix.dequantised(), again.dequantised())
+    assert torch.equal(ToInt8().round(whole).values, ToInt8().round(whole.float()).values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -20,8 +20,11 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:  # as in tests/conftest.py, and before the kernels are defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from slipstream.kernels.reference import dense
-from slipstream.kernels.table import Float8Matrix, Norm, Ops, Weight
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.float8 import Float8Matrix, ToFloat8
+from slipstream.kernels.formats.float8 import round_rows as reference_round_rows
+from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.table import Norm, Ops
 from slipstream.kernels.triton import (
     TRITON,
     TRITON_INVARIANT,
@@ -57,14 +60,13 @@ def randn(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(sizes, generator=seeded(seed)).to(dtype).to(DEVICE)
 
 
-def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int = 1) -> DenseMatrix:
     """So that a product of normal numbers is as large as they are."""
-    return (randn(rows, columns, seed=seed) / columns**0.5).to(dtype)
+    return DenseMatrix((randn(rows, columns, seed=seed) / columns**0.5).to(dtype))
 
 
 def float8(rows: int, columns: int, seed: int = 1) -> Float8Matrix:
-    rounded = dense.round_rows(matrix(rows, columns, torch.float32, seed).cpu())
-    return Float8Matrix(rounded[0].to(DEVICE), rounded[1].to(DEVICE))
+    return ToFloat8().round(matrix(rows, columns, torch.float32, seed).values.cpu()).to(DEVICE)
 
 
 def whole(out: Tensor) -> Tensor:
@@ -101,7 +103,7 @@ def test_linear(sizes: tuple[int, int, int], dtype: torch.dtype, column: Ops, bi
     x, weight = randn(rows, depth, dtype=dtype), matrix(width, depth, dtype)
     bias = randn(width, seed=2, dtype=dtype) if biased else None
     out = column.linear(x, weight, bias)
-    truth = oracles.product(x.cpu(), weight.cpu(), None if bias is None else bias.cpu())
+    truth = oracles.product(x.cpu(), weight.values.cpu(), None if bias is None else bias.cpu())
     assert out.shape[-2:] == (rows, width)
     assert out.dtype == (torch.float32 if out.ndim == 3 else dtype)
     assert_near(out, truth)
@@ -115,7 +117,7 @@ def test_logits_stay_in_float32(sizes: tuple[int, int, int], dtype: torch.dtype)
     for column in COLUMNS:
         out = column.logits(x, weight)
         assert out.dtype == torch.float32
-        assert_near(out, oracles.product(x.cpu(), weight.cpu()))
+        assert_near(out, oracles.product(x.cpu(), weight.values.cpu()))
 
 
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda ops: ops.column)
@@ -138,7 +140,7 @@ def test_rows_with_a_stride_of_their_own() -> None:
     assert_same(TRITON.linear(x, weight, None), TRITON.linear(x.contiguous(), weight, None))
     turned = randn(128, 5, dtype=HALVES[-1]).T
     out = TRITON.logits(turned, weight)
-    assert_near(out, oracles.product(turned.cpu(), weight.cpu()))
+    assert_near(out, oracles.product(turned.cpu(), weight.values.cpu()))
 
 
 # norm_linear, norm_gated_linear, add_norm
@@ -181,7 +183,7 @@ def test_norm_linears(
         assert_same(kept, again)
         assert_same(added, before)
         normed = oracles.norm(kept.cpu(), norm.weight.cpu(), norm.eps).to(dtype)
-        truth = oracles.product(normed, weight.cpu(), None if bias is None else bias.cpu())
+        truth = oracles.product(normed, weight.values.cpu(), None if bias is None else bias.cpu())
         assert_near(out, truth, roundings=2)
         assert_near(active, oracles.gated(truth), roundings=6, tiny=5e-5)
         if stream is not None:
@@ -197,7 +199,7 @@ def test_a_linear_goes_on_in_the_next_norm() -> None:
     assert parts.ndim == 3
     assert len(parts) > 1
     kept = TRITON.norm_linear(parts, residual, norm, matrix(10, 64, dtype), None)[1]
-    truth = oracles.product(x.cpu(), weight.cpu()) + residual.double().cpu()
+    truth = oracles.product(x.cpu(), weight.values.cpu()) + residual.double().cpu()
     assert_near(kept, truth, roundings=0.6)
 
 
@@ -209,7 +211,7 @@ def test_rounding_of_rows(dtype: torch.dtype) -> None:
     x = randn(7, 130, dtype=dtype)
     x[3] = 0
     x[5, 4] = 1000
-    values, scales = dense.round_rows(x.cpu())
+    values, scales = reference_round_rows(x.cpu())
     rows = round_rows(x)
     assert rows.scales is not None
     assert_same(rows.scales.cpu(), scales)
@@ -232,15 +234,15 @@ def test_float8(sizes: tuple[int, int, int], dtype: torch.dtype, column: Ops) ->
     rows, width, depth = sizes
     x, bias = randn(rows, depth, dtype=dtype), randn(width, seed=2, dtype=dtype)
     weight = float8(width, depth)
-    host = Float8Matrix(weight.values.cpu(), weight.scales.cpu())
-    truth = dense._float8_product(x.cpu(), host)
+    host = weight.to(torch.device("cpu"))
+    truth = host.logits(x.cpu())
     assert_near(column.logits(x, weight), truth)
     assert_near(column.linear(x, weight, bias), truth + bias.cpu().float(), roundings=2)
     norm = Norm(torch.ones(depth, dtype=dtype, device=DEVICE), 1e-3)
     normed = column.add_norm(x, torch.zeros_like(x), norm)
     out, kept = column.norm_linear(x, None, norm, weight, bias)
     assert_same(kept, x)
-    truth = dense._float8_product(normed.cpu(), host) + bias.cpu().float()
+    truth = host.logits(normed.cpu()) + bias.cpu().float()
     assert_near(out, truth, roundings=2)
     if width % 2 == 0:
         active, _ = column.norm_gated_linear(x, None, norm, weight, bias)
@@ -250,7 +252,7 @@ def test_float8(sizes: tuple[int, int, int], dtype: torch.dtype, column: Ops) ->
 def test_float8_that_the_library_does_not_take() -> None:
     """It wants sizes in multiples of 16."""
     x, weight = randn(FEW_ROWS + 2, 40, dtype=HALVES[-1]), float8(12, 40)
-    truth = dense._float8_product(x.cpu(), Float8Matrix(weight.values.cpu(), weight.scales.cpu()))
+    truth = weight.to(torch.device("cpu")).logits(x.cpu())
     assert_near(TRITON.linear(x, weight, None), truth)
 
 

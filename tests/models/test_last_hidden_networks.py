@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream import CheckpointError
+from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.table import ops_for
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.loading import LoadOptions
@@ -133,7 +134,8 @@ def test_heads_that_share_an_lm_head(whose: str, tmp_path: Path) -> None:
     if whose == "one":
         kept["lm_head.weight"] = rows
     network = load_heads(write_medusa(tmp_path, kept, **ONE_LAYER))
-    network.share(LanguageModelHead(ops_for(CPU), rows if whose == "target" else rows + 1))
+    shared = DenseMatrix(rows if whose == "target" else rows + 1)
+    network.share(LanguageModelHead(ops_for(CPU), shared))
     assert_agree(network, oracle)
 
 

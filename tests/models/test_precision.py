@@ -16,11 +16,13 @@ from torch.nn import functional as F
 from slipstream import LLM, SamplingParams
 from slipstream.cache.kv_cache import KVCache, KVLayout
 from slipstream.kernels.composition import compose
-from slipstream.kernels.reference import PARTS, REFERENCE, rounding
-from slipstream.kernels.reference.integers import dequantised
-from slipstream.kernels.reference.rounding import to_float8
-from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix, Ops, Weight
-from slipstream.kernels.weights import bytes_of
+from slipstream.kernels.formats import float8
+from slipstream.kernels.formats.float8 import Float8Matrix, ToFloat8
+from slipstream.kernels.formats.int4 import Int4Matrix
+from slipstream.kernels.formats.int8 import Int8Matrix
+from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.reference import PARTS, REFERENCE
+from slipstream.kernels.table import Ops
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.layers.parameters import Part
 from slipstream.models import loading
@@ -56,9 +58,7 @@ def matrices(network: Decoder) -> dict[str, Weight]:
 
 
 def exact(weight: Weight) -> Tensor:
-    if isinstance(weight, Float8Matrix):
-        return weight.values.float() * weight.scales.unsqueeze(-1)
-    return weight
+    return weight.dequantised()
 
 
 def logits(network: Decoder) -> Tensor:
@@ -94,7 +94,7 @@ def test_matrices_are_rounded_and_nothing_else(
         matrices(network).items(), matrices(whole).values(), strict=True
     ):
         assert isinstance(weight, Float8Matrix), name
-        assert isinstance(full, Tensor)
+        full = full.dequantised()
         assert weight.values.dtype == torch.float8_e4m3fn
         assert weight.values.shape == full.shape
         assert weight.scales.dtype == torch.float32
@@ -102,16 +102,16 @@ def test_matrices_are_rounded_and_nothing_else(
         # e4m3 keeps three bits behind the leading one; below 2^-6 its steps are even.
         bound = full.abs() / 16 + weight.scales.unsqueeze(-1) * 2.0**-10
         assert bool(((exact(weight) - full).abs() <= bound * 1.001).all()), name
-    assert network.embedding.weight.dtype == torch.float32
-    assert torch.equal(network.embedding.weight, whole.embedding.weight)
+    assert network.embedding.weight.table_dtype == torch.float32
+    assert torch.equal(network.embedding.weight.floats, whole.embedding.weight.floats)
     assert torch.equal(network.norm.weight, whole.norm.weight)
 
 
 def test_rounding_does_not_depend_on_the_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = torch.randn(37, 24, generator=torch.Generator().manual_seed(1))
-    whole = to_float8(matrix)
-    monkeypatch.setattr(rounding, "_SLICE", 100)
-    parts = to_float8(matrix)
+    whole = ToFloat8().round(matrix)
+    monkeypatch.setattr(float8, "_SLICE", 100)
+    parts = ToFloat8().round(matrix)
     assert torch.equal(whole.scales, parts.scales)
     assert torch.equal(whole.values.view(torch.uint8), parts.values.view(torch.uint8))
 
@@ -119,7 +119,7 @@ def test_rounding_does_not_depend_on_the_slices(monkeypatch: pytest.MonkeyPatch)
 def test_a_row_of_zeros_stays_zero() -> None:
     matrix = torch.randn(3, 16)
     matrix[1] = 0
-    assert torch.equal(exact(to_float8(matrix))[1], torch.zeros(16))
+    assert torch.equal(exact(ToFloat8().round(matrix))[1], torch.zeros(16))
 
 
 def test_one_matrix_at_a_time_is_in_memory_unrounded(
@@ -210,7 +210,7 @@ def _nearest(x: Tensor) -> Tensor:
 def test_a_head_over_some_tokens_takes_their_rows() -> None:
     generator = torch.Generator().manual_seed(3)
     matrix, hidden = torch.randn(50, 32, generator=generator), torch.randn(4, 32)
-    head = LanguageModelHead(REFERENCE, to_float8(matrix))
+    head = LanguageModelHead(REFERENCE, ToFloat8().round(matrix))
     ids = torch.tensor([3, 8, 9, 41])
     assert torch.equal(head.over(ids)(hidden), head(hidden)[:, ids])
 
@@ -290,15 +290,15 @@ def test_integers_in_every_matrix(
     with caplog.at_level(logging.INFO, "slipstream"):
         network = load(folder, quantization=quantization)
     whole = load(folder, quantization=None)
-    assert torch.equal(network.embedding.weight, whole.embedding.weight)
+    assert torch.equal(network.embedding.weight.floats, whole.embedding.weight.floats)
     size = network.embedding.weight.nbytes
     for (name, weight), full in zip(
         matrices(network).items(), matrices(whole).values(), strict=True
     ):
-        assert isinstance(full, Tensor)
-        error = (dequantised(weight) - full).norm() / full.norm()
+        full = full.dequantised()
+        error = (weight.dequantised() - full).norm() / full.norm()
         assert float(error) < (0.02 if isinstance(weight, Int8Matrix) else 0.12), name
-        size += bytes_of(weight)
+        size += weight.nbytes
         if quantization.startswith("int8") or name == "head":
             assert isinstance(weight, Int8Matrix)
             assert weight.rounds_input is (quantization == "int8-dynamic" and name != "head")

@@ -13,8 +13,11 @@ from slipstream import LLM, SamplingParams
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.engine.resolve import require_stored_precision
-from slipstream.kernels.reference.integers import dequantised
-from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix, Weight
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.float8 import Float8Matrix
+from slipstream.kernels.formats.int4 import Int4Matrix
+from slipstream.kernels.formats.int8 import Int8Matrix
+from slipstream.kernels.formats.weight import Weight
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
@@ -107,15 +110,15 @@ def test_stored_numbers_are_read_bit_for_bit(name: str, tmp_path: Path) -> None:
     network = load(tmp_path / "m")
     for place, (weight, parts) in matrices(network).items():
         expected = torch.cat([meant[part] for part in parts])
-        assert torch.equal(dequantised(weight), expected), place
+        assert torch.equal(weight.dequantised(), expected), place
         assert isinstance(weight, kind), place
         if isinstance(weight, Int4Matrix):
             assert weight.group == group
         if isinstance(weight, Int8Matrix):
             assert weight.rounds_input is (name in ("int", "int-tensor"))
-    assert torch.equal(dequantised(network.head.weight), meant["lm_head.weight"])
-    assert isinstance(network.head.weight, Tensor)
-    assert torch.equal(network.embedding.weight, meant["model.embed_tokens.weight"])
+    assert torch.equal(network.head.weight.dequantised(), meant["lm_head.weight"])
+    assert isinstance(network.head.weight, DenseMatrix)
+    assert torch.equal(network.embedding.weight.floats, meant["model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -134,9 +137,9 @@ def test_bytes_are_known_beforehand(name: str, tmp_path: Path) -> None:
 
 
 def size_of(weight: Weight) -> int:
-    if isinstance(weight, Tensor):
-        return weight.nbytes
-    return weight.values.nbytes + weight.scales.nbytes
+    """Without zeros."""
+    zeros = weight.zeros if isinstance(weight, Int4Matrix) else None
+    return weight.nbytes - (0 if zeros is None else zeros.nbytes)
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "packed-asym", "int", "fp8", "gptq-ordered"])
@@ -178,7 +181,7 @@ def test_modules_that_are_ignored_stay_whole(tmp_path: Path) -> None:
     for place, (weight, parts) in matrices(load(tmp_path)).items():
         kept = Int4Matrix if "gate_up" in place or "down" in place else Tensor
         assert isinstance(weight, kind_of(kept)), place
-        assert torch.equal(dequantised(weight), torch.cat([meant[part] for part in parts]))
+        assert torch.equal(weight.dequantised(), torch.cat([meant[part] for part in parts]))
 
 
 def kind_of(kind: type) -> type:
@@ -191,10 +194,10 @@ def test_matrices_that_are_stored_in_several_ways_become_whole(
     meant = write_quantized(tmp_path, gptq(group=32), skip=("lm_head", "0.self_attn.k_proj"))
     with caplog.at_level(logging.INFO, "slipstream"):
         found = matrices(load(tmp_path))
-    assert isinstance(found["0.qkv"][0], Tensor)
+    assert isinstance(found["0.qkv"][0], DenseMatrix)
     assert isinstance(found["1.qkv"][0], Int4Matrix)
     for weight, parts in found.values():
-        assert torch.equal(dequantised(weight), torch.cat([meant[part] for part in parts]))
+        assert torch.equal(weight.dequantised(), torch.cat([meant[part] for part in parts]))
     assert "0.self_attn.q_proj.weight and the matrices beside it are stored in sev" in caplog.text
 
 
@@ -202,7 +205,7 @@ def test_a_quantised_head(tmp_path: Path) -> None:
     meant = write_quantized(tmp_path, gptq(group=32, lm_head=True), skip=())
     head = load(tmp_path).head.weight
     assert isinstance(head, Int4Matrix)
-    assert torch.equal(dequantised(head), meant["lm_head.weight"])
+    assert torch.equal(head.dequantised(), meant["lm_head.weight"])
 
 
 def test_groups_of_settings_go_by_name_and_class(tmp_path: Path) -> None:
@@ -225,7 +228,7 @@ def test_groups_of_settings_go_by_name_and_class(tmp_path: Path) -> None:
     for place, (weight, parts) in matrices(load(tmp_path / "eight")).items():
         kept = Int4Matrix if "gate_up" in place or "down" in place else Int8Matrix
         assert isinstance(weight, kind_of(kept)), place
-        assert torch.equal(dequantised(weight), torch.cat([meant[part] for part in parts]))
+        assert torch.equal(weight.dequantised(), torch.cat([meant[part] for part in parts]))
     stored = read_quantization(Checkpoint(tmp_path / "eight").config)
     assert stored is not None
     words = "compressed-tensors, 8 bits, a scale a row, activations too; 4 bits, groups of 32"
@@ -255,7 +258,7 @@ def test_integers_stay_and_the_rest_is_rounded(
         network = load(tmp_path, quantization="int8")
     for weight, parts in matrices(network).values():
         assert isinstance(weight, kind)
-        assert torch.equal(dequantised(weight), torch.cat([meant[part] for part in parts]))
+        assert torch.equal(weight.dequantised(), torch.cat([meant[part] for part in parts]))
     assert isinstance(network.head.weight, Int8Matrix)
     assert "what is not in integers is rounded to int8" in caplog.text
 
@@ -267,7 +270,7 @@ def test_what_has_no_form_in_integers_is_rounded(name: str, tmp_path: Path) -> N
     for weight, parts in matrices(load(tmp_path, quantization="int8")).values():
         assert isinstance(weight, Int8Matrix)
         expected = torch.cat([meant[part] for part in parts])
-        error = (dequantised(weight) - expected).norm() / expected.norm()
+        error = (weight.dequantised() - expected).norm() / expected.norm()
         assert float(error) < 0.02
 
 
@@ -279,7 +282,7 @@ def test_fp8_rows_stay_where_they_are_wanted(
     meant = write_quantized(tmp_path, FORMATS[name][0])
     for weight, parts in matrices(load(tmp_path, **options)).values():
         assert isinstance(weight, Float8Matrix)
-        assert torch.equal(dequantised(weight), torch.cat([meant[part] for part in parts]))
+        assert torch.equal(weight.dequantised(), torch.cat([meant[part] for part in parts]))
 
 
 def test_a_tied_head_is_the_table_or_a_rounded_copy(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def library_head(model: Any, config_class: Any, folder: Path, batch: Batch, **mo
         name.replace("midlayer.", "layers.0."): value
         for name, value in load_file(folder / "model.safetensors").items()
     }
-    tensors.setdefault("embed_tokens.weight", batch.target.network.embedding.weight)
+    tensors.setdefault("embed_tokens.weight", batch.target.network.embedding.weight.floats)
     missing, unexpected = head.load_state_dict(tensors, strict=False)
     assert not unexpected
     assert all(name.startswith(("verifier_", "d2t", "t2d")) for name in missing)
@@ -201,8 +201,8 @@ def test_a_dflash_drafter(
         mask_token_id=config["dflash_config"]["mask_token_id"],
     )
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["embed_tokens.weight"] = target.network.embedding.weight
-    tensors["lm_head.weight"] = torch.as_tensor(target.network.head.weight)
+    tensors["embed_tokens.weight"] = target.network.embedding.weight.floats
+    tensors["lm_head.weight"] = target.network.head.weight.floats
     missing, unexpected = theirs.load_state_dict(tensors, strict=False)
     assert not unexpected
     assert all(name.startswith(("verifier_", "d2t", "t2d")) for name in missing)

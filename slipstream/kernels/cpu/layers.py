@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.attention import layer_of, pass_of, serves
-from slipstream.kernels.cpu.matmul import CpuMatrix
+from slipstream.kernels.cpu.matmul import handle_of
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.stack_parts import LayerParts, Product, StackOp, StackParts
 from slipstream.kernels.table import Norm
@@ -74,8 +74,7 @@ def _norm(norm: Norm | None) -> tuple[Tensor, float] | None:
 
 def _product(product: Product) -> tuple[object, Tensor | None]:
     weight, bias = product
-    assert isinstance(weight, CpuMatrix)
-    return weight.handle, bias
+    return handle_of(weight), bias
 
 
 def fuse(parts: StackParts) -> StackOp | None:
@@ -83,7 +82,7 @@ def fuse(parts: StackParts) -> StackOp | None:
     products = [product for layer in parts.layers for product in layer.products]
     if parts.entry is not None:
         products.append(parts.entry)
-    if not all(isinstance(weight, CpuMatrix) for weight, _ in products):
+    if any(handle_of(weight) is None for weight, _ in products):
         return None
     if not all(serves(layer.heads) for layer in parts.layers):
         return None

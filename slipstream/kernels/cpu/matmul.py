@@ -1,14 +1,17 @@
-"""Products with packed weights in C++."""
+"""Weights packed for the C++ kernels, and their products."""
+
+from functools import singledispatch
+from typing import Any
 
 import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
 from slipstream.kernels.devices import CPP_DTYPES
-from slipstream.kernels.forms import Rounding, ToFloat8, ToInt8
-from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import Int4Matrix, Int8Matrix, PackedMatrix, Weight
-from slipstream.kernels.weights import bytes_of
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.int4 import Int4Matrix, ToInt4
+from slipstream.kernels.formats.int8 import Int8Matrix, ToInt8
+from slipstream.kernels.formats.weight import Rounding, Weight
 
 _LARGE = 1 << 21  # bytes
 BLOCK_ROWS = 64  # that lie together
@@ -16,17 +19,31 @@ BLOCK_ROWS = 64  # that lie together
 MOST_INT8_COLUMNS, MOST_INT4_GROUP = 1 << 16, 1 << 13
 
 
-class CpuMatrix(PackedMatrix):
-    """A weight as the C++ kernels read it: one stream of blocks of 64 rows."""
+class CpuMatrix(Weight):
+    """A weight as the C++ kernels read it: one stream of blocks of 64 rows.
 
-    def __init__(self, handle: "cpp.Matrix", dtype: torch.dtype | None) -> None:
-        self.handle, self.table_dtype = handle, dtype
-        self.shape, self.nbytes = (handle.rows, handle.columns), handle.nbytes
+    Args:
+        table_dtype: dtype of the numbers that were packed; None where they were rounded.
+    """
+
+    def __init__(self, handle: "cpp.Matrix", table_dtype: torch.dtype | None) -> None:
+        self.handle, self.table_dtype = handle, table_dtype
+        self._shape = handle.rows, handle.columns
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._shape
+
+    @property
+    def nbytes(self) -> int:
+        size: int = self.handle.nbytes
+        return size
 
     def select(self, index: Tensor) -> "CpuMatrix":
         return CpuMatrix(self.handle.select(index.long().contiguous()), self.table_dtype)
 
-    def part(self, start: int, stop: int) -> "CpuMatrix":
+    def rows(self, start: int, stop: int | None = None) -> "CpuMatrix":
+        stop = self.shape[0] if stop is None else stop
         if start % BLOCK_ROWS:
             return self.select(torch.arange(start, stop))
         return CpuMatrix(self.handle.part(start, stop), self.table_dtype)
@@ -37,23 +54,52 @@ class CpuMatrix(PackedMatrix):
         cpp.look_up(self.handle, index.long().contiguous(), rows)
         return rows.view(*index.shape, self.shape[1])
 
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        out = x.new_empty((x.shape[0], self._shape[0]))
+        cpp.matmul(self.handle, x, bias, out)
+        return out
+
+    def logits(self, x: Tensor) -> Tensor:
+        out = torch.empty((x.shape[0], self._shape[0]))
+        cpp.matmul(self.handle, x, None, out)
+        return out
+
+
+def handle_of(weight: Weight) -> "cpp.Matrix | None":
+    """The packed matrix, as C++ takes it; None for a weight that is not packed."""
+    return weight.handle if isinstance(weight, CpuMatrix) else None
+
 
 def pack(weight: Weight) -> Weight:
     """`weight` as the kernels read it; what they do not serve stays as it is."""
-    _give_back_memory(weight)
-    if isinstance(weight, Tensor):
-        if weight.dim() != 2 or weight.dtype not in CPP_DTYPES:
-            return weight
-        return CpuMatrix(cpp.pack(weight.contiguous()), weight.dtype)
-    if isinstance(weight, Int8Matrix) and weight.values.shape[1] <= MOST_INT8_COLUMNS:
-        values = weight.values.contiguous()
-        return CpuMatrix(cpp.pack_int8(values, weight.scales, weight.rounds_input), None)
-    if isinstance(weight, Int4Matrix):
-        return _pack_int4(weight)
+    _give_back_memory(weight.nbytes)
+    return _packed(weight)
+
+
+@singledispatch
+def _packed(weight: Any) -> Weight:
+    """A format without a kernel here stays as it is."""
+    assert isinstance(weight, Weight)
     return weight
 
 
-def _pack_int4(weight: Int4Matrix) -> CpuMatrix:
+@_packed.register
+def _(weight: DenseMatrix) -> Weight:
+    if weight.values.dtype not in CPP_DTYPES:
+        return weight
+    return CpuMatrix(cpp.pack(weight.values.contiguous()), weight.values.dtype)
+
+
+@_packed.register
+def _(weight: Int8Matrix) -> Weight:
+    if weight.shape[1] > MOST_INT8_COLUMNS:
+        return weight
+    values = weight.values.contiguous()
+    return CpuMatrix(cpp.pack_int8(values, weight.scales, weight.rounds_input), None)
+
+
+@_packed.register
+def _(weight: Int4Matrix) -> Weight:
     """Larger groups are taken apart: all parts get the scale and the zero of the whole."""
     units = weight.group // 32
     parts = next(
@@ -61,44 +107,47 @@ def _pack_int4(weight: Int4Matrix) -> CpuMatrix:
         for parts in range(1, units + 1)
         if units % parts == 0 and weight.group // parts <= MOST_INT4_GROUP
     )
-    scales, zeros = (
-        of if of is None or parts == 1 else of.repeat_interleave(parts, dim=1)
-        for of in (weight.scales, weight.zeros)
-    )
+    weight = weight if parts == 1 else weight.regrouped(weight.group // parts)
     values = weight.values.contiguous()
-    return CpuMatrix(cpp.pack_int4(values, scales, zeros, weight.group // parts), None)
+    return CpuMatrix(cpp.pack_int4(values, weight.scales, weight.zeros, weight.group), None)
 
 
 def rounded(matrix: Tensor, form: Rounding) -> Weight:
     """`matrix` in fewer bits, packed; what the kernels do not serve is left to be packed."""
-    if isinstance(form, ToFloat8) or matrix.dtype not in CPP_DTYPES:
-        return REFERENCE.round(matrix, form)
-    if isinstance(form, ToInt8) and matrix.shape[1] > MOST_INT8_COLUMNS:
-        return REFERENCE.round(matrix, form)
-    _give_back_memory(matrix)
-    matrix = matrix.contiguous()
-    if isinstance(form, ToInt8):
-        return CpuMatrix(cpp.round_to_int8(matrix, form.rounds_input), None)
+    if matrix.dtype not in CPP_DTYPES:
+        return form.round(matrix)
+    _give_back_memory(matrix.nbytes)
+    return _rounded(form, matrix.contiguous())
+
+
+@singledispatch
+def _rounded(form: Any, matrix: Tensor) -> Weight:
+    """A format without a kernel here is rounded by its own code."""
+    assert isinstance(form, Rounding)
+    return form.round(matrix)
+
+
+@_rounded.register
+def _(form: ToInt8, matrix: Tensor) -> Weight:
+    if matrix.shape[1] > MOST_INT8_COLUMNS:
+        return form.round(matrix)
+    return CpuMatrix(cpp.round_to_int8(matrix, form.rounds_input), None)
+
+
+@_rounded.register
+def _(form: ToInt4, matrix: Tensor) -> Weight:
     return CpuMatrix(cpp.round_to_int4(matrix, form.group, form.zeros), None)
 
 
-def _give_back_memory(weight: Weight) -> None:
-    """Of what was packed before, where a large weight comes."""
-    if bytes_of(weight) >= _LARGE:
+def _give_back_memory(nbytes: int) -> None:
+    """Return what was packed before to the system, where a large weight comes."""
+    if nbytes >= _LARGE:
         cpp.give_back_memory()
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    if not isinstance(weight, CpuMatrix):
-        return REFERENCE.linear(x, weight, bias)
-    out = x.new_empty((x.shape[0], weight.shape[0]))
-    cpp.matmul(weight.handle, x, bias, out)
-    return out
+    return weight.linear(x, bias)
 
 
 def logits(x: Tensor, weight: Weight) -> Tensor:
-    if not isinstance(weight, CpuMatrix):
-        return REFERENCE.logits(x, weight)
-    out = torch.empty((x.shape[0], weight.shape[0]))
-    cpp.matmul(weight.handle, x, None, out)
-    return out
+    return weight.logits(x)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.reference import dense
-from slipstream.kernels.table import Float8Matrix, Norm, Weight
-from slipstream.kernels.triton import head, matmul
+from slipstream.kernels.formats.weight import RowScaled, Weight
+from slipstream.kernels.table import Norm
+from slipstream.kernels.triton import matmul
 from slipstream.kernels.triton.activation import gated_activation
+from slipstream.kernels.triton.matmul import operand
 from slipstream.kernels.triton.norm import Rows, normed_rows, round_rows
 
 FEW_ROWS = 64
@@ -26,9 +27,10 @@ class Linears:
     invariant: bool = False
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        if not self._ours(x, weight, splitting=True):
-            return _library(_rows(x, weight), weight, bias, x.dtype)
-        return matmul.addends(_rows(x, weight), weight, bias, x.dtype, self._free(x))
+        factor = operand(weight)
+        if not self._ours(x, factor, splitting=True):
+            return _library(_rows(x, factor), factor, bias, x.dtype)
+        return matmul.addends(_rows(x, factor), factor, bias, x.dtype, self._free(x))
 
     def norm_linear(
         self,
@@ -38,10 +40,11 @@ class Linears:
         weight: Weight,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        rows, total = normed_rows(addend, residual, norm, isinstance(weight, Float8Matrix))
-        if self._ours(total, weight):
-            return matmul.product(rows, weight, bias, total.dtype, self._free(total)), total
-        return _library(rows, weight, bias, total.dtype), total
+        factor = operand(weight)
+        rows, total = normed_rows(addend, residual, norm, factor.scales is not None)
+        if self._ours(total, factor):
+            return matmul.product(rows, factor, bias, total.dtype, self._free(total)), total
+        return _library(rows, factor, bias, total.dtype), total
 
     def norm_gated_linear(
         self,
@@ -51,10 +54,11 @@ class Linears:
         weight: Weight,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        rows, total = normed_rows(addend, residual, norm, isinstance(weight, Float8Matrix))
-        if self._ours(total, weight, gated=True):
-            return matmul.gated_product(rows, weight, bias, total.dtype, self._free(total)), total
-        return gated_activation(_library(rows, weight, bias, total.dtype)), total
+        factor = operand(weight)
+        rows, total = normed_rows(addend, residual, norm, factor.scales is not None)
+        if self._ours(total, factor, gated=True):
+            return matmul.gated_product(rows, factor, bias, total.dtype, self._free(total)), total
+        return gated_activation(_library(rows, factor, bias, total.dtype)), total
 
     def add_norm(self, addend: Tensor, residual: Tensor, norm: Norm) -> Tensor:
         return normed_rows(addend, residual, norm)[0].values
@@ -66,46 +70,49 @@ class Linears:
     def joined_linear(
         self, parts: Sequence[tuple[Tensor, Norm | None]], weight: Weight, bias: Tensor | None
     ) -> Tensor:
+        factor = operand(weight)
         x = torch.cat([self._normed(side, norm) for side, norm in parts], -1)
-        if self._ours(x, weight):
-            return matmul.product(_rows(x, weight), weight, bias, x.dtype, self._free(x))
-        return _library(_rows(x, weight), weight, bias, x.dtype)
+        if self._ours(x, factor):
+            return matmul.product(_rows(x, factor), factor, bias, x.dtype, self._free(x))
+        return _library(_rows(x, factor), factor, bias, x.dtype)
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         return x if norm is None else normed_rows(x, None, norm)[0].values
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        if self.invariant or (len(x) <= FEW_ROWS and self._ours(x, weight)):
-            return head.few_logits(x, weight)
-        return head.many_logits(x, weight)
+        """The library multiplies many rows, but for e4m3: its matmul rounds what comes out."""
+        factor = operand(weight)
+        few = len(x) <= FEW_ROWS and self._ours(x, factor)
+        if self.invariant or few or factor.scales is not None:
+            return matmul.product(_rows(x, factor), factor, None, torch.float32)
+        return factor.logits(x)
 
     def _ours(
-        self, x: Tensor, weight: Weight, splitting: bool = False, gated: bool = False
+        self, x: Tensor, weight: RowScaled, splitting: bool = False, gated: bool = False
     ) -> bool:
         """float32 gains nothing from tiles that are made for the tensor cores."""
         if self.invariant:
             return True
         if len(x) > FEW_ROWS:
             return matmul.serves_many(x, weight, splitting, gated)
-        return x.dtype != torch.float32 or isinstance(weight, Float8Matrix)
+        return x.dtype != torch.float32 or weight.scales is not None
 
     def _free(self, x: Tensor) -> bool:
         """Whether bits may follow from the number of rows."""
         return len(x) > FEW_ROWS and not self.invariant
 
 
-def _rows(x: Tensor, weight: Weight) -> Rows:
+def _rows(x: Tensor, weight: RowScaled) -> Rows:
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return round_rows(x) if isinstance(weight, Float8Matrix) else Rows(x, None)
+    return Rows(x, None) if weight.scales is None else round_rows(x)
 
 
-def _library(x: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _library(x: Rows, weight: RowScaled, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """[T, N] in `dtype`."""
-    if not isinstance(weight, Float8Matrix):
-        return dense.linear(x.values, weight, bias)
-    if not _scaled_matmul_serves(x, weight, dtype):
+    if x.scales is None or weight.scales is None:
+        return weight.linear(x.values, bias)
+    if not _scaled_matmul_serves(x.values, weight.values, dtype):
         return matmul.product(x, weight, bias, dtype)
-    assert x.scales is not None
     out: Tensor = torch._scaled_mm(  # type: ignore[no-untyped-call,unused-ignore]
         x.values, weight.values.T, scale_a=x.scales[:, None], scale_b=weight.scales[None, :],
         out_dtype=dtype, use_fast_accum=False,
@@ -113,10 +120,10 @@ def _library(x: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -
     return out if bias is None else out + bias
 
 
-def _scaled_matmul_serves(x: Rows, weight: Float8Matrix, dtype: torch.dtype) -> bool:
+def _scaled_matmul_serves(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     """Rows and columns in multiples of 16 and results in bfloat16 are all that it takes."""
-    if x.values.device.type != "cuda" or dtype != torch.bfloat16:
+    if x.device.type != "cuda" or dtype != torch.bfloat16:
         return False
-    if torch.cuda.get_device_capability(x.values.device) < (9, 0):
+    if torch.cuda.get_device_capability(x.device) < (9, 0):
         return False
-    return all(size % 16 == 0 for size in weight.values.shape) and len(x.values) > 0
+    return all(size % 16 == 0 for size in weight.shape) and len(x) > 0

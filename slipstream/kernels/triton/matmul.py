@@ -4,11 +4,16 @@
 - `matmul_kernels.py`: all else, and any number of rows without dependence on it.
 """
 
+from typing import cast
+
 import torch
 import triton
 from torch import Tensor
 
-from slipstream.kernels.table import Float8Matrix, Weight
+from slipstream.core.errors import UsageError
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.float8 import Float8Matrix
+from slipstream.kernels.formats.weight import RowScaled, Weight
 from slipstream.kernels.triton import launch, matmul_stream
 from slipstream.kernels.triton.matmul_kernels import matmul_kernel
 from slipstream.kernels.triton.matmul_stream_tiles import few_rows, many_rows
@@ -18,9 +23,25 @@ from slipstream.kernels.triton.spare_rows import empty_rows
 
 SPLIT_ROWS = 64  # with more rows, a program adds up all splits itself: sums take much memory
 
+_SERVED = (DenseMatrix, Float8Matrix)
+
+
+def operand(weight: Weight) -> RowScaled:
+    """The weight as these kernels read it.
+
+    Raises:
+        UsageError: they have no product for its format.
+    """
+    if type(weight) not in _SERVED:
+        raise UsageError(
+            f"the kernels for GPUs do not multiply {type(weight).__name__}; use quantization=fp8 "
+            "or none, or device=cpu"
+        )
+    return cast(RowScaled, weight)
+
 
 def product(
-    x: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype, loose: bool = False
+    x: Rows, weight: RowScaled, bias: Tensor | None, dtype: torch.dtype, loose: bool = False
 ) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`.
 
@@ -30,14 +51,14 @@ def product(
 
 
 def gated_product(
-    x: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype, loose: bool = False
+    x: Rows, weight: RowScaled, bias: Tensor | None, dtype: torch.dtype, loose: bool = False
 ) -> Tensor:
     """x [T, K], weight [2I, K], bias [2I] -> silu(gate) * up, [T, I] in `dtype`."""
     return _multiply(x, weight, bias, dtype, splitting=False, gated=True, loose=loose)[0]
 
 
 def addends(
-    x: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype, loose: bool = False
+    x: Rows, weight: RowScaled, bias: Tensor | None, dtype: torch.dtype, loose: bool = False
 ) -> Tensor:
     """As `product`, or what is left to be added up: [parts, T, N] float32."""
     out = _multiply(x, weight, bias, dtype, splitting=True, gated=False, loose=loose)
@@ -46,7 +67,7 @@ def addends(
 
 def _multiply(
     x: Rows,
-    weight: Weight,
+    weight: RowScaled,
     bias: Tensor | None,
     dtype: torch.dtype,
     splitting: bool,
@@ -54,10 +75,7 @@ def _multiply(
     loose: bool,
 ) -> Tensor:
     """[parts, T, N]: in `dtype`, or in float32 where the sum was split."""
-    values, scales = weight, None
-    if isinstance(weight, Float8Matrix):
-        values, scales = weight.values, weight.scales
-    assert isinstance(values, Tensor)
+    values, scales = weight.values, weight.scales
     assert x.values.stride(-1) == 1
     assert values.is_contiguous()
     rows, width = len(x.values), len(values)
@@ -90,9 +108,9 @@ def _plan(x: Tensor, weight: Tensor, splitting: bool, gated: bool, loose: bool) 
     return (many_rows(width, depth, rows, splitting, gated) if loose else None) or chosen
 
 
-def serves_many(x: Tensor, weight: Weight, splitting: bool, gated: bool) -> bool:
+def serves_many(x: Tensor, weight: RowScaled, splitting: bool, gated: bool) -> bool:
     """Whether more than 64 rows are worth a kernel of ours, where bits may follow from them."""
-    if not isinstance(weight, Tensor) or not matmul_stream.serves(x, weight):
+    if weight.scales is not None or not matmul_stream.serves(x, weight.values):
         return False
     width, depth = weight.shape
     return many_rows(width, depth, len(x), splitting, gated) is not None

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.reference.integers import unpacked
-from slipstream.kernels.reference.rounding import packed
-from slipstream.kernels.table import Weight
+from slipstream.kernels.formats.int4 import packed, unpacked
+from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.gptq import described, read_group
 from slipstream.models.quantized.grouped import as_bytes, grouped_matrix

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.kernels.reference.integers import unpacked
-from slipstream.kernels.table import Int8Matrix, Weight
+from slipstream.kernels.formats.int4 import unpacked
+from slipstream.kernels.formats.int8 import Int8Matrix
+from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.compressed_schemes import FORMATS, Scheme, read_scheme
 from slipstream.models.quantized.float8 import read_float8

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.table import Float8Matrix, Weight
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.float8 import Float8Matrix
+from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.module import FLOATS, StoredModule
 
@@ -72,7 +74,7 @@ def read_float8(
         return Float8Matrix(values, scales.flatten().expand(rows).contiguous())
     shape = (-(-rows // block[0]), -(-columns // block[1]))
     scales = module.take(scale, _SCALES, shape).float()
-    return _by_blocks(values, scales, block)
+    return DenseMatrix(_by_blocks(values, scales, block))
 
 
 def _by_blocks(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.kernels.reference.integers import unpacked
-from slipstream.kernels.table import Weight
+from slipstream.kernels.formats.int4 import unpacked
+from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.grouped import as_bytes, grouped_matrix
 from slipstream.models.quantized.module import FLOATS, StoredModule

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from slipstream.kernels.reference.integers import unpacked
-from slipstream.kernels.reference.rounding import half_scales
-from slipstream.kernels.table import Int4Matrix, Int8Matrix, Weight
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.int4 import GROUPS, Int4Matrix, half_scales, unpacked
+from slipstream.kernels.formats.int8 import Int8Matrix
+from slipstream.kernels.formats.weight import Weight
 
-_UNITS = (128, 32)  # groups of an `Int4Matrix`
 _ROWS_AT_ONCE = 256
 
 
@@ -31,7 +31,7 @@ def grouped_matrix(
 
     Returns:
         An `Int4Matrix` or `Int8Matrix` with these numbers, or where neither can have them a
-        float32 tensor. A scale of 32 bits is rounded to those that an `Int4Matrix` may have.
+        float32 matrix. A scale of 32 bits is rounded to those that an `Int4Matrix` may have.
     """
     columns = values.shape[1] * 8 // bits
     if group_of is not None and torch.equal(group_of, torch.arange(columns) // group):
@@ -48,13 +48,13 @@ def grouped_matrix(
         return Int8Matrix((values ^ middle).view(torch.int8), scales.flatten().contiguous())
     if group_of is None:
         group_of = torch.arange(columns) // group
-    return _whole(values, bits, scales, zeros, group_of)
+    return DenseMatrix(_whole(values, bits, scales, zeros, group_of))
 
 
 def whole_group(group: int, columns: int) -> int | None:
     """The largest group of an `Int4Matrix` that these groups consist of; None without one."""
     group = min(group, columns)
-    fitting = [unit for unit in _UNITS if group % unit == 0 and columns % unit == 0]
+    fitting = [unit for unit in GROUPS if group % unit == 0 and columns % unit == 0]
     return fitting[0] if fitting else None
 
 

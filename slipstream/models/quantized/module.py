@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
-from slipstream.kernels.table import Weight
+from slipstream.kernels.formats.weight import Weight
 from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_into
 
 FLOATS = WEIGHT_DTYPES

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
-from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
-from slipstream.kernels.reference.integers import dequantised
-from slipstream.kernels.table import Float8Matrix, Weight
-from slipstream.kernels.weights import stacked
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.float8 import Float8Matrix
+from slipstream.kernels.formats.weight import Weight, stacked
 from slipstream.layers.parameters import Part
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.parameter_sources import CheckpointSource, Progress
@@ -42,7 +41,8 @@ class QuantizedSource(CheckpointSource):
         whole_dtype: torch.dtype,
     ) -> None:
         super().__init__(checkpoint, dtype, device, progress)
-        self._stored, self._keeps_float8, self._whole_dtype = stored, keeps_float8, whole_dtype
+        self._stored, self._whole_dtype = stored, whole_dtype
+        self._becomes_floats = {DenseMatrix} if keeps_float8 else {DenseMatrix, Float8Matrix}
         self._modules: set[str] = set()  # whose matrices are quantised
         self._by_module: dict[str, dict[str, TensorEntry]] = {}
         for name, entry in checkpoint.entries.items():
@@ -55,7 +55,7 @@ class QuantizedSource(CheckpointSource):
         Parts that are stored in ways that do not go together become one tensor.
         """
         if not any(self._is_quantised(part.name) for part in parts):
-            return self.matrix(parts, columns)
+            return DenseMatrix(self.matrix(parts, columns))
         weights = [self._read_weight(part, columns) for part in parts]
         joined = stacked(weights)
         if joined is None:
@@ -64,8 +64,8 @@ class QuantizedSource(CheckpointSource):
                 parts[0].name,
                 self._whole_dtype,
             )
-            joined = stacked([self._whole(dequantised(weight)) for weight in weights])
-        assert joined is not None, "tensors can be stacked"
+            joined = stacked([self._whole(weight) for weight in weights])
+        assert joined is not None, "floats can be stacked"
         return joined
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
@@ -83,7 +83,7 @@ class QuantizedSource(CheckpointSource):
 
     def _read_weight(self, part: Part, columns: int) -> Weight:
         if not self._is_quantised(part.name):
-            return self.matrix([part], columns).to(self._whole_dtype)
+            return DenseMatrix(self.matrix([part], columns).to(self._whole_dtype))
         name = part.name.removesuffix(_WEIGHT)
         entries = self._by_module.get(name, {})
         if not entries:
@@ -94,16 +94,13 @@ class QuantizedSource(CheckpointSource):
         module = StoredModule(name, self._checkpoint.path, entries, self._take)
         weight = self._stored.read(module, part.rows, columns)
         self._modules.add(name)
-        if isinstance(weight, Tensor):
-            return self._whole(weight)
-        if isinstance(weight, Float8Matrix):
-            if not self._keeps_float8:
-                return self._whole(dequantised(weight))
-            return Float8Matrix(weight.values.to(self._device), weight.scales.to(self._device))
-        return weight
+        return (
+            self._whole(weight) if type(weight) in self._becomes_floats else weight.to(self._device)
+        )
 
-    def _whole(self, weight: Tensor) -> Tensor:
-        return weight.to(device=self._device, dtype=self._whole_dtype)
+    def _whole(self, weight: Weight) -> DenseMatrix:
+        numbers = weight.dequantised()
+        return DenseMatrix(numbers.to(device=self._device, dtype=self._whole_dtype))
 
     def _take(self, entry: TensorEntry) -> None:
         self._unused.discard(entry.name)

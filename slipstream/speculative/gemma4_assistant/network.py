@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.core.errors import CheckpointError
+from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Heads, Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
@@ -139,13 +140,13 @@ class SomeLogits:
         source: ParameterSource,
         centroids: Centroids,
         ordering: Tensor,
-        table: Tensor,
+        table: DenseMatrix,
         softcap: float | None,
     ) -> None:
         width = table.shape[1]
         parts = [Part("masked_embedding.centroids", centroids.count)]
         self._ops, self._chosen = ops, centroids.chosen
-        self._table, self._softcap = table, softcap
+        self._table, self._softcap = table.values, softcap
         self._centroids = column_linear(source, parts, width, False)
         self._tokens = ordering.view(centroids.count, -1)
 

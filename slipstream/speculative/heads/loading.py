@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.kernels.table import Ops, PackedMatrix, ops_for
-from slipstream.kernels.weights import look_up, shape_of
+from slipstream.kernels.table import Ops, ops_for
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import RopeConfig, rope_table
@@ -69,7 +68,7 @@ class HeadEnds:
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Take the target's for what is missing, and for an embedding with the same numbers."""
         own = self._embedding
-        if own is None or _same(own.weight, embedding.weight):
+        if own is None or _same(own, embedding):
             self._embedding = embedding
         self._head = self._head or head
 
@@ -85,15 +84,13 @@ class HeadEnds:
         return self._head
 
 
-def _same(own: Tensor | PackedMatrix, other: Tensor | PackedMatrix) -> bool:
-    if isinstance(own, Tensor) and isinstance(other, Tensor):
-        return own.shape == other.shape and own.dtype == other.dtype and torch.equal(own, other)
-    if shape_of(own) != shape_of(other):
+def _same(own: Embedding, other: Embedding) -> bool:
+    """Whether two tables have the same numbers, however they are stored."""
+    if own.weight.shape != other.weight.shape or own.dtype != other.dtype:
         return False
-    starts = range(0, shape_of(own)[0], _COMPARED)
-    parts = [torch.arange(start, min(start + _COMPARED, shape_of(own)[0])) for start in starts]
-    pairs = ((look_up(own, part), look_up(other, part)) for part in parts)
-    return all(one.dtype == two.dtype and torch.equal(one, two) for one, two in pairs)
+    rows = torch.arange(own.weight.shape[0], device=own.device)
+    parts = torch.split(rows, _COMPARED)
+    return all(torch.equal(own(part), other(part)) for part in parts)
 
 
 def shifted_rope_table(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.table import Ops, Weight
-from slipstream.kernels.weights import row_range
+from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.table import Ops
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.loading import LoadOptions
@@ -101,11 +101,11 @@ class MedusaHeads:
         x = hidden.float().expand(count, -1, -1)
         for index, (weight, bias) in enumerate(self._layers):
             if index == 0:  # all heads read the same rows
-                added = self._ops.logits(hidden, row_range(weight, 0, count * width))
+                added = self._ops.logits(hidden, weight.rows(0, count * width))
                 added = added.view(len(hidden), count, width).transpose(0, 1)
             else:
                 rows = x.to(self._dtype)
-                own = [row_range(weight, head * width, (head + 1) * width) for head in range(count)]
+                own = [weight.rows(head * width, (head + 1) * width) for head in range(count)]
                 added = torch.stack([self._ops.logits(rows[i], own[i]) for i in range(count)])
             if bias is not None:
                 added = added + bias[:count].unsqueeze(1)

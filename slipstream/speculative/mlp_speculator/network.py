@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.core.errors import CheckpointError
-from slipstream.kernels.table import Ops, Weight
+from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.table import Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.checkpoint import Checkpoint

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
+from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.table import Ops, ops_for
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import ConfigReader
@@ -91,7 +92,7 @@ class TargetProjection:
     def __init__(self, ops: Ops, config: Pard2Config, weight: Tensor, bias: Tensor | None) -> None:
         self._logits, self._config, self._bias = ops.logits, config, bias
         parts = torch.split(weight, config.target_width, dim=1)
-        self._parts = [part.contiguous() for part in parts]
+        self._parts = [DenseMatrix(part.contiguous()) for part in parts]
         self.dtype = weight.dtype
 
     def __call__(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:

@@ -1,24 +1,19 @@
-"""Rounding matrices to fewer bits, each number to the nearest that its scale allows.
-
-Columns that round in their own way give the same numbers, bit for bit: whatever is summed has one
-order.
-"""
+"""Four-bit integers with a scale, and where asked for a zero, for each group of columns."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from slipstream.kernels.forms import Rounding, ToFloat8, ToInt8
-from slipstream.kernels.reference import dense, integers
-from slipstream.kernels.reference.integers import to_nearest
-from slipstream.kernels.table import Float8Matrix, Int4Matrix, Int8Matrix, Weight
+from slipstream.core.errors import UsageError
+from slipstream.kernels.formats.int8 import CACHED_SLICE, PRODUCT_SLICE, ToInt8, to_nearest
+from slipstream.kernels.formats.weight import Rounding, Weight, row_slices
 
-_SLICE = 1 << 24  # numbers that are in float32 at once while they are rounded
-# The same for what passes over them many times. Torch does not share so few among threads, which
-# would wait for each other far longer than they work where others keep the machine busy.
-_CACHED_SLICE = (1 << 15) - 1
-_GROUPS_AT_ONCE = (1 << 15) - 1  # of which the same holds
+GROUPS = (128, 32)  # columns that may share a scale, the larger first
+_GROUPS_AT_ONCE = (1 << 15) - 1  # that are rounded at a time, for the reason of CACHED_SLICE
 _LARGEST = 15  # of four bits
 _MIDDLE = 8
 # A group's scale makes its largest number representable, or is this much smaller: the others then
@@ -29,56 +24,139 @@ _EXPONENTS = 126  # of float32, up and down
 _FINITE = 1e38
 
 
-def rounded(matrix: Tensor, form: Rounding) -> Weight:
-    """[N, K] in this form; see `Ops.round`."""
-    if isinstance(form, ToFloat8):
-        return to_float8(matrix)
-    if isinstance(form, ToInt8):
-        return to_int8(matrix, form.rounds_input)
-    return to_int4(matrix, form.group, form.zeros)
+@dataclass(frozen=True, eq=False)
+class Int4Matrix(Weight):
+    """A weight [N, K] of four-bit integers q: (q - zero) * scale, `group` columns a scale.
+
+    Attributes:
+        values: [N, K / 2] uint8, two columns a byte, the even one in the lower half.
+        scales: [N, K / group] float32. In a row they are float16 numbers times one power of two.
+        zeros: [N, K / group] uint8, from 0 to 15; None: 8 everywhere.
+        group: a multiple of 32, and a divisor of K.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], 2 * self.values.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        zeros = 0 if self.zeros is None else self.zeros.nbytes
+        return self.values.nbytes + self.scales.nbytes + zeros
+
+    def select(self, index: Tensor) -> "Int4Matrix":
+        return self._part(index)
+
+    def rows(self, start: int, stop: int | None = None) -> "Int4Matrix":
+        return self._part(slice(start, stop))
+
+    def columns(self, start: int, stop: int) -> "Int4Matrix":
+        if start % self.group or stop % self.group:
+            raise UsageError(
+                f"four-bit weights in groups of {self.group} columns cannot be cut between columns "
+                f"{start} and {stop}; use a number of ranks whose shares are whole groups"
+            )
+        groups = slice(start // self.group, stop // self.group)
+        return Int4Matrix(
+            self.values[:, start // 2 : stop // 2].contiguous(),
+            self.scales[:, groups].contiguous(),
+            None if self.zeros is None else self.zeros[:, groups].contiguous(),
+            self.group,
+        )
+
+    def _part(self, rows: slice | Tensor) -> "Int4Matrix":
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return Int4Matrix(self.values[rows], self.scales[rows], zeros, self.group)
+
+    @classmethod
+    def stack(cls, weights: Sequence[Self]) -> "Int4Matrix":
+        group = min(weight.group for weight in weights)
+        parts = [weight.regrouped(group) for weight in weights]
+        zeros: Tensor | None = None
+        if any(part.zeros is not None for part in parts):
+            zeros = torch.cat([part.own_zeros() for part in parts])
+        values = torch.cat([part.values for part in parts])
+        return Int4Matrix(values, torch.cat([part.scales for part in parts]), zeros, group)
+
+    def regrouped(self, group: int) -> "Int4Matrix":
+        """The same numbers with a scale for every `group` columns, a divisor of today's group."""
+        times, zeros = self.group // group, self.zeros
+        return Int4Matrix(
+            self.values,
+            self.scales.repeat_interleave(times, 1),
+            None if zeros is None else zeros.repeat_interleave(times, 1),
+            group,
+        )
+
+    def own_zeros(self) -> Tensor:
+        """[N, K / group] uint8, written out where they are 8 everywhere."""
+        if self.zeros is None:
+            return torch.full_like(self.scales, _MIDDLE, dtype=torch.uint8)
+        return self.zeros
+
+    def dequantised(self) -> Tensor:
+        grouped = unpacked(self.values).float().view(*self.scales.shape, self.group)
+        zeros = float(_MIDDLE) if self.zeros is None else self.zeros.float().unsqueeze(-1)
+        return ((grouped - zeros) * self.scales.unsqueeze(-1)).flatten(1)
+
+    def logits(self, x: Tensor) -> Tensor:
+        x = x.float()
+        out = torch.empty(x.shape[0], self.shape[0], device=x.device)
+        for part in row_slices(*self.shape, PRODUCT_SLICE):
+            out[:, part] = F.linear(x, self.rows(part.start, part.stop).dequantised())
+        return out
 
 
-def to_float8(matrix: Tensor) -> Float8Matrix:
-    """[N, K] in e4m3, each row scaled so that its largest number becomes the largest of e4m3."""
-    values = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
-    scales = torch.empty(len(matrix), dtype=torch.float32, device=matrix.device)
-    for part in _slices(matrix, _SLICE):
-        values[part], scales[part] = dense.round_rows(matrix[part])
-    return Float8Matrix(values, scales)
+@dataclass(frozen=True)
+class ToInt4(Rounding):
+    """Rounding to an `Int4Matrix`, each number to the nearest that its group's scale allows.
 
+    Columns of kernels that round in their own way give the same numbers, bit for bit: whatever is
+    summed has one order.
 
-def to_int8(matrix: Tensor, rounds_input: bool = False) -> Int8Matrix:
-    """[N, K] in integers from -127 to 127, a scale a row."""
-    values = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)
-    scales = torch.empty(len(matrix), dtype=torch.float32, device=matrix.device)
-    for part in _slices(matrix, _CACHED_SLICE):
-        values[part], scales[part] = integers.round_rows(matrix[part])
-    return Int8Matrix(values, scales, rounds_input)
-
-
-def to_int4(matrix: Tensor, group: int, asymmetric: bool = False) -> Int4Matrix:
-    """[N, K] in four bits; K must be a multiple of `group`.
-
-    Args:
-        asymmetric: groups have zeros of their own, so that all 16 numbers are used where a group
+    Attributes:
+        group: columns that share a scale, 32 or 128; it must divide those of the matrix.
+        zeros: whether groups have zeros of their own, so that all 16 numbers are used where a group
             is not centred.
     """
-    rows, columns = matrix.shape
-    shape = (rows, columns // group)
-    values = torch.empty((rows, columns // 2), dtype=torch.uint8, device=matrix.device)
-    scales = torch.empty(shape, dtype=torch.float32, device=matrix.device)
-    zeros = torch.empty(shape, dtype=torch.uint8, device=matrix.device) if asymmetric else None
-    for part in _slices(matrix, _GROUPS_AT_ONCE * group):
-        values[part], scales[part], own = _some_rows_to_int4(matrix[part], group, asymmetric)
-        if zeros is not None and own is not None:
-            zeros[part] = own
-    return Int4Matrix(values, scales, zeros, group)
+
+    group: int
+    zeros: bool = False
+    bits = 4
+
+    @property
+    def bytes_per_number(self) -> float:
+        return 0.5 + (torch.float32.itemsize + self.zeros) / self.group
+
+    def for_columns(self, columns: int) -> Rounding:
+        """Four bits in the largest groups that divide the columns; eight where none does."""
+        fitting = [size for size in GROUPS if size <= self.group and columns % size == 0]
+        return ToInt4(fitting[0], self.zeros) if fitting else ToInt8()
+
+    def round(self, matrix: Tensor) -> Int4Matrix:
+        rows, columns = matrix.shape
+        shape, device = (rows, columns // self.group), matrix.device
+        values = torch.empty((rows, columns // 2), dtype=torch.uint8, device=device)
+        scales = torch.empty(shape, dtype=torch.float32, device=device)
+        zeros = torch.empty(shape, dtype=torch.uint8, device=device) if self.zeros else None
+        for part in row_slices(rows, columns, _GROUPS_AT_ONCE * self.group):
+            values[part], scales[part], own = _some_rows_to_int4(
+                matrix[part], self.group, self.zeros
+            )
+            if zeros is not None and own is not None:
+                zeros[part] = own
+        return Int4Matrix(values, scales, zeros, self.group)
 
 
 def _some_rows_to_int4(
     matrix: Tensor, group: int, asymmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """[N, K] -> values, scales and zeros as an `Int4Matrix` has them."""
+    """matrix [N, K] -> values, scales and zeros as an `Int4Matrix` has them."""
     rounding = _Groups(matrix, group)
     low, high = rounding.extremes()
     choices = _choices_with_zeros(low, high) if asymmetric else _choices(low, high)
@@ -103,7 +181,7 @@ class _Groups:
         rows, columns = matrix.shape
         self._shape = (rows, columns // group)
         self._matrix = matrix.view(*self._shape, group)
-        self._slices = _slices(matrix, _CACHED_SLICE)
+        self._slices = row_slices(rows, columns, CACHED_SLICE)
         # Fresh memory for each slice would cost as much as what is done in it.
         space = (3, self._slices[0].stop, columns // group, group)
         self._space = torch.empty(space, dtype=torch.float32, device=matrix.device)
@@ -220,7 +298,6 @@ def half_scales(scales: Tensor) -> Tensor:
     return (scales * power).clamp_(-_HALF_MAX, _HALF_MAX).half().float().div_(power)
 
 
-def _slices(matrix: Tensor, size: int) -> list[slice]:
-    """Of rows, so that each has about `size` numbers."""
-    step = max(1, size // matrix.shape[1])
-    return [slice(start, start + step) for start in range(0, len(matrix), step)]
+def unpacked(values: Tensor) -> Tensor:
+    """[N, K / 2] uint8, two integers a byte -> [N, K] uint8, the lower half first."""
+    return torch.stack((values & 15, values >> 4), -1).flatten(-2)

@@ -1,0 +1,1 @@
+"""Weight formats, one file each: how a matrix is stored, cut, stacked, rounded and multiplied."""

@@ -1,0 +1,54 @@
+"""Eight-bit floats, e4m3, with a scale for each row."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.formats.weight import Rounding, RowScaled, row_slices
+
+FLOAT8_MAX = 448.0  # of e4m3
+_SLICE = 1 << 24  # numbers that are in float32 at once while they are rounded
+
+
+@dataclass(frozen=True, eq=False)
+class Float8Matrix(RowScaled):
+    """A weight [N, K] in e4m3 with a float32 scale for each of its rows [N].
+
+    Its products also round the other factor: each row of x is scaled so that its largest number
+    becomes the largest of e4m3.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    def _like(self, values: Tensor, scales: Tensor | None) -> "Float8Matrix":
+        assert scales is not None
+        return Float8Matrix(values, scales)
+
+    def logits(self, x: Tensor) -> Tensor:
+        values, scales = round_rows(x)
+        product = F.linear(values.float(), self.values.float())
+        return product * scales.unsqueeze(-1) * self.scales
+
+
+@dataclass(frozen=True)
+class ToFloat8(Rounding):
+    """Rounding to a `Float8Matrix`, each row scaled by its largest number."""
+
+    bits = 8
+
+    def round(self, matrix: Tensor) -> Float8Matrix:
+        values = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
+        scales = torch.empty(len(matrix), dtype=torch.float32, device=matrix.device)
+        for part in row_slices(len(matrix), matrix.shape[1], _SLICE):
+            values[part], scales[part] = round_rows(matrix[part])
+        return Float8Matrix(values, scales)
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [N, K] as (e4m3 [N, K], scales [N] float32): the largest number of a row becomes 448."""
+    largest = x.abs().amax(-1).float().clamp_min(torch.finfo(torch.float32).tiny * FLOAT8_MAX)
+    scales = largest / FLOAT8_MAX
+    return (x.float() / scales.unsqueeze(-1)).to(torch.float8_e4m3fn), scales

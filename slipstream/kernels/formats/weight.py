@@ -1,0 +1,173 @@
+"""What every weight format offers. A new format is one file beside this one.
+
+The products here are plain torch and define what is right. A column of kernels that has its own
+packs the matrix (`Ops.pack`) or reads its tensors; nobody else asks what a weight is stored as.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import UsageError
+
+
+class Weight(ABC):
+    """A matrix W [N, K] that rows of activations are multiplied by: y = x W^T.
+
+    Attributes:
+        floats: W as it is stored where nothing was rounded; None for formats of fewer bits.
+        table_dtype: dtype of the rows that `look_up` gives; None where rows cannot be looked up.
+    """
+
+    floats: Tensor | None = None
+    table_dtype: torch.dtype | None = None
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes in memory, scales included."""
+
+    @abstractmethod
+    def select(self, index: Tensor) -> "Weight":
+        """A copy of the rows `index` [n] int64, in this order."""
+
+    @abstractmethod
+    def rows(self, start: int, stop: int | None = None) -> "Weight":
+        """Rows from `start` to before `stop` (None: the last); a view where the layout allows."""
+
+    def columns(self, start: int, stop: int) -> "Weight":
+        """Columns from `start` to before `stop`.
+
+        Raises:
+            UsageError: the format cannot be cut there.
+        """
+        raise UsageError(f"{type(self).__name__} cannot be cut between columns {start} and {stop}")
+
+    @classmethod
+    def stack(cls, weights: Sequence[Self]) -> "Weight | None":
+        """The rows of all of them, one below the other; None where their settings differ."""
+        return None
+
+    def dequantised(self) -> Tensor:
+        """[N, K] float32, the numbers that the weight stands for."""
+        raise TypeError(f"{type(self).__name__} does not give its numbers back")
+
+    def to(self, device: torch.device) -> "Weight":
+        """The matrix on `device`."""
+        return self
+
+    @abstractmethod
+    def logits(self, x: Tensor) -> Tensor:
+        """x [T, K] -> x W^T [T, N] in float32, never rounded below the accumulator."""
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, K], bias [N] or None -> x W^T + bias, [T, N] in the dtype of x."""
+        product = self.logits(x).to(x.dtype)
+        return product if bias is None else product + bias
+
+    def look_up(self, index: Tensor) -> Tensor:
+        """index [...] integers -> [..., K], rows in `table_dtype`."""
+        raise TypeError(f"{type(self).__name__} is no table of rows")
+
+
+class RowScaled(Weight):
+    """A matrix with at most one scale for each row: W = values * scales[:, None].
+
+    Attributes:
+        values: [N, K].
+        scales: [N] float32; None where there are none.
+    """
+
+    values: Tensor
+    scales: Tensor | None
+
+    @abstractmethod
+    def _like(self, values: Tensor, scales: Tensor | None) -> Self:
+        """This format with other numbers."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def select(self, index: Tensor) -> Self:
+        values = _bytes(self.values)[index].view(self.values.dtype)
+        return self._like(values, None if self.scales is None else self.scales[index])
+
+    def rows(self, start: int, stop: int | None = None) -> Self:
+        part = slice(start, stop)
+        return self._like(self.values[part], None if self.scales is None else self.scales[part])
+
+    def columns(self, start: int, stop: int) -> Self:
+        return self._like(self.values[:, start:stop].contiguous(), self.scales)
+
+    @classmethod
+    def stack(cls, weights: Sequence[Self]) -> Self | None:
+        first = weights[0]
+        values = torch.cat([_bytes(weight.values) for weight in weights]).view(first.values.dtype)
+        scales = [weight.scales for weight in weights if weight.scales is not None]
+        return first._like(values, torch.cat(scales) if scales else None)
+
+    def dequantised(self) -> Tensor:
+        values = self.values.float()
+        return values if self.scales is None else values * self.scales.unsqueeze(-1)
+
+    def to(self, device: torch.device) -> Self:
+        scales = None if self.scales is None else self.scales.to(device)
+        return self._like(self.values.to(device), scales)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """Float8 as bytes: not every device can index or join float8."""
+    return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
+
+
+class Rounding(ABC):
+    """What a matrix of floats is rounded to.
+
+    Attributes:
+        bits: of a number.
+    """
+
+    bits: int
+
+    @property
+    def bytes_per_number(self) -> float:
+        """Bytes of a number, its share of the scales included where they are many."""
+        return self.bits / 8
+
+    @abstractmethod
+    def round(self, matrix: Tensor) -> Weight:
+        """matrix [N, K] float in this format."""
+
+    def for_columns(self, columns: int) -> "Rounding":
+        """This rounding, or what serves in its place where it does not fit so many columns."""
+        del columns
+        return self
+
+
+def stacked(weights: Sequence[Weight]) -> Weight | None:
+    """The rows of all of them, one below the other; None where formats or settings differ."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    if any(type(weight) is not type(first) for weight in weights):
+        return None
+    return type(first).stack(weights)
+
+
+def row_slices(num_rows: int, columns: int, size: int) -> list[slice]:
+    """Slices of rows that hold about `size` numbers each."""
+    step = max(1, size // columns)
+    return [slice(start, start + step) for start in range(0, num_rows, step)]
