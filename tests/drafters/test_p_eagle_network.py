@@ -39,7 +39,7 @@ def load_network(folder: Path, target: str) -> PEagleHead:
 class Table:
     """The target's embedding, as far as it is looked at."""
 
-    weight: Tensor
+    weight: DenseMatrix
 
 
 class Request:
@@ -95,7 +95,7 @@ def test_an_embedding_of_its_own_is_never_the_targets(tiny_target: str, tmp_path
     save_file(weights, folder / "model.safetensors")
     network = load_network(folder, tiny_target)
 
-    network.share(Table(target.embedding), None)  # type: ignore[arg-type]
+    network.share(Table(DenseMatrix(target.embedding)), None)  # type: ignore[arg-type]
     assert torch.equal(network._ends.embedded(torch.tensor([MASK]))[0], row)
 
 
@@ -142,7 +142,7 @@ def test_the_network_learns(changes: dict[str, Any], tiny_target: str, tmp_path:
     source, target = Learning(folder), Target(tiny_target)
     options = LoadOptions(torch.float32, torch.device("cpu"), "auto", max_positions=256)
     network = PEagleHead(REFERENCE, source, config, target.embedding.shape[1], options)
-    network.share(Table(target.embedding), None)  # type: ignore[arg-type]
+    network.share(Table(DenseMatrix(target.embedding)), None)  # type: ignore[arg-type]
     ids, count = PROMPT[:12], 4
     streams = target(ids[:-1])[0]
     picked = [streams[layer] for layer in config.head.aux_layers or ()]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.table import Ops, ops_for
 from slipstream.layers.parameters import Part
 from slipstream.models import loading, parameter_sources, safetensors_file
@@ -58,20 +59,27 @@ def configure(folder: Path, **changes: Any) -> None:
 
 def parameters(network: Decoder) -> dict[str, Tensor]:
     """Every parameter of a network, by a name of this test's own."""
-    found = {"embedding": network.embedding.weight, "head": network.head.weight}
-    found["norm"] = network.norm.weight
+    found = {"norm": network.norm.weight}
+    weights = {"embedding": network.embedding.weight, "head": network.head.weight}
     for index, layer in enumerate(network.layers):
         parts = layer.parts
         assert parts.before_attention is not None
         found |= {
             f"{index}.input_norm": parts.before_attention.weight,
+            f"{index}.mlp_norm": parts.before_mlp.weight,
+        }
+        weights |= {
             f"{index}.qkv": parts.qkv[0],
             f"{index}.output": parts.output[0],
-            f"{index}.mlp_norm": parts.before_mlp.weight,
             f"{index}.gate_up": parts.gate_up[0],
             f"{index}.down": parts.down[0],
         }
-    return found
+    return found | {name: floats(weight) for name, weight in weights.items()}
+
+
+def floats(weight: Weight) -> Tensor:
+    assert weight.floats is not None
+    return weight.floats
 
 
 # What does not fit is refused
@@ -183,8 +191,8 @@ def test_what_follows_from_the_rest_may_be_there(folder: Path, name: str) -> Non
 def test_a_head_of_its_own_is_used_when_untied(tmp_path: Path) -> None:
     folder = write_qwen3(tmp_path / "untied", tie_word_embeddings=False)
     network = load(folder)
-    torch.testing.assert_close(network.head.weight, stored(folder)["lm_head.weight"])
-    assert not torch.equal(network.head.weight, network.embedding.weight)
+    torch.testing.assert_close(floats(network.head.weight), stored(folder)["lm_head.weight"])
+    assert not torch.equal(floats(network.head.weight), floats(network.embedding.weight))
 
 
 def test_quantised_weights_are_refused(folder: Path) -> None:
@@ -202,15 +210,15 @@ def test_parts_are_stacked_in_their_order(folder: Path) -> None:
     for index, layer in enumerate(network.layers):
         name = f"model.layers.{index}."
         query, key, value = (tensors[f"{name}self_attn.{p}_proj.weight"] for p in "qkv")
-        qkv = layer.attention.qkv.weight
+        qkv = floats(layer.attention.qkv.weight)
         assert qkv.shape == (96 + 32 + 32, 48)
         assert torch.equal(qkv[:96], query)
         assert torch.equal(qkv[96:128], key)
         assert torch.equal(qkv[128:], value)
-        gate_up, _ = layer.parts.gate_up
+        gate_up = floats(layer.parts.gate_up[0])
         assert torch.equal(gate_up[:80], tensors[name + "mlp.gate_proj.weight"])
         assert torch.equal(gate_up[80:], tensors[name + "mlp.up_proj.weight"])
-        assert torch.equal(layer.parts.down[0], tensors[name + "mlp.down_proj.weight"])
+        assert torch.equal(floats(layer.parts.down[0]), tensors[name + "mlp.down_proj.weight"])
 
 
 def test_biases_are_stacked_as_their_weights_are(folder: Path) -> None:
@@ -238,8 +246,10 @@ def test_numbers_are_converted_to_the_dtype_that_was_asked_for(
     folder = write_qwen3(tmp_path / kept, torch_dtype=kept)
     network, tensors = load(folder, wanted), stored(folder)
     assert {parameter.dtype for parameter in parameters(network).values()} == {wanted}
-    assert torch.equal(network.embedding.weight, tensors[EMBEDDING].to(wanted))
-    assert torch.equal(network.layers[1].attention.qkv.weight[:96], tensors[QUERY].to(wanted))
+    assert torch.equal(floats(network.embedding.weight), tensors[EMBEDDING].to(wanted))
+    assert torch.equal(
+        floats(network.layers[1].attention.qkv.weight)[:96], tensors[QUERY].to(wanted)
+    )
 
 
 def test_the_same_numbers_come_through_a_buffer_of_any_size(

@@ -52,13 +52,13 @@ FORMATS: dict[str, tuple[Format, type, int | None]] = {
     "gptq-rows": (gptq(group=-1), Int4Matrix, 128),
     "gptq-asym": (gptq(group=32, symmetric=False), Int4Matrix, 32),
     "gptq-v2": (gptq(version="gptq_v2", symmetric=False), Int4Matrix, 128),
-    "gptq-16": (gptq(group=16), Tensor, None),
-    "gptq-ordered": (gptq(group=32, ordered=True, symmetric=False), Tensor, None),
+    "gptq-16": (gptq(group=16), DenseMatrix, None),
+    "gptq-ordered": (gptq(group=32, ordered=True, symmetric=False), DenseMatrix, None),
     "gptq-ordered-rows": (gptq(group=-1, ordered=True), Int4Matrix, 128),
     "gptq-bias": (gptq(with_bias=True), Int4Matrix, 128),
     "gptq-8": (gptq(bits=8, group=-1), Int8Matrix, None),
-    "gptq-8-groups": (gptq(bits=8, group=32), Tensor, None),
-    "gptq-8-asym": (gptq(bits=8, group=-1, symmetric=False), Tensor, None),
+    "gptq-8-groups": (gptq(bits=8, group=32), DenseMatrix, None),
+    "gptq-8-asym": (gptq(bits=8, group=-1, symmetric=False), DenseMatrix, None),
     "awq": (awq(), Int4Matrix, 128),
     "awq-64": (awq(group=64), Int4Matrix, 32),
     "awq-rows": (awq(group=-1), Int4Matrix, 128),
@@ -66,21 +66,21 @@ FORMATS: dict[str, tuple[Format, type, int | None]] = {
     "packed-32": (packed_tensors(group=32), Int4Matrix, 32),
     "packed-asym": (packed_tensors(group=64, symmetric=False), Int4Matrix, 32),
     "packed-rows": (packed_tensors(group=-1), Int4Matrix, 128),
-    "packed-ordered": (packed_tensors(group=32, actorder="group"), Tensor, None),
+    "packed-ordered": (packed_tensors(group=32, actorder="group"), DenseMatrix, None),
     "packed-by-weight": (packed_tensors(actorder="weight"), Int4Matrix, 128),
     "packed-8": (packed_tensors(bits=8, group=-1), Int8Matrix, None),
-    "packed-8-groups": (packed_tensors(bits=8, group=32), Tensor, None),
+    "packed-8-groups": (packed_tensors(bits=8, group=32), DenseMatrix, None),
     "int": (int_tensors(activations=DYNAMIC), Int8Matrix, None),
     "int-tensor": (int_tensors("tensor", activations=DYNAMIC), Int8Matrix, None),
     "int-weights": (int_tensors(), Int8Matrix, None),
-    "float": (float_tensors(activations=DYNAMIC), Tensor, None),
-    "float-tensor": (float_tensors("tensor", activations=STATIC), Tensor, None),
-    "float-block": (float_tensors("block"), Tensor, None),
-    "fp8": (float8(), Tensor, None),
-    "fp8-odd": (float8(block=48), Tensor, None),
-    "fp8-tensor": (float8(block=None), Tensor, None),
-    "fp8-static": (float8(block=None, scheme="static"), Tensor, None),
-    "fp8-inv": (float8(block=None, name="weight_scale_inv"), Tensor, None),
+    "float": (float_tensors(activations=DYNAMIC), DenseMatrix, None),
+    "float-tensor": (float_tensors("tensor", activations=STATIC), DenseMatrix, None),
+    "float-block": (float_tensors("block"), DenseMatrix, None),
+    "fp8": (float8(), DenseMatrix, None),
+    "fp8-odd": (float8(block=48), DenseMatrix, None),
+    "fp8-tensor": (float8(block=None), DenseMatrix, None),
+    "fp8-static": (float8(block=None, scheme="static"), DenseMatrix, None),
+    "fp8-inv": (float8(block=None, name="weight_scale_inv"), DenseMatrix, None),
 }
 
 
@@ -179,7 +179,7 @@ def test_modules_that_are_ignored_stay_whole(tmp_path: Path) -> None:
     style = packed_tensors(group=32, ignore=["lm_head", "re:.*self_attn.*"])
     meant = write_quantized(tmp_path, style, skip=("lm_head", "self_attn"))
     for place, (weight, parts) in matrices(load(tmp_path)).items():
-        kept = Int4Matrix if "gate_up" in place or "down" in place else Tensor
+        kept = Int4Matrix if "gate_up" in place or "down" in place else DenseMatrix
         assert isinstance(weight, kind_of(kept)), place
         assert torch.equal(weight.dequantised(), torch.cat([meant[part] for part in parts]))
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.table import Ops, ops_for
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
@@ -68,7 +69,7 @@ class HeadEnds:
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Take the target's for what is missing, and for an embedding with the same numbers."""
         own = self._embedding
-        if own is None or _same(own, embedding):
+        if own is None or _same(own.weight, embedding.weight):
             self._embedding = embedding
         self._head = self._head or head
 
@@ -84,13 +85,14 @@ class HeadEnds:
         return self._head
 
 
-def _same(own: Embedding, other: Embedding) -> bool:
+def _same(own: Weight, other: Weight) -> bool:
     """Whether two tables have the same numbers, however they are stored."""
-    if own.weight.shape != other.weight.shape or own.dtype != other.dtype:
+    if own.shape != other.shape or own.table_dtype != other.table_dtype:
         return False
-    rows = torch.arange(own.weight.shape[0], device=own.device)
-    parts = torch.split(rows, _COMPARED)
-    return all(torch.equal(own(part), other(part)) for part in parts)
+    if own.floats is not None and other.floats is not None:
+        return torch.equal(own.floats, other.floats)
+    parts = torch.split(torch.arange(own.shape[0]), _COMPARED)  # tables are packed on CPUs only
+    return all(torch.equal(own.look_up(part), other.look_up(part)) for part in parts)
 
 
 def shifted_rope_table(
