@@ -369,8 +369,14 @@ class EngineThread:
         gap = None if live.last_gain is None else now - live.last_gain
         live.last_gain = now
         self._watcher.gained(submission, gained, gap)
-        if progress.finished:
-            self._end(live, progress.deltas[-1].finish_reason or "stop", progress)
+        reasons = [delta.finish_reason for delta in progress.deltas]
+        if "error" in reasons:  # of one sample: nobody reads the others
+            if not progress.finished:
+                self._engine.abort(live.engine_id)
+                progress.finished = True
+            self._end(live, "error", progress)
+        elif progress.finished:
+            self._end(live, reasons[-1] or "stop", progress)
         else:
             self._outbox.append((live.channel, progress))
 

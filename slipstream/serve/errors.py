@@ -55,7 +55,7 @@ class ApiError(Exception):
             "param": self.param,
             "code": self.code,
         }
-        return json.dumps({"error": error}).encode("ascii")
+        return json.dumps({"error": error}, allow_nan=False).encode("ascii")
 
     def response(self) -> Response:
         """The answer to the request."""
@@ -72,6 +72,11 @@ def error_type(status: int) -> str:
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """The request is wrong as it is."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
+
+
+def generation_failed(message: str) -> ApiError:
+    """The model's output cannot be used, which is not the request's fault."""
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="generation_failed")
 
 
 def as_api_error(error: Exception) -> ApiError:

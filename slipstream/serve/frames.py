@@ -40,8 +40,8 @@ class Frames:
         """One event."""
         end = b"}\n\n"
         if self._with_usage:
-            end = b',"usage":' + to_json(usage, exclude_none=True) + end
-        return self._head + to_json(choices) + end
+            end = b',"usage":' + to_json(usage, exclude_none=True, inf_nan_mode="null") + end
+        return self._head + to_json(choices, inf_nan_mode="null") + end
 
 
 def failure_frame(error: Exception) -> bytes:

@@ -9,7 +9,7 @@ from slipstream.core.outputs import RequestMetrics
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.serve.engine_thread import EngineThread
-from slipstream.serve.errors import bad_request
+from slipstream.serve.errors import ApiError, bad_request, generation_failed
 from slipstream.serve.logs import current_request_id
 from slipstream.serve.progress import Delta, Progress
 from slipstream.serve.protocol.usage import PromptTokensDetails, SpeculationUsage, Usage
@@ -35,9 +35,11 @@ class Generation:
         self._metrics: list[RequestMetrics | None] = [None] * len(prompts)
         self._streams: list[Stream] = []
         self._return_speculation, self._counts_output = return_speculation, counts_output
+        self._has_grammar = False
 
     async def start(self, thread: EngineThread, params: SamplingParams) -> None:
         """Queue everything or nothing; raises what `EngineThread.submit` does."""
+        self._has_grammar = params.structured is not None
         self._streams = await thread.submit_all(current_request_id(), self.prompts, params)
 
     async def steps(self) -> AsyncGenerator[tuple[int, Progress], None]:
@@ -56,13 +58,19 @@ class Generation:
             await self._leave()
 
     def _count(self, place: int, progress: Progress) -> None:
-        """Take it in; ApiError for an output that could not go on as its grammar wants."""
+        """Take it in; ApiError for an output that the engine had to break off."""
         self._metrics[place] = progress.metrics
         for delta in progress.deltas:
             if delta.finish_reason == "error":
-                raise bad_request(str(delta.stop_reason), "structured_outputs", "grammar_failed")
+                raise self._broken_off(str(delta.stop_reason))
             if self._counts_output:
                 self._num_output_tokens += len(delta.token_ids)
+
+    def _broken_off(self, message: str) -> ApiError:
+        """Nothing fits the request's grammar, or the model's logits are not finite."""
+        if self._has_grammar and message.startswith("the grammar"):
+            return bad_request(message, "structured_outputs", "grammar_failed")
+        return generation_failed(message)
 
     def usage(self) -> Usage:
         """Tokens so far."""

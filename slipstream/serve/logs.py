@@ -5,6 +5,7 @@ import logging
 import re
 import sys
 from contextvars import ContextVar
+from math import isfinite
 from time import perf_counter
 from typing import Any, TextIO
 from uuid import uuid4
@@ -121,9 +122,14 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
         }
         line |= {name: value for name, value in vars(record).items() if name not in _PLAIN}
+        line = {name: it if _is_json(it) else str(it) for name, it in line.items() if it != ""}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps({name: it for name, it in line.items() if it != ""}, default=str)
+        return json.dumps(line, default=str, allow_nan=False)
+
+
+def _is_json(value: object) -> bool:
+    return not isinstance(value, float) or isfinite(value)
 
 
 class _AddRequestId(logging.Filter):

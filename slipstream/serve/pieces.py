@@ -1,10 +1,11 @@
 """Logprobs and speculation of tokens in the forms of the two protocols."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite
+from math import isfinite, isnan
 from typing import Any, NamedTuple
 
 from slipstream.core.outputs import Logprob
+from slipstream.serve.errors import generation_failed
 from slipstream.serve.progress import Delta
 from slipstream.serve.token_texts import TokenReader, TokenTexts
 
@@ -32,7 +33,9 @@ def read_tokens(reader: TokenReader, token_ids: Iterable[int]) -> list[Token]:
 
 
 def finite(logprob: float) -> float:
-    """A number that JSON can hold."""
+    """A number that JSON can hold; ApiError where the model gave none."""
+    if isnan(logprob):
+        raise generation_failed("the model gave log probabilities that are not a number")
     return logprob if isfinite(logprob) else _IMPOSSIBLE
 
 

@@ -52,6 +52,13 @@ def log() -> Iterator[io.StringIO]:
 NAMES = ("slipstream", "uvicorn")
 
 
+def test_a_log_line_is_json_whatever_its_numbers(log: io.StringIO) -> None:
+    extra = {"seconds": float("nan"), "rate": float("inf"), "share": 0.5}
+    logging.getLogger("slipstream.serve").info("done", extra=extra)
+    line = json.loads(log.getvalue(), parse_constant=pytest.fail)
+    assert (line["seconds"], line["rate"], line["share"]) == ("nan", "inf", 0.5)
+
+
 def run(llm: LLM, watchers: Watchers) -> None:
     """The prompts, and one request that is left early."""
     encoder = PromptEncoder(llm.engine.tokenizer, llm.engine.resolved.vocab_size)
