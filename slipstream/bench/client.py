@@ -1,4 +1,4 @@
-"""A client of one OpenAI-compatible server that times what it gets and survives what goes wrong."""
+"""A client of an OpenAI-compatible server that times streams and records failures."""
 
 import json
 from collections.abc import Mapping
@@ -28,10 +28,10 @@ _MOST_OF_A_MESSAGE = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """Where it is and how it is asked.
+    """A server's address, and how to connect to it.
 
     Attributes:
-        url: without the `/v1` of the protocol.
+        url: without `/v1`.
         timeout: seconds that one request may take in all.
     """
 
@@ -137,7 +137,7 @@ class Client:
 
 
 def connection_error(error: Exception) -> str:
-    """In words that are the same for all requests that it befell."""
+    """A message that is equal for all requests with this error, so that they can be counted."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"cannot connect: {error.os_error.strerror or error.os_error}"
     if isinstance(error, aiohttp.ServerDisconnectedError):
@@ -155,7 +155,7 @@ def _events(stream: EventStream, data: bytes) -> list[str]:
 
 
 def _count(record: Record, prompt: BenchPrompt, encoder: TextEncoder | None) -> None:
-    """The server's counts, else a tokenizer's, else chunks."""
+    """Count tokens by the server's usage, else by a tokenizer, else by chunks."""
     told = _count_of(record.usage, "completion_tokens")
     if told is not None:
         record.num_tokens, record.counted_by = told, USAGE
@@ -192,6 +192,6 @@ def _message(body: str) -> str:
 
 
 def _short(text: str) -> str:
-    """One line, not too long."""
+    """Shorten to one line."""
     line = " ".join(text.split())
     return line if len(line) <= _MOST_OF_A_MESSAGE else f"{line[: _MOST_OF_A_MESSAGE - 1]}…"

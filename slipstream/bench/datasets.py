@@ -1,4 +1,4 @@
-"""The prompts of a benchmark, from the files that the field measures with, or drawn at random."""
+"""The prompts of a benchmark, from the usual data sets or drawn at random."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,20 +11,20 @@ from slipstream.core.errors import UsageError
 Message = Mapping[str, Any]
 
 DEMO, CUSTOM, RANDOM = "demo", "custom", "random"
-_LEAST, _LONGEST = 4, 1024  # tokens of what is taken from ShareGPT
+_LEAST, _LONGEST = 4, 1024  # tokens: bounds for conversations of ShareGPT
 HELD_OUT = Path(__file__).parents[1] / "demo" / "prompts" / "held_out.jsonl"
 
 
 class TextEncoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that data sets use."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below it."""
+        """All ids are below this."""
 
     @property
     def special_token_ids(self) -> Collection[int]:
-        """Ids that steer the model, never drawn."""
+        """Ids of special tokens, which are never drawn."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -35,12 +35,12 @@ class TextEncoder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPrompt:
-    """One thing that is asked: a text to continue, messages to answer, or token ids to continue.
+    """A text to continue, messages to answer, or token ids to continue.
 
     Attributes:
-        max_tokens: how long its answer is to be, where the data set says so.
-        later_turns: what the user says next, once this is answered.
-        turn: of its conversation, from 1 on.
+        max_tokens: output tokens, where the data set gives them.
+        later_turns: the user's next messages in the conversation.
+        turn: number within the conversation, from 1.
     """
 
     id: str
@@ -53,7 +53,7 @@ class BenchPrompt:
     turn: int = 1
 
     def after(self, answer: str) -> "BenchPrompt | None":
-        """The next turn of a chat, behind this answer; None where there is none."""
+        """The next turn of a chat, given this answer; None after the last."""
         if not self.later_turns:
             return None
         said, *later = self.later_turns
@@ -71,7 +71,7 @@ class BenchPrompt:
         )
 
     def shown(self) -> Any:
-        """What was asked, as JSON has it."""
+        """The prompt as a JSON value."""
         if self.text is not None:
             return self.text
         return list(self.messages if self.messages is not None else self.token_ids or ())
@@ -79,11 +79,11 @@ class BenchPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomShape:
-    """Random prompts: token ids, all lengths within `spread` (0 to 1) of what is named.
+    """The lengths of random prompts, which vary by a share of up to `spread` (0 to 1).
 
     Attributes:
-        prefix: tokens that all prompts begin with, besides.
-        vocabulary: ids are below it; None takes the tokenizer's.
+        prefix: number of tokens that all prompts begin with, in addition to their own.
+        vocabulary: ids are below this; None takes the tokenizer's.
     """
 
     input_tokens: int = 128
@@ -94,7 +94,7 @@ class RandomShape:
 
 
 def read_custom(row: Row) -> BenchPrompt:
-    """`{"prompt": text}` or `{"messages": [...]}`; `id` and `max_tokens` if given."""
+    """Read `{"prompt": text}` or `{"messages": [...]}`, optionally with `id` and `max_tokens`."""
     content = row.content
     given: dict[str, Any] = {"id": str(content.get("id", "")), "category": _category(row)}
     most = content.get("max_tokens", content.get("output_tokens"))
@@ -111,7 +111,7 @@ def read_custom(row: Row) -> BenchPrompt:
 
 
 def read_question(row: Row) -> BenchPrompt:
-    """MT-Bench and Spec-Bench: a question's first turn; each later one needs an answer."""
+    """Read a question of MT-Bench or Spec-Bench."""
     turns = row.listed("turns", "prompt")
     if not isinstance(turns[0], str) or not turns[0]:
         raise UsageError(f"{row.place}: the first turn is not a text")
@@ -127,17 +127,17 @@ def read_question(row: Row) -> BenchPrompt:
 
 
 def read_humaneval(row: Row) -> BenchPrompt:
-    """The head of a function, to be completed."""
+    """Read a function to complete."""
     return BenchPrompt(id=str(row.content.get("task_id", "")), text=row.text("prompt"))
 
 
 def read_sharegpt(row: Row) -> BenchPrompt | None:
-    """What a person said first; None for a conversation that goes no further."""
+    """Read the user's first message; None for a conversation without an answer."""
     turns = row.listed("conversations", "conversation")
     said = [turn.get("value") for turn in turns if isinstance(turn, dict)]
     if len(said) < 2 or not isinstance(said[0], str) or not said[0]:
         return None
-    # Whoever knows the tokenizer takes the length of the answer that stands there.
+    # With a tokenizer, `_with_length` adds the length of the recorded answer.
     return BenchPrompt(id=str(row.content.get("id", "")), messages=_asked(said[0]))
 
 
@@ -154,13 +154,13 @@ DATASETS = (DEMO, *_READERS, RANDOM)
 def read_dataset(
     name: str, file: Path | None, category: str | None = None, encoder: TextEncoder | None = None
 ) -> list[BenchPrompt]:
-    """All prompts of a data set that is a file.
+    """Read all prompts of a data set.
 
     Args:
-        name: one of DATASETS but `random`; `demo` needs no file.
-        category: keep these only; None keeps all.
-        encoder: with one, answers to ShareGPT's prompts are as long as those that stand there,
-            and what is very short or long is left out, as the field does.
+        name: one of DATASETS except `random`; `demo` needs no file.
+        category: keep only prompts of this category; None keeps all.
+        encoder: for ShareGPT, sets output lengths to those of the recorded answers, and leaves out
+            very short and very long conversations, as other benchmarks do.
 
     Raises:
         UsageError: there is no such file, or it is not of this kind.
@@ -168,7 +168,7 @@ def read_dataset(
     if name == DEMO:
         name, file = CUSTOM, HELD_OUT
     if file is None:
-        raise UsageError(f"the data set {name} is a file of yours; name it with --dataset-path")
+        raise UsageError(f"the data set {name} is not bundled; name its file with --dataset-path")
     prompts: list[BenchPrompt] = []
     seen: set[str] = set()
     for number, row in enumerate(read_rows(file)):
@@ -176,7 +176,7 @@ def read_dataset(
         if prompt is None:
             continue
         if name == "sharegpt" and encoder is not None:
-            prompt = _measured(prompt, row, encoder)
+            prompt = _with_length(prompt, row, encoder)
             if prompt is None:
                 continue
         if prompt.id in seen or not prompt.id:  # answers are compared by id
@@ -189,13 +189,13 @@ def read_dataset(
 def draw_random(
     count: int, shape: RandomShape, seed: int, encoder: TextEncoder | None, as_text: bool
 ) -> list[BenchPrompt]:
-    """Prompts of random tokens, whose acceptance says nothing about real texts.
+    """Draw prompts of random tokens; their acceptance says nothing about real texts.
 
     Args:
-        as_text: chats take no token ids; their lengths in tokens are then only nearly those asked.
+        as_text: decode them to chats, whose lengths in tokens are only close to those asked for.
 
     Raises:
-        UsageError: there is no vocabulary to draw from.
+        UsageError: the vocabulary is unknown.
     """
     import numpy
 
@@ -228,7 +228,7 @@ def draw_random(
 
 
 def take(prompts: Sequence[BenchPrompt], count: int | None) -> list[BenchPrompt]:
-    """So many of them (None: all), spread evenly; where there are fewer they come again."""
+    """Take `count` prompts (None: all), spread evenly; repeat them if there are fewer."""
     if count is None:
         return list(prompts)
     if count <= len(prompts):
@@ -241,8 +241,8 @@ def take(prompts: Sequence[BenchPrompt], count: int | None) -> list[BenchPrompt]
     return taken
 
 
-def _measured(prompt: BenchPrompt, row: Row, encoder: TextEncoder) -> BenchPrompt | None:
-    """With the length of the answer that stands there; None for what the field leaves out."""
+def _with_length(prompt: BenchPrompt, row: Row, encoder: TextEncoder) -> BenchPrompt | None:
+    """Add the length of the recorded answer; None for conversations that are left out."""
     question, answer = (
         len(encoder.encode(str(turn.get("value", "")), add_special_tokens=False))
         for turn in row.listed("conversations", "conversation")[:2]
@@ -254,7 +254,7 @@ def _measured(prompt: BenchPrompt, row: Row, encoder: TextEncoder) -> BenchPromp
 
 def _of_category(prompts: list[BenchPrompt], category: str | None, file: Path) -> list[BenchPrompt]:
     if not prompts:
-        raise UsageError(f"{file} holds no prompts that can be asked")
+        raise UsageError(f"{file} holds no usable prompts")
     if category is None:
         return prompts
     kept = [prompt for prompt in prompts if prompt.category == category]

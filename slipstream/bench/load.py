@@ -1,4 +1,4 @@
-"""Requests in a closed loop (so many at once) or an open one (so many a second)."""
+"""A load of requests: a closed loop (fixed concurrency) or an open one (fixed rate)."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,20 +11,20 @@ from slipstream.bench.record import Record
 from slipstream.core.errors import UsageError
 
 Ask = Callable[[BenchPrompt, float | None], Awaitable[Record]]
-_LOOK_EVERY = 0.05  # seconds, whether the user had enough
-_NOT_SENT = "not sent, for the turn before failed"
+_POLL_SECONDS = 0.05  # between checks whether the user interrupts
+_NOT_SENT = "not sent, because the turn before failed"
 
 
 @dataclass(kw_only=True)
 class LoadRun:
-    """What a load did.
+    """The results of a load.
 
     Attributes:
         records: of requests that ended, in the order of the prompts and their turns.
-        later: what was asked behind an answer, by its id.
+        later: prompts of later turns, by id.
         began, ended: seconds of the client's clock.
-        num_left: requests that were under way or not sent yet when it was interrupted.
-        most_at_once: the most requests under way.
+        num_left: requests that were running or not sent yet when the load was interrupted.
+        most_at_once: the highest number of concurrent requests.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -40,7 +40,7 @@ class LoadRun:
 
 
 def num_requests(prompts: Sequence[BenchPrompt]) -> int:
-    """With all turns of all conversations."""
+    """The number of requests, with all turns of all conversations."""
     return sum(1 + len(prompt.later_turns) for prompt in prompts)
 
 
@@ -53,15 +53,16 @@ async def run_load(
     stopped: Callable[[], bool] = lambda: False,
     advance: Callable[[Record], None] = lambda record: None,
 ) -> LoadRun:
-    """Send everything and wait for the last answer.
+    """Send all requests and wait for the last answer.
 
-    A conversation keeps its place from its first turn to its last; each turn is sent when the one
-    before is answered, and none behind one that failed: those count as failed, too.
+    A conversation counts as one concurrent request from its first turn to its last. Each turn is
+    sent when the one before is answered; after a turn that failed, the later ones count as failed.
 
     Args:
-        due: seconds from the start at which each request is due; None sends as places get free.
-        most_at_once: places; None for as many as there are requests.
-        stopped: once this is true, nothing more is sent and what is under way is given up.
+        due: seconds from the start at which each request is due; None sends each as soon as
+            `most_at_once` allows.
+        most_at_once: maximum concurrent requests; None is no limit.
+        stopped: once this returns true, nothing more is sent and running requests are cancelled.
         advance: called with every request that ended.
     """
     load = _Load(ask, prompts, due, most_at_once, advance)
@@ -79,7 +80,7 @@ async def run_load(
 
 async def _watch(stopped: Callable[[], bool]) -> None:
     while not stopped():
-        await asyncio.sleep(_LOOK_EVERY)
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 class _Load:
@@ -99,7 +100,7 @@ class _Load:
         self._began = self._ended = perf_counter()
 
     async def run(self) -> None:
-        """Within a group: whoever gives this up gives up what is under way."""
+        """Send all requests within one task group, so that cancelling this cancels them."""
         self._began = perf_counter()
         async with asyncio.TaskGroup() as group:
             for index in range(len(self._prompts)):
@@ -156,17 +157,17 @@ class _Load:
 def arrival_times(
     count: int, rate: float, burstiness: float = 1.0, seed: int = 0
 ) -> Sequence[float] | None:
-    """Seconds from the start at which each request is due; None: as soon as it may.
+    """Seconds from the start at which each request is due; None for an infinite rate.
 
-    The gaps between requests have a gamma distribution of this shape: 1 makes arrivals a Poisson
-    process, less makes bursts, more makes them regular. They are scaled so that the last request
-    is due at (count - 1) / rate: the rate that was asked for is the one that is measured.
+    The gaps between requests have a gamma distribution with shape `burstiness`: 1 is a Poisson
+    process, less is burstier, more is more regular. They are scaled so that the last request is
+    due at (count - 1) / rate, so that the measured rate is the requested one.
 
     Args:
         rate: requests a second; infinite for a closed loop.
 
     Raises:
-        UsageError: a rate or burstiness that is no positive number.
+        UsageError: a rate or burstiness that is not a positive number.
     """
     import numpy
 

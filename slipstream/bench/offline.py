@@ -11,7 +11,7 @@ _PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
 
 
 def joined(runs: Sequence[OfflineRun]) -> OfflineRun:
-    """Several runs as one; their requests are all different."""
+    """Several runs of one engine as one run."""
     whole = OfflineRun()
     for run in runs:
         whole.latest |= run.latest
@@ -22,7 +22,7 @@ def joined(runs: Sequence[OfflineRun]) -> OfflineRun:
 
 
 def throughput_figures(run: OfflineRun, size: int) -> dict[str, Any]:
-    """The names are those of `vllm bench throughput`."""
+    """Figures with the names of `vllm bench throughput`."""
     done = len(run.outputs)
     tokens = run.num_tokens + run.num_prompt_tokens
     return {
@@ -52,7 +52,7 @@ def throughput_table(figures: dict[str, Any]) -> ReportTable:
 
 
 def latency_figures(seconds: Sequence[float]) -> dict[str, Any]:
-    """The names are those of `vllm bench latency`."""
+    """Figures with the names of `vllm bench latency`."""
     import numpy
 
     values = {f"{it:g}": float(numpy.percentile(seconds, it)) for it in _PERCENTILES}
@@ -71,7 +71,7 @@ def latency_table(figures: dict[str, Any]) -> ReportTable:
 
 
 def step_tables(run: OfflineRun) -> list[ReportTable]:
-    """What both commands tell of requests, steps and drafts."""
+    """Times of requests and steps, and acceptance."""
     times = {"TTFT": run.ttfts_ms(), "TPOT": run.tpots_ms()}
     times["step"] = [seconds * 1e3 for seconds in run.iterations]
     spreads = {name: spread(own, (99.0,)) for name, own in times.items() if own}

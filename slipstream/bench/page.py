@@ -1,4 +1,4 @@
-"""Reports as HTML pages that need nothing beside themselves and follow the reader's colours."""
+"""Reports as self-contained HTML pages in light or dark colours."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ svg { max-width: 100%; height: auto; }
 
 @dataclass(frozen=True)
 class PageChart:
-    """A chart of a page, as SVG that is taken as it is; `words` say what it shows."""
+    """A chart of a page, as SVG; `words` describe it for screen readers."""
 
     heading: str
     svg: str
@@ -41,7 +41,7 @@ def write_page(
     about: Mapping[str, str],
     parts: Sequence[ReportTable | PageChart],
 ) -> None:
-    """`about` says what was measured, and where."""
+    """Write a page; `about` names what was measured, and where."""
     told = "".join(
         f'<p class="about">{escape(name)}: {escape(value)}</p>\n' for name, value in about.items()
     )

@@ -1,4 +1,4 @@
-"""Charts, as a picture file and as SVG that takes its page's colours."""
+"""Charts, as picture files and as SVG for HTML pages."""
 
 import importlib.util
 import io
@@ -12,11 +12,11 @@ from slipstream.core.errors import UsageError
 PICTURES = (".png", ".svg", ".pdf")
 PAGES = (".html", ".htm")
 
-# Told apart on white and on black, and by people who see colours differently (Okabe and Ito).
+# Distinct on white and on black, also for colour-blind readers (Okabe and Ito).
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 _MARKERS = "osD^vP*X<>"
-_LEAST_MS = 0.1  # shorter times are drawn there: what lay in one packet came at once
-_INK = "#010203"  # what becomes the text colour of a page
+_LEAST_MS = 0.1  # the axis is logarithmic: shorter times (chunks of one packet) are drawn here
+_INK = "#010203"  # replaced by the text colour of the page
 _STYLE: Any = {
     "axes.edgecolor": _INK,
     "axes.labelcolor": _INK,
@@ -40,7 +40,7 @@ Draw = Callable[[], Any]
 
 
 def require_plots() -> None:
-    """Raise UsageError where pictures cannot be drawn, before any time is spent."""
+    """Raise UsageError if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
             "plots need matplotlib: pip install 'slipstream[bench]', or leave out --plot"
@@ -48,7 +48,7 @@ def require_plots() -> None:
 
 
 def save(draw: Draw, file: Path) -> None:
-    """The figure that `draw` makes as a PNG, SVG or PDF."""
+    """Save a figure as PNG, SVG or PDF."""
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
@@ -56,7 +56,7 @@ def save(draw: Draw, file: Path) -> None:
 
 
 def as_svg(draw: Draw) -> str:
-    """The same for a page: no background, and the page's own text colour."""
+    """A figure as SVG for a page, without background and in the page's text colour."""
     import matplotlib
 
     out = io.StringIO()
@@ -68,7 +68,7 @@ def as_svg(draw: Draw) -> str:
 
 
 def sweep_figure(points: Sequence[Point], title: str | None) -> Any:
-    """A row of panels for each batch size, a line for each drafter, K along the axis."""
+    """Draw a row of panels for each batch size, with a line for each drafter over K."""
     batches = sorted({point.batch for point in points})
     figure = _figure((13.5, 0.5 + 3.2 * len(batches)), title)
     grid = figure.subplots(len(batches), len(SWEEP_PANELS), squeeze=False)
@@ -89,18 +89,18 @@ def load_figure(
     shares: Sequence[float],
     title: str | None,
 ) -> Any:
-    """Of a load: how times spread, what came in each second, and acceptance by position.
+    """Draw a load: distributions of times, tokens and requests per second, acceptance.
 
     Args:
         times: milliseconds by the name to show.
-        seconds: output tokens and requests under way, by second.
-        shares: of drafts whose i-th token was accepted; empty where nobody tells.
+        seconds: output tokens and concurrent requests, by second.
+        shares: of drafts whose i-th token was accepted; empty where unknown.
     """
     figure = _figure((11.0, 6.6), title)
     grid = figure.subplots(2, 2)
     _spread(grid[0][0], times)
-    _per_second(grid[0][1], seconds["output_tokens"], "output tokens in each second", 0)
-    _per_second(grid[1][0], seconds["requests"], "most requests under way in each second", 1)
+    _per_second(grid[0][1], seconds["output_tokens"], "output tokens per second", 0)
+    _per_second(grid[1][0], seconds["requests"], "concurrent requests", 1)
     _by_position(grid[1][1], shares)
     return figure
 
@@ -132,13 +132,13 @@ def _against_k(axes: Any, points: Sequence[Point], names: Sequence[str], field: 
         label = PLAIN if number == 0 else "_"
         axes.axhline(level, color="#808080", linestyle="--", linewidth=1, label=label)
     axes.set_ylim(bottom=1 if field == "acceptance_length" else 0)
-    axes.set_xlabel("K, draft tokens a step")
+    axes.set_xlabel("K, draft tokens per step")
     axes.set_xticks(sorted({it.k for it in points if it.drafter != PLAIN}))
     axes.grid(alpha=0.25)
 
 
 def _spread(axes: Any, times: Mapping[str, Sequence[float]]) -> None:
-    """The share of requests (or gaps) that took no longer."""
+    """Draw cumulative distributions."""
     for index, (name, own) in enumerate(times.items()):
         if not own:
             continue
@@ -155,7 +155,7 @@ def _spread(axes: Any, times: Mapping[str, Sequence[float]]) -> None:
     axes.set_xscale("log")
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("ms")
-    axes.set_title("share that took no longer", fontsize=10)
+    axes.set_title("cumulative distribution of times", fontsize=10)
     axes.grid(alpha=0.25)
     if axes.get_lines():
         axes.legend(fontsize=8, frameon=False)

@@ -1,4 +1,4 @@
-"""What a server says of itself before it is measured."""
+"""Questions to a server before and after the measurement: models, counters, profiler."""
 
 import asyncio
 import json
@@ -13,11 +13,11 @@ from slipstream.bench.client import Client, connection_error
 from slipstream.bench.speculation import SpeculationCounts, from_metrics
 from slipstream.core.errors import SlipstreamError, UsageError
 
-_LOOK_EVERY = 0.5
+_POLL_SECONDS = 0.5
 
 
 class UnreachableError(SlipstreamError):
-    """There is no server, or it does not answer as one of this protocol does."""
+    """No server answers, or it does not follow the protocol."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,9 @@ class ServedModel:
     """A model that a server offers.
 
     Attributes:
-        tells_speculation: whether the server takes and gives what this project adds to the
-            protocol: `speculative`, `return_speculation`.
-        speculative: its drafter, if it says.
+        tells_speculation: whether the server supports this project's extensions of the protocol,
+            `speculative` and `return_speculation`.
+        speculative: its drafter, if the server reports it.
     """
 
     name: str
@@ -36,14 +36,14 @@ class ServedModel:
 
 
 async def find_model(client: Client, wanted: str | None, wait: float, url: str) -> ServedModel:
-    """The model of that name, or the only one.
+    """Find the model of that name, or the only one.
 
     Args:
-        wait: seconds in which the server may still start.
+        wait: seconds to wait for the server to start.
 
     Raises:
         UnreachableError: there is no such server.
-        UsageError: it has no such model, or several and none was named.
+        UsageError: it has no such model, or it has several and none was named.
     """
     entries = await _models(client, wait, url)
     names = [str(entry.get("id")) for entry in entries]
@@ -62,7 +62,7 @@ async def find_model(client: Client, wanted: str | None, wait: float, url: str) 
 
 
 async def read_counters(client: Client) -> SpeculationCounts | None:
-    """The speculation counters of /metrics as they stand; None where there are none."""
+    """Read the speculation counters of /metrics; None where there are none."""
     try:
         status, text = await client.get("/metrics")
     except (aiohttp.ClientError, OSError):
@@ -83,7 +83,7 @@ async def switch_profiler(client: Client, on: bool) -> None:
         raise UnreachableError(f"{path}: {connection_error(error)}") from None
     if status != 200:
         raise UsageError(
-            f"--profile would have to profile the server, and this one has no profiler ({path}: "
+            f"--profile needs a server with a profiler, which this one lacks ({path}: "
             f"HTTP {status}); start slipstream serve with --enable-profiling FOLDER, or profile "
             "the engine with slipstream bench throughput --profile"
         )
@@ -106,7 +106,7 @@ async def _models(client: Client, wait: float, url: str) -> list[dict[str, Any]]
                 f"no server answers at {url} ({says}); start one with slipstream serve, name it "
                 "with --base-url, or wait longer with --ready-timeout"
             )
-        await asyncio.sleep(_LOOK_EVERY)
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 def _entries(text: str, url: str) -> list[dict[str, Any]]:
@@ -116,5 +116,5 @@ def _entries(text: str, url: str) -> list[dict[str, Any]]:
     except (ValueError, TypeError, KeyError):
         entries = []
     if not entries:
-        raise UnreachableError(f"/v1/models of {url} lists no model; is it an OpenAI-like server?")
+        raise UnreachableError(f"/v1/models of {url} lists no model; is it an OpenAI server?")
     return entries

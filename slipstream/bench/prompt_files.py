@@ -1,4 +1,4 @@
-"""Files of data sets: JSON lines, JSON and parquet, as rows with the place that each came from."""
+"""Files of data sets: JSON lines, JSON and parquet, read as rows."""
 
 import gzip
 import importlib
@@ -16,21 +16,21 @@ class Row:
     """One entry of a file.
 
     Attributes:
-        place: where it stands, for messages: `questions.jsonl, line 3`.
+        place: its file and line for error messages, such as `questions.jsonl, line 3`.
     """
 
     content: Mapping[str, Any]
     place: str
 
     def text(self, key: str) -> str:
-        """A text that is not empty; UsageError for anything else."""
+        """The non-empty text of a key; raises UsageError for anything else."""
         value = self.content.get(key)
         if not isinstance(value, str) or not value:
             raise UsageError(f'{self.place} has no "{key}" (a text)')
         return value
 
     def listed(self, *keys: str) -> list[Any]:
-        """The first of these that is a list with something in it."""
+        """The first non-empty list of these keys; raises UsageError if there is none."""
         for key in keys:
             value = self.content.get(key)
             if isinstance(value, list) and value:
@@ -39,7 +39,7 @@ class Row:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """All entries of a `.jsonl`, `.json` or `.parquet` file, the first two also with `.gz` behind.
+    """Read all entries of a `.jsonl`, `.json` (both also with `.gz`) or `.parquet` file.
 
     Raises:
         UsageError: the file cannot be read, is of another kind, or holds no entries.

@@ -1,4 +1,4 @@
-"""The OpenAI protocol as a client needs it: a request's body, and what a stream's events say."""
+"""The OpenAI protocol for a client: bodies of requests, and events of streams."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,11 +15,11 @@ PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
 
 
 class BrokenStreamError(ValueError):
-    """A stream that does not follow the protocol."""
+    """A stream violates the protocol."""
 
 
 class ServerError(Exception):
-    """An error that the server reports within a stream."""
+    """The server reports an error within a stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class RequestForm:
 
     Attributes:
         endpoint: one of ENDPOINTS; `auto` takes the one that suits each prompt.
-        max_tokens: for prompts that do not say themselves.
-        fields: of the body, as they are.
+        max_tokens: for prompts without a length of their own.
+        fields: further fields of the body.
     """
 
     model: str
@@ -38,14 +38,14 @@ class RequestForm:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def path(self, prompt: BenchPrompt) -> str:
-        """Where to send it."""
+        """The path to send the prompt to."""
         return PATHS[self._endpoint(prompt)]
 
     def body(self, prompt: BenchPrompt) -> bytes:
-        """UTF-8 JSON.
+        """The request's body in UTF-8 JSON.
 
         Raises:
-            UsageError: the endpoint does not take such prompts.
+            UsageError: the endpoint does not accept such a prompt.
         """
         document: dict[str, Any] = {
             "model": self.model,
@@ -81,21 +81,21 @@ class RequestForm:
 
 
 class EventStream:
-    """Takes bytes as they come from the network, cut anywhere."""
+    """Splits a byte stream into server-sent events; chunks may be cut anywhere."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     @property
     def is_between_events(self) -> bool:
-        """Whether nothing is left of an event that has begun."""
+        """Whether no event is incomplete."""
         return not self._rest.strip()
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """The events that these bytes complete.
+        """Yield the data of the events that these bytes complete.
 
         Raises:
-            ValueError: an event is not UTF-8 or has no end.
+            ValueError: an event is not UTF-8 or is too long.
         """
         # An event ends with an empty line; lines end as the standard lets them.
         text = self._rest + data
@@ -104,7 +104,7 @@ class EventStream:
             text = text.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n") + held
         *events, self._rest = text.split(b"\n\n")
         if len(self._rest) > _MOST_BYTES:
-            raise ValueError("an event of the stream has no end")
+            raise ValueError("an event of the stream is too long")
         for event in events:
             lines = [
                 line[5:].removeprefix(b" ")
@@ -117,11 +117,11 @@ class EventStream:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one event of a stream brought.
+    """The content of one event of a stream.
 
     Attributes:
-        has_output: whether it brought tokens (their text may still be to come).
-        num_tokens: how many, where the server tells.
+        has_output: whether it has tokens (their text may come later).
+        num_tokens: their number, where the server gives it.
     """
 
     text: str = ""
@@ -132,11 +132,11 @@ class Chunk:
 
 
 def read_event(data: str) -> Chunk:
-    """One event of either endpoint's stream.
+    """Read one event of either endpoint's stream.
 
     Raises:
-        BrokenStreamError: it is not what the protocol has.
-        ServerError: it is the server's own report of an error.
+        BrokenStreamError: it violates the protocol.
+        ServerError: it reports an error.
     """
     try:
         event = json.loads(data)
@@ -156,7 +156,7 @@ def read_event(data: str) -> Chunk:
     choice = choices[0]
     if not isinstance(choice, dict):
         raise BrokenStreamError("a choice of the stream is not an object")
-    text, more = _said(choice)
+    text, more = _text_of(choice)
     count = _num_tokens(choice, event)
     reason = choice.get("finish_reason")
     return Chunk(
@@ -169,15 +169,15 @@ def read_event(data: str) -> Chunk:
 
 
 def error_message(document: Any) -> str:
-    """The message of an error in OpenAI's form, or in a server's own."""
+    """The message of an error in OpenAI's form or another."""
     error = document.get("error", document) if isinstance(document, dict) else document
     if isinstance(error, dict):
         error = error.get("message", error)
     return error if isinstance(error, str) else json.dumps(error)
 
 
-def _said(choice: Mapping[str, Any]) -> tuple[str, bool]:
-    """The text, and whether there is output besides it (thoughts, calls of tools)."""
+def _text_of(choice: Mapping[str, Any]) -> tuple[str, bool]:
+    """The text, and whether there is other output (reasoning, tool calls)."""
     if "text" in choice:
         text, more = choice["text"], False
     else:
@@ -194,7 +194,7 @@ def _said(choice: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def _num_tokens(choice: Mapping[str, Any], event: Mapping[str, Any]) -> int | None:
-    """From what servers can be asked to send: their tokens, or token ids."""
+    """The number of tokens, if the server sends its verdicts or token ids."""
     for holder in (choice, event):
         speculation = holder.get("speculation")
         if isinstance(speculation, dict) and isinstance(speculation.get("tokens"), list):

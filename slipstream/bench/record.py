@@ -1,4 +1,4 @@
-"""What became of one request, as its client saw it."""
+"""Times and tokens of one request, as its client saw them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,16 +6,16 @@ from itertools import pairwise
 from typing import Any
 
 USAGE, TOKENIZER, CHUNKS = "usage", "tokenizer", "chunks"
-"""Who counted the output tokens: the server, a tokenizer, or nobody (a chunk counts as one)."""
+"""How output tokens are counted: by the server, a tokenizer, or one per chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One chunk of the stream that brought tokens.
+    """One chunk of the stream with tokens.
 
     Attributes:
         time: seconds of the client's clock.
-        num_tokens: how many it brought; None where the server does not tell.
+        num_tokens: None where the server does not give it.
     """
 
     time: float
@@ -28,9 +28,9 @@ class Record:
 
     Attributes:
         due: when it should have been sent; None in a closed loop.
-        error: why it failed; None while it has not.
-        num_tokens: output tokens, as `counted_by` says.
-        usage: what the server says at the end; empty where it says nothing.
+        error: why it failed; None otherwise.
+        num_tokens: output tokens, counted as `counted_by` says.
+        usage: the server's usage at the end; empty if it sends none.
     """
 
     id: str
@@ -51,7 +51,7 @@ class Record:
 
     @property
     def ended(self) -> float:
-        """When the last token came."""
+        """When the last token arrived."""
         return self.arrivals[-1].time if self.arrivals else self.sent
 
     @property
@@ -66,14 +66,14 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token behind the first; None where there is none."""
+        """Time per output token after the first; None for fewer than two tokens."""
         if self.num_tokens < 2:
             return None
         return (self.latency - self.ttft) / (self.num_tokens - 1)
 
     @property
     def queued(self) -> float:
-        """How long it waited here for a free place, after it was due."""
+        """Seconds that it waited in the client after it was due."""
         return 0.0 if self.due is None else max(0.0, self.sent - self.due)
 
     def chunk_gaps(self) -> list[float]:
@@ -82,7 +82,7 @@ class Record:
         return [later - earlier for earlier, later in pairwise(times)]
 
     def tokens_per_chunk(self) -> list[int] | None:
-        """How many tokens each chunk brought; None where that cannot be known."""
+        """The number of tokens of each chunk; None where it is unknown."""
         counts = [arrival.num_tokens for arrival in self.arrivals]
         known = [count for count in counts if count is not None]
         if len(known) == len(counts):
@@ -92,7 +92,7 @@ class Record:
         return None
 
     def token_gaps(self) -> list[float] | None:
-        """The times between tokens: those of one chunk come at once, so theirs are 0."""
+        """The times between tokens, 0 within a chunk; None where tokens per chunk are unknown."""
         counts = self.tokens_per_chunk()
         if counts is None:
             return None
@@ -108,7 +108,7 @@ class Record:
         return gaps
 
     def shares(self) -> list[tuple[float, float]]:
-        """(time, tokens) of every chunk; where nobody knows, all brought as many."""
+        """(time, tokens) of every chunk; equal shares where the counts are unknown."""
         counts = self.tokens_per_chunk()
         if counts is not None and sum(counts) == self.num_tokens:
             pairs = zip(self.arrivals, counts, strict=True)

@@ -23,17 +23,17 @@ from slipstream.core.errors import UsageError
 
 
 def write_json(document: Mapping[str, Any], file: Path) -> None:
-    """Readable, one figure a line."""
+    """Write JSON with one figure per line."""
     file.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def text_entry(prompt: BenchPrompt, text: str) -> dict[str, Any]:
-    """What was asked and what was answered, to be compared between engines."""
+    """A prompt and its answer, for a file of texts."""
     return {"id": prompt.id, "prompt": prompt.shown(), "text": text}
 
 
 def write_texts(entries: Iterable[Mapping[str, Any]], file: Path) -> None:
-    """A JSON list of `text_entry`."""
+    """Write a JSON list of text entries."""
     file.write_text(
         json.dumps(list(entries), indent=1, ensure_ascii=False) + "\n",
         encoding="utf-8",
@@ -42,29 +42,29 @@ def write_texts(entries: Iterable[Mapping[str, Any]], file: Path) -> None:
 
 
 def read_texts(file: Path) -> dict[str, str]:
-    """Texts by id, as `write_texts` left them.
+    """Read the texts of a file of `write_texts`, by id.
 
     Raises:
-        UsageError: it is no such file.
+        UsageError: it is not such a file.
     """
     try:
         entries = json.loads(file.read_text(encoding="utf-8", errors="surrogatepass"))
         return {str(entry["id"]): str(entry["text"]) for entry in entries}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(
-            f"{file} is no file of --save-texts ({error}); write one with that flag"
+            f"{file} is not a file of --save-texts ({error}); write one with that flag"
         ) from None
 
 
 def differing(texts: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """Ids of answers that are not as expected, or of which there is none."""
+    """The ids of texts that differ from the expected ones, or that have none."""
     return [name for name, text in texts.items() if expected.get(name) != text]
 
 
 def sweep_document(
     points: Sequence[Point], failures: Sequence[Failure], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A sweep as JSON; `about` says what was measured, and where."""
+    """A sweep as JSON; `about` names what was measured, and where."""
     return {
         **about,
         "points": [asdict(point) for point in points],
@@ -79,7 +79,7 @@ def draw_sweep(
     about: Mapping[str, str],
     files: Sequence[Path],
 ) -> None:
-    """Pictures and pages."""
+    """Write the pictures and pages of a sweep."""
     for file in files:
         if file.suffix not in PAGES:
             save(lambda: sweep_figure(points, title), file)
@@ -105,7 +105,7 @@ def draw_load(
     tables: Sequence[ReportTable],
     files: Sequence[Path],
 ) -> None:
-    """Pictures and pages of a load on a server."""
+    """Write the pictures and pages of a load on a server."""
     measured = series([record for record in run.records if not record.failed])
     names = {TTFT: "TTFT", TPOT: "TPOT", ITL: "ITL, per chunk", E2EL: "end to end"}
     times = {shown: measured[metric] for metric, shown in names.items()}
@@ -117,6 +117,6 @@ def draw_load(
         chart = PageChart(
             "Over time",
             as_svg(lambda: load_figure(times, per_second, shares, None)),
-            "Spread of times, tokens and requests in each second, acceptance by position",
+            "Distributions of times, tokens and requests per second, acceptance by position",
         )
         write_page(file, title, about, [*tables, chart])

@@ -1,4 +1,4 @@
-"""A load on a server from beginning to end: probe, warm up, measure, count."""
+"""A benchmark of a server: probe, warm up, measure, count."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -27,15 +27,15 @@ class ServePlan:
     """What to measure.
 
     Attributes:
-        model: None takes the only one that the server has.
-        form: how prompts become requests; its model is found.
-        due: seconds from the start at which each request is due; None: a closed loop.
-        num_warmups: requests that are sent before, and not counted.
-        ready_wait: seconds in which the server may still start.
-        num_speculative_tokens: draft tokens a step, for every request; None: the server's own.
-        tells_speculation: ask a server that can for the verdict on each token.
+        model: None takes the server's only one.
+        form: how prompts become requests; its model is filled in.
+        due: seconds from the start at which each request is due; None for a closed loop.
+        num_warmups: requests that are sent before the measurement.
+        ready_wait: seconds to wait for the server to start.
+        num_speculative_tokens: draft tokens per step of every request; None for the server's own.
+        tells_speculation: ask the server, where it can, which draft tokens were accepted.
         profile: switch the server's profiler on.
-        encoder: counts where the server does not.
+        encoder: counts tokens where the server does not.
     """
 
     server: Server
@@ -54,7 +54,7 @@ class ServePlan:
 
 @dataclass(frozen=True)
 class ServeResult:
-    """What came of it."""
+    """The results of a load, and the model that it was on."""
 
     model: ServedModel
     run: LoadRun
@@ -66,10 +66,10 @@ def measure_server(
     stopped: Callable[[], bool] = lambda: False,
     advance: Callable[[Record], None] = lambda record: None,
 ) -> ServeResult:
-    """Run it.
+    """Measure a server.
 
     Raises:
-        UnreachableError: no server answers, or not even to the first request.
+        UnreachableError: no server answers, or the first request fails.
         UsageError: the server does not have what the plan asks for.
     """
     return asyncio.run(_measure(plan, stopped, advance))
@@ -82,7 +82,7 @@ async def _measure(
         model = await find_model(client, plan.model, plan.ready_wait, plan.server.url)
         form = _form(plan, model)
         for prompt in plan.prompts:
-            form.body(prompt)  # refuses what cannot be sent before anything is
+            form.body(prompt)  # raises UsageError before anything is sent
 
         async def ask(prompt: BenchPrompt, due: float | None) -> Record:
             return await client.complete(prompt, form, plan.encoder, due)
@@ -113,9 +113,9 @@ def _form(plan: ServePlan, model: ServedModel) -> RequestForm:
     if plan.num_speculative_tokens is not None:
         if not model.tells_speculation:
             raise UsageError(
-                f"{plan.server.url} takes no number of draft tokens with a request (its /v1/models "
-                "says nothing of speculation); set it where the server starts, and leave out "
-                "--num-speculative-tokens"
+                f"{plan.server.url} does not accept a number of draft tokens with a request (its "
+                "/v1/models does not mention speculation); set it where the server is started, and "
+                "leave out --num-speculative-tokens"
             )
         fields[SPECULATIVE] = {"num_speculative_tokens": plan.num_speculative_tokens}
     if plan.tells_speculation and model.tells_speculation:
@@ -124,8 +124,10 @@ def _form(plan: ServePlan, model: ServedModel) -> RequestForm:
 
 
 async def _warm_up(ask: Ask, plan: ServePlan) -> None:
-    """One prompt again and again, so that the server remembers no other; the first time alone,
-    for where that fails so would all."""
+    """Send the first prompt repeatedly, so that no other one enters the server's prefix cache.
+
+    The first request is sent alone: if it fails, all would.
+    """
     prompts = [replace(prompt, later_turns=()) for prompt in plan.prompts[:1]] * plan.num_warmups
     if not prompts:
         return

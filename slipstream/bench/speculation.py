@@ -1,4 +1,4 @@
-"""How well a drafter guessed during a load: summed from answers, or from a server's counters."""
+"""Acceptance during a load, summed from answers or from a server's counters."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ class SpeculationCounts:
     """Counts over a load.
 
     Attributes:
-        steps: in which requests gained tokens, drafted or not; None where nobody tells.
+        steps: steps of all requests, with or without drafts; None where unknown.
         source: where the counts come from, in words.
     """
 
@@ -40,26 +40,26 @@ class SpeculationCounts:
 
     @property
     def acceptance_length(self) -> float:
-        """1 + accepted draft tokens a draft; 1 where nothing was drafted."""
+        """1 + accepted draft tokens per draft; 1 where nothing was drafted."""
         return 1.0 + self.accepted / max(1, self.drafts)
 
     @property
     def acceptance_rate(self) -> float:
-        """Of draft tokens."""
+        """The share of draft tokens that were accepted."""
         return self.accepted / max(1, self.draft_tokens)
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of all drafts, those whose i-th token was accepted."""
+        """For each position i, the share of drafts whose i-th token was accepted."""
         return tuple(count / max(1, self.drafts) for count in self.per_position)
 
     @property
     def without_drafts(self) -> float | None:
-        """The share of steps that drafted nothing."""
+        """The share of steps without a draft."""
         return None if not self.steps else max(0.0, 1.0 - self.drafts / self.steps)
 
     def since(self, before: "SpeculationCounts") -> "SpeculationCounts":
-        """What was gained since an earlier reading."""
+        """The difference to an earlier reading."""
         pairs = zip_longest(self.per_position, before.per_position, fillvalue=0)
         return SpeculationCounts(
             drafts=self.drafts - before.drafts,
@@ -72,7 +72,7 @@ class SpeculationCounts:
 
 
 def from_usage(records: Iterable[Record]) -> SpeculationCounts | None:
-    """Over the answers that say; None where none does."""
+    """Sum over the answers that report speculation; None where none does."""
     told = [it.usage["speculation"] for it in records if _tells(it.usage)]
     if not told:
         return None
@@ -87,7 +87,7 @@ def from_usage(records: Iterable[Record]) -> SpeculationCounts | None:
 
 
 def from_metrics(text: str) -> SpeculationCounts | None:
-    """A page of Prometheus metrics; None where it has no counters of speculation."""
+    """Read a page of Prometheus metrics; None where it has no counters of speculation."""
     counters: dict[str, float] = {}
     positions: dict[str, dict[int, float]] = {}
     for line in text.splitlines():
@@ -120,7 +120,7 @@ def from_metrics(text: str) -> SpeculationCounts | None:
 
 
 def from_outputs(metrics: Sequence[RequestMetrics]) -> SpeculationCounts:
-    """Of an engine in this process."""
+    """Sum over the outputs of an engine in this process."""
     return SpeculationCounts(
         drafts=sum(one.num_drafts for one in metrics),
         draft_tokens=sum(one.num_draft_tokens for one in metrics),
@@ -148,4 +148,4 @@ def _number(text: str) -> float:
         value = float(text)
     except ValueError:
         return 0.0
-    return value if abs(value) < 1e300 else 0.0  # nan and infinities count nothing
+    return value if abs(value) < 1e300 else 0.0  # nan and infinities count as 0

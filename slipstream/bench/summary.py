@@ -1,8 +1,7 @@
-"""What a load comes to: the figures of `vllm bench serve` under the names that they have there.
+"""The figures of a load, with the definitions and names of `vllm bench serve`.
 
-TPOT is the fair figure for a server that speculates. ITL is the time between chunks, as elsewhere,
-and a speculative server sends several tokens in one; `itl_per_token` counts tokens, those of one
-chunk as arriving at once.
+Compare speculative servers by TPOT. ITL is the time between chunks, and a speculative server sends
+several tokens per chunk; `itl_per_token` is the time between tokens, 0 within a chunk.
 """
 
 from collections import Counter
@@ -27,7 +26,7 @@ class SummaryOptions:
     Attributes:
         metrics: of METRICS.
         percentiles: 0 to 100.
-        goodput: most milliseconds by metric (of GOODPUT_METRICS) of a request that is good.
+        goodput: maximum milliseconds by metric (of GOODPUT_METRICS) for a request to count.
     """
 
     metrics: Sequence[str] = METRICS
@@ -36,7 +35,7 @@ class SummaryOptions:
 
 
 def read_goodput(texts: Sequence[str]) -> dict[str, float] | None:
-    """`ttft:200` and the like; UsageError for anything else."""
+    """Read goals such as `ttft:200`; raises UsageError for anything else."""
     goals: dict[str, float] = {}
     for text in texts:
         name, colon, value = text.partition(":")
@@ -59,7 +58,7 @@ def percentile_name(percentile: float) -> str:
 
 
 def series(records: Sequence[Record]) -> dict[str, list[float]]:
-    """All measured times by metric, in milliseconds; what nobody knows is empty."""
+    """All measured times by metric, in milliseconds; empty for an unknown metric."""
     times: dict[str, list[float]] = {metric: [] for metric in METRICS}
     told = [record.token_gaps() for record in records]
     for record, gaps in zip(records, told, strict=True):
@@ -68,7 +67,7 @@ def series(records: Sequence[Record]) -> dict[str, list[float]]:
         times[ITL].extend(record.chunk_gaps())
         if record.tpot is not None:
             times[TPOT].append(record.tpot)
-        if gaps is not None and None not in told:  # of all requests or of none
+        if gaps is not None and None not in told:  # known for all requests or for none
             times[ITL_PER_TOKEN].extend(gaps)
     return {metric: [time * 1e3 for time in own] for metric, own in times.items()}
 
@@ -89,7 +88,7 @@ def spread(times: Sequence[float], percentiles: Sequence[float]) -> dict[str, fl
 def summarise(
     run: LoadRun, speculation: SpeculationCounts | None, options: SummaryOptions
 ) -> dict[str, Any]:
-    """All figures, as JSON has them."""
+    """Compute all figures of a load."""
     completed = [record for record in run.records if not record.failed]
     failed = [record for record in run.records if record.failed]
     seconds = max(run.seconds, 1e-9)
@@ -124,7 +123,7 @@ def summarise(
 
 
 def speculation_figures(counts: SpeculationCounts | None) -> dict[str, Any]:
-    """Under the names of the field; only where they come from when nobody tells."""
+    """Acceptance figures; without counts, only that they are not reported."""
     if counts is None:
         return {"spec_decode_source": NOT_REPORTED}
     return {
@@ -141,7 +140,7 @@ def speculation_figures(counts: SpeculationCounts | None) -> dict[str, Any]:
 
 
 def timeline(run: LoadRun) -> dict[str, list[float]]:
-    """Output tokens, and the most requests under way, in each second from the start."""
+    """Output tokens and the maximum of concurrent requests, in each second from the start."""
     length = int(max([run.seconds, *(it.ended - run.began for it in run.records)])) + 1
     tokens, requests = [0.0] * length, [0.0] * length
     changes: list[tuple[float, int]] = []
@@ -161,7 +160,7 @@ def timeline(run: LoadRun) -> dict[str, list[float]]:
 
 
 def details(run: LoadRun) -> dict[str, Any]:
-    """Every request's own figures, in seconds, as arrays."""
+    """Arrays of every request's figures; times are in seconds."""
     records = run.records
     return {
         "ids": [record.id for record in records],
@@ -181,7 +180,7 @@ def details(run: LoadRun) -> dict[str, Any]:
 def _goodput(
     completed: Sequence[Record], goals: Mapping[str, float] | None, seconds: float
 ) -> float | None:
-    """Requests a second that met every goal."""
+    """Requests per second that met every goal."""
     if goals is None:
         return None
     return sum(_is_good(record, goals) for record in completed) / seconds

@@ -1,7 +1,7 @@
-"""Drafters against K on one workload: AL, tokens per second and the time of an iteration.
+"""A sweep over drafters, K and batch sizes: acceptance length, tokens/s and step times.
 
-Every point has an engine of its own, and plain decoding is measured before and after the drafters
-of each batch size: a machine whose speed drifts shows in the difference.
+Every cell has an engine of its own. Plain decoding is measured before and after the drafters of
+each batch size; a difference between the two shows that the machine's speed drifts.
 """
 
 import gc
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 Open = Callable[[dict[str, Any] | None, int], "LLM"]  # speculative_config, batch -> an engine
 Inspect = Callable[["LLM", "Cell"], None]
-"""Looks at the engine of a cell once that is measured."""
+"""Called with the engine of a cell after its measurement."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One drafter, K and batch size."""
+    """One drafter, K (draft tokens per step) and batch size."""
 
     drafter: str
     k: int
@@ -38,19 +38,19 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Point(Cell):
-    """What was measured of it.
+    """The results of a cell.
 
     Attributes:
         acceptance_length: 1 + accepted draft tokens per draft.
-        per_position: of all drafts, the share whose i-th token was accepted.
-        without_drafts: of the steps in which a request gained tokens, those that drafted nothing.
+        per_position: for each position i, the share of drafts whose i-th token was accepted.
+        without_drafts: share of steps without a draft.
         tokens_per_second: output tokens over the wall time of the whole workload.
         iteration_ms: mean time of a step, prompt chunks included.
-        median_iteration_ms: of the same steps.
-        tpot_ms: mean over the requests of the time per output token behind the first.
-        shares: of the steps' time: draft, target, rest.
-        times_plain: tokens per second over those of plain decoding at this batch size.
-        partial: it was interrupted within the workload.
+        median_iteration_ms: median time of a step.
+        tpot_ms: mean over the requests of the time per output token after the first.
+        shares: shares of the steps' time by part.
+        times_plain: tokens per second relative to plain decoding at this batch size.
+        partial: it was interrupted.
     """
 
     acceptance_length: float
@@ -78,9 +78,9 @@ class Sweep:
 
     Attributes:
         drafters: a `speculative_config` without K, by the name to show.
-        counts: the Ks.
-        batches: most requests that run at once.
-        limits: the largest K of drafters that cannot guess as many as the others.
+        counts: values of K.
+        batches: batch sizes, the maximum numbers of running requests.
+        limits: the largest K of drafters that support fewer than the largest of `counts`.
     """
 
     drafters: Mapping[str, Mapping[str, Any]]
@@ -93,13 +93,13 @@ class Sweep:
         return len(self.batches) * (2 + sum(len(self._counts(name)) for name in self.drafters))
 
     def fit(self, open_llm: Open) -> "Sweep":
-        """Load every drafter once at its largest K, before hours are spent.
+        """Load every drafter once at its largest K, so that errors show before the measurement.
 
         Returns:
-            The sweep without the Ks that are more than a drafter guesses.
+            The sweep without the values of K that a drafter does not support.
 
         Raises:
-            SlipstreamError: one of them cannot be run at all.
+            SlipstreamError: a drafter cannot be run at all.
         """
         limits = {}
         for name, config in self.drafters.items():
@@ -109,8 +109,8 @@ class Sweep:
                 fitting = [count for count in self.counts if count <= error.most]
                 if not fitting:
                     raise UsageError(
-                        f"{name} guesses at most {counted(error.most, 'token')} a step; give -k "
-                        "smaller numbers"
+                        f"{name} drafts at most {counted(error.most, 'token')} per step; give "
+                        "smaller numbers to -k"
                     ) from None
                 limits[name] = error.most
                 self._load(name, config, max(fitting), open_llm)
@@ -125,7 +125,7 @@ class Sweep:
         except UsageError as error:
             raise UsageError(f"{name} at K={count}: {error}") from None
         finally:
-            gc.collect()  # the next engine wants the memory
+            gc.collect()  # frees the engine's memory for the next one
 
     def _counts(self, name: str) -> list[int]:
         most = self.limits.get(name)
@@ -139,10 +139,10 @@ class Sweep:
         inspect: Inspect = lambda llm, cell: None,
         advance: Callable[[int, int], None] = lambda requests, tokens: None,
     ) -> Iterator[Point | Failure]:
-        """Points as they are measured; the second plain one of a batch size comes last.
+        """Yield results as they are measured.
 
-        Ratios are to the first plain point. Once `stopped` is true the point under way comes, as
-        far as it was measured, and no more.
+        Ratios are relative to the first plain point of the batch size. When `stopped` returns true,
+        the current point is yielded as far as it was measured, and the sweep ends.
         """
         for batch in self.batches:
             plain: Point | None = None
@@ -154,10 +154,10 @@ class Sweep:
                     point = _measure(
                         cell, config, open_llm, workload, plain, stopped, inspect, advance
                     )
-                except Exception as error:  # of whatever kind: the other cells are still wanted
+                except Exception as error:  # of any kind: the other cells are still measured
                     reason = _reason(error)
                 if reason:
-                    gc.collect()  # the engine that failed hung on the error
+                    gc.collect()  # the error held the engine that failed
                     yield Failure(cell.drafter, cell.k, cell.batch, reason=reason)
                     continue
                 if point is None:
@@ -175,7 +175,7 @@ class Sweep:
 
 
 def best(points: Sequence[Point]) -> list[Point]:
-    """Of each batch size the point with the most tokens a second, of those measured to the end."""
+    """For each batch size, the point with the most tokens per second, without partial ones."""
     whole = [point for point in points if not point.partial]
     batches = dict.fromkeys(point.batch for point in whole)
     return [
@@ -185,7 +185,7 @@ def best(points: Sequence[Point]) -> list[Point]:
 
 
 def _reason(error: Exception) -> str:
-    """One line."""
+    """The error in one line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {text}"
 
@@ -200,7 +200,7 @@ def _measure(
     inspect: Inspect,
     advance: Callable[[int, int], None],
 ) -> Point | None:
-    """None where it was interrupted before there was anything to tell."""
+    """None where it was interrupted before the first token."""
     llm = open_llm(config, cell.batch)
     warm_up(llm)
     run = run_offline(llm, workload, stopped, advance)
@@ -210,7 +210,7 @@ def _measure(
         inspect(llm, cell)
     point = _point(cell, run, plain)
     del llm, run
-    gc.collect()  # the next engine wants the memory
+    gc.collect()  # frees the engine's memory for the next one
     return point
 
 

@@ -1,4 +1,4 @@
-"""Results as tables, for a terminal and for a page alike."""
+"""Results as tables, for the terminal and for HTML pages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,15 +29,15 @@ _METRICS = {
 }
 _COUNTED = {
     USAGE: "the server's usage",
-    TOKENIZER: "the tokenizer here",
-    CHUNKS: "chunks (the server counts none: give --tokenizer)",
+    TOKENIZER: "the given tokenizer",
+    CHUNKS: "chunks (the server sends no counts; give --tokenizer)",
 }
-_MANY = 16  # positions that are all told
+_MANY = 16  # positions that are always shown
 
 
 @dataclass(frozen=True)
 class ReportTable:
-    """Rows of cells; `best` are the places of rows in bold, `note` a sentence below the heading."""
+    """Rows of cells; `best` has the indices of bold rows, `note` stands below the heading."""
 
     heading: str
     columns: Sequence[str]
@@ -55,7 +55,7 @@ def load_tables(
         tables.append(_times(summary, options))
     drafts = [("drafts", NOT_REPORTED)]
     if speculation is not None:
-        drafts = [*speculation_rows(speculation), ("told by", speculation.source)]
+        drafts = [*speculation_rows(speculation), ("reported by", speculation.source)]
     tables.append(ReportTable("Speculation", ("", ""), drafts))
     if summary["errors"]:
         rows = [(reason, str(count)) for reason, count in summary["errors"].items()]
@@ -64,7 +64,7 @@ def load_tables(
 
 
 def speculation_rows(counts: SpeculationCounts) -> list[tuple[str, str]]:
-    """What there is to say of drafts; where nothing was drafted, just that."""
+    """Rows about drafts and their acceptance."""
     if not counts.drafts:
         return [("drafts", "none")]
     rows = [
@@ -81,7 +81,7 @@ def speculation_rows(counts: SpeculationCounts) -> list[tuple[str, str]]:
 
 
 def by_position(shares: Sequence[float]) -> str:
-    """Of a long draft (a tree) up to the last position that ever was accepted."""
+    """Shares by position; of long drafts (trees) up to the last accepted position."""
     told = list(shares)
     while len(told) > _MANY and told[-1] == 0:
         told.pop()
@@ -94,26 +94,26 @@ SWEEP_COLUMNS = (
 
 
 def sweep_table(points: Sequence[Point]) -> ReportTable:
-    """The table of the field; the best of each batch size stands out."""
+    """The results of a sweep; the fastest row of each batch size is bold."""
     winners = best(points)
     return ReportTable(
         "Drafters against K",
         SWEEP_COLUMNS,
         [_sweep_row(point, any(point is it for it in winners)) for point in points],
         frozenset(index for index, it in enumerate(points) if any(it is one for one in winners)),
-        "iter. is the median of a step's time, draft the share of drafting in it; * and bold: "
-        "the most tokens a second at that batch size.",
+        "iter. is the median time of a step, draft the share of drafting in it; * and bold mark "
+        "the most tokens per second at that batch size.",
     )
 
 
 def failures_table(failures: Sequence[Failure]) -> ReportTable:
-    """Cells that could not be measured."""
+    """The cells that could not be measured, and why."""
     rows = [(failure.title, failure.reason) for failure in failures]
     return ReportTable("Not measured", ("cell", "reason"), rows)
 
 
 def profile_table(profile: Profile) -> ReportTable:
-    """Milliseconds a step by part and by group of ops."""
+    """Milliseconds per step by part of the step and group of ops."""
     steps = max(1, profile.steps)
     total = sum(sum(own.values()) for own in profile.times.values())
     rows = []
@@ -126,13 +126,13 @@ def profile_table(profile: Profile) -> ReportTable:
     rows.append(("all", *(f"{time:.3f}" for time in (*sums, sum(sums))), "100%"))
     clock = [profile.wall_ms[part] / steps for part in PARTS]
     rows.append(("the engine's clock", *(f"{time:.3f}" for time in (*clock, sum(clock))), ""))
-    work = "kernels (they may overlap)" if profile.on_device else "ops on the host"
+    work = "Kernels (they may overlap)" if profile.on_device else "Ops on the host"
     return ReportTable(
-        f"Time of {counted(profile.steps, 'step')} under the profiler, ms a step",
+        f"Time of {counted(profile.steps, 'step')} under the profiler, ms per step",
         ("", *PARTS, "all", ""),
         rows,
         frozenset({len(rows) - 2}),
-        f"Of {work}, by the part of the step that ran them. Trace: {profile.trace}",
+        f"{work}, by the part of the step that ran them. Trace: {profile.trace}",
     )
 
 
@@ -144,7 +144,7 @@ def _requests(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("duration", f"{summary['duration']:.2f} s"),
         ("input tokens", f"{summary['total_input_tokens']:,}"),
         ("output tokens", f"{summary['total_output_tokens']:,}"),
-        ("tokens counted by", counted or "nobody"),
+        ("tokens counted by", counted or "-"),
         ("requests/s", f"{summary['request_throughput']:.2f}"),
         ("output tokens/s", f"{summary['output_throughput']:.1f}"),
         ("all tokens/s", f"{summary['total_token_throughput']:.1f}"),
@@ -157,7 +157,7 @@ def _requests(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("good requests/s", f"{summary['request_goodput']:.2f}"))
     if summary.get("mean_client_queue_time_ms") is not None:
         waited = summary["mean_client_queue_time_ms"]
-        rows.append(("mean wait for a free place here", f"{waited:.2f} ms"))
+        rows.append(("mean wait in the client", f"{waited:.2f} ms"))
     return rows
 
 
@@ -172,10 +172,10 @@ def _times(summary: Mapping[str, Any], options: SummaryOptions) -> ReportTable:
     if ITL in options.metrics or ITL_PER_TOKEN in options.metrics:
         notes.append(
             "A speculative server sends several tokens in one chunk: compare TPOT, not ITL. Per "
-            "token, those of one chunk come at once."
+            "token, the times within a chunk are 0."
         )
         if ITL_PER_TOKEN in options.metrics and summary[f"mean_{ITL_PER_TOKEN}_ms"] is None:
-            notes.append("This server does not tell how many tokens a chunk has.")
+            notes.append("This server does not report the number of tokens per chunk.")
     return ReportTable("Times, ms", ("", *names), rows, note=" ".join(notes))
 
 

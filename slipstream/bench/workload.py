@@ -1,4 +1,4 @@
-"""What a benchmark asks of an engine in this process, and one run of it."""
+"""A workload for an engine in this process, and runs of it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -21,7 +21,7 @@ PARTS = ("draft", "target", "verify", "rest")
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts, and how they are to be continued; a prompt's own length goes before."""
+    """Prompts and sampling parameters; a prompt's own max_tokens takes precedence."""
 
     prompts: Sequence[BenchPrompt]
     params: SamplingParams
@@ -54,7 +54,7 @@ class Workload:
 
 
 def engine_prompt(llm: "LLM", prompt: BenchPrompt) -> Any:
-    """As the engine takes it; chats by the model's own template."""
+    """The prompt as the engine accepts it; chats are rendered by the model's template."""
     if prompt.text is not None:
         return prompt.text
     if prompt.token_ids is not None:
@@ -67,13 +67,13 @@ def engine_prompt(llm: "LLM", prompt: BenchPrompt) -> Any:
 
 @dataclass(kw_only=True)
 class OfflineRun:
-    """What an engine did with a workload.
+    """The outputs and times of a run.
 
     Attributes:
-        latest: the last snapshot of each request, in the order of the prompts.
+        latest: the last snapshot of each request, by its number.
         iterations: seconds of each step, prompt chunks included.
         parts: seconds by PARTS.
-        stopped: whether it ended before its time.
+        stopped: whether it was interrupted.
     """
 
     latest: dict[int, RequestOutput] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class OfflineRun:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """Of requests that ran to their ends."""
+        """The outputs of finished requests."""
         return [output for output in self.by_prompt() if output.finished]
 
     def by_prompt(self) -> list[RequestOutput]:
@@ -93,7 +93,7 @@ class OfflineRun:
 
     @property
     def num_tokens(self) -> int:
-        """All output tokens, of unfinished requests too."""
+        """Output tokens, including those of unfinished requests."""
         return sum(
             len(sample.token_ids) for output in self.latest.values() for sample in output.outputs
         )
@@ -112,12 +112,12 @@ class OfflineRun:
 
     @property
     def iteration_ms(self) -> float:
-        """The mean."""
+        """The mean time of a step."""
         return fmean(self.iterations) * 1e3 if self.iterations else 0.0
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of the steps' time, by PARTS."""
+        """Shares of the steps' time, by PARTS."""
         whole = max(sum(self.parts), 1e-12)
         return {part: own / whole for part, own in zip(PARTS, self.parts, strict=True)}
 
@@ -126,7 +126,7 @@ class OfflineRun:
         return from_outputs([output.metrics for output in self.latest.values()])
 
     def tpots_ms(self) -> list[float]:
-        """Milliseconds per output token behind the first, of each finished request."""
+        """Milliseconds per output token after the first, of each finished request."""
         times = []
         for output in self.outputs:
             first, last = output.metrics.first_token_time, output.metrics.finished_time
@@ -136,7 +136,7 @@ class OfflineRun:
         return times
 
     def ttfts_ms(self) -> list[float]:
-        """From being queued to the first token, of each finished request."""
+        """Milliseconds from being queued to the first token, of each finished request."""
         told = [output.metrics.time_to_first_token for output in self.outputs]
         return [time * 1e3 for time in told if time is not None]
 
@@ -147,10 +147,10 @@ def run_offline(
     stopped: Callable[[], bool] = lambda: False,
     advance: Callable[[int, int], None] = lambda requests, tokens: None,
 ) -> OfflineRun:
-    """All of it, or up to the step in which `stopped` became true.
+    """Run a workload, to its end or until `stopped` returns true.
 
     Args:
-        advance: called now and then with the requests that are done and the tokens so far.
+        advance: called after steps with the numbers of finished requests and of tokens so far.
     """
     run = OfflineRun()
     clock = _Clock(llm)
@@ -178,7 +178,7 @@ def run_offline(
 
 
 def warm_up(llm: "LLM") -> None:
-    """Every kind of step once; few tokens, whatever they are."""
+    """Run every kind of step once, with a short prompt."""
     ids = [1 + index % 7 for index in range(24)]
     llm.generate([{"prompt_token_ids": ids}], SamplingParams(temperature=0, max_tokens=12))
 
@@ -188,7 +188,7 @@ def _length(output: RequestOutput) -> int:
 
 
 class _Clock:
-    """Reads an engine's totals after each step."""
+    """Measures steps by an engine's totals."""
 
     def __init__(self, llm: "LLM") -> None:
         self._llm = llm
@@ -196,19 +196,19 @@ class _Clock:
         self._steps, self._seconds = llm.metrics.num_steps, sum(self._first)
 
     def moved(self) -> bool:
-        """Whether there were steps since `steps`."""
+        """Whether there were steps since the last call of `steps`."""
         return self._llm.metrics.num_steps != self._steps
 
     def steps(self) -> list[float]:
-        """Their seconds; of several (chunks of a prompt bring no output) each is taken for the
-        mean."""
+        """The seconds of these steps; several steps without output between them (prompt chunks)
+        are counted with their mean."""
         seconds, steps = sum(self._read()), self._llm.metrics.num_steps
         count, gained = steps - self._steps, seconds - self._seconds
         self._steps, self._seconds = steps, seconds
         return [gained / count] * count
 
     def parts(self) -> tuple[float, ...]:
-        """Seconds by PARTS since the beginning."""
+        """Seconds by PARTS since the clock was made."""
         return tuple(now - old for now, old in zip(self._read(), self._first, strict=True))
 
     def _read(self) -> tuple[float, ...]:

@@ -69,7 +69,7 @@ class DatasetFlags:
 
     @property
     def name(self) -> str:
-        """Of the data set; UsageError for one that is not known."""
+        """The data set's name; raises UsageError for an unknown one."""
         from slipstream.bench.datasets import CUSTOM, DATASETS, DEMO
 
         name = self.dataset_name or (DEMO if self.dataset_path is None else CUSTOM)
@@ -81,19 +81,19 @@ class DatasetFlags:
 
     @property
     def length(self) -> int:
-        """Output tokens of a prompt that does not say itself."""
+        """Output tokens of prompts without a length of their own."""
         return self.max_tokens or 128
 
     @property
     def wants_tokenizer(self) -> bool:
-        """Whether it can make use of one."""
+        """Whether reading the data set uses the model's tokenizer."""
         return self.name in ("random", "sharegpt")
 
     def prompts(self, encoder: "TextEncoder | None", as_text: bool = False) -> "list[BenchPrompt]":
-        """Raises UsageError where there are none.
+        """Read or draw the prompts; raises UsageError if there are none.
 
         Args:
-            encoder: the model's tokenizer, if it is there.
+            encoder: the model's tokenizer, if there is one.
             as_text: the prompts must be texts or chats, not token ids.
         """
         from slipstream.bench.datasets import RANDOM, RandomShape, draw_random, read_dataset, take
@@ -115,7 +115,7 @@ class DatasetFlags:
         return draw_random(self.num_prompts or 100, shape, self.seed or 0, encoder, as_text)
 
     def _require_use(self, is_random: bool) -> None:
-        """Raise UsageError for a flag that this data set has no use for."""
+        """Raise UsageError for a flag that has no effect on this data set."""
         if is_random and self.category is not None:
             raise UsageError("--category is for data sets with categories; leave it out")
         for name in given_flags(self):
@@ -124,13 +124,13 @@ class DatasetFlags:
 
 
 def refuse_num_seqs(flag: str, most: int) -> None:
-    """Raise UsageError for --max-num-seqs where another flag says how many run at once."""
+    """Raise UsageError for --max-num-seqs where `flag` sets the number of running requests."""
     if most != EngineConfig.max_num_seqs:
         raise UsageError(f"{flag} says how many requests run at once; leave out --max-num-seqs")
 
 
 def model_tokenizer(model: str, revision: str | None = None) -> "Tokenizer":
-    """The tokenizer of a model by its name; CheckpointError where it has none."""
+    """Load a model's tokenizer; raises CheckpointError if it has none."""
     from slipstream.models.checkpoint import resolve_checkpoint
     from slipstream.models.tokenizer import Tokenizer
 
@@ -139,7 +139,7 @@ def model_tokenizer(model: str, revision: str | None = None) -> "Tokenizer":
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSamplingFlags:
-    """How to sample; what is not given is left to the server."""
+    """Sampling parameters; a flag that is not given is left to the server."""
 
     temperature: float = like(SamplingParams, "temperature", 0.0)
     top_p: float | None = like(SamplingParams, "top_p", None)
@@ -154,11 +154,11 @@ class BenchSamplingFlags:
     )
 
     def fields(self, seed: int | None) -> dict[str, Any]:
-        """What was given, by the protocol's names; UsageError for a value out of range."""
+        """The flags that were given, as fields of a request; raises UsageError for bad values."""
         given = {
             name: value
             for name, value in vars(self).items()
-            if value is not None and value is not False  # a 0 is a value
+            if value is not None and value is not False
         }
         if self.temperature > 0 and seed is not None:
             given["seed"] = seed
@@ -166,14 +166,14 @@ class BenchSamplingFlags:
         return given
 
     def params(self, max_tokens: int, seed: int | None) -> SamplingParams:
-        """The same for an engine in this process."""
+        """Sampling parameters for an engine in this process."""
         return SamplingParams(max_tokens=max_tokens, **self.fields(seed))
 
 
 def read_workload(
     dataset: DatasetFlags, sampling: BenchSamplingFlags, engine: EngineConfig
 ) -> "Workload":
-    """What an engine in this process is asked; UsageError where there is nothing."""
+    """The workload of an engine in this process; raises UsageError if it is empty."""
     from slipstream.bench.workload import Workload
 
     if dataset.length < 2:
@@ -185,7 +185,7 @@ def read_workload(
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFlags:
-    """Where the figures go, besides the terminal."""
+    """The file of the figures."""
 
     output: Path | None = flag(
         None,
@@ -202,7 +202,7 @@ class OutputFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportFlags(OutputFlags):
-    """A plot besides."""
+    """The files of the figures and of a plot."""
 
     plot: Path | None = flag(
         None,
@@ -239,7 +239,7 @@ class ReportFlags(OutputFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileFlags:
-    """A look into the steps."""
+    """The profiler, for an engine in this process."""
 
     profile: Path | None = flag(
         None,
@@ -251,7 +251,7 @@ class ProfileFlags:
     profile_steps: int = flag(32, "Number of steps to profile.", at_least=1)
 
     def prepare(self) -> None:
-        """Make the folder, before anything is measured."""
+        """Make the folder before anything is measured."""
         if self.profile is not None:
             # The profiler announces itself on stderr; it reads this when torch is imported.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")

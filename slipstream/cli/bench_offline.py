@@ -14,7 +14,7 @@ from slipstream.cli.bench_flags import (
     read_workload,
     refuse_num_seqs,
 )
-from slipstream.cli.bench_views import about, show_report, watching
+from slipstream.cli.bench_views import about, progress_bar, show_report
 from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.errors import INTERRUPTED, say
 from slipstream.cli.flags import RunFlags
@@ -79,10 +79,10 @@ def throughput(
     llm = open_llm(config, run.verbose)[0]
     warm_up(llm)
     size = len(workload.prompts)
-    with interrupt_noted() as pressed, watching() as watch:
-        watch.begin("requests", size)
+    with interrupt_noted() as pressed, progress_bar() as bar:
+        bar.start("requests", size)
         measured = run_offline(
-            llm, workload, pressed, lambda done, tokens: watch.move(done, f"{tokens:,} tokens")
+            llm, workload, pressed, lambda done, tokens: bar.update(done, f"{tokens:,} tokens")
         )
     if output.save_texts is not None:
         answered = zip(workload.prompts, measured.by_prompt(), strict=False)
@@ -134,21 +134,21 @@ def latency(
 
 
 def _batches(llm: "LLM", workload: "Workload", batch: BatchFlags) -> "list[OfflineRun]":
-    """The batches that were measured before Ctrl-C."""
+    """The batches that were measured, until Ctrl-C."""
     from slipstream.bench.workload import run_offline
 
     runs: list[OfflineRun] = []
-    with interrupt_noted() as pressed, watching() as watch:
+    with interrupt_noted() as pressed, progress_bar() as bar:
         for _ in range(batch.num_iters_warmup):
             if not pressed():
                 run_offline(llm, workload, pressed)
-        watch.begin("batches", batch.num_iters)
+        bar.start("batches", batch.num_iters)
         for number in range(batch.num_iters):
             one = run_offline(llm, workload, pressed)
             if one.stopped or pressed():
                 break
             runs.append(one)
-            watch.move(number + 1, f"{one.seconds:.3f} s")
+            bar.update(number + 1, f"{one.seconds:.3f} s")
     return runs
 
 

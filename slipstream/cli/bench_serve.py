@@ -1,4 +1,4 @@
-"""`slipstream bench serve`: put a load on a server."""
+"""`slipstream bench serve`: measure a server under load."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from slipstream.cli.bench_serve_flags import (
     ServerFlags,
     SummaryFlags,
 )
-from slipstream.cli.bench_views import Watch, show_tables, watching
+from slipstream.cli.bench_views import Bar, progress_bar, show_tables
 from slipstream.cli.errors import FAILED, INTERRUPTED, say
 from slipstream.cli.paths import require_writable
 from slipstream.cli.terminal import interrupt_noted, stdout_console
@@ -48,11 +48,11 @@ def serve(
     report: ReportFlags,
     result: ResultFlags,
 ) -> None:
-    """Put a load on a server of the OpenAI protocol: throughput, TTFT, TPOT, acceptance.
+    """Measure a server of the OpenAI protocol under load: throughput, TTFT, TPOT, acceptance.
 
-    Without --request-rate it is a closed loop of --max-concurrency requests at once. The figures
-    have the names that vllm bench serve gives them. Ctrl-C ends it and reports what was measured
-    so far. The exit code is 1 when a request failed or a text differs from --compare-texts.
+    Without --request-rate the load is a closed loop of --max-concurrency requests. The figures
+    have the names that vllm bench serve gives them. Ctrl-C ends the load and reports what was
+    measured so far. The exit code is 1 if a request failed or a text differs from --compare-texts.
     """
     _require_client()
     from slipstream.bench.load import num_requests
@@ -63,17 +63,17 @@ def serve(
     require_writable("--save-texts", summary.save_texts)
     result.prepare(report.output)
     if summary.save_detailed and report.output is None and not result.save_result:
-        raise UsageError("--save-detailed says what --output holds; add --output FILE")
+        raise UsageError("--save-detailed adds to --output; add --output FILE")
     expected = None if summary.compare_texts is None else read_texts(summary.compare_texts)
     plan = _plan(server, load, dataset, sampling)
-    with interrupt_noted() as pressed, watching() as watch:
-        watch.begin("requests", num_requests(plan.prompts))
-        measured = measure_server(plan, pressed, _Told(watch))
+    with interrupt_noted() as pressed, progress_bar() as bar:
+        bar.start("requests", num_requests(plan.prompts))
+        measured = measure_server(plan, pressed, _Progress(bar))
         interrupted = measured.run.num_left > 0
     title = f"{measured.model.name} at {plan.server.url}"
-    about = {"prompts": _prompts_told(dataset, plan), "load": _load_told(load)}
+    about = {"prompts": _describe_prompts(dataset, plan), "load": _describe_load(load)}
     if measured.model.speculative is not None:
-        about["drafter"] = _drafter_told(measured.model.speculative, load)
+        about["drafter"] = _describe_drafter(measured.model.speculative, load)
     outcome = _Outcome(title, about, plan, measured)
     outcome.sum_up(options, expected)
     output = report.output or result.file(measured.model.name, load, datetime.now(UTC))
@@ -82,7 +82,7 @@ def serve(
     if summary.save_texts is not None:
         outcome.write_texts(summary.save_texts)
     outcome.draw(files)
-    outcome.show()  # last, for whoever reads it may leave
+    outcome.show()  # last: the reader of a pipe may be gone, which ends the command
     if interrupted:
         say(f"interrupted; {counted(measured.run.num_left, 'request')} not finished")
         raise typer.Exit(INTERRUPTED)
@@ -90,22 +90,22 @@ def serve(
         raise typer.Exit(FAILED)
 
 
-class _Told:
-    """What the bar says of the requests that ended."""
+class _Progress:
+    """Counts ended requests on a bar."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch, self._done, self._failed, self._tokens = watch, 0, 0, 0
+    def __init__(self, bar: Bar) -> None:
+        self._bar, self._done, self._failed, self._tokens = bar, 0, 0, 0
 
     def __call__(self, record: "Record") -> None:
         self._done += 1
         self._failed += record.failed
         self._tokens += record.num_tokens
         failed = f", {self._failed} failed" if self._failed else ""
-        self._watch.move(self._done, f"{self._tokens:,} tokens{failed}")
+        self._bar.update(self._done, f"{self._tokens:,} tokens{failed}")
 
 
 class _Outcome:
-    """A load that was measured, on its way to terminal and files."""
+    """The results of a load, and the files that they are written to."""
 
     def __init__(
         self, title: str, about: dict[str, str], plan: "ServePlan", result: "ServeResult"
@@ -117,11 +117,11 @@ class _Outcome:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether a request failed or a text is not the expected one."""
+        """Whether a request failed or a text differs from the expected one."""
         return bool(self._figures["failed"] or self._figures.get("texts_differing"))
 
     def sum_up(self, options: "SummaryOptions", expected: dict[str, str] | None) -> None:
-        """All figures, and the comparison with what was expected."""
+        """Compute all figures, and compare the texts with the expected ones."""
         from slipstream.bench.report import differing
         from slipstream.bench.summary import summarise
         from slipstream.bench.tables import load_tables
@@ -136,7 +136,7 @@ class _Outcome:
             self._tables.append(_texts_table(len(texts), wrong))
 
     def show(self) -> None:
-        """What a person reads."""
+        """Print title, settings and tables."""
         console = stdout_console()
         console.print(self._title, style="bold", soft_wrap=True)
         for name, value in self._about.items():
@@ -144,7 +144,7 @@ class _Outcome:
         show_tables(console, self._tables)
 
     def draw(self, files: Sequence[Path]) -> None:
-        """Pictures and pages."""
+        """Write pictures and HTML pages."""
         from slipstream.bench.report import draw_load
 
         speculation = self._result.speculation
@@ -152,7 +152,7 @@ class _Outcome:
         draw_load(self._result.run, shares, self._title, self._about, self._tables, files)
 
     def write(self, file: Path, settings: dict[str, Any], detailed: bool) -> None:
-        """The figures as JSON, with what they were measured with."""
+        """Write figures and settings as JSON."""
         from slipstream.bench.report import write_json
         from slipstream.bench.summary import details
 
@@ -169,7 +169,7 @@ class _Outcome:
         write_json(head | self._figures | more, file)
 
     def write_texts(self, file: Path) -> None:
-        """Every answer, with what was asked."""
+        """Write every answer with its prompt."""
         from slipstream.bench.report import text_entry, write_texts
 
         prompts = {prompt.id: prompt for prompt in self._plan.prompts} | self._result.run.later
@@ -212,7 +212,7 @@ def _plan(
 
 
 def _with_turns(prompts: "Sequence[BenchPrompt]", turns: str, endpoint: str) -> "list[BenchPrompt]":
-    """Only what --turns asks for."""
+    """The prompts with the turns that --turns asks for."""
     from slipstream.bench.protocol import COMPLETIONS
 
     if turns == "first":
@@ -221,14 +221,14 @@ def _with_turns(prompts: "Sequence[BenchPrompt]", turns: str, endpoint: str) -> 
         raise UsageError("--turns all needs the chat endpoint; give --endpoint auto or chat")
     if not any(prompt.later_turns for prompt in prompts):
         raise UsageError(
-            "--turns all is for questions of several turns (mt-bench, spec-bench), of which there "
-            "are none here; leave it out"
+            "--turns all is for questions of several turns (mt-bench, spec-bench); these prompts "
+            "have one turn each, so leave it out"
         )
     return [*prompts]
 
 
 def _as_tokens(prompt: "BenchPrompt", tokenizer: "Tokenizer") -> "BenchPrompt":
-    """A chat as the completions endpoint takes it: the template's own tokens and no others."""
+    """Render a chat to token ids for the completions endpoint, without adding special tokens."""
     if prompt.messages is None:
         return prompt
     from slipstream.models.chat_template import ChatTemplate
@@ -243,7 +243,7 @@ def _require_client() -> None:
         raise UsageError("bench serve needs aiohttp: pip install 'slipstream[bench]'")
 
 
-def _prompts_told(dataset: DatasetFlags, plan: "ServePlan") -> str:
+def _describe_prompts(dataset: DatasetFlags, plan: "ServePlan") -> str:
     from slipstream.bench.load import num_requests
 
     distinct = len({str(prompt.shown()) for prompt in plan.prompts})
@@ -259,7 +259,7 @@ def _prompts_told(dataset: DatasetFlags, plan: "ServePlan") -> str:
     return f"{number} of {dataset.name}{again}{turns}, {length}, temperature {temperature:g}"
 
 
-def _load_told(load: LoadFlags) -> str:
+def _describe_load(load: LoadFlags) -> str:
     most = "all at once" if load.max_concurrency is None else f"{load.max_concurrency} at once"
     if load.request_rate == float("inf"):
         return f"closed loop, {most}"
@@ -267,7 +267,7 @@ def _load_told(load: LoadFlags) -> str:
     return f"open loop, {load.request_rate:g} requests/s, burstiness {load.burstiness:g}{limit}"
 
 
-def _drafter_told(speculative: Any, load: LoadFlags) -> str:
+def _describe_drafter(speculative: Any, load: LoadFlags) -> str:
     name = speculative.get("model") or speculative.get("method") or "?"
     asked = load.num_speculative_tokens
     count = speculative.get("num_speculative_tokens") if asked is None else asked

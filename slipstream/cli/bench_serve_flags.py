@@ -55,7 +55,7 @@ class ServerFlags:
     ready_timeout: float = flag(0.0, "Seconds to wait for the server to start.")
 
     def server(self) -> "Server":
-        """Raises UsageError for an address or a header that is none."""
+        """Where to send requests; raises UsageError for a bad address or header."""
         from slipstream.bench.client import Server
 
         url = self._url().rstrip("/").removesuffix("/v1")
@@ -82,7 +82,7 @@ class ServerFlags:
         return self.base_url
 
     def wanted_endpoint(self) -> str:
-        """By --endpoint and --backend; UsageError where they name none, or two."""
+        """The endpoint by --endpoint and --backend; raises UsageError if they disagree."""
         from slipstream.bench.protocol import AUTO, ENDPOINTS, PATHS
 
         names = {path: name for name, path in PATHS.items()}
@@ -96,7 +96,7 @@ class ServerFlags:
         if self.backend not in _BACKENDS:
             raise UsageError(
                 f"--backend must be one of {', '.join(_BACKENDS)}, not {self.backend}: servers are "
-                "asked by the OpenAI protocol only"
+                "benchmarked by the OpenAI protocol only"
             )
         meant = _BACKENDS[self.backend]
         if endpoint not in (AUTO, meant):
@@ -107,7 +107,7 @@ class ServerFlags:
         return meant
 
     def more_fields(self) -> dict[str, Any]:
-        """What --extra-body adds; UsageError for what the measurement itself sets."""
+        """The fields of --extra-body; raises UsageError for those that the benchmark sets."""
         given = self.extra_body or {}
         own = {"model", "prompt", "messages", "stream", "stream_options", "n"} & set(given)
         if own:
@@ -185,7 +185,7 @@ class SummaryFlags:
     )
 
     def options(self) -> "SummaryOptions":
-        """Raises UsageError for metrics and percentiles that there are none of."""
+        """What to report; raises UsageError for unknown metrics or bad percentiles."""
         from slipstream.bench.summary import METRICS, SummaryOptions, read_goodput
 
         metrics = _listed(self.percentile_metrics) or list(METRICS)
@@ -221,18 +221,18 @@ class ResultFlags:
     )
 
     def prepare(self, output: Path | None) -> None:
-        """Before anything is measured; UsageError for a place that cannot be written to."""
+        """Make the folder before anything is measured; raises UsageError if it is not writable."""
         if not self.save_result:
             for name in given_flags(self):
                 raise UsageError(f"{name} is for --save-result; add that, or use --output")
             return
         if output is not None:
-            raise UsageError("--save-result and --output both say where figures go; give one")
+            raise UsageError("--save-result and --output both name the file to write; give one")
         make_folder("--result-dir", self._folder)
         require_writable("--result-filename", self._folder / (self.result_filename or "any.json"))
 
     def file(self, model: str, load: LoadFlags, time: datetime) -> Path | None:
-        """Where the figures go; None where they do not."""
+        """The file to write; None without --save-result."""
         if not self.save_result:
             return None
         if self.result_filename is not None:

@@ -1,4 +1,4 @@
-"""`slipstream bench sweep`: drafters against K and concurrency."""
+"""`slipstream bench sweep`: drafters at several K and batch sizes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from slipstream.cli.bench_flags import (
     read_workload,
     refuse_num_seqs,
 )
-from slipstream.cli.bench_views import Watch, about, show_report, tell, watching
+from slipstream.cli.bench_views import Bar, about, note, progress_bar, show_report
 from slipstream.cli.drafter_flags import DEMO
 from slipstream.cli.errors import FAILED, INTERRUPTED, say
 from slipstream.cli.flags import RunFlags
@@ -84,20 +84,20 @@ def sweep(
         _numbers("-k", over.num_speculative_tokens, least=1),
         _numbers("--batch-sizes", over.batch_sizes, least=1),
     )
-    asked = read_workload(dataset, sampling, engine)
+    workload = read_workload(dataset, sampling, engine)
     plan = _fit(plan, engine)
 
     def open_engine(speculative_config: dict[str, Any] | None, batch: int) -> "LLM":
         own = replace(engine, speculative_config=speculative_config, max_num_seqs=batch)
         return open_llm(own, run.verbose)[0]
 
-    cells = _Cells(plan, asked, profile)
+    cells = _Cells(plan, workload, profile)
     cells.measure(open_engine)
-    cells.report(f"{engine.model}, {asked.title}", report.output, files)
+    cells.report(f"{engine.model}, {workload.title}", report.output, files)
 
 
 class _Cells:
-    """A sweep, and what it has measured so far."""
+    """A sweep and its results so far; a cell is one drafter, K and batch size."""
 
     def __init__(self, plan: "Sweep", workload: "Workload", profile: ProfileFlags) -> None:
         self._plan, self._workload, self._profile = plan, workload, profile
@@ -107,10 +107,10 @@ class _Cells:
         self._stopped = False
 
     def measure(self, open_engine: "Open") -> None:
-        """Everything, or until Ctrl-C; pressed twice it ends at once."""
-        with interrupt_noted() as pressed, watching() as watch:
+        """Measure all cells, or until Ctrl-C; a second Ctrl-C interrupts at once."""
+        with interrupt_noted() as pressed, progress_bar() as bar:
             try:
-                self._measure(open_engine, pressed, watch)
+                self._measure(open_engine, pressed, bar)
             except KeyboardInterrupt:
                 self._stopped = True
             self._stopped |= pressed()
@@ -126,7 +126,7 @@ class _Cells:
                 write_json(document | {"interrupted": self._stopped}, output)
             draw_sweep(self._points, self._failures, title, about(), files)
             failures = [failures_table(self._failures)] if self._failures else []
-            # Last, for whoever reads them may leave.
+            # Last: the reader of a pipe may be gone, which ends the command.
             show_report(title, [sweep_table(self._points), *failures, *self._profiles])
         if self._stopped:
             say(f"interrupted after {len(self._points)} of {self._plan.num_points} cells")
@@ -135,28 +135,28 @@ class _Cells:
             say(f"{len(self._failures)} of {self._plan.num_points} cells could not be measured")
             raise typer.Exit(FAILED)
 
-    def _measure(self, open_engine: "Open", pressed: Callable[[], bool], watch: Watch) -> None:
+    def _measure(self, open_engine: "Open", pressed: Callable[[], bool], bar: Bar) -> None:
         size = len(self._workload.prompts)
 
-        def open_and_tell(config: dict[str, Any] | None, batch: int) -> "LLM":
+        def open_and_show(config: dict[str, Any] | None, batch: int) -> "LLM":
             llm = open_engine(config, batch)
             number = len(self._points) + len(self._failures) + 1
-            watch.begin(f"cell {number} of {self._plan.num_points}", size)
+            bar.start(f"cell {number} of {self._plan.num_points}", size)
             return llm
 
         def inspect(llm: "LLM", cell: "Cell") -> None:
-            watch.end()
+            bar.stop()
             self._profiles += self._profile.tables(llm, self._workload, cell.title)
 
         measured = self._plan.run(
-            open_and_tell,
+            open_and_show,
             self._workload,
             pressed,
             inspect,
-            lambda done, tokens: watch.move(done, f"{tokens:,} tokens"),
+            lambda done, tokens: bar.update(done, f"{tokens:,} tokens"),
         )
         for point in measured:
-            watch.end()
+            bar.stop()
             self._take(point)
 
     def _take(self, point: "Point | Failure") -> None:
@@ -165,17 +165,17 @@ class _Cells:
         number = f"{len(self._points) + len(self._failures) + 1}/{self._plan.num_points}"
         if isinstance(point, Failure):
             self._failures.append(point)
-            tell(f"{number} {point.title}: not measured: {point.reason}")
+            note(f"{number} {point.title}: not measured: {point.reason}")
             return
         self._points.append(point)
-        tell(
+        note(
             f"{number} {point.title}: AL {point.acceptance_length:.2f}, "
             f"{point.tokens_per_second:.0f} tokens/s"
         )
 
 
 def _fit(plan: "Sweep", config: EngineConfig) -> "Sweep":
-    """Every drafter and its largest K, before anything is measured."""
+    """Load every drafter at its largest K, and leave out the K that it does not support."""
     small = replace(config, max_num_seqs=1, enforce_eager=True)
     fitting = plan.fit(
         lambda speculation, batch: open_llm(
@@ -183,14 +183,14 @@ def _fit(plan: "Sweep", config: EngineConfig) -> "Sweep":
         )[0]
     )
     for name, most in fitting.limits.items():
-        tell(f"{name} guesses at most {counted(most, 'token')} a step; its larger K are left out")
+        note(f"{name} drafts at most {counted(most, 'token')} per step; larger K are left out")
     return fitting
 
 
 def _drafters(given: Sequence[str], model: str) -> dict[str, dict[str, Any]]:
     if not given:
         if model != DEMO:
-            raise UsageError("nothing to sweep; add --drafter, as often as there are drafters")
+            raise UsageError("there is nothing to sweep; add --drafter for each drafter")
         given = [*_bundled(), *_WITHOUT_MODEL]
     drafters: dict[str, dict[str, Any]] = {}
     for text in given:
@@ -200,7 +200,9 @@ def _drafters(given: Sequence[str], model: str) -> dict[str, dict[str, Any]]:
         else:
             drafters[text] = {"method": text} if text in _WITHOUT_MODEL else {"model": text}
         if "num_speculative_tokens" in drafters.get(name, {}):
-            raise UsageError(f"--drafter {name} has its own num_speculative_tokens; -k says it")
+            raise UsageError(
+                f"--drafter {name} has its own num_speculative_tokens; give -k instead"
+            )
     return drafters
 
 

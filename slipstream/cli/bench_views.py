@@ -1,4 +1,4 @@
-"""How the commands of `slipstream bench` show what they do and what came of it."""
+"""Progress and results of the commands of `slipstream bench`."""
 
 import platform
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def show_tables(console: Console, tables: "Iterable[ReportTable]") -> None:
-    """One after another, each below its heading."""
+    """Print tables one after another, each below its heading."""
     for table in tables:
         console.print()
         console.print(table.heading, style="bold", soft_wrap=True)
@@ -28,19 +28,19 @@ def show_tables(console: Console, tables: "Iterable[ReportTable]") -> None:
 
 
 def about() -> dict[str, str]:
-    """Version and machine, for the files of a report."""
+    """The version and the machine that a report is from."""
     return {"slipstream": __version__, "machine": machine()}
 
 
 def show_report(title: str, tables: "Iterable[ReportTable]") -> None:
-    """Results of an engine in this process on stdout."""
+    """Print the results of an engine in this process."""
     console = stdout_console()
     console.print(f"{title}; slipstream {__version__}, {machine()}", soft_wrap=True)
     show_tables(console, tables)
 
 
 def as_rich(table: "ReportTable") -> Table:
-    """The first column to the left, figures to the right, the best rows in bold."""
+    """A table with the first column left-aligned, figures right-aligned, the best rows bold."""
     are_pairs = not any(table.columns)
     shown = Table(
         box=None if are_pairs else box.SIMPLE_HEAD,
@@ -60,59 +60,56 @@ def as_rich(table: "ReportTable") -> Table:
     return shown
 
 
-class Watch:
-    """A bar for a person who waits; nothing where nobody does.
+class Bar:
+    """The progress bar of a measurement.
 
-    It is there between `begin` and `end` only: loading a model shows bars of its own.
+    It is shown between `start` and `stop` only: loading a model shows bars of its own.
     """
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._task = progress.add_task("", total=None, told="")
+        self._task = progress.add_task("", total=None, text="")
 
-    def begin(self, name: str, size: int) -> None:
-        """Something else is measured now."""
-        self._progress.reset(self._task, total=size, description=name, told="")
+    def start(self, name: str, total: int) -> None:
+        self._progress.reset(self._task, total=total, description=name, text="")
         self._progress.start()
 
-    def end(self) -> None:
-        """It was measured."""
+    def stop(self) -> None:
         self._progress.stop()
 
-    def move(self, done: int, told: str) -> None:
-        """So much of it is done."""
-        self._progress.update(self._task, completed=done, told=told)
+    def update(self, done: int, text: str) -> None:
+        self._progress.update(self._task, completed=done, text=text)
 
 
 @contextmanager
-def watching() -> Iterator[Watch]:
-    """A bar on stderr, which leaves no trace."""
+def progress_bar() -> Iterator[Bar]:
+    """A bar on stderr, which is removed at the end; nothing where stderr is not a terminal."""
     console = stderr_console()
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[told]}"),
+        TextColumn("{task.fields[text]}"),
         TimeRemainingColumn(compact=True),
         console=console,
         transient=True,
         expand=True,
         disable=not console.is_terminal,
     )
-    watch = Watch(progress)
+    bar = Bar(progress)
     try:
-        yield watch
+        yield bar
     finally:
-        watch.end()
+        bar.stop()
 
 
-def tell(line: str) -> None:
-    """A line of progress that stays."""
+def note(line: str) -> None:
+    """Print a line about the progress on stderr; it stays."""
     stderr_console().print(line, style=QUIET_STYLE, soft_wrap=True)
 
 
 def machine() -> str:
-    """What this process runs on."""
+    """The GPU, or the CPU and its threads, that this process uses."""
     import torch
 
     if torch.cuda.is_available():

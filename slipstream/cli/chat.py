@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 _SAMPLING = SamplingParams(temperature=0.7, max_tokens=512)
 _COMMANDS = {
-    "/clear": "forget the conversation",
-    "/exit": "leave; Ctrl-D does too",
-    "/help": "these lines; Ctrl-C stops an answer",
+    "/clear": "start a new conversation",
+    "/exit": "leave (or press Ctrl-D)",
+    "/help": "show these commands; Ctrl-C stops an answer",
 }
 
 
@@ -62,11 +62,11 @@ def chat(
     if stdin_is_piped() or not _is_terminal():
         _answer_lines(conversation, sampling)
     else:
-        Talk(conversation, llm, sampling).run()
+        Session(conversation, llm, sampling).run()
 
 
 class Conversation:
-    """What was said so far, and how the next answer comes about."""
+    """The messages so far; adds a user's message and the model's answer to it."""
 
     def __init__(self, llm: "LLM", params: SamplingParams, system: str | None) -> None:
         self._llm, self._params, self._system = llm, params, system
@@ -79,7 +79,7 @@ class Conversation:
             self.messages.append({"role": "system", "content": self._system})
 
     def ask(self, text: str, view: View) -> Status:
-        """Show the answer; Ctrl-C ends it, and what was said of it stays in the conversation.
+        """Stream the answer to a view; after Ctrl-C the conversation keeps the part that was shown.
 
         Raises:
             UsageError: the conversation no longer fits the model; this message is dropped.
@@ -109,8 +109,8 @@ class Conversation:
         return answer
 
 
-class Talk:
-    """A conversation with a person."""
+class Session:
+    """Reads messages and commands from a terminal."""
 
     def __init__(self, conversation: Conversation, llm: "LLM", params: SamplingParams) -> None:
         self._conversation, self._llm, self._params = conversation, llm, params
@@ -118,14 +118,14 @@ class Talk:
         self._prompt = _prompt(self._console)
 
     def run(self) -> None:
-        """Until the person leaves."""
+        """Return when the user leaves."""
         self._quietly("Type a message; /help shows the commands.")
         for text in self._lines():
             if text == "/exit":
                 return
             if text == "/clear":
                 self._conversation.clear()
-                self._quietly("The conversation is forgotten.")
+                self._quietly("A new conversation starts here.")
             elif text.startswith("/") and text[1:].isalpha():
                 self._help()
             else:
@@ -155,7 +155,7 @@ class Talk:
             else:
                 status = self._conversation.ask(text, PlainView(self._params))
         except UsageError as error:
-            say(f"{error}; the last message is dropped (/clear begins anew)")
+            say(f"{error}; the last message is dropped (/clear starts a new conversation)")
             return
         self._quietly(f"{status.summary()}\n")
 
@@ -168,7 +168,7 @@ class Talk:
 
 
 def _answer_lines(conversation: Conversation, params: SamplingParams) -> None:
-    """Every line is a message; one that is refused is told at the end by the exit code as well."""
+    """Answer every line of stdin; the exit code tells at the end that one was refused."""
     refused, read = False, 0
     errors = stderr_console()
     for line in sys.stdin.buffer:
@@ -188,7 +188,7 @@ def _answer_lines(conversation: Conversation, params: SamplingParams) -> None:
 
 
 def _is_terminal() -> bool:
-    """Whether a person may be there; /dev/null is none."""
+    """Whether stdin is a terminal; /dev/null is not."""
     return sys.stdin is None or sys.stdin.isatty()
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its headers and configs; no weights are read."""
+"""A checkpoint's properties, from its configs and tensor headers; no weights are read."""
 
 from dataclasses import dataclass
 from math import prod
@@ -28,17 +28,17 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """A checkpoint with its config read.
+    """A checkpoint and what its files say of it.
 
     Attributes:
-        num_parameters: of the network, a tied head counted once; stored ones where there are files,
-            and of a quantised checkpoint those of the matrices.
-        num_bytes: as stored; None without weights.
-        config: None of heads without layers of a language model.
-        kind: of drafter that it can be, as `method` names it.
-        head: of a drafting head, which is no language model of its own.
-        own_drafter: what a language model has beside it to draft with, in words.
-        quantization: how its matrices are stored in fewer bits, in words.
+        num_parameters: of the stored tensors, a tied head counted once; of a quantised checkpoint
+            those of the weight matrices. None without weights.
+        num_bytes: size of the stored tensors; None without weights.
+        config: None for drafting heads without transformer layers.
+        kind: the drafting method that it can serve, as `method` spells it.
+        head: for a drafting head, its facts; None for a language model.
+        own_drafter: the drafter that a language model's checkpoint includes, in words.
+        quantization: the format of quantised weight matrices, in words.
     """
 
     checkpoint: "Checkpoint"
@@ -60,7 +60,7 @@ class CheckpointFacts:
 
     @property
     def _trained_tokens(self) -> int | None:
-        """Of a drafter that gives all draft tokens from one pass: how many it has learned to."""
+        """The number of draft tokens that a parallel drafter was trained for."""
         from slipstream.speculative.parallel.mask_token import drafts_in_parallel, read_mask_token
 
         if self.head is not None:
@@ -70,7 +70,7 @@ class CheckpointFacts:
         return read_mask_token(self.checkpoint).trained_tokens
 
     def document(self) -> dict[str, Any]:
-        """For --json, and the source of what is shown; None for what there is not."""
+        """The document of --json; None for what is absent."""
         from slipstream.speculative.heads.config import wrapped_target
 
         head = self.head
@@ -112,9 +112,10 @@ class CheckpointFacts:
 
 
 def read_facts(name: str) -> CheckpointFacts:
-    """Raises CheckpointError for what is no checkpoint, or of an architecture that is not known.
+    """Read a checkpoint; a language model needs no weights for it, a drafting head does.
 
-    Of a language model a config alone can be looked at; a drafting head is nothing without weights.
+    Raises:
+        CheckpointError: not a checkpoint, an unknown architecture, or a head without weights.
     """
     from slipstream.models.catalogue import read_decoder_config
     from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
@@ -130,8 +131,8 @@ def read_facts(name: str) -> CheckpointFacts:
     head = describe_head(kind, of_head)
     if head is not None and not of_head.has_weights:
         raise CheckpointError(
-            f"{path} is a drafter of the kind {kind} by its config.json, and has no weights; "
-            "download them, or train to the end the run that is to write them"
+            f"{path} is a drafter of the kind {kind} by its config.json, but has no weights; "
+            "download them, or finish the training run that writes them"
         )
     checkpoint = Checkpoint(path) if head is None else of_head
     config = read_decoder_config(checkpoint, MASK_TOKEN_KEYS) if head is None else head.layers
@@ -154,7 +155,7 @@ def read_facts(name: str) -> CheckpointFacts:
 
 
 def kernel_column() -> str:
-    """The kernels that this machine would use."""
+    """The name of the kernels that this machine uses."""
     import torch
 
     from slipstream.kernels.table import ops_for

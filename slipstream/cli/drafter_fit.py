@@ -1,4 +1,4 @@
-"""Whether a checkpoint can draft for a target, and whether that can pay."""
+"""Whether a checkpoint can draft for a target, and whether it can be faster."""
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,17 +9,17 @@ from slipstream.core.errors import CheckpointError
 if TYPE_CHECKING:
     from slipstream.models.decoder_config import DecoderConfig
 
-_LARGE = 0.25  # of the target; a chain of drafts then costs about one target pass
+_LARGE = 0.25  # at this share of the target, four draft tokens cost about one target pass
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The verdict.
+    """How a checkpoint fits a target as a drafter.
 
     Attributes:
-        problems: each alone forbids it.
-        notes: what to know when it is used.
-        relative_size: parameters over those of the target.
+        problems: reasons why it does not fit.
+        notes: advice on using it.
+        relative_size: its parameters divided by the target's.
     """
 
     problems: tuple[str, ...]
@@ -52,19 +52,19 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
         problems.append(mismatch)
     if share is not None and share >= 1:
         notes.append(
-            f"it has {share:.2f} times the parameters of the target, so drafting costs more than "
-            "it can save: it runs, and is of no use; choose a smaller one"
+            f"it has {share:.2f} times the parameters of the target, so drafting costs more time "
+            "than it can save; choose a smaller one"
         )
     elif share is not None and share > _LARGE:
         notes.append(
-            f"it has {share:.0%} of the target's parameters, which is much for a drafter: keep "
+            f"it has {share:.0%} of the target's parameters, which is large for a drafter: keep "
             "num_speculative_tokens small"
         )
     ours, theirs = draft.config.max_position_embeddings, target.config.max_position_embeddings
     if ours < theirs:
         notes.append(
-            f"it reads {ours} tokens and the target {theirs}: longer requests run without drafts "
-            f"beyond {ours}"
+            f"its context is {ours} tokens and the target's {theirs}: requests run without drafts "
+            f"beyond {ours} tokens"
         )
     notes.extend(_parallel_note(draft))
     return Fit(tuple(problems), tuple(notes), share)

@@ -1,4 +1,4 @@
-"""Flags that choose the drafter, shared by the commands that run an engine."""
+"""The flags of the drafter, for the commands that run an engine."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from slipstream.core.flags import flag, parse_object
 
 DEMO, DEMO_DRAFT = "demo", "demo/draft"
 _DEMO_TOKENS = 4
-# Methods and not checkpoints, wherever a drafter is named.
+# Names of methods, not of checkpoints.
 WITHOUT_MODEL = ("mtp", "ngram", "suffix")
 
 
@@ -101,14 +101,16 @@ class DrafterFlags:
 
     def _refuse_what_has_no_drafter(self) -> None:
         if self.num_speculative_tokens is not None:
-            raise UsageError("-k says how much to draft but nothing drafts; add --drafter")
+            raise UsageError("-k is given without a drafter; add --drafter")
         if self.drafter_quantization is not None:
-            raise UsageError("--drafter-quantization is given but nothing drafts; add --drafter")
+            raise UsageError(
+                "--drafter-quantization is given but there is no drafter; add --drafter"
+            )
 
 
 def _may_wrap_target(model: str) -> bool:
-    """Whether MODEL may be a drafter that names its target: a folder that does, or some name of
-    the hub, of which nothing is known yet."""
+    """Whether MODEL may be a drafter that names its target: a folder that does, or a name of the
+    hub, of which nothing is known yet."""
     file = Path(model).expanduser() / "config.json"
     if file.is_file():
         return '"speculators_model_type"' in file.read_text("utf-8", errors="replace")

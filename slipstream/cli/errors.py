@@ -1,7 +1,7 @@
-"""What a user sees when something goes wrong, and the exit codes.
+"""Error messages and exit codes.
 
-0 fine; 1 a checkpoint or the engine failed, or nobody reads the output any more (a closed pipe);
-2 the command line is wrong; 130 interrupted.
+0: success. 1: a checkpoint or the engine failed, or the reader of the output is gone (closed pipe).
+2: the command line is wrong. 130: interrupted.
 """
 
 import sys
@@ -29,13 +29,13 @@ _ParserError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 
 @dataclass
 class Run:
-    """What the flags of any command tell the error policy."""
+    """Settings of a run that error messages depend on."""
 
     debug: bool = False
 
 
 def run(app: typer.Typer, arguments: Sequence[str]) -> int:
-    """Run a command line; its exit code. Nothing but an exit request escapes."""
+    """Run a command line and return its exit code; only SystemExit may escape."""
     if sys.stdout is None:
         say("stdout is closed, so there is nowhere to write; leave it open or redirect it")
         return FAILED
@@ -51,7 +51,7 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
 
 
 def say(message: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     print(f"slipstream: {message}", file=sys.stderr)
 
 
@@ -81,7 +81,7 @@ def _report(error: Exception, state: Run) -> int:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Torch's allocator of host memory has no exception of its own."""
+    """Whether memory ran out; torch's host allocator raises a RuntimeError."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
     )
@@ -95,7 +95,7 @@ def _parser_message(error: Any) -> str:
 
 
 def _survive_narrow_encodings() -> None:
-    """A model may write what a terminal of another encoding cannot show: escape it."""
+    """Escape characters of a model's text that the terminal's encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -29,7 +29,7 @@ _SAMPLING = SamplingParams(temperature=0.0, max_tokens=128)
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateFlags:
-    """What to continue, and what to report of it."""
+    """Prompts, and what to report of their continuations."""
 
     prompt: tuple[str, ...] = flag((), "Text to continue (repeatable).", metavar="<text>")
     prompt_file: tuple[str, ...] = flag(
@@ -45,7 +45,7 @@ class GenerateFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredFlags:
-    """At most one of them is given."""
+    """The form of the output; at most one of these is given."""
 
     json_schema: str | None = flag(
         None,
@@ -92,11 +92,11 @@ def generate(
     engine: EngineConfig,
     run: RunFlags,
 ) -> None:
-    """Continue prompts, with a drafter running ahead.
+    """Continue prompts, with speculative decoding if there is a drafter.
 
     On a terminal the text streams, accepted draft tokens in colour; a pipe gets the text alone.
 
-    Without any argument the bundled demo shows itself.
+    Without arguments, the bundled demo model continues a prompt of its own.
     """
     if not flags.json and (flags.logprobs is not None or flags.prompt_logprobs is not None):
         raise UsageError("--logprobs and --prompt-logprobs are shown in --json only; add --json")
@@ -127,7 +127,7 @@ def generate(
 def _play(
     llm: "LLM", prompts: list[str], params: SamplingParams, view: View
 ) -> tuple[str, list[RequestOutput]]:
-    """Run everything; the summary line, and the outputs in the order of the prompts."""
+    """Run all prompts; returns the summary line and the outputs in the order of the prompts."""
     outputs = llm.stream(prompts, params)
     player = Player(prompts, params.n, view, Meter(llm))
     done = player.play(outputs)
@@ -135,11 +135,11 @@ def _play(
 
 
 class Player:
-    """Feeds a view from the snapshots of an engine that has served no one else.
+    """Shows the samples of several requests one after another, though they run at once.
 
     Args:
-        prompts: texts of the requests, in order; request ids count from 0.
-        num_samples: of each.
+        prompts: of the requests in order; the engine is new, so that request ids count from 0.
+        num_samples: samples of each prompt.
     """
 
     def __init__(self, prompts: Sequence[str], num_samples: int, view: View, meter: Meter) -> None:
@@ -150,7 +150,7 @@ class Player:
         self._place = 0
 
     def play(self, outputs: Iterator[RequestOutput]) -> list[RequestOutput]:
-        """Show everything; the final outputs in the order of the prompts."""
+        """Show all samples; returns the final outputs in the order of the prompts."""
         self._begin()
         for output in outputs:
             self._latest[int(output.request_id)] = output
@@ -158,7 +158,7 @@ class Player:
         return [self._latest[index] for index in sorted(self._latest)]
 
     def status(self) -> Status:
-        """Over all texts so far."""
+        """Speed and acceptance over all samples so far."""
         return self._meter.read(
             sum(
                 len(sample.token_ids)
@@ -168,7 +168,7 @@ class Player:
         )
 
     def _catch_up(self) -> None:
-        """Show the current sample, and those behind it that were finished in the meantime."""
+        """Show the current sample, and the next ones that have finished in the meantime."""
         while self._place < len(self._order):
             sample = self._current()
             if sample is None:

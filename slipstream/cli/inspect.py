@@ -1,4 +1,4 @@
-"""`slipstream inspect`: what is this checkpoint, and does it fit that target?"""
+"""`slipstream inspect`: describe a checkpoint, and check it as a drafter for a target."""
 
 import json
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ def inspect(*, flags: InspectFlags) -> None:
     path, target = flags.path, flags.target
     if path in WITHOUT_MODEL and not Path(path).exists():
         raise UsageError(
-            f"{path} is a way to draft without a checkpoint of its own, so there is nothing to "
-            "look at; inspect takes a model or a drafter's checkpoint"
+            f"{path} is a drafting method without a checkpoint, so there is nothing to inspect; "
+            "give a model or a drafter's checkpoint"
         )
     facts = read_facts(path)
     fit = None if target is None else check_fit(facts, read_facts(target))
@@ -63,7 +63,7 @@ def _show(console: Console, facts: CheckpointFacts, fit: Fit | None, target: str
 
 
 def _rows(facts: dict[str, Any]) -> dict[str, str]:
-    """What `--json` tells, in words; nothing of what there is not."""
+    """The document of `--json` in words, without what is absent."""
     number, size = facts["num_parameters"], facts["num_bytes"]
     weights = "no weights" if number is None else f"{_short(number)} ({_bytes(size)})"
     rows = {
@@ -72,7 +72,7 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
         "kind": _kind(facts["kind"]),
         "reads": facts["features"] and f"{facts['features']} (of its target)",
         "drafts": facts["num_speculative_tokens"]
-        and f"{counted(facts['num_speculative_tokens'], 'token')} a step, unless told otherwise",
+        and f"{counted(facts['num_speculative_tokens'], 'token')} a step by default",
         "trained for": facts["trained_tokens"]
         and f"{counted(facts['trained_tokens'], 'draft token')} a step, all from one pass",
         "made for": facts["target"],
@@ -87,7 +87,7 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def _shape_rows(facts: dict[str, Any]) -> dict[str, str]:
-    """Sizes; of heads without layers of a language model only a few."""
+    """Sizes; drafting heads without transformer layers have only a few."""
     rows = {}
     if facts["num_layers"] is None:
         if facts["hidden_size"] is not None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def report(
     llm: "LLM", model: str, load_seconds: float, outputs: Sequence[RequestOutput]
 ) -> dict[str, Any]:
-    """`outputs` in the order of the prompts, and what ran them."""
+    """Outputs in the order of the prompts, and the engine that ran them."""
     return {
         "outputs": [_request(output) for output in outputs],
         **_engine(llm, model, load_seconds),

@@ -23,13 +23,13 @@ from slipstream.cli.train import app as train_app
 
 
 def _hyphenated(name: str) -> str:
-    """Flags of other engines' command lines are spelled with underscores as often as not."""
+    """Accept underscores in flags, as other engines' command lines do."""
     return name.replace("_", "-")
 
 
 app = typer.Typer(
     name="slipstream",
-    help="LLM inference built around speculative decoding: the same words, sooner.",
+    help="LLM inference built around speculative decoding: the same output, faster.",
     # Applied by the parser to names of flags and commands alone, never to their values.
     context_settings={"token_normalize_func": _hyphenated, "help_option_names": ["-h", "--help"]},
     add_completion=False,

@@ -1,4 +1,4 @@
-"""Loading a model under the eyes of a user."""
+"""Loading a model with progress bars, and the report of derived options."""
 
 import logging
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def open_llm(config: EngineConfig, verbose: bool) -> tuple["LLM", float]:
-    """The engine and the seconds that it took to load."""
+    """Load an engine; returns it with the seconds that loading took."""
     console = stderr_console()
     _log_to(console, verbose)
     from slipstream.engine.llm import LLM
@@ -37,7 +37,7 @@ def open_llm(config: EngineConfig, verbose: bool) -> tuple["LLM", float]:
 
 
 class AmountColumn(ProgressColumn):
-    """How far a task is, in its own unit."""
+    """Progress of a task in its own unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class AmountColumn(ProgressColumn):
 
 
 class Bars:
-    """One bar for each thing that takes its time at the start; they leave no trace."""
+    """Progress bars of loading, which are removed at the end."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -80,7 +80,7 @@ class Bars:
 
 
 def resolved_table(resolved: "Resolved") -> Table:
-    """The engine's numbers, and why they are what they are where they were derived."""
+    """The engine's options, with the reasons of derived values."""
     limits = resolved.limits
     rows = {
         "device": str(resolved.device),
@@ -109,6 +109,6 @@ def _log_to(console: Console, verbose: bool) -> None:
     logger = logging.getLogger("slipstream")
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     handler = RichHandler(console=console, show_time=False, show_path=False)
-    # The table tells what was derived, and in better order.
+    # The table shows the reasons, in a better order.
     handler.addFilter(lambda record: record.module != "reasons")
     logger.handlers = [handler]

@@ -1,4 +1,4 @@
-"""The text of one sample as a terminal shows it: in colours, line after line."""
+"""Text of one sample for a terminal: coloured, and split into lines."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _TAB = 8
 _PROMPT_LINES = 12
 
-# A model's text must not steer the terminal: control characters become their pictures.
+# A model's text must not control the terminal: control characters become visible symbols.
 _VISIBLE = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},
     0x7F: 0x2421,
@@ -38,7 +38,7 @@ class TokenColours:
         self.drafted: list[tuple[int, int]] = []  # [start, end) of characters, ascending
 
     def take(self, sample: CompletionOutput) -> None:
-        """Take in the tokens since the last time."""
+        """Add the tokens since the last call."""
         for index in range(self._num_tokens, len(sample.token_ids)):
             start = len(self._detokenizer.text)
             self._detokenizer.push(sample.token_ids[index])
@@ -48,7 +48,7 @@ class TokenColours:
         self._num_tokens = len(sample.token_ids)
 
     def forget(self, before: int) -> None:
-        """Drop what lies before this character."""
+        """Drop the spans that end before this character."""
         self.drafted = [span for span in self.drafted if span[1] > before]
 
     def _note(self, start: int, end: int) -> None:
@@ -58,11 +58,11 @@ class TokenColours:
 
 
 class Page:
-    """Prompt and answer as one text, handed out in lines that are done and a last one that is not.
+    """Prompt and answer as one text: complete lines, and a last line that may still grow.
 
     Args:
-        prompt: shown quietly before the answer, its last lines only; may be empty.
-        held_back: characters at the end that a stop string may still take away.
+        prompt: its last lines are shown dimmed before the answer; may be empty.
+        held_back: characters at the end that a stop string may still remove.
     """
 
     def __init__(self, colours: TokenColours, prompt: str, held_back: int) -> None:
@@ -72,12 +72,12 @@ class Page:
         self._done = 0
 
     def take(self, sample: CompletionOutput) -> None:
-        """Take in a later snapshot of the sample."""
+        """Replace the text by a later snapshot of the sample."""
         self._colours.take(sample)
         self._text = self._prompt + sample.text
 
     def take_lines(self) -> Text | None:
-        """The lines that were completed since the last time."""
+        """The lines completed since the last call; None if there are none."""
         end = self._text.rfind("\n", self._done, max(self._done, len(self._text) - self._held_back))
         if end < 0:
             return None
@@ -86,7 +86,7 @@ class Page:
         return lines
 
     def rows(self, width: int) -> list[Text]:
-        """What is not handed out yet, cut where a terminal of this width would break it."""
+        """The rest of the text, wrapped as a terminal of this width would."""
         return [
             row
             for line in self._styled(self._done, len(self._text)).split("\n", allow_blank=True)
@@ -94,7 +94,7 @@ class Page:
         ]
 
     def take_rows(self, width: int, count: int) -> Text | None:
-        """The first `count` rows of the rest as one line that fills them exactly."""
+        """The first `count` rows of the rest, as one line that fills them exactly."""
         if "\n" in self._text[self._done :] or "\t" in self._text[self._done :]:
             return None  # rows and characters do not correspond, and such a rest is never long
         pieces = chop_cells(self._text[self._done :].translate(_VISIBLE), width)
@@ -104,7 +104,7 @@ class Page:
         return line
 
     def take_rest(self) -> Text | None:
-        """Everything that is left; nothing more will come."""
+        """The rest of the text, when no more will come."""
         rest = self._styled(self._done, len(self._text)) if self._done < len(self._text) else None
         self._settle(len(self._text))
         return rest

@@ -1,4 +1,4 @@
-"""Where the prompts of a command line come from."""
+"""The prompts of a command line: flags, files, stdin, or the demo's own."""
 
 import io
 import json
@@ -16,7 +16,7 @@ _BUILT_IN = Path(__file__).parents[1] / "demo" / "prompts" / "held_out.jsonl"
 
 
 def gather_prompts(texts: Sequence[str], files: Sequence[str], model: str) -> list[str]:
-    """Prompts as given; else what is piped in; else, for the demo, a built-in one.
+    """The given prompts; else the piped one; else, for the demo, a built-in one.
 
     Raises:
         UsageError: nothing was given, or it cannot be read.
@@ -33,12 +33,12 @@ def gather_prompts(texts: Sequence[str], files: Sequence[str], model: str) -> li
 
 
 def _argument(text: str) -> str:
-    """A text of the command line as UTF-8, whatever the locale took its bytes for."""
+    """Decode an argument as UTF-8, whatever the locale is."""
     return decode(os.fsencode(text), "--prompt")
 
 
 def read_prompt(file: str) -> str:
-    """The text of a file (`-` is stdin) less one final newline, which text tools add."""
+    """The text of a file (`-` is stdin) without one final newline, which text tools add."""
     name = "stdin" if file == _STDIN else file
     try:
         data = sys.stdin.buffer.read() if file == _STDIN else Path(file).read_bytes()
@@ -51,7 +51,7 @@ def read_prompt(file: str) -> str:
 
 
 def decode(data: bytes, name: str, start: int = 0) -> str:
-    """UTF-8, strictly; `start` is where the data begins in what is called `name`."""
+    """Decode UTF-8 strictly; `start` is the offset of the data within the file `name`."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -62,16 +62,16 @@ def decode(data: bytes, name: str, start: int = 0) -> str:
 
 
 def stdin_is_piped() -> bool:
-    """A pipe, a file or a socket: something that was meant to be read (/dev/null is not)."""
+    """Whether stdin is a pipe, a file or a socket (/dev/null is none of them)."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, ValueError, io.UnsupportedOperation):
-        return isinstance(sys.stdin, io.TextIOBase)  # another program's stand-in; None is closed
+        return isinstance(sys.stdin, io.TextIOBase)  # an object of another program; None is closed
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
 def _built_in_prompt() -> str | None:
-    """The first text prompt that the demo was not trained on."""
+    """The first of the demo's held-out prompts that is a text."""
     if not _BUILT_IN.is_file():
         return None
     with _BUILT_IN.open(encoding="utf-8") as lines:

@@ -24,7 +24,7 @@ _LOOPBACK = ("127.", "::1", "localhost")
 
 
 class MissingPackagesError(SlipstreamError):
-    """What the server needs is not installed."""
+    """A package that the server needs is not installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class ListenFlags:
     )
 
     def template(self) -> str | None:
-        """The text of --chat-template; UsageError for one that is not valid."""
+        """The text of --chat-template; raises UsageError if it is not valid."""
         given = self.chat_template
         if given is None:
             return None
@@ -103,11 +103,11 @@ class ListenFlags:
         return text
 
     def refuse_reasoning(self) -> None:
-        """Raise UsageError for what other servers take apart."""
+        """Raise UsageError for --reasoning-parser, a flag of other servers."""
         if self.reasoning_parser is not None:
             raise UsageError(
-                "--reasoning-parser is not supported: what a model thinks stays in the content, "
-                "between its own marks; leave it out (chat_template_kwargs such as "
+                "--reasoning-parser is not supported: a model's reasoning stays in the content, "
+                "between its own tags; leave it out (chat_template_kwargs such as "
                 '{"enable_thinking": false} ask a model not to think)'
             )
 
@@ -135,7 +135,7 @@ def serve(
     engine: EngineConfig,
     run: RunFlags,
 ) -> None:
-    """Serve a model by the OpenAI protocol, with a drafter running ahead.
+    """Serve a model by the OpenAI protocol, with speculative decoding if there is a drafter.
 
     Without MODEL the bundled demo is served. The first Ctrl-C or SIGTERM lets running requests
     finish, the second stops at once.
@@ -153,7 +153,7 @@ def serve(
     keep_few_matmuls()
     try:
         llm, seconds = open_llm(config, run.verbose)
-        let_connect(sock)  # who reads the address may come at once
+        let_connect(sock)  # before the address is printed
         _announce(listen, options, sock, seconds)
         code = start_server(llm.engine, config, options, sock, page_routes())
     finally:
@@ -164,7 +164,7 @@ def serve(
 def _options(
     model: str, listen: ListenFlags, limits: ServeLimits, log: LogFlags
 ) -> "ServerOptions":
-    """Checked before a model is loaded."""
+    """Check the flags before a model is loaded."""
     listen.refuse_reasoning()
     if listen.enable_profiling is not None:
         make_folder("--enable-profiling", listen.enable_profiling)
@@ -199,7 +199,7 @@ def _options(
 
 
 def _refuse_synthetic(config: EngineConfig, allowed: bool) -> None:
-    """Forced acceptance is for benchmarks: the texts are not the target's."""
+    """Raise UsageError for forced acceptance, whose texts are not the target's."""
     options: dict[str, Any] = dict(config.drafter_options or {})
     if options.get("rejection_sample_method") == "synthetic" and not allowed:
         raise UsageError(
@@ -211,7 +211,7 @@ def _refuse_synthetic(config: EngineConfig, allowed: bool) -> None:
 def _announce(
     listen: ListenFlags, options: "ServerOptions", sock: socket.socket, seconds: float
 ) -> None:
-    """Where it listens, and how to call it."""
+    """Print the address and an example request."""
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     scheme = "http" if options.front.certificate is None else "https"

@@ -1,4 +1,4 @@
-"""How fast it goes and how well the drafter guesses, in one line."""
+"""Speed and acceptance in one line."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
     from slipstream.engine.metrics import EngineMetrics
 
-_MANY = 8  # draft tokens, whose shares are all told
+_MANY = 8  # positions that are always shown
 
 
 @dataclass(frozen=True)
 class Status:
-    """What the engine did while this command (or this answer) was running."""
+    """What the engine did during a command or an answer."""
 
     num_tokens: int
     seconds: float
@@ -41,7 +41,7 @@ class Status:
         return " · ".join(parts)
 
     def _shares(self) -> str:
-        """Of drafts accepted by position; of a long draft up to the last that ever was."""
+        """Share of drafts accepted at each position; of long drafts up to the last accepted one."""
         shares = list(self.speculation.acceptance_per_position)
         whole = len(shares)
         while len(shares) > _MANY and shares[-1] == 0:
@@ -49,18 +49,18 @@ class Status:
         return " ".join([f"{share:.2f}" for share in shares] + ["…"] * (len(shares) < whole))
 
     def summary(self) -> str:
-        """The same once it is over."""
+        """The status of a finished run."""
         return f"{counted(self.num_tokens, 'token')} in {self.seconds:.2f} s · {self.line()}"
 
 
 class Meter:
-    """Reads an engine's totals relative to the moment when it was made."""
+    """Measures an engine from the moment when the meter is made."""
 
     def __init__(self, llm: "LLM") -> None:
         self._llm, self._before, self._began = llm, deepcopy(llm.metrics), perf_counter()
 
     def read(self, num_tokens: int) -> Status:
-        """The status, `num_tokens` having been written."""
+        """The status after `num_tokens` output tokens."""
         gained = _difference(self._llm.metrics, self._before)
         return Status(
             num_tokens, perf_counter() - self._began, gained.speculation, gained.time_shares

@@ -1,4 +1,4 @@
-"""The terminal: the streams that a command writes to, and Ctrl-C."""
+"""The terminal: consoles for stdout and stderr, and Ctrl-C."""
 
 import signal
 import sys
@@ -8,22 +8,22 @@ from types import FrameType
 
 from rich.console import Console
 
-ACCEPTED_STYLE = "bold green"  # tokens that a drafter guessed right
+ACCEPTED_STYLE = "bold green"  # draft tokens that were accepted
 QUIET_STYLE = "dim"
 
 
 def stdout_console() -> Console:
-    """For results. Markup and emoji codes are off: a model's text is shown as it is."""
+    """For results; markup and emoji codes are off, so that a model's text is shown verbatim."""
     return Console(highlight=False, markup=False, emoji=False)
 
 
 def stderr_console() -> Console:
-    """For everything about the results."""
+    """For progress, summaries and warnings."""
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def shows_live(console: Console) -> bool:
-    """Whether a person watches and lines can be rewritten.
+    """Whether stdout is a terminal on which lines can be rewritten.
 
     Rich takes a pipe for a terminal when FORCE_COLOR is set, so the stream itself is asked too.
     """
@@ -37,9 +37,9 @@ def shows_live(console: Console) -> bool:
 
 @contextmanager
 def interrupt_noted() -> Iterator[Callable[[], bool]]:
-    """Within, Ctrl-C is only noted, so that the engine ends its step; pressed twice it interrupts.
+    """Defer Ctrl-C, so that the engine can end its step; a second Ctrl-C interrupts at once.
 
-    Gives a function that tells whether it was pressed.
+    Yields a function that returns whether Ctrl-C was pressed.
     """
     pressed = False
 

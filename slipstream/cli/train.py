@@ -1,4 +1,4 @@
-"""`slipstream train`: from a target to a drafter for it."""
+"""`slipstream train`: train a drafter for a target."""
 
 import shlex
 import sys
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from slipstream.train.trainer import Report
 
 KINDS = {
-    "dflash": "Train a DFlash drafter: a draft block from one pass over features of the target.",
-    "draft": "Train a draft model: a small language model that says what the target says.",
-    "eagle3": "Train an EAGLE-3 head: one layer over streams of the target, by training-time test.",
-    "medusa": "Train Medusa heads: each guesses one place, all from one hidden state.",
+    "dflash": "Train a DFlash drafter: a block of draft tokens from one pass over target features.",
+    "draft": "Train a draft model: a small language model distilled from the target.",
+    "eagle3": "Train an EAGLE-3 head: one layer over target features, with training-time test.",
+    "medusa": "Train Medusa heads: one head per draft position, all from one hidden state.",
     "mtp": "Train an MTP module: one layer over the target's last hidden state.",
-    "p-eagle": "Train a P-EAGLE head: an EAGLE-3 head that drafts all tokens from one pass.",
-    "pard": "Train a parallel draft model (PARD): all tokens from one pass over mask tokens.",
+    "p-eagle": "Train a P-EAGLE head: an EAGLE-3 head that drafts all tokens in one pass.",
+    "pard": "Train a parallel draft model (PARD): all tokens in one pass over mask tokens.",
 }
-"""What there is a recipe for, and what `--help` says of it."""
+"""The recipes, and their help."""
 
 app = typer.Typer(
     name="train",
-    help="Train a drafter for a target: its kind, then what to learn from and how long.",
+    help="Train a drafter for a target.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -46,16 +46,16 @@ def _command(kind: str) -> Callable[..., None]:
 
         console = stderr_console()
         try:
-            with Bars(console) as bars, _Watch(kind) as watch:
-                trained = run_training(settings, _spoken(), watch, bars.bar, interrupt_noted)
+            with Bars(console) as bars, _Progress(kind) as watch:
+                trained = run_training(settings, _command_line(), watch, bars.bar, interrupt_noted)
         except RunStoppedError as stopped:
-            say(f"{stopped}, which is kept; the same command goes on from there")
+            say(f"{stopped}, which is kept; the same command continues from there")
             raise KeyboardInterrupt from stopped
         except KeyboardInterrupt:
-            say("interrupted; the same command goes on with what is kept so far")
+            say("interrupted; the same command continues with what is kept so far")
             raise
         stdout_console().print(
-            f"{trained.folder}: simulated AL {_told(trained.acceptance)}, "
+            f"{trained.folder}: simulated AL {_describe(trained.acceptance)}, "
             f"{trained.num_parameters:,} parameters, {trained.seconds / 60:.1f} minutes",
             soft_wrap=True,
         )
@@ -65,14 +65,14 @@ def _command(kind: str) -> Callable[..., None]:
 
 
 def data(*, settings: DataSettings) -> None:
-    """Make sequences of texts once, the target's own answers included, for several drafters."""
+    """Prepare training sequences once, with the target's own answers, to train several drafters."""
     from slipstream.train.data import pack_data
 
     try:
         with Bars(stderr_console()) as bars:
             sequences = pack_data(settings, bars.bar)
     except KeyboardInterrupt:
-        say("interrupted; the same command goes on behind the answers that are kept")
+        say("interrupted; the same command continues after the answers that are kept")
         raise
     stdout_console().print(
         f"{settings.out}: {len(sequences):,} sequences of {sequences.length} tokens", soft_wrap=True
@@ -82,8 +82,8 @@ def data(*, settings: DataSettings) -> None:
 add_commands(app, *map(_command, KINDS), data)
 
 
-class _Watch:
-    """A bar that tells loss and acceptance; on a pipe, a line for every validation."""
+class _Progress:
+    """A progress bar with loss and acceptance; on a pipe, a line for every validation."""
 
     def __init__(self, kind: str) -> None:
         console = stderr_console()
@@ -93,14 +93,14 @@ class _Watch:
             BarColumn(),
             TextColumn("{task.percentage:.0f}%"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[text]}"),
             console=console,
             disable=not self._live,
         )
-        self._task = self._progress.add_task(f"training {kind}", total=1.0, told="")
+        self._task = self._progress.add_task(f"training {kind}", total=1.0, text="")
         self._acceptance, self._loss = "", ""
 
-    def __enter__(self) -> "_Watch":
+    def __enter__(self) -> "_Progress":
         self._progress.start()
         return self
 
@@ -111,21 +111,21 @@ class _Watch:
         if report.resumed:
             self._console.print(f"continuing after step {report.step}", soft_wrap=True)
         elif report.acceptance is not None:
-            self._acceptance = f"AL {_told(report.acceptance)}"
+            self._acceptance = f"AL {_describe(report.acceptance)}"
             if not self._live:
                 line = f"step {report.step}: {self._loss}{self._acceptance}"
                 self._console.print(line, soft_wrap=True)
         else:
             self._loss = f"loss {report.loss:.3f}, {report.tokens_per_second:,.0f} tokens/s, "
         self._progress.update(
-            self._task, completed=report.done, told=f"{self._loss}{self._acceptance}"
+            self._task, completed=report.done, text=f"{self._loss}{self._acceptance}"
         )
 
 
-def _told(acceptance: "ChainAcceptance") -> str:
+def _describe(acceptance: "ChainAcceptance") -> str:
     return f"{acceptance.greedy_length:.2f} greedy, {acceptance.sampled_length:.2f} sampled"
 
 
-def _spoken() -> str:
+def _command_line() -> str:
     """The command line, for the model card."""
     return shlex.join(["slipstream", *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""The ways in which a command shows a text while it is written."""
+"""Views: how a command shows a text while it is generated."""
 
 import sys
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from slipstream.core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer
 
-_REDRAW_SECONDS = 1 / 12  # often enough to look alive, seldom enough to cost nothing
+_REDRAW_SECONDS = 1 / 12  # smooth to the eye, at a negligible cost
 _STATUS_ROWS = 3
 
 
@@ -28,13 +28,13 @@ class View(Protocol):
     """Shows one text after another."""
 
     def begin(self, heading: str | None, prompt: str) -> None:
-        """A new text is about to come."""
+        """Start a new text."""
 
     def show(self, sample: CompletionOutput, status: Callable[[], Status]) -> None:
-        """The text so far."""
+        """Show the text so far."""
 
     def end(self) -> None:
-        """The text is complete, or nothing more of it will come."""
+        """End the text; no more of it will come."""
 
 
 class NoView:
@@ -51,7 +51,7 @@ class NoView:
 
 
 class PlainView:
-    """Writes the text and nothing else; for pipes and files."""
+    """Writes the text alone, for pipes and files."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._held_back = held_back(params)
@@ -79,16 +79,16 @@ class PlainView:
 
 
 class LiveView:
-    """Writes lines into the scrollback as they are completed; the last one and the status follow.
+    """Prints complete lines; redraws only the last line and a status line below them.
 
-    So a redraw costs the same however long the text is, and the text stays when all is over.
+    So a redraw costs the same for any length of text, and the text stays in the scrollback.
     """
 
     def __init__(self, console: Console, tokenizer: "Tokenizer", params: SamplingParams) -> None:
         self._console, self._tokenizer, self._params = console, tokenizer, params
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._page: Page | None = None
-        self._skipped: CompletionOutput | None = None  # the latest, if it was not drawn
+        self._skipped: CompletionOutput | None = None  # the latest snapshot, if it was not drawn
         self._next_draw = 0.0
 
     def __enter__(self) -> Self:
@@ -151,7 +151,7 @@ class LiveView:
 
 
 def held_back(params: SamplingParams) -> int:
-    """How many characters at the end of a text a stop string may still take away."""
+    """Characters at the end of a text that a stop string may still remove."""
     if params.include_stop_str_in_output:
         return 0
     return max((len(stop) - 1 for stop in params.stop_strings), default=0)

@@ -134,7 +134,7 @@ def test_custom_prompts_say_how_long(tmp_path: Path) -> None:
         ("mt-bench", '{"turns": [3]}', "the first turn is not a text"),
         ("mt-bench", '{"turns": ["a", ""]}', "a later turn is not a text"),
         ("humaneval", '{"prompt": ""}', 'line 1 has no "prompt" (a text)'),
-        ("sharegpt", '{"conversations": [{"value": "a"}]}', "no prompts that can be asked"),
+        ("sharegpt", '{"conversations": [{"value": "a"}]}', "no usable prompts"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, name: str, text: str, says: str) -> None:
@@ -151,7 +151,7 @@ def test_broken_parquet_and_missing_files_are_refused(tmp_path: Path) -> None:
     for name in ("p.parquet", "nowhere.jsonl"):
         with pytest.raises(UsageError, match="cannot read the prompts"):
             read_dataset("custom", tmp_path / name)
-    with pytest.raises(UsageError, match="name it with --dataset-path"):
+    with pytest.raises(UsageError, match="name its file with --dataset-path"):
         read_dataset("mt-bench", None)
 
 

@@ -84,7 +84,7 @@ def test_all_drafters_are_measured_at_every_k(
         (("--batch-sizes", ""), "--batch-sizes must be a list"),
         (("some/model",), "nothing to sweep; add --drafter"),
         (("--dataset", "mtbench"), "--dataset-name must be one of demo, custom, mt-bench"),
-        (("--dataset", "mt-bench"), "name it with --dataset-path"),
+        (("--dataset", "mt-bench"), "name its file with --dataset-path"),
         (("--random-input-len", "9"), "add --dataset-name random"),
         (("--dataset", "random", "--category", "x"), "--category is for data sets with categories"),
         (
@@ -95,7 +95,7 @@ def test_all_drafters_are_measured_at_every_k(
         (("--max-tokens", "1"), "--max-tokens must be at least 2"),
         (("--temperature", "-1"), "temperature must be 0 (greedy) or more"),
         (("--profile", "/dev/null"), "--profile /dev/null cannot be made a folder"),
-        (("--drafter", 'x={"num_speculative_tokens": 3}'), "-k says it"),
+        (("--drafter", 'x={"num_speculative_tokens": 3}'), "give -k instead"),
         (("--drafter", "x={"), "--drafter x is not JSON"),
         (("--output", "/nowhere/s.json"), "there is no directory /nowhere; make it first"),
         (("--output", "/"), "--output / is a directory; name a file"),
@@ -141,7 +141,7 @@ def test_all_drafters_are_tried_before_anything_is_measured(
     assert "tokens/s" not in ran.err
 
 
-def test_a_k_above_what_a_drafter_guesses_is_left_out_of_the_sweep(
+def test_a_k_above_what_a_drafter_supports_is_left_out_of_the_sweep(
     slipstream: CommandLine, prompts: Path, tmp_path: Path
 ) -> None:
     figures = tmp_path / "sweep.json"
@@ -150,7 +150,7 @@ def test_a_k_above_what_a_drafter_guesses_is_left_out_of_the_sweep(
         *("--drafter", "demo/p-eagle", "--drafter", "ngram", "--output", str(figures)),
     )
     assert ran.code == 0, ran.err
-    assert "demo/p-eagle guesses at most 6 tokens a step; its larger K are left out" in ran.err
+    assert "demo/p-eagle drafts at most 6 tokens per step; larger K are left out" in ran.err
     points = json.loads(figures.read_text())["points"]
     measured = [(point["drafter"], point["k"]) for point in points]
     assert measured[1:3] == [("demo/p-eagle", 5), ("demo/p-eagle", 6)]
@@ -158,14 +158,12 @@ def test_a_k_above_what_a_drafter_guesses_is_left_out_of_the_sweep(
     assert "8/8 plain" in ran.err
 
 
-def test_a_drafter_that_guesses_too_few_for_every_k_is_refused(
-    slipstream: CommandLine, prompts: Path
-) -> None:
+def test_a_drafter_that_supports_no_k_is_refused(slipstream: CommandLine, prompts: Path) -> None:
     ran = slipstream(
         *("bench", "sweep", "--prompts", str(prompts), "-k", "7,8", "--drafter", "demo/p-eagle"),
     )
     assert ran.code == 2
-    assert "demo/p-eagle guesses at most 6 tokens a step; give -k smaller numbers" in ran.err
+    assert "demo/p-eagle drafts at most 6 tokens per step; give smaller numbers to -k" in ran.err
 
 
 class Interrupter:

@@ -137,14 +137,14 @@ def test_a_peer_is_asked_for_nothing_of_ours_and_its_counters_are_read(
     assert summary["spec_decode_steps_without_drafts"] is None
     assert summary["mean_itl_ms"] is not None
     assert summary["mean_itl_per_token_ms"] is None
-    assert "does not tell how many tokens a chunk has" in " ".join(ran.out.split())
+    assert "does not report the number of tokens per chunk" in " ".join(ran.out.split())
     script.pages.clear()
     ran = bench(*line)
     assert json.loads(figures.read_text())["spec_decode_source"] == "not reported"
     assert "not reported" in ran.out
     ran = bench(*line, "-k", "2")
     assert ran.code == 2
-    assert "takes no number of draft tokens with a request" in ran.err
+    assert "does not accept a number of draft tokens with a request" in ran.err
 
 
 def test_failures_are_counted_by_their_reasons(
@@ -317,7 +317,7 @@ def test_chats_become_prompts_where_a_tokenizer_is_named(
         (("--percentile-metrics", "ttfx"), "--percentile-metrics takes ttft, tpot"),
         (("--metric-percentiles", "101"), "must be numbers from 0 to 100"),
         (("--save-detailed",), "add --output FILE"),
-        (("--compare-texts", "/nowhere"), "/nowhere is no file of --save-texts"),
+        (("--compare-texts", "/nowhere"), "/nowhere is not a file of --save-texts"),
         (("--plot", "x.gif"), "--plot x.gif must end in one of"),
         (("--top-p", "3"), "top_p must be above 0 and at most 1"),
         (("--dataset", "random"), "name the model's directory with --tokenizer"),

@@ -81,7 +81,7 @@ def test_a_config_alone_can_be_looked_at(slipstream: CommandLine, tmp_path: Path
 def test_a_method_without_a_checkpoint_cannot_be_looked_at(slipstream: CommandLine) -> None:
     ran = slipstream("inspect", "ngram")
     assert ran.code == 2
-    assert "ngram is a way to draft without a checkpoint of its own" in ran.err
+    assert "ngram is a drafting method without a checkpoint" in ran.err
 
 
 def test_the_bundled_draft_fits_the_demo(slipstream: CommandLine) -> None:
@@ -259,7 +259,7 @@ def test_a_drafter_without_weights_is_a_broken_one(
     for arguments in ((str(bare),), (str(bare), "--target", tiny_target)):
         ran = slipstream("inspect", *arguments)
         assert ran.code == 1
-        assert f"of the kind {kind} by its config.json, and has no weights" in ran.err
+        assert f"of the kind {kind} by its config.json, but has no weights" in ran.err
         assert ran.err.count("\n") == 1
 
 
