@@ -11,6 +11,8 @@ from typing import TypeVar
 import pytest
 import torch
 
+from slipstream.runner.graphs import Between
+
 T = TypeVar("T")
 
 
@@ -20,8 +22,10 @@ class DirectRecorder:
     def __init__(self, device: torch.device) -> None:
         """There is nothing to keep."""
 
-    def __call__(self, function: Callable[[], T]) -> Callable[[], T]:
-        function()  # as a capture would: on a batch that is all padding
+    def __call__(
+        self, function: Callable[[Between], T], buffers: Between
+    ) -> Callable[[Between], T]:
+        function(buffers)  # as a capture would: on a batch that is all padding
         return function
 
 

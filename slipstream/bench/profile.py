@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.bench.workload import PARTS, Workload
-from slipstream.engine.round import PART_LABELS
+from slipstream.engine.step import PART_LABELS
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM

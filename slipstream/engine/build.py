@@ -21,7 +21,6 @@ from slipstream.engine.resolve import (
     resolve_dtype,
     resolve_model_len,
 )
-from slipstream.engine.round import Round
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sizing import WeightRoom
 from slipstream.engine.step import Step
@@ -145,34 +144,28 @@ def assemble(
     drafter = loaded_drafter.build(resources)
     blocks = BlockManager(resolved.num_blocks, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(limits, blocks)
-    round = Round(runner, drafter, state, sampling, resolved.verification, limits)
     on_device = loaded_drafter.limits.on_device
-    graphs = _captured(round, not on_device, state, sampling, resolved, progress_bar)
-    runs_ahead = on_device and config.async_scheduling is not False
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
-    guidance = Guidance(grammars, sampling, limits.num_speculative_tokens)
+    graphs = None
+    if resolved.captures:
+        width = limits.num_speculative_tokens
+        graphs = GraphRunner(state, sampling, width, Recorder(device))
     step = Step(
-        scheduler, round, drafter, state, sampling, graphs, guidance, runs_ahead, needs.features
+        scheduler,
+        runner,
+        drafter,
+        state,
+        sampling,
+        resolved.verification,
+        Guidance(grammars, sampling, limits.num_speculative_tokens),
+        graphs,
+        runs_ahead=on_device and config.async_scheduling is not False,
+        rereads=needs.features,
     )
+    if graphs is not None:  # what plain requests need
+        with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
+            graphs.capture_all("step", step.run, not on_device, progress)
     return Engine(resolved, scheduler, step, LogprobReader(runner, tokenizer), tokenizer, grammars)
-
-
-def _captured(
-    round: Round,
-    guessed: bool,
-    state: DeviceState,
-    sampling: SamplingState,
-    resolved: Resolved,
-    progress_bar: ProgressBar,
-) -> GraphRunner | None:
-    """The graphs of what plain requests need; None where nothing is captured."""
-    if not resolved.captures:
-        return None
-    width = resolved.limits.num_speculative_tokens
-    graphs = GraphRunner(state, sampling, width, Recorder(resolved.device))
-    with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
-        graphs.capture_all("round", round, guessed, progress)
-    return graphs
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

@@ -18,7 +18,8 @@ from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.resolve import Resolved
 from slipstream.engine.samples import Sample, SampleMark, Submission
 from slipstream.engine.scheduler import Scheduler
-from slipstream.engine.step import Launched, Step, StepResult
+from slipstream.engine.step import Step
+from slipstream.engine.step_results import Launched, StepResult
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.sampling.noise import derive_seed
 

@@ -6,17 +6,17 @@ may stand in each of its places, which goes back to the device for the verdict.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.engine.grammar import GrammarGuide, Grammars, Path
-from slipstream.engine.round import Steering
 from slipstream.kernels.devices import send
-from slipstream.runner.device_batch import PackedBatch
+from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.transfer import Download, upload
 from slipstream.sampling.state import SamplingState
 from slipstream.speculative.drafter import Draft
@@ -49,15 +49,65 @@ class _Steered:
         return [len(path.token_ids) for path in self.paths]
 
 
-@dataclass
-class _Buffers:
-    """What captured verdicts read, for the largest bucket."""
+@dataclass(frozen=True, eq=False)
+class SteeredDraft:
+    """What the host made of a draft that grammars have a say in; tensors on the device.
+
+    Attributes:
+        token_ids: [R, K] int64, in place of the draft's.
+        num_tokens: [R] int64.
+        certain: [R, K] bool, tokens of which the grammar was certain.
+        kept: [R] int64, how many of the first are what the drafter proposed.
+        allowed: [N, ceil(V / 32)] int32, see `SampleRows`; a request's first row is filled in from
+            the sampling state.
+    """
 
     token_ids: Tensor
     num_tokens: Tensor
     certain: Tensor
     kept: Tensor
     allowed: Tensor
+
+    def replace(self, batch: DeviceBatch, draft: Draft) -> tuple[DeviceBatch, Draft, Tensor]:
+        """The batch and the draft as the grammars have them, and `allowed`."""
+        probs = draft.probs
+        missing = self.token_ids.shape[1] - draft.token_ids.shape[1]
+        if probs is not None and missing:
+            probs = pad(probs, (0, 0, 0, missing))
+        # Of padding nothing is known here.
+        num_tokens = torch.where(batch.at_end, self.num_tokens, 0)
+        steered = replace(
+            draft,
+            token_ids=self.token_ids,
+            num_tokens=num_tokens,
+            probs=probs,
+            certain=None if probs is None else self.certain,
+        )
+        return replace(batch, kept=self.kept), steered, self.allowed
+
+
+@dataclass(frozen=True)
+class DraftSteering:
+    """The host's part in the middle of one step: called with the draft, it steers it.
+
+    In a captured step the draft is that of a bucket of requests, and what the rest of the step
+    reads are tensors of the guidance's own, which are filled in each time.
+    """
+
+    guidance: "Guidance"
+    batch: Batch
+    packed: PackedBatch
+
+    def __call__(self, draft: Draft) -> SteeredDraft:
+        return self.guidance.steer(self.batch, self.packed, draft)
+
+    def buffers(self, draft: Draft) -> SteeredDraft:
+        """What a captured step reads for a draft of this shape."""
+        return self.guidance.buffers(*draft.token_ids.shape)
+
+    def fill(self, draft: Draft) -> SteeredDraft:
+        """Steer a bucket's draft: the buffers, filled in."""
+        return self.guidance.steer_padded(self.batch, self.packed, draft)
 
 
 class Guidance:
@@ -70,10 +120,10 @@ class Guidance:
     def __init__(self, grammars: Grammars, sampling: SamplingState, most_drafts: int) -> None:
         self._grammars, self._sampling, self._most_drafts = grammars, sampling, most_drafts
         self._words = -(-sampling.vocab_size // 32)
-        self._buffers: _Buffers | None = None
+        self._largest: SteeredDraft | None = None  # what captured steps read, for every bucket
 
-    def open(self, batch: Batch) -> None:
-        """Tell the device what may come next."""
+    def begin(self, batch: Batch, packed: PackedBatch) -> DraftSteering:
+        """Tell the device what may come next; how to steer what is drafted for it."""
         found = [
             (guide, item.request.slot)
             for item in batch.requests
@@ -85,10 +135,11 @@ class Guidance:
             assert self._sampling.allowed_next is not None
             slots = upload([slot for _, slot in found], self._sampling.device)
             self._sampling.allowed_next.index_copy_(0, slots, self._sent(masks))
+        return DraftSteering(self, batch, packed)
 
-    def steer(self, batch: Batch, plan: PackedBatch, draft: Draft) -> Steering:
+    def steer(self, batch: Batch, packed: PackedBatch, draft: Draft) -> SteeredDraft:
         """For exactly these requests, whose rows follow one another."""
-        steered, device = self._steered(batch, plan, draft), self._sampling.device
+        steered, device = self._steered(batch, packed, draft), self._sampling.device
         counts = steered.counts
         width = max(draft.token_ids.shape[1], *counts)
         firsts = [0]
@@ -98,30 +149,45 @@ class Guidance:
         self._spread(allowed, steered, firsts)
         numbers = upload(_columns(steered.paths, width), device)
         tokens, certain, kept = numbers[:, :width], numbers[:, width : 2 * width], numbers[:, -1]
-        return Steering(tokens.contiguous(), numbers[:, -2], certain != 0, kept, allowed)
+        return SteeredDraft(tokens.contiguous(), numbers[:, -2], certain != 0, kept, allowed)
 
-    def steer_padded(self, batch: Batch, plan: PackedBatch, draft: Draft) -> Steering:
+    def steer_padded(self, batch: Batch, packed: PackedBatch, draft: Draft) -> SteeredDraft:
         """For a bucket of requests, whose tensors stay where they are."""
         bucket, width = draft.token_ids.shape
-        buffers = self._allocated()
-        steered = self._steered(batch, plan, draft)
+        buffers = self.buffers(bucket, width)
+        steered = self._steered(batch, packed, draft)
         count = len(steered.paths)
-        allowed = buffers.allowed[: bucket * (width + 1)]
-        allowed.fill_(-1)
-        self._spread(allowed, steered, [index * (width + 1) for index in range(count)])
+        buffers.allowed.fill_(-1)
+        self._spread(buffers.allowed, steered, [index * (width + 1) for index in range(count)])
         numbers = upload(_columns(steered.paths, width), self._sampling.device)
-        buffers.token_ids[:count, :width] = numbers[:, :width]
-        buffers.certain[:count, :width] = numbers[:, width : 2 * width] != 0
+        buffers.token_ids[:count] = numbers[:, :width]
+        buffers.certain[:count] = numbers[:, width : 2 * width] != 0
         buffers.num_tokens[:count], buffers.kept[:count] = numbers[:, -2], numbers[:, -1]
-        return Steering(
-            token_ids=buffers.token_ids[:bucket, :width],
-            num_tokens=buffers.num_tokens[:bucket],
-            certain=buffers.certain[:bucket, :width],
-            kept=buffers.kept[:bucket],
-            allowed=allowed,
+        return buffers
+
+    def buffers(self, bucket: int, width: int) -> SteeredDraft:
+        """Tensors for so many requests and draft tokens that stay where they are."""
+        most = self._largest
+        if most is None:
+            requests, device = self._sampling.max_num_seqs, self._sampling.device
+            shape = (requests, self._most_drafts)
+            rows = requests * (self._most_drafts + 1)
+            most = self._largest = SteeredDraft(
+                token_ids=torch.zeros(shape, dtype=torch.int64, device=device),
+                num_tokens=torch.zeros(requests, dtype=torch.int64, device=device),
+                certain=torch.zeros(shape, dtype=torch.bool, device=device),
+                kept=torch.zeros(requests, dtype=torch.int64, device=device),
+                allowed=torch.full((rows, self._words), -1, dtype=torch.int32, device=device),
+            )
+        return SteeredDraft(
+            token_ids=most.token_ids[:bucket, :width],
+            num_tokens=most.num_tokens[:bucket],
+            certain=most.certain[:bucket, :width],
+            kept=most.kept[:bucket],
+            allowed=most.allowed[: bucket * (width + 1)],
         )
 
-    def _steered(self, batch: Batch, plan: PackedBatch, draft: Draft) -> _Steered:
+    def _steered(self, batch: Batch, packed: PackedBatch, draft: Draft) -> _Steered:
         """Let every grammar walk its request's draft, and say what it allows."""
         proposed = _fetch(draft, len(batch.requests))
         paths: list[Path] = []
@@ -134,7 +200,7 @@ class Guidance:
             path = _as_proposed(own)
             if own.parents is None:
                 # Behind rows that are read again for their features drafters want no drafts.
-                rereads = bool(plan.rereads and plan.rereads[index])
+                rereads = bool(packed.rereads and packed.rereads[index])
                 room = len(own.token_ids) if rereads else item.num_draft_tokens
                 path = guide.follow(own.token_ids, room, own.one_hot)
             paths.append(path)
@@ -179,20 +245,6 @@ class Guidance:
     def _sent(self, masks: Tensor) -> Tensor:
         """On the device, for the model's tokens."""
         return send(masks[:, : self._words].contiguous(), self._sampling.device)
-
-    def _allocated(self) -> _Buffers:
-        if self._buffers is None:
-            most, device = self._sampling.max_num_seqs, self._sampling.device
-            shape = (most, self._most_drafts)
-            rows = most * (self._most_drafts + 1)
-            self._buffers = _Buffers(
-                token_ids=torch.zeros(shape, dtype=torch.int64, device=device),
-                num_tokens=torch.zeros(most, dtype=torch.int64, device=device),
-                certain=torch.zeros(shape, dtype=torch.bool, device=device),
-                kept=torch.zeros(most, dtype=torch.int64, device=device),
-                allowed=torch.full((rows, self._words), -1, dtype=torch.int32, device=device),
-            )
-        return self._buffers
 
 
 @dataclass

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.outputs import Logprob
-from slipstream.engine.step import StepResult
+from slipstream.engine.step_results import StepResult
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.sampling.logprobs import token_logprobs
@@ -33,7 +33,7 @@ class LogprobReader:
 
         The logits are computed slice by slice, so a long prompt does not need them all at once.
         """
-        start = result.forward.row_starts[index] + first
+        start = result.forward.layout.row_starts[index] + first
         read: list[dict[int, Logprob]] = []
         for offset in range(0, len(token_ids), _PROMPT_SLICE):
             chosen = token_ids[offset : offset + _PROMPT_SLICE]

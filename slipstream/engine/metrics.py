@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from slipstream.core.batch import Committed
 from slipstream.core.outputs import RequestMetrics
-from slipstream.engine.step import StepTimes
+from slipstream.engine.step_results import StepTimes
 
 
 @dataclass

@@ -1,90 +1,69 @@
-"""One turn of the engine, on one page."""
+"""One step of the engine: schedule, propose, forward, verify, commit.
 
-from collections.abc import Sequence
+    batch = scheduler.schedule()        which requests, with how many tokens each
+    Step.launch(batch)                  loads new requests and puts the device's part on its way
+        Step.run                        propose, forward, verify, commit: no host decisions
+    Step.finish                         waits for the results; the scheduler takes them in
+
+Plain decoding is the same with empty drafts. `run` is the same for all steps: a captured step
+replays a graph of it (`runner/graphs.py`), a step ahead is launched before the last one's results
+are here, and where requests follow grammars the host steers the draft in the middle of it
+(`guidance.py`).
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from slipstream.core.batch import Batch, Committed
+from slipstream.core.batch import Batch
+from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
-from slipstream.engine.guidance import Guidance
-from slipstream.engine.round import NUM_COUNTS, NUM_TIMES, Outcome, Proposal, Round, Steering
+from slipstream.engine.guidance import DraftSteering, Guidance, SteeredDraft
 from slipstream.engine.scheduler import Scheduler
+from slipstream.engine.step_results import Launched, Outcome, StepResult, StepTimes
+from slipstream.kernels.devices import label
+from slipstream.kernels.preparation import preparation_for
+from slipstream.kernels.timestamp import timestamp_for
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner
-from slipstream.runner.model_runner import Forward
+from slipstream.runner.model_runner import Forward, ModelRunner
+from slipstream.runner.rows import TreeRows
 from slipstream.runner.transfer import Download, upload
+from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState, Uses
-from slipstream.speculative.drafter import Drafter
+from slipstream.sampling.tree_verification import DraftedTrees, verify_trees
+from slipstream.sampling.verification import Verdict, Verification, verify
+from slipstream.speculative.drafter import Draft, Drafter
 
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of one step: drafting, the target's pass up to its logits, verification (sampling,
-    the verdict, committing it, and what the drafter takes note of), the rest."""
-
-    draft: float
-    target: float
-    verify: float
-    rest: float
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step did.
-
-    Attributes:
-        committed: per scheduled request, what it gained (before stop conditions cut it).
-        live: per scheduled request, whether it had not ended before; if it had, the rest of what
-            is here about it is surplus.
-        logits: [N, V] float32, the target's raw logits; request r owns rows
-            logit_starts[r] .. logit_starts[r] + its draft tokens.
-        path: [R, W] int64, which of its rows gave each of a request's tokens; None: the first.
-        forward: the target's pass.
-    """
-
-    batch: Batch
-    committed: Sequence[Committed]
-    live: Sequence[bool]
-    logits: Tensor
-    logit_starts: Sequence[int]
-    path: Tensor | None
-    forward: Forward
-    times: StepTimes
-
-    def logits_of(self, index: int, count: int) -> Tensor:
-        """[count, V], what the first tokens that the request of batch index `index` gained were
-        sampled from."""
-        first = self.logit_starts[index]
-        if self.path is None:
-            return self.logits[first : first + count]
-        return self.logits[first + self.path[index, :count]]
+# What a profiler's trace calls the parts of a step.
+PART_LABELS = {
+    "slipstream: draft": "draft",
+    "slipstream: target": "target",
+    "slipstream: verify": "verify",
+}
+_DRAFT, _TARGET, _VERIFY = PART_LABELS
 
 
 @dataclass(frozen=True, eq=False)
-class Launched:
-    """A step whose device work is under way."""
+class Proposal:
+    """A draft, when the step began and when the draft was there."""
 
-    batch: Batch
-    outcome: Outcome
-    numbers: Download
-    began: float
-    padded: bool  # every request has as many rows of logits
+    draft: Draft
+    began: Tensor
+    drafted: Tensor
 
 
 class Step:
-    """Schedule, propose, forward, verify, commit. Plain decoding is the same with empty drafts.
-
-    Where graphs are captured, the step of a decoding batch is one replay, and the next such step
-    may be launched before the last one's results are here.
+    """Runs steps over the models and the state.
 
     Args:
-        graphs: of rounds; None where nothing is captured.
-        guidance: between proposal and verdict, for requests that follow a grammar.
+        graphs: captured steps; None where nothing is captured.
+        guidance: for requests that follow a grammar.
         runs_ahead: whether to launch steps early; needs a drafter that needs nothing of the host.
         rereads: the drafter wants features of the last cached token of a prefix hit.
     """
@@ -92,21 +71,152 @@ class Step:
     def __init__(
         self,
         scheduler: Scheduler,
-        round: Round,
+        runner: ModelRunner,
         drafter: Drafter,
         state: DeviceState,
         sampling: SamplingState,
-        graphs: GraphRunner | None,
+        verification: Verification,
         guidance: Guidance,
+        graphs: GraphRunner | None,
         runs_ahead: bool,
         rereads: bool,
     ) -> None:
-        self._scheduler, self._round, self._drafter = scheduler, round, drafter
-        self._state, self._sampling, self._graphs = state, sampling, graphs
-        self._guidance = guidance
-        self._steered: tuple[Proposal, Steering] | None = None
+        self._scheduler, self._runner, self._drafter = scheduler, runner, drafter
+        self._state, self._sampling = state, sampling
+        self._verification, self._guidance, self._graphs = verification, guidance, graphs
+        self._limits: StepLimits = scheduler.limits
         self._runs_ahead, self._rereads = runs_ahead, rereads
+        self._preparation = preparation_for(state.device)
+        self._now = partial(timestamp_for(state.device), state.device)
         self._ended = 0.0
+
+    # ------------------------------------------------------------------ the device's part
+
+    def run(
+        self,
+        batch: DeviceBatch,
+        steer: Callable[[Draft], SteeredDraft] | None = None,
+        proposal: Proposal | None = None,
+    ) -> Outcome:
+        """Propose, forward, verify, commit, and let the drafter observe.
+
+        It looks at tensors alone, and waits for the device only where the batch is exact. So a call
+        over fixed tensors can be captured in a graph, of which `steer` is a gap for the host.
+
+        Args:
+            steer: what the host makes of the draft where requests follow grammars.
+            proposal: drafts that are there already.
+        """
+        if proposal is None:
+            with label(_DRAFT):
+                proposal = self.propose(batch)
+        draft, allowed = proposal.draft, None
+        if steer is not None:
+            batch, draft, allowed = steer(draft).replace(batch, draft)
+            self._write(batch, draft)
+        with label(_TARGET):
+            forward = self._forward(batch, draft)
+            logits = self._runner.logits(forward.layout.ends(forward.hidden, draft.num_tokens + 1))
+        computed = self._now()
+        with label(_VERIFY):
+            verdict = self._verify(batch, draft, logits, allowed)
+            verdict = self._commit(batch, verdict)
+            self._drafter.observe(batch, verdict, forward)
+        cached = self._drafter.cached_tokens(batch.slots)
+        times = (proposal.began, proposal.drafted, computed, self._now())
+        return Outcome.of(verdict, draft, cached, times, logits, forward)
+
+    def propose(self, batch: DeviceBatch) -> Proposal:
+        """The drafter's guesses, which become the tentative tail of every request's tokens."""
+        began = self._now()
+        if not batch.exact:
+            # The host may have planned before it knew the last step's tokens. With them it would
+            # have planned as many as are left here: a seed's text must not depend on when it did.
+            room = torch.minimum(batch.num_draft_tokens, self._room(batch.slots))
+            batch = replace(batch, num_draft_tokens=room)
+        draft = self._drafter.propose(batch)
+        if not draft.written:
+            self._write(batch, draft)
+        return Proposal(draft, began, self._now())
+
+    def _write(self, batch: DeviceBatch, draft: Draft) -> None:
+        tables = self._state.tables
+        self._preparation.write_tokens(tables, batch.slots, draft.token_ids, draft.num_tokens)
+
+    def _forward(self, batch: DeviceBatch, draft: Draft) -> Forward:
+        """One pass of the target over prompt chunks, last tokens and draft tokens."""
+        starts = self._state.num_computed[batch.slots]
+        tree = None
+        if draft.tree is not None:
+            tree = TreeRows(draft.tree, starts, 0, draft.num_tokens > 0)
+        most = draft.token_ids.shape[1]
+        return self._runner.forward(batch.target_rows(starts, draft.num_tokens, most, tree))
+
+    def _verify(
+        self, batch: DeviceBatch, draft: Draft, logits: Tensor, allowed: Tensor | None
+    ) -> Verdict:
+        """The verdict on every request's draft."""
+        rows = SampleRows.build(
+            batch.slots,
+            self._state.num_tokens[batch.slots],
+            draft.token_ids,
+            draft.num_tokens,
+            draft.one_hot,
+            draft.probs,
+            draft.vocabulary,
+            num_rows=len(logits),
+        )
+        if allowed is not None:
+            assert self._sampling.allowed_next is not None
+            allowed.index_copy_(0, rows.first_row, self._sampling.allowed_next[batch.slots])
+            rows = replace(rows, allowed=allowed, certain=draft.certain)
+        if draft.tree is None:
+            return verify(logits, rows, self._sampling, batch.uses, self._verification)
+        trees = DraftedTrees(
+            nodes=draft.tree,
+            slots=batch.slots,
+            positions=rows.positions,
+            token_ids=draft.token_ids,
+            num_nodes=draft.num_tokens,
+            most_accepted=self._acceptable(batch.slots),
+            num_rows=len(logits),
+            allowed=allowed,
+        )
+        verdict = verify_trees(logits, trees, self._sampling, batch.uses, self._verification)
+        assert verdict.path is not None
+        self._runner.keep_path(batch.slots, verdict.path, verdict.num_accepted)
+        return verdict
+
+    def _commit(self, batch: DeviceBatch, verdict: Verdict) -> Verdict:
+        """Append what was accepted; refused tokens lose their slots, and requests whose prompt is
+        not at its end gain nothing."""
+        num_tokens, num_accepted = self._preparation.commit(
+            self._state.tables,
+            batch.slots,
+            batch.num_new_tokens,
+            batch.at_end,
+            verdict.token_ids,
+            verdict.num_tokens,
+            verdict.num_accepted,
+        )
+        self._sampling.commit(batch.slots, verdict.token_ids, num_tokens, batch.uses)
+        return replace(verdict, num_tokens=num_tokens, num_accepted=num_accepted)
+
+    def _room(self, slots: Tensor) -> Tensor:
+        """[R] int64, how many draft tokens can be of use; see `Scheduler._most_drafts`."""
+        limits, acceptable = self._limits, self._acceptable(slots)
+        if not limits.drafts_trees:
+            return acceptable
+        longest = min(limits.drafter_max_model_len, limits.max_model_len - 1)
+        places = (longest - self._state.num_tokens[slots]).clamp_min(0)
+        return torch.where(acceptable > 0, places, 0)
+
+    def _acceptable(self, slots: Tensor) -> Tensor:
+        """[R] int64, how many draft tokens may be accepted."""
+        most = self._state.most_drafted[slots].clamp_max(self._limits.drafter_max_model_len)
+        return (most - self._state.num_tokens[slots]).clamp_min(0)
+
+    # ------------------------------------------------------------------ around it
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
@@ -117,14 +227,38 @@ class Step:
         for item in batch.requests:
             if item.admitted:
                 self._sampling.admit(item.request.slot, item.request)
-        plan = self._plan(batch)
-        outcome, padded = self._run(batch, plan)
-        numbers = outcome.numbers[: len(batch.requests)]
+        packed = self._pack(batch)
+        steering = None
+        if Uses.GRAMMAR in packed.uses:
+            steering = self._guidance.begin(batch, packed)
+        # Words that must not be completed are looked for on the host.
+        graphs = None if Uses.BAD_WORDS in packed.uses else self._graphs
+        padded = graphs is not None and batch.is_decode
+        if graphs is not None and padded:
+            outcome = graphs.run("step", self.run, packed, steering)
+        else:
+            outcome = self._run_exactly(batch, packed, steering, graphs)
+        numbers = Download(outcome.numbers[: len(batch.requests)])
+        return Launched(batch, outcome, numbers, began, padded)
+
+    def _run_exactly(
+        self,
+        batch: Batch,
+        packed: PackedBatch,
+        steering: DraftSteering | None,
+        graphs: GraphRunner | None,
+    ) -> Outcome:
+        """Without a graph: on a CPU, and for prompt chunks, which have all sizes. Drafts beside
+        those need not wait for the launches of single kernels."""
+        proposal = None
+        if graphs is not None and packed.width and packed.guesses is None:
+            proposal = _first(graphs.run("propose", self.propose, packed), len(batch.requests))
+        outcome = self.run(packed.on(self._state.device), steering, proposal)
         if any(item.is_prompt_chunk for item in batch.requests):
             self._drafter.read_prompts(batch, outcome.forward)
-            slots = upload(plan.slots, self._state.device)
-            numbers[:, -NUM_TIMES - 1] = self._drafter.cached_tokens(slots)
-        return Launched(batch, outcome, Download(numbers), began, padded)
+            slots = upload(packed.slots, self._state.device)
+            outcome.set_cached(self._drafter.cached_tokens(slots))
+        return outcome
 
     def launch_ahead(self, last: Launched) -> Launched | None:
         """Launch the step behind `last`, whose results are not here yet; None if that needs them
@@ -139,17 +273,23 @@ class Step:
 
     def finish(self, launched: Launched) -> StepResult:
         """Wait for the step's results and take them in."""
-        batch = launched.batch
+        batch, outcome = launched.batch, launched.outcome
         live = [not item.request.finished for item in batch.requests]
-        rows = launched.numbers.wait()
-        longest = self._scheduler.limits.tree_depth
-        committed = [_committed(row[:-NUM_TIMES], longest) for row in rows]
+        committed, (draft, target, verify) = launched.read(self._limits.tree_depth)
         self._scheduler.commit(batch, committed)
-        times = self._times(launched, rows[0][-NUM_TIMES:])
-        starts = _logit_starts(committed, launched)
-        outcome = launched.outcome
+        ended = perf_counter()
+        # From its launch, or from the end of the step before.
+        seconds = ended - max(launched.began, self._ended)
+        self._ended = ended
         return StepResult(
-            batch, committed, live, outcome.logits, starts, outcome.path, outcome.forward, times
+            batch=batch,
+            committed=committed,
+            live=live,
+            logits=outcome.logits,
+            logit_starts=launched.logit_starts(committed),
+            path=outcome.path,
+            forward=outcome.forward,
+            times=StepTimes(draft, target, verify, max(0.0, seconds - draft - target - verify)),
         )
 
     def forget(self, requests: Sequence[Request]) -> None:
@@ -164,16 +304,7 @@ class Step:
         self._state.reset()
         self._sampling.reset()
 
-    def _times(self, launched: Launched, stamps: Sequence[int]) -> StepTimes:
-        """The step's time runs from its launch, or from the end of the one before, to its end."""
-        ended = perf_counter()
-        seconds = ended - max(launched.began, self._ended)
-        self._ended = ended
-        draft, target, verify = ((end - begin) / 1e9 for begin, end in pairwise(stamps))
-        rest = max(0.0, seconds - draft - target - verify)
-        return StepTimes(draft, target, verify, rest)
-
-    def _plan(self, batch: Batch) -> PackedBatch:
+    def _pack(self, batch: Batch) -> PackedBatch:
         """The batch in numbers, with the guesses of a drafter that runs on the host."""
         items = batch.requests
         guesses = self._drafter.prepare(batch)
@@ -197,73 +328,7 @@ class Step:
             rereads=[int(self._rereads and item.admitted and item.start > 0) for item in items],
         )
 
-    def _run(self, batch: Batch, plan: PackedBatch) -> tuple[Outcome, bool]:
-        """The round, and whether it was a replay."""
-        if Uses.GRAMMAR in plan.uses:
-            return self._run_guided(batch, plan)
-        if self._graphs is None or Uses.BAD_WORDS in plan.uses:
-            return self._round(plan.on(self._state.device)), False
-        if batch.is_decode:
-            return self._graphs.run("round", self._round, plan), True
-        # Prompt chunks have all sizes; the drafts beside them need not wait for their launches.
-        turn = plan.on(self._state.device)
-        if not plan.width or plan.guesses is not None:
-            return self._round(turn), False
-        proposal = self._graphs.run("propose", self._round.propose, plan)
-        return self._round.judge(turn, _first(proposal, turn.num_requests)), False
-
-    def _run_guided(self, batch: Batch, plan: PackedBatch) -> tuple[Outcome, bool]:
-        """The same with the host between proposal and verdict: grammars live there."""
-        guidance, round, graphs = self._guidance, self._round, self._graphs
-        guidance.open(batch)
-        turn = plan.on(self._state.device)
-        if graphs is None or Uses.BAD_WORDS in plan.uses:
-            proposal = round.propose(turn)
-        elif batch.is_decode or (plan.width and plan.guesses is None):
-            proposal = graphs.run("propose", round.propose, plan)
-            if batch.is_decode:
-                self._steered = proposal, guidance.steer_padded(batch, plan, proposal.draft)
-                return graphs.run("judge", self._judge_steered, plan), True
-            proposal = _first(proposal, turn.num_requests)
-        else:
-            proposal = round.propose(turn)
-        steering = guidance.steer(batch, plan, proposal.draft)
-        return round.judge(turn, proposal, steering), False
-
-    def _judge_steered(self, turn: DeviceBatch) -> Outcome:
-        """What a graph is made of: the tensors it finds here are there in every replay."""
-        assert self._steered is not None
-        proposal, steering = self._steered
-        return self._round.judge(turn, proposal, steering)
-
 
 def _first(proposal: Proposal, requests: int) -> Proposal:
     """The rows of so many requests, without the padding of a captured batch."""
-    draft = proposal.draft
-    kept = replace(
-        draft,
-        token_ids=draft.token_ids[:requests],
-        num_tokens=draft.num_tokens[:requests],
-        one_hot=draft.one_hot[:requests],
-        probs=None if draft.probs is None else draft.probs[:requests],
-        tree=None if draft.tree is None else draft.tree.first(requests),
-    )
-    return replace(proposal, draft=kept)
-
-
-def _committed(row: Sequence[int], tree_depth: int | None) -> Committed:
-    """One request's share of `Outcome.numbers`, without times."""
-    *tokens, count, accepted, drafts, cached = row
-    positions = None if tree_depth is None else min(drafts, tree_depth)
-    return Committed(tuple(tokens[:count]), drafts, accepted, cached, positions)
-
-
-def _logit_starts(committed: Sequence[Committed], launched: Launched) -> list[int]:
-    """The first row of logits of each request."""
-    if launched.padded:
-        width = launched.outcome.numbers.shape[1] - NUM_COUNTS - NUM_TIMES
-        return [index * width for index in range(len(committed))]
-    starts = [0]
-    for gain in committed:
-        starts.append(starts[-1] + gain.num_draft_tokens + 1)
-    return starts[:-1]
+    return replace(proposal, draft=proposal.draft.first(requests))

@@ -1,11 +1,12 @@
 """A step's requests as tensors: what device code knows of a batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from slipstream.runner.rows import PassRows, TreeRows
 from slipstream.runner.transfer import upload
 from slipstream.sampling.state import Uses
 
@@ -112,7 +113,48 @@ class DeviceBatch:
         """[R] bool, the host has said what it guesses, be it nothing."""
         return (self.guesses[:, :1] >= 0).any(1)
 
-    def most_rows(self, most: int) -> int | None:
-        """The rows to give each request of a pass when they may have `most`; None: exactly its
-        own."""
-        return None if self.exact else most
+    @property
+    def num_known_rows(self) -> Tensor:
+        """[R] int64, rows of the target's pass that hold known tokens."""
+        return self.num_new_tokens + self.rereads
+
+    @property
+    def most_rereads(self) -> int:
+        """The most that `rereads` can be."""
+        return int(self.exact)
+
+    @property
+    def num_featured_drafts(self) -> Tensor:
+        """[R] int64, draft tokens for those whose last known token's features are there: behind a
+        prefix hit they come with this step."""
+        return torch.where(self.rereads > 0, 0, self.num_draft_tokens)
+
+    def rows(
+        self,
+        starts: Tensor,
+        lengths: Tensor,
+        most: int,
+        mask_token: int | None = None,
+        tree: TreeRows | None = None,
+    ) -> PassRows:
+        """The rows of a drafter's pass: lengths[r] of each request from position starts[r] on, of
+        which no request has more than `most`; see `PassRows`."""
+        width = None if self.exact else most
+        return PassRows(self.slots, starts, lengths, width, mask_token=mask_token, tree=tree)
+
+    def target_rows(
+        self, starts: Tensor, num_drafts: Tensor, most_drafts: int, tree: TreeRows | None
+    ) -> PassRows:
+        """The rows of the target's pass: known tokens from `starts` on, then num_drafts[r] draft
+        tokens, `most_drafts` of a request at most."""
+        lengths = self.num_new_tokens + num_drafts
+        if not self.exact:
+            return PassRows(self.slots, starts, lengths, most_drafts + 1, tree=tree)
+        starts, lengths = starts - self.rereads, lengths + self.rereads
+        return PassRows(self.slots, starts, lengths, rereads=self.rereads, tree=tree)
+
+    def asking_for(self, num_draft_tokens: Tensor, width: int) -> "DeviceBatch":
+        """The same requests with other numbers of draft tokens, at most `width`."""
+        if self.exact:
+            width = int(num_draft_tokens.max())
+        return replace(self, num_draft_tokens=num_draft_tokens, width=width)

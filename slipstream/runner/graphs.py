@@ -3,8 +3,9 @@
 import gc
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,10 @@ from slipstream.sampling.state import SamplingState, Uses
 logger = logging.getLogger("slipstream")
 
 T = TypeVar("T")
-BatchFunction = Callable[[DeviceBatch], T]
+# What the host makes of a value in the middle of a captured function.
+Between = Callable[[Any], Any]
+# Called with a DeviceBatch and, if the host has a part in the middle of it, what does that part.
+BatchFunction = Callable[..., T]
 
 LEAN = (frozenset[Uses](), frozenset({Uses.SAMPLING}))
 # Words that must not be completed are looked for on the host.
@@ -38,6 +42,16 @@ def bucket_sizes(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
+class HostPart(Protocol):
+    """The host's part in the middle of a captured function."""
+
+    def buffers(self, given: Any) -> Any:
+        """The tensors that the rest of the function reads, which stay where they are."""
+
+    def fill(self, given: Any) -> Any:
+        """The same, filled in with what the host makes of the tensors that it is given."""
+
+
 @dataclass(frozen=True)
 class _Key:
     name: str
@@ -52,7 +66,7 @@ class _Captured(Generic[T]):
     """The numbers that a captured call reads, and how to run it on them."""
 
     columns: Tensor
-    replay: Callable[[], T]
+    replay: Callable[[Between], T]
     last_columns: list[list[int]] | None = None
 
 
@@ -63,26 +77,49 @@ class Recorder:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, function: Callable[[], T]) -> Callable[[], T]:
-        """A function that repeats the call's device work and returns the same tensors again."""
+    def __call__(
+        self, function: Callable[[Between], T], buffers: Between
+    ) -> Callable[[Between], T]:
+        """A function that repeats the call's device work and returns the same tensors again.
+
+        Args:
+            function: is captured as one graph, or as two with what it is called with in between.
+            buffers: what that gives while it is captured.
+        """
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):  # once before, so that kernels are compiled
-            function()
+            function(buffers)
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
+        graphs: list[torch.cuda.CUDAGraph] = []
+        values: list[Any] = []  # what the host is given behind each graph but the last
         # Collecting a dropped graph's memory in the middle of a capture would break it.
         collects = gc.isenabled()
         gc.disable()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                result = function()
+            with ExitStack() as capture:
+
+                def begin() -> None:
+                    graphs.append(torch.cuda.CUDAGraph())
+                    capture.enter_context(torch.cuda.graph(graphs[-1], pool=self._pool))
+
+                def cut(value: Any) -> Any:
+                    capture.close()
+                    values.append(value)
+                    begin()
+                    return buffers(value)
+
+                begin()
+                result = function(cut)
         finally:
             if collects:
                 gc.enable()
 
-        def replay() -> T:
-            graph.replay()
+        def replay(between: Between) -> T:
+            graphs[0].replay()
+            for value, graph in zip(values, graphs[1:], strict=True):
+                between(value)
+                graph.replay()
             return result
 
         return replay
@@ -110,18 +147,28 @@ class GraphRunner:
         self._record = recorder
 
     @torch.inference_mode()
-    def run(self, name: str, function: BatchFunction[T], packed: PackedBatch) -> T:
-        """`function` of the packed batch; the first rows of what it returns are its requests'."""
+    def run(
+        self,
+        name: str,
+        function: BatchFunction[T],
+        packed: PackedBatch,
+        host: HostPart | None = None,
+    ) -> T:
+        """`function` of the packed batch; the first rows of what it returns are its requests'.
+
+        Args:
+            host: its part in the middle of the function.
+        """
         key = self._key(name, packed)
         captured: _Captured[T] | None = self._graphs.get(key)
         if captured is None:
-            captured = self._capture(key, function)
+            captured = self._capture(key, function, host)
         columns = self._padded(packed.columns(key.width), key.bucket)
         if columns != captured.last_columns:
             captured.last_columns = None  # an interrupt may come before they are there
             captured.columns.copy_(upload(columns, self._state.device))
             captured.last_columns = columns
-        return captured.replay()
+        return captured.replay(_nothing if host is None else host.fill)
 
     def capture_all(
         self,
@@ -172,13 +219,20 @@ class GraphRunner:
         ]
 
     @torch.inference_mode()
-    def _capture(self, key: _Key, function: BatchFunction[T]) -> _Captured[T]:
+    def _capture(
+        self, key: _Key, function: BatchFunction[T], host: HostPart | None = None
+    ) -> _Captured[T]:
         nobody = PackedBatch([], [], [], [], key.width, key.uses, [] if key.guessed else None)
         columns = upload(self._padded(nobody.columns(key.width), key.bucket), self._state.device)
 
-        def call() -> T:
-            return function(DeviceBatch.over(columns, key.width, key.uses, exact=False))
+        def call(between: Between) -> T:
+            batch = DeviceBatch.over(columns, key.width, key.uses, exact=False)
+            return function(batch) if host is None else function(batch, between)
 
-        captured = _Captured(columns, self._record(call))
-        self._graphs[key] = captured
+        replay = self._record(call, _nothing if host is None else host.buffers)
+        captured = self._graphs[key] = _Captured(columns, replay)
         return captured
+
+
+def _nothing(given: Any) -> Any:
+    return given

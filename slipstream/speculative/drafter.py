@@ -5,7 +5,7 @@ folder with a loader and a drafter, and one line in `catalogue.py`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -48,6 +48,17 @@ class Draft:
     written: bool = False
     tree: TreeNodes | None = None
     certain: Tensor | None = None
+
+    def first(self, requests: int) -> "Draft":
+        """The drafts of the first requests."""
+        return replace(
+            self,
+            token_ids=self.token_ids[:requests],
+            num_tokens=self.num_tokens[:requests],
+            one_hot=self.one_hot[:requests],
+            probs=None if self.probs is None else self.probs[:requests],
+            tree=None if self.tree is None else self.tree.first(requests),
+        )
 
     @staticmethod
     def empty(batch: DeviceBatch) -> "Draft":

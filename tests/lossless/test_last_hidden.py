@@ -18,6 +18,7 @@ from slipstream.engine.prompts import EncodedPrompt
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
+from slipstream.runner.rows import RowLayout
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.heads.last_hidden import LastHidden
 from tests.last_hidden_checkpoints import (
@@ -238,7 +239,9 @@ def test_the_row_that_is_kept_is_behind_what_is_read_again() -> None:
     first, final = torch.tensor([0, 3, 7]), torch.tensor([2, 6, 10])
     accepted = torch.tensor([0, 0, 2])
     verdict = Verdict(torch.zeros(3, 4).long(), torch.tensor([1, 0, 3]), accepted)
-    last.keep(batch, verdict, Forward(hidden, first, final, (0, 3, 7, 11)))
+    inputs: Any = None  # not looked at
+    layout = RowLayout(torch.arange(11), inputs, first, final, None, (0, 3, 7, 11))
+    last.keep(batch, verdict, Forward(hidden, layout))
     assert last.rows(batch.slots)[:, 0].tolist() == [2, 6, 9]
 
 

@@ -19,7 +19,7 @@ from slipstream.core.batch import Batch, Committed
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.samples import Submission
 from slipstream.kernels.preparation import PlacedRows, RequestTables
-from slipstream.runner import model_runner
+from slipstream.runner import rows as row_layouts
 from tests.checkpoints import VOCAB_SIZE
 from tests.last_hidden_checkpoints import medusa_for, mlp_for
 from tests.padded_steps import use_padded_steps
@@ -272,7 +272,7 @@ def test_no_pass_reads_beyond_its_block_table(
 ) -> None:
     """Close to max_model_len a chain has no room for K tokens, and its later passes no rows."""
     seen: list[int] = []
-    ops = model_runner.preparation_for(torch.device("cpu"))
+    ops = row_layouts.preparation_for(torch.device("cpu"))
 
     def noted(tables: RequestTables, *arguments: Any) -> PlacedRows:
         padded = ops.expand_rows(tables, *arguments)
@@ -281,7 +281,7 @@ def test_no_pass_reads_beyond_its_block_table(
         return padded
 
     with_notes = replace(ops, expand_rows=noted)
-    monkeypatch.setattr(model_runner, "preparation_for", lambda device: with_notes)
+    monkeypatch.setattr(row_layouts, "preparation_for", lambda device: with_notes)
     use_padded_steps(monkeypatch)
     config: Any = {"model": tiny_heads.get(drafter, make.target), "num_speculative_tokens": 7}
     options: dict[str, Any] = {"num_kv_blocks": 100, "skip_tokenizer_init": True, "block_size": 8}

@@ -23,7 +23,8 @@ from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import LoadOptions, load_decoder
 from slipstream.runner.device_state import DeviceState
-from slipstream.runner.model_runner import ModelRunner, Rows
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.rows import PassRows
 
 VOCAB_SIZE = 97
 MAX_POSITIONS = 192
@@ -374,9 +375,9 @@ def runner_logits(
             lengths.append(min(chunks[turn % len(chunks)], len(prompts[slot]) - done[slot]))
             turn += 1
         starts = torch.tensor([done[slot] for slot in slots])
-        forward = runner.forward(Rows(torch.tensor(slots), starts, torch.tensor(lengths), None))
+        forward = runner.forward(PassRows(torch.tensor(slots), starts, torch.tensor(lengths)))
         rows = runner.logits(forward.hidden)
-        for slot, first, length in zip(slots, forward.row_starts, lengths, strict=False):
+        for slot, first, length in zip(slots, forward.layout.row_starts, lengths, strict=False):
             logits[slot].append(rows[first : first + length])
             done[slot] += length
     return [torch.cat(parts) for parts in logits]

@@ -23,7 +23,8 @@ from slipstream.runner import graphs
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import FULL, LEAN, GraphRunner, bucket_sizes
-from slipstream.runner.model_runner import Forward, ModelRunner, Rows
+from slipstream.runner.model_runner import Forward, ModelRunner
+from slipstream.runner.rows import PassRows, RowLayout
 from slipstream.sampling.state import SamplingState, Uses
 from tests.checkpoints import write_qwen3
 from tests.padded_steps import DirectRecorder
@@ -84,8 +85,10 @@ def test_an_exact_turn_is_of_the_plans_requests_alone() -> None:
     assert batch.exact
     assert (batch.num_requests, batch.width) == (3, 2)
     assert batch.guesses.shape == (3, 0)
-    assert batch.most_rows(3) is None
-    assert DeviceBatch.over(torch.tensor(plan([4]).columns(0)), 0, GREEDY, False).most_rows(3) == 3
+    starts = tensor(1, 2, 3)
+    assert batch.rows(starts, tensor(1, 0, 2), 3).width is None
+    padded = DeviceBatch.over(torch.tensor(plan([4]).columns(0)), 0, GREEDY, False)
+    assert padded.rows(tensor(1), tensor(1), 3).width == 3
 
 
 # ---------------------------------------------------------------------- graphs
@@ -124,9 +127,9 @@ class Counted(DirectRecorder):
         super().__init__(CPU)
         self.captures = 0
 
-    def __call__(self, function: Callable[[], Any]) -> Callable[[], Any]:
+    def __call__(self, function: Callable[[Any], Any], buffers: Any) -> Callable[[Any], Any]:
         self.captures += 1
-        return super().__call__(function)
+        return super().__call__(function, buffers)
 
 
 @dataclass
@@ -140,7 +143,7 @@ class Captures:
     batches: list[DeviceBatch] = field(default_factory=list)
     snapshots: list[list[list[int]]] = field(default_factory=list)
 
-    def run(self, given: PackedBatch, name: str = "round") -> Tensor:
+    def run(self, given: PackedBatch, name: str = "step") -> Tensor:
         return self.runner.run(name, self.function, given)
 
     def function(self, batch: DeviceBatch) -> Tensor:
@@ -164,7 +167,7 @@ def captures() -> Captures:
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
-def test_the_first_rows_of_a_padded_turn_are_the_plans(captures: Captures, number: int) -> None:
+def test_the_first_rows_of_a_padded_batch_are_the_plans(captures: Captures, number: int) -> None:
     slots, drafts = [4, 2, 0, 3, 1][:number], [3, 0, 2, 1, 1][:number]
     result = captures.run(plan(slots, drafts))
     expected = captures.function(plan(slots, drafts).on(CPU))
@@ -201,11 +204,11 @@ def test_a_graph_serves_every_plan_of_its_size(captures: Captures) -> None:
     ("other", "name"),
     [
         (plan([0], [1]), "propose"),
-        (plan([0, 1], [1, 1]), "round"),
-        (plan([0], [0]), "round"),
-        (plan([0], [1], SAMPLED), "round"),
-        (plan([0], [1], frozenset({Uses.TOP_K})), "round"),
-        (plan([0], [1], guesses=[[7]]), "round"),
+        (plan([0, 1], [1, 1]), "step"),
+        (plan([0], [0]), "step"),
+        (plan([0], [1], SAMPLED), "step"),
+        (plan([0], [1], frozenset({Uses.TOP_K})), "step"),
+        (plan([0], [1], guesses=[[7]]), "step"),
     ],
 )
 def test_another_kind_of_plan_has_a_graph_of_its_own(
@@ -259,7 +262,7 @@ def test_guesses_are_numbers_that_change(captures: Captures) -> None:
 @pytest.mark.parametrize("guessed", [False, True])
 def test_what_plain_requests_need_is_captured_at_once(captures: Captures, guessed: bool) -> None:
     progress: list[int] = []
-    captures.runner.capture_all("round", captures.function, guessed, progress.append)
+    captures.runner.capture_all("step", captures.function, guessed, progress.append)
     buckets = bucket_sizes(5)
     assert len(progress) == captures.runner.num_lean() == captures.recorder.captures
     assert captures.recorder.captures == 2 * 2 * len(buckets)
@@ -344,30 +347,73 @@ def test_tensors_that_are_replaced_drop_the_graphs_that_keep_their_addresses(
 # ---------------------------------------------------------------------- rows of a pass
 
 
-def forward_of(*lengths: int) -> Forward:
-    """Exact rows, each of which holds its own number."""
+def layout_of(*lengths: int) -> tuple[RowLayout, Tensor]:
+    """Exact rows, and the number of each."""
     ends = tensor(*lengths).cumsum(0)
-    hidden = torch.arange(int(ends[-1]), dtype=torch.float32).unsqueeze(1)
-    return Forward(hidden, ends - tensor(*lengths), ends - 1, [0, *ends.tolist()])
+    count = int(ends[-1])
+    request = torch.repeat_interleave(torch.arange(len(lengths)), tensor(*lengths))
+    first = ends - tensor(*lengths)
+    places = request, torch.arange(count) - first[request]
+    rows = torch.arange(count)
+    layout = RowLayout(rows.int(), INPUTS, first, ends - 1, None, [0, *ends.tolist()], places)
+    return layout, rows
+
+
+def padded_layout(requests: int, width: int, *last: int) -> tuple[RowLayout, Tensor]:
+    rows = torch.arange(requests * width)
+    first = torch.arange(requests) * width
+    return RowLayout(rows.int(), INPUTS, first, first + tensor(*last), width), rows
+
+
+INPUTS: Any = None  # not looked at
 
 
 def test_the_last_rows_of_exact_and_padded_passes() -> None:
-    assert forward_of(3, 1, 2).last().tolist() == [[2], [3], [5]]
-    hidden = torch.arange(6.0).unsqueeze(1)
-    padded = Forward(hidden, tensor(0, 3), tensor(1, 3), ())
-    assert padded.last().tolist() == [[1], [3]]
-    for starts in ((), (0, 1, 2, 3, 4, 5, 6)):  # one row each: nothing to pick
-        single = Forward(hidden, tensor(*range(6)), tensor(*range(6)), starts)
-        assert single.last() is hidden
-    uneven = Forward(hidden[:3], tensor(0, 0, 2), tensor(0, 1, 2), (0, 0, 2, 3))
-    assert uneven.last().tolist() == [[0], [1], [2]]
+    layout, rows = layout_of(3, 1, 2)
+    assert layout.last(rows).tolist() == [2, 3, 5]
+    layout, rows = padded_layout(2, 3, 1, 0)
+    assert layout.last(rows).tolist() == [1, 3]
+    for layout, rows in (layout_of(1, 1, 1), padded_layout(3, 1, 0, 0, 0)):
+        assert layout.is_single
+        assert layout.last(rows) is rows  # nothing to pick
+    layout, rows = layout_of(0, 2, 1)
+    assert not layout.is_single
+    assert layout.last(rows)[1:].tolist() == [1, 2]
 
 
-def test_the_ends_of_an_exact_pass() -> None:
-    forward = forward_of(5, 1, 3, 2)
-    ends = forward.ends(tensor(2, 1, 1, 2), 6)
-    assert ends.flatten().tolist() == [3, 4, 5, 8, 9, 10]
-    assert forward.ends(tensor(5, 1, 3, 2), 11).equal(forward.hidden)
+def test_the_ends_of_a_pass() -> None:
+    layout, rows = layout_of(5, 1, 3, 2)
+    assert layout.ends(rows, tensor(2, 1, 1, 2)).tolist() == [3, 4, 5, 8, 9, 10]
+    assert layout.ends(rows, tensor(5, 1, 3, 2)) is rows
+    layout, rows = padded_layout(2, 3, 1, 0)
+    assert layout.ends(rows, tensor(1, 1)) is rows
+
+
+def test_the_heads_and_tails_of_a_pass() -> None:
+    layout, rows = layout_of(3, 1, 2)
+    assert layout.heads(rows, 2).tolist() == [[0, 1], [3, 4], [4, 5]]
+    assert layout.tails(rows, tensor(2, 1, 1), 2).tolist() == [[1, 2], [3, 3], [5, 5]]
+    index = layout.leading(tensor(2, 0, 1))
+    assert rows[index].tolist() == [0, 1, 4]
+    layout, rows = padded_layout(2, 3, 2, 1)
+    assert layout.heads(rows, 3).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert layout.tails(rows, tensor(2, 1), 2).tolist() == [[1, 2], [4, 4]]
+    assert rows[layout.leading(tensor(2, 0))].equal(rows)
+
+
+@pytest.mark.parametrize("lengths", [(3, 1, 2), (1, 1, 1), (0, 3, 0), (2, 2, 2)])
+def test_values_of_requests_go_to_their_rows_and_come_back(lengths: tuple[int, ...]) -> None:
+    values = torch.arange(9.0).view(3, 3, 1) + 1
+    layout, rows = layout_of(*lengths)
+    spread = layout.spread(values)
+    assert len(spread) == len(rows)
+    kept = torch.arange(3) < tensor(*lengths).unsqueeze(1)
+    assert layout.collect(spread, 3).equal(torch.where(kept.unsqueeze(2), values, 0))
+    layout, rows = padded_layout(3, 3, 2, 2, 2)
+    assert layout.spread(values).flatten().tolist() == list(range(1, 10))
+    assert layout.collect(layout.spread(values), 3).equal(values)
+    assert layout.request.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert layout.offset.tolist() == [0, 1, 2] * 3
 
 
 # ---------------------------------------------------------------------- padded and exact passes
@@ -395,7 +441,7 @@ def runner_of(network: Decoder) -> tuple[ModelRunner, KVCache, DeviceState]:
     tables = torch.randperm(NUM_BLOCKS, generator=generator).view(3, 8)
     state.block_tables[:3] = tables.to(torch.int32)
     runner = ModelRunner(network, cache, state)
-    runner.forward(Rows(tensor(0, 1, 2), tensor(0, 0, 0), tensor(9, 5, 26), None))
+    runner.forward(PassRows(tensor(0, 1, 2), tensor(0, 0, 0), tensor(9, 5, 26)))
     return runner, cache, state
 
 
@@ -406,7 +452,7 @@ def padded_pass(
     runner, cache, state = runner_of(network)
     padding = [0] * (number - 3)
     slots = tensor(0, 1, 2, *[state.padding_slot for _ in padding])
-    rows = Rows(slots, tensor(9, 5, 26, *padding), tensor(*lengths, *padding), 4)
+    rows = PassRows(slots, tensor(9, 5, 26, *padding), tensor(*lengths, *padding), 4)
     return runner, runner.forward(rows), cache
 
 
@@ -416,19 +462,20 @@ def test_padded_rows_are_the_exact_rows(
     lengths: tuple[int, int, int], number: int, network: Decoder
 ) -> None:
     exact_runner, exact_cache, _ = runner_of(network)
-    exact = exact_runner.forward(Rows(tensor(0, 1, 2), tensor(9, 5, 26), tensor(*lengths), None))
+    exact = exact_runner.forward(PassRows(tensor(0, 1, 2), tensor(9, 5, 26), tensor(*lengths)))
     runner, padded, cache = padded_pass(network, lengths, number)
     assert padded.hidden.shape[0] == 4 * number
     logits, exact_logits = runner.logits(padded.hidden), exact_runner.logits(exact.hidden)
     # Not to the bit: a CPU's matmuls of one to four rows may add up in an order of their own.
     for request, length in enumerate(lengths):
-        place, first = 4 * request, exact.row_starts[request]
+        place, first = 4 * request, exact.layout.row_starts[request]
         rows, exact_rows = slice(place, place + length), slice(first, first + length)
         assert_close(padded.hidden[rows], exact.hidden[exact_rows], atol=1e-5, rtol=0)
         assert_close(logits[rows], exact_logits[exact_rows], atol=1e-5, rtol=0)
         if length:
-            assert padded.last()[request].equal(padded.hidden[place + length - 1])
-            assert exact.last()[request].equal(exact.hidden[first + length - 1])
+            for forward, row in ((padded, place), (exact, first)):
+                last = forward.layout.last(forward.hidden)
+                assert last[request].equal(forward.hidden[row + length - 1])
     for ours, theirs in zip(cache.layers, exact_cache.layers, strict=True):
         for page, other in zip(ours, theirs, strict=True):
             # Zeros are places that nobody wrote: padding must leave them.
@@ -439,7 +486,7 @@ def test_padded_rows_are_the_exact_rows(
 def test_a_full_batch_has_the_exact_bits(network: Decoder) -> None:
     """Where no row is padding, the two layouts are one."""
     exact_runner, exact_cache, _ = runner_of(network)
-    exact = exact_runner.forward(Rows(tensor(0, 1, 2), tensor(9, 5, 26), tensor(4, 4, 4), None))
+    exact = exact_runner.forward(PassRows(tensor(0, 1, 2), tensor(9, 5, 26), tensor(4, 4, 4)))
     _, padded, cache = padded_pass(network, (4, 4, 4), 3)
     assert padded.hidden.equal(exact.hidden)
     for ours, theirs in zip(cache.layers, exact_cache.layers, strict=True):
@@ -451,7 +498,7 @@ def test_rows_behind_the_last_position_write_nothing(network: Decoder) -> None:
     runner, cache, state = runner_of(network)
     state.token_ids[2, 31] = 77  # where tokens without a place land
     before = [[page.clone() for page in pages] for pages in cache.layers]
-    forward = runner.forward(Rows(tensor(2), tensor(30), tensor(1), 4))
+    forward = runner.forward(PassRows(tensor(2), tensor(30), tensor(1), 4))
     assert torch.isfinite(forward.hidden[0]).all()
     place = int(state.block_tables[2, 7]) * BLOCK + 2
     for pages, olds in zip(cache.layers, before, strict=True):

@@ -110,9 +110,9 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ran: list[str] = []
     run = GraphRunner.run
 
-    def noted(self: GraphRunner, name: str, *arguments: Any) -> Any:
-        ran.append(name)
-        return run(self, name, *arguments)
+    def noted(self: GraphRunner, name: str, function: Any, packed: Any, host: Any = None) -> Any:
+        ran.append(name if host is None else f"guided {name}")
+        return run(self, name, function, packed, host)
 
     monkeypatch.setattr(GraphRunner, "run", noted)
     return ran
@@ -185,7 +185,7 @@ def test_drafts_follow_the_rules(
         use_padded_steps(monkeypatch)
     rules.clear()
     outputs = run(make(drafter, *models), sampling)
-    assert rules.count("judge") > 3
+    assert rules.count("guided step") > 3
     for place, output in enumerate(outputs):
         sample = output.outputs[0]
         assert len(sample.token_ids) == (30 if place == 2 else LENGTH)
@@ -219,5 +219,5 @@ def test_other_batches_keep_their_one_graph(
     run(llm, "sampled")
     rules.clear()
     assert texts(llm.generate(PROMPTS, params)) == before
-    assert "round" in rules
-    assert "judge" not in rules
+    assert "step" in rules
+    assert "guided step" not in rules

@@ -108,10 +108,7 @@ class CombinedDrafter:
             behind = known - member.drafter.cached_tokens(batch.slots)
             reads_along = (behind > MOST_BEHIND).to(torch.int64)
         wanted = torch.where(taken, wanted.clamp_max(reads_along), wanted)
-        width = min(batch.width, member.count)
-        if batch.exact:
-            width = int(wanted.max())
-        return replace(batch, num_draft_tokens=wanted, width=width)
+        return batch.asking_for(wanted, min(batch.width, member.count))
 
 
 def _view(batch: Batch, found: Sequence[Sequence[int]], count: int) -> Batch:

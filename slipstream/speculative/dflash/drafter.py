@@ -18,7 +18,8 @@ from slipstream.cache.kv_cache import KVCache, KVLayout
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.runner.device_batch import DeviceBatch
-from slipstream.runner.model_runner import Forward, Rows, lay_out
+from slipstream.runner.model_runner import Forward
+from slipstream.runner.rows import lay_out
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.dflash.config import (
     DFlashConfig,
@@ -139,17 +140,16 @@ class DFlashDrafter:
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         """The context of what was computed; that of refused tokens will be written anew before it
         is read, and is left out where rows can be picked."""
-        inputs, streams = forward.inputs, list(forward.streams)
-        assert inputs is not None
-        if batch.exact:
-            row = _committed_rows(forward, batch.num_new_tokens + verdict.num_accepted)
-            streams = [stream[row] for stream in streams]
-            inputs = replace(
-                inputs,
-                rows=replace(inputs.rows, positions=inputs.rows.positions[row]),
-                paging=replace(inputs.paging, slots=inputs.paging.slots[row]),
-            )
-        context = self._network.context([stream.to(self._dtype) for stream in streams])
+        inputs = forward.layout.inputs
+        rows = forward.layout.leading(batch.num_new_tokens + verdict.num_accepted)
+        inputs = replace(
+            inputs,
+            rows=replace(inputs.rows, positions=inputs.rows.positions[rows]),
+            paging=replace(inputs.paging, slots=inputs.paging.slots[rows]),
+        )
+        context = self._network.context(
+            [stream[rows].to(self._dtype) for stream in forward.streams]
+        )
         self._network.store(context, inputs, self._cache.layers)
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
@@ -165,19 +165,10 @@ class DFlashDrafter:
         """[R, K, H], what enters the head: the rows that predict."""
         known_rows = 0 if self._config.from_anchor else 1
         lengths = torch.where(wanted > 0, wanted + known_rows, 0)
-        most = batch.most_rows(batch.width + known_rows)
-        mask = self._config.mask_token
-        laid = lay_out(self._state, Rows(batch.slots, starts, lengths, most, mask_token=mask))
-        if laid.row_starts and not laid.row_starts[-1]:  # nobody drafts after all
+        most, mask = batch.width + known_rows, self._config.mask_token
+        layout = lay_out(self._state, batch.rows(starts, lengths, most, mask_token=mask))
+        if layout.is_empty:  # nobody drafts after all
             shape = (batch.num_requests, batch.width, self._network.head.width)
             return torch.zeros(shape, dtype=self._dtype, device=starts.device)
-        hidden = self._network(laid.token_ids, laid.inputs, self._cache.layers)
-        forward = Forward(hidden, laid.first_row, laid.last_row, laid.row_starts)
-        return forward.tails(wanted, batch.width)
-
-
-def _committed_rows(forward: Forward, counts: Tensor) -> Tensor:
-    """The first counts[r] rows of each request; waits to learn how many they are."""
-    request = torch.repeat_interleave(counts)
-    place = torch.arange(len(request), device=counts.device)
-    return forward.first_row[request] + place - (counts.cumsum(0) - counts)[request]
+        hidden = self._network(layout.token_ids, layout.inputs, self._cache.layers)
+        return layout.tails(hidden, wanted, batch.width)

@@ -10,7 +10,8 @@ from torch import Tensor
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
-from slipstream.runner.model_runner import ModelRunner, Rows
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.rows import PassRows
 
 
 class DraftContext:
@@ -106,5 +107,5 @@ class DraftContext:
         ends = self._state.num_computed[slots].clamp(max=self._max_model_len)
         lengths = (ends - starts).clamp(min=0)
         if lengths.any():
-            self._runner.forward(Rows(slots, starts, lengths, None))
+            self._runner.forward(PassRows(slots, starts, lengths))
             self.computed[slots] = starts + lengths

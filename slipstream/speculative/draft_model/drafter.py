@@ -16,7 +16,7 @@ from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.kernels.preparation import preparation_for
 from slipstream.runner.device_batch import DeviceBatch
-from slipstream.runner.model_runner import Forward, Rows
+from slipstream.runner.model_runner import Forward
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.draft_model.context import DraftContext
 from slipstream.speculative.draft_model.network import (
@@ -95,11 +95,11 @@ class DraftModelDrafter:
         probs = drafting.probabilities(batch)
         starts = self._context.computed[slots]
         lengths = torch.where(wanted > 0, known - starts, 0)
-        most = batch.most_rows(self._most_missing)
+        most = self._most_missing
         for index in range(batch.width):
-            forward = self._runner.forward(Rows(slots, starts, lengths, most))
+            forward = self._runner.forward(batch.rows(starts, lengths, most))
             picked = drafting.sample(
-                self._runner.logits(forward.last()),
+                self._runner.logits(forward.layout.last(forward.hidden)),
                 slots,
                 known + index,
                 batch,
@@ -109,7 +109,7 @@ class DraftModelDrafter:
             starts, lengths = self._advance(
                 state.tables, slots, known, wanted, picked, drafting.vocabulary, tokens, index
             )
-            most = batch.most_rows(1)
+            most = 1
         self._context.advance(slots, wanted, known + wanted - 1)
         one_hot = drafting.one_hot(batch, self._resources)
         return Draft(tokens, wanted, one_hot, probs, drafting.vocabulary, written=True)

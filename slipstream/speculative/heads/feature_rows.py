@@ -22,11 +22,12 @@ from slipstream.cache.kv_cache import KVCache, KVLayout
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.request import Request
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.preparation import PlacedRows, preparation_for
+from slipstream.kernels.preparation import preparation_for
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.stack import LayerCache
 from slipstream.runner.device_batch import DeviceBatch
-from slipstream.runner.model_runner import Forward, Rows, lay_out
+from slipstream.runner.model_runner import Forward
+from slipstream.runner.rows import PassRows, RowLayout, lay_out
 from slipstream.runner.transfer import upload
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.draft_sampling import DraftSampling
@@ -126,15 +127,14 @@ class FeatureRowsDrafter:
         """One pass over the rows that wait, then single rows."""
         state, slots, drafting = self._state, batch.slots, self._drafting
         known = state.num_tokens[slots]
-        # Behind a prefix hit the first feature comes with this step.
-        wanted = torch.where(batch.rereads > 0, 0, batch.num_draft_tokens)
+        wanted = batch.num_featured_drafts
         tokens = slots.new_zeros((batch.num_requests, batch.width))
         probs = drafting.probabilities(batch)
         starts = self._computed[slots]
-        lengths, most = torch.where(wanted > 0, known - starts, 0), batch.most_rows(self._most)
+        lengths, most = torch.where(wanted > 0, known - starts, 0), self._most
         features = self._features[slots, : self._most]
         for index in range(batch.width):
-            hidden, last = self._forward(Rows(slots, starts, lengths, most), features, index)
+            hidden, last = self._forward(batch.rows(starts, lengths, most), features, index)
             picked = drafting.sample(
                 self._network.head(hidden),
                 slots,
@@ -146,7 +146,7 @@ class FeatureRowsDrafter:
             starts, lengths = self._advance(
                 state.tables, slots, known, wanted, picked, drafting.vocabulary, tokens, index
             )
-            features, most = last.unsqueeze(1), batch.most_rows(1)
+            features, most = last.unsqueeze(1), 1
         computed = torch.where(wanted > 0, known, self._computed[slots])
         self._computed.index_copy_(0, slots, computed)
         one_hot = drafting.one_hot(batch, self._resources)
@@ -158,13 +158,13 @@ class FeatureRowsDrafter:
         slots = batch.slots
         decodes = batch.at_end & (batch.num_new_tokens == 1)
         counts = torch.where(decodes, 1 + verdict.num_accepted + batch.rereads, 0)
-        most = min(batch.width + 1, self._most)
-        place = torch.arange(most + batch.exact, device=slots.device)
+        width = min(batch.width + 1, self._most) + batch.most_rereads
+        place = torch.arange(width, device=slots.device)
         before = self._state.num_computed[slots] - batch.num_new_tokens - verdict.num_accepted
         first = before - batch.rereads + FIRST_ROW - self._computed[slots]
         index = first.unsqueeze(1) + place
         kept = (place < counts.unsqueeze(1)) & (index >= 0) & (index < self._most)
-        features = self._features_of(batch, verdict, forward, place)
+        features = self._features_of(batch, verdict, forward, width)
         self._features[slots.unsqueeze(1), torch.where(kept, index, self._most)] = features
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
@@ -172,7 +172,9 @@ class FeatureRowsDrafter:
         waits for the row of the token behind it."""
         chunks = [
             _Chunk(item, first, end, self._max_model_len)
-            for item, (first, end) in zip(batch.requests, pairwise(forward.row_starts), strict=True)
+            for item, (first, end) in zip(
+                batch.requests, pairwise(forward.layout.row_starts), strict=True
+            )
             if item.is_prompt_chunk and item.request.num_speculative_tokens
         ]
         if not chunks:
@@ -190,8 +192,8 @@ class FeatureRowsDrafter:
         kept = self._features[slots, :1]
         rows = [chunk.features(projected, kept[index]) for index, chunk in enumerate(chunks)]
         if any(chunk.length for chunk in chunks):
-            laid = lay_out(self._state, Rows(slots, starts, lengths, None))
-            self._pass(laid, torch.cat(rows), 0)
+            layout = lay_out(self._state, PassRows(slots, starts, lengths))
+            self._pass(layout, torch.cat(rows), 0)
         self._features[slots, 0] = projected[last]
         self._computed[slots] = starts + lengths
 
@@ -224,48 +226,38 @@ class FeatureRowsDrafter:
         """Compute the rows that wait, without a draft."""
         starts = self._computed[slots]
         lengths = (self._state.num_tokens[slots] - starts).clamp(0, self._most)
-        rows = Rows(slots, starts, lengths, self._most)
+        rows = PassRows(slots, starts, lengths, self._most)
         self._forward(rows, self._features[slots, : self._most])
         self._computed[slots] = starts + lengths
 
-    def _forward(self, rows: Rows, features: Tensor, draft: int = 0) -> tuple[Tensor, Tensor]:
+    def _forward(self, rows: PassRows, features: Tensor, draft: int = 0) -> tuple[Tensor, Tensor]:
         """features [R, W, F], of each request's rows -> of each request's last row what enters the
         head [R, H] and the next feature [R, F]; `draft` as `_pass` has it."""
-        laid = lay_out(self._state, rows)
-        one_each = laid.inputs.rows.max_rows == 1 and len(laid.token_ids) == len(features)
-        if one_each:
-            return self._pass(laid, features[:, 0], draft)
-        if laid.request is None:
-            hidden, last = self._pass(laid, features.flatten(0, 1), draft)
-        elif not laid.row_starts[-1]:  # nobody drafts after all
+        layout = lay_out(self._state, rows)
+        if layout.is_empty:  # nobody drafts after all
             width = self._network.head.width
             return features.new_zeros(len(features), width), torch.zeros_like(features[:, 0])
-        else:
-            hidden, last = self._pass(laid, features[laid.request, laid.offset], draft)
-        return hidden[laid.last_row], last[laid.last_row]
+        hidden, following = self._pass(layout, layout.spread(features), draft)
+        return layout.last(hidden), layout.last(following)
 
-    def _pass(self, laid: PlacedRows, features: Tensor, draft: int) -> tuple[Tensor, Tensor]:
+    def _pass(self, layout: RowLayout, features: Tensor, draft: int) -> tuple[Tensor, Tensor]:
         """What the last rows of such a pass give is draft token `draft`, from 0 on; a network
         that is the same for all of them need not ask."""
         del draft
-        sees = replace(laid.inputs.sees, first_seen=FIRST_ROW)
-        inputs = replace(laid.inputs, sees=sees)
-        return self._network(laid.token_ids, features, inputs, self._cache.layers)
+        sees = replace(layout.inputs.sees, first_seen=FIRST_ROW)
+        inputs = replace(layout.inputs, sees=sees)
+        return self._network(layout.token_ids, features, inputs, self._cache.layers)
 
     def _features_of(
-        self, batch: DeviceBatch, verdict: Verdict, forward: Forward, place: Tensor
+        self, batch: DeviceBatch, verdict: Verdict, forward: Forward, width: int
     ) -> Tensor:
-        """[R, W, F], of the rows of the target's pass that hold known tokens, and what the verdict
-        added to them: each request's first."""
-        hidden, streams = forward.hidden, forward.streams
-        if not batch.exact:
-            features = self._project(hidden, streams)
-            return features.view(-1, len(place), features.shape[-1])
-        row = (forward.first_row.unsqueeze(1) + place).clamp_max(len(hidden) - 1)
-        if len(hidden) <= row.numel():  # no prompt chunk: each row is wanted, some twice
-            return self._project(hidden, streams)[row]
-        hidden, streams = hidden[row.flatten()], [stream[row.flatten()] for stream in streams]
-        return self._project(hidden, streams).view(*row.shape, -1)
+        """[R, width, F], of the rows of the target's pass that hold known tokens, and what the
+        verdict added to them: each request's first."""
+        hidden, streams, layout = forward.hidden, forward.streams, forward.layout
+        if len(hidden) <= batch.num_requests * width:  # no prompt chunk: each row is wanted
+            return layout.heads(self._project(hidden, streams), width)
+        hidden, *streams = (layout.heads(it, width).flatten(0, 1) for it in (hidden, *streams))
+        return self._project(hidden, streams).view(batch.num_requests, width, -1)
 
     def _project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
         dtype = self._features.dtype

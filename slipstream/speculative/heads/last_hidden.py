@@ -82,7 +82,7 @@ class LastHidden:
 
     def keep(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         """The row of the last token that is computed now, the committed drafts included."""
-        last_known = forward.first_row + batch.rereads + batch.num_new_tokens - 1
+        last_known = forward.layout.first_row + batch.num_known_rows - 1
         row = (last_known + verdict.num_accepted).clamp_min(0)  # padding has no tokens
         self._rows.index_copy_(0, batch.slots, forward.hidden[row].to(self._rows.dtype))
         self._computed.index_copy_(0, batch.slots, self._state.num_computed[batch.slots])

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.kernels.preparation import PlacedRows
 from slipstream.models.checkpoint import resolve_checkpoint
+from slipstream.runner.rows import RowLayout
 from slipstream.speculative.draft_model.draft_vocabulary import (
     DraftVocabularyConfig,
     choose_draft_vocabulary,
@@ -147,19 +147,19 @@ class ModulesDrafter(FeatureRowsDrafter):
         )
         self._given = torch.zeros(shape, dtype=loaded.layout.dtype, device=self._state.device)
 
-    def _pass(self, laid: PlacedRows, features: Tensor, draft: int) -> tuple[Tensor, Tensor]:
+    def _pass(self, layout: RowLayout, features: Tensor, draft: int) -> tuple[Tensor, Tensor]:
         first, last = min(draft, self._mtp.num_modules - 1), self._mtp.num_modules - 1
-        slots = laid.inputs.paging.slots
+        slots = layout.inputs.paging.slots
         places = torch.where(slots < 0, len(self._given) - 1, slots)
-        before = self._place_before(laid)
+        before = self._place_before(layout)
         result = features
         for index in range(first, last + 1):
             # Rows before a module's first are computed with the others, and nobody sees them.
             first_seen = FIRST_ROW + index
-            sees = replace(laid.inputs.sees, first_seen=first_seen)
-            inputs = replace(laid.inputs, sees=sees)
+            sees = replace(layout.inputs.sees, first_seen=first_seen)
+            inputs = replace(layout.inputs, sees=sees)
             taken = features if index == first else self._given[before, index - 1]
-            given = self._mtp.run(index, laid.token_ids, taken, inputs, self._cache.layers[index])
+            given = self._mtp.run(index, layout.token_ids, taken, inputs, self._cache.layers[index])
             means = (inputs.rows.positions >= first_seen).unsqueeze(1)
             given = torch.where(means, given, 0.0)
             if index < last:
@@ -168,13 +168,8 @@ class ModulesDrafter(FeatureRowsDrafter):
                 result = given
         return result, result
 
-    def _place_before(self, laid: PlacedRows) -> Tensor:
+    def _place_before(self, layout: RowLayout) -> Tensor:
         """[T] int64, the slot of the token before each row's."""
-        inputs, size = laid.inputs, self._state.block_size
-        request = laid.request
-        if request is None:
-            count = len(inputs.paging.block_tables)
-            row = torch.arange(len(inputs.rows.positions), device=inputs.rows.positions.device)
-            request = row // (len(row) // count)
+        inputs, size, request = layout.inputs, self._state.block_size, layout.request
         before = (inputs.rows.positions - 1).clamp_min(0)
         return inputs.paging.block_tables[request, before // size].long() * size + before % size

@@ -11,9 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from slipstream.kernels.preparation import PlacedRows
 from slipstream.runner.device_batch import DeviceBatch
-from slipstream.runner.model_runner import Forward, Rows, lay_out
+from slipstream.runner.rows import PassRows, RowLayout, lay_out
 from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, Needs
 from slipstream.speculative.eagle3.drafter import features_read
@@ -146,28 +145,22 @@ class PEagleDrafter(FeatureRowsDrafter):
             return Draft.empty(batch)
         state, slots = self._state, batch.slots
         # Behind a prefix hit the first feature comes with this step.
-        wanted = torch.where(batch.rereads > 0, 0, batch.num_draft_tokens)
+        wanted = batch.num_featured_drafts
         starts = self._computed[slots]
         rows = parallel_rows(state, batch, starts, wanted, self._most_rows, self._mask_token)
-        laid = lay_out(state, rows)
-        if laid.row_starts and not laid.row_starts[-1]:  # nobody drafts after all
+        layout = lay_out(state, rows)
+        if layout.is_empty:  # nobody drafts after all
             return Draft.empty(batch)
-        hidden, _ = self._pass(laid, self._row_features(rows, laid), 0)
-        forward = Forward(hidden, laid.first_row, laid.last_row, laid.row_starts)
-        logits = self._network.head(forward.tails(wanted, batch.width).flatten(0, 1))
+        hidden, _ = self._pass(layout, self._row_features(rows, layout), 0)
+        logits = self._network.head(layout.tails(hidden, wanted, batch.width).flatten(0, 1))
         draft = parallel_draft(state, batch, wanted, logits, self._drafting, self._resources)
         computed = torch.where(wanted > 0, state.num_tokens[slots], starts)
         self._computed.index_copy_(0, slots, computed)
         return draft
 
-    def _row_features(self, rows: Rows, laid: PlacedRows) -> Tensor:
+    def _row_features(self, rows: PassRows, layout: RowLayout) -> Tensor:
         """[T, F]: what waits for the rows of known tokens, the mask's for those behind them."""
-        request, offset = laid.request, laid.offset
-        if request is None or offset is None:
-            assert rows.most is not None
-            row = torch.arange(len(laid.token_ids), device=self._state.device)
-            request, offset = row // rows.most, row % rows.most
-        slots = rows.slots[request]
-        waiting = self._features[slots, offset.clamp_max(self._most - 1)]
-        is_mask = laid.inputs.rows.positions >= self._state.num_tokens[slots]
+        slots = rows.slots[layout.request]
+        waiting = self._features[slots, layout.offset.clamp_max(self._most - 1)]
+        is_mask = layout.inputs.rows.positions >= self._state.num_tokens[slots]
         return torch.where(is_mask.unsqueeze(1), self._mask_feature, waiting)

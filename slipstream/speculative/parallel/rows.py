@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
-from slipstream.runner.model_runner import Rows
+from slipstream.runner.rows import PassRows
 from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Draft, DrafterResources
 
@@ -37,7 +37,7 @@ def parallel_rows(
     wanted: Tensor,
     most: int,
     mask_token: int,
-) -> Rows:
+) -> PassRows:
     """The rows of the pass.
 
     Args:
@@ -47,7 +47,7 @@ def parallel_rows(
     """
     waiting = state.num_tokens[batch.slots] - starts
     lengths = torch.where(wanted > 0, waiting + wanted - 1, 0)
-    return Rows(batch.slots, starts, lengths, batch.most_rows(most), mask_token=mask_token)
+    return batch.rows(starts, lengths, most, mask_token=mask_token)
 
 
 def parallel_draft(

@@ -155,7 +155,9 @@ class PardDrafter:
         starts = self._context.computed[slots]
         rows = parallel_rows(state, batch, starts, wanted, self._most_rows, self._mask_token)
         forward = self._runner.forward(rows)
-        logits = self._runner.logits(forward.tails(wanted, batch.width).flatten(0, 1))
+        logits = self._runner.logits(
+            forward.layout.tails(forward.hidden, wanted, batch.width).flatten(0, 1)
+        )
         self._context.advance(slots, wanted, state.num_tokens[slots])
         return parallel_draft(state, batch, wanted, logits, self._network.drafting, self._resources)
 

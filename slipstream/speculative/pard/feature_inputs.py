@@ -13,7 +13,8 @@ from torch import Tensor
 from slipstream.cache.kv_cache import KVCache
 from slipstream.models.decoder import Decoder
 from slipstream.runner.device_state import DeviceState
-from slipstream.runner.model_runner import Forward, ModelRunner, Rows, lay_out
+from slipstream.runner.model_runner import Forward, ModelRunner
+from slipstream.runner.rows import PassRows, lay_out
 from slipstream.speculative.pard.projection import TargetProjection
 
 
@@ -27,7 +28,8 @@ class FeaturePages:
     def write(self, forward: Forward) -> None:
         """Take in the features of a pass of the target; those of tokens that are refused will be
         written anew before they are read, as their keys and values are."""
-        places = torch.where(forward.places < 0, len(self.pages) - 1, forward.places)
+        slots = forward.layout.inputs.paging.slots
+        places = torch.where(slots < 0, len(self.pages) - 1, slots)
         self.pages.index_copy_(0, places, self.project(forward.hidden, forward.streams))
 
     def read(self, state: DeviceState, slots: Tensor, positions: Tensor) -> Tensor:
@@ -49,16 +51,12 @@ class FeatureFedRunner(ModelRunner):
         super().__init__(network, cache, state)
         self._decoder, self._features = network, features
 
-    def forward(self, rows: Rows) -> Forward:
-        laid = lay_out(self._state, rows)
-        if laid.request is None:
-            assert rows.most is not None
-            slots = rows.slots.unsqueeze(1).expand(-1, rows.most).flatten()
-        else:
-            slots = rows.slots[laid.request]
-        embedded = self._decoder.embedding(laid.token_ids)
-        embedded = embedded + self._features.read(self._state, slots, laid.inputs.rows.positions)
+    def forward(self, rows: PassRows) -> Forward:
+        layout = lay_out(self._state, rows)
+        slots = rows.slots[layout.request]
+        embedded = self._decoder.embedding(layout.token_ids)
+        embedded = embedded + self._features.read(self._state, slots, layout.inputs.rows.positions)
         hidden, _ = self._decoder(
-            laid.token_ids, laid.inputs, self._cache.layers, embedded=embedded
+            layout.token_ids, layout.inputs, self._cache.layers, embedded=embedded
         )
-        return Forward(hidden, laid.first_row, laid.last_row, laid.row_starts)
+        return Forward(hidden, layout)

@@ -16,8 +16,8 @@ from slipstream.core.errors import UsageError
 from slipstream.kernels.preparation import preparation_for
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.runner.device_batch import DeviceBatch
-from slipstream.runner.model_runner import Forward, Rows, lay_out
-from slipstream.runner.tree_rows import TreeRows
+from slipstream.runner.model_runner import Forward
+from slipstream.runner.rows import TreeRows, lay_out
 from slipstream.sampling.logits import allow_next
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, LoadedDrafter
@@ -83,15 +83,10 @@ class TreeDrafter(FeatureRowsDrafter):
             return super().propose(batch)
         state, slots = self._state, batch.slots
         known = state.num_tokens[slots]
-        wanted = torch.where(batch.rereads > 0, 0, batch.num_draft_tokens)
+        wanted = batch.num_featured_drafts
         growth = self._grower.begin(wanted, batch.width)
         starts = self._computed[slots]
-        rows = Rows(
-            slots,
-            starts,
-            torch.where(wanted > 0, known - starts, 0),
-            batch.most_rows(self._most),
-        )
+        rows = batch.rows(starts, torch.where(wanted > 0, known - starts, 0), self._most)
         hidden, following = self._forward(rows, self._features[slots, : self._most])
         logits = self._next_logits(hidden, batch, known)
         level = growth.add(*_likeliest(logits.unsqueeze(1), growth.reach, growth.scored))
@@ -127,20 +122,13 @@ class TreeDrafter(FeatureRowsDrafter):
         [R, B, H] and the next features [R, B, F]."""
         width, first = level.token_ids.shape[1], level.first
         lengths = (wanted - (first - 1)).clamp(0, width)
-        rows = Rows(batch.slots, known + (first - 1), lengths, batch.most_rows(width), tree=tree)
-        laid = lay_out(self._state, rows)
+        layout = lay_out(self._state, batch.rows(known + (first - 1), lengths, width, tree=tree))
         index = level.parents.unsqueeze(-1).expand(-1, -1, features.shape[-1])
         features = features.gather(1, index)
-        if laid.request is None or laid.offset is None:
-            hidden, following = self._pass(laid, features.flatten(0, 1), level.depth)
-            rows_of = (batch.num_requests, width, -1)
-            return hidden.view(rows_of), following.view(rows_of)
-        padded = features.new_zeros((*features.shape[:2], self._network.head.width))
-        if laid.row_starts[-1]:
-            place = (laid.request, laid.offset)
-            hidden, following = self._pass(laid, features[place], level.depth)
-            padded[place], features[place] = hidden, following
-        return padded, features
+        if layout.is_empty:
+            return features.new_zeros((*features.shape[:2], self._network.head.width)), features
+        hidden, following = self._pass(layout, layout.spread(features), level.depth)
+        return layout.collect(hidden, width), layout.collect(following, width)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, H] -> of the columns that are tokens."""
@@ -158,19 +146,24 @@ class TreeDrafter(FeatureRowsDrafter):
         return columns if vocabulary is None else vocabulary[columns]
 
     def _features_of(
-        self, batch: DeviceBatch, verdict: Verdict, forward: Forward, place: Tensor
+        self, batch: DeviceBatch, verdict: Verdict, forward: Forward, width: int
     ) -> Tensor:
-        """[R, W, F], of the rows on the accepted way."""
+        """[R, width, F], of the rows on the accepted path."""
         if verdict.path is None:
-            return super()._features_of(batch, verdict, forward, place)
+            return super()._features_of(batch, verdict, forward, width)
+        place = torch.arange(width, device=batch.slots.device)
         # Rows that are read again come before the root; nothing is drafted behind them.
         before = batch.rereads.unsqueeze(1)
         index = (place - before).clamp(0, verdict.path.shape[1] - 1)
         row = torch.where(place < before, place, before + verdict.path.gather(1, index))
-        row = (forward.first_row.unsqueeze(1) + row).clamp_max(len(forward.hidden) - 1).flatten()
+        row = (
+            (forward.layout.first_row.unsqueeze(1) + row)
+            .clamp_max(len(forward.hidden) - 1)
+            .flatten()
+        )
         streams = [stream[row] for stream in forward.streams]
         features = self._project(forward.hidden[row], streams)
-        return features.view(-1, len(place), features.shape[-1])
+        return features.view(-1, width, features.shape[-1])
 
 
 def _likeliest(logits: Tensor, reach: int, scored: bool) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,138 @@
+"""What a step gives: numbers in one tensor for one copy to the host, and the same taken apart."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from slipstream.core.batch import Batch, Committed
+from slipstream.runner.model_runner import Forward
+from slipstream.runner.transfer import Download
+from slipstream.sampling.verification import Verdict
+from slipstream.speculative.drafter import Draft
+
+_NUM_COUNTS, _NUM_TIMES = 4, 4  # columns of `Outcome.numbers` behind the tokens
+_CACHED = -_NUM_TIMES - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What the device's part of a step gave.
+
+    Attributes:
+        numbers: [R, K + 9] int64, for the host: the K + 1 places of the verdict's tokens; how many
+            tokens, accepted and draft tokens there are, and what the drafter has cached; and when
+            the step began, had its drafts, had the target's logits, and ended, in nanoseconds.
+        logits: [N, V] float32, the target's raw logits.
+        forward: the target's pass.
+        path: [R, W] int64, which of a request's rows of logits gave each token; None: the first.
+    """
+
+    numbers: Tensor
+    logits: Tensor
+    forward: Forward
+    path: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        verdict: Verdict,
+        draft: Draft,
+        cached: Tensor,
+        times: Sequence[Tensor],
+        logits: Tensor,
+        forward: Forward,
+    ) -> "Outcome":
+        counts = (verdict.num_tokens, verdict.num_accepted, draft.num_tokens, cached)
+        rows = torch.stack(tuple(times)).expand(len(cached), _NUM_TIMES)
+        numbers = torch.cat((verdict.token_ids, torch.stack(counts, 1), rows), 1)
+        return cls(numbers, logits, forward, verdict.path)
+
+    def set_cached(self, cached: Tensor) -> None:
+        """The drafter has more in its cache by now: [requests] int64, of the first requests."""
+        self.numbers[: len(cached), _CACHED] = cached
+
+
+@dataclass(frozen=True, eq=False)
+class Launched:
+    """A step whose device work is under way.
+
+    Attributes:
+        padded: every request has as many rows of logits.
+    """
+
+    batch: Batch
+    outcome: Outcome
+    numbers: Download
+    began: float
+    padded: bool
+
+    def read(self, tree_depth: int | None) -> tuple[list[Committed], list[float]]:
+        """Wait for the numbers: what each request gained, and the seconds that drafting, the
+        target's pass and verification took."""
+        rows = self.numbers.wait()
+        stamps = rows[0][-_NUM_TIMES:]
+        seconds = [(end - begin) / 1e9 for begin, end in pairwise(stamps)]
+        return [_committed(row[:-_NUM_TIMES], tree_depth) for row in rows], seconds
+
+    def logit_starts(self, committed: Sequence[Committed]) -> list[int]:
+        """The first row of logits of each request."""
+        if self.padded:
+            width = self.outcome.numbers.shape[1] - _NUM_COUNTS - _NUM_TIMES
+            return [index * width for index in range(len(committed))]
+        starts = [0]
+        for gain in committed:
+            starts.append(starts[-1] + gain.num_draft_tokens + 1)
+        return starts[:-1]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step: drafting, the target's pass up to its logits, verification (sampling,
+    the verdict, committing it, and what the drafter takes note of), the rest."""
+
+    draft: float
+    target: float
+    verify: float
+    rest: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did.
+
+    Attributes:
+        committed: per scheduled request, what it gained (before stop conditions cut it).
+        live: per scheduled request, whether it had not ended before; if it had, the rest of what
+            is here about it is surplus.
+        logits: [N, V] float32, the target's raw logits; request r owns rows
+            logit_starts[r] .. logit_starts[r] + its draft tokens.
+        path: [R, W] int64, which of its rows gave each of a request's tokens; None: the first.
+        forward: the target's pass.
+    """
+
+    batch: Batch
+    committed: Sequence[Committed]
+    live: Sequence[bool]
+    logits: Tensor
+    logit_starts: Sequence[int]
+    path: Tensor | None
+    forward: Forward
+    times: StepTimes
+
+    def logits_of(self, index: int, count: int) -> Tensor:
+        """[count, V], what the first tokens that the request of batch index `index` gained were
+        sampled from."""
+        first = self.logit_starts[index]
+        if self.path is None:
+            return self.logits[first : first + count]
+        return self.logits[first + self.path[index, :count]]
+
+
+def _committed(row: Sequence[int], tree_depth: int | None) -> Committed:
+    """One request's share of `Outcome.numbers`, without times."""
+    *tokens, count, accepted, drafts, cached = row
+    positions = None if tree_depth is None else min(drafts, tree_depth)
+    return Committed(tuple(tokens[:count]), drafts, accepted, cached, positions)

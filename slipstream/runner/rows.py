@@ -1,0 +1,218 @@
+"""The rows of a pass through a network: which tokens they are, and where they stand.
+
+A pass has an exact number of rows for each request, which the host must wait for, or as many rows
+for every request (padded), so that it can be captured in a graph. `DeviceBatch.rows` knows which,
+and whoever works on the rows asks the `RowLayout` of the pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
+from slipstream.kernels.preparation import preparation_for
+from slipstream.runner.device_state import DeviceState
+from slipstream.sampling.tree_verification import TreeNodes
+
+_ALL_VISIBLE = -1  # as the ancestors of a row: every bit is set
+
+
+@dataclass(frozen=True, eq=False)
+class TreeRows:
+    """Some nodes of each request's tree, one row each.
+
+    Node i is token roots + i of its request, and is kept there; its position is that of a text that
+    ends with it, roots + its depth.
+
+    Attributes:
+        roots: [R] int64, which token of each request is node 0.
+        first: the node of each request's first row; the others follow.
+        drafted: [R] bool: the rows of other requests are known tokens, a causal chain.
+    """
+
+    nodes: TreeNodes
+    roots: Tensor
+    first: int
+    drafted: Tensor
+
+    def inputs(self, chain: "RowLayout") -> PassInputs:
+        """The inputs of rows that were laid out as a chain."""
+        request = chain.request
+        node = (chain.offset + self.first).clamp_max(self.nodes.depths.shape[1] - 1)
+        drafted = self.drafted[request]
+        tokens = chain.inputs.rows.positions
+        positions = self.roots[request] + self.nodes.depths[request, node]
+        # A node has no smaller number than its depth; rows behind the last position stay there.
+        positions = torch.where(drafted, torch.minimum(positions, tokens), tokens)
+        ancestors = torch.where(drafted, self.nodes.ancestors[request, node], _ALL_VISIBLE)
+        inputs = chain.inputs
+        return replace(
+            inputs,
+            rows=replace(inputs.rows, positions=positions),
+            sees=replace(inputs.sees, tree=TreeInputs(self.roots, tokens, ancestors)),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PassRows:
+    """Which tokens a pass computes: for each request, `lengths` rows from `starts` on.
+
+    Attributes:
+        slots: [R] int64.
+        starts: [R] int64, position of each request's first row.
+        lengths: [R] int64.
+        width: every request gets this many rows, of which those behind `lengths` write nothing and
+            mean nothing; None: exactly `lengths`.
+        rereads: [R] int64, leading rows of each request that write nothing, because the cache has
+            them already and only their features are wanted; None: no request has any. Only of
+            exact rows.
+        mask_token: what rows behind the known tokens hold; None: what stands in the state.
+        tree: of rows that are nodes of token trees; None where rows are a chain.
+    """
+
+    slots: Tensor
+    starts: Tensor
+    lengths: Tensor
+    width: int | None = None
+    rereads: Tensor | None = None
+    mask_token: int | None = None
+    tree: TreeRows | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RowLayout:
+    """Where the rows of a pass stand, request by request.
+
+    Attributes:
+        token_ids: [T] int32.
+        inputs: for attention; rows behind a request's length write nothing.
+        first_row: [R] int64, of each request.
+        last_row: [R] int64, the last that means something; of requests without rows some other's.
+        width: rows of every request where they are padded; None where they are exact.
+        row_starts: `first_row` on the host, and T; empty where rows are padded.
+    """
+
+    token_ids: Tensor
+    inputs: PassInputs
+    first_row: Tensor
+    last_row: Tensor
+    width: int | None
+    row_starts: Sequence[int] = ()
+    places: tuple[Tensor, Tensor] | None = None  # request and offset, where they are known already
+
+    @property
+    def num_requests(self) -> int:
+        return self.first_row.shape[0]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it turned out that no request has a row."""
+        return bool(self.row_starts) and not self.row_starts[-1]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether every request has exactly one row."""
+        count = self.num_requests
+        return len(self.token_ids) == count and (
+            not self.row_starts or [*self.row_starts] == [*range(count + 1)]
+        )
+
+    @property
+    def request(self) -> Tensor:
+        """[T] int64, the request that each row belongs to."""
+        return self._places[0]
+
+    @property
+    def offset(self) -> Tensor:
+        """[T] int64, each row's place among the rows of its request."""
+        return self._places[1]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """values [R, W, ...], of each request's first W rows -> [T, ...], of every row."""
+        if self.is_single:
+            return values[:, 0]
+        if self.width is not None:
+            return values.flatten(0, 1)
+        return values[self.request, self.offset]
+
+    def collect(self, values: Tensor, width: int) -> Tensor:
+        """values [T, ...] -> [R, width, ...]: each request's rows, of which it has `width` at most;
+        zeros behind them."""
+        if self.width is not None:
+            return values.view(self.num_requests, width, *values.shape[1:])
+        collected = values.new_zeros((self.num_requests, width, *values.shape[1:]))
+        collected[self.request, self.offset] = values
+        return collected
+
+    def heads(self, values: Tensor, width: int) -> Tensor:
+        """values [T, ...] -> [R, width, ...]: each request's first rows; behind them, some row."""
+        if self.width == width:
+            return values.view(self.num_requests, width, *values.shape[1:])
+        place = torch.arange(width, device=self.first_row.device)
+        return values[(self.first_row.unsqueeze(1) + place).clamp_max(len(values) - 1)]
+
+    def last(self, values: Tensor) -> Tensor:
+        """values [T, ...] -> [R, ...]: each request's last row."""
+        return values if self.is_single else values[self.last_row]
+
+    def tails(self, values: Tensor, counts: Tensor, width: int) -> Tensor:
+        """values [T, ...] -> [R, width, ...]: the last counts[r] rows of each request, of which
+        there are at most `width`; behind them, some row."""
+        place = torch.arange(width, device=counts.device)
+        first = self.last_row + 1 - counts
+        return values[torch.minimum(first.unsqueeze(1) + place, self.last_row.unsqueeze(1))]
+
+    def ends(self, values: Tensor, counts: Tensor) -> Tensor:
+        """values [T, ...] -> [N, ...]: the last counts[r] rows of each request, one behind the
+        other; all rows where they are padded."""
+        if self.width is not None:
+            return values
+        num_rows = int(counts.sum())
+        if num_rows == len(values):
+            return values
+        request = torch.repeat_interleave(counts, output_size=num_rows)
+        place = torch.arange(num_rows, device=counts.device) - (counts.cumsum(0) - counts)[request]
+        return values[(self.last_row + 1 - counts)[request] + place]
+
+    def leading(self, counts: Tensor) -> Tensor | slice:
+        """An index of the first counts[r] rows of each request; of all rows where they are
+        padded."""
+        if self.width is not None:
+            return slice(None)
+        request = torch.repeat_interleave(counts)
+        place = torch.arange(len(request), device=counts.device)
+        return self.first_row[request] + place - (counts.cumsum(0) - counts)[request]
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        if self.places is not None:
+            return self.places
+        assert self.width is not None
+        row = torch.arange(len(self.token_ids), device=self.first_row.device)
+        return row // self.width, row % self.width
+
+
+def lay_out(state: DeviceState, rows: PassRows) -> RowLayout:
+    """The rows of a pass; waits to learn how many there are where they are exact."""
+    ops = preparation_for(state.device)
+    which = state.tables, rows.slots, rows.starts, rows.lengths
+    if rows.width is None:
+        placed = ops.place_rows(*which, rows.rereads, rows.mask_token)
+    else:
+        placed = ops.expand_rows(*which, rows.width, rows.mask_token)
+    request, offset = placed.request, placed.offset
+    layout = RowLayout(
+        placed.token_ids,
+        placed.inputs,
+        placed.first_row,
+        placed.last_row,
+        rows.width,
+        placed.row_starts,
+        None if request is None or offset is None else (request, offset),
+    )
+    if rows.tree is None:
+        return layout
+    return replace(layout, inputs=rows.tree.inputs(layout))
