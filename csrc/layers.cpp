@@ -1,16 +1,16 @@
-// Stacks of decoder layers in one call: what stands between their products is too short for Python.
+// Decoder layers in one call: what stands between their products is too short for Python.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
-#include "attention_objects.h"
 #include "bindings.h"
-#include "matmul.h"
-#include "rows.h"
+#include "labels.h"
+#include "stack_halves.h"
 #include "tensor.h"
 
 namespace slipstream {
@@ -18,28 +18,7 @@ namespace {
 
 using Optional = std::optional<Array>;
 using NormArray = std::optional<std::pair<Array, float>>;
-
-// A product's weight and bias.
-struct Product {
-    const Matrix* weight;
-    const void* bias;
-};
-
-// Without a weight there is no norm.
-struct NormWeight {
-    const void* weight;
-    int64_t columns;
-    float eps;
-};
-
-// Attention and gated feed-forward. Pointers lead to objects that Python keeps alive with the
-// layer. A first layer may have no norm, or a second input: `beside` is the norm of that one.
-struct Layer {
-    NormWeight before_attention, beside, before_mlp;
-    bool keeps_normed;
-    AttentionShape shape;
-    Product qkv, output, gate_up, down;
-};
+using ProductObjects = std::pair<nb::object, Optional>;
 
 // Makes the stream of several sources side by side.
 struct Entry {
@@ -53,117 +32,97 @@ struct Source {
     int64_t columns, stride;
 };
 
-// Buffers of one pass over T rows, in one piece of scratch.
-class Rooms {
-  public:
-    Rooms(const std::vector<Layer>& layers, const Entry* entry, int64_t rows,
-          int64_t number_bytes) {
-        const int64_t width = layers[0].output.weight->rows;
-        int64_t widths[7] = {entry ? entry->product.weight->columns : 0, 0, 0, 0, 0, width, width};
-        for (const Layer& layer : layers) {
-            const int64_t sizes[5] = {layer.qkv.weight->columns, layer.qkv.weight->rows,
-                                      layer.output.weight->columns, layer.gate_up.weight->rows,
-                                      layer.down.weight->columns};
-            for (int i = 0; i < 5; ++i) widths[i] = std::max(widths[i], sizes[i]);
-        }
-        int64_t offsets[7], total = 0;
-        for (int i = 0; i < 7; ++i) {
-            offsets[i] = total;
-            total += (rows * widths[i] * number_bytes + 63) / 64 * 64;
-        }
-        char* memory = static_cast<char*>(scratch(Scratch::layer, total));
-        char** rooms[7] = {&normed, &qkv, &mixed, &gate_up, &active, &addend, &stream};
-        for (int i = 0; i < 7; ++i) *rooms[i] = memory + offsets[i];
-    }
-
-    char *normed, *qkv, *mixed, *gate_up, *active, *addend, *stream;
-};
-
+// Layers in a row, each of any halves, in the order in which they are added.
 class Stack {
   public:
     explicit Stack(bool is_bf16) : type_(is_bf16 ? Number::bf16 : Number::f32) {}
 
     void set_entry(const std::vector<NormArray>& norms, nb::object weight, const Optional& bias) {
-        entry_.norms.clear();
-        for (const NormArray& norm : norms) entry_.norms.push_back(keep(norm));
-        entry_.product = keep(weight, bias);
-        has_entry_ = true;
+        entry_ = std::make_unique<Entry>();
+        for (const NormArray& norm : norms) entry_->norms.push_back(keep(norm));
+        entry_->product = keep({weight, bias});
     }
 
     void set_last(const NormArray& norm) { last_ = keep(norm); }
 
-    void add(const NormArray& before_attention, const NormArray& beside, bool keeps_normed,
-             nb::object attention, const NormArray& before_mlp,
-             const std::vector<nb::object>& weights, const std::vector<Optional>& biases) {
-        require(weights.size() == 4 && biases.size() == 4, "qkv, output, gate_up and down");
-        Product products[4];
-        for (int i = 0; i < 4; ++i) products[i] = keep(weights[i], biases[i]);
-        const Layer layer{keep(before_attention),
-                          keep(beside),
-                          keep(before_mlp),
-                          keeps_normed,
-                          attention_shape(attention, type_),
-                          products[0],
-                          products[1],
-                          products[2],
-                          products[3]};
-        check(layer);
+    // What is added from now on belongs to another layer.
+    void add_layer() { layer_starts_.push_back(halves_.size()); }
+
+    void add_attention(const NormArray& norm, const NormArray& beside, bool keeps_normed,
+                       nb::object attention, const ProductObjects& qkv,
+                       const ProductObjects& output) {
         kept_.push_back(attention);
-        layers_.push_back(layer);
+        add(std::make_unique<AttentionHalf>(keep(norm), keep(beside), keeps_normed,
+                                            attention_shape(attention, type_), keep(qkv),
+                                            keep(output)));
     }
 
-    // Keys and values of each layer: kept until others come.
+    void add_gated_mlp(const NormArray& norm, const ProductObjects& gate_up,
+                       const ProductObjects& down) {
+        add(std::make_unique<GatedMlpHalf>(keep(norm), keep(gate_up), keep(down)));
+    }
+
+    // Keys and values of each layer with attention: kept until others come.
     void set_caches(const std::vector<std::pair<Array, Array>>& caches) {
-        require(caches.size() == layers_.size(), "a cache for each layer");
         std::vector<CacheView> views;
-        for (size_t i = 0; i < caches.size(); ++i)
-            views.push_back(view_cache(caches[i].first, caches[i].second,
-                                       layers_[i].shape.num_kv_heads, layers_[i].shape.head_dim,
-                                       type_));
+        for (const auto& half : halves_) {
+            const AttentionShape* shape = half->cached();
+            if (!shape) continue;
+            require(views.size() < caches.size(), "a cache for each layer with attention");
+            const auto& [keys, values] = caches[views.size()];
+            views.push_back(
+                view_cache(keys, values, shape->num_kv_heads, shape->head_dim, type_));
+        }
+        require(views.size() == caches.size(), "a cache for each layer with attention");
         caches_ = std::move(views);
         cache_arrays_ = caches;
     }
 
     // `out` [T, H] gets what leaves, taken[i] [T, H] the stream that enters layer wanted[i], or
-    // leaves the last one.
+    // leaves the last one. `open_label`: see `Labels`.
     void run(nb::object pass, const std::vector<Array>& given, const Array& out,
-             const std::vector<int>& wanted, const std::vector<Array>& taken) const {
+             const std::vector<int>& wanted, const std::vector<Array>& taken,
+             nb::object open_label) const {
         const AttentionRows& rows = attention_rows(pass);
-        require(!layers_.empty() && caches_.size() == layers_.size(), "layers without caches");
+        require(!halves_.empty() && caches_.size() == num_caches_, "layers without caches");
+        require(last_.weight || any_norm_.weight, "a stack has a norm");
         require(wanted.size() == taken.size(), "a tensor for each wanted stream");
+        const int num_layers = static_cast<int>(layer_starts_.size());
         for (const int index : wanted)
-            require(index >= 0 && index <= static_cast<int>(layers_.size()),
+            require(index >= 0 && index <= num_layers,
                     "a wanted stream enters no layer and leaves none");
         const std::vector<Source> sources = look_at(given, rows.num_rows);
         char* hidden = rows_of(out, rows.num_rows);
         std::vector<char*> streams;
         for (const Array& array : taken) streams.push_back(rows_of(array, rows.num_rows));
+        const Labels labels(std::move(open_label));
         nb::gil_scoped_release released;
+        const Rooms rooms = make_rooms(rows.num_rows);
+        const PassView view{type_ == Number::bf16, rows, rooms, labels};
         const int64_t bytes = rows.num_rows * width() * number_bytes();
-        const Rooms rooms(layers_, has_entry_ ? &entry_ : nullptr, rows.num_rows, number_bytes());
-        const auto take = [&](size_t index) {
+        const auto take = [&](int layer) {
             for (size_t i = 0; i < wanted.size(); ++i)
-                if (wanted[i] == static_cast<int>(index))
-                    std::memcpy(streams[i], rooms.stream, bytes);
+                if (wanted[i] == layer) std::memcpy(streams[i], rooms.stream, bytes);
         };
-        enter(sources, rows.num_rows, rooms);
-        for (size_t index = 0; index < layers_.size(); ++index) {
-            const Layer& layer = layers_[index];
-            if (index == 0) first_norm(layer, sources, rows.num_rows, rooms);
-            else norm(layer.before_attention, rows.num_rows, rooms, rooms.normed);
-            attention(layer, caches_[index], rows, rooms);
-            take(index);
-            feed_forward(layer, rows.num_rows, rooms);
+        enter(sources, view);
+        size_t cache = 0;
+        int layer = 0;
+        for (size_t index = 0; index < halves_.size(); ++index) {
+            const Half& half = *halves_[index];
+            if (index == 0) first_norm(half, sources, view);
+            else add_and_norm(half.norm, view, rooms.normed);
+            for (; layer < num_layers && layer_starts_[layer] == index; ++layer) take(layer);
+            half.run(view, half.cached() ? &caches_[cache++] : nullptr);
         }
         // Without a last norm only the sum is wanted.
-        norm(last_.weight ? last_ : layers_.back().before_mlp, rows.num_rows, rooms, hidden);
-        take(layers_.size());
+        add_and_norm(last_.weight ? last_ : any_norm_, view, hidden);
+        take(num_layers);
         if (!last_.weight) std::memcpy(hidden, rooms.stream, bytes);
     }
 
   private:
     int64_t number_bytes() const { return type_ == Number::bf16 ? 2 : 4; }
-    int64_t width() const { return layers_[0].output.weight->rows; }
+    int64_t width() const { return halves_[0]->stream_width(); }
 
     NormWeight keep(const NormArray& norm) {
         if (!norm) return {};
@@ -172,33 +131,45 @@ class Stack {
         return {weight, static_cast<int64_t>(norm->first.size()), norm->second};
     }
 
-    Product keep(const nb::object& weight, const Optional& bias) {
+    Product keep(const ProductObjects& objects) {
+        const auto& [weight, bias] = objects;
         kept_.push_back(weight);
         const Product product{&nb::cast<const Matrix&>(weight),
                               bias ? contiguous<const void>(*bias, type_, "bias") : nullptr};
         require(product.weight->takes(type_ == Number::bf16), "weights are in the norms' type");
         if (!bias) return product;
         arrays_.push_back(*bias);
-        require(static_cast<int64_t>(bias->size()) == product.weight->rows, "bias: [N]");
+        require(static_cast<int64_t>(bias->size()) == product.rows(), "bias: [N]");
         return product;
     }
 
-    void check(const Layer& layer) const {
-        const AttentionShape& shape = layer.shape;
-        const int64_t width = layer.output.weight->rows, head_dim = shape.head_dim;
-        const NormWeight& before = layer.before_attention;
-        require(layer.before_mlp.columns == width && (!before.weight || before.columns == width) &&
-                    layer.qkv.weight->columns == width + layer.beside.columns &&
-                    layer.qkv.weight->rows ==
-                        (shape.num_heads + 2 * int64_t{shape.num_kv_heads}) * head_dim &&
-                    layer.output.weight->columns == shape.num_heads * head_dim &&
-                    layer.gate_up.weight->columns == width &&
-                    layer.gate_up.weight->rows == 2 * layer.down.weight->columns &&
-                    layer.down.weight->rows == width,
-                "the matrices of a layer do not fit each other");
-        require(layers_.empty() || (before.weight && !layer.beside.weight && !layer.keeps_normed &&
-                                    width == this->width()),
-                "only the first layer is of its own kind");
+    void add(std::unique_ptr<Half> half) {
+        require(!layer_starts_.empty(), "a half belongs to a layer");
+        const NormWeight& norm = half->norm;
+        const int64_t width = halves_.empty() ? half->stream_width() : this->width();
+        require(half->stream_width() == width && (!norm.weight || norm.columns == width) &&
+                    half->widths().normed == width + half->beside.columns,
+                "the matrices of a layer do not fit the stream");
+        require(halves_.empty() || (norm.weight && !half->beside.weight && !half->keeps_normed),
+                "only the first half may read more than the normed stream");
+        if (norm.weight) any_norm_ = norm;
+        widths_.cover(half->widths());
+        num_caches_ += half->cached() != nullptr;
+        halves_.push_back(std::move(half));
+    }
+
+    Rooms make_rooms(int64_t num_rows) const {
+        const int64_t entered = entry_ ? entry_->product.columns() : 0;
+        const int64_t widths[5] = {std::max(widths_.normed, entered), widths_.wide, widths_.narrow,
+                                   width(), width()};
+        int64_t offsets[5], total = 0;
+        for (int i = 0; i < 5; ++i) {
+            offsets[i] = total;
+            total += (num_rows * widths[i] * number_bytes() + 63) / 64 * 64;
+        }
+        char* memory = static_cast<char*>(scratch(Scratch::layer, total));
+        return {memory + offsets[0], memory + offsets[1], memory + offsets[2], memory + offsets[3],
+                memory + offsets[4]};
     }
 
     std::vector<Source> look_at(const std::vector<Array>& given, int64_t num_rows) const {
@@ -211,15 +182,15 @@ class Stack {
             sources.push_back({rows, static_cast<int64_t>(array.shape(1)), array.stride(0)});
             columns += sources.back().columns;
         }
-        if (has_entry_) {
-            bool fits = given.size() == entry_.norms.size();
+        const NormWeight& beside = halves_[0]->beside;
+        if (entry_) {
+            bool fits = given.size() == entry_->norms.size();
             for (size_t i = 0; fits && i < given.size(); ++i)
-                fits = !entry_.norms[i].weight || entry_.norms[i].columns == sources[i].columns;
-            require(fits && columns == entry_.product.weight->columns &&
-                        entry_.product.weight->rows == width() && !layers_[0].beside.weight,
+                fits = !entry_->norms[i].weight || entry_->norms[i].columns == sources[i].columns;
+            require(fits && columns == entry_->product.columns() &&
+                        entry_->product.rows() == width() && !beside.weight,
                     "the sources do not fit the entry");
         } else {
-            const NormWeight& beside = layers_[0].beside;
             require(given.size() == (beside.weight ? 2 : 1) &&
                         sources.back().columns == width() &&
                         columns == width() + beside.columns,
@@ -236,12 +207,13 @@ class Stack {
     }
 
     // A source, normed or as it is, to columns of rows that are `stride` long.
-    void put(const NormWeight& norm, const Source& source, int64_t num_rows, char* out,
+    void put(const NormWeight& norm, const Source& source, const PassView& pass, char* out,
              int64_t stride) const {
         if (norm.weight) {
+            const Labels::Range range(pass.labels, "slipstream::norm");
             NormCall call{};
-            call.is_bf16 = type_ == Number::bf16;
-            call.num_rows = num_rows;
+            call.is_bf16 = pass.is_bf16;
+            call.num_rows = pass.num_rows();
             call.columns = source.columns;
             call.x = source.rows;
             call.x_stride = source.stride;
@@ -252,56 +224,46 @@ class Stack {
             norm_rows(call);
             return;
         }
-        for (int64_t row = 0; row < num_rows; ++row)
+        for (int64_t row = 0; row < pass.num_rows(); ++row)
             std::memcpy(out + row * stride * number_bytes(),
                         source.rows + row * source.stride * number_bytes(),
                         source.columns * number_bytes());
     }
 
     // The stream that enters the first layer.
-    void enter(const std::vector<Source>& sources, int64_t num_rows, const Rooms& rooms) const {
-        if (!has_entry_) return put({}, sources.back(), num_rows, rooms.stream, width());
+    void enter(const std::vector<Source>& sources, const PassView& pass) const {
+        const Rooms& rooms = pass.rooms;
+        if (!entry_) return put({}, sources.back(), pass, rooms.stream, width());
         int64_t place = 0;
         for (size_t i = 0; i < sources.size(); ++i) {
-            put(entry_.norms[i], sources[i], num_rows, rooms.normed + place * number_bytes(),
-                entry_.product.weight->columns);
+            put(entry_->norms[i], sources[i], pass, rooms.normed + place * number_bytes(),
+                entry_->product.columns());
             place += sources[i].columns;
         }
-        multiply(entry_.product, rooms.normed, num_rows, rooms.stream);
+        multiply(entry_->product, rooms.normed, pass, rooms.stream);
     }
 
-    // What the first layer's queries, keys and values are made of.
-    void first_norm(const Layer& layer, const std::vector<Source>& sources, int64_t num_rows,
-                    const Rooms& rooms) const {
-        const int64_t columns = layer.qkv.weight->columns, bytes = number_bytes();
+    // What the first half reads.
+    void first_norm(const Half& half, const std::vector<Source>& sources,
+                    const PassView& pass) const {
+        const Rooms& rooms = pass.rooms;
+        const int64_t columns = half.widths().normed;
         const Source stream{rooms.stream, width(), width()};
-        if (layer.beside.weight) put(layer.beside, sources[0], num_rows, rooms.normed, columns);
-        char* normed = rooms.normed + layer.beside.columns * bytes;
-        put(layer.before_attention, stream, num_rows, normed, columns);
-        if (layer.keeps_normed) put({}, {normed, width(), columns}, num_rows, rooms.stream, width());
-    }
-
-    void multiply(const Product& product, const void* x, int64_t rows, void* out) const {
-        MatmulCall call{};
-        call.weight = product.weight;
-        call.bias = product.bias;
-        call.x = x;
-        call.x_is_bf16 = call.out_is_bf16 = type_ == Number::bf16;
-        call.num_rows = rows;
-        call.x_stride = product.weight->columns;
-        call.out = out;
-        call.out_stride = product.weight->rows;
-        matmul(call);
+        if (half.beside.weight) put(half.beside, sources[0], pass, rooms.normed, columns);
+        char* normed = rooms.normed + half.beside.columns * number_bytes();
+        put(half.norm, stream, pass, normed, columns);
+        if (half.keeps_normed) put({}, {normed, width(), columns}, pass, rooms.stream, width());
     }
 
     // stream += addend, and its norm to `out`.
-    void norm(const NormWeight& weight, int64_t num_rows, const Rooms& rooms, char* out) const {
+    void add_and_norm(const NormWeight& weight, const PassView& pass, char* out) const {
+        const Labels::Range range(pass.labels, "slipstream::norm");
         NormCall call{};
-        call.is_bf16 = type_ == Number::bf16;
-        call.num_rows = num_rows;
+        call.is_bf16 = pass.is_bf16;
+        call.num_rows = pass.num_rows();
         call.columns = width();
-        call.x = rooms.addend;
-        call.residual = call.sum = rooms.stream;
+        call.x = pass.rooms.addend;
+        call.residual = call.sum = pass.rooms.stream;
         call.x_stride = call.residual_stride = call.out_stride = call.sum_stride = width();
         call.weight = weight.weight;
         call.eps = weight.eps;
@@ -309,41 +271,13 @@ class Stack {
         norm_rows(call);
     }
 
-    void attention(const Layer& layer, const CacheView& cache, const AttentionRows& rows,
-                   const Rooms& rooms) const {
-        multiply(layer.qkv, rooms.normed, rows.num_rows, rooms.qkv);
-        AttentionCall call{};
-        call.shape = &layer.shape;
-        call.rows = &rows;
-        call.cache = &cache;
-        call.x = rooms.qkv;
-        call.x_is_bf16 = type_ == Number::bf16;
-        call.x_stride = layer.qkv.weight->rows;
-        call.out = rooms.mixed;
-        call.out_stride = layer.output.weight->columns;
-        attend(call);
-        multiply(layer.output, rooms.mixed, rows.num_rows, rooms.addend);
-    }
-
-    void feed_forward(const Layer& layer, int64_t num_rows, const Rooms& rooms) const {
-        norm(layer.before_mlp, num_rows, rooms, rooms.normed);
-        multiply(layer.gate_up, rooms.normed, num_rows, rooms.gate_up);
-        GatedCall gated{};
-        gated.is_bf16 = type_ == Number::bf16;
-        gated.num_rows = num_rows;
-        gated.columns = gated.out_stride = layer.down.weight->columns;
-        gated.gate_up = rooms.gate_up;
-        gated.gate_up_stride = layer.gate_up.weight->rows;
-        gated.out = rooms.active;
-        gated_rows(gated);
-        multiply(layer.down, rooms.active, num_rows, rooms.addend);
-    }
-
     Number type_;
-    Entry entry_;
-    bool has_entry_ = false;
-    std::vector<Layer> layers_;
-    NormWeight last_{};
+    std::unique_ptr<Entry> entry_;
+    std::vector<std::unique_ptr<Half>> halves_;
+    std::vector<size_t> layer_starts_;  // the first half of each layer
+    NormWeight last_{}, any_norm_{};
+    Widths widths_;
+    size_t num_caches_ = 0;
     std::vector<CacheView> caches_;
     std::vector<nb::object> kept_;
     std::vector<Array> arrays_;
@@ -357,13 +291,16 @@ void bind_layers(nb::module_& module) {
         .def(nb::init<bool>(), nb::arg("is_bf16"))
         .def("set_entry", &Stack::set_entry, nb::arg("norms"), nb::arg("weight"),
              nb::arg("bias").none())
-        .def("add", &Stack::add, nb::arg("before_attention").none(), nb::arg("beside").none(),
-             nb::arg("keeps_normed"), nb::arg("attention"), nb::arg("before_mlp"),
-             nb::arg("weights"), nb::arg("biases"))
+        .def("add_layer", &Stack::add_layer)
+        .def("add_attention", &Stack::add_attention, nb::arg("norm").none(),
+             nb::arg("beside").none(), nb::arg("keeps_normed"), nb::arg("attention"),
+             nb::arg("qkv"), nb::arg("output"))
+        .def("add_gated_mlp", &Stack::add_gated_mlp, nb::arg("norm"), nb::arg("gate_up"),
+             nb::arg("down"))
         .def("set_last", &Stack::set_last, nb::arg("norm"))
         .def("set_caches", &Stack::set_caches, nb::arg("caches"))
         .def("run", &Stack::run, nb::arg("rows"), nb::arg("sources"), nb::arg("out"),
-             nb::arg("wanted"), nb::arg("taken"));
+             nb::arg("wanted"), nb::arg("taken"), nb::arg("open_label").none());
 }
 
 }  // namespace slipstream

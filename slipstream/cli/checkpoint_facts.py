@@ -95,9 +95,8 @@ class CheckpointFacts:
 
     def _sizes(self) -> dict[str, Any]:
         dtype = self.checkpoint.weights_dtype if self.config is None else self.config.dtype
-        named = dict.fromkeys(_SIZES) if self.config is None else vars(self.config)
         known = self.head.sizes if self.head is not None and self.config is None else {}
-        sizes = {name: known.get(name, named[name]) for name in _SIZES}
+        sizes = {name: getattr(self.config, name, known.get(name)) for name in _SIZES}
         return {"dtype": None if dtype is None else str(dtype).removeprefix("torch."), **sizes}
 
     def _cache_sizes(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a stack of decoder layers is made of, for columns that have an op of all of it."""
+"""What decoder layers are made of, for columns that run several of them in one op."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,30 +14,61 @@ Product = tuple[Weight, Tensor | None]  # with its bias
 
 
 @dataclass(frozen=True, eq=False)
-class LayerParts:
-    """A decoder layer: pre-norm attention and gated feed-forward, each added to the stream.
+class AttentionParts:
+    """Attention as a mixer; see `layers/attention.py`.
 
     Attributes:
-        before_attention: None where queries, keys and values are made of the stream as it is.
-        beside: norm of a second input of a first layer, whose rows stand before those of the stream
-            in what queries, keys and values are made of; None without such an input.
-        keeps_normed: what `before_attention` gives of the stream takes its place.
+        norm: None where queries, keys and values are made of the stream as it is.
+        beside: norm of a second input, whose columns stand before those of the stream in what
+            queries, keys and values are made of; None without such an input.
+        keeps_normed: the normed stream takes the place of the stream.
     """
 
-    before_attention: Norm | None
+    norm: Norm | None
     heads: Heads
     qkv: Product
     output: Product
-    before_mlp: Norm
-    gate_up: Product
-    down: Product
     beside: Norm | None = None
     keeps_normed: bool = False
 
     @property
     def products(self) -> tuple[Product, ...]:
-        """In the order in which a pass comes by them."""
-        return self.qkv, self.output, self.gate_up, self.down
+        return self.qkv, self.output
+
+    @property
+    def needs_sources(self) -> bool:
+        """Whether it only runs where the stream begins, as in drafting heads."""
+        return self.norm is None or self.beside is not None or self.keeps_normed
+
+
+@dataclass(frozen=True, eq=False)
+class GatedMLPParts:
+    """A gated feed-forward part; see `layers/mlp.py`."""
+
+    norm: Norm
+    gate_up: Product
+    down: Product
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.gate_up, self.down
+
+
+@dataclass(frozen=True, eq=False)
+class LayerParts:
+    """One decoder layer. A column knows kinds of halves by the classes of their parts.
+
+    Attributes:
+        mixer, feed_forward: each is added to the stream; None where the layer has none.
+    """
+
+    mixer: object | None
+    feed_forward: object | None
+
+    @property
+    def halves(self) -> tuple[object, ...]:
+        """Those that there are, in the order in which they run."""
+        return tuple(half for half in (self.mixer, self.feed_forward) if half is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +90,9 @@ class StackParts:
 class StackOp(Protocol):
     """sources, each [T, its width] -> (what leaves [T, H], wanted streams, each [T, H]).
 
-    `wanted` names layers, from 0, whose incoming stream is kept; their number stands for the stream
-    that leaves the last one. A second input of the first layer (`beside`) is the first source.
+    `caches` has one entry for each layer with a mixer, in order. `wanted` names layers, from 0,
+    whose incoming stream is kept; their number stands for the stream that leaves the last one. A
+    second input of the first layer (`beside`) is the first source.
     """
 
     def __call__(
@@ -70,3 +102,11 @@ class StackOp(Protocol):
         caches: Sequence[tuple[Tensor, Tensor]],
         wanted: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]: ...
+
+
+class FusedOp(StackOp, Protocol):
+    """One op of the first `num_layers` layers of a stack, entry included, and of the last norm
+    where these are all."""
+
+    @property
+    def num_layers(self) -> int: ...

@@ -18,7 +18,7 @@ from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.kernels.pass_inputs import PassInputs
 
 if TYPE_CHECKING:
-    from slipstream.kernels.stack_parts import StackOp, StackParts
+    from slipstream.kernels.stack_parts import FusedOp, StackParts
 
 
 SCALE_BYTES = 4  # of an int8 cache: a head of a token is D numbers and a float32, their scale
@@ -159,7 +159,7 @@ def in_plain_torch(matrix: Tensor, form: Rounding) -> Weight:
     return form.round(matrix)
 
 
-def one_by_one(parts: "StackParts") -> "StackOp | None":
+def one_by_one(parts: "StackParts") -> "FusedOp | None":
     """For columns that have no op of several layers."""
     del parts
     return None
@@ -183,7 +183,8 @@ class Ops:
         logits: the head's matmul.
         pack: a weight as the column reads it, made once, when it is loaded.
         round: a matrix [N, K] in fewer bits, packed or to be packed.
-        fuse: an op of a whole stack, whose weights were packed; None leaves it to the other ops.
+        fuse: an op of the first layers of a stack, as many as there is one for; None leaves the
+            first to the other ops.
     """
 
     column: str
@@ -198,7 +199,7 @@ class Ops:
     logits: LogitsOp
     pack: Callable[[Weight], Weight] = as_it_is
     round: Callable[[Tensor, Rounding], Weight] = in_plain_torch
-    fuse: "Callable[[StackParts], StackOp | None]" = one_by_one
+    fuse: "Callable[[StackParts], FusedOp | None]" = one_by_one
 
 
 @functools.cache

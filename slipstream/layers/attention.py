@@ -1,80 +1,155 @@
-"""Self-attention over the paged cache."""
+"""Self-attention over a paged cache of keys and values."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.stack_parts import AttentionParts
 from slipstream.kernels.table import Heads, Norm, Ops
+from slipstream.layers.layer import BuildContext, LayerCache, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
-from slipstream.layers.norm import rms_norm
-from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.layers.norm import LayerNorms, rms_norm
+from slipstream.layers.parameters import InvalidSizesError, Part, require_positive
+from slipstream.layers.rope import RopeConfig
 
 
-@dataclass(frozen=True)
-class AttentionShape:
-    """The sizes and switches of one attention layer."""
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query attention with rotary embeddings.
+
+    Attributes:
+        rope: how queries and keys are rotated.
+        window: tokens that a row sees, itself included; None sees all.
+        qkv_bias: of the query, key and value projections.
+        output_bias: of the output projection.
+        qk_norm: query and key heads are normed, each with a weight [head_dim], before they are
+            rotated.
+        name: of the module within its layer, in a checkpoint.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    qkv_bias: bool
-    output_bias: bool
-    qk_norm: bool
-    norm_eps: float
-    window: int | None  # tokens a row sees, itself included; None sees all
+    rope: RopeConfig
+    window: int | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    name: str = "self_attn"
+
+    def __post_init__(self) -> None:
+        require_positive(
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+        if self.num_heads % self.num_kv_heads:
+            raise InvalidSizesError(
+                f'"num_attention_heads" ({self.num_heads}) must be a multiple of '
+                f'"num_key_value_heads" ({self.num_kv_heads})'
+            )
+        if self.head_dim % 2:
+            raise InvalidSizesError(f'"head_dim" must be even to be rotated, not {self.head_dim}')
+        if self.window is not None:
+            require_positive(sliding_window=self.window)
+
+    @property
+    def query_rows(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_rows(self) -> int:
+        """Of the keys; the values have as many."""
+        return self.num_kv_heads * self.head_dim
+
+    def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
+        columns = width if norms.beside is None else 2 * width
+        return (self.query_rows + 2 * self.kv_rows, columns), (width, self.query_rows)
+
+    def numbers_per_row(self) -> int:
+        return 3 * self.query_rows + 4 * self.kv_rows
+
+    def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "Attention":
+        return Attention(self, context, layer, norms)
 
 
 class Attention:
-    """Query, key and value stacked into one matrix; grouped heads; optional q/k norm and window.
-
-    Args:
-        columns: of what queries, keys and values are made from.
-        width: of what comes out.
-    """
+    """Query, key and value projections stacked into one matrix, attention, output projection."""
 
     def __init__(
-        self,
-        ops: Ops,
-        source: ParameterSource,
-        name: str,
-        columns: int,
-        width: int,
-        shape: AttentionShape,
-        cos_sin: Tensor,
+        self, spec: AttentionSpec, context: BuildContext, layer: str, norms: LayerNorms
     ) -> None:
-        self._ops = ops
-        query_rows = shape.num_heads * shape.head_dim
-        kv_rows = shape.num_kv_heads * shape.head_dim
+        source, name, width, eps = context.source, f"{layer}.{spec.name}", context.width, norms.eps
+        self.norm: Norm | None = None
+        if norms.mixer is not None:
+            self.norm = rms_norm(source, f"{layer}.{norms.mixer}", width, eps)
+        beside: Norm | None = None
+        if norms.beside is not None:
+            beside = rms_norm(source, f"{layer}.{norms.beside}", width, eps)
         parts = [
-            Part(f"{name}.q_proj", query_rows),
-            Part(f"{name}.k_proj", kv_rows),
-            Part(f"{name}.v_proj", kv_rows),
+            Part(f"{name}.q_proj", spec.query_rows),
+            Part(f"{name}.k_proj", spec.kv_rows),
+            Part(f"{name}.v_proj", spec.kv_rows),
         ]
-        self.qkv = column_linear(source, parts, columns, shape.qkv_bias)
-        self.output = row_linear(source, f"{name}.o_proj", width, query_rows, shape.output_bias)
-        norms: tuple[Norm, Norm] | None = None
-        if shape.qk_norm:
-            head_dim, eps = shape.head_dim, shape.norm_eps
-            norms = (
-                rms_norm(source, f"{name}.q_norm", head_dim, eps),
-                rms_norm(source, f"{name}.k_norm", head_dim, eps),
+        columns = spec.matrices(norms, width)[0][1]
+        self.qkv = column_linear(source, parts, columns, spec.qkv_bias)
+        self.output = row_linear(source, f"{name}.o_proj", width, spec.query_rows, spec.output_bias)
+        head_norms: tuple[Norm, Norm] | None = None
+        if spec.qk_norm:
+            head_norms = (
+                rms_norm(source, f"{name}.q_norm", spec.head_dim, eps),
+                rms_norm(source, f"{name}.k_norm", spec.head_dim, eps),
             )
         self.heads = Heads(
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            norms=norms,
-            cos_sin=cos_sin,
-            scale=shape.head_dim**-0.5,
-            window=shape.window,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            norms=head_norms,
+            cos_sin=context.ropes.table(spec.rope, spec.head_dim),
+            scale=spec.head_dim**-0.5,
+            window=spec.window,
+        )
+        self.parts = AttentionParts(
+            norm=self.norm,
+            heads=self.heads,
+            qkv=self.qkv.product,
+            output=self.output.product,
+            beside=beside,
+            keeps_normed=norms.keeps_normed,
         )
 
-    def store(self, x: Tensor, inputs: PassInputs, cache: tuple[Tensor, Tensor]) -> None:
+    def apply(
+        self,
+        ops: Ops,
+        addend: Tensor,
+        residual: Tensor | None,
+        inputs: PassInputs,
+        cache: LayerCache,
+        beside: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Mixer`; keys and values of the rows are written into `cache`."""
+        if residual is None and self.parts.needs_sources:
+            qkv, stream = self._first_qkv(ops, addend, beside)
+        else:
+            assert self.norm is not None, "only where a stream begins is it read without a norm"
+            qkv, stream = ops.norm_linear(addend, residual, self.norm, *self.qkv.product)
+        mixed = ops.attend(qkv, self.heads, inputs, cache)
+        return ops.linear(mixed, *self.output.product), stream
+
+    def store(self, ops: Ops, x: Tensor, inputs: PassInputs, cache: LayerCache) -> None:
         """Keys and values of rows x [T, columns] go to their slots, for others to see."""
         rows = self.heads.num_heads * self.heads.head_dim  # of the queries
         weight, bias = self.qkv.weight.rows(rows), self.qkv.bias
         bias = None if bias is None else bias[rows:]
-        self._ops.store(
-            self._ops.joined_linear([(x, None)], weight, bias), self.heads, inputs, cache
-        )
+        ops.store(ops.joined_linear([(x, None)], weight, bias), self.heads, inputs, cache)
+
+    def _first_qkv(self, ops: Ops, stream: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Queries, keys and values where the stream begins, and the stream that is kept."""
+        norm = self.norm
+        if norm is not None and self.parts.keeps_normed:
+            stream, norm = ops.norm(stream, None, norm)[0], None
+        sides: list[tuple[Tensor, Norm | None]] = [(stream, norm)]
+        if beside is not None:
+            sides.insert(0, (beside, self.parts.beside))
+        return ops.joined_linear(sides, *self.qkv.product), stream

@@ -1,23 +1,60 @@
-"""The gated feed-forward layer."""
+"""The dense feed-forward part with a gate."""
 
-from slipstream.kernels.table import Norm
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from slipstream.kernels.stack_parts import GatedMLPParts
+from slipstream.kernels.table import Ops
+from slipstream.layers.layer import BuildContext, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
-from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.layers.norm import LayerNorms, rms_norm
+from slipstream.layers.parameters import Part, require_positive
+
+
+@dataclass(frozen=True)
+class GatedMLPSpec:
+    """down(silu(gate x) * up x) of the normed stream x.
+
+    Attributes:
+        bias: of all three projections.
+        name: of the module within its layer, in a checkpoint.
+    """
+
+    intermediate_size: int
+    bias: bool = False
+    name: str = "mlp"
+
+    def __post_init__(self) -> None:
+        require_positive(intermediate_size=self.intermediate_size)
+
+    def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
+        del norms
+        return (2 * self.intermediate_size, width), (width, self.intermediate_size)
+
+    def numbers_per_row(self) -> int:
+        return 3 * self.intermediate_size
+
+    def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "GatedMLP":
+        return GatedMLP(self, context, layer, norms)
 
 
 class GatedMLP:
-    """down(silu(gate x) * up x) of the normed stream, gate and up stacked into one matrix."""
+    """Gate and up projections stacked into one matrix, then the down projection."""
 
     def __init__(
-        self,
-        source: ParameterSource,
-        name: str,
-        norm: Norm,
-        intermediate: int,
-        bias: bool,
+        self, spec: GatedMLPSpec, context: BuildContext, layer: str, norms: LayerNorms
     ) -> None:
-        width = len(norm.weight)
-        parts = [Part(f"{name}.gate_proj", intermediate), Part(f"{name}.up_proj", intermediate)]
-        self.norm = norm
-        self.gate_up = column_linear(source, parts, width, bias)
-        self.down = row_linear(source, f"{name}.down_proj", width, intermediate, bias)
+        source, name, width = context.source, f"{layer}.{spec.name}", context.width
+        inner = spec.intermediate_size
+        self.norm = rms_norm(source, f"{layer}.{norms.feed_forward}", width, norms.eps)
+        parts = [Part(f"{name}.gate_proj", inner), Part(f"{name}.up_proj", inner)]
+        self.gate_up = column_linear(source, parts, width, spec.bias)
+        self.down = row_linear(source, f"{name}.down_proj", width, inner, spec.bias)
+        self.parts = GatedMLPParts(self.norm, self.gate_up.product, self.down.product)
+
+    def apply(self, ops: Ops, addend: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `FeedForward`."""
+        product = self.gate_up.product
+        active, stream = ops.norm_gated_linear(addend, residual, self.norm, *product)
+        return ops.linear(active, *self.down.product), stream

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Protocol
 
 from torch import Tensor
@@ -29,7 +30,7 @@ class ParameterSource(Protocol):
         """[sum of rows, columns], a factor of products, in the precision that they work in."""
 
     def head(self, parts: Sequence[Part], columns: int) -> Weight:
-        """The same for products that are logits: four bits would be too few for it."""
+        """A matrix whose products are logits: four bits would be too few for it."""
 
     def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
         """[sum of rows, columns] in the model's dtype, whose rows are looked up."""
@@ -39,3 +40,14 @@ class ParameterSource(Protocol):
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         """[sum of rows] in the model's dtype."""
+
+
+class InvalidSizesError(ValueError):
+    """Numbers of a config that no network can have; whoever knows the file says so to the user."""
+
+
+def require_positive(**values: float) -> None:
+    """Raise InvalidSizesError naming the first key whose value is not above 0 and finite."""
+    for key, value in values.items():
+        if not (value > 0 and isfinite(value)):
+            raise InvalidSizesError(f'"{key}" must be above 0, not {value}')

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.layers.parameters import InvalidSizesError, require_positive
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -23,6 +25,41 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
     rotated: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive(
+            rope_theta=self.theta,
+            factor=self.factor,
+            low_freq_factor=self.low_freq_factor,
+            high_freq_factor=self.high_freq_factor,
+            original_max_position_embeddings=self.original_max_position_embeddings,
+        )
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise InvalidSizesError(
+                f'"high_freq_factor" ({self.high_freq_factor}) must be above '
+                f'"low_freq_factor" ({self.low_freq_factor})'
+            )
+
+
+class RopeTables:
+    """The tables of one network: layers that are rotated alike share one.
+
+    Args:
+        shifted: rows stand at the place of a token and belong, like their features, to the token
+            before: entry t turns by the angles of t - 1.
+    """
+
+    def __init__(self, max_positions: int, device: torch.device, shifted: bool = False) -> None:
+        self._max_positions, self._device, self._shifted = max_positions, device, shifted
+        self._tables: dict[tuple[RopeConfig, int], Tensor] = {}
+
+    def table(self, config: RopeConfig, head_dim: int) -> Tensor:
+        """See `rope_table`."""
+        key = config, head_dim
+        if key not in self._tables:
+            table = rope_table(head_dim, config, self._max_positions, self._device)
+            self._tables[key] = table.roll(1, 0) if self._shifted else table
+        return self._tables[key]
 
 
 def rope_table(

@@ -1,46 +1,55 @@
 """Decoder layers in a row, from what enters them to what a head takes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.devices import profiling
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.stack_parts import LayerParts, StackParts
+from slipstream.kernels.stack_parts import FusedOp, Product, StackOp, StackParts
 from slipstream.kernels.table import Norm, Ops
-from slipstream.layers.attention import Attention
-from slipstream.layers.mlp import GatedMLP
-
-LayerCache = tuple[Tensor, Tensor]
+from slipstream.layers.layer import Layer, LayerCache
 
 
-def layer_parts(
-    before_attention: Norm | None,
-    attention: Attention,
-    mlp: GatedMLP,
-    beside: Norm | None = None,
-    keeps_normed: bool = False,
-) -> LayerParts:
-    """A layer of these parts; `LayerParts` says what the norms do."""
-    return LayerParts(
-        before_attention=before_attention,
-        heads=attention.heads,
-        qkv=attention.qkv.product,
-        output=attention.output.product,
-        before_mlp=mlp.norm,
-        gate_up=mlp.gate_up.product,
-        down=mlp.down.product,
-        beside=beside,
-        keeps_normed=keeps_normed,
-    )
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """Makes the stream of several sources side by side.
+
+    Attributes:
+        norms: of each source; None for those that are taken as they are.
+    """
+
+    product: Product
+    norms: tuple[Norm | None, ...]
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Layers that run together, those from `start` to before `stop`."""
+
+    op: StackOp
+    start: int
+    stop: int
 
 
 class Stack:
-    """Runs layers: in one op where the column has one for all of it."""
+    """Runs layers of any kinds: in one op where the column has one, and by single ops elsewhere.
 
-    def __init__(self, ops: Ops, parts: StackParts) -> None:
-        assert parts.layers, "a stack has at least one layer"
-        self._ops, self._parts, self._fused = ops, parts, ops.fuse(parts)
+    Args:
+        layers: at least one.
+        last: norm behind the layers; None: what leaves is the stream.
+        entry: None: the last source is the stream.
+    """
+
+    def __init__(
+        self, ops: Ops, layers: Sequence[Layer], last: Norm | None, entry: Entry | None = None
+    ) -> None:
+        assert layers, "a stack has at least one layer"
+        self._ops, self._layers, self._last, self._entry = ops, layers, last, entry
+        self._segments = self._cut()
+        mixers = [layer.mixer is not None for layer in layers]
+        # Caches that layers before this one have.
+        self._first_cache = [sum(mixers[:index]) for index in range(len(layers) + 1)]
 
     def __call__(
         self,
@@ -50,81 +59,107 @@ class Stack:
         wanted: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
         """One pass; see `StackOp`."""
-        # A profile tells the ops of a layer apart; their results are the same.
-        through = self._by_ops if self._fused is None or profiling() else self._fused
-        return through(sources, inputs, caches, wanted)
+        if len(self._segments) == 1:
+            return self._segments[0].op(sources, inputs, caches, wanted)
+        found: dict[int, Tensor] = {}
+        for segment in self._segments:
+            first, end = self._first_cache[segment.start], self._first_cache[segment.stop]
+            # What leaves all segments but the last is the stream that enters the next one.
+            end_counts = segment.stop == len(self._layers)
+            own = [
+                layer
+                for layer in wanted
+                if segment.start <= layer < segment.stop + (1 if end_counts else 0)
+            ]
+            local = [layer - segment.start for layer in own]
+            hidden, streams = segment.op(sources, inputs, caches[first:end], local)
+            found.update(zip(own, streams, strict=True))
+            sources = [hidden]
+        return hidden, [found[layer] for layer in wanted]
 
-    def _by_ops(
+    def _cut(self) -> list[_Segment]:
+        """Segments: runs of layers that the column fuses, and runs of those that it does not."""
+        segments: list[_Segment] = []
+        start, count = 0, len(self._layers)
+        while start < count:
+            stop, fused = start, self._fused_from(start)
+            while fused is None and stop < count:
+                stop += 1
+                fused = self._fused_from(stop) if stop < count else None
+            if stop > start:
+                segments.append(_Segment(self._by_single_ops(start, stop), start, stop))
+            if fused is not None:
+                segments.append(_Segment(fused, stop, stop + fused.num_layers))
+                stop += fused.num_layers
+            start = stop
+        return segments
+
+    def _fused_from(self, start: int) -> FusedOp | None:
+        entry = self._entry if start == 0 else None
+        parts = [layer.parts for layer in self._layers[start:]]
+        if entry is None:
+            return self._ops.fuse(StackParts(parts, self._last))
+        return self._ops.fuse(StackParts(parts, self._last, entry.product, entry.norms))
+
+    def _by_single_ops(self, start: int, stop: int) -> "_SingleOps":
+        is_end = stop == len(self._layers)
+        norms = [
+            half.norm
+            for layer in self._layers
+            for half in (layer.mixer, layer.feed_forward)
+            if half is not None and half.norm is not None
+        ]
+        return _SingleOps(
+            self._ops,
+            self._layers[start:stop],
+            self._last if is_end else None,
+            self._entry if start == 0 else None,
+            any_norm=norms[0] if norms else self._last,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _SingleOps:
+    """A `StackOp` of single ops.
+
+    Attributes:
+        any_norm: of the stream's width, for an op that also gives the stream it norms.
+    """
+
+    ops: Ops
+    layers: Sequence[Layer]
+    last: Norm | None
+    entry: Entry | None
+    any_norm: Norm | None
+
+    def __call__(
         self,
         sources: Sequence[Tensor],
         inputs: PassInputs,
         caches: Sequence[LayerCache],
         wanted: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
-        ops, parts = self._ops, self._parts
-        if parts.entry is not None:
-            sides = list(zip(sources, parts.entry_norms, strict=True))
-            sources = [ops.joined_linear(sides, *parts.entry)]
-        *beside, addend = sources
+        ops = self.ops
+        if self.entry is not None:
+            sides = list(zip(sources, self.entry.norms, strict=True))
+            sources = [ops.joined_linear(sides, *self.entry.product)]
+        *others, addend = sources
+        beside = others[0] if others else None
         residual: Tensor | None = None
         streams: list[Tensor] = []
-        for layer, cache in zip(parts.layers, caches, strict=True):
-            addend, residual, stream = run_layer(
-                ops, layer, addend, residual, inputs, cache, *beside
-            )
+        remaining = iter(caches)
+        for layer in self.layers:
+            cache = None if layer.mixer is None else next(remaining)
+            addend, residual, stream = layer.apply(ops, addend, residual, inputs, cache, beside)
             streams.append(stream)
-            beside = []
+            beside = None
         assert residual is not None, "a stack has at least one layer"
-        if parts.last is None or len(parts.layers) in wanted:
-            # Without a last norm only the sum is wanted.
-            norm = parts.last or parts.layers[-1].before_mlp
-            hidden, stream = ops.norm(addend, residual, norm)
-            streams.append(stream)
-            hidden = stream if parts.last is None else hidden
+        if self.last is not None and len(self.layers) not in wanted:
+            hidden = ops.add_norm(addend, residual, self.last)
         else:
-            hidden = ops.add_norm(addend, residual, parts.last)
+            norm = self.last or self.any_norm
+            assert norm is not None, "a stack has a norm"
+            normed, stream = ops.norm(addend, residual, norm)
+            streams.append(stream)
+            hidden = normed if self.last is not None else stream
         return hidden, [streams[layer] for layer in wanted]
-
-
-def run_layer(
-    ops: Ops,
-    layer: LayerParts,
-    addend: Tensor,
-    residual: Tensor | None,
-    inputs: PassInputs,
-    cache: LayerCache,
-    beside: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One layer, which writes its keys and values into `cache`.
-
-    Args:
-        addend, residual: what the layer before added, and the stream before that, None in a first
-            layer; each [T, H].
-        beside: the second input [T, width] of a layer that has one.
-
-    Returns:
-        This layer's addend and the stream before it, and the stream that entered the layer.
-    """
-    is_odd = beside is not None or layer.keeps_normed or layer.before_attention is None
-    if residual is None and is_odd:
-        qkv, stream = _first_qkv(ops, layer, addend, beside)
-    else:
-        assert layer.before_attention is not None, "only first layers go without a norm"
-        qkv, stream = ops.norm_linear(addend, residual, layer.before_attention, *layer.qkv)
-    mixed = ops.attend(qkv, layer.heads, inputs, cache)
-    addend = ops.linear(mixed, *layer.output)
-    active, residual = ops.norm_gated_linear(addend, stream, layer.before_mlp, *layer.gate_up)
-    return ops.linear(active, *layer.down), residual, stream
-
-
-def _first_qkv(
-    ops: Ops, layer: LayerParts, stream: Tensor, beside: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Queries, keys and values of a first layer of its own kind, and the stream that it keeps."""
-    norm = layer.before_attention
-    if norm is not None and layer.keeps_normed:
-        stream, norm = ops.norm(stream, None, norm)[0], None
-    sides: list[tuple[Tensor, Norm | None]] = [(stream, norm)]
-    if beside is not None:
-        sides.insert(0, (beside, layer.beside))
-    return ops.joined_linear(sides, *layer.qkv), stream

@@ -11,10 +11,10 @@ from slipstream.models.decoder_config import DecoderConfig, InvalidSizesError
 from slipstream.models.modules_beside import OWN_DRAFTER_KEYS
 from slipstream.models.quantized.catalogue import QUANTIZATION_KEYS, read_quantization
 
-# A new architecture is one file and one line here.
+# A new architecture is one file, with a function `decoder_config`, and one line here.
 ARCHITECTURES: Final = {
     "LlamaForCausalLM": "slipstream.models.llama",
-    "MiMoForCausalLM": "slipstream.models.mimo",
+    "MiMoForCausalLM": "slipstream.models.qwen2",
     "MistralForCausalLM": "slipstream.models.mistral",
     "Qwen2ForCausalLM": "slipstream.models.qwen2",
     "Qwen3ForCausalLM": "slipstream.models.qwen3",
@@ -44,11 +44,13 @@ def read_decoder_config(
 
 
 def decoder_config(reader: ConfigReader) -> DecoderConfig:
-    """The same from a reader, which the caller finishes: it may take keys of its own before."""
-    module = importlib.import_module(ARCHITECTURES[_architecture(reader)])
-    read = cast(Callable[[ConfigReader], DecoderConfig], module.decoder_config)
+    """The network that a reader's keys describe; the caller finishes the reader, and may take keys
+    of its own before."""
+    architecture = _architecture(reader)
+    module = importlib.import_module(ARCHITECTURES[architecture])
+    read = cast(Callable[[ConfigReader, str], DecoderConfig], module.decoder_config)
     try:
-        return read(reader)
+        return read(reader, architecture)
     except InvalidSizesError as error:
         raise CheckpointError(f"{reader.file}: {error}") from error
 

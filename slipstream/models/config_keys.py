@@ -1,9 +1,15 @@
 """The keys of config.json that the Llama family shares, in the spellings of all its years."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from slipstream.layers.attention import AttentionSpec
+from slipstream.layers.layer import LayerSpec
+from slipstream.layers.mlp import GatedMLPSpec
+from slipstream.layers.norm import LayerNorms
+from slipstream.layers.parameters import require_positive
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig, RopeConfig
 
@@ -30,30 +36,79 @@ class Defaults:
     rope_theta: float = 10_000.0
 
 
-def read_common(reader: ConfigReader, architecture: str, defaults: Defaults) -> DecoderConfig:
-    """A decoder without biases, q/k norm and windows; an architecture replaces what it has more."""
+@dataclass(frozen=True, kw_only=True)
+class CommonKeys:
+    """What the keys that all architectures of the family share say.
+
+    Attributes:
+        attention: without biases, norms of heads and window.
+        feed_forward: without biases.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    attention: AttentionSpec
+    feed_forward: GatedMLPSpec
+    norms: LayerNorms
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    dtype: torch.dtype
+
+    def decoder(
+        self,
+        attention: AttentionSpec,
+        windows: Sequence[int | None] | None = None,
+        feed_forward: GatedMLPSpec | None = None,
+    ) -> DecoderConfig:
+        """Layers that differ in their windows alone; None: no layer has one."""
+        dense = feed_forward or self.feed_forward
+        windows = windows or [None] * self.num_layers
+        return self.of_layers(
+            LayerSpec(replace(attention, window=window), dense, self.norms) for window in windows
+        )
+
+    def of_layers(self, layers: Iterable[LayerSpec]) -> DecoderConfig:
+        """A decoder of these layers."""
+        return DecoderConfig(
+            architecture=self.architecture,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            layers=tuple(layers),
+            rms_norm_eps=self.norms.eps,
+            max_position_embeddings=self.max_position_embeddings,
+            tie_word_embeddings=self.tie_word_embeddings,
+            dtype=self.dtype,
+        )
+
+
+def read_common(reader: ConfigReader, architecture: str, defaults: Defaults) -> CommonKeys:
+    """The keys that every architecture reads; each takes its own besides."""
     reader.expect("hidden_act", "silu")
     reader.expect("is_encoder_decoder", False)
     hidden_size = reader.take("hidden_size", int)
     num_heads = reader.take("num_attention_heads", int)
     num_layers = reader.take("num_hidden_layers", int)
+    require_positive(num_hidden_layers=num_layers)
     kv_heads = reader.take_optional("num_key_value_heads", int, defaults.num_kv_heads)
     head_dim = reader.take_optional("head_dim", int, defaults.head_dim)
     positions = reader.take("max_position_embeddings", int, defaults.max_position_embeddings)
-    return DecoderConfig(
+    return CommonKeys(
         architecture=architecture,
         vocab_size=reader.take("vocab_size", int),
         hidden_size=hidden_size,
-        intermediate_size=reader.take("intermediate_size", int),
         num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads if kv_heads is None else kv_heads,
-        head_dim=_even_share(reader, hidden_size, num_heads) if head_dim is None else head_dim,
-        rms_norm_eps=reader.take("rms_norm_eps", float, defaults.rms_norm_eps),
-        rope=_read_rope(reader, positions, defaults.rope_theta),
+        attention=AttentionSpec(
+            num_heads=num_heads,
+            num_kv_heads=num_heads if kv_heads is None else kv_heads,
+            head_dim=_even_share(reader, hidden_size, num_heads) if head_dim is None else head_dim,
+            rope=_read_rope(reader, positions, defaults.rope_theta),
+        ),
+        feed_forward=GatedMLPSpec(reader.take("intermediate_size", int)),
+        norms=LayerNorms(reader.take("rms_norm_eps", float, defaults.rms_norm_eps)),
         max_position_embeddings=positions,
         tie_word_embeddings=reader.take("tie_word_embeddings", bool, False),
-        sliding_windows=(None,) * max(num_layers, 0),
         dtype=_read_dtype(reader),
     )
 

@@ -1,26 +1,22 @@
 """Mistral: no biases, and one sliding window for every layer or none."""
 
-from dataclasses import replace
-
 from slipstream.models.config_keys import Defaults, read_common, read_layer_types
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
 
-ARCHITECTURE = "MistralForCausalLM"
 
-
-def decoder_config(reader: ConfigReader) -> DecoderConfig:
+def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
     """A missing `sliding_window` is one of 4096 tokens; null is none."""
     reader.expect("model_type", "mistral")
     reader.expect("attention_bias", False)
     reader.expect("mlp_bias", False)
     defaults = Defaults(max_position_embeddings=131072, num_kv_heads=8)
-    config = read_common(reader, ARCHITECTURE, defaults)
+    common = read_common(reader, architecture, defaults)
     window = reader.take_optional("sliding_window", int, 4096)
-    slides = read_layer_types(reader, config.num_layers)
+    slides = read_layer_types(reader, common.num_layers)
     if slides is not None and any(sliding != (window is not None) for sliding in slides):
         raise reader.error(
             "layer_types",
             'disagrees with "sliding_window", which counts for all layers',
         )
-    return replace(config, sliding_windows=(window,) * config.num_layers)
+    return common.decoder(common.attention, [window] * common.num_layers)

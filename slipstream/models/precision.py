@@ -168,11 +168,6 @@ def weight_bytes(config: DecoderConfig, dtype: torch.dtype, quantization: str | 
     if quantization is None:
         return config.num_matrix_parameters * dtype.itemsize
     table = config.vocab_size * config.hidden_size
-    tables = 1 if config.tie_word_embeddings else 2
-    matrices = config.num_matrix_parameters - tables * table
+    layers = int(config.num_layer_parameters * PRECISIONS[quantization].matrix.bytes_per_number)
     # The head, tied or not, is a rounded matrix of eight bits.
-    return (
-        table * dtype.itemsize
-        + table
-        + int(matrices * PRECISIONS[quantization].matrix.bytes_per_number)
-    )
+    return table * dtype.itemsize + table + layers

@@ -6,21 +6,14 @@ from slipstream.models.config_keys import Defaults, read_common, read_switched_w
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
 
-ARCHITECTURE = "Qwen3ForCausalLM"
 
-
-def decoder_config(reader: ConfigReader) -> DecoderConfig:
+def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
     """`head_dim` is 128 unless given, whatever the hidden size; biases only on request."""
     reader.expect("model_type", "qwen3")
     reader.expect("mlp_bias", False)
     reader.expect("use_mrope", False)
     defaults = Defaults(max_position_embeddings=32768, num_kv_heads=32, head_dim=128)
-    config = read_common(reader, ARCHITECTURE, defaults)
-    attention_bias = reader.take("attention_bias", bool, False)
-    return replace(
-        config,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-        qk_norm=True,
-        sliding_windows=read_switched_windows(reader, config.num_layers),
-    )
+    common = read_common(reader, architecture, defaults)
+    bias = reader.take("attention_bias", bool, False)
+    attention = replace(common.attention, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    return common.decoder(attention, read_switched_windows(reader, common.num_layers))

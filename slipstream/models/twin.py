@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
+from slipstream.layers.attention import AttentionSpec
+from slipstream.layers.layer import LayerSpec
+from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.parameters import Part
 from slipstream.models.decoder_config import DecoderConfig
 
@@ -78,7 +81,8 @@ class TwinSource:
         if not name.startswith("model.layers."):
             return LOGIT_STD  # embedding and head
         layer, matrix = name.split(".")[2], name.split(".")[-2]
-        if matrix == "q_proj" and not self._target.qk_norm:
+        mixer = self._target.layers[int(layer)].mixer
+        if matrix == "q_proj" and isinstance(mixer, AttentionSpec) and not mixer.qk_norm:
             return SHARPNESS
         if matrix not in ("o_proj", "down_proj"):
             return 1.0
@@ -106,16 +110,28 @@ def require_twin(draft: DecoderConfig, target: DecoderConfig, file: Path) -> Non
         raise _mismatch(file, "num_hidden_layers", draft.num_layers, target.num_layers)
     cut = replace(
         target,
-        num_layers=draft.num_layers,
-        sliding_windows=target.sliding_windows[: draft.num_layers],
+        layers=target.layers[: draft.num_layers],
         # These do not change the numbers of the layers.
         max_position_embeddings=draft.max_position_embeddings,
         dtype=draft.dtype,
     )
-    for field in fields(cut):
-        ours, theirs = getattr(draft, field.name), getattr(cut, field.name)
-        if ours != theirs:
-            raise _mismatch(file, field.name, ours, theirs)
+    difference = _difference(draft, cut)
+    if difference is not None:
+        raise _mismatch(file, *difference)
+
+
+def _difference(ours: object, theirs: object) -> tuple[str, object, object] | None:
+    """The first field, of the layers and their halves too, in which two configs differ."""
+    for field in fields(ours):  # type: ignore[arg-type]
+        one, two = getattr(ours, field.name), getattr(theirs, field.name)
+        if one == two:
+            continue
+        if field.name == "layers":
+            one, two = next(pair for pair in zip(one, two, strict=True) if pair[0] != pair[1])
+        if isinstance(one, LayerSpec | AttentionSpec | GatedMLPSpec) and type(one) is type(two):
+            return _difference(one, two)
+        return field.name, one, two
+    return None
 
 
 def _mismatch(file: Path, name: str, ours: object, theirs: object) -> CheckpointError:

@@ -142,10 +142,7 @@ def step_items(sizes: StepSizes) -> tuple[Item, ...]:
 
 def _numbers_per_row(network: DecoderConfig) -> int:
     """Of one layer, all of whose tensors may live at once, and of the residual stream."""
-    queries = network.num_heads * network.head_dim
-    keys_and_values = 2 * network.num_kv_heads * network.head_dim
-    attention = 2 * (queries + keys_and_values) + queries
-    return attention + 3 * network.intermediate_size + 4 * network.hidden_size
+    return max(layer.numbers_per_row() for layer in network.layers) + 4 * network.hidden_size
 
 
 def usable_bytes(memory: DeviceMemory, utilization: float | None) -> int:

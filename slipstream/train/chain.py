@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.layers.embedding import LanguageModelHead
-from slipstream.layers.stack import LayerCache
+from slipstream.layers.layer import LayerCache
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DenseContext
 from slipstream.train.losses import Agreement, agreement, distillation, top_accuracy

@@ -18,7 +18,7 @@ from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.pass_inputs import CAUSAL, PassInputs, RowPlaces, Visibility
 from slipstream.kernels.reference.dense import add_norm, gated_activation
 from slipstream.kernels.table import Heads, Ops
-from slipstream.layers.stack import LayerCache
+from slipstream.layers.layer import LayerCache
 
 KeysValues = tuple[Tensor, Tensor]
 

@@ -231,7 +231,7 @@ def test_a_wrapper_leaves_out_what_transformers_has_by_default(tmp_path: Path) -
     shape = config.layers
     assert (shape.hidden_size, shape.vocab_size, shape.num_layers) == (4096, 151936, 1)
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (32, 8, 128)
-    assert shape.qk_norm
+    assert shape.attention.qk_norm
     assert config.fc_norm
     assert config.norm_output
 

@@ -2,7 +2,7 @@
 # ruff: noqa: E402  (the module may be missing)
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,29 +12,105 @@ from torch.testing import assert_close
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 
 from slipstream.kernels.cpu.column import cpu_column
+from slipstream.kernels.cpu.layers import FusedStack
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.stack_parts import LayerParts, Product, StackParts
-from slipstream.kernels.table import Heads, Norm, Ops, one_by_one
-from slipstream.layers.rope import RopeConfig, rope_table
-from slipstream.layers.stack import Stack
+from slipstream.kernels.stack_parts import FusedOp, Product, StackParts
+from slipstream.kernels.table import Norm, Ops, one_by_one
+from slipstream.layers.attention import AttentionSpec
+from slipstream.layers.layer import BuildContext, Layer, LayerCache, LayerSpec
+from slipstream.layers.mlp import GatedMLPSpec
+from slipstream.layers.norm import LayerNorms, rms_norm
+from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.layers.rope import RopeConfig, RopeTables
+from slipstream.layers.stack import Entry, Stack
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, seeded
 from tests.pass_inputs import changed
 
 WIDTH, INNER, OTHER = 44, 52, 36  # none of them fills a block of rows or a tile
 SHAPE = Shape(3, 1, 20, 8)
 REQUESTS = Requests([0, 5, 0, 21], [3, 1, 0, 2])
-# What stands before the layers, how many there are, and whether a norm is behind them.
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class SquaredSpec:
+    """A made-up feed-forward part, which no column fuses: down(relu(up x) ** 2)."""
+
+    def matrices(self, norms: LayerNorms, width: int) -> list[tuple[int, int]]:
+        return [(INNER, width), (width, INNER)]
+
+    def numbers_per_row(self) -> int:
+        return 2 * INNER
+
+    def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "Squared":
+        return Squared(context, norms)
+
+
+class Squared:
+    def __init__(self, context: BuildContext, norms: LayerNorms) -> None:
+        source, width = context.source, context.width
+        self.norm, self.parts = rms_norm(source, "norm", width, norms.eps), self
+        self.up = source.matrix([Part("up", INNER)], width)
+        self.down = source.matrix([Part("down", width)], INNER)
+
+    def apply(self, ops: Ops, addend: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        up, stream = ops.norm_linear(addend, residual, self.norm, self.up, None)
+        return ops.linear(up.relu().square(), self.down, None), stream
+
+
+NORMS = LayerNorms(1e-5)
+ATTENTION = AttentionSpec(
+    num_heads=SHAPE.heads,
+    num_kv_heads=SHAPE.kv_heads,
+    head_dim=SHAPE.head_dim,
+    rope=RopeConfig(theta=1e4),
+    qkv_bias=True,
+    qk_norm=True,
+)
+WHOLE = LayerSpec(ATTENTION, GatedMLPSpec(INNER, bias=True), NORMS)
+MIXER = replace(WHOLE, feed_forward=None)
+DENSE = replace(WHOLE, mixer=None)
+SQUARED = replace(WHOLE, feed_forward=SquaredSpec())
+ONLY_SQUARED = replace(SQUARED, mixer=None)
+
+
+def starting(**norms: object) -> LayerSpec:
+    return replace(WHOLE, norms=replace(NORMS, **norms))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers, and what stands before and behind them."""
+
+    layers: tuple[LayerSpec, ...]
+    entry: tuple[int, ...] = ()  # widths of its sources
+    has_last: bool = True
+    fused: tuple[int, ...] = ()  # layers of each op in C++
+
+
+BESIDE = starting(beside="beside")
+KEPT = starting(beside="beside", keeps_normed=True)
+UNNORMED = starting(mixer=None)
 KINDS = {
-    "plain": ("", 3, True),
-    "one layer": ("", 1, False),
-    "second input": ("beside", 2, True),
-    "second input, norm kept": ("beside, keeps", 1, True),
-    "norm kept": ("keeps", 2, False),
-    "no first norm": ("entry, no norm", 2, False),
-    "two joined": ("entry", 1, True),
-    "one of three joined as it is": ("entry of three", 2, True),
+    "plain": Kind((WHOLE,) * 3, fused=(3,)),
+    "one layer": Kind((WHOLE,), has_last=False, fused=(1,)),
+    "second input": Kind((BESIDE, WHOLE), fused=(2,)),
+    "second input, norm kept": Kind((KEPT,), fused=(1,)),
+    "norm kept": Kind((starting(keeps_normed=True), WHOLE), has_last=False, fused=(2,)),
+    "no first norm": Kind((UNNORMED, WHOLE), (OTHER, WIDTH), has_last=False, fused=(2,)),
+    "two joined": Kind((WHOLE,), (OTHER, WIDTH), fused=(1,)),
+    "one of three joined as it is": Kind((WHOLE,) * 2, (OTHER, WIDTH, WIDTH), fused=(2,)),
+    "no feed-forward part": Kind((WHOLE, MIXER, WHOLE, MIXER), fused=(4,)),
+    "no mixer": Kind((WHOLE, DENSE, DENSE, WHOLE), fused=(4,)),
+    "dense first": Kind((DENSE, MIXER, DENSE), (OTHER, WIDTH), has_last=False, fused=(3,)),
+    "a half each": Kind((MIXER, DENSE, MIXER, DENSE), fused=(4,)),
+    "made-up between": Kind((WHOLE, WHOLE, SQUARED, WHOLE), fused=(2, 1)),
+    "made-up first": Kind((ONLY_SQUARED, SQUARED, WHOLE, MIXER), (OTHER, WIDTH), fused=(2,)),
+    "made-up last": Kind((BESIDE, DENSE, ONLY_SQUARED), has_last=False, fused=(2,)),
+    "made-up everywhere": Kind((SQUARED, ONLY_SQUARED)),
+    "made-up by turns": Kind((ONLY_SQUARED, MIXER) * 2 + (DENSE, SQUARED, WHOLE), fused=(1, 2, 1)),
 }
 
 
@@ -46,120 +122,139 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     cpp.set_level(before)
 
 
-class Parts:
-    """Makes the parts of a stack, with weights as a column takes them."""
+class Drawn(ParameterSource):
+    """Random parameters as a column takes them."""
 
     def __init__(self, dtype: torch.dtype, ops: Ops) -> None:
         self._generator, self._dtype, self._ops = seeded(5), dtype, ops
 
+    def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
+        rows = sum(part.rows for part in parts)
+        values = torch.randn(rows, columns, generator=self._generator) / columns**0.5
+        return self._ops.pack(DenseMatrix(values.to(self._dtype)))
+
+    def vector(self, parts: Sequence[Part]) -> Tensor:
+        rows = sum(part.rows for part in parts)
+        is_bias = parts[0].name.endswith("bias")
+        draw = torch.randn if is_bias else torch.rand
+        values = draw(rows, generator=self._generator)
+        return (values if is_bias else values + 0.5).to(self._dtype)
+
     def norm(self, width: int = WIDTH) -> Norm:
-        return Norm((torch.rand(width, generator=self._generator) + 0.5).to(self._dtype), 1e-5)
+        return rms_norm(self, "norm", width, NORMS.eps)
 
     def product(self, rows: int, columns: int, bias: bool = False) -> Product:
-        values = torch.randn(rows, columns, generator=self._generator) / columns**0.5
-        weight: Weight = self._ops.pack(DenseMatrix(values.to(self._dtype)))
-        if not bias:
-            return weight, None
-        return weight, torch.randn(rows, generator=self._generator).to(self._dtype)
+        weight = self.matrix([Part("weight", rows)], columns)
+        return weight, self.vector([Part("bias", rows)]) if bias else None
 
-    def layer(self, before: Norm | None, beside: Norm | None, keeps_normed: bool) -> LayerParts:
-        queries, columns = SHAPE.heads * SHAPE.head_dim, WIDTH
-        if beside is not None:
-            columns += len(beside.weight)
-        angles = rope_table(SHAPE.head_dim, RopeConfig(theta=1e4), 64, torch.device("cpu"))
-        norms = self.norm(SHAPE.head_dim), self.norm(SHAPE.head_dim)
-        heads = Heads(SHAPE.heads, SHAPE.kv_heads, SHAPE.head_dim, norms, angles, 0.2, None)
-        return LayerParts(
-            before_attention=before,
-            heads=heads,
-            qkv=self.product(queries + 2 * SHAPE.kv_heads * SHAPE.head_dim, columns, bias=True),
-            output=self.product(WIDTH, queries),
-            before_mlp=self.norm(),
-            gate_up=self.product(2 * INNER, WIDTH),
-            down=self.product(WIDTH, INNER, bias=True),
-            beside=beside,
-            keeps_normed=keeps_normed,
-        )
+    def layers(self, specs: Sequence[LayerSpec]) -> list[Layer]:
+        context = BuildContext(self, WIDTH, RopeTables(64, CPU))
+        return [spec.build(context, f"layers.{index}") for index, spec in enumerate(specs)]
 
-    def stack(self, start: str, count: int, has_last: bool) -> StackParts:
-        beside = self.norm(OTHER) if "beside" in start else None
-        before = None if "no norm" in start else self.norm()
-        layers = [self.layer(before, beside, "keeps" in start)]
-        layers += [self.layer(self.norm(), None, False) for _ in range(count - 1)]
-        last = self.norm() if has_last else None
-        if "entry" not in start:
-            return StackParts(layers, last)
-        if "three" in start:
-            norms = self.norm(OTHER), None, self.norm()
-            return StackParts(layers, last, self.product(WIDTH, OTHER + 2 * WIDTH), norms)
-        norm = None if "no norm" in start else self.norm(OTHER)
-        return StackParts(layers, last, self.product(WIDTH, OTHER + WIDTH, bias=True), (norm, None))
+    def stack(self, kind: Kind) -> Stack:
+        layers = self.layers(kind.layers)
+        last = self.norm() if kind.has_last else None
+        if not kind.entry:
+            return Stack(self._ops, layers, last)
+        norms: tuple[Norm | None, ...] = (self.norm(kind.entry[0]), None, self.norm())
+        if kind.layers[0] is UNNORMED:
+            norms = (None, None)
+        product = self.product(WIDTH, sum(kind.entry), bias=True)
+        return Stack(self._ops, layers, last, Entry(product, norms[: len(kind.entry)]))
 
 
-def sources_of(parts: StackParts, dtype: torch.dtype) -> list[Tensor]:
+def sources_of(kind: Kind, dtype: torch.dtype) -> list[Tensor]:
     """Views of a wider matrix: their rows have gaps between them."""
     rows = sum(REQUESTS.rows)
-    widths = [WIDTH]
-    if parts.entry_norms or parts.layers[0].beside is not None:
-        widths = [OTHER, WIDTH, WIDTH][: len(parts.entry_norms) or 2]
+    beside = kind.layers[0].norms.beside
+    widths = list(kind.entry) or [WIDTH] * (1 if beside is None else 2)
     whole = torch.randn(rows, sum(widths), generator=seeded(9)).to(dtype)
     return list(whole.split(widths, 1))
 
 
+def caches_of(kind: Kind, dtype: torch.dtype, first_seed: int = 0) -> list[LayerCache]:
+    inputs, shape = attention_inputs(REQUESTS, SHAPE.block_size), replace(SHAPE, dtype=dtype)
+    count = sum(layer.mixer is not None for layer in kind.layers)
+    return [filled_cache(inputs, REQUESTS, shape, first_seed + seed) for seed in range(count)]
+
+
 def run(
-    ops: Ops, dtype: torch.dtype, kind: str, wanted: Sequence[int]
+    ops: Ops, dtype: torch.dtype, name: str, wanted: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What leaves and the wanted streams; and the caches, as the pass leaves them."""
-    parts = Parts(dtype, ops).stack(*KINDS[kind])
+    kind = KINDS[name]
     inputs = attention_inputs(REQUESTS, SHAPE.block_size)
-    inputs = changed(inputs, first_seen=1) if "entry" in KINDS[kind][0] else inputs
-    shape = replace(SHAPE, dtype=dtype)
-    caches = [filled_cache(inputs, REQUESTS, shape, seed) for seed in range(len(parts.layers))]
-    hidden, streams = Stack(ops, parts)(sources_of(parts, dtype), inputs, caches, wanted)
+    inputs = changed(inputs, first_seen=1) if kind.entry else inputs
+    caches = caches_of(kind, dtype)
+    stack = Drawn(dtype, ops).stack(kind)
+    hidden, streams = stack(sources_of(kind, dtype), inputs, caches, wanted)
     return [hidden, *streams], [pages for cache in caches for pages in cache]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stack_is_its_ops_one_by_one(kind: str, dtype: torch.dtype) -> None:
-    column, count = cpu_column(), KINDS[kind][1]
+@pytest.mark.parametrize("name", KINDS)
+def test_a_stack_is_its_ops_one_by_one(name: str, dtype: torch.dtype) -> None:
+    column, count = cpu_column(), len(KINDS[name].layers)
     for wanted in ((), (0,), (count, 0), tuple(range(count + 1))):
-        fused = run(column, dtype, kind, wanted)
-        single = run(replace(column, fuse=one_by_one), dtype, kind, wanted)
+        fused = run(column, dtype, name, wanted)
+        single = run(replace(column, fuse=one_by_one), dtype, name, wanted)
         assert len(fused[0]) == 1 + len(wanted)
         for ours, theirs in zip([*fused[0], *fused[1]], [*single[0], *single[1]], strict=True):
             assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stack_agrees_with_plain_torch(kind: str) -> None:
-    wanted = (0, KINDS[kind][1])
-    ours, theirs = (run(ops, torch.float32, kind, wanted)[0] for ops in (cpu_column(), REFERENCE))
+@pytest.mark.parametrize("name", KINDS)
+def test_a_stack_agrees_with_plain_torch(name: str) -> None:
+    wanted = (0, len(KINDS[name].layers))
+    ours, theirs = (run(ops, torch.float32, name, wanted)[0] for ops in (cpu_column(), REFERENCE))
     for one, two in zip(ours, theirs, strict=True):
         assert_close(one, two, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_all_layers_that_can_be_are_fused(name: str) -> None:
+    column = cpu_column()
+    found: list[FusedOp] = []
+
+    def fuse(parts: StackParts) -> FusedOp | None:
+        op = column.fuse(parts)
+        found.extend([] if op is None else [op])
+        return op
+
+    Drawn(torch.float32, replace(column, fuse=fuse)).stack(KINDS[name])
+    assert tuple(op.num_layers for op in found) == KINDS[name].fused
+    assert all(isinstance(op, FusedStack) for op in found)
+
+
 def test_caches_may_change_between_passes() -> None:
     """Others of the same number, and the same ones in another list."""
-    column = cpu_column()
-    parts = Parts(torch.float32, column).stack("", 2, True)
-    inputs, stack = attention_inputs(REQUESTS, SHAPE.block_size), Stack(column, parts)
-    sources = sources_of(parts, torch.float32)
-    several = [[filled_cache(inputs, REQUESTS, SHAPE, seed + i) for i in (0, 1)] for seed in (0, 7)]
-    expected = [Stack(column, parts)(sources, inputs, caches)[0] for caches in several]
+    column, kind = cpu_column(), KINDS["made-up between"]
+    inputs, stack = (
+        attention_inputs(REQUESTS, SHAPE.block_size),
+        Drawn(torch.float32, column).stack(kind),
+    )
+    sources = sources_of(kind, torch.float32)
+    several = [caches_of(kind, torch.float32, seed) for seed in (0, 7)]
+    expected = [
+        Drawn(torch.float32, column).stack(kind)(sources, inputs, caches)[0] for caches in several
+    ]
     assert not torch.equal(*expected)
     for index in (0, 1, 1, 0):
         assert torch.equal(stack(sources, inputs, [*several[index]])[0], expected[index])
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    column = cpu_column()
-    parts = Parts(torch.float32, column).stack("beside", 1, True)
+    column, kind = cpu_column(), Kind((BESIDE,))
     inputs = attention_inputs(REQUESTS, SHAPE.block_size)
-    caches = [filled_cache(inputs, REQUESTS, SHAPE)]
-    beside, stream = sources_of(parts, torch.float32)
-    stack = Stack(column, parts)
-    for wrong in ([stream], [stream, beside], [beside, stream, stream], [beside[:-1], stream[:-1]]):
+    caches = caches_of(kind, torch.float32)
+    beside, stream = sources_of(kind, torch.float32)
+    stack = Drawn(torch.float32, column).stack(kind)
+    for wrong in (
+        [stream],
+        [stream, beside[:, :-1]],
+        [beside, stream, stream],
+        [beside[:-1], stream[:-1]],
+    ):
         with pytest.raises(ValueError, match="sources"):
             stack(wrong, inputs, caches)
     with pytest.raises(ValueError, match="dtype"):
@@ -174,13 +269,12 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_weights_of_another_type_are_refused() -> None:
     """Their bytes would be read as something else."""
     column = cpu_column()
-    down = Parts(torch.float32, column).product(WIDTH, INNER)
-    parts = Parts(torch.bfloat16, column).stack("", 1, True)
-    layer = parts.layers[0]
-    own = Parts(torch.float32, column).norm(SHAPE.head_dim)
-    for wrong in (
-        replace(layer, down=down),
-        replace(layer, heads=replace(layer.heads, norms=(own, own))),
-    ):
+    drawn, other = Drawn(torch.bfloat16, column), Drawn(torch.float32, column)
+    (layer,) = drawn.layers([WHOLE])
+    parts = layer.parts
+    own = other.norm(SHAPE.head_dim)
+    dense = replace(parts.feed_forward, down=other.product(WIDTH, INNER))
+    mixer = replace(parts.mixer, heads=replace(parts.mixer.heads, norms=(own, own)))
+    for wrong in (replace(parts, feed_forward=dense), replace(parts, mixer=mixer)):
         with pytest.raises(ValueError, match="type"):
-            Stack(column, replace(parts, layers=[wrong]))
+            column.fuse(StackParts([wrong], drawn.norm()))

@@ -12,6 +12,10 @@ import transformers
 from safetensors.torch import save_file
 
 from slipstream.core.errors import CheckpointError
+from slipstream.layers.attention import AttentionSpec
+from slipstream.layers.layer import LayerSpec
+from slipstream.layers.mlp import GatedMLPSpec
+from slipstream.layers.norm import LayerNorms
 from slipstream.layers.rope import rope_table
 from slipstream.models.catalogue import ARCHITECTURES, read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
@@ -120,30 +124,36 @@ def built_by_transformers(content: Json) -> DecoderConfig:
     config = network_class.config_class.from_dict(copy.deepcopy(content))
     with torch.device("meta"):
         network = network_class(config)
-    layers = network.model.layers
-    attention, mlp = layers[0].self_attn, layers[0].mlp
-    head_dim = attention.head_dim
     return DecoderConfig(
         architecture=network_class.__name__,
         vocab_size=network.model.embed_tokens.weight.shape[0],
         hidden_size=network.model.embed_tokens.weight.shape[1],
-        intermediate_size=mlp.up_proj.weight.shape[0],
-        num_layers=len(layers),
-        num_heads=attention.q_proj.weight.shape[0] // head_dim,
-        num_kv_heads=attention.k_proj.weight.shape[0] // head_dim,
-        head_dim=head_dim,
+        layers=tuple(layer_of(layer, config) for layer in network.model.layers),
         rms_norm_eps=network.model.norm.variance_epsilon,
-        rope=RopeConfig(theta=1.0),  # compared by its table
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=network.lm_head.weight is network.model.embed_tokens.weight
         or config.tie_word_embeddings,
-        sliding_windows=tuple(window_of(layer, config) for layer in layers),
         dtype=config.dtype or torch.float32,
+    )
+
+
+def layer_of(layer: Any, config: Any) -> LayerSpec:
+    """What one layer of transformers has."""
+    attention, mlp = layer.self_attn, layer.mlp
+    head_dim = attention.head_dim
+    mixer = AttentionSpec(
+        num_heads=attention.q_proj.weight.shape[0] // head_dim,
+        num_kv_heads=attention.k_proj.weight.shape[0] // head_dim,
+        head_dim=head_dim,
+        rope=RopeConfig(theta=1.0),  # compared by its table
+        window=window_of(layer, config),
         qkv_bias=all_alike(attention.q_proj, attention.k_proj, attention.v_proj),
-        o_bias=all_alike(attention.o_proj),
-        mlp_bias=all_alike(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+        output_bias=all_alike(attention.o_proj),
         qk_norm=hasattr(attention, "q_norm"),
     )
+    bias = all_alike(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    norms = LayerNorms(layer.input_layernorm.variance_epsilon)
+    return LayerSpec(mixer, GatedMLPSpec(mlp.up_proj.weight.shape[0], bias), norms)
 
 
 def window_of(layer: Any, config: Any) -> int | None:
@@ -171,7 +181,8 @@ def rotations(content: Json, head_dim: int) -> torch.Tensor:
 def test_the_network_is_the_one_that_transformers_builds(architecture: str, change: Json) -> None:
     content = tiny(architecture, **change)
     found = read_decoder_config(content)
-    assert replace(found, rope=RopeConfig(theta=1.0)) == built_by_transformers(content)
+    unrotated = found.with_fields({"rope": RopeConfig(theta=1.0)})
+    assert unrotated == built_by_transformers(content)
     table = rope_table(found.head_dim, found.rope, 50, torch.device("cpu"))
     torch.testing.assert_close(table, rotations(content, found.head_dim), rtol=1e-4, atol=1e-5)
 
@@ -344,10 +355,10 @@ def test_windows_are_positive() -> None:
         read_decoder_config(tiny("MistralForCausalLM", sliding_window=0))
 
 
-def test_a_decoder_config_checks_its_windows() -> None:
+def test_a_decoder_has_layers() -> None:
     config = read_decoder_config(tiny("LlamaForCausalLM"))
-    with pytest.raises(InvalidSizesError, match="2 layer types"):
-        replace(config, sliding_windows=(None, None))
+    with pytest.raises(InvalidSizesError, match='"num_hidden_layers" must be above 0'):
+        replace(config, layers=())
 
 
 # Checkpoints
@@ -597,8 +608,9 @@ def test_published_configs(content: Json, expected: tuple[Any, ...]) -> None:
     ) == expected
     name = content["architectures"][0]
     has_bias = name in ("Qwen2ForCausalLM", "MiMoForCausalLM")
-    assert (config.qkv_bias, config.o_bias) == (has_bias, False)
-    assert config.qk_norm == (name == "Qwen3ForCausalLM")
+    attention = config.attention
+    assert (attention.qkv_bias, attention.output_bias) == (has_bias, False)
+    assert attention.qk_norm == (name == "Qwen3ForCausalLM")
     assert set(config.sliding_windows) == {None}
     assert config.dtype == torch.bfloat16
 

@@ -62,17 +62,16 @@ def parameters(network: Decoder) -> dict[str, Tensor]:
     found = {"norm": network.norm.weight}
     weights = {"embedding": network.embedding.weight, "head": network.head.weight}
     for index, layer in enumerate(network.layers):
-        parts = layer.parts
-        assert parts.before_attention is not None
+        attention, mlp = layer.mixer, layer.feed_forward
         found |= {
-            f"{index}.input_norm": parts.before_attention.weight,
-            f"{index}.mlp_norm": parts.before_mlp.weight,
+            f"{index}.input_norm": attention.norm.weight,
+            f"{index}.mlp_norm": mlp.norm.weight,
         }
         weights |= {
-            f"{index}.qkv": parts.qkv[0],
-            f"{index}.output": parts.output[0],
-            f"{index}.gate_up": parts.gate_up[0],
-            f"{index}.down": parts.down[0],
+            f"{index}.qkv": attention.qkv.weight,
+            f"{index}.output": attention.output.weight,
+            f"{index}.gate_up": mlp.gate_up.weight,
+            f"{index}.down": mlp.down.weight,
         }
     return found | {name: floats(weight) for name, weight in weights.items()}
 
@@ -210,15 +209,16 @@ def test_parts_are_stacked_in_their_order(folder: Path) -> None:
     for index, layer in enumerate(network.layers):
         name = f"model.layers.{index}."
         query, key, value = (tensors[f"{name}self_attn.{p}_proj.weight"] for p in "qkv")
-        qkv = floats(layer.attention.qkv.weight)
+        qkv = floats(layer.mixer.qkv.weight)
         assert qkv.shape == (96 + 32 + 32, 48)
         assert torch.equal(qkv[:96], query)
         assert torch.equal(qkv[96:128], key)
         assert torch.equal(qkv[128:], value)
-        gate_up = floats(layer.parts.gate_up[0])
+        gate_up = floats(layer.feed_forward.gate_up.weight)
+        down = floats(layer.feed_forward.down.weight)
         assert torch.equal(gate_up[:80], tensors[name + "mlp.gate_proj.weight"])
         assert torch.equal(gate_up[80:], tensors[name + "mlp.up_proj.weight"])
-        assert torch.equal(floats(layer.parts.down[0]), tensors[name + "mlp.down_proj.weight"])
+        assert torch.equal(down, tensors[name + "mlp.down_proj.weight"])
 
 
 def test_biases_are_stacked_as_their_weights_are(folder: Path) -> None:
@@ -232,10 +232,10 @@ def test_biases_are_stacked_as_their_weights_are(folder: Path) -> None:
     configure(folder, attention_bias=True)
     for index, layer in enumerate(load(folder).layers):
         own = [biases[f"model.layers.{index}.self_attn.{part}_proj.bias"] for part in "qkvo"]
-        assert layer.attention.qkv.bias is not None
-        assert layer.attention.output.bias is not None
-        assert torch.equal(layer.attention.qkv.bias, torch.cat(own[:3]))
-        assert torch.equal(layer.attention.output.bias, own[3])
+        assert layer.mixer.qkv.bias is not None
+        assert layer.mixer.output.bias is not None
+        assert torch.equal(layer.mixer.qkv.bias, torch.cat(own[:3]))
+        assert torch.equal(layer.mixer.output.bias, own[3])
 
 
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -247,9 +247,8 @@ def test_numbers_are_converted_to_the_dtype_that_was_asked_for(
     network, tensors = load(folder, wanted), stored(folder)
     assert {parameter.dtype for parameter in parameters(network).values()} == {wanted}
     assert torch.equal(floats(network.embedding.weight), tensors[EMBEDDING].to(wanted))
-    assert torch.equal(
-        floats(network.layers[1].attention.qkv.weight)[:96], tensors[QUERY].to(wanted)
-    )
+    qkv = floats(network.layers[1].mixer.qkv.weight)
+    assert torch.equal(qkv[:96], tensors[QUERY].to(wanted))
 
 
 def test_the_same_numbers_come_through_a_buffer_of_any_size(
@@ -335,13 +334,13 @@ def config_only(tmp_path: Path) -> Path:
 
 def test_dummy_weights_need_a_config_alone(config_only: Path) -> None:
     network = load(config_only, load_format="dummy")
-    assert network.layers[0].attention.qkv.weight.shape == (160, 48)
+    assert network.layers[0].mixer.qkv.weight.shape == (160, 48)
     for name, parameter in parameters(network).items():
         if "norm" in name:
             assert bool((parameter == 1).all()), name
         else:
             assert 0.015 < parameter.std() < 0.025, name
-    bias = network.layers[0].attention.qkv.bias
+    bias = network.layers[0].mixer.qkv.bias
     assert bias is not None
     assert not bias.any()
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):

@@ -49,10 +49,10 @@ def matrices(network: Decoder) -> dict[str, Weight]:
     found: dict[str, Weight] = {"head": network.head.weight}
     for index, layer in enumerate(network.layers):
         found |= {
-            f"{index}.qkv": layer.attention.qkv.weight,
-            f"{index}.output": layer.attention.output.weight,
-            f"{index}.gate_up": layer.mlp.gate_up.weight,
-            f"{index}.down": layer.mlp.down.weight,
+            f"{index}.qkv": layer.mixer.qkv.weight,
+            f"{index}.output": layer.mixer.output.weight,
+            f"{index}.gate_up": layer.feed_forward.gate_up.weight,
+            f"{index}.down": layer.feed_forward.down.weight,
         }
     return found
 

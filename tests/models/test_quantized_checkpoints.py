@@ -96,10 +96,10 @@ def matrices(network: Decoder) -> dict[str, tuple[Weight, tuple[str, ...]]]:
         attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
         queries = tuple(f"{attention}.{it}_proj.weight" for it in "qkv")
         gates = (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")
-        found[f"{index}.qkv"] = layer.attention.qkv.weight, queries
-        found[f"{index}.output"] = layer.attention.output.weight, (f"{attention}.o_proj.weight",)
-        found[f"{index}.gate_up"] = layer.mlp.gate_up.weight, gates
-        found[f"{index}.down"] = layer.mlp.down.weight, (f"{mlp}.down_proj.weight",)
+        found[f"{index}.qkv"] = layer.mixer.qkv.weight, queries
+        found[f"{index}.output"] = layer.mixer.output.weight, (f"{attention}.o_proj.weight",)
+        found[f"{index}.gate_up"] = layer.feed_forward.gate_up.weight, gates
+        found[f"{index}.down"] = layer.feed_forward.down.weight, (f"{mlp}.down_proj.weight",)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Whole stacks of decoder layers in one call of C++."""
+"""Decoder layers in a row in one call of C++."""
 
 from collections.abc import Sequence
 
@@ -7,29 +7,47 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.attention import layer_of, pass_of, serves
+from slipstream.kernels.cpu.labels import part_labels
 from slipstream.kernels.cpu.matmul import handle_of
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.stack_parts import LayerParts, Product, StackOp, StackParts
+from slipstream.kernels.stack_parts import (
+    AttentionParts,
+    FusedOp,
+    GatedMLPParts,
+    Product,
+    StackParts,
+)
 from slipstream.kernels.table import Norm
 
 Cache = tuple[Tensor, Tensor]
 
 
 class FusedStack:
-    """A stack whose weights are all packed."""
+    """The first layers of a stack, whose halves are of kinds in C++ and whose weights are packed.
 
-    def __init__(self, parts: StackParts) -> None:
-        norm = parts.layers[0].before_mlp.weight
+    Args:
+        num_layers: at least one.
+    """
+
+    def __init__(self, parts: StackParts, num_layers: int) -> None:
+        self.num_layers = num_layers
+        layers = parts.layers[:num_layers]
+        halves = [half for layer in layers for half in layer.halves]
+        norms = [half.norm for half in halves if isinstance(half, AttentionParts | GatedMLPParts)]
+        norm = next(norm for norm in norms if norm is not None).weight
         self._width, self._dtype = len(norm), norm.dtype
         self._stack = cpp.Stack(norm.dtype == torch.bfloat16)
         if parts.entry is not None:
-            norms = [_norm(norm) for norm in parts.entry_norms]
-            self._stack.set_entry(norms, *_product(parts.entry))
-        for layer in parts.layers:
-            self._add(layer)
-        if parts.last is not None:
+            self._stack.set_entry(
+                [_norm(norm) for norm in parts.entry_norms], *_product(parts.entry)
+            )
+        for layer in layers:
+            self._stack.add_layer()
+            for half in layer.halves:
+                _add(self._stack, half)
+        if parts.last is not None and num_layers == len(parts.layers):
             self._stack.set_last(_norm(parts.last))
-        self._caches: Sequence[Cache] = ()
+        self._caches: Sequence[Cache] | None = None
 
     def __call__(
         self,
@@ -44,28 +62,53 @@ class FusedStack:
         hidden = torch.empty(shape, dtype=self._dtype)
         taken = [torch.empty(shape, dtype=self._dtype) for _ in wanted]
         rows = [source if source.stride(1) == 1 else source.contiguous() for source in sources]
-        self._stack.run(pass_of(inputs), rows, hidden, wanted, taken)
+        self._stack.run(pass_of(inputs), rows, hidden, wanted, taken, part_labels())
         return hidden, taken
 
-    def _add(self, layer: LayerParts) -> None:
-        products = [_product(product) for product in layer.products]
-        self._stack.add(
-            _norm(layer.before_attention),
-            _norm(layer.beside),
-            layer.keeps_normed,
-            layer_of(layer.heads),
-            _norm(layer.before_mlp),
-            [weight for weight, _ in products],
-            [bias for _, bias in products],
-        )
-
     def _take_caches(self, caches: Sequence[Cache]) -> None:
-        same = len(caches) == len(self._caches) and all(
-            one is two for one, two in zip(caches, self._caches, strict=True)
+        known = self._caches
+        same = (
+            known is not None
+            and len(caches) == len(known)
+            and all(one is two for one, two in zip(caches, known, strict=True))
         )
         if not same:
             self._stack.set_caches(list(caches))
         self._caches = caches
+
+
+def _add(stack: cpp.Stack, half: object) -> None:
+    """A kind that C++ runs is a class there, a case here and one in `_runs`."""
+    match half:
+        case AttentionParts():
+            stack.add_attention(
+                _norm(half.norm),
+                _norm(half.beside),
+                half.keeps_normed,
+                layer_of(half.heads),
+                _product(half.qkv),
+                _product(half.output),
+            )
+        case GatedMLPParts():
+            stack.add_gated_mlp(_norm(half.norm), _product(half.gate_up), _product(half.down))
+        case _:
+            raise AssertionError(f"{type(half).__name__} is not fused")
+
+
+def _runs(half: object, begins: bool) -> bool:
+    """Whether C++ has this kind of half.
+
+    Args:
+        begins: whether it is the first of a stack.
+    """
+    match half:
+        case AttentionParts():
+            fits = serves(half.heads) and (begins or not half.needs_sources)
+        case GatedMLPParts():
+            fits = True
+        case _:
+            return False
+    return fits and all(handle_of(weight) is not None for weight, _ in half.products)
 
 
 def _norm(norm: Norm | None) -> tuple[Tensor, float] | None:
@@ -77,13 +120,15 @@ def _product(product: Product) -> tuple[object, Tensor | None]:
     return handle_of(weight), bias
 
 
-def fuse(parts: StackParts) -> StackOp | None:
-    """One op of a whole stack; None where a weight is not packed, or a head odd."""
-    products = [product for layer in parts.layers for product in layer.products]
-    if parts.entry is not None:
-        products.append(parts.entry)
-    if any(handle_of(weight) is None for weight, _ in products):
+def fuse(parts: StackParts) -> FusedOp | None:
+    """One op of as many layers as there is one for; None where not even the first is fused."""
+    if parts.entry is not None and handle_of(parts.entry[0]) is None:
         return None
-    if not all(serves(layer.heads) for layer in parts.layers):
-        return None
-    return FusedStack(parts)
+    count, begins = 0, True
+    for layer in parts.layers:
+        for half in layer.halves:
+            if not _runs(half, begins):
+                return FusedStack(parts, count) if count else None
+            begins = False
+        count += 1
+    return FusedStack(parts, count)

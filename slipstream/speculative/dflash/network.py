@@ -17,13 +17,13 @@ from torch import Tensor
 
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops
+from slipstream.layers.attention import Attention
 from slipstream.layers.embedding import Embedding, LanguageModelHead
+from slipstream.layers.layer import BuildContext, LayerCache, build_layers
 from slipstream.layers.linear import column_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
-from slipstream.layers.rope import rope_table
-from slipstream.layers.stack import LayerCache, run_layer
-from slipstream.models.decoder import DecoderLayer
+from slipstream.layers.rope import RopeTables
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.dflash.config import DFlashConfig
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
@@ -61,10 +61,8 @@ class DFlashNetwork:
             source, [Part("fc", width)], config.num_read * target_width, config.parts.fc_bias
         )
         self._context_norm = rms_norm(source, "hidden_norm", width, layers.rms_norm_eps)
-        cos_sin = rope_table(layers.head_dim, layers.rope, options.max_positions, options.device)
-        self._layers = [
-            DecoderLayer(ops, source, layers, index, cos_sin) for index in range(layers.num_layers)
-        ]
+        ropes = RopeTables(options.max_positions, options.device)
+        self._layers = build_layers(layers.layers, BuildContext(source, width, ropes))
         self._norm = rms_norm(source, "norm", width, layers.rms_norm_eps)
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
@@ -84,7 +82,8 @@ class DFlashNetwork:
     def store(self, context: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]) -> None:
         """Keys and values of context rows [T, H] go to their slots, in every layer."""
         for layer, cache in zip(self._layers, caches, strict=True):
-            layer.attention.store(context, inputs, cache)
+            assert isinstance(layer.mixer, Attention), "the context is keys and values"
+            layer.mixer.store(self._ops, context, inputs, cache)
 
     def __call__(
         self, token_ids: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
@@ -98,6 +97,6 @@ class DFlashNetwork:
         residual: Tensor | None = None
         for layer, cache, causal in zip(self._layers, caches, self._causal, strict=True):
             own = replace(inputs, sees=replace(inputs.sees, causal=causal))
-            addend, residual, _ = run_layer(self._ops, layer.parts, addend, residual, own, cache)
+            addend, residual, _ = layer.apply(self._ops, addend, residual, own, cache)
         assert residual is not None, "a drafter has at least one layer"
         return self._ops.add_norm(addend, residual, self._norm)

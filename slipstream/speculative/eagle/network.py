@@ -9,21 +9,18 @@ x takes the place of the feature in the next row of a chain.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.stack_parts import StackParts
 from slipstream.kernels.table import Ops
-from slipstream.layers.attention import Attention
 from slipstream.layers.embedding import Embedding, LanguageModelHead
+from slipstream.layers.layer import BuildContext, LayerCache, build_layers
 from slipstream.layers.linear import column_linear
-from slipstream.layers.mlp import GatedMLP
-from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
-from slipstream.layers.stack import LayerCache, Stack, layer_parts
-from slipstream.models.decoder import DecoderLayer, attention_shape
+from slipstream.layers.rope import RopeTables
+from slipstream.layers.stack import Entry, Stack
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
@@ -33,7 +30,6 @@ from slipstream.speculative.heads.loading import (
     HeadParts,
     load_head,
     sharing_problems,
-    shifted_rope_table,
     vocabulary_problem,
 )
 
@@ -87,21 +83,15 @@ class Eagle1Head:
         self, ops: Ops, source: ParameterSource, config: Eagle1Config, options: LoadOptions
     ) -> None:
         layers, parts = config.layers, config.parts
-        width, eps, name = layers.hidden_size, layers.rms_norm_eps, "model.layers.0"
+        width = layers.hidden_size
         self.feature_size = width
         self._ends = HeadEnds(ops, source, parts, layers.vocab_size, layers.vocab_size, width)
         fc = column_linear(source, [Part("fc", width)], 2 * width, parts.fc_bias)
-        cos_sin = shifted_rope_table(
-            layers.head_dim, layers.rope, options.max_positions, options.device
-        )
-        shape = attention_shape(layers, 0)
-        attention = Attention(ops, source, f"{name}.self_attn", width, width, shape, cos_sin)
-        norm = rms_norm(source, f"{name}.post_attention_layernorm", width, eps)
-        mlp = GatedMLP(source, f"{name}.mlp", norm, layers.intermediate_size, layers.mlp_bias)
-        stacked = [layer_parts(None, attention, mlp)]
-        for index in range(1, layers.num_layers):
-            stacked.append(DecoderLayer(ops, source, layers, index, cos_sin).parts)
-        self._stack = Stack(ops, StackParts(stacked, None, fc.product, (None, None)))
+        ropes = RopeTables(options.max_positions, options.device, shifted=True)
+        first, *others = layers.layers
+        unnormed = replace(first, norms=replace(first.norms, mixer=None))
+        built = build_layers([unnormed, *others], BuildContext(source, width, ropes))
+        self._stack = Stack(ops, built, None, Entry(fc.product, (None, None)))
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Take from the target what the head has not."""

@@ -10,21 +10,20 @@ x takes the place of g in the next row of a chain.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.stack_parts import LayerParts, StackParts
 from slipstream.kernels.table import Norm, Ops
-from slipstream.layers.attention import Attention
 from slipstream.layers.embedding import Embedding, LanguageModelHead
+from slipstream.layers.layer import BuildContext, LayerCache, LayerSpec, build_layers
 from slipstream.layers.linear import Linear, column_linear
-from slipstream.layers.mlp import GatedMLP
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
-from slipstream.layers.stack import LayerCache, Stack, layer_parts
-from slipstream.models.decoder import DecoderLayer, attention_shape
+from slipstream.layers.rope import RopeTables
+from slipstream.layers.stack import Stack
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.eagle3.config import Eagle3Config
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
@@ -32,7 +31,6 @@ from slipstream.speculative.heads.loading import (
     DRAFT_IDS,
     HeadEnds,
     load_head,
-    shifted_rope_table,
 )
 
 
@@ -77,21 +75,16 @@ class FeatureFusion:
         return self._ops.joined_linear(sides, weight, bias)
 
 
-def first_layer(
-    ops: Ops, source: ParameterSource, config: Eagle3Config, cos_sin: Tensor
-) -> LayerParts:
-    """Attention over [embedding, feature], both normed; the feature is the residual stream."""
-    layers, name = config.layers, "model.layers.0"
-    width, eps = layers.hidden_size, layers.rms_norm_eps
-    embedding_norm = rms_norm(source, f"{name}.input_layernorm", width, eps)
-    feature_norm = rms_norm(source, f"{name}.hidden_norm", width, eps)
-    shape = attention_shape(layers, 0)
-    attention = Attention(ops, source, f"{name}.self_attn", 2 * width, width, shape, cos_sin)
-    norm = rms_norm(source, f"{name}.post_attention_layernorm", width, eps)
-    mlp = GatedMLP(source, f"{name}.mlp", norm, layers.intermediate_size, layers.mlp_bias)
-    return layer_parts(
-        feature_norm, attention, mlp, embedding_norm, keeps_normed=config.norm_before_residual
+def head_layers(config: Eagle3Config) -> list[LayerSpec]:
+    """The first reads [embedding, feature], both normed; the feature is the residual stream."""
+    first, *others = config.layers.layers
+    norms = replace(
+        first.norms,
+        mixer="hidden_norm",
+        beside="input_layernorm",
+        keeps_normed=config.norm_before_residual,
     )
+    return [replace(first, norms=norms), *others]
 
 
 class Eagle3Head:
@@ -113,14 +106,10 @@ class Eagle3Head:
         self._fusion: FeatureFusion | None = None
         if config.use_aux_hidden_state:
             self._fusion = FeatureFusion(ops, source, config, target_width)
-        cos_sin = shifted_rope_table(
-            layers.head_dim, layers.rope, options.max_positions, options.device
-        )
-        parts = [first_layer(ops, source, config, cos_sin)]
-        for index in range(1, layers.num_layers):
-            parts.append(DecoderLayer(ops, source, layers, index, cos_sin).parts)
+        ropes = RopeTables(options.max_positions, options.device, shifted=True)
+        built = build_layers(head_layers(config), BuildContext(source, width, ropes))
         last = rms_norm(source, "norm", width, layers.rms_norm_eps)
-        self._stack = Stack(ops, StackParts(parts, last))
+        self._stack = Stack(ops, built, last)
         # What is the next feature: the stream behind all layers, or what the norm makes of it.
         self._wanted = () if config.norm_output else (layers.num_layers,)
 

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 
 from slipstream.core.errors import CheckpointError
+from slipstream.layers.attention import AttentionSpec
+from slipstream.layers.layer import LayerSpec
+from slipstream.layers.mlp import GatedMLPSpec
+from slipstream.layers.norm import LayerNorms
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig, InvalidSizesError, RopeConfig
 from slipstream.models.quantized.catalogue import refuse_quantized
@@ -172,22 +176,30 @@ def _read_layers(
     kinds = _read_kinds(text, count)
     layers = _read_own(text, kinds)
     heads = text.take("num_attention_heads", int)
-    first = layers[0]
     try:
+        dense = GatedMLPSpec(text.take("intermediate_size", int))
+        norms = LayerNorms(text.take("rms_norm_eps", float, 1e-6))
         sizes = DecoderConfig(
             architecture="Gemma4AssistantForCausalLM",
             vocab_size=text.take("vocab_size", int, 262144),
             hidden_size=text.take("hidden_size", int),
-            intermediate_size=text.take("intermediate_size", int),
-            num_layers=count,
-            num_heads=heads,
-            num_kv_heads=first.num_kv_heads,
-            head_dim=first.head_dim,
-            rms_norm_eps=text.take("rms_norm_eps", float, 1e-6),
-            rope=first.rope,
+            layers=tuple(
+                LayerSpec(
+                    AttentionSpec(
+                        num_heads=heads,
+                        num_kv_heads=layer.num_kv_heads,
+                        head_dim=layer.head_dim,
+                        rope=layer.rope,
+                        window=layer.window,
+                    ),
+                    dense,
+                    norms,
+                )
+                for layer in layers
+            ),
+            rms_norm_eps=norms.eps,
             max_position_embeddings=text.take("max_position_embeddings", int, 131072),
             tie_word_embeddings=True,
-            sliding_windows=tuple(layer.window for layer in layers),
             dtype=checkpoint.weights_dtype or torch.bfloat16,
         )
     except InvalidSizesError as error:

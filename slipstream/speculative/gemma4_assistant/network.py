@@ -21,11 +21,11 @@ from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Heads, Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
+from slipstream.layers.layer import LayerCache
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import rope_table
-from slipstream.layers.stack import LayerCache
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.gemma4_assistant.config import AssistantConfig, Centroids
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint, fill

@@ -5,7 +5,6 @@ library wraps the former in `transformer_layer_config`, old vLLM conversions in 
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 from slipstream.core.errors import CheckpointError
@@ -114,10 +113,13 @@ def with_stored_parts(
 ) -> DecoderConfig:
     """The config with the norms and biases that the tensors of one layer say."""
     attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-    return replace(
-        config,
-        qk_norm=config.qk_norm or f"{attention}.q_norm.weight" in names,
-        qkv_bias=config.qkv_bias or f"{attention}.q_proj.bias" in names,
-        o_bias=config.o_bias or f"{attention}.o_proj.bias" in names,
-        mlp_bias=config.mlp_bias or f"{mlp}.gate_proj.bias" in names,
+    stored = {
+        "qk_norm": f"{attention}.q_norm.weight",
+        "qkv_bias": f"{attention}.q_proj.bias",
+        "output_bias": f"{attention}.o_proj.bias",
+    }
+    has_mlp_bias = f"{mlp}.gate_proj.bias" in names
+    return config.with_fields(
+        {field: True for field, name in stored.items() if name in names},
+        {"bias": True} if has_mlp_bias else {},
     )

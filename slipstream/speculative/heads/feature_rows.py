@@ -24,7 +24,7 @@ from slipstream.core.request import Request
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.preparation import preparation_for
 from slipstream.layers.embedding import Embedding, LanguageModelHead
-from slipstream.layers.stack import LayerCache
+from slipstream.layers.layer import LayerCache
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.rows import PassRows, RowLayout, lay_out

@@ -12,7 +12,6 @@ from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.table import Ops, ops_for
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
-from slipstream.layers.rope import RopeConfig, rope_table
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
 from slipstream.models.parameter_sources import CheckpointSource, DummySource, TensorSource
@@ -93,14 +92,6 @@ def _same(own: Weight, other: Weight) -> bool:
         return torch.equal(own.floats, other.floats)
     parts = torch.split(torch.arange(own.shape[0]), _COMPARED)  # tables are packed on CPUs only
     return all(torch.equal(own.look_up(part), other.look_up(part)) for part in parts)
-
-
-def shifted_rope_table(
-    head_dim: int, config: RopeConfig, max_positions: int, device: torch.device
-) -> Tensor:
-    """A rope table for rows that stand at the place of a token and belong, like its feature, to
-    the token before: entry t turns by the angles of t - 1."""
-    return rope_table(head_dim, config, max_positions, device).roll(1, 0)
 
 
 def load_head(

@@ -61,9 +61,9 @@ def read_mtp_config(checkpoint: MtpCheckpoint) -> MtpConfig:
     else:
         layers = read_layers(head_reader(checkpoint), ())
     layers = with_stored_parts(layers, names, modules[0].layer)
-    windows = set(layers.sliding_windows)
-    window = windows.pop() if len(windows) == 1 else None  # windows of some layers are not theirs
-    layers = replace(layers, num_layers=len(modules), sliding_windows=(window,) * len(modules))
+    if len(set(layers.sliding_windows)) > 1:  # windows of some layers are not theirs
+        layers = layers.with_fields({"window": None})
+    layers = replace(layers, layers=layers.layers[:1] * len(modules))
     _require_plain_queries(checkpoint, layers, modules)
     return MtpConfig(layers=layers, style=style, modules=modules, parts=_parts(names, modules[0]))
 

@@ -18,17 +18,17 @@ from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.stack_parts import StackParts
 from slipstream.kernels.table import Norm, Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
+from slipstream.layers.layer import BuildContext, LayerCache
 from slipstream.layers.linear import Linear, column_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
-from slipstream.layers.stack import LayerCache, Stack
-from slipstream.models.decoder import DecoderLayer
+from slipstream.layers.rope import RopeTables
+from slipstream.layers.stack import Entry, Stack
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.heads.checkpoint import fill
-from slipstream.speculative.heads.loading import HeadEnds, load_head, shifted_rope_table
+from slipstream.speculative.heads.loading import HeadEnds, load_head
 from slipstream.speculative.mtp.checkpoint import ModuleNames, MtpCheckpoint
 from slipstream.speculative.mtp.config import MtpConfig
 
@@ -149,17 +149,16 @@ class MtpHead:
         )
         if config.style.zero_centred:
             source = ZeroCentred(source)
-        cos_sin = shifted_rope_table(
-            layers.head_dim, layers.rope, options.max_positions, options.device
-        )
+        ropes = RopeTables(options.max_positions, options.device, shifted=True)
+        context = BuildContext(source, layers.hidden_size, ropes)
         all_ends: dict[str, MtpEnds] = {}  # Qwen's modules share all but the layer
         self._modules: list[Stack] = []
-        for index, names in enumerate(config.modules):
+        for spec, names in zip(layers.layers, config.modules, strict=True):
             ends = all_ends.get(names.projection) or MtpEnds.read(source, config, names)
             all_ends[names.projection] = ends
-            layer = DecoderLayer(ops, source, layers, index, cos_sin, name=names.layer)
-            module = StackParts([layer.parts], ends.last, ends.projection.product, ends.norms)
-            self._modules.append(Stack(ops, module))
+            layer = spec.build(context, names.layer)
+            entry = Entry(ends.projection.product, ends.norms)
+            self._modules.append(Stack(ops, [layer], ends.last, entry))
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Take from the target what the modules have not."""

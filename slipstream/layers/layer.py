@@ -1,0 +1,189 @@
+"""Decoder layers: what they are as data, and what is built from it.
+
+A layer has two halves, each of which is added to the residual stream: a mixer, in which rows see
+each other, and a feed-forward part. Either may be absent. A kind of half is a spec (frozen data)
+and the class that it builds; it stands in a file of its own beside this one.
+
+The stream passes from half to half as two tensors, `residual` and the `addend` that the last half
+has for it, so that their sum can be one op with the norm that follows. Before the first half the
+addend is the stream and there is no residual.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.stack_parts import LayerParts
+from slipstream.kernels.table import Norm, Ops
+from slipstream.layers.norm import LayerNorms
+from slipstream.layers.parameters import ParameterSource
+from slipstream.layers.rope import RopeTables
+
+LayerCache = tuple[Tensor, Tensor]
+MatrixShape = tuple[int, int]  # rows (outputs), columns (inputs)
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What halves are built with.
+
+    Attributes:
+        width: of the residual stream.
+    """
+
+    source: ParameterSource
+    width: int
+    ropes: RopeTables
+
+
+class Mixer(Protocol):
+    """A built half in which rows see others, by way of a cache.
+
+    Attributes:
+        norm: before it; None where it reads the stream as it is.
+        parts: what a column may fuse, told apart by its class (`kernels/stack_parts.py`); a kind
+            that no column fuses gives anything else.
+    """
+
+    @property
+    def norm(self) -> Norm | None: ...
+
+    @property
+    def parts(self) -> object: ...
+
+    def apply(
+        self,
+        ops: Ops,
+        addend: Tensor,
+        residual: Tensor | None,
+        inputs: PassInputs,
+        cache: LayerCache,
+        beside: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """By single ops: its own addend, and the stream that it is to be added to, [T, H].
+
+        Args:
+            beside: [T, H], the second input of a mixer that has one.
+        """
+
+
+class FeedForward(Protocol):
+    """A built half whose rows are computed apart; for the attributes see `Mixer`."""
+
+    @property
+    def norm(self) -> Norm | None: ...
+
+    @property
+    def parts(self) -> object: ...
+
+    def apply(self, ops: Ops, addend: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """By single ops: its own addend, and the stream that it is to be added to, [T, H]."""
+
+
+class HalfSpec(Protocol):
+    """What memory is planned by."""
+
+    def matrices(self, norms: LayerNorms, width: int) -> Sequence[MatrixShape]:
+        """The shapes of its matrices beside a stream of this width."""
+
+    def numbers_per_row(self) -> int:
+        """How many numbers of its own a row has while the half runs."""
+
+
+class MixerSpec(HalfSpec, Protocol):
+    """A kind of mixer with its sizes."""
+
+    def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> Mixer:
+        """The half with its weights, which a checkpoint has under the name `layer`."""
+
+
+class FeedForwardSpec(HalfSpec, Protocol):
+    """A kind of feed-forward part with its sizes."""
+
+    def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> FeedForward:
+        """The half with its weights, which a checkpoint has under the name `layer`."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One decoder layer as data; None stands for a half that it does not have."""
+
+    mixer: MixerSpec | None
+    feed_forward: FeedForwardSpec | None
+    norms: LayerNorms
+
+    @property
+    def _halves(self) -> tuple[HalfSpec, ...]:
+        return tuple(half for half in (self.mixer, self.feed_forward) if half is not None)
+
+    def matrices(self, width: int) -> list[MatrixShape]:
+        """The shapes of its matrices beside a stream of this width."""
+        return [shape for half in self._halves for shape in half.matrices(self.norms, width)]
+
+    def numbers_per_row(self) -> int:
+        """How many numbers a row has in a layer all of whose tensors live at once."""
+        return sum(half.numbers_per_row() for half in self._halves)
+
+    def build(self, context: BuildContext, name: str) -> "Layer":
+        """The layer with its weights, which a checkpoint has under `name`."""
+        mixer, feed_forward = self.mixer, self.feed_forward
+        return Layer(
+            None if mixer is None else mixer.build(context, name, self.norms),
+            None if feed_forward is None else feed_forward.build(context, name, self.norms),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A built decoder layer."""
+
+    mixer: Mixer | None
+    feed_forward: FeedForward | None
+
+    @property
+    def parts(self) -> LayerParts:
+        mixer, feed_forward = self.mixer, self.feed_forward
+        return LayerParts(
+            None if mixer is None else mixer.parts,
+            None if feed_forward is None else feed_forward.parts,
+        )
+
+    def apply(
+        self,
+        ops: Ops,
+        addend: Tensor,
+        residual: Tensor | None,
+        inputs: PassInputs,
+        cache: LayerCache | None,
+        beside: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """By single ops.
+
+        Args:
+            cache: None for a layer without a mixer.
+            beside: [T, H], the second input of a mixer that has one.
+
+        Returns:
+            The layer's addend, the stream that it is to be added to, and the stream that entered.
+        """
+        entered: Tensor | None = None
+        if self.mixer is not None:
+            assert cache is not None, "a mixer has a cache"
+            addend, residual = self.mixer.apply(ops, addend, residual, inputs, cache, beside)
+            entered = residual
+        if self.feed_forward is not None:
+            addend, residual = self.feed_forward.apply(ops, addend, residual)
+            entered = residual if entered is None else entered
+        assert residual is not None, "a layer has a half"
+        assert entered is not None, "a layer has a half"
+        return addend, residual, entered
+
+
+def build_layers(
+    specs: Sequence[LayerSpec], context: BuildContext, name: str = "model.layers.{}"
+) -> list[Layer]:
+    """Layers whose names in a checkpoint have their index in the place of the braces."""
+    return [spec.build(context, name.format(index)) for index, spec in enumerate(specs)]
