@@ -148,8 +148,7 @@ def assemble(
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
     graphs = None
     if resolved.captures:
-        width = limits.num_speculative_tokens
-        graphs = GraphRunner(state, sampling, width, Recorder(device))
+        graphs = GraphRunner(state, sampling, scheduler.policy.widths, Recorder(device))
     step = Step(
         scheduler,
         runner,

@@ -11,6 +11,7 @@ from slipstream.core.errors import UsageError
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.engine.admission import check_fits
+from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
 from slipstream.engine.endings import append_output
 from slipstream.engine.invariants import arrival, check_places, check_queues
 
@@ -49,6 +50,9 @@ class _Budget:
 class Scheduler:
     """Continuous batching in arrival order.
 
+    Args:
+        policy: decides how many tokens are drafted; None: a fixed number, as the limits have it.
+
     Prompt chunks, decoding and verification share one batch. A request is admitted when the cache
     has room for all its known tokens, so prompts never run out of blocks halfway. Who arrived
     first goes first: when blocks run out, the running request that arrived last gives its blocks
@@ -58,8 +62,14 @@ class Scheduler:
     at most once, or by `restart`; `finish`, `abort` and `add` may come at any time, also between.
     """
 
-    def __init__(self, limits: StepLimits, block_manager: BlockManager) -> None:
+    def __init__(
+        self,
+        limits: StepLimits,
+        block_manager: BlockManager,
+        policy: DraftPolicy | None = None,
+    ) -> None:
         self.limits, self.num_preemptions = limits, 0
+        self.policy = policy or FixedPolicy(limits.num_speculative_tokens)
         self.block_manager = block_manager
         self._requests: dict[str, Request] = {}  # waiting and running
         self._waiting: list[Request] = []  # both lists are in arrival order
@@ -190,7 +200,7 @@ class Scheduler:
                 continue
             if request.num_tokens + 1 >= self.limits.max_model_len:
                 continue
-            num_drafts = budget.take(max(0, self._most_drafts(request, surely_gained=1)))
+            num_drafts = budget.take(self._most_drafts(request, surely_gained=1))
             most = request.num_tokens + item.num_draft_tokens + 1 + num_drafts
             most = min(most, self.limits.max_model_len)
             if not self.block_manager.grow(request.request_id, most):
@@ -304,13 +314,12 @@ class Scheduler:
         """
         limits = self.limits
         num_tokens = request.num_tokens + surely_gained
-        return min(
-            request.num_speculative_tokens,
-            limits.num_speculative_tokens,
+        most = min(
             limits.max_model_len - num_tokens - 1,
             limits.drafts_for(request.max_tokens - request.num_output_tokens - surely_gained - 1),
             limits.drafter_max_model_len - num_tokens,
         )
+        return self.policy.num_draft_tokens(request, max(0, most))
 
     def _scheduled(self, share: _Share, reaches_end: bool) -> ScheduledRequest:
         request = share.request

@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -133,14 +133,19 @@ class GraphRunner:
     memory pool: what a replay returns is good until the next one.
 
     Args:
-        width: K of the engine; graphs exist for it and for 0.
+        widths: numbers of draft tokens that graphs are for, rising: a batch takes the smallest that
+            holds its drafts.
         recorder: captures a call.
     """
 
     def __init__(
-        self, state: DeviceState, sampling: SamplingState, width: int, recorder: Recorder
+        self,
+        state: DeviceState,
+        sampling: SamplingState,
+        widths: Sequence[int],
+        recorder: Recorder,
     ) -> None:
-        self._state, self._sampling, self._width = state, sampling, width
+        self._state, self._sampling, self._widths = state, sampling, widths
         self._buckets = bucket_sizes(state.padding_slot)
         self._graphs: dict[_Key, _Captured[Any]] = {}
         self._generation = sampling.generation
@@ -190,14 +195,14 @@ class GraphRunner:
     def _lean_keys(self, name: str, guessed: bool) -> list[_Key]:
         return [
             _Key(name, bucket, width, uses, guessed and width > 0)
-            for width in sorted({self._width, 0}, reverse=True)
+            for width in reversed(self._widths)
             for bucket in reversed(self._buckets)
             for uses in reversed(LEAN)
         ]
 
     def _key(self, name: str, packed: PackedBatch) -> _Key:
         bucket = next(size for size in self._buckets if size >= len(packed.slots))
-        width = self._width if packed.width else 0
+        width = next(width for width in self._widths if width >= packed.width)
         uses, guided = packed.uses - GUIDED, packed.uses & GUIDED
         if uses not in LEAN:
             uses = FULL

@@ -16,6 +16,7 @@ from tokenizers import models, pre_tokenizers
 
 from slipstream import LLM, RequestOutput, SamplingParams
 from slipstream.core.batch import Batch, Committed
+from slipstream.core.request import Request
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.samples import Submission
 from slipstream.kernels.preparation import PlacedRows, RequestTables
@@ -142,8 +143,10 @@ class Maker:
             "medusa": {"method": "medusa", "model": medusa_for(self.target)},
             "mlp_speculator": {"method": "mlp_speculator", "model": mlp_for(self.target)},
         }
-        config = None
-        if drafter != "none":
+        config = options.pop("speculative_config", None)
+        if config is not None:
+            config["num_speculative_tokens"] = K
+        elif drafter != "none":
             config = {**speculative[drafter], "num_speculative_tokens": K}
         limits = {"num_kv_blocks": 200, "block_size": 8, "max_model_len": 128, "max_num_seqs": 6}
         given = {"tokenizer": self.words, **limits, **options}
@@ -289,6 +292,32 @@ def test_no_pass_reads_beyond_its_block_table(
     outputs = llm.generate(PROMPTS, seeded(max_tokens=None, temperature=0.0))
     assert all(output.outputs[0].finish_reason == "length" for output in outputs)
     assert 0 <= min(seen) <= 1
+
+
+class ByLength:
+    """A policy under which the number of draft tokens changes from step to step."""
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self.widths = (0, 1, num_speculative_tokens)
+
+    def num_draft_tokens(self, request: Request, most: int) -> int:
+        return min(most, request.num_tokens % (self.widths[-1] + 1))
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "eagle3", "medusa"])
+def test_a_policy_may_draft_another_number_in_each_step(
+    drafter: str, make: Maker, tiny_heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = make.one("none").generate(PROMPTS, seeded(temperature=0))
+    monkeypatch.setattr("slipstream.engine.scheduler.FixedPolicy", ByLength)
+    options: dict[str, Any] = {}
+    if drafter in tiny_heads:
+        options = {"speculative_config": {"model": tiny_heads[drafter]}}
+    for llm in (make.one(drafter, **options), make.padded(drafter, **options)[0]):
+        outputs = llm.generate(PROMPTS, seeded(temperature=0))
+        for output, wanted in zip(outputs, expected, strict=True):
+            assert output.outputs[0].token_ids == wanted.outputs[0].token_ids
+        assert sum(output.metrics.num_draft_tokens for output in outputs) > 0
 
 
 def test_beyond_the_drafters_length_a_step_that_ran_ahead_drafts_nothing(

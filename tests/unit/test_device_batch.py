@@ -162,7 +162,7 @@ def captures() -> Captures:
     state = DeviceState(5, 16, 4, CPU)
     sampling = SamplingState(state.num_slots, VOCAB, CPU)
     recorder = Counted()
-    runner = GraphRunner(state, sampling, K, recorder)  # type: ignore[arg-type]
+    runner = GraphRunner(state, sampling, (0, K), recorder)  # type: ignore[arg-type]
     return Captures(state, sampling, recorder, runner)
 
 
@@ -278,8 +278,17 @@ def test_what_plain_requests_need_is_captured_at_once(captures: Captures, guesse
 
 
 def test_an_engine_without_drafts_captures_one_width(captures: Captures) -> None:
-    runner = GraphRunner(captures.state, captures.sampling, 0, captures.recorder)  # type: ignore[arg-type]
+    runner = GraphRunner(captures.state, captures.sampling, (0,), captures.recorder)  # type: ignore[arg-type]
     assert runner.num_lean() == 2 * len(bucket_sizes(5))
+
+
+def test_a_step_is_padded_to_the_smallest_width_that_holds_it(captures: Captures) -> None:
+    state, sampling = captures.state, captures.sampling
+    runner = GraphRunner(state, sampling, (0, 1, 3), captures.recorder)  # type: ignore[arg-type]
+    for drafts in range(4):
+        runner.run("step", captures.function, plan([0], [drafts]))
+        assert captures.batches[-1].width == {0: 0, 1: 1, 2: 3, 3: 3}[drafts]
+    assert runner.num_lean() == 3 * 2 * len(bucket_sizes(5))
 
 
 # ---------------------------------------------------------------------- the full variant

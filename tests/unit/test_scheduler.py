@@ -268,6 +268,32 @@ def test_drafts_stay_within_every_limit(
     assert plan(engine.schedule()) == {"a": (8, 1, expected)}
 
 
+class ByLength:
+    """A policy: one draft token more, the longer a request is; it notes what it is asked."""
+
+    widths = (0, 1, 2, 3)
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    def num_draft_tokens(self, request: Request, most: int) -> int:
+        self.asked.append((request.request_id, most))
+        return min(most, request.num_tokens % 4)
+
+
+def test_a_policy_decides_how_many_tokens_are_drafted() -> None:
+    limits = scheduler().limits
+    policy = ByLength()
+    engine = Scheduler(limits, BlockManager(100, SIZE, True), policy)
+    engine.add(request("a", 5))
+    engine.add(request("b", 6, max_tokens=3))
+    commit(engine, engine.schedule())
+    assert not policy.asked  # this drafter needs the prompt's features
+    batch = engine.schedule()
+    assert plan(batch) == {"a": (5, 1, 2), "b": (6, 1, 1)}
+    assert policy.asked == [("a", 14), ("b", 1)]  # as many as max_tokens leave room for
+
+
 def test_drafts_shrink_to_the_blocks_that_are_left() -> None:
     engine = scheduler(num_blocks=4, caching=False)
     engine.add(request("a", 6, max_tokens=8))
