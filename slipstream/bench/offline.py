@@ -8,6 +8,7 @@ from slipstream.bench.tables import ReportTable, speculation_rows
 from slipstream.bench.workload import OfflineRun
 
 _PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
+_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "step": "step"}
 
 
 def joined(runs: Sequence[OfflineRun]) -> OfflineRun:
@@ -72,13 +73,11 @@ def latency_table(figures: dict[str, Any]) -> ReportTable:
 
 def step_tables(run: OfflineRun) -> list[ReportTable]:
     """Times of requests and steps, and acceptance."""
-    times = {"TTFT": run.ttfts_ms(), "TPOT": run.tpots_ms()}
-    times["step"] = [seconds * 1e3 for seconds in run.iterations]
-    spreads = {name: spread(own, (99.0,)) for name, own in times.items() if own}
+    spreads = {name: spread(own, (99.0,)) for name, own in run.times_ms().items() if own}
     tables = []
     if spreads:
         rows = [
-            [name, *(f"{value:.2f}" for value in own.values() if value is not None)]
+            [_NAMES[name], *(f"{value:.2f}" for value in own.values() if value is not None)]
             for name, own in spreads.items()
         ]
         tables.append(ReportTable("Times, ms", ("", "mean", "median", "std", "p99"), rows))
@@ -90,9 +89,7 @@ def step_tables(run: OfflineRun) -> list[ReportTable]:
 
 def run_figures(run: OfflineRun) -> dict[str, Any]:
     figures: dict[str, Any] = {"interrupted": run.stopped}
-    times = {"ttft": run.ttfts_ms(), "tpot": run.tpots_ms()}
-    times["step"] = [seconds * 1e3 for seconds in run.iterations]
-    for metric, own in times.items():
+    for metric, own in run.times_ms().items():
         for name, value in spread(own, (90.0, 99.0)).items():
             figures[f"{name}_{metric}_ms"] = value
     figures["time_shares"] = run.shares

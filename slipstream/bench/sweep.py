@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from slipstream.bench.workload import OfflineRun, Workload, run_offline, warm_up
+from slipstream.bench.workload import OfflineRun
 from slipstream.core.errors import DraftTooLongError, SlipstreamError, UsageError
 from slipstream.core.wording import counted
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 PLAIN = "plain"
 Open = Callable[[dict[str, Any] | None, int], "LLM"]  # speculative_config, batch -> an engine
-Inspect = Callable[["LLM", "Cell"], None]
-"""Called with the engine of a cell after its measurement."""
+Measure = Callable[["LLM", "Cell"], OfflineRun]  # runs the workload on an engine
 
 
 @dataclass(frozen=True)
@@ -132,12 +131,7 @@ class Sweep:
         return [count for count in self.counts if most is None or count <= most]
 
     def run(
-        self,
-        open_llm: Open,
-        workload: Workload,
-        stopped: Callable[[], bool] = lambda: False,
-        inspect: Inspect = lambda llm, cell: None,
-        advance: Callable[[int, int], None] = lambda requests, tokens: None,
+        self, open_llm: Open, measure: Measure, stopped: Callable[[], bool]
     ) -> Iterator[Point | Failure]:
         """Yield results as they are measured.
 
@@ -149,22 +143,13 @@ class Sweep:
             for cell, config in self._cells(batch):
                 if stopped():
                     return
-                reason = ""
-                try:
-                    point = _measure(
-                        cell, config, open_llm, workload, plain, stopped, inspect, advance
-                    )
-                except Exception as error:  # of any kind: the other cells are still measured
-                    reason = _reason(error)
-                if reason:
-                    gc.collect()  # the error held the engine that failed
-                    yield Failure(cell.drafter, cell.k, cell.batch, reason=reason)
-                    continue
-                if point is None:
+                result = _result(cell, config, open_llm, measure, plain)
+                gc.collect()  # frees the engine's memory for the next one
+                if result is None:
                     return
-                if cell.drafter == PLAIN and plain is None:
-                    plain = point
-                yield point
+                if plain is None and cell.drafter == PLAIN and isinstance(result, Point):
+                    plain = result
+                yield result
 
     def _cells(self, batch: int) -> Iterator[tuple[Cell, dict[str, Any] | None]]:
         yield Cell(PLAIN, 0, batch), None
@@ -190,28 +175,19 @@ def _reason(error: Exception) -> str:
     return text if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {text}"
 
 
-def _measure(
+def _result(
     cell: Cell,
     config: dict[str, Any] | None,
     open_llm: Open,
-    workload: Workload,
+    measure: Measure,
     plain: Point | None,
-    stopped: Callable[[], bool],
-    inspect: Inspect,
-    advance: Callable[[int, int], None],
-) -> Point | None:
+) -> Point | Failure | None:
     """None where it was interrupted before the first token."""
-    llm = open_llm(config, cell.batch)
-    warm_up(llm)
-    run = run_offline(llm, workload, stopped, advance)
-    if not run.num_tokens:
-        return None
-    if not run.stopped:
-        inspect(llm, cell)
-    point = _point(cell, run, plain)
-    del llm, run
-    gc.collect()  # frees the engine's memory for the next one
-    return point
+    try:
+        run = measure(open_llm(config, cell.batch), cell)
+    except Exception as error:  # of any kind: the other cells are still measured
+        return Failure(cell.drafter, cell.k, cell.batch, reason=_reason(error))
+    return _point(cell, run, plain) if run.num_tokens else None
 
 
 def _point(cell: Cell, run: OfflineRun, plain: Point | None) -> Point:

@@ -135,6 +135,11 @@ class OfflineRun:
                 times.append((last - first) / (count - 1) * 1e3)
         return times
 
+    def times_ms(self) -> dict[str, list[float]]:
+        """Milliseconds: TTFT and TPOT of finished requests, and the time of each step."""
+        steps = [seconds * 1e3 for seconds in self.iterations]
+        return {"ttft": self.ttfts_ms(), "tpot": self.tpots_ms(), "step": steps}
+
     def ttfts_ms(self) -> list[float]:
         """Milliseconds from being queued to the first token, of each finished request."""
         told = [output.metrics.time_to_first_token for output in self.outputs]

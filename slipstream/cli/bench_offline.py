@@ -62,10 +62,10 @@ def throughput(
     engine: EngineConfig,
     run: RunFlags,
 ) -> None:
-    """Measure tokens per second of an engine in this process, given all prompts at once.
+    """Measure tokens per second of an engine in this process.
 
-    --max-num-seqs says how many of them run together. Ctrl-C ends the run and reports what was
-    measured so far.
+    It gets all prompts at once; --max-num-seqs says how many of them run together. Ctrl-C ends the
+    run and reports what was measured so far.
     """
     from slipstream.bench.offline import throughput_figures, throughput_table
     from slipstream.bench.report import text_entry, write_texts
@@ -105,7 +105,7 @@ def latency(
     engine: EngineConfig = _WITHOUT_PREFIXES,
     run: RunFlags,
 ) -> None:
-    """Measure how long one batch takes in this process, from its start to its last token.
+    """Measure how long one batch takes in this process.
 
     The batch is the data set's first prompts, every answer at its full length, without prefix
     caching unless --enable-prefix-caching is given. Ctrl-C ends the run and reports what was

@@ -48,11 +48,12 @@ def serve(
     report: ReportFlags,
     result: ResultFlags,
 ) -> None:
-    """Measure a server of the OpenAI protocol under load: throughput, TTFT, TPOT, acceptance.
+    """Measure a server of the OpenAI protocol under load.
 
-    Without --request-rate the load is a closed loop of --max-concurrency requests. The figures
-    have the names that vllm bench serve gives them. Ctrl-C ends the load and reports what was
-    measured so far. The exit code is 1 if a request failed or a text differs from --compare-texts.
+    Reports throughput, TTFT, TPOT and acceptance, under the names that vllm bench serve uses.
+    Without --request-rate the load is a closed loop of --max-concurrency requests. Ctrl-C ends the
+    load and reports what was measured so far. The exit code is 1 if a request failed or a text
+    differs from --compare-texts.
     """
     _require_client()
     from slipstream.bench.load import num_requests

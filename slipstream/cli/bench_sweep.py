@@ -29,7 +29,7 @@ from slipstream.core.wording import counted
 if TYPE_CHECKING:
     from slipstream.bench.sweep import Cell, Failure, Open, Point, Sweep
     from slipstream.bench.tables import ReportTable
-    from slipstream.bench.workload import Workload
+    from slipstream.bench.workload import OfflineRun, Workload
     from slipstream.engine.llm import LLM
 
 _WITHOUT_MODEL = ("ngram", "suffix")
@@ -69,10 +69,11 @@ def sweep(
     engine: EngineConfig,
     run: RunFlags,
 ) -> None:
-    """Measure every drafter at every K: acceptance length, tokens/s, time of a step.
+    """Measure drafters at several K and batch sizes.
 
-    Decoding without a drafter is measured first and last at each batch size; speed-ups are
-    relative to the first. Ctrl-C ends the sweep and reports what was measured so far.
+    Reports acceptance length, tokens/s and the time of a step. Decoding without a drafter is
+    measured first and last at each batch size; speed-ups are relative to the first. Ctrl-C ends the
+    sweep and reports what was measured so far.
     """
     from slipstream.bench.sweep import Sweep
 
@@ -136,33 +137,33 @@ class _Cells:
             raise typer.Exit(FAILED)
 
     def _measure(self, open_engine: "Open", pressed: Callable[[], bool], bar: Bar) -> None:
-        size = len(self._workload.prompts)
+        from slipstream.bench.workload import run_offline, warm_up
 
-        def open_and_show(config: dict[str, Any] | None, batch: int) -> "LLM":
-            llm = open_engine(config, batch)
-            number = len(self._points) + len(self._failures) + 1
-            bar.start(f"cell {number} of {self._plan.num_points}", size)
-            return llm
-
-        def inspect(llm: "LLM", cell: "Cell") -> None:
+        def measure(llm: "LLM", cell: "Cell") -> "OfflineRun":
+            bar.start(f"cell {self._number} of {self._plan.num_points}", len(workload.prompts))
+            warm_up(llm)
+            run = run_offline(
+                llm, workload, pressed, lambda done, tokens: bar.update(done, f"{tokens:,} tokens")
+            )
             bar.stop()
-            self._profiles += self._profile.tables(llm, self._workload, cell.title)
+            if not run.stopped:
+                self._profiles += self._profile.tables(llm, workload, cell.title)
+            return run
 
-        measured = self._plan.run(
-            open_and_show,
-            self._workload,
-            pressed,
-            inspect,
-            lambda done, tokens: bar.update(done, f"{tokens:,} tokens"),
-        )
-        for point in measured:
+        workload = self._workload
+        for point in self._plan.run(open_engine, measure, pressed):
             bar.stop()
             self._take(point)
+
+    @property
+    def _number(self) -> int:
+        """The number of the current cell, from 1."""
+        return len(self._points) + len(self._failures) + 1
 
     def _take(self, point: "Point | Failure") -> None:
         from slipstream.bench.sweep import Failure
 
-        number = f"{len(self._points) + len(self._failures) + 1}/{self._plan.num_points}"
+        number = f"{self._number}/{self._plan.num_points}"
         if isinstance(point, Failure):
             self._failures.append(point)
             note(f"{number} {point.title}: not measured: {point.reason}")

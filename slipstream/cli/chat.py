@@ -55,7 +55,7 @@ def chat(
     engine: EngineConfig,
     run: RunFlags,
 ) -> None:
-    """Talk to a model: on a terminal, or with one message per line of a pipe."""
+    """Chat on a terminal, or answer each line of a pipe."""
     llm, _ = open_llm(drafter.apply(engine), run.verbose)
     _require_template(llm)
     conversation = Conversation(llm, sampling, flags.system)

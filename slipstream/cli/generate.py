@@ -92,7 +92,7 @@ def generate(
     engine: EngineConfig,
     run: RunFlags,
 ) -> None:
-    """Continue prompts, with speculative decoding if there is a drafter.
+    """Continue prompts with speculative decoding.
 
     On a terminal the text streams, accepted draft tokens in colour; a pipe gets the text alone.
 

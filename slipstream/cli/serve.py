@@ -135,9 +135,10 @@ def serve(
     engine: EngineConfig,
     run: RunFlags,
 ) -> None:
-    """Serve a model by the OpenAI protocol, with speculative decoding if there is a drafter.
+    """Serve a model by the OpenAI protocol.
 
-    Without MODEL the bundled demo is served. The first Ctrl-C or SIGTERM lets running requests
+    Requests share one engine, which decodes speculatively if there is a drafter. Without MODEL the
+    bundled demo is served. The first Ctrl-C or SIGTERM lets running requests
     finish, the second stops at once.
     """
     config = drafter.apply(engine)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from slipstream.train.trainer import Report
 
 KINDS = {
-    "dflash": "Train a DFlash drafter: a block of draft tokens from one pass over target features.",
-    "draft": "Train a draft model: a small language model distilled from the target.",
-    "eagle3": "Train an EAGLE-3 head: one layer over target features, with training-time test.",
-    "medusa": "Train Medusa heads: one head per draft position, all from one hidden state.",
-    "mtp": "Train an MTP module: one layer over the target's last hidden state.",
-    "p-eagle": "Train a P-EAGLE head: an EAGLE-3 head that drafts all tokens in one pass.",
-    "pard": "Train a parallel draft model (PARD): all tokens in one pass over mask tokens.",
+    "dflash": "Train a DFlash drafter: a block of tokens in one pass.",
+    "draft": "Train a draft model: a small language model.",
+    "eagle3": "Train an EAGLE-3 head: one layer over target features.",
+    "medusa": "Train Medusa heads: one head per draft position.",
+    "mtp": "Train an MTP module: one layer over the last hidden state.",
+    "p-eagle": "Train a P-EAGLE head: EAGLE-3 with all tokens in one pass.",
+    "pard": "Train a PARD drafter: a draft model with one pass.",
 }
 """The recipes, and their help."""
 
@@ -65,7 +65,10 @@ def _command(kind: str) -> Callable[..., None]:
 
 
 def data(*, settings: DataSettings) -> None:
-    """Prepare training sequences once, with the target's own answers, to train several drafters."""
+    """Prepare training sequences for several drafters.
+
+    With --generate the target's own answers are included, so that they are made only once.
+    """
     from slipstream.train.data import pack_data
 
     try:
