@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.cache.kv_cache import KVLayout
+from slipstream.cache.spec import CacheLayout
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.runner.device_batch import DeviceBatch, Guesses
@@ -39,7 +39,7 @@ class FakeDrafter:
 
     limits = DrafterLimits(drafts_behind_prompt=True, on_device=False)
     needs = Needs()
-    layout: KVLayout | None = None
+    layout: CacheLayout | None = None
 
     def __init__(self, right: bool, vocab_size: int) -> None:
         self._shift, self._vocab_size = (0 if right else 1), vocab_size

@@ -100,13 +100,10 @@ class CheckpointFacts:
         return {"dtype": None if dtype is None else str(dtype).removeprefix("torch."), **sizes}
 
     def _cache_sizes(self) -> dict[str, int]:
-        from slipstream.cache.kv_cache import KVLayout
-
         shape, per_token = self.config, 0
         keeps_none = self.head is not None and not self.head.keeps_blocks
         if shape is not None and not keeps_none:
-            layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype)
-            per_token = layout.bytes_per_token
+            per_token = shape.cache_layout(shape.dtype).bytes_per_token
         return {"kv_bytes_per_token": per_token, "kv_bytes_per_block": per_token * BLOCK_SIZE}
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from slipstream.cache.block_manager import BlockManager
-from slipstream.cache.kv_cache import KVCache, KVLayout
+from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CheckpointError
 from slipstream.engine.engine import Engine
@@ -126,15 +126,15 @@ def assemble(
     limits, device, shape = resolved.limits, resolved.device, network.config
     state = DeviceState(limits.max_num_seqs, limits.max_model_len, config.block_size, device)
     sampling = SamplingState(state.num_slots, shape.vocab_size, device)
-    sizes = (shape.num_layers, shape.num_kv_heads, shape.head_dim)
-    layout = KVLayout(*sizes, resolved.cache_dtype)
-    cache = KVCache(layout, resolved.num_blocks, config.block_size, device)
+    layout = shape.cache_layout(resolved.cache_dtype)
+    sizes = CacheSizes(resolved.num_blocks, config.block_size, state.num_slots, device)
+    cache = ModelCache(layout, sizes)
     needs = loaded_drafter.needs
     runner = ModelRunner(network, cache, state, stream_layers=needs.stream_layers)
     resources = DrafterResources(
         state=state,
         sampling=sampling,
-        num_blocks=resolved.num_blocks,
+        cache_sizes=sizes,
         use_fp64_gumbel=config.use_fp64_gumbel,
         num_speculative_tokens=limits.num_speculative_tokens,
         target=network,
@@ -142,7 +142,8 @@ def assemble(
         target_cache=cache,
     )
     drafter = loaded_drafter.build(resources)
-    blocks = BlockManager(resolved.num_blocks, config.block_size, config.enable_prefix_caching)
+    shares_prefixes = config.enable_prefix_caching and layout.blocks_resume
+    blocks = BlockManager(resolved.num_blocks, config.block_size, shares_prefixes)
     scheduler = Scheduler(limits, blocks)
     on_device = loaded_drafter.limits.on_device
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)

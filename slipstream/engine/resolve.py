@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from slipstream.cache.kv_cache import KVLayout
 from slipstream.core.config import EngineConfig, known_quantization
 from slipstream.core.errors import DraftTooLongError, UsageError
 from slipstream.core.limits import StepLimits
@@ -140,7 +139,10 @@ def resolve(
     """Size the cache and fix the limits; the weights are in memory."""
     cache_dtype = resolve_cache_dtype(config, dtype, device)
     drafter = speculation.drafter
-    bytes_per_block = config.block_size * _bytes_per_token(shape, cache_dtype, drafter.layout)
+    bytes_per_token = shape.cache_layout(cache_dtype).bytes_per_token
+    if drafter.layout is not None:
+        bytes_per_token += drafter.layout.bytes_per_token
+    bytes_per_block = config.block_size * bytes_per_token
     longest = resolve_model_len(config, shape)
     rows = _max_num_batched_tokens(config, device, reasons)
     captures = captures_graphs(device, bool(config.enforce_eager) or speculation.enforce_eager)
@@ -185,12 +187,6 @@ def resolve(
         captures=captures,
         reasons=reasons.rows,
     )
-
-
-def _bytes_per_token(shape: DecoderConfig, cache_dtype: torch.dtype, draft: KVLayout | None) -> int:
-    """Of the caches of the target and of its drafter."""
-    target = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, cache_dtype)
-    return target.bytes_per_token + (0 if draft is None else draft.bytes_per_token)
 
 
 def _draft_rows(speculation: Speculation) -> int:

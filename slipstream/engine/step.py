@@ -200,6 +200,8 @@ class Step:
             verdict.num_accepted,
         )
         self._sampling.commit(batch.slots, verdict.token_ids, num_tokens, batch.uses)
+        if self._runner.has_states:
+            self._runner.commit(batch.slots, batch.num_known_rows + num_accepted)
         return replace(verdict, num_tokens=num_tokens, num_accepted=num_accepted)
 
     def _room(self, slots: Tensor) -> Tensor:
@@ -224,9 +226,10 @@ class Step:
         began = perf_counter()
         self._drafter.forget(batch.preempted)
         self._state.apply(batch)
-        for item in batch.requests:
-            if item.admitted:
-                self._sampling.admit(item.request.slot, item.request)
+        admitted = [item.request for item in batch.requests if item.admitted]
+        self._runner.begin([request.slot for request in admitted])
+        for request in admitted:
+            self._sampling.admit(request.slot, request)
         packed = self._pack(batch)
         steering = None
         if Uses.GRAMMAR in packed.uses:

@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from slipstream.cache.paged import KVSpec
+from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.stack_parts import AttentionParts
 from slipstream.kernels.table import Heads, Norm, Ops
-from slipstream.layers.layer import BuildContext, LayerCache, MatrixShape
+from slipstream.layers.layer import BuildContext, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms, rms_norm
 from slipstream.layers.parameters import InvalidSizesError, Part, require_positive
@@ -69,6 +72,9 @@ class AttentionSpec:
 
     def numbers_per_row(self) -> int:
         return 3 * self.query_rows + 4 * self.kv_rows
+
+    def cache(self, dtype: torch.dtype) -> KVSpec:
+        return KVSpec(self.num_kv_heads, self.head_dim, dtype)
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "Attention":
         return Attention(self, context, layer, norms)

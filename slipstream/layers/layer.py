@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from slipstream.cache.spec import CacheSpec, LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.stack_parts import LayerParts
 from slipstream.kernels.table import Norm, Ops
@@ -22,7 +24,6 @@ from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import ParameterSource
 from slipstream.layers.rope import RopeTables
 
-LayerCache = tuple[Tensor, Tensor]
 MatrixShape = tuple[int, int]  # rows (outputs), columns (inputs)
 
 
@@ -95,6 +96,9 @@ class HalfSpec(Protocol):
 
 class MixerSpec(HalfSpec, Protocol):
     """A kind of mixer with its sizes."""
+
+    def cache(self, dtype: torch.dtype) -> CacheSpec:
+        """What it keeps of the past, in this dtype."""
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> Mixer:
         """The half with its weights, which a checkpoint has under the name `layer`."""

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.stack_parts import FusedOp, Product, StackOp, StackParts
 from slipstream.kernels.table import Norm, Ops
-from slipstream.layers.layer import Layer, LayerCache
+from slipstream.layers.layer import Layer
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops
 from slipstream.layers.embedding import Embedding, own_head, tied_head
-from slipstream.layers.layer import BuildContext, LayerCache, build_layers
+from slipstream.layers.layer import BuildContext, build_layers
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource
 from slipstream.layers.rope import RopeTables

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from slipstream.cache.spec import CacheLayout
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.layer import LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
@@ -83,6 +84,11 @@ class DecoderConfig:
         """Of each layer: how many tokens a row sees, itself included; None sees all."""
         mixers = (layer.mixer for layer in self.layers)
         return tuple(mixer.window if isinstance(mixer, AttentionSpec) else None for mixer in mixers)
+
+    def cache_layout(self, dtype: torch.dtype) -> CacheLayout:
+        """What its layers keep of the past, in this dtype."""
+        mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
+        return CacheLayout(tuple(mixer.cache(dtype) for mixer in mixers), dtype)
 
     @property
     def num_layer_parameters(self) -> int:

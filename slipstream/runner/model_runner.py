@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.cache.kv_cache import KVCache
-from slipstream.kernels.preparation import preparation_for
+from slipstream.cache.spec import ModelCache
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.decoder import Decoder
 from slipstream.runner.device_state import DeviceState
@@ -34,12 +33,15 @@ class ModelRunner:
     Args:
         head: in place of the network's own, one over some of its tokens.
         stream_layers: layers whose incoming residual stream every pass keeps (`Forward.streams`).
+
+    Attributes:
+        has_states: a layer keeps a state of each request, which `commit` rolls forward.
     """
 
     def __init__(
         self,
         network: Decoder,
-        cache: KVCache,
+        cache: ModelCache,
         state: DeviceState,
         head: LanguageModelHead | None = None,
         stream_layers: Sequence[int] = (),
@@ -47,6 +49,7 @@ class ModelRunner:
         self._network, self._cache, self._state = network, cache, state
         self._head = head or network.head
         self._stream_layers = tuple(stream_layers)
+        self.has_states = cache.has_states
 
     def forward(self, rows: PassRows) -> Forward:
         """Compute `rows`, whose ids stand in the device state, and write their keys and values."""
@@ -66,8 +69,15 @@ class ModelRunner:
             counts: [R] int64, how many follow the root; 0 also where there is no tree.
         """
         roots = self._state.num_tokens[slots] - 1
-        keep = preparation_for(self._state.device).keep_path
-        keep(self._state.tables, slots, roots, path, counts, self._cache.pages)
+        self._cache.keep_path(self._state.tables, slots, roots, path, counts)
+
+    def begin(self, slots: Sequence[int]) -> None:
+        """Requests without computed tokens take these slots."""
+        self._cache.begin(slots)
+
+    def commit(self, slots: Tensor, num_rows: Tensor) -> None:
+        """Of each request's rows in the last pass, the first num_rows[r] stand; [R] int64 each."""
+        self._cache.commit(slots, num_rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, vocab_size (of the head)] float32."""

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.cache.kv_cache import KVCache, KVLayout
+from slipstream.cache.spec import CacheLayout, CacheSizes, ModelCache
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.models.decoder import Decoder
@@ -172,11 +172,11 @@ class DrafterResources:
 
     state: DeviceState
     sampling: SamplingState
-    num_blocks: int
+    cache_sizes: CacheSizes
     use_fp64_gumbel: bool
     num_speculative_tokens: int
     target: Decoder
-    target_cache: KVCache
+    target_cache: ModelCache
     captured: bool = True
     has_rivals: bool = False
 
@@ -191,7 +191,7 @@ class LoadedDrafter(Protocol):
     def needs(self) -> Needs: ...
 
     @property
-    def layout(self) -> KVLayout | None:
+    def layout(self) -> CacheLayout | None:
         """What it adds to every block."""
 
     def build(self, resources: DrafterResources) -> Drafter: ...
@@ -202,7 +202,7 @@ class NoDrafter:
 
     limits = DrafterLimits()
     needs = Needs()
-    layout: KVLayout | None = None
+    layout: CacheLayout | None = None
 
     def build(self, resources: DrafterResources) -> Drafter:
         self._state = resources.state

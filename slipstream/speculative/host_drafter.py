@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from slipstream.cache.kv_cache import KVLayout
+from slipstream.cache.spec import CacheLayout
 from slipstream.core.batch import Batch
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
@@ -37,7 +37,7 @@ class LoadedHostDrafter:
 
     limits = DrafterLimits(drafts_behind_prompt=True, on_device=False, looks_up=True)
     needs = Needs()
-    layout: KVLayout | None = None
+    layout: CacheLayout | None = None
 
     def __init__(self, make: Callable[[DeviceState], Drafter]) -> None:
         self._make = make

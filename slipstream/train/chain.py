@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.layers.embedding import LanguageModelHead
-from slipstream.layers.layer import LayerCache
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DenseContext
 from slipstream.train.losses import Agreement, agreement, distillation, top_accuracy

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.cache.spec import LayerCache
 from slipstream.kernels.composition import Parts, compose, query_key_norms, split_heads
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.pass_inputs import CAUSAL, PassInputs, RowPlaces, Visibility
 from slipstream.kernels.reference.dense import add_norm, gated_activation
 from slipstream.kernels.table import Heads, Ops
-from slipstream.layers.layer import LayerCache
 
 KeysValues = tuple[Tensor, Tensor]
 

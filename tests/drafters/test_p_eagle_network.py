@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slipstream.cache.kv_cache import KVCache
+from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.reference import REFERENCE
@@ -48,7 +48,10 @@ class Request:
     def __init__(self, network: PEagleHead, folder: Path) -> None:
         layers = read_p_eagle_config(HeadCheckpoint(folder), MASK_HEAD_KEYS).head.layers
         layout = head_layout(layers, torch.float32)
-        self.network, self.cache = network, KVCache(layout, 8, 8, torch.device("cpu"))
+        self.network, self.cache = (
+            network,
+            ModelCache(layout, CacheSizes(8, 8, 1, torch.device("cpu"))),
+        )
         for pages in (pages for layer in self.cache.layers for pages in layer):
             pages.zero_()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from slipstream import LLM, SamplingParams
-from slipstream.cache.kv_cache import KVCache, KVLayout
+from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.engine.prompts import Prompt
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
@@ -353,10 +353,10 @@ def runner_logits(
     """
     config = network.config
     dtype = network.embedding.dtype
-    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    layout = config.cache_layout(dtype)
     state = DeviceState(len(prompts), MAX_POSITIONS, block_size, CPU)
     blocks = state.block_tables.numel()
-    cache = KVCache(layout, blocks, block_size, CPU)
+    cache = ModelCache(layout, CacheSizes(blocks, block_size, len(prompts) + 1, CPU))
     for pages in (pages for layer in cache.layers for pages in layer):
         pages.fill_(torch.nan)  # whoever reads what was not written shows it
     runner = ModelRunner(network, cache, state)

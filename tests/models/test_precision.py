@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream import LLM, SamplingParams
-from slipstream.cache.kv_cache import KVCache, KVLayout
+from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.kernels.composition import compose
 from slipstream.kernels.formats import float8
 from slipstream.kernels.formats.float8 import Float8Matrix, ToFloat8
@@ -63,9 +63,8 @@ def exact(weight: Weight) -> Tensor:
 
 def logits(network: Decoder) -> Tensor:
     """[ROWS, vocabulary] of one prompt."""
-    shape = network.config
-    layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, torch.float32)
-    cache = KVCache(layout, num_blocks=2, block_size=16, device=CPU)
+    layout = network.config.cache_layout(torch.float32)
+    cache = ModelCache(layout, CacheSizes(num_blocks=2, block_size=16, num_slots=1, device=CPU))
     positions = torch.arange(ROWS)
     inputs = pass_inputs(
         query_start=torch.tensor([0, ROWS]),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from slipstream.cache.kv_cache import KVCache, KVLayout
+from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
@@ -436,11 +436,10 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_decoder(Checkpoint(path), LoadOptions(torch.float32, CPU, "auto", 64))
 
 
-def runner_of(network: Decoder) -> tuple[ModelRunner, KVCache, DeviceState]:
+def runner_of(network: Decoder) -> tuple[ModelRunner, ModelCache, DeviceState]:
     """Three requests with the first tokens computed, and a slot for padding."""
-    shape = network.config
-    layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, torch.float32)
-    cache = KVCache(layout, NUM_BLOCKS, BLOCK, CPU)
+    layout = network.config.cache_layout(torch.float32)
+    cache = ModelCache(layout, CacheSizes(NUM_BLOCKS, BLOCK, 4, CPU))
     for pages in cache.layers:
         for page in pages:
             page.zero_()
@@ -456,7 +455,7 @@ def runner_of(network: Decoder) -> tuple[ModelRunner, KVCache, DeviceState]:
 
 def padded_pass(
     network: Decoder, lengths: Sequence[int], number: int
-) -> tuple[ModelRunner, Forward, KVCache]:
+) -> tuple[ModelRunner, Forward, ModelCache]:
     """Four places for each of three requests, and for padding up to `number`."""
     runner, cache, state = runner_of(network)
     padding = [0] * (number - 3)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from slipstream.cache.kv_cache import KVCache, KVLayout
+from slipstream.cache.spec import CacheLayout, ModelCache
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.runner.device_batch import DeviceBatch
@@ -106,7 +106,7 @@ class LoadedDFlash:
     sampling: DraftSampling
     limits: DrafterLimits
     needs: Needs
-    layout: KVLayout
+    layout: CacheLayout
 
     def build(self, resources: DrafterResources) -> Drafter:
         self.network.share(resources.target.embedding, resources.target.head)
@@ -119,10 +119,10 @@ class DFlashDrafter:
     def __init__(self, loaded: LoadedDFlash, resources: DrafterResources) -> None:
         self._network, self._config = loaded.network, loaded.config
         self._drafting, self._resources = loaded.sampling, resources
-        self._state = state = resources.state
+        self._state = resources.state
         layout = loaded.layout
         self._dtype = layout.dtype
-        self._cache = KVCache(layout, resources.num_blocks, state.block_size, state.device)
+        self._cache = ModelCache(layout, resources.cache_sizes)
 
     def prepare(self, batch: Batch) -> None:
         """Nothing waits."""

@@ -15,11 +15,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops
 from slipstream.layers.attention import Attention
 from slipstream.layers.embedding import Embedding, LanguageModelHead
-from slipstream.layers.layer import BuildContext, LayerCache, build_layers
+from slipstream.layers.layer import BuildContext, build_layers
 from slipstream.layers.linear import column_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slipstream.cache.kv_cache import KVCache, KVLayout
+from slipstream.cache.spec import ModelCache
 from slipstream.core.errors import UsageError
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.catalogue import read_decoder_config
@@ -160,10 +160,10 @@ class DraftNetwork:
         self.width = shape.hidden_size
         self.dtype = dtype
         self.decoder = network
-        self.layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+        self.layout = shape.cache_layout(dtype)
 
     def runner(self, resources: DrafterResources) -> ModelRunner:
         """Its passes over the engine's blocks."""
         state = resources.state
-        cache = KVCache(self.layout, resources.num_blocks, state.block_size, state.device)
+        cache = ModelCache(self.layout, resources.cache_sizes)
         return ModelRunner(self.decoder, cache, state)

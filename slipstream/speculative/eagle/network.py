@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
-from slipstream.layers.layer import BuildContext, LayerCache, build_layers
+from slipstream.layers.layer import BuildContext, build_layers
 from slipstream.layers.linear import column_linear
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import RopeTables

@@ -15,10 +15,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Norm, Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
-from slipstream.layers.layer import BuildContext, LayerCache, LayerSpec, build_layers
+from slipstream.layers.layer import BuildContext, LayerSpec, build_layers
 from slipstream.layers.linear import Linear, column_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part

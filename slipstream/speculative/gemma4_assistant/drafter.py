@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from slipstream.cache.kv_cache import KVLayout
+from slipstream.cache.spec import CacheLayout
 from slipstream.core.batch import Batch
 from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
@@ -85,7 +85,7 @@ class LoadedAssistant:
     """The network in memory. It adds nothing to the blocks, so it shares them with everybody."""
 
     needs: ClassVar[Needs] = Needs()
-    layout: ClassVar[KVLayout | None] = None
+    layout: ClassVar[CacheLayout | None] = None
 
     network: AssistantNetwork
     limits: DrafterLimits

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Heads, Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
-from slipstream.layers.layer import LayerCache
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part

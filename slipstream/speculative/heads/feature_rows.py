@@ -18,13 +18,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.cache.kv_cache import KVCache, KVLayout
+from slipstream.cache.spec import CacheLayout, LayerCache, ModelCache
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.request import Request
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.preparation import preparation_for
 from slipstream.layers.embedding import Embedding, LanguageModelHead
-from slipstream.layers.layer import LayerCache
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.rows import PassRows, RowLayout, lay_out
@@ -74,7 +73,7 @@ class LoadedFeatureDrafter:
     sampling: DraftSampling
     limits: DrafterLimits
     needs: Needs
-    layout: KVLayout
+    layout: CacheLayout
 
     def build(self, resources: DrafterResources) -> Drafter:
         target = resources.target
@@ -103,7 +102,7 @@ class FeatureRowsDrafter:
         self._resources = resources
         self._state = state = resources.state
         layout = loaded.layout
-        self._cache = KVCache(layout, resources.num_blocks, state.block_size, state.device)
+        self._cache = ModelCache(layout, resources.cache_sizes)
         for pages in (pages for layer in self._cache.layers for pages in layer):
             pages.zero_()  # a masked slot may be read, and must hold numbers
         longest = loaded.limits.max_model_len

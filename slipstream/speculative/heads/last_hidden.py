@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.cache.kv_cache import KVLayout
+from slipstream.cache.spec import CacheLayout
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.layers.embedding import LanguageModelHead
@@ -49,7 +49,7 @@ class LoadedHeads:
     """A network in memory. It adds nothing to the blocks, so it shares them with everybody."""
 
     needs = Needs()
-    layout: KVLayout | None = None
+    layout: CacheLayout | None = None
 
     def __init__(self, config: HeadOptions, network: Network, target: DecoderConfig) -> None:
         self._network, self._greedy_only = network, config.greedy_only

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from slipstream.cache.kv_cache import KVLayout
+from slipstream.cache.spec import CacheLayout
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
@@ -138,6 +138,6 @@ def head_limits(
     )
 
 
-def head_layout(layers: DecoderConfig, dtype: torch.dtype) -> KVLayout:
+def head_layout(layers: DecoderConfig, dtype: torch.dtype) -> CacheLayout:
     """What the head adds to every block."""
-    return KVLayout(layers.num_layers, layers.num_kv_heads, layers.head_dim, dtype)
+    return layers.cache_layout(dtype)

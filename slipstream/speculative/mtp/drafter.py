@@ -99,7 +99,10 @@ def load(options: MtpOptions, target: TargetModel) -> LoadedFeatureDrafter:
         sampling=DraftSampling(ids, num_ids, config.greedy_only),
         limits=head_limits(config, METHOD, checkpoint, target),
         needs=Needs(features=True),
-        layout=replace(layout, num_beside=(count - 1) * head.layers.hidden_size),
+        layout=replace(
+            layout,
+            extra_bytes_per_token=(count - 1) * head.layers.hidden_size * load.dtype.itemsize,
+        ),
     )
 
 
@@ -141,7 +144,7 @@ class ModulesDrafter(FeatureRowsDrafter):
         super().__init__(loaded, resources)
         self._mtp = loaded.network
         shape = (
-            resources.num_blocks * self._state.block_size + 1,
+            resources.cache_sizes.num_blocks * self._state.block_size + 1,
             self._mtp.num_modules - 1,
             self._mtp.feature_size,
         )

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Norm, Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
-from slipstream.layers.layer import BuildContext, LayerCache
+from slipstream.layers.layer import BuildContext
 from slipstream.layers.linear import Linear, column_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part

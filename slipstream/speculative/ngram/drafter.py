@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.cache.kv_cache import KVLayout
+from slipstream.cache.spec import CacheLayout
 from slipstream.core.batch import Batch
 from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
@@ -62,7 +62,7 @@ class LoadedNgram:
 
     limits = DrafterLimits(drafts_behind_prompt=True, looks_up=True)
     needs = Needs()
-    layout: KVLayout | None = None
+    layout: CacheLayout | None = None
 
     def __init__(self, config: NgramConfig) -> None:
         self.config = config

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.cache.kv_cache import KVCache
+from slipstream.cache.spec import ModelCache
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.models.catalogue import read_decoder_config
@@ -109,15 +109,17 @@ class LoadedPard:
             config, self._projection = features
             # They are kept in the blocks, so no token is computed again for them.
             self.needs = Needs(stream_layers=config.stream_layers)
-            self.layout = replace(network.layout, num_beside=network.width)
+            self.layout = replace(
+                network.layout, extra_bytes_per_token=network.width * network.dtype.itemsize
+            )
 
     def build(self, resources: DrafterResources) -> Drafter:
         warn_untrained(self._trained_tokens, resources.num_speculative_tokens)
         if self._projection is None:
             return PardDrafter(self._network, resources, self._network.runner(resources), None)
         network, state = self._network, resources.state
-        cache = KVCache(network.layout, resources.num_blocks, state.block_size, state.device)
-        shape = (resources.num_blocks * state.block_size + 1, network.width)
+        cache = ModelCache(network.layout, resources.cache_sizes)
+        shape = (resources.cache_sizes.num_blocks * state.block_size + 1, network.width)
         pages = torch.zeros(shape, dtype=network.dtype, device=state.device)
         features = FeaturePages(pages, self._projection)
         runner = FeatureFedRunner(network.decoder, cache, state, features)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.cache.kv_cache import KVCache
+from slipstream.cache.spec import ModelCache
 from slipstream.models.decoder import Decoder
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward, ModelRunner
@@ -46,7 +46,7 @@ class FeatureFedRunner(ModelRunner):
     """Passes of a decoder whose embeddings get the features added."""
 
     def __init__(
-        self, network: Decoder, cache: KVCache, state: DeviceState, features: FeaturePages
+        self, network: Decoder, cache: ModelCache, state: DeviceState, features: FeaturePages
     ) -> None:
         super().__init__(network, cache, state)
         self._decoder, self._features = network, features

@@ -1,0 +1,66 @@
+"""Paged keys and values (Kwon et al. 2023, "PagedAttention")."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.cache.spec import CacheSizes
+from slipstream.kernels.preparation import RequestTables, preparation_for
+from slipstream.kernels.table import SCALE_BYTES
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """Keys and values of one layer.
+
+    Attributes:
+        num_kv_heads, head_dim: sizes of a token's keys, and of its values.
+        dtype: of the stored numbers. int8: a head of a token is rounded to 8 bits with a scale of
+            its own, a float32 in the 4 numbers behind its own.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    bytes_per_request = 0
+
+    @property
+    def stored_dim(self) -> int:
+        """Numbers of a head in a page."""
+        return self.head_dim + (SCALE_BYTES if self.dtype == torch.int8 else 0)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_kv_heads * self.stored_dim * self.dtype.itemsize
+
+    def allocate(self, num_layers: int, sizes: CacheSizes) -> "KVPool":
+        return KVPool(self, num_layers, sizes)
+
+
+class KVPool:
+    """Pages of several layers.
+
+    Attributes:
+        pages: [2 * layers, num_blocks, block_size, num_kv_heads, stored_dim]. Pages are not
+            cleared: nothing reads a slot before it was written.
+        layers: (keys, values) of each layer, views of `pages`.
+    """
+
+    def __init__(self, spec: KVSpec, num_layers: int, sizes: CacheSizes) -> None:
+        shape = (
+            *(2 * num_layers, sizes.num_blocks, sizes.block_size),
+            *(spec.num_kv_heads, spec.stored_dim),
+        )
+        self.pages = torch.empty(shape, dtype=spec.dtype, device=sizes.device)
+        self._preparation = preparation_for(sizes.device)
+        self.layers: list[tuple[Tensor, Tensor]] = [
+            (self.pages[2 * layer], self.pages[2 * layer + 1]) for layer in range(num_layers)
+        ]
+
+    def keep_path(
+        self, tables: RequestTables, slots: Tensor, roots: Tensor, path: Tensor, counts: Tensor
+    ) -> None:
+        """See `CachePool.keep_path`."""
+        self._preparation.keep_path(tables, slots, roots, path, counts, self.pages)
