@@ -1,5 +1,7 @@
 """Matrices of integers: their rows, and products by the meaning of `kernels/table.py`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -97,12 +99,21 @@ def test_exact_sums_are_longer_than_float32_could_hold() -> None:
 
 
 def test_products_do_not_depend_on_the_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, kinds = numbers(ROWS, K, seed=1), every_kind()
-    whole = {kind: REFERENCE.logits(x, kinds[kind]) for kind in KINDS}
+    """Bit for bit, since float32 holds all sums of these numbers: any order of them will do."""
+    kinds = {
+        kind: replace(weight, scales=weight.scales.abs().log2().round().exp2())
+        for kind, weight in every_kind().items()
+        if isinstance(weight, Int8Matrix | Int4Matrix)
+    }
+    x = numbers(ROWS, K, seed=1).round()
+    whole = {kind: REFERENCE.logits(x, weight) for kind, weight in kinds.items()}
     for module in (int4, int8):
         monkeypatch.setattr(module, "PRODUCT_SLICE", 3 * K)
-    for kind in ("int8", "int8-dynamic", "int4", "int4-asym"):
-        torch.testing.assert_close(REFERENCE.logits(x, kinds[kind]), whole[kind])
+    for kind, weight in kinds.items():
+        assert torch.equal(REFERENCE.logits(x, weight), whole[kind]), kind
+        if kind != "int8-dynamic":
+            exact = x.double() @ weight.dequantised().double().T
+            assert torch.equal(whole[kind].double(), exact), kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,7 +134,7 @@ def test_rows_of_every_kind(kind: str) -> None:
     assert torch.equal(joined.dequantised(), torch.cat((meant, meant[30:])))
     x = numbers(ROWS, K, seed=1)
     torch.testing.assert_close(
-        REFERENCE.logits(x, tail), REFERENCE.logits(x, weight)[:, 30:], rtol=1e-6, atol=1e-5
+        REFERENCE.logits(x, tail), REFERENCE.logits(x, weight)[:, 30:], rtol=1e-5, atol=1e-4
     )
 
 
