@@ -1,6 +1,6 @@
 """What all layers of one pass share: its rows, their pages, and what they may see."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -86,6 +86,8 @@ class PassInputs:
 
     Attributes:
         adapters: [T] int64, the adapter of each row. No backend applies adapters yet.
+        prepared: what a column made of these inputs for its first layer, by the column's name: the
+            others need not do so again.
 
     Raises:
         UsageError: there are adapters.
@@ -95,6 +97,7 @@ class PassInputs:
     paging: Paging
     sees: Visibility = CAUSAL
     adapters: Tensor | None = None
+    prepared: dict[str, object] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.adapters is not None:

@@ -1,6 +1,7 @@
 """The offline front: streams side by side, requests that end early, and wrong arguments."""
 
 import gc
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,17 @@ def test_streams_may_be_interleaved(llm: LLM) -> None:
                 open_streams.discard(index)
     assert [tokens(output) for output in last] == expected
     assert all(output.finished for output in last)
+
+
+def test_engines_of_one_process_may_take_turns(llm: LLM, tiny_target: str) -> None:
+    other = LLM(tiny_target, skip_tokenizer_init=True, num_kv_blocks=64)
+    expected = [tokens(it.generate(FIRST, GREEDY)[0]) for it in (llm, other)]
+    assert expected[0] == expected[1]
+    streams = [llm.stream(FIRST, GREEDY), other.stream(FIRST, GREEDY)]
+    last: list[Any] = [None, None]
+    for outputs in zip_longest(*streams):
+        last = [new or old for new, old in zip(outputs, last, strict=True)]
+    assert [tokens(output) for output in last] == expected
 
 
 def test_a_stream_that_nobody_reads_queues_nothing(llm: LLM) -> None:

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 
 from slipstream.kernels.composition import query_key_norms, split_heads
+from slipstream.kernels.cpu import attention
 from slipstream.kernels.cpu.attention import attend, store
 from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
 from slipstream.kernels.reference import REFERENCE
@@ -264,6 +265,27 @@ def test_storing_alone(dtype: torch.dtype, stored: str) -> None:
     store(kv, make_heads(shape), inputs, cache)
     assert_same_cache(cache, want)
     assert cache[0].any()
+
+
+def test_layers_share_what_is_made_of_a_pass_beside_other_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two engines of a process take turns, layer by layer."""
+    made: list[PassInputs] = []
+    prepare = attention._pass
+
+    def noted(inputs: PassInputs) -> object:
+        made.append(inputs)
+        return prepare(inputs)
+
+    monkeypatch.setattr(attention, "_pass", noted)
+    shape, requests = Shape(4, 2, 32, 16), Requests([3], [2])
+    passes = [attention_inputs(requests, 16) for _ in range(2)]
+    heads, qkv = make_heads(shape), make_qkv(shape, 2)
+    for _ in range(3):
+        for inputs in passes:
+            attend(qkv, heads, inputs, filled_cache(inputs, requests, shape))
+    assert made == passes
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -18,22 +18,6 @@ MOST_HEAD_DIM = 512
 _LAYERS: WeakKeyDictionary[Heads, cpp.AttentionLayer] = WeakKeyDictionary()
 
 
-class _NewestPass:
-    """The rows of the pass that ran last, which all its layers share."""
-
-    _newest: tuple[PassInputs, cpp.AttentionPass] | None = None
-
-    def __call__(self, inputs: PassInputs) -> cpp.AttentionPass:
-        """Of the pass with these inputs; engines of several threads may ask at once."""
-        newest = self._newest
-        if newest is None or newest[0] is not inputs:
-            newest = self._newest = inputs, _pass(inputs)
-        return newest[1]
-
-
-pass_of = _NewestPass()
-
-
 def attend(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]) -> Tensor:
     """See `AttendOp`. A row's bits depend on nothing beside the row."""
     if not serves(heads):
@@ -79,6 +63,14 @@ def layer_of(heads: Heads) -> cpp.AttentionLayer:
             heads.window or 0,
         )
     return layer
+
+
+def pass_of(inputs: PassInputs) -> cpp.AttentionPass:
+    """What C++ keeps of the rows of a pass, which all its layers share."""
+    found = inputs.prepared.get("cpu")
+    if not isinstance(found, cpp.AttentionPass):
+        found = inputs.prepared["cpu"] = _pass(inputs)
+    return found
 
 
 def _pass(inputs: PassInputs) -> cpp.AttentionPass:
