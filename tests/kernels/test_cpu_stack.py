@@ -226,6 +226,27 @@ def test_all_layers_that_can_be_are_fused(name: str) -> None:
     assert all(isinstance(op, FusedStack) for op in found)
 
 
+def test_a_profile_measures_the_op_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused op runs under a profiler too, gives the same bits, and names its parts."""
+    calls: list[bool] = []
+    serve = FusedStack.__call__
+
+    def counted(self: FusedStack, *args: object) -> tuple[Tensor, list[Tensor]]:
+        calls.append(torch._C._autograd._profiler_enabled())
+        return serve(self, *args)
+
+    monkeypatch.setattr(FusedStack, "__call__", counted)
+    plain = run(cpu_column(), torch.float32, "plain", (1,))
+    with torch.profiler.profile() as profiler:
+        profiled = run(cpu_column(), torch.float32, "plain", (1,))
+    assert calls == [False, True]
+    for ours, theirs in zip([*profiled[0], *profiled[1]], [*plain[0], *plain[1]], strict=True):
+        assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+    names = {event.key: event.count for event in profiler.key_averages()}
+    expected = {"matmul": 12, "norm": 7, "attend": 3, "silu": 3}
+    assert {name: names[f"slipstream::{name}"] for name in expected} == expected
+
+
 def test_caches_may_change_between_passes() -> None:
     """Others of the same number, and the same ones in another list."""
     column, kind = cpu_column(), KINDS["made-up between"]
