@@ -22,6 +22,7 @@ from slipstream.kernels.devices import is_host_memory
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SLICE_BYTES = 16 << 20  # of the temporary buffer between a file and another dtype or device
+_CACHED = 1 << 20  # bytes that stay in a core's cache
 _DAMAGED = "copy or download the file again"
 
 _DTYPES = {
@@ -79,6 +80,8 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
 def read_into(entry: TensorEntry, destination: Tensor, *, raw: bool = False) -> None:
     """Fill `destination` with the tensor, converted to its dtype and brought to its device.
 
+    Raises CheckpointError where it does not fit, or holds numbers that are not finite.
+
     Args:
         destination: contiguous, of the entry's shape; may be a slice of a larger parameter.
         raw: read any dtype as it is stored (index tables, scales); `destination` must have it too.
@@ -93,6 +96,36 @@ def read_into(entry: TensorEntry, destination: Tensor, *, raw: bool = False) -> 
             _fill(file, entry, flat)
         else:
             _fill_in_slices(file, entry, flat)
+    require_finite(entry, destination)
+
+
+def require_finite(entry: TensorEntry, values: Tensor) -> None:
+    """Raise CheckpointError if `values`, which were read from the entry, hold NaN or infinity."""
+    if not values.dtype.is_floating_point or _is_finite(values):
+        return
+    where = f"tensor {entry.name} in {entry.file}"
+    if values.dtype == entry.dtype:
+        raise CheckpointError(
+            f"{where} holds NaN or infinity, so no text can be made with it; {_DAMAGED}, or use "
+            "another checkpoint"
+        )
+    raise CheckpointError(
+        f"{where} holds NaN, infinity, or numbers too large for {_name(values.dtype)}; load it as "
+        f"{_name(entry.dtype)}, or use another checkpoint"
+    )
+
+
+def _is_finite(values: Tensor) -> bool:
+    if values.dtype == torch.float8_e4m3fn:
+        # All bits beside the sign are set in NaN; there is no infinity.
+        codes = torch.split(values.view(torch.uint8).view(-1), _CACHED)
+        return all(bool((part & 0x7F).max() < 0x7F) for part in codes if part.numel())
+    if values.dtype.itemsize == 1:
+        values = values.float()
+    # One pass at the speed of memory: a sum of finite numbers is finite, but for rare overflows.
+    if bool(values.sum().isfinite()) or values.numel() == 0:
+        return True
+    return all(bool(extreme.isfinite()) for extreme in values.aminmax())
 
 
 def _opened(file: Path) -> FileIO:

@@ -201,6 +201,40 @@ def test_quantised_weights_are_refused(folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", [EMBEDDING, QUERY, LAYER + "input_layernorm.weight"])
+@pytest.mark.parametrize("kept", ["float32", "bfloat16", "float16"])
+def test_numbers_that_are_not_finite_are_refused_by_name(
+    tmp_path: Path, kept: str, name: str, value: float
+) -> None:
+    folder = write_qwen3(tmp_path / "model", torch_dtype=kept)
+    tensors = stored(folder)
+    tensors[name].view(-1)[-3] = value
+    store(folder, tensors)
+    for wanted in (torch.float32, tensors[name].dtype):
+        with pytest.raises(CheckpointError, match=f"tensor {name} in .*model.* holds NaN"):
+            load(folder, wanted)
+
+
+def test_numbers_too_large_for_the_dtype_are_refused(folder: Path) -> None:
+    tensors = stored(folder)
+    tensors[QUERY][5, 7] = 1e5
+    store(folder, tensors)
+    load(folder, torch.float32)
+    with pytest.raises(CheckpointError, match=f"tensor {QUERY} .* too large for float16; load it"):
+        load(folder, torch.float16)
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.float16])
+def test_finite_numbers_whose_sum_is_not_are_read(tmp_path: Path, kept: torch.dtype) -> None:
+    name = str(kept).removeprefix("torch.")
+    folder = write_qwen3(tmp_path / "model", torch_dtype=name)
+    tensors = stored(folder)
+    tensors[QUERY].fill_(torch.finfo(kept).max)
+    store(folder, tensors)
+    load(folder, kept)
+
+
 # What fits is put in its place
 
 

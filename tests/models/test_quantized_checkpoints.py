@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream import LLM, SamplingParams
@@ -454,6 +455,33 @@ def test_tensors_that_are_refused_by_name(
     write_quantized(tmp_path, style)
     edit_tensors(tmp_path, **{f"{K_PROJ}.{suffix}": tensor})
     with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+NAN, INF = float("nan"), float("inf")
+NOT_FINITE: list[tuple[Format, str, float]] = [
+    (gptq(), "scales", NAN),
+    (gptq(), "scales", INF),
+    (awq(), "scales", NAN),
+    (packed_tensors(), "weight_scale", NAN),
+    (int_tensors(), "weight_scale", INF),
+    (float_tensors(), "weight_scale", NAN),
+    (float8(), "weight_scale_inv", -INF),
+    (float8(), "weight", NAN),
+]
+
+
+@pytest.mark.parametrize(("style", "suffix", "value"), NOT_FINITE)
+def test_numbers_that_are_not_finite_are_refused_by_name(
+    style: Format, suffix: str, value: float, tmp_path: Path
+) -> None:
+    write_quantized(tmp_path, style)
+    name = f"{K_PROJ}.{suffix}"
+    tensor = load_file(tmp_path / "model.safetensors")[name]
+    changed = tensor.float()
+    changed.view(-1)[len(changed.view(-1)) // 2] = value
+    edit_tensors(tmp_path, **{name: changed.to(tensor.dtype)})
+    with pytest.raises(CheckpointError, match=f"tensor {name} in .* holds NaN or infinity"):
         load(tmp_path)
 
 

@@ -22,7 +22,12 @@ from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
 from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.safetensors_file import TensorEntry, read_entries, read_into
+from slipstream.models.safetensors_file import (
+    TensorEntry,
+    read_entries,
+    read_into,
+    require_finite,
+)
 
 _PICKLED = "pytorch_model*.bin"
 # Files that only one kind of head has, which come before all others.
@@ -184,3 +189,4 @@ def fill(entry: TensorEntry, destination: Tensor) -> None:
     if raw != (not destination.dtype.is_floating_point):
         raise CheckpointError(f"tensor {entry.name} in {entry.file} is stored as {entry.dtype}")
     destination.copy_(entry.tensor)
+    require_finite(entry, destination)
