@@ -25,14 +25,14 @@ import uvloop
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.config import EngineConfig
-from slipstream.serve.activity import ActivityLog, Watchers
 from slipstream.serve.app import create_app
 from slipstream.serve.connections import connection_class
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.limits import ServeLimits
-from slipstream.serve.memory import leave_out_of_collections
+from slipstream.serve.memory import freeze_garbage_collection
 from slipstream.serve.metrics import ServerMetrics
-from slipstream.serve.model import ServedModel
+from slipstream.serve.model_service import ModelService
+from slipstream.serve.observers import ActivityLog
 from slipstream.serve.run import Access, bind, guarded
 
 HELD_OUT = Path(__file__).parent.parent / "slipstream" / "demo" / "prompts" / "held_out.jsonl"
@@ -86,7 +86,7 @@ class _Comparison:
         thread.start()
         serving = asyncio.create_task(server.serve([sock]))
         self._llm.generate(self._prompts[: self._options.concurrency], self._params)  # warm-up
-        leave_out_of_collections()  # as the server does; offline gains by it too
+        freeze_garbage_collection()  # as the server does; offline gains by it too
         rounds = []
         for number in range(self._options.rounds):
             offline, served = self._offline(), await self._served(port)
@@ -156,13 +156,13 @@ class _Comparison:
             "texts": measured["texts"],
         }
 
-    def _server(self) -> tuple[EngineThread, ServedModel, uvicorn.Server]:
+    def _server(self) -> tuple[EngineThread, ModelService, uvicorn.Server]:
         """What `slipstream serve` runs, on this process's event loop."""
         engine, limits = self._llm.engine, ServeLimits()
         metrics = ServerMetrics(engine, "demo")
-        thread = EngineThread(engine, limits, Watchers([metrics, ActivityLog()]))
+        thread = EngineThread(engine, limits, [metrics, ActivityLog()])
         config = EngineConfig(model="demo", **self._engine_options)
-        model = ServedModel(names=("demo",), config=config, engine=engine, thread=thread)
+        model = ModelService(names=("demo",), config=config, engine=engine, thread=thread)
         app, _ = guarded(create_app(model, metrics), limits, Access())
         server = _Server(
             uvicorn.Config(

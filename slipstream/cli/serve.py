@@ -18,7 +18,7 @@ from slipstream.core.flags import flag
 from slipstream.serve.limits import ServeLimits
 
 if TYPE_CHECKING:
-    from slipstream.serve.start import ServerOptions
+    from slipstream.serve.run import ServerOptions
 
 _LOOPBACK = ("127.", "::1", "localhost")
 
@@ -146,9 +146,8 @@ def serve(
     options = _options(engine.model, listen, limits, log)
     from slipstream.serve.memory import keep_few_matmuls
     from slipstream.serve.page import page_routes
-    from slipstream.serve.run import bind
+    from slipstream.serve.run import bind, start_server
     from slipstream.serve.run import listen as let_connect
-    from slipstream.serve.start import start_server
 
     sock = bind(listen.host, listen.port)
     keep_few_matmuls()
@@ -170,8 +169,7 @@ def _options(
     if listen.enable_profiling is not None:
         make_folder("--enable-profiling", listen.enable_profiling)
     try:
-        from slipstream.serve.run import Access, Front
-        from slipstream.serve.start import ServerOptions
+        from slipstream.serve.run import Access, ServerOptions
         from slipstream.serve.tools.formats import FORMATS
     except ModuleNotFoundError as error:
         raise MissingPackagesError(
@@ -187,9 +185,9 @@ def _options(
         names=listen.served_model_name or (model,),
         limits=limits,
         access=Access(api_keys=listen.api_key, allowed_origins=listen.cors_origin),
-        front=Front(
-            certificate=listen.ssl_certfile, key=listen.ssl_keyfile, root_path=listen.root_path
-        ),
+        certificate=listen.ssl_certfile,
+        key=listen.ssl_keyfile,
+        root_path=listen.root_path,
         tool_call_parser=listen.tool_call_parser,
         chat_template=listen.template(),
         profiles=listen.enable_profiling,
@@ -215,7 +213,7 @@ def _announce(
     """Print the address and an example request."""
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    scheme = "http" if options.front.certificate is None else "https"
+    scheme = "http" if options.certificate is None else "https"
     url = f"{scheme}://{shown}:{port}"
     key = "-H 'Authorization: Bearer KEY' " if options.access.api_keys else ""
     name = options.names[0]

@@ -1,10 +1,9 @@
-"""The FastAPI application: routes, errors and the OpenAPI document."""
+"""The FastAPI application: routes, error handlers and the OpenAPI document."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -13,14 +12,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from slipstream import __version__
-from slipstream.serve.chat import Chats
-from slipstream.serve.completions import Completions
-from slipstream.serve.document import Route, add_document
-from slipstream.serve.errors import TOLD, ApiError, as_api_error
-from slipstream.serve.frames import ClientGoneError
+from slipstream.serve.chat import ChatEndpoint
+from slipstream.serve.completions import CompletionEndpoint
+from slipstream.serve.errors import CLIENT_ERRORS, ApiError, as_api_error
 from slipstream.serve.metrics import ServerMetrics
-from slipstream.serve.model import ServedModel
-from slipstream.serve.profiling import Profiles
+from slipstream.serve.model_service import ModelService
+from slipstream.serve.openapi import Route, add_routes, json_response
+from slipstream.serve.profiling import ProfilingEndpoints
 from slipstream.serve.protocol.chat import ChatChunk, ChatCompletion, ChatRequest
 from slipstream.serve.protocol.completions import Completion, CompletionChunk, CompletionRequest
 from slipstream.serve.protocol.server import Health, ModelCard, ModelList, Profiling, Version
@@ -30,128 +28,114 @@ from slipstream.serve.protocol.tokenize import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from slipstream.serve.tokenize import Tokens
+from slipstream.serve.sse import ClientDisconnectedError
+from slipstream.serve.tokenize import TokenizeEndpoints
 
-_CLIENT_CLOSED = 499  # nobody reads it; for the log
-_GENERATES = (404, 415, 429, 500, 503, 504)
+_CLIENT_CLOSED = 499  # for the log only
+_GENERATION_ERRORS = (404, 415, 429, 500, 503, 504)
 
 
 def create_app(
-    model: ServedModel,
+    service: ModelService,
     metrics: ServerMetrics | None = None,
     pages: Sequence[BaseRoute] = (),
     profiles: Path | None = None,
 ) -> FastAPI:
-    """The application around a model; whoever runs it starts the engine's thread.
+    """The application; its caller starts the engine's thread.
 
     Args:
-        metrics: shown at /metrics.
-        pages: further routes, which are no part of the document.
-        profiles: whoever asks may profile the engine, and traces go into this folder.
+        metrics: offered at /metrics.
+        pages: further routes, which are not in the OpenAPI document.
+        profiles: an existing folder for traces; without one the engine cannot be profiled.
     """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        model.close()
+        service.close()
 
     app = FastAPI(
         title="Slipstream",
         version=__version__,
         summary="The OpenAI protocol over one engine with speculative decoding.",
         lifespan=lifespan,
-        # Their pages load scripts from elsewhere; the document itself is at /openapi.json.
+        # FastAPI's pages load scripts from elsewhere; the document itself is at /openapi.json.
         docs_url=None,
         redoc_url=None,
     )
-    _add_errors(app)
-    add_document(app, _routes(model) + _profiling_routes(model, profiles))
+    _add_error_handlers(app)
+    add_routes(app, _routes(service, profiles))
     if metrics is not None:
         _add_metrics(app, metrics)
     app.router.routes.extend(pages)
     return app
 
 
-def _routes(model: ServedModel) -> list[Route]:
-    """The endpoints of the protocol."""
-    tokens, facts = Tokens(model), _Facts(model)
-    return [
+def _routes(service: ModelService, profiles: Path | None) -> list[Route]:
+    completions, chats = CompletionEndpoint(service), ChatEndpoint(service)
+    tokens, info = TokenizeEndpoints(service), _InfoEndpoints(service)
+    routes = [
         Route(
-            "POST",
-            "/v1/completions",
-            Completions(model).answer,
-            Completion,
-            CompletionRequest,
-            errors=_GENERATES,
+            *("POST", "/v1/completions", completions.answer, Completion, CompletionRequest),
+            errors=_GENERATION_ERRORS,
             chunk=CompletionChunk,
         ),
         Route(
-            "POST",
-            "/v1/chat/completions",
-            Chats(model).answer,
-            ChatCompletion,
-            ChatRequest,
-            errors=_GENERATES,
+            *("POST", "/v1/chat/completions", chats.answer, ChatCompletion, ChatRequest),
+            errors=_GENERATION_ERRORS,
             chunk=ChatChunk,
         ),
-        Route("GET", "/v1/models", facts.models, ModelList),
-        Route("GET", "/v1/models/{model:path}", facts.model, ModelCard, errors=(404,)),
+        Route("GET", "/v1/models", info.models, ModelList),
+        Route("GET", "/v1/models/{model:path}", info.model, ModelCard, errors=(404,)),
         Route("POST", "/tokenize", tokens.tokenize, TokenizeResponse, TokenizeRequest, (404, 415)),
         Route(
-            "POST",
-            "/detokenize",
-            tokens.detokenize,
-            DetokenizeResponse,
-            DetokenizeRequest,
-            (404, 415),
+            *("POST", "/detokenize", tokens.detokenize, DetokenizeResponse, DetokenizeRequest),
+            errors=(404, 415),
         ),
-        Route("GET", "/health", facts.health, Health, errors=(503,)),
-        Route("GET", "/version", facts.version, Version),
+        Route("GET", "/health", info.health, Health, errors=(503,)),
+        Route("GET", "/version", info.version, Version),
     ]
+    if profiles is not None:
+        profiling = ProfilingEndpoints(service.thread, profiles)
+        routes += [
+            Route("POST", "/start_profile", profiling.start, Profiling, errors=(409, 500)),
+            Route("POST", "/stop_profile", profiling.stop, Profiling, errors=(409, 500)),
+        ]
+    return routes
 
 
-def _profiling_routes(model: ServedModel, folder: Path | None) -> list[Route]:
-    if folder is None:
-        return []
-    profiles = Profiles(model.thread, folder)
-    return [
-        Route("POST", "/start_profile", profiles.start, Profiling, errors=(409, 500)),
-        Route("POST", "/stop_profile", profiles.stop, Profiling, errors=(409, 500)),
-    ]
+class _InfoEndpoints:
+    """Handles the paths that do not need the engine."""
 
-
-class _Facts:
-    """Answers without the engine."""
-
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
 
     async def models(self, _: Request) -> Response:
-        """The names under which the model is served."""
-        return _json(ModelList(object="list", data=self._model.cards()))
+        """The names of the served model"""
+        return json_response(ModelList(object="list", data=self._service.cards()))
 
     async def model(self, request: Request) -> Response:
-        """One of them."""
+        """One name of the served model"""
         name = request.path_params["model"]
-        self._model.require(name)
-        return _json(next(card for card in self._model.cards() if card.id == name))
+        self._service.require_name(name)
+        return json_response(next(card for card in self._service.cards() if card.id == name))
 
     async def health(self, _: Request) -> Response:
-        """Whether requests are taken."""
-        thread = self._model.thread
+        """Whether requests are accepted"""
+        thread = self._service.thread
         if not thread.alive:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the engine does not run")
         if thread.draining:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is about to stop")
-        return _json(Health(status="ok"))
+        return json_response(Health(status="ok"))
 
     async def version(self, _: Request) -> Response:
-        """Of Slipstream."""
-        return _json(Version(version=__version__))
+        """The version of Slipstream"""
+        return json_response(Version(version=__version__))
 
 
 def _add_metrics(app: FastAPI, metrics: ServerMetrics) -> None:
-    """/metrics is for Prometheus, which has a form of its own."""
+    """/metrics answers in the format of Prometheus instead of JSON."""
 
     @app.get(
         "/metrics",
@@ -163,31 +147,28 @@ def _add_metrics(app: FastAPI, metrics: ServerMetrics) -> None:
         return Response(metrics.render(), headers={"Content-Type": metrics.content_type})
 
 
-def _json(content: Any) -> Response:
-    return Response(content.model_dump_json(), media_type="application/json")
+def _add_error_handlers(app: FastAPI) -> None:
+    """Every error is answered in the protocol's form."""
 
-
-def _add_errors(app: FastAPI) -> None:
-    """Every error in the protocol's form."""
-
-    async def told(_: Request, error: Exception) -> Response:
+    async def answer_error(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
-    async def of_http(request: Request, error: Exception) -> Response:
+    async def answer_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        told = (
-            f"{request.method} {request.url.path}: {error.detail}; /openapi.json has what there is"
+        message = (
+            f"{request.method} {request.url.path}: {error.detail}; /openapi.json lists what there "
+            "is"
         )
-        return ApiError(error.status_code, told, headers=error.headers).response()
+        return ApiError(error.status_code, message, headers=error.headers).response()
 
-    async def gone(_: Request, __: Exception) -> Response:
+    async def answer_nobody(_: Request, __: Exception) -> Response:
         return Response(status_code=_CLIENT_CLOSED)
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
-        **dict.fromkeys(TOLD, told),
-        HTTPException: of_http,
-        ClientGoneError: gone,
-        Exception: told,
+        **dict.fromkeys(CLIENT_ERRORS, answer_error),
+        HTTPException: answer_http_error,
+        ClientDisconnectedError: answer_nobody,
+        Exception: answer_error,
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)

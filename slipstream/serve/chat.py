@@ -1,148 +1,89 @@
 """/v1/chat/completions: answer conversations."""
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
-from time import time
+from collections.abc import Iterator
 from typing import Any
-from uuid import uuid4
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.structured import StructuredOutput
 from slipstream.engine.prompts import EncodedPrompt
-from slipstream.serve.bodies import read_body
-from slipstream.serve.chat_choice import ChatAnswerChoice
+from slipstream.serve.answer import Answer, AnswerForm, check_stream_fields
+from slipstream.serve.chat_choices import ChatAnswerChoice
 from slipstream.serve.conversation import render, require_template
 from slipstream.serve.errors import bad_request
-from slipstream.serve.frames import DONE, EventStream, Frames, failure_frame, unless_gone
 from slipstream.serve.generation import Generation
-from slipstream.serve.model import ServedModel
-from slipstream.serve.pieces import prompt_logprobs
-from slipstream.serve.progress import Progress
+from slipstream.serve.logprobs_format import prompt_logprobs
+from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol.chat import ChatChoice, ChatCompletion, ChatRequest
-from slipstream.serve.sampling import sampling_params, wanted_shape
+from slipstream.serve.request_parsing import read_body
+from slipstream.serve.sampling import sampling_params, structured_output
+from slipstream.serve.sse import cancel_on_disconnect
 from slipstream.serve.tools.choice import ToolUse, choose_tools
+from slipstream.serve.updates import Delta, RequestUpdate
 
 
-class Chats:
-    """Answers the requests of one endpoint."""
+class ChatEndpoint:
+    """Handles POST /v1/chat/completions."""
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
 
     async def answer(self, request: Request) -> Response:
-        """Run a request to its end, or begin to stream it."""
-        body = await read_body(request, ChatRequest, self._model)
-        return await unless_gone(request.receive, self._begin(body))
+        """Answer a conversation, whole or streamed."""
+        body = await read_body(request, ChatRequest, self._service)
+        return await cancel_on_disconnect(request.receive, self._answer(body))
 
-    async def _begin(self, body: ChatRequest) -> Response:
-        model = self._model
-        model.thread.check_room(body.n or 1)
-        tools, params, prompts = await model.aside(self._prepare, body)
-        await model.compile(params)
-        generation = Generation(prompts, bool(body.return_speculation))
-        answer = _Answer(model, body, generation, tools)
-        await generation.start(model.thread, params)
-        if body.stream:
-            return EventStream(answer.events())
-        return Response(await answer.whole(), media_type="application/json")
+    async def _answer(self, body: ChatRequest) -> Response:
+        service = self._service
+        service.thread.check_room(body.n or 1)
+        tools, params, prompt = await service.aside(self._prepare, body)
+        await service.compile(params)
+        generation = Generation([prompt], bool(body.return_speculation))
+        choices = [ChatAnswerChoice(service, body, tools, index) for index in range(body.n or 1)]
+        answer = _ChatAnswer(service, body, generation, choices)
+        await generation.start(service.thread, params)
+        return await answer.response()
 
-    def _prepare(self, body: ChatRequest) -> tuple[ToolUse, SamplingParams, list[EncodedPrompt]]:
-        """Check, render and tokenize; takes its time where there is much."""
-        model = self._model
+    def _prepare(self, body: ChatRequest) -> tuple[ToolUse, SamplingParams, EncodedPrompt]:
+        """Check, render and tokenize; slow for large requests."""
+        service = self._service
         _check(body)
-        require_template(model.template)
-        tools = choose_tools(body, model)
-        params = _params(body, tools, model)
-        text = render(model.template, body, tools.told)
-        prompts = model.encode([text], params, body.add_special_tokens is True, "messages")
-        model.require_room(prompts, *_asked_tokens(body), "messages")
-        return tools, params, prompts
+        require_template(service.template)
+        tools = choose_tools(body, service)
+        params = _params(body, tools, service)
+        text = render(service.template, body, tools.told)
+        [prompt] = service.encode([text], params, body.add_special_tokens is True, "messages")
+        service.require_room([prompt], *_max_tokens(body), "messages")
+        return tools, params, prompt
 
 
-class _Answer:
-    """One request on its way."""
+class _ChatAnswer(Answer[ChatAnswerChoice]):
+    form = AnswerForm(
+        "chatcmpl", "chat.completion", "chat.completion.chunk", ChatCompletion, ChatChoice
+    )
+    _prompt_logprobs: Any = None
 
-    def __init__(
-        self, model: ServedModel, body: ChatRequest, generation: Generation, tools: ToolUse
-    ) -> None:
-        self.id = f"chatcmpl-{uuid4().hex}"
-        self._model, self._body, self._generation = model, body, generation
-        self._choices = [
-            ChatAnswerChoice(model, body, tools, index) for index in range(body.n or 1)
-        ]
-        self._prompt_rows: Any = None
-        self._created = int(time())
+    def _deltas(
+        self, place: int, update: RequestUpdate
+    ) -> Iterator[tuple[ChatAnswerChoice, Delta]]:
+        if update.prompt_logprobs is not None:
+            self._prompt_logprobs = update.prompt_logprobs
+        return super()._deltas(place, update)
 
-    async def whole(self) -> bytes:
-        """The answer in one piece."""
-        async with aclosing(self._steps()) as steps:
-            async for progress in steps:
-                for delta in progress.deltas:
-                    self._choices[delta.index].collect(delta)
-        return await self._model.aside(self._document)
-
-    def _document(self) -> bytes:
-        """Takes its time where there are many logprobs."""
-        rows = {}
-        if self._body.prompt_logprobs is not None:
-            rows["prompt_logprobs"] = self._of_prompt(self._body.prompt_logprobs)
-        answer = ChatCompletion(
-            **self._head("chat.completion"),
-            choices=[ChatChoice(**choice.whole()) for choice in self._choices],
-            usage=self._generation.usage(),
-            **rows,
-        )
-        return answer.model_dump_json(exclude_unset=True).encode()
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes."""
-        options = self._body.stream_options
-        wants_usage = options is not None and bool(options.include_usage)
-        continuous = options is not None and bool(options.continuous_usage_stats)
-        frames = Frames(self._head("chat.completion.chunk"), wants_usage or continuous)
-        try:
-            async with aclosing(self._steps()) as steps:
-                async for progress in steps:
-                    usage = self._generation.usage() if continuous else None
-                    pieces = [
-                        frames.chunk([piece], usage)
-                        for delta in progress.deltas
-                        for piece in self._choices[delta.index].pieces(delta)
-                    ]
-                    if pieces:
-                        yield b"".join(pieces)
-            if wants_usage:
-                yield frames.chunk([], self._generation.usage())
-            yield DONE
-        except Exception as error:
-            yield failure_frame(error)
-
-    async def _steps(self) -> AsyncGenerator[Progress, None]:
-        """Until all choices have all they want, which may be before the engine is done."""
-        async with aclosing(self._generation.steps()) as steps:
-            async for _, progress in steps:
-                if progress.prompt_logprobs is not None:
-                    self._prompt_rows = progress.prompt_logprobs
-                yield progress
-                if all(choice.ended for choice in self._choices):
-                    return
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._model.name}
-
-    def _of_prompt(self, num_top: int) -> Any:
-        prompt = self._generation.prompts[0]
-        return prompt_logprobs(self._model.texts, prompt.token_ids, self._prompt_rows, num_top)
+    def _extra_fields(self) -> dict[str, Any]:
+        num_top = self._body.prompt_logprobs
+        if num_top is None:
+            return {}
+        token_ids, texts = self._generation.prompts[0].token_ids, self._service.texts
+        rows = prompt_logprobs(texts, token_ids, self._prompt_logprobs, num_top)
+        return {"prompt_logprobs": rows}
 
 
 def _check(body: ChatRequest) -> None:
-    """What single fields cannot tell."""
-    if body.stream_options is not None and not body.stream:
-        raise bad_request("stream_options goes with stream: true", "stream_options")
-    if body.stream and body.prompt_logprobs is not None:
-        raise bad_request("prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
+    """Raise ApiError for fields that contradict each other."""
+    check_stream_fields(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs goes with logprobs: true", "top_logprobs")
     older, newer = body.max_tokens, body.max_completion_tokens
@@ -155,34 +96,34 @@ def _check(body: ChatRequest) -> None:
         raise bad_request(f"{name} must be at least 1", name)
 
 
-def _params(body: ChatRequest, tools: ToolUse, model: ServedModel) -> SamplingParams:
-    shape = wanted_shape(body, body.response_format)
+def _params(body: ChatRequest, tools: ToolUse, service: ModelService) -> SamplingParams:
+    structured = structured_output(body, body.response_format)
     if tools.grammar is not None:
-        _refuse(shape, "tools that are strict, required or named say what the answer must be")
-        shape = {"grammar": tools.grammar}
-    elif tools.format is not None and not {"regex", "grammar"} & set(shape):
-        _refuse(shape, "JSON and choices leave no room for tool calls")
+        _refuse(structured, "tools that are strict, required or named say what the answer must be")
+        structured = StructuredOutput(grammar=tools.grammar)
+    elif tools.format is not None and structured and structured.kind not in ("regex", "grammar"):
+        _refuse(structured, "JSON and choices leave no room for tool calls")
     overrides: dict[str, Any] = {}
-    if tools.keeps_special(model.tokenizer):
+    if tools.keeps_special(service.tokenizer):
         overrides["skip_special_tokens"] = False
     return sampling_params(
         body,
-        _asked_tokens(body)[0],
+        _max_tokens(body)[0],
         (body.top_logprobs or 0) if body.logprobs else None,
-        shape,
+        structured,
         **overrides,
     )
 
 
-def _asked_tokens(body: ChatRequest) -> tuple[int | None, str]:
-    """Most output tokens, if the request says, and the name of its field."""
+def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:
+    """The request's limit of output tokens, and the name of its field."""
     if body.max_completion_tokens is None:
         return body.max_tokens, "max_tokens"
     return body.max_completion_tokens, "max_completion_tokens"
 
 
-def _refuse(shape: Mapping[str, Any], why: str) -> None:
-    if shape:
+def _refuse(structured: StructuredOutput | None, why: str) -> None:
+    if structured is not None:
         raise bad_request(
             f"{why}; leave response_format and the like out, or ask for tool_choice none", "tools"
         )

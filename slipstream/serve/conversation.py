@@ -10,7 +10,7 @@ from slipstream.models.chat_template import ChatTemplate
 from slipstream.serve.errors import bad_request
 from slipstream.serve.protocol.bounds import MOST_SCHEMA_VALUES, count_values
 from slipstream.serve.protocol.chat import Message, Tool
-from slipstream.serve.unread import require_read
+from slipstream.serve.template_coverage import require_coverage
 
 # Set by the server, so chat_template_kwargs may not.
 _OWN = ("messages", "tools", "add_generation_prompt")
@@ -59,7 +59,7 @@ def render(template: ChatTemplate, body: ChatFields, tools: Sequence[Tool] | Non
     _check_arguments(body.messages)
     messages = [_message(place, message) for place, message in enumerate(body.messages)]
     text = write(messages)
-    require_read(write, messages, text)
+    require_coverage(write, messages, text)
     return _cut(text, body.messages[-1]) if continues else text
 
 

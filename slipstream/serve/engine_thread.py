@@ -1,11 +1,11 @@
-"""The one thread that owns the engine, and the way to it from the event loop.
+"""The thread that owns the engine, and its interface to the event loop.
 
-    event loop                                    engine's thread
-    submit, Stream.aclose ── inbox (a deque) ──>  taken in between two steps
-    Stream <── one call_soon_threadsafe a step ── what every request gained
+    event loop                                          engine's thread
+    submit, UpdateStream.aclose ── inbox (a deque) ──>  run between two steps
+    UpdateStream <── one call_soon_threadsafe a step ── updates of all requests
 
-Neither side waits for the other: the loop appends to the inbox and goes on, and the engine leaves
-a step's results for all requests in one call. An idle engine sleeps.
+Neither side waits for the other: the loop appends calls to the inbox and goes on, and the engine's
+thread hands over a step's updates of all requests in one call. An idle engine sleeps.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from time import monotonic
 
@@ -25,7 +26,6 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.samples import Submission
-from slipstream.serve.letters import Add, Letter, News, Note, Work
 from slipstream.serve.limits import (
     DeadlineExceeded,
     Draining,
@@ -35,55 +35,58 @@ from slipstream.serve.limits import (
     ServeLimits,
     Stopped,
 )
-from slipstream.serve.progress import Cursor, Progress
-from slipstream.serve.stream import Channel, Stream
-from slipstream.serve.watcher import Watcher
+from slipstream.serve.observers import Observer
+from slipstream.serve.updates import UpdateBuffer, UpdateReader, UpdateStream
 
 logger = logging.getLogger("slipstream.serve")
 
-_DEADLINE_INTERVAL = 0.02  # seconds between two looks at the deadlines
+_DEADLINE_INTERVAL = 0.02  # seconds between two checks of the deadlines
+
+Delivery = tuple[UpdateBuffer, Callable[[], None]]
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
-    """A request that the engine has."""
+class _Running:
+    """A request that the engine has accepted."""
 
     request_id: str
     engine_id: str
     deadline: float
-    channel: Channel
-    cursor: Cursor
-    last_gain: float | None = None
+    buffer: UpdateBuffer
+    reader: UpdateReader
+    last_update: float | None = None
 
 
 class EngineThread:
     """Runs an engine beside the event loop.
 
     Args:
-        engine: nobody else may use it from `start` on.
-        limits: how many may wait, and for how long.
-        watcher: for metrics and logs.
+        engine: nobody else may use it after `start`.
+        limits: how many requests may wait, and for how long.
+        observers: for metrics and logs.
     """
 
-    def __init__(self, engine: Engine, limits: ServeLimits, watcher: Watcher) -> None:
-        self._engine, self.limits, self._watcher = engine, limits, watcher
+    def __init__(
+        self, engine: Engine, limits: ServeLimits, observers: Sequence[Observer] = ()
+    ) -> None:
+        self._engine, self.limits, self._observers = engine, limits, tuple(observers)
         self._places = engine.resolved.limits.max_num_seqs
         self._numbers = count()
-        # For the engine's thread:
-        self._inbox: deque[Letter] = deque()
+        # Written by the event loop, read by the engine's thread:
+        self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        # Of the engine's thread:
-        self._lives: dict[Channel, _Live] = {}
-        self._by_engine_id: dict[str, _Live] = {}
-        self._outbox: list[tuple[Channel, News]] = []
+        # Used by the engine's thread:
+        self._running: dict[UpdateBuffer, _Running] = {}
+        self._by_engine_id: dict[str, _Running] = {}
+        self._outbox: list[Delivery] = []
         self._next_deadline_check = 0.0
         self._num_waiting = 0  # read by the loop
-        # Of the event loop:
+        # Used by the event loop:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._open: set[Channel] = set()
-        self._queued_work: set[Work] = set()
+        self._open: set[UpdateBuffer] = set()
+        self._queued_work: set[Future[None]] = set()
         self._open_samples = 0
         self._ends: deque[float] = deque(maxlen=64)  # when the last requests ended
         self._nothing_open: asyncio.Event | None = None
@@ -92,7 +95,7 @@ class EngineThread:
     # ------------------------------------------------------------------ on the event loop
 
     def start(self) -> None:
-        """Begin; on the event loop that is to be served."""
+        """Start the thread; called on the event loop that it is to serve."""
         self._loop = asyncio.get_running_loop()
         self._nothing_open = asyncio.Event()
         self._nothing_open.set()
@@ -110,7 +113,7 @@ class EngineThread:
 
     @property
     def num_open(self) -> int:
-        """Samples that were taken on and have not ended."""
+        """Samples that were accepted and have not ended."""
         return self._open_samples
 
     @property
@@ -121,48 +124,38 @@ class EngineThread:
     async def submit(
         self,
         request_id: str,
-        prompt: EncodedPrompt,
-        params: SamplingParams,
-        deadline: float | None = None,
-    ) -> Stream:
-        """Hand a request to the engine; returns once the engine has it, or has refused it.
-
-        Reading the stream may raise RequestFailed, DeadlineExceeded or EngineFailed behind what
-        there was of the request.
-
-        Args:
-            request_id: for the logs; need not be unique.
-            deadline: on `time.monotonic()`'s clock; None is `request_timeout` from now.
-
-        Raises:
-            UsageError: it can never be served as it is.
-            QueueFull, Draining, EngineFailed: it cannot be served now.
-        """
-        return (await self.submit_all(request_id, [prompt], params, deadline))[0]
-
-    async def submit_all(
-        self,
-        request_id: str,
         prompts: Sequence[EncodedPrompt],
         params: SamplingParams,
         deadline: float | None = None,
-    ) -> list[Stream]:
-        """Like `submit` for several prompts, which enter the same step, all of them or none."""
+    ) -> list[UpdateStream]:
+        """Submit a request for each prompt; returns when the engine has accepted all of them.
+
+        They start in one step, all or none. Reading a stream may raise RequestFailed,
+        DeadlineExceeded, EngineFailed or Stopped after the updates that there were.
+
+        Args:
+            request_id: for the logs; need not be unique.
+            deadline: on `time.monotonic()`'s clock; by default `request_timeout` from now.
+
+        Raises:
+            UsageError: a request can never be served as it is.
+            QueueFull, Draining, EngineFailed: they cannot be served now.
+        """
         self.check_room(params.n * len(prompts))
         assert self._loop is not None, "start comes first"
         if deadline is None:
             deadline = monotonic() + (self.limits.request_timeout or math.inf)
-        channels = [Channel(self._loop, params.n) for _ in prompts]
-        streams = [Stream(channel, self._leave) for channel in channels]
-        self._open.update(channels)
+        buffers = [UpdateBuffer(self._loop, params.n) for _ in prompts]
+        streams = [UpdateStream(buffer, self._abandon) for buffer in buffers]
+        self._open.update(buffers)
         self._open_samples += params.n * len(prompts)
         self._set_open()
-        for channel, prompt in zip(channels, prompts, strict=True):
-            self._inbox.append(Add(request_id, prompt, params, deadline, channel))
+        for buffer, prompt in zip(buffers, prompts, strict=True):
+            self._inbox.append(partial(self._add, request_id, prompt, params, deadline, buffer))
         self._wake.set()
         try:
             # All are waited for, so that no refusal is left unread.
-            waits = [channel.accepted for channel in channels]
+            waits = [buffer.accepted for buffer in buffers]
             for refusal in await asyncio.gather(*waits, return_exceptions=True):
                 if refusal is not None:
                     raise refusal
@@ -173,38 +166,38 @@ class EngineThread:
         return streams
 
     async def between_steps(self, function: Callable[[], None]) -> None:
-        """Have the engine's thread do something, which may raise, before its next step.
+        """Have the engine's thread call a function, which may raise, before its next step.
 
         Raises:
-            EngineFailed, Stopped: the thread ended before it came to it.
+            EngineFailed, Stopped: the thread ended first.
         """
         if not self.alive:
             raise EngineFailed
-        work = Work(function, Future())
-        self._queued_work.add(work)
-        self._inbox.append(work)
+        done: Future[None] = Future()
+        self._queued_work.add(done)
+        self._inbox.append(partial(_call_for, done, function))
         self._wake.set()
         try:
-            await asyncio.wrap_future(work.done)
+            await asyncio.wrap_future(done)
         finally:
-            self._queued_work.discard(work)
+            self._queued_work.discard(done)
 
     async def drain(self) -> None:
-        """Refuse what is new from now on; returns when nothing runs any more."""
+        """Refuse new requests; returns when no request runs any more."""
         self._draining = True
         if self._nothing_open is not None:
             await self._nothing_open.wait()
 
     async def stop(self) -> None:
-        """End at once what runs, and the thread behind its current step."""
+        """End all requests now, and the thread after its current step."""
         self._draining = self._stopping = True
         self._wake.set()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
-        await asyncio.sleep(0)  # what the thread left last is delivered
+        await asyncio.sleep(0)  # the thread's last deliveries
 
     def check_room(self, num_samples: int) -> None:
-        """Raise what `submit` would for a request of so many samples, before work goes into it."""
+        """Raise what `submit` would for so many samples, before any work is done for them."""
         if self._failed or not self._thread.is_alive():
             raise EngineFailed
         if self._draining:
@@ -223,29 +216,23 @@ class EngineThread:
             raise QueueFull(waiting, self._retry_after(waiting))
 
     def _retry_after(self, num_waiting: int) -> int:
-        """Seconds in which those who wait are likely to be served, at the present rate."""
+        """Seconds after which those who wait now are likely to be served."""
         if len(self._ends) < 2:
             return 1
         rate = (len(self._ends) - 1) / max(monotonic() - self._ends[0], 1e-3)
         return max(1, min(60, math.ceil(num_waiting / rate)))
 
-    def _leave(self, channel: Channel) -> None:
-        """Its reader left."""
-        self._inbox.append(channel)
+    def _abandon(self, buffer: UpdateBuffer) -> None:
+        """The reader has left."""
+        self._inbox.append(partial(self._abort, buffer))
         self._wake.set()
 
-    def _deliver(self, batch: Iterable[tuple[Channel, News]]) -> None:
-        """What the engine's thread left."""
-        for channel, news in batch:
-            if isinstance(news, Progress):
-                channel.put(news)
-            elif news is Note.ACCEPTED:
-                channel.accept()
-            else:
-                channel.close(news if isinstance(news, Exception) else None)
-            if channel.closed and channel in self._open:
-                self._open.discard(channel)
-                self._open_samples -= channel.num_samples
+    def _deliver(self, deliveries: Iterable[Delivery]) -> None:
+        for buffer, call in deliveries:
+            call()
+            if buffer.closed and buffer in self._open:
+                self._open.discard(buffer)
+                self._open_samples -= buffer.num_samples
                 self._ends.append(monotonic())
         self._set_open()
 
@@ -257,20 +244,20 @@ class EngineThread:
             self._nothing_open.set()
 
     def _resolve_rest(self) -> None:
-        """The thread has ended: whatever it did not come to would be waited for without end."""
-        kind = EngineFailed if self._failed else Stopped
+        """The thread has ended: what it did not get to would be waited for without end."""
+        error = EngineFailed if self._failed else Stopped
         self._failed = True
-        self._deliver([(channel, kind()) for channel in self._open])
-        for work in self._queued_work:
-            if not work.done.done():
-                work.done.set_exception(kind())
+        self._deliver([(buffer, partial(buffer.close, error())) for buffer in self._open])
+        for done in self._queued_work:
+            if not done.done():
+                done.set_exception(error())
 
     # ------------------------------------------------------------------ on the engine's thread
 
     def _main(self) -> None:
         try:
             while not self._stopping:
-                self._take_in()
+                self._handle_inbox()
                 self._check_deadlines()
                 if self._engine.has_unfinished:
                     self._step()
@@ -280,110 +267,125 @@ class EngineThread:
                     self._send()
                     self._wake.wait()
                     self._wake.clear()
-            self._take_in()
+            self._handle_inbox()
             self._abort_all(Stopped())
         except BaseException:
             logger.critical("the engine has failed; start the server again", exc_info=True)
             self._failed = True
-            with suppress(Exception):  # as far as it still goes
+            with suppress(Exception):  # the engine may not be able to
                 self._abort_all(EngineFailed())
         self._send()
-        self._call(self._resolve_rest)
+        self._call_loop(self._resolve_rest)
 
     def _send(self) -> None:
         if self._outbox:
-            batch, self._outbox = self._outbox, []
-            self._call(self._deliver, batch)
+            deliveries, self._outbox = self._outbox, []
+            self._call_loop(self._deliver, deliveries)
 
-    def _call(self, function: object, *arguments: object) -> None:
+    def _call_loop(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(function, *arguments)  # type: ignore[arg-type]
+            self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop is closed, so nobody reads
             self._stopping = True
 
-    def _take_in(self) -> None:
+    def _handle_inbox(self) -> None:
         while self._inbox:
-            letter = self._inbox.popleft()
-            if isinstance(letter, Channel):
-                self._abort(letter)
-            elif isinstance(letter, Work):
-                letter.do()
-            else:
-                self._add(letter)
+            self._inbox.popleft()()
 
-    def _add(self, add: Add) -> None:
-        if add.channel.left:  # and its abort, which follows, finds nothing
-            self._outbox.append((add.channel, Note.GONE))
+    def _add(
+        self,
+        request_id: str,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        deadline: float,
+        buffer: UpdateBuffer,
+    ) -> None:
+        if buffer.abandoned:  # the abort that follows will not find it
+            self._outbox.append((buffer, buffer.close))
             return
         engine_id = str(next(self._numbers))
         try:
-            submission = self._engine.add(engine_id, add.prompt, add.params)
+            submission = self._engine.add(engine_id, prompt, params)
         except UsageError as error:
-            self._outbox.append((add.channel, error))
+            self._outbox.append((buffer, partial(buffer.close, error)))
         except Exception as error:
-            logger.exception("request %s failed before it ran", add.request_id)
-            self._outbox.append((add.channel, _failed(error)))
+            logger.exception("request %s failed before it ran", request_id)
+            self._outbox.append((buffer, partial(buffer.close, _failed(error))))
         else:
-            live = _Live(add.request_id, engine_id, add.deadline, add.channel, Cursor(submission))
-            self._lives[add.channel] = self._by_engine_id[engine_id] = live
-            self._outbox.append((add.channel, Note.ACCEPTED))
+            reader = UpdateReader(submission)
+            running = _Running(request_id, engine_id, deadline, buffer, reader)
+            self._running[buffer] = self._by_engine_id[engine_id] = running
+            self._outbox.append((buffer, buffer.accept))
 
-    def _abort(self, channel: Channel, news: News = Note.GONE) -> None:
-        """Its reader left; where the request has ended already there is nothing to do."""
-        live = self._lives.get(channel)
-        if live is not None:
-            self._engine.abort(live.engine_id)
-            self._end(live, "abort", news)
+    def _abort(self, buffer: UpdateBuffer, error: Exception | None = None) -> None:
+        """End a request, unless it has ended."""
+        running = self._running.get(buffer)
+        if running is not None:
+            self._engine.abort(running.engine_id)
+            self._end(running, "abort", partial(buffer.close, error))
 
     def _abort_all(self, error: Exception) -> None:
-        for live in [*self._lives.values()]:
-            self._abort(live.channel, error)
+        for buffer in [*self._running]:
+            self._abort(buffer, error)
 
     def _check_deadlines(self) -> None:
         now = monotonic()
         if now < self._next_deadline_check:
             return
         self._next_deadline_check = now + _DEADLINE_INTERVAL
-        for live in [live for live in self._lives.values() if live.deadline <= now]:
-            self._engine.abort(live.engine_id)
-            self._end(live, "timeout", DeadlineExceeded())
+        for running in [it for it in self._running.values() if it.deadline <= now]:
+            self._engine.abort(running.engine_id)
+            self._end(running, "timeout", partial(running.buffer.close, DeadlineExceeded()))
 
     def _step(self) -> None:
         changed = self._engine.step()
         self._num_waiting = self._engine.scheduler.num_waiting
         now = monotonic()
         for submission in changed:
-            self._pass_on(self._by_engine_id[submission.request_id], submission, now)
-        self._watcher.stepped(self._engine)
+            self._update(self._by_engine_id[submission.request_id], submission, now)
+        for observer in self._observers:
+            observer.step_done(self._engine)
 
-    def _pass_on(self, live: _Live, submission: Submission, now: float) -> None:
-        """What a step gave one request."""
+    def _update(self, running: _Running, submission: Submission, now: float) -> None:
+        """Deliver what a step added to one request."""
         if submission.error is not None:
-            logger.error("request %s failed", live.request_id, exc_info=submission.error)
-            self._end(live, "error", _failed(submission.error))
+            logger.error("request %s failed", running.request_id, exc_info=submission.error)
+            failure = _failed(submission.error)
+            self._end(running, "error", partial(running.buffer.close, failure))
             return
-        before = live.cursor.num_tokens
-        progress = live.cursor.advance()
-        gained = live.cursor.num_tokens - before
-        gap = None if live.last_gain is None else now - live.last_gain
-        live.last_gain = now
-        self._watcher.gained(submission, gained, gap)
-        reasons = [delta.finish_reason for delta in progress.deltas]
-        if "error" in reasons:  # of one sample: nobody reads the others
-            if not progress.finished:
-                self._engine.abort(live.engine_id)
-                progress.finished = True
-            self._end(live, "error", progress)
-        elif progress.finished:
-            self._end(live, reasons[-1] or "stop", progress)
+        update = running.reader.read()
+        gap = None if running.last_update is None else now - running.last_update
+        running.last_update = now
+        for observer in self._observers:
+            observer.tokens_added(submission, gap)
+        reasons = [delta.finish_reason for delta in update.deltas]
+        if "error" in reasons and not update.finished:  # nobody reads the other samples
+            self._engine.abort(running.engine_id)
+            update.finished = True
+        if update.finished:
+            reason = "error" if "error" in reasons else reasons[-1] or "stop"
+            self._end(running, reason, partial(running.buffer.put, update))
         else:
-            self._outbox.append((live.channel, progress))
+            self._outbox.append((running.buffer, partial(running.buffer.put, update)))
 
-    def _end(self, live: _Live, reason: str, news: News) -> None:
-        del self._lives[live.channel], self._by_engine_id[live.engine_id]
-        self._watcher.ended(live.request_id, live.cursor.submission, reason)
-        self._outbox.append((live.channel, news))
+    def _end(self, running: _Running, reason: str, delivery: Callable[[], None]) -> None:
+        del self._running[running.buffer], self._by_engine_id[running.engine_id]
+        for observer in self._observers:
+            observer.request_ended(running.request_id, running.reader.submission, reason)
+        self._outbox.append((running.buffer, delivery))
+
+
+def _call_for(done: "Future[None]", function: Callable[[], None]) -> None:
+    """Call a function for whoever waits for `done`; nobody may wait any more."""
+    if not done.set_running_or_notify_cancel():
+        return
+    try:
+        function()
+    except Exception as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
 
 
 def _failed(cause: Exception) -> RequestFailed:

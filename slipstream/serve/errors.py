@@ -1,4 +1,4 @@
-"""Errors in the form that clients of the OpenAI protocol read."""
+"""Errors in the format of the OpenAI protocol."""
 
 import json
 import re
@@ -20,18 +20,18 @@ _TYPES = {
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
-_FIELD = re.compile(r"[a-z]+(_[a-z]+)*")
+_FIELD_NAME = re.compile(r"[a-z]+(_[a-z]+)*")
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
+    """An error response.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         message: what is wrong and what to do about it.
-        param: the field that is to blame.
-        code: a word for programs.
-        headers: of the response, such as Retry-After.
+        param: name of the wrong field.
+        code: identifies the error for programs.
+        headers: further headers, such as Retry-After.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> bytes:
-        """The JSON document; plain ASCII, whatever the request held."""
+        """The JSON document, in ASCII."""
         error = {
             "message": self.message,
             "type": error_type(self.status),
@@ -58,33 +58,32 @@ class ApiError(Exception):
         return json.dumps({"error": error}, allow_nan=False).encode("ascii")
 
     def response(self) -> Response:
-        """The answer to the request."""
         return Response(self.body(), self.status, self.headers, media_type="application/json")
 
 
 def error_type(status: int) -> str:
-    """The protocol's name for a kind of error."""
+    """The protocol's name for errors with this status."""
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         return "server_error"
     return _TYPES.get(HTTPStatus(status), "invalid_request_error")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The request is wrong as it is."""
+    """The request is invalid (400)."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
 def generation_failed(message: str) -> ApiError:
-    """The model's output cannot be used, which is not the request's fault."""
+    """The model's output cannot be used, through no fault of the request (500)."""
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="generation_failed")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told about an error; only that it was internal where it is a fault."""
+    """The error response for an exception; details of internal errors are left to the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UsageError):
-        return _of_usage(str(error))
+        return _from_usage_error(str(error))
     if isinstance(error, QueueFull):
         wait = {"Retry-After": str(error.retry_after)}
         return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="queue_full", headers=wait)
@@ -96,34 +95,34 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error), code="request_failed")
     return ApiError(
         HTTPStatus.INTERNAL_SERVER_ERROR,
-        "the server met an internal error; its log says why",
+        "an internal error occurred; the server's log says why",
         code="internal_error",
     )
 
 
-# What the engine calls otherwise than the protocol: there, and the field that holds it.
+# Names of the engine that the protocol calls otherwise: its name, and the field that holds it.
 _NAMES = {
     "prompt_token_ids": ("prompt", "prompt"),
     "num_speculative_tokens": ("speculative.num_speculative_tokens", "speculative"),
 }
 
 
-def _of_usage(message: str) -> ApiError:
+def _from_usage_error(message: str) -> ApiError:
     first, _, rest = message.partition(" ")
     if first in _NAMES:
         name, param = _NAMES[first]
         return bad_request(f"{name} {rest}", param)
-    return bad_request(message, _blamed(message))
+    return bad_request(message, _field(message))
 
 
-def _blamed(message: str) -> str | None:
-    """Messages about a field begin with its name."""
+def _field(message: str) -> str | None:
+    """The field that a message is about: it begins with its name."""
     if message.startswith("the prompt "):
         return "prompt"
     first = message.split(" ", 1)[0]
-    match = _FIELD.match(first)
+    match = _FIELD_NAME.match(first)
     return match[0] if match and ("_" in first or first in ("n", "seed", "temperature")) else None
 
 
-# Exceptions with which a handler may leave, all of them with a message for the client.
-TOLD = (ApiError, UsageError, RequestRefused, RequestFailed, DeadlineExceeded)
+# Exceptions that handlers may raise, all with a message for the client.
+CLIENT_ERRORS = (ApiError, UsageError, RequestRefused, RequestFailed, DeadlineExceeded)

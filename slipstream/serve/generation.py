@@ -1,9 +1,8 @@
-"""The requests that one HTTP request becomes: one for each prompt, read as one stream."""
+"""The engine requests of one HTTP request (one for each prompt), read as one stream."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from itertools import chain
 
 from slipstream.core.outputs import RequestMetrics
 from slipstream.core.sampling_params import SamplingParams
@@ -11,17 +10,18 @@ from slipstream.engine.prompts import EncodedPrompt
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.errors import ApiError, bad_request, generation_failed
 from slipstream.serve.logs import current_request_id
-from slipstream.serve.progress import Delta, Progress
 from slipstream.serve.protocol.usage import PromptTokensDetails, SpeculationUsage, Usage
-from slipstream.serve.stream import Stream
+from slipstream.serve.updates import RequestUpdate, UpdateStream
+
+_Queue = asyncio.Queue[tuple[int, RequestUpdate | Exception | None]]
 
 
 class Generation:
     """Runs prompts and counts their tokens.
 
     Args:
-        return_speculation: the usage says what speculation did.
-        counts_output: whether what comes is used; the engine gives a token at least.
+        return_speculation: the usage reports speculation.
+        counts_output: whether the output is used; the engine always generates one token.
     """
 
     def __init__(
@@ -33,47 +33,48 @@ class Generation:
         self.prompts = prompts
         self._num_output_tokens = 0
         self._metrics: list[RequestMetrics | None] = [None] * len(prompts)
-        self._streams: list[Stream] = []
+        self._streams: list[UpdateStream] = []
         self._return_speculation, self._counts_output = return_speculation, counts_output
         self._has_grammar = False
 
     async def start(self, thread: EngineThread, params: SamplingParams) -> None:
-        """Queue everything or nothing; raises what `EngineThread.submit` does."""
+        """Submit all prompts; raises what `EngineThread.submit` raises."""
         self._has_grammar = params.structured is not None
-        self._streams = await thread.submit_all(current_request_id(), self.prompts, params)
+        self._streams = await thread.submit(current_request_id(), self.prompts, params)
 
-    async def steps(self) -> AsyncGenerator[tuple[int, Progress], None]:
-        """What the prompts gain, by their places; closing this early ends them all."""
+    async def updates(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
+        """Updates with the index of their prompt; closing the generator early ends all requests."""
         try:
             if len(self._streams) == 1:
-                async for progress in self._streams[0]:
-                    self._count(0, progress)
-                    yield 0, progress
+                async for update in self._streams[0]:
+                    self._count(0, update)
+                    yield 0, update
                 return
             async with aclosing(self._merged()) as merged:
-                async for place, progress in merged:
-                    self._count(place, progress)
-                    yield place, progress
+                async for place, update in merged:
+                    self._count(place, update)
+                    yield place, update
         finally:
-            await self._leave()
+            for stream in self._streams:
+                await stream.aclose()
 
-    def _count(self, place: int, progress: Progress) -> None:
-        """Take it in; ApiError for an output that the engine had to break off."""
-        self._metrics[place] = progress.metrics
-        for delta in progress.deltas:
+    def _count(self, place: int, update: RequestUpdate) -> None:
+        """Count the tokens; ApiError for an output that the engine could not go on with."""
+        self._metrics[place] = update.metrics
+        for delta in update.deltas:
             if delta.finish_reason == "error":
-                raise self._broken_off(str(delta.stop_reason))
+                raise self._output_error(str(delta.stop_reason))
             if self._counts_output:
                 self._num_output_tokens += len(delta.token_ids)
 
-    def _broken_off(self, message: str) -> ApiError:
-        """Nothing fits the request's grammar, or the model's logits are not finite."""
+    def _output_error(self, message: str) -> ApiError:
+        """No token fits the request's grammar, or the model's logits are not finite."""
         if self._has_grammar and message.startswith("the grammar"):
             return bad_request(message, "structured_outputs", "grammar_failed")
         return generation_failed(message)
 
     def usage(self) -> Usage:
-        """Tokens so far."""
+        """Token counts so far."""
         metrics = [it for it in self._metrics if it is not None]
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         cached = sum(it.num_cached_tokens for it in metrics)
@@ -87,19 +88,19 @@ class Generation:
             **details,
         )
 
-    async def _merged(self) -> AsyncGenerator[tuple[int, Progress], None]:
-        # One place: whoever reads slowly is not run away from, and increments are merged instead.
-        news: asyncio.Queue[tuple[int, Progress | Exception | None]] = asyncio.Queue(1)
+    async def _merged(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
+        # A queue of one: updates that a slow reader does not take are merged in their buffers.
+        queue: _Queue = asyncio.Queue(1)
         readers = [
-            asyncio.create_task(_read(place, stream, news))
+            asyncio.create_task(_read(place, stream, queue))
             for place, stream in enumerate(self._streams)
         ]
         try:
-            open_streams = len(readers)
-            while open_streams:
-                place, item = await news.get()
+            num_open = len(readers)
+            while num_open:
+                place, item = await queue.get()
                 if item is None:
-                    open_streams -= 1
+                    num_open -= 1
                 elif isinstance(item, Exception):
                     raise item
                 else:
@@ -109,39 +110,15 @@ class Generation:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
 
-    async def _leave(self) -> None:
-        for stream in self._streams:
-            await stream.aclose()
 
-
-async def _read(
-    place: int, stream: Stream, news: "asyncio.Queue[tuple[int, Progress | Exception | None]]"
-) -> None:
+async def _read(place: int, stream: UpdateStream, queue: _Queue) -> None:
     try:
-        async for progress in stream:
-            await news.put((place, progress))
+        async for update in stream:
+            await queue.put((place, update))
     except Exception as error:
-        await news.put((place, error))
+        await queue.put((place, error))
     else:
-        await news.put((place, None))
-
-
-def joined(deltas: Sequence[Delta]) -> Delta:
-    """All that one sample gained, in order."""
-    last = deltas[-1]
-    return Delta(
-        index=last.index,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[*chain.from_iterable(delta.token_ids for delta in deltas)],
-        logprobs=(
-            None
-            if last.logprobs is None
-            else [*chain.from_iterable(delta.logprobs or () for delta in deltas)]
-        ),
-        origins=[*chain.from_iterable(delta.origins for delta in deltas)],
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-    )
+        await queue.put((place, None))
 
 
 def _speculation(metrics: Sequence[RequestMetrics]) -> SpeculationUsage:

@@ -1,11 +1,11 @@
-"""What Prometheus reads: the quantities, and the meanings, that dashboards of such servers know.
+"""Prometheus metrics, with the names and meanings that vLLM's dashboards know.
 
-Totals that the engine keeps anyway are read when somebody asks; only what needs a distribution is
-observed as it happens.
+Totals that the engine counts anyway are read on request; only distributions are observed as they
+come.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -34,10 +34,10 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class ServerMetrics:
-    """The registry of one server; a `Watcher` of its engine's thread.
+    """The registry of one server; an `Observer` of its engine's thread.
 
     Args:
-        model_name: label of everything.
+        model_name: a label of all metrics.
     """
 
     content_type = CONTENT_TYPE_LATEST
@@ -47,52 +47,55 @@ class ServerMetrics:
         ProcessCollector(registry=self.registry)
         self._engine_totals = _EngineTotals(engine, model_name)
         self.registry.register(self._engine_totals)
-        self._model_name = model_name
-        self._ttft = self._histogram(
-            "time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN
-        )
-        self._itl = _Gaps(
-            PREFIX + "inter_token_latency_seconds",
+        self._inter_token = _UnlockedHistogram(
+            "inter_token_latency_seconds",
             "Between two steps that gave a request tokens",
             _PER_TOKEN,
             model_name,
         )
-        self.registry.register(self._itl)
-        self._tpot = self._histogram(
+        self.registry.register(self._inter_token)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            labels, registry = ["model_name"], self.registry
+            made = Histogram(PREFIX + name, text, labels, buckets=buckets, registry=registry)
+            return made.labels(model_name)
+
+        self._first_token = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN
+        )
+        self._per_token = histogram(
             "request_time_per_output_token_seconds",
-            "A request's mean time per token behind the first",
+            "A request's mean time per token after the first",
             _PER_TOKEN,
         )
-        self._latency = self._histogram(
-            "e2e_request_latency_seconds", "From arrival to the end", _WHOLE
-        )
-        self._prompt_sizes = self._histogram(
-            "request_prompt_tokens", "Prompt tokens of a request", _TOKENS
-        )
-        self._output_sizes = self._histogram(
-            "request_generation_tokens", "Output tokens of a request", _TOKENS
-        )
-        prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that began")
+        self._latency = histogram("e2e_request_latency_seconds", "From arrival to the end", _WHOLE)
+        self._prompt_sizes = histogram("request_prompt_tokens", "Prompt tokens", _TOKENS)
+        self._output_sizes = histogram("request_generation_tokens", "Output tokens", _TOKENS)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(PREFIX + name, text, ["model_name", *labels], registry=self.registry)
+
+        prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began")
         self._prompt_tokens = prompt_tokens.labels(model_name)
-        success = self._counter("request_success", "Requests that ended", "finished_reason")
+        success = counter("request_success", "Requests that ended", "finished_reason")
         self._ended = {reason: success.labels(model_name, reason) for reason in REASONS}
 
     def render(self) -> bytes:
-        """The text that Prometheus reads."""
+        """The metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
-    def gained(self, submission: Submission, num_tokens: int, gap: float | None) -> None:
-        """A step gave a request tokens."""
+    def tokens_added(self, submission: Submission, gap: float | None) -> None:
+        """Observe the time since the request's last tokens."""
         if gap is not None:
-            self._itl.observe(gap)
+            self._inter_token.observe(gap)
             return
         first = submission.metrics.time_to_first_token
         if first is not None:
-            self._ttft.observe(first)
+            self._first_token.observe(first)
         self._prompt_tokens.inc(len(submission.prompt_token_ids))
 
-    def ended(self, request_id: str, submission: Submission, reason: str) -> None:
-        """A request ended."""
+    def request_ended(self, request_id: str, submission: Submission, reason: str) -> None:
+        """Observe the request's size and times."""
         self._ended[reason].inc()
         metrics = submission.metrics
         latency, first = metrics.latency, metrics.time_to_first_token
@@ -102,45 +105,58 @@ class ServerMetrics:
         if latency is None:
             return
         self._latency.observe(latency)
-        behind_first = num_tokens / len(submission.samples) - 1
-        if first is not None and behind_first > 0:
-            self._tpot.observe((latency - first) / behind_first)
+        after_first = num_tokens / len(submission.samples) - 1
+        if first is not None and after_first > 0:
+            self._per_token.observe((latency - first) / after_first)
 
-    def stepped(self, engine: Engine) -> None:
-        """A step is done."""
-        self._engine_totals.look()
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        made = Histogram(
-            PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry
-        )
-        return made.labels(self._model_name)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(PREFIX + name, text, ["model_name", *labels], registry=self.registry)
+    def step_done(self, engine: Engine) -> None:
+        """Note the drafts of the step."""
+        self._engine_totals.note_drafts()
 
 
-class _Gaps(Collector):
-    """A histogram of one writer, the engine's thread: it is fed for every request in every step,
-    and a lock around two additions costs more than they do."""
+class _OneModelCollector(Collector):
+    """Builds metric families with the label of one model."""
 
-    def __init__(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> None:
-        self._name, self._text, self._model_name = name, text, model_name
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Count one."""
-        self._counts[bisect_left(self._bounds, seconds)] += 1
-        self._sum += seconds
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
 
     def describe(self) -> Iterator[Metric]:
         """Nothing, so that registering does not collect."""
         return iter(())
 
+    def _family(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        text: str,
+        values: Mapping[str, float],
+        label: str | None = None,
+    ) -> Metric:
+        """One metric; with a further label, one value for each of its values."""
+        labels = ["model_name"] if label is None else ["model_name", label]
+        family = kind(PREFIX + name, text, labels=labels)
+        for key, value in values.items():
+            family.add_metric([self._model_name, key][: len(labels)], value)
+        return family
+
+
+class _UnlockedHistogram(_OneModelCollector):
+    """A histogram without a lock, which would cost more than its two additions: only the engine's
+    thread observes, for every request in every step."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> None:
+        super().__init__(model_name)
+        self._name, self._text, self._bounds = PREFIX + name, text, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
     def collect(self) -> Iterator[Metric]:
-        """All of it."""
+        """The metric."""
         family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
         names = [*map(str, self._bounds), "+Inf"]
         counts = accumulate([*self._counts])
@@ -148,41 +164,34 @@ class _Gaps(Collector):
         yield family
 
 
-class _EngineTotals(Collector):
-    """Reads the engine's own counts, from any thread: they are plain numbers."""
+class _EngineTotals(_OneModelCollector):
+    """Reads the engine's counts, from any thread: they are plain numbers."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
-        self._engine, self._model_name = engine, model_name
+        super().__init__(model_name)
+        self._engine = engine
         self._drafts = self._draft_tokens = 0
         self._current_k = 0.0
 
-    def look(self) -> None:
-        """Draft tokens a draft in the last step that drafted."""
+    def note_drafts(self) -> None:
+        """Keep the draft tokens per draft of the last step that drafted."""
         seen = self._engine.metrics.speculation
         drafts = seen.num_drafts - self._drafts
         if drafts:
             self._current_k = (seen.num_draft_tokens - self._draft_tokens) / drafts
             self._drafts, self._draft_tokens = seen.num_drafts, seen.num_draft_tokens
 
-    def describe(self) -> Iterator[Metric]:
-        """Nothing, so that registering does not collect."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
-        """All of them."""
-        engine, scheduler = self._engine, self._engine.scheduler
-        blocks, metrics = scheduler.block_manager, engine.metrics
-        spec = metrics.speculation
+        """The metrics."""
+        scheduler, metrics = self._engine.scheduler, self._engine.metrics
+        blocks, spec = scheduler.block_manager, metrics.speculation
+        limits = self._engine.resolved.limits
         used = 1.0 - blocks.num_available / blocks.num_blocks
         gauges = (
             ("num_requests_running", "Samples that have a place", scheduler.num_running),
-            ("num_requests_waiting", "Samples that wait for one", scheduler.num_waiting),
+            ("num_requests_waiting", "Samples that wait for a place", scheduler.num_waiting),
             ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it", used),
-            (
-                "num_speculative_tokens",
-                "K: most draft tokens",
-                engine.resolved.limits.num_speculative_tokens,
-            ),
+            ("num_speculative_tokens", "K: most draft tokens", limits.num_speculative_tokens),
             ("spec_decode_current_k", "Draft tokens a draft, in the last step", self._current_k),
         )
         counters = (
@@ -196,33 +205,22 @@ class _EngineTotals(Collector):
             ("spec_decode_num_accepted_tokens", "Accepted draft tokens", spec.num_accepted_tokens),
         )
         for name, text, value in gauges:
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
+            yield self._family(GaugeMetricFamily, name, text, {"": value})
         for name, text, count in counters:
-            counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-            counter.add_metric([self._model_name], count)
-            yield counter
-        yield self._positions([*spec.num_accepted_tokens_per_pos])
-        yield self._step_times()
-
-    def _positions(self, counts: list[int]) -> Metric:
-        family = CounterMetricFamily(
-            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
-            "Accepted draft tokens by their place in the draft",
-            labels=["model_name", "position"],
+            yield self._family(CounterMetricFamily, name, text, {"": count})
+        accepted = [*spec.num_accepted_tokens_per_pos]
+        accepted += [0] * (limits.num_positions - len(accepted))
+        yield self._family(
+            CounterMetricFamily,
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by their position in the draft",
+            {str(position): count for position, count in enumerate(accepted)},
+            "position",
         )
-        most = self._engine.resolved.limits.num_positions
-        for position, count in enumerate([*counts, *[0] * (most - len(counts))]):
-            family.add_metric([self._model_name, str(position)], count)
-        return family
-
-    def _step_times(self) -> Metric:
-        family = CounterMetricFamily(
-            PREFIX + "step_time_seconds",
+        yield self._family(
+            CounterMetricFamily,
+            "step_time_seconds",
             "Time of the steps: drafting, the target's pass, verification, the rest",
-            labels=["model_name", "part"],
+            metrics.seconds,
+            "part",
         )
-        for part, seconds in self._engine.metrics.seconds.items():
-            family.add_metric([self._model_name, part], seconds)
-        return family

@@ -1,4 +1,4 @@
-"""Listening, and stopping in good order."""
+"""Run a server: its options, listening, draining and stopping."""
 
 import asyncio
 import logging
@@ -6,29 +6,35 @@ import resource
 import socket
 import ssl
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
+from slipstream.engine.engine import Engine
+from slipstream.serve.app import create_app
 from slipstream.serve.connections import connection_class
 from slipstream.serve.engine_thread import EngineThread
-from slipstream.serve.guards import ApiKeys, Bodies, Door
 from slipstream.serve.limits import ServeLimits
-from slipstream.serve.logs import RequestIds
-from slipstream.serve.memory import give_back_memory, leave_out_of_collections, share_memory
-from slipstream.serve.prefix import UnderPrefix
+from slipstream.serve.logs import RequestIds, set_up_logs
+from slipstream.serve.memory import freeze_garbage_collection, return_memory, share_arenas
+from slipstream.serve.metrics import ServerMetrics
+from slipstream.serve.middleware import ApiKeyCheck, BodyLimits, DrainGate, RootPath
+from slipstream.serve.model_service import ModelService
+from slipstream.serve.observers import ActivityLog, Observer
 
 logger = logging.getLogger("slipstream.serve")
 
 _BACKLOG = 4096
 _SPARE_FILES = 256  # besides connections
-_FLUSH_SECONDS = 10  # for answers that are complete but not read yet
-_LAST_SECONDS = 1  # the same where the server is to stop at once
+_FLUSH_SECONDS = 10  # for answers that are complete but not yet read
+_LAST_FLUSH_SECONDS = 1  # the same where the server is to stop at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +42,9 @@ class Access:
     """Who may use the server.
 
     Args:
-        api_keys: any of them lets in; without one everybody is let in.
-        allowed_origins: web pages of these origins may use it ("*": of all); none by default.
-        open_paths: what needs no key.
+        api_keys: requests must have one of them; without any, all requests are accepted.
+        allowed_origins: origins whose web pages may use the server ("*": all); none by default.
+        open_paths: paths that need no key.
     """
 
     api_keys: Sequence[str] = ()
@@ -51,20 +57,36 @@ class Access:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Front:
-    """How the server looks from outside.
+class ServerOptions:
+    """How to serve.
 
     Args:
-        certificate, key: files of PEM, for TLS; the key may stand in the file of the certificate.
-        root_path: the path under which a proxy shows the server.
+        names: of the model in requests; at least one.
+        certificate, key: PEM files for TLS; the key may be in the certificate's file.
+        root_path: path under which a proxy offers the server.
+        tool_call_parser: a format of tool calls; found from the checkpoint when None.
+        chat_template: replaces the checkpoint's.
+        profiles: folder for traces; clients may profile the engine if there is one.
+        log_prompts: prompts and outputs may be in the log.
+        log_json: the log is one JSON object per line.
+        log_level: "debug", "info", "warning" or "error".
 
     Raises:
-        UsageError: the files are no certificate with its key, or the path is none.
+        UsageError: the files are not a certificate with its key, or the root path is not a path.
     """
 
+    names: Sequence[str]
+    limits: ServeLimits
+    access: Access
     certificate: Path | None = None
     key: Path | None = None
     root_path: str = ""
+    tool_call_parser: str | None = None
+    chat_template: str | None = None
+    profiles: Path | None = None
+    log_prompts: bool = False
+    log_json: bool = False
+    log_level: str = "info"
 
     def __post_init__(self) -> None:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path[-1] == "/"):
@@ -77,7 +99,7 @@ class Front:
             return
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-                self.certificate, self.key, password=_no_password
+                self.certificate, self.key, password=_refuse_encrypted_key
             )
         except (OSError, ValueError) as error:
             raise UsageError(
@@ -86,25 +108,35 @@ class Front:
             ) from None
 
 
-def _no_password() -> str:
-    """Instead of a question on the terminal, which a server must not ask."""
+def _refuse_encrypted_key() -> str:
+    """Without it, the library asks for the password on the terminal."""
     raise ValueError("the key is encrypted; give one that is not")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The socket to listen on; UsageError where that is not possible.
+    """A socket that is bound; UsageError where that is not possible.
 
-    Before a model is loaded, so that a port in use is known at once. Nobody can connect until the
-    server listens on it.
+    Done before a model is loaded, so that a port in use is known at once. Nobody can connect until
+    `listen`.
     """
     try:
-        return _bound(host, port)
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except BaseException:
+            sock.close()
+            raise
     except (OSError, OverflowError) as error:
         raise _cannot_listen(host, port, error) from error
+    return sock
 
 
 def listen(sock: socket.socket) -> None:
-    """Let clients connect: who comes before the loop turns waits.
+    """Let clients connect; they wait until the event loop runs.
 
     Raises UsageError where another server, which was bound at the same time, listens already.
     """
@@ -119,26 +151,57 @@ def _cannot_listen(host: str, port: int, error: Exception) -> UsageError:
     return UsageError(f"cannot listen on {host}:{port} ({error}); choose another --host or --port")
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+def start_server(
+    engine: Engine,
+    config: EngineConfig,
+    options: ServerOptions,
+    sock: socket.socket,
+    pages: Sequence[Route] = (),
+) -> int:
+    """Serve until a signal ends it; the exit code, which is 1 where requests were cut off.
+
+    The first SIGTERM or SIGINT lets running requests finish, while new ones are refused with 503;
+    the second stops at once.
+
+    Args:
+        config: that the engine was built from.
+        sock: to listen on.
+        pages: routes besides those of the protocol, such as the playground's.
+    """
+    set_up_logs(options.log_json, options.log_level.upper())
+    metrics = ServerMetrics(engine, options.names[0])
+    observers: list[Observer] = [metrics, ActivityLog(show_text=options.log_prompts)]
+    thread = EngineThread(engine, options.limits, observers)
+    service = ModelService(
+        names=options.names,
+        config=config,
+        engine=engine,
+        thread=thread,
+        tool_call_parser=options.tool_call_parser,
+        chat_template=options.chat_template,
+    )
+    # The playground asks its user for the key.
+    open_paths = (*options.access.open_paths, *(page.path for page in pages))
+    access = replace(options.access, open_paths=open_paths)
+    app, gate = guarded(
+        create_app(service, metrics, pages, options.profiles), options.limits, access
+    )
+    if options.root_path:
+        app = RootPath(app, options.root_path)
+    share_arenas()
+    freeze_garbage_collection()
+    _allow_open_files(options.limits.max_connections + _SPARE_FILES)
+    server = _Server(_uvicorn_config(app, options), thread, gate, options.limits.drain_timeout)
+    server.run(sockets=[sock])
+    return server.exit_code
 
 
-def guarded(app: ASGIApp, limits: ServeLimits, access: Access) -> tuple[ASGIApp, Door]:
-    """The application behind everything that protects it, and its door."""
-    door = Door(app)
-    whole: ASGIApp = Bodies(door, limits)
+def guarded(app: ASGIApp, limits: ServeLimits, access: Access) -> tuple[ASGIApp, DrainGate]:
+    """The application behind its middleware, and the gate that drains it."""
+    gate = DrainGate(app)
+    whole: ASGIApp = BodyLimits(gate, limits)
     if access.api_keys:
-        whole = ApiKeys(whole, access.api_keys, access.open_paths)
+        whole = ApiKeyCheck(whole, access.api_keys, access.open_paths)
     if access.allowed_origins:
         whole = CORSMiddleware(
             whole,
@@ -147,54 +210,37 @@ def guarded(app: ASGIApp, limits: ServeLimits, access: Access) -> tuple[ASGIApp,
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    return RequestIds(whole), door
+    return RequestIds(whole), gate
 
 
-def serve(
-    app: ASGIApp,
-    thread: EngineThread,
-    sock: socket.socket,
-    limits: ServeLimits,
-    access: Access,
-    front: Front,
-) -> int:
-    """Serve until a signal ends it; the exit code, which is 1 where requests were cut off.
-
-    The first SIGTERM or SIGINT lets what runs finish, while new requests are answered with 503;
-    the second stops at once.
-    """
-    share_memory()
-    leave_out_of_collections()
-    _allow_files(limits.max_connections + _SPARE_FILES)
-    whole, door = guarded(app, limits, access)
-    if front.root_path:
-        whole = UnderPrefix(whole, front.root_path)
-    config = uvicorn.Config(
-        whole,
-        http=connection_class(limits),
+def _uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=connection_class(options.limits),
         ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=round(limits.keep_alive_timeout),
+        timeout_keep_alive=round(options.limits.keep_alive_timeout),
         timeout_graceful_shutdown=_FLUSH_SECONDS,
         backlog=_BACKLOG,
-        ssl_certfile=front.certificate,
-        ssl_keyfile=front.key,
+        ssl_certfile=options.certificate,
+        ssl_keyfile=options.key,
     )
-    server = _Server(config, thread, door, limits.drain_timeout)
-    server.run(sockets=[sock])
-    return server.exit_code
 
 
 class _Server(uvicorn.Server):
     """Drains before it stops."""
 
     def __init__(
-        self, config: uvicorn.Config, thread: EngineThread, door: Door, patience: float | None
+        self,
+        config: uvicorn.Config,
+        thread: EngineThread,
+        gate: DrainGate,
+        drain_timeout: float | None,
     ) -> None:
         super().__init__(config)
-        self._engine_thread, self._door, self._patience = thread, door, patience
+        self._engine_thread, self._gate, self._drain_timeout = thread, gate, drain_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -205,7 +251,7 @@ class _Server(uvicorn.Server):
         """Run the engine's thread as long as the server."""
         self._loop = asyncio.get_running_loop()
         self._engine_thread.start()
-        memory = asyncio.create_task(give_back_memory(lambda: self._door.empty, self._work_done))
+        memory = asyncio.create_task(return_memory(lambda: self._gate.empty, self._work_done))
         try:
             await super().serve(sockets)
         finally:
@@ -216,7 +262,7 @@ class _Server(uvicorn.Server):
         return self.server_state.total_requests, len(self.server_state.connections)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Of the first signal: begin to drain; of the second: stop; of the third: drop all."""
+        """Drain at the first signal, stop at the second, drop everything at the third."""
         self._num_signals += 1
         if self._loop is None or not self.started or self._num_signals > 2:
             self.exit_code = 1
@@ -233,27 +279,27 @@ class _Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         logger.info(
-            "stopping: %d requests run to their end (a second signal stops at once)",
+            "stopping: %d running requests may finish (a second signal stops at once)",
             self._engine_thread.num_open,
         )
         try:
-            async with asyncio.timeout(self._patience):
-                await self._door.close()
+            async with asyncio.timeout(self._drain_timeout):
+                await self._gate.close()
                 await self._engine_thread.drain()
         except TimeoutError:
             await self._stop()
         self.should_exit = True
 
     async def _stop(self) -> None:
-        """End what runs; its clients are told so."""
+        """End all requests; their clients get an error."""
         logger.warning("%d requests are cut off", self._engine_thread.num_open)
-        self.exit_code, self.config.timeout_graceful_shutdown = 1, _LAST_SECONDS
+        self.exit_code, self.config.timeout_graceful_shutdown = 1, _LAST_FLUSH_SECONDS
         await self._engine_thread.stop()
         self.should_exit = True
 
 
-def _allow_files(number: int) -> None:
-    """Every connection is an open file, of which there are few by default."""
+def _allow_open_files(number: int) -> None:
+    """Every connection is an open file, of which the default limit allows few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
         number = min(number, hard)

@@ -1,12 +1,12 @@
-"""/tokenize and /detokenize: what the tokenizer makes of a text, and back."""
+"""/tokenize and /detokenize."""
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slipstream.serve.bodies import read_body
 from slipstream.serve.conversation import render
 from slipstream.serve.errors import bad_request
-from slipstream.serve.model import ServedModel
+from slipstream.serve.model_service import ModelService
+from slipstream.serve.openapi import json_response
 from slipstream.serve.protocol.bounds import MOST_TEXT_BYTES
 from slipstream.serve.protocol.tokenize import (
     DetokenizeRequest,
@@ -14,59 +14,53 @@ from slipstream.serve.protocol.tokenize import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from slipstream.serve.request_parsing import read_body
 
 
-class Tokens:
-    """Answers the requests of both endpoints."""
+class TokenizeEndpoints:
+    """Handles POST /tokenize and /detokenize."""
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a prompt or of messages."""
-        body = await read_body(request, TokenizeRequest, self._model)
-        return _json(await self._model.aside(self._tokenize, body))
+        """Token ids of a prompt or of messages"""
+        body = await read_body(request, TokenizeRequest, self._service)
+        return await self._service.aside(self._tokenize, body)
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids."""
-        body = await read_body(request, DetokenizeRequest, self._model)
-        return _json(await self._model.aside(self._detokenize, body))
+        """The text of token ids"""
+        body = await read_body(request, DetokenizeRequest, self._service)
+        return await self._service.aside(self._detokenize, body)
 
-    def _tokenize(self, body: TokenizeRequest) -> str:
-        tokenizer = self._model.tokenizer
+    def _tokenize(self, body: TokenizeRequest) -> Response:
+        tokenizer = self._service.tokenizer
         if body.prompt is not None:
-            text, adds = body.prompt, body.add_special_tokens is not False
+            text, field, adds_special = body.prompt, "prompt", body.add_special_tokens is not False
         else:
-            text = render(self._model.template, body, body.tools)
-            adds = body.add_special_tokens is True
-        _require_short(text, "messages" if body.prompt is None else "prompt")
-        tokens = tokenizer.encode(text, add_special_tokens=adds)
+            text = render(self._service.template, body, body.tools)
+            field, adds_special = "messages", body.add_special_tokens is True
+        size = len(text.encode(errors="replace"))
+        if size > MOST_TEXT_BYTES:
+            raise bad_request(
+                f"the text of {field} has {size} bytes, more than {MOST_TEXT_BYTES}; send it in "
+                "parts",
+                field,
+            )
+        tokens = tokenizer.encode(text, add_special_tokens=adds_special)
         answer = TokenizeResponse(
-            count=len(tokens), max_model_len=self._model.max_model_len, tokens=tokens
+            count=len(tokens), max_model_len=self._service.max_model_len, tokens=tokens
         )
         if body.return_token_strs:
             answer.token_strs = [tokenizer.id_to_token(token) or "" for token in tokens]
-        return answer.model_dump_json(exclude_unset=True)
+        return json_response(answer)
 
-    def _detokenize(self, body: DetokenizeRequest) -> str:
-        tokenizer, most = self._model.tokenizer, self._model.engine.resolved.vocab_size
+    def _detokenize(self, body: DetokenizeRequest) -> Response:
+        tokenizer, vocab_size = self._service.tokenizer, self._service.engine.resolved.vocab_size
         largest = max(body.tokens, default=0)
-        if largest >= most:
+        if largest >= vocab_size:
             raise bad_request(
-                f"tokens holds {largest}, but token ids go from 0 to {most - 1}", "tokens"
+                f"tokens holds {largest}, but token ids go from 0 to {vocab_size - 1}", "tokens"
             )
         text = tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return DetokenizeResponse(prompt=text).model_dump_json()
-
-
-def _require_short(text: str, field: str) -> None:
-    size = len(text.encode(errors="replace"))
-    if size > MOST_TEXT_BYTES:
-        raise bad_request(
-            f"the text of {field} has {size} bytes, more than {MOST_TEXT_BYTES}; send it in parts",
-            field,
-        )
-
-
-def _json(content: str) -> Response:
-    return Response(content, media_type="application/json")
+        return json_response(DetokenizeResponse(prompt=text))

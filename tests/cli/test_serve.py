@@ -14,8 +14,7 @@ from slipstream.cli.open_llm import open_llm
 from slipstream.core.config import EngineConfig
 from slipstream.engine.llm import LLM
 from slipstream.serve.limits import ServeLimits
-from slipstream.serve.run import Access, Front, bind
-from slipstream.serve.start import ServerOptions
+from slipstream.serve.run import Access, ServerOptions, bind
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM
 from tests.cli.test_flags import GENERATE_FLAGS, flags_in
@@ -60,7 +59,7 @@ class Started:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, fake_llm: type[FakeLLM]) -> Started:
     started = Started()
-    monkeypatch.setattr("slipstream.serve.start.start_server", started.start)
+    monkeypatch.setattr("slipstream.serve.run.start_server", started.start)
     monkeypatch.delenv("SLIPSTREAM_API_KEY", raising=False)
     return started
 
@@ -109,7 +108,7 @@ def test_every_flag_arrives(slipstream: CommandLine, started: Started, tmp_path:
             keep_alive_timeout=5.0,
         ),
         access=Access(api_keys=("k1", "k2"), allowed_origins=("https://x.org",)),
-        front=Front(root_path="/m"),
+        root_path="/m",
         tool_call_parser="hermes",
         chat_template="{{messages}}",
         profiles=tmp_path / "new" / "traces",

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from benchmarks.hostile_bodies import CHAT, COMPLETE, DETOKENIZE, TOKENIZE, hostile_bodies
-from slipstream.serve.bodies import parse_body
 from slipstream.serve.errors import ApiError
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.protocol import bounds
@@ -20,6 +19,7 @@ from slipstream.serve.protocol.bounds import count_values
 from slipstream.serve.protocol.chat import ChatRequest
 from slipstream.serve.protocol.completions import CompletionRequest
 from slipstream.serve.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from slipstream.serve.request_parsing import parse_body
 
 MOST = ServeLimits.max_json_values
 KINDS: dict[str, type[ModelRequest]] = {

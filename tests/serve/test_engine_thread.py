@@ -27,8 +27,7 @@ from slipstream.serve.limits import (
     ServeLimits,
     Stopped,
 )
-from slipstream.serve.progress import Delta, Progress
-from slipstream.serve.stream import Stream
+from slipstream.serve.updates import Delta, RequestUpdate, UpdateStream, join_deltas
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
@@ -36,20 +35,20 @@ PROMPT = "def main(args):\n    "
 
 
 class Notes:
-    """A watcher that remembers."""
+    """An observer that remembers."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[str, str]] = []
         self.tokens = 0
         self.steps = 0
 
-    def gained(self, submission: Submission, num_tokens: int, gap: float | None) -> None:
-        self.tokens += num_tokens
+    def tokens_added(self, submission: Submission, gap: float | None) -> None:
+        self.tokens = sum(sample.num_taken for sample in submission.samples)
 
-    def ended(self, request_id: str, submission: Submission, reason: str) -> None:
+    def request_ended(self, request_id: str, submission: Submission, reason: str) -> None:
         self.ends.append((request_id, reason))
 
-    def stepped(self, engine: Engine) -> None:
+    def step_done(self, engine: Engine) -> None:
         self.steps += 1
 
 
@@ -70,7 +69,7 @@ async def running(
     llm: LLM, notes: Notes | None = None, **limits: Any
 ) -> AsyncIterator[EngineThread]:
     """A thread around the engine, and nothing left behind."""
-    thread = EngineThread(llm.engine, ServeLimits(**limits), notes or Notes())
+    thread = EngineThread(llm.engine, ServeLimits(**limits), [notes or Notes()])
     thread.start()
     try:
         yield thread
@@ -93,12 +92,13 @@ def encoded(llm: LLM, text: str, params: SamplingParams) -> EncodedPrompt:
 
 async def submit(
     thread: EngineThread, llm: LLM, params: SamplingParams, text: str = PROMPT, **options: Any
-) -> Stream:
-    return await thread.submit("id", encoded(llm, text, params), params, **options)
+) -> UpdateStream:
+    [stream] = await thread.submit("id", [encoded(llm, text, params)], params, **options)
+    return stream
 
 
-async def read(stream: Stream) -> list[Progress]:
-    return [progress async for progress in stream]
+async def read(stream: UpdateStream) -> list[RequestUpdate]:
+    return [updates async for updates in stream]
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -109,17 +109,14 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(bounded())
 
 
-def joined(progress: list[Progress], index: int = 0) -> Delta:
-    deltas = [delta for it in progress for delta in it.deltas if delta.index == index]
-    whole = deltas[0]
-    for delta in deltas[1:]:
-        whole = whole.then(delta)
-    return whole
+def joined(updates: list[RequestUpdate], index: int = 0) -> Delta:
+    deltas = [delta for it in updates for delta in it.deltas if delta.index == index]
+    return join_deltas(deltas)
 
 
-def check_same(progress: list[Progress], expected: RequestOutput) -> None:
+def check_same(updates: list[RequestUpdate], expected: RequestOutput) -> None:
     for sample in expected.outputs:
-        whole = joined(progress, sample.index)
+        whole = joined(updates, sample.index)
         assert whole.text == sample.text
         assert list(whole.token_ids) == list(sample.token_ids)
         assert whole.from_draft == list(sample.from_draft)
@@ -128,7 +125,7 @@ def check_same(progress: list[Progress], expected: RequestOutput) -> None:
             sample.finish_reason,
             sample.stop_reason,
         )
-    last = progress[-1]
+    last = updates[-1]
     assert last.finished
     assert last.metrics.num_accepted_tokens == expected.metrics.num_accepted_tokens
 
@@ -149,9 +146,9 @@ def test_increments_add_up_to_the_offline_output(llm: LLM, params: SamplingParam
 
     async def test() -> None:
         async with running(llm, notes) as thread:
-            progress = await read(await submit(thread, llm, params))
-        check_same(progress, expected)
-        given = [it.prompt_logprobs for it in progress if it.prompt_logprobs is not None]
+            updates = await read(await submit(thread, llm, params))
+        check_same(updates, expected)
+        given = [it.prompt_logprobs for it in updates if it.prompt_logprobs is not None]
         assert given == ([] if params.prompt_logprobs is None else [expected.prompt_logprobs])
 
     run(test)
@@ -162,10 +159,10 @@ def test_increments_add_up_to_the_offline_output(llm: LLM, params: SamplingParam
 def test_origins_say_what_each_step_did(llm: LLM) -> None:
     async def test() -> None:
         async with running(llm) as thread:
-            progress = await read(await submit(thread, llm, GREEDY))
+            updates = await read(await submit(thread, llm, GREEDY))
             plain = SamplingParams(temperature=0, max_tokens=4, num_speculative_tokens=0)
             undrafted = joined(await read(await submit(thread, llm, plain)))
-        origins, metrics = joined(progress).origins, progress[-1].metrics
+        origins, metrics = joined(updates).origins, updates[-1].metrics
         accepted = [origin.position for origin in origins if origin.kind == "accepted"]
         # The last step may be cut by max_tokens, but not within this number of tokens.
         assert len(accepted) == metrics.num_accepted_tokens
@@ -193,10 +190,10 @@ def test_requests_share_steps(llm: LLM) -> None:
             streams = await asyncio.gather(
                 *(submit(thread, llm, GREEDY, prompt) for prompt in prompts)
             )
-            for progress, output in zip(
+            for updates, output in zip(
                 await asyncio.gather(*map(read, streams)), expected, strict=True
             ):
-                check_same(progress, output)
+                check_same(updates, output)
         assert notes.steps < 24 * 3  # nine requests on four places
 
     run(test)
@@ -209,37 +206,37 @@ def test_a_reader_that_comes_late_gets_one_increment(llm: LLM) -> None:
         async with running(llm) as thread:
             stream = await submit(thread, llm, GREEDY)
             await thread.drain()
-            progress = await read(stream)
-        assert len(progress) == 1
-        check_same(progress, expected)
+            updates = await read(stream)
+        assert len(updates) == 1
+        check_same(updates, expected)
 
     run(test)
 
 
-async def broken_off(stream: Stream) -> None:
+async def broken_off(stream: UpdateStream) -> None:
     async for _ in stream:
         break
     await stream.aclose()
 
 
-async def dropped(stream: Stream) -> None:
+async def dropped(stream: UpdateStream) -> None:
     await anext(stream)
 
 
-async def cancelled(stream: Stream) -> None:
+async def cancelled(stream: UpdateStream) -> None:
     task = asyncio.create_task(read(stream))
     await asyncio.sleep(0.05)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def unread(stream: Stream) -> None:
+async def unread(stream: UpdateStream) -> None:
     pass
 
 
 @pytest.mark.parametrize("leave", [broken_off, dropped, cancelled, unread])
 def test_leaving_early_frees_everything_within_a_step(
-    llm: LLM, leave: Callable[[Stream], Coroutine[Any, Any, None]]
+    llm: LLM, leave: Callable[[UpdateStream], Coroutine[Any, Any, None]]
 ) -> None:
     notes = Notes()
 
@@ -299,7 +296,7 @@ def test_several_prompts_are_taken_on_together_or_not_at_all(llm: LLM) -> None:
             fits = encoded(llm, PROMPT, GREEDY)
             too_long = EncodedPrompt(None, [1] * longest, ())
             with pytest.raises(UsageError, match="max_model_len"):
-                await thread.submit_all("id", [fits, too_long, fits], GREEDY)
+                await thread.submit("id", [fits, too_long, fits], GREEDY)
             await thread.drain()
             check_all_free(llm)
 
@@ -340,7 +337,7 @@ def test_draining_lets_requests_end_and_refuses_new_ones(llm: LLM) -> None:
 
 def test_stopping_ends_what_runs(llm: LLM) -> None:
     async def test() -> None:
-        thread = EngineThread(llm.engine, ServeLimits(), Notes())
+        thread = EngineThread(llm.engine, ServeLimits())
         thread.start()
         stream = await submit(thread, llm, LONG)
         await thread.stop()
@@ -442,16 +439,16 @@ def test_a_request_that_makes_steps_fail_ends_alone(
                 failed = results.pop(place)
                 assert isinstance(failed, RequestFailed)
                 assert "poisoned" in str(failed.__cause__)
-            for progress, output in zip(results, expected, strict=True):
-                assert isinstance(progress, list)
-                check_text(progress, output)
+            for updates, output in zip(results, expected, strict=True):
+                assert isinstance(updates, list)
+                check_text(updates, output)
 
     run(test)
 
 
-def check_text(progress: list[Progress], expected: RequestOutput) -> None:
+def check_text(updates: list[RequestUpdate], expected: RequestOutput) -> None:
     for sample in expected.outputs:
-        assert joined(progress, sample.index).text == sample.text
+        assert joined(updates, sample.index).text == sample.text
 
 
 def test_an_engine_that_only_fails_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,7 +543,7 @@ def test_an_idle_thread_sleeps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Non
                 nonlocal turns
                 turns += 1
 
-            monkeypatch.setattr(thread, "_take_in", count)
+            monkeypatch.setattr(thread, "_handle_inbox", count)
             await asyncio.sleep(0.2)
             assert turns <= 1
 

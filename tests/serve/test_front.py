@@ -16,12 +16,17 @@ import httpx
 import pytest
 
 from slipstream.core.errors import UsageError
-from slipstream.serve.run import Front
+from slipstream.serve.limits import ServeLimits
+from slipstream.serve.run import Access, ServerOptions
 
 OPENSSL = shutil.which("openssl")
 needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="certificates are made with openssl")
 TEMPLATE = "{% for it in messages %}[{{ it.name }}] {{ it.content }}\n{% endfor %}"
 ASKED = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
+
+
+def options(**given: Any) -> ServerOptions:
+    return ServerOptions(names=("demo",), limits=ServeLimits(), access=Access(), **given)
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
@@ -118,14 +123,14 @@ def test_a_profile_is_of_the_steps_between_start_and_stop(
 @needs_openssl
 def test_certificates_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
-    assert Front(certificate=certificate, key=key).root_path == ""
+    assert options(certificate=certificate, key=key).root_path == ""
     other = tmp_path / "other"
     other.mkdir()
     for wrong in (certificate, tmp_path / "none.pem", make_certificate(other)[1], None):
         with pytest.raises(UsageError, match="cannot be used"):
-            Front(certificate=certificate, key=wrong)
+            options(certificate=certificate, key=wrong)
     with pytest.raises(UsageError, match="give both"):
-        Front(key=key)
+        options(key=key)
     for path in ("models", "/models/", "/"):
         with pytest.raises(UsageError, match="--root-path must begin with a slash"):
-            Front(root_path=path)
+            options(root_path=path)

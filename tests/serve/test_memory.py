@@ -12,7 +12,7 @@ from slipstream.serve import memory
 def test_it_is_given_back_once_behind_work_and_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[int] = []
     monkeypatch.setattr(memory, "_INTERVAL", 0.001)
-    monkeypatch.setattr(memory, "_trim", lambda: trims.append)
+    monkeypatch.setattr(memory, "_malloc_trim", lambda: trims.append)
     state = {"idle": False, "work": 1}
 
     async def test() -> None:
@@ -22,7 +22,7 @@ def test_it_is_given_back_once_behind_work_and_when_idle(monkeypatch: pytest.Mon
             assert len(trims) == expected
 
         task = asyncio.create_task(
-            memory.give_back_memory(lambda: bool(state["idle"]), lambda: state["work"])
+            memory.return_memory(lambda: bool(state["idle"]), lambda: state["work"])
         )
         await turns(0)
         state["idle"] = True
@@ -35,7 +35,7 @@ def test_it_is_given_back_once_behind_work_and_when_idle(monkeypatch: pytest.Mon
 
 
 def test_the_library_of_this_machine_can_be_asked() -> None:
-    trim = memory._trim()
+    trim = memory._malloc_trim()
     assert trim is None or trim(0) in (0, 1)
 
 
@@ -50,7 +50,7 @@ def test_the_caches_of_matmuls_are_bounded_unless_somebody_said_how(
 def test_a_collection_passes_by_what_was_there_when_serving_began() -> None:
     before = gc.get_freeze_count()
     try:
-        memory.leave_out_of_collections()
+        memory.freeze_garbage_collection()
         assert gc.get_freeze_count() > before + 10_000
     finally:
         gc.unfreeze()

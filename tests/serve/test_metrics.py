@@ -12,11 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream import LLM, SamplingParams
 from slipstream.engine.prompts import PromptEncoder
-from slipstream.serve.activity import ActivityLog, Watchers
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.logs import JsonFormatter, PlainFormatter, set_up_logs
 from slipstream.serve.metrics import REASONS, ServerMetrics
+from slipstream.serve.observers import ActivityLog, Observer
 
 PROMPTS = ["def main(", "class Engine:", "import os\n"]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -59,19 +59,19 @@ def test_a_log_line_is_json_whatever_its_numbers(log: io.StringIO) -> None:
     assert (line["seconds"], line["rate"], line["share"]) == ("nan", "inf", 0.5)
 
 
-def run(llm: LLM, watchers: Watchers) -> None:
+def run(llm: LLM, observer: Observer) -> None:
     """The prompts, and one request that is left early."""
     encoder = PromptEncoder(llm.engine.tokenizer, llm.engine.resolved.vocab_size)
 
     async def test() -> None:
-        thread = EngineThread(llm.engine, ServeLimits(), watchers)
+        thread = EngineThread(llm.engine, ServeLimits(), [observer])
         thread.start()
         encoded = [encoder.encode(prompt, PARAMS) for prompt in PROMPTS]
-        for stream in await thread.submit_all("some-id", encoded, PARAMS):
+        for stream in await thread.submit("some-id", encoded, PARAMS):
             async for _ in stream:
                 pass
         endless = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
-        stream = await thread.submit("left", encoded[0], endless)
+        [stream] = await thread.submit("left", encoded[:1], endless)
         await stream.aclose()
         await thread.drain()
         await thread.stop()
@@ -109,7 +109,7 @@ def test_gaps_between_tokens_are_counted_up_to_each_bound(llm: LLM) -> None:
 def test_counts_are_those_of_the_engine(llm: LLM) -> None:
     metrics = ServerMetrics(llm.engine, "a name")
     before = samples(metrics)
-    run(llm, Watchers([metrics]))
+    run(llm, metrics)
     now = samples(metrics)
     spec = llm.engine.metrics.speculation
     prompt_tokens = sum(len(llm.tokenizer.encode(prompt)) for prompt in PROMPTS)
@@ -156,8 +156,8 @@ def test_the_log_has_a_line_for_each_request_and_one_now_and_then(
     llm: LLM, log: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = count(step=4)  # seconds that seem to pass with every step
-    monkeypatch.setattr("slipstream.serve.activity.monotonic", lambda: float(next(clock)))
-    run(llm, Watchers([ActivityLog()]))
+    monkeypatch.setattr("slipstream.serve.observers.monotonic", lambda: float(next(clock)))
+    run(llm, ActivityLog())
     lines = [json.loads(line) for line in log.getvalue().splitlines()]
     ended = [line for line in lines if "finish_reason" in line]
     assert [line["request_id"] for line in ended] == ["some-id"] * 3 + ["left"]
@@ -173,7 +173,7 @@ def test_the_log_has_a_line_for_each_request_and_one_now_and_then(
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_text_is_in_the_log_only_when_asked_for(llm: LLM, log: io.StringIO, shown: bool) -> None:
-    run(llm, Watchers([ActivityLog(show_text=shown)]))
+    run(llm, ActivityLog(show_text=shown))
     assert (PROMPTS[0] in log.getvalue()) == shown
 
 

@@ -1,6 +1,6 @@
 """What all bodies of requests and responses share."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -13,6 +13,25 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1), AtMost(MOST_TOKEN_IDS)]
 Count = Annotated[int, Field(ge=0, le=MOST_INT)]
 JsonSchema = Annotated[dict[str, Any], FEW_VALUES]
 JsonSchemaOrText = Annotated[dict[str, Any] | str, FEW_VALUES]
+
+
+# Fields of the OpenAI protocol that are refused, and what to do instead.
+REFUSALS: Final = {
+    "audio": "this server reads and writes text only; leave it out",
+    "function_call": "it is the older form of tool calls; use tools and tool_choice",
+    "file": "this server reads and writes text only; leave it out",
+    "functions": "it is the older form of tools; use tools",
+    "image_url": "this server reads and writes text only; leave it out",
+    "input_audio": "this server reads and writes text only; leave it out",
+    "moderation": "this server moderates nothing; leave it out",
+    "prediction": "the server drafts by itself; use speculative to set how much",
+    "prompt_cache_options": "the prefix cache has no options of a request; leave it out",
+    "reasoning_effort": "use chat_template_kwargs with the variables of the model's template",
+    "refusal": "this server's messages have none; leave it out",
+    "suffix": "nothing is filled in between two texts; put what the model needs into prompt",
+    "verbosity": "say in a message how long the answer should be",
+    "web_search_options": "this server searches nothing; leave it out",
+}
 
 
 class RequestBody(BaseModel):

@@ -8,8 +8,7 @@ from slipstream.serve.protocol import bounds
 from slipstream.serve.protocol.base import Count, JsonSchema, RequestBody, ResponseBody
 from slipstream.serve.protocol.bounds import FEW_VALUES, AtMost
 from slipstream.serve.protocol.completions import PromptLogprobs
-from slipstream.serve.protocol.response_format import ResponseFormat
-from slipstream.serve.protocol.sampling import MOST_LOGPROBS, SamplingFields
+from slipstream.serve.protocol.sampling import MOST_LOGPROBS, ResponseFormat, SamplingFields
 from slipstream.serve.protocol.usage import SpeculatedTokens, Usage
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]

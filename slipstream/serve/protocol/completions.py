@@ -6,8 +6,7 @@ from pydantic import Field
 
 from slipstream.serve.protocol.base import Count, ResponseBody, TokenIds
 from slipstream.serve.protocol.bounds import MOST_PROMPTS, AtMost
-from slipstream.serve.protocol.response_format import ResponseFormat
-from slipstream.serve.protocol.sampling import MOST_LOGPROBS, SamplingFields
+from slipstream.serve.protocol.sampling import MOST_LOGPROBS, ResponseFormat, SamplingFields
 from slipstream.serve.protocol.usage import SpeculatedTokens, Usage
 
 Prompts = (

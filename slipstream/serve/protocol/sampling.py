@@ -9,6 +9,7 @@ from slipstream.serve.protocol import bounds
 from slipstream.serve.protocol.base import (
     MOST_INT,
     Count,
+    JsonSchema,
     JsonSchemaOrText,
     ModelRequest,
     RequestBody,
@@ -27,6 +28,39 @@ _Choices = Annotated[list[str], Field(min_length=1), AtMost(bounds.MOST_CHOICES)
 _LogitKey = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 _LogitBias = Annotated[
     dict[_LogitKey, Annotated[float, Field(ge=-100, le=100)]], AtMost(bounds.MOST_BIASES)
+]
+
+
+class TextFormat(RequestBody):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(RequestBody):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(RequestBody):
+    """A JSON schema under a name; it holds whether `strict` is set or not."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    schema_: JsonSchema | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(RequestBody):
+    """JSON by a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
 ]
 
 

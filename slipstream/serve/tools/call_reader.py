@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Iterator
 
 from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, ToolEvent
-from slipstream.serve.tools.json_pieces import MemberPiece, ObjectScanner
+from slipstream.serve.tools.partial_json import MemberPiece, ObjectScanner
 
 _ARGUMENTS = ("arguments", "parameters")
 

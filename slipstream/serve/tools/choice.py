@@ -7,7 +7,7 @@ from typing import Any
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.conversation import require_tools
 from slipstream.serve.errors import bad_request
-from slipstream.serve.model import ServedModel
+from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol.chat import ChatRequest, ChosenTool, Tool
 from slipstream.serve.tools.events import ToolParser
 from slipstream.serve.tools.formats import ToolFormat
@@ -46,7 +46,7 @@ class ToolUse:
         return self.format.parser([tool.function.name for tool in self.told or ()], dropped)
 
 
-def choose_tools(body: ChatRequest, model: ServedModel) -> ToolUse:
+def choose_tools(body: ChatRequest, model: ModelService) -> ToolUse:
     """Raises ApiError for wishes that cannot be met."""
     choice = body.tool_choice or ("auto" if body.tools else "none")
     if not body.tools:

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from slipstream.serve.tools.call_reader import CallReader
-from slipstream.serve.tools.content import ContentWriter
 from slipstream.serve.tools.events import Content, ToolEvent
-from slipstream.serve.tools.marked_text import MarkFinder
+from slipstream.serve.tools.marked_text import ContentWriter, MarkFinder
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 

@@ -4,10 +4,9 @@ import re
 from collections.abc import Sequence
 
 from slipstream.serve.tools.call_reader import CallReader
-from slipstream.serve.tools.content import ContentWriter
 from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, Content, ToolEvent
-from slipstream.serve.tools.json_pieces import ValueScanner
-from slipstream.serve.tools.marked_text import MarkFinder
+from slipstream.serve.tools.marked_text import ContentWriter, MarkFinder
+from slipstream.serve.tools.partial_json import ValueScanner
 
 BEGIN, ARGS = "[TOOL_CALLS]", "[ARGS]"
 _SPACE = " \t\r\n"

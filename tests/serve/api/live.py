@@ -11,12 +11,11 @@ import uvicorn
 from slipstream.core.config import EngineConfig
 from slipstream.engine.build import build_engine
 from slipstream.engine.engine import Engine
-from slipstream.serve.activity import Watchers
 from slipstream.serve.app import create_app
 from slipstream.serve.connections import connection_class
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.limits import ServeLimits
-from slipstream.serve.model import ServedModel
+from slipstream.serve.model_service import ModelService
 from slipstream.serve.run import Access, guarded
 
 DEMO = EngineConfig(
@@ -33,7 +32,7 @@ class Live:
     """A server that listens."""
 
     url: str
-    model: ServedModel
+    model: ModelService
 
     @property
     def engine(self) -> Engine:
@@ -65,8 +64,8 @@ def serving(
 ) -> Iterator[Live]:
     """A server until the end of the block."""
     limits, engine = limits or ServeLimits(), build_engine(config)
-    thread = EngineThread(engine, limits, Watchers(()))
-    model = ServedModel(
+    thread = EngineThread(engine, limits)
+    model = ModelService(
         names=names, config=config, engine=engine, thread=thread, tool_call_parser=tool_call_parser
     )
     app, _ = guarded(create_app(model), limits, access or Access())

@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream.core.request import FinishReason
 from slipstream.engine import scheduler
 from slipstream.serve.errors import ApiError
-from slipstream.serve.frames import Frames
+from slipstream.serve.logprobs_format import finite
 from slipstream.serve.metrics import ServerMetrics
-from slipstream.serve.pieces import finite
+from slipstream.serve.sse import ChunkWriter
 from tests.serve.api.live import Live
 
 MESSAGE = "the model's logits are not finite at token 4; check its weights"
@@ -68,7 +68,7 @@ def test_a_broken_stream_ends_with_the_error(broken: Live, path: str) -> None:
 
 def test_a_broken_output_is_counted(broken: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = ServerMetrics(broken.engine, "demo")
-    monkeypatch.setattr(broken.model.thread, "_watcher", metrics)
+    monkeypatch.setattr(broken.model.thread, "_observers", (metrics,))
     body = {"prompt": "a", "max_tokens": 20, "n": 2}
     assert httpx.post(f"{broken.url}/v1/completions", json=body).status_code == 500
     counts = {
@@ -82,7 +82,7 @@ def test_a_broken_output_is_counted(broken: Live, monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_json_has_bare_nan() -> None:
-    event = Frames({"id": "x"}, with_usage=True).chunk(
+    event = ChunkWriter({"id": "x"}, with_usage=True).chunk(
         [{"logprob": float("nan"), "other": float("inf")}], {"length": float("-inf")}
     )
     json.loads(event.removeprefix(b"data: "), parse_constant=pytest.fail)

@@ -9,8 +9,8 @@ import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.core.errors import UsageError
-from slipstream.serve.guards import ApiKeys, Bodies, Door
 from slipstream.serve.limits import ServeLimits
+from slipstream.serve.middleware import ApiKeyCheck, BodyLimits, DrainGate
 from slipstream.serve.run import Access, guarded
 
 
@@ -70,7 +70,7 @@ def error_of(body: bytes) -> dict[str, Any]:
 @pytest.mark.parametrize("key", ["first", "second key"])
 @pytest.mark.parametrize("scheme", [b"Bearer ", b"bearer  "])
 def test_every_key_lets_in(key: str, scheme: bytes) -> None:
-    app = ApiKeys(Bodies(echo, ServeLimits()), ["first", "second key"], ())
+    app = ApiKeyCheck(BodyLimits(echo, ServeLimits()), ["first", "second key"], ())
     status, body, _ = request(app, [b"hello"], [(b"authorization", scheme + key.encode())])
     assert (status, body) == (200, b"hello")
 
@@ -90,7 +90,7 @@ def test_every_key_lets_in(key: str, scheme: bytes) -> None:
     ],
 )
 def test_nothing_else_does(headers: list[tuple[bytes, bytes]]) -> None:
-    app = ApiKeys(echo, ["first"], ())
+    app = ApiKeyCheck(echo, ["first"], ())
     status, body, answered = request(app, headers=headers)
     assert status == 401
     assert answered[b"www-authenticate"] == b"Bearer"
@@ -98,7 +98,7 @@ def test_nothing_else_does(headers: list[tuple[bytes, bytes]]) -> None:
 
 
 def test_open_paths_need_no_key_and_neighbours_do() -> None:
-    app = ApiKeys(echo, ["first"], ("/health",))
+    app = ApiKeyCheck(echo, ["first"], ("/health",))
     assert request(app, path="/health")[0] == 200
     assert request(app, path="/healthy")[0] == 401
     assert request(app, path="/health/")[0] == 401
@@ -114,7 +114,7 @@ def test_keys_that_no_header_can_hold_are_refused(key: str) -> None:
 
 
 def test_a_body_in_parts_arrives_whole() -> None:
-    app = Bodies(echo, ServeLimits(max_body_bytes=10))
+    app = BodyLimits(echo, ServeLimits(max_body_bytes=10))
     assert request(app, [b"hello", b"", b"world"])[:2] == (200, b"helloworld")
 
 
@@ -130,18 +130,18 @@ def test_a_body_in_parts_arrives_whole() -> None:
 def test_a_body_that_is_too_large_is_refused(
     parts: list[bytes], headers: list[tuple[bytes, bytes]]
 ) -> None:
-    status, body, _ = request(Bodies(echo, ServeLimits(max_body_bytes=10)), parts, headers)
+    status, body, _ = request(BodyLimits(echo, ServeLimits(max_body_bytes=10)), parts, headers)
     assert status == 413
     assert "--max-body-bytes" in error_of(body)["message"]
 
 
 def test_an_endless_body_is_refused_before_its_end() -> None:
-    app = Bodies(echo, ServeLimits(max_body_bytes=10))
+    app = BodyLimits(echo, ServeLimits(max_body_bytes=10))
     assert request(app, [b"x" * 11], ends=False)[0] == 413
 
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
-    app = Bodies(echo, ServeLimits(receive_timeout=0.05))
+    app = BodyLimits(echo, ServeLimits(receive_timeout=0.05))
     status, _, headers = request(app, [b"half"], ends=False)
     assert status == 408
     assert headers[b"connection"] == b"close"
@@ -158,7 +158,7 @@ def test_a_client_that_leaves_gets_no_answer() -> None:
             sent.append(message)
 
         scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-        await Bodies(echo, ServeLimits())(scope, receive, send)
+        await BodyLimits(echo, ServeLimits())(scope, receive, send)
         return sent
 
     assert asyncio.run(call()) == []
@@ -175,7 +175,7 @@ def test_a_closed_door_waits_for_those_inside_and_lets_nobody_in() -> None:
             await release.wait()
             await echo(scope, receive, send)
 
-        door, sent = Door(slow), []
+        door, sent = DrainGate(slow), []
 
         async def call(path: str) -> None:
             async def receive() -> Message:

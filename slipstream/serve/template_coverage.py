@@ -19,7 +19,7 @@ class _Field(NamedTuple):
     key: str
 
 
-def require_read(
+def require_coverage(
     render: Callable[[Sequence[_Message]], str], messages: Sequence[_Message], text: str
 ) -> None:
     """Raise ApiError for a name, a tool call or a content that the model would never see.

@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.core.errors import UsageError
 from slipstream.serve.errors import ApiError
-from slipstream.serve.unread import require_read
+from slipstream.serve.template_coverage import require_coverage
 
 USER = {"role": "user", "content": "what time is it"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": {}}}
@@ -25,7 +25,7 @@ def everything(messages: Sequence[dict[str, Any]]) -> str:
 
 def check(render: Any, messages: list[dict[str, Any]]) -> None:
     before = str(messages)
-    require_read(render, messages, render(messages))
+    require_coverage(render, messages, render(messages))
     assert str(messages) == before
 
 
@@ -51,7 +51,7 @@ def test_a_message_that_is_left_out_is_named() -> None:
     check(of_users, [USER, USER])
     for content in ("be brief", [{"type": "text", "text": "be brief"}]):
         with pytest.raises(ApiError, match=r"messages\[0\]\.content"):
-            require_read(
+            require_coverage(
                 of_users, [{"role": "system", "content": content}, USER], "what time is it"
             )
 

@@ -1,4 +1,4 @@
-"""From the bytes of a request to its checked body, and what is wrong with it in plain words."""
+"""Parse and validate request bodies; validation errors become plain sentences."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -10,10 +10,9 @@ from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from slipstream.serve.errors import ApiError, bad_request
-from slipstream.serve.model import ServedModel
-from slipstream.serve.protocol.base import ModelRequest, RequestBody
+from slipstream.serve.model_service import ModelService
+from slipstream.serve.protocol.base import REFUSALS, ModelRequest, RequestBody
 from slipstream.serve.protocol.bounds import count_values
-from slipstream.serve.protocol.refusals import REFUSALS
 
 Body = TypeVar("Body", bound=ModelRequest)
 
@@ -21,10 +20,10 @@ _LONGEST_NAME = 100  # characters of an unknown field's name that an answer repe
 _LARGE = 32 << 10  # bytes whose reading would keep the event loop for milliseconds
 
 
-async def read_body(request: Request, kind: type[Body], model: ServedModel) -> Body:
-    """The body of a request for this model; ApiError names the first field that is wrong.
+async def read_body(request: Request, kind: type[Body], service: ModelService) -> Body:
+    """The body of a request; ApiError names the first wrong field.
 
-    Only JSON that says so is read: a page of another origin can send any other type unasked.
+    The type must be JSON, since web pages of other origins can send any other type without asking.
     """
     content_type = request.headers.get("content-type", "")
     if content_type.split(";")[0].strip().lower() != "application/json":
@@ -36,20 +35,20 @@ async def read_body(request: Request, kind: type[Body], model: ServedModel) -> B
     if encoding not in ("", "identity"):
         raise ApiError(
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-            f"Content-Encoding {encoding!r} is not read here; send the body as it is",
+            f"Content-Encoding {encoding!r} is not supported; send the body uncompressed",
         )
     content = await request.body()
-    most = model.thread.limits.max_json_values
+    most = service.thread.limits.max_json_values
     if len(content) < _LARGE:
         body = parse_body(content, kind, most)
     else:
-        body = await model.parse(parse_body, content, kind, most)
-    model.require(body.model)
+        body = await service.parse(parse_body, content, kind, most)
+    service.require_name(body.model)
     return body
 
 
 def parse_body(content: bytes, kind: type[Body], most_values: int) -> Body:
-    """The body in these bytes, which may hold so many values (see `count_values`)."""
+    """Parse and validate a body of at most so many values (see `count_values`)."""
     if len(content) > most_values and count_values(content) > most_values:
         raise bad_request(
             f"the body holds more than {most_values} values; send fewer at once, or start the "
@@ -69,18 +68,17 @@ def parse_body(content: bytes, kind: type[Body], most_values: int) -> Body:
 
 
 def _refusal(errors: Sequence[ErrorDetails], kind: type[RequestBody]) -> ApiError:
-    """Of several members of a union that do not fit, the one that got furthest tells most."""
+    """Each member of a union gives errors: the one that matched furthest is reported."""
     field = errors[0]["loc"][:1]
-    same = [error for error in errors if error["loc"][:1] == field]
-    told = max(same, key=_telling)
-    return bad_request(_sentence(told, kind), str(field[0]) if field else None)
+    candidates = [error for error in errors if error["loc"][:1] == field]
+    error = max(candidates, key=_relevance)
+    return bad_request(_sentence(error, kind), str(field[0]) if field else None)
 
 
-def _telling(error: ErrorDetails) -> tuple[bool, int, int]:
-    """A field that should not be there may be the one that is missing, misspelt."""
+def _relevance(error: ErrorDetails) -> tuple[bool, int, int]:
     too_many = error["type"] == "too_many"  # found before anything deeper was looked at
     depth = sum(isinstance(step, int) or _is_field(step) for step in error["loc"])
-    if error["type"] == "extra_forbidden":
+    if error["type"] == "extra_forbidden":  # may be a misspelt field that is also missing
         return too_many, depth, 2
     return too_many, depth, int(error["type"] not in _WRONG_KIND)
 
@@ -98,9 +96,10 @@ def _sentence(error: ErrorDetails, kind: type[RequestBody]) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown field {where}{_suggestion(where, kind)}"
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        told = error["ctx"]
-        name = told["discriminator"].strip("'")
-        return f"{where}.{name} must be one of {told.get('expected_tags', 'those in the document')}"
+        context = error["ctx"]
+        name = context["discriminator"].strip("'")
+        tags = context.get("expected_tags", "those in /openapi.json")
+        return f"{where}.{name} must be one of {tags}"
     if error["type"] == "missing":
         return f"{where} is missing"
     form = _FORMS.get(where.rpartition(".")[2])
@@ -113,7 +112,7 @@ def _sentence(error: ErrorDetails, kind: type[RequestBody]) -> str:
 
 
 def _place(location: Sequence[int | str]) -> str:
-    """ "messages[0].content": without the names that the library gives members of a union."""
+    """Such as messages[0].content, without pydantic's names for members of a union."""
     place = ""
     for step in location:
         if isinstance(step, int):
@@ -129,7 +128,7 @@ def _is_field(step: str) -> bool:
     return step.isidentifier() and step not in _UNION_MEMBERS
 
 
-# What fields may be that may be several things.
+# Fields of several types.
 _FORMS = {
     "content": "a text or a list of parts of type text",
     "prompt": "a text, token ids, or a list of texts and lists of token ids",

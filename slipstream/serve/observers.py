@@ -1,43 +1,33 @@
-"""What the log says of the engine's work: a line for each request, and one now and then."""
+"""Who is told what happens in the engine, and the log of it."""
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
+from typing import Protocol
 
 from slipstream.engine.engine import Engine
 from slipstream.engine.samples import Submission
-from slipstream.serve.watcher import Watcher
 
 logger = logging.getLogger("slipstream.serve")
 
 
-class Watchers:
-    """Several watchers as one."""
+class Observer(Protocol):
+    """Is told what happens, on the engine's thread; has to be quick."""
 
-    def __init__(self, watchers: Sequence[Watcher]) -> None:
-        self._watchers = tuple(watchers)
+    def tokens_added(self, submission: Submission, gap: float | None) -> None:
+        """A step gave a request tokens, `gap` seconds after its last ones (None: the first)."""
 
-    def gained(self, submission: Submission, num_tokens: int, gap: float | None) -> None:
-        """Tell all."""
-        for watcher in self._watchers:
-            watcher.gained(submission, num_tokens, gap)
+    def request_ended(self, request_id: str, submission: Submission, reason: str) -> None:
+        """A request ended: "stop", "length", "abort", "error" or "timeout"."""
 
-    def ended(self, request_id: str, submission: Submission, reason: str) -> None:
-        """Tell all."""
-        for watcher in self._watchers:
-            watcher.ended(request_id, submission, reason)
-
-    def stepped(self, engine: Engine) -> None:
-        """Tell all."""
-        for watcher in self._watchers:
-            watcher.stepped(engine)
+    def step_done(self, engine: Engine) -> None:
+        """A step is done."""
 
 
 @dataclass(frozen=True)
 class _Totals:
-    """What the engine had done at some time."""
+    """The engine's counts at some time."""
 
     time: float
     prompt_tokens: int
@@ -50,10 +40,10 @@ class _Totals:
 
 
 class ActivityLog:
-    """Writes the log.
+    """Logs a line for each request that ended, and now and then one about the engine.
 
     Args:
-        show_text: whether prompts and outputs may be in it.
+        show_text: whether prompts and outputs may be in the log.
         interval: seconds between two lines about the engine while it is busy.
     """
 
@@ -63,13 +53,13 @@ class ActivityLog:
         self._last_step = -math.inf
         self._start: _Totals | None = None
 
-    def gained(self, submission: Submission, num_tokens: int, gap: float | None) -> None:
-        """Count prompts."""
+    def tokens_added(self, submission: Submission, gap: float | None) -> None:
+        """Count the tokens of prompts."""
         if gap is None:
             self._prompt_tokens += len(submission.prompt_token_ids)
 
-    def ended(self, request_id: str, submission: Submission, reason: str) -> None:
-        """One line about the request."""
+    def request_ended(self, request_id: str, submission: Submission, reason: str) -> None:
+        """Log the request."""
         metrics = submission.metrics
         facts: dict[str, object] = {
             "request_id": request_id,
@@ -89,15 +79,15 @@ class ActivityLog:
             line += ", prompt %(prompt)r, outputs %(outputs)r"
         logger.info(line, facts, extra=facts)
 
-    def stepped(self, engine: Engine) -> None:
-        """Every now and then, what the engine did since the last line."""
+    def step_done(self, engine: Engine) -> None:
+        """Log what the engine did since the last line, if the interval is over."""
         now = monotonic()
         idle, self._last_step = now - self._last_step, now
         if self._start is None or idle > self._interval:
             self._start = self._totals(engine, now)
         elif now - self._start.time >= self._interval:
             end = self._totals(engine, now)
-            _say(engine, self._start, end)
+            _log_engine(engine, self._start, end)
             self._start = end
 
     def _totals(self, engine: Engine, now: float) -> _Totals:
@@ -119,15 +109,12 @@ def _texts(submission: Submission) -> list[str | None]:
     return [None if it.detokenizer is None else it.detokenizer.text for it in samples]
 
 
-def _say(engine: Engine, start: _Totals, end: _Totals) -> None:
-    """One line about the time between two."""
+def _log_engine(engine: Engine, start: _Totals, end: _Totals) -> None:
     scheduler, seconds = engine.scheduler, end.time - start.time
     blocks = scheduler.block_manager
     drafts = end.drafts - start.drafts
-    accepted, drafted = (
-        end.accepted_tokens - start.accepted_tokens,
-        end.draft_tokens - start.draft_tokens,
-    )
+    drafted = end.draft_tokens - start.draft_tokens
+    accepted = end.accepted_tokens - start.accepted_tokens
     facts: dict[str, float] = {
         "prompt_tokens_per_second": round((end.prompt_tokens - start.prompt_tokens) / seconds, 1),
         "output_tokens_per_second": round((end.output_tokens - start.output_tokens) / seconds, 1),

@@ -1,4 +1,4 @@
-"""The OpenAPI document: every body, every answer, every error."""
+"""Routes with their OpenAPI description: every body, every answer, every error."""
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,22 +15,22 @@ from slipstream.serve.protocol.server import ErrorResponse
 
 _TEMPLATE = "#/components/schemas/{model}"
 _ERRORS = {
-    400: "The request is wrong as it is; the message names the field and the remedy.",
+    400: "The request is invalid; the message names the field and the remedy.",
     401: "The API key is missing or wrong.",
     404: "There is no such model.",
-    409: "It is so already: a profile is being taken, or none is.",
+    409: "A profile is being taken already, or none is.",
     408: "The request did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not JSON.",
-    429: "Too many requests wait; Retry-After says when to come again.",
+    429: "Too many requests wait; Retry-After says when to try again.",
     431: "The headers are too large.",
     500: "The request failed inside the server.",
     503: "The server is about to stop, or its engine has failed.",
-    504: "The request was not done in the time that the server gives one.",
+    504: "The request did not finish within the server's time limit.",
 }
 _PARAMETER = re.compile(r"\{(\w+)")
-_OF_ANY = (401, 408, 431, 503)
-_OF_BODIES = (400, 413)
+_COMMON_ERRORS = (401, 408, 431, 503)
+_BODY_ERRORS = (400, 413)
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,11 @@ class Route:
     """An endpoint.
 
     Attributes:
-        answer: model of the body of a 200.
-        body: model of the request's body; None without one.
-        errors: statuses besides those that any endpoint may have.
-        chunk: model of the data of an event, where a 200 may be server-sent events.
+        handler: the first line of its docstring is the summary.
+        answer: model of the response's body.
+        body: model of the request's body, if it has one.
+        errors: statuses besides those of all endpoints.
+        chunk: model of the data of an event, if the response may be streamed.
     """
 
     method: str
@@ -53,8 +54,8 @@ class Route:
     chunk: type[BaseModel] | None = None
 
 
-def add_document(app: FastAPI, routes: Sequence[Route]) -> None:
-    """Add the routes to the app, and what they take and give to its document."""
+def add_routes(app: FastAPI, routes: Sequence[Route]) -> None:
+    """Add routes to the application and its OpenAPI document."""
     models: list[tuple[type[BaseModel], Any]] = [(ErrorResponse, "serialization")]
     for route in routes:
         app.add_api_route(
@@ -63,7 +64,7 @@ def add_document(app: FastAPI, routes: Sequence[Route]) -> None:
             methods=[route.method],
             response_class=Response,
             response_model=None,
-            summary=(route.handler.__doc__ or "").strip().rstrip("."),
+            summary=(route.handler.__doc__ or "").partition("\n")[0],
             operation_id=route.handler.__qualname__.strip("_").replace(".", "_").lower(),
             openapi_extra=_operation(route),
         )
@@ -84,11 +85,16 @@ def add_document(app: FastAPI, routes: Sequence[Route]) -> None:
     app.openapi = document  # type: ignore[method-assign]
 
 
+def json_response(content: BaseModel) -> Response:
+    """A response with the fields of the body that are set."""
+    return Response(content.model_dump_json(exclude_unset=True), media_type="application/json")
+
+
 def _operation(route: Route) -> dict[str, Any]:
     ok: dict[str, Any] = {"application/json": _content(route.answer)}
     if route.chunk is not None:
         ok["text/event-stream"] = {"schema": _events(route.chunk)}
-    statuses = {*route.errors, *_OF_ANY, *(_OF_BODIES if route.body is not None else ())}
+    statuses = {*route.errors, *_COMMON_ERRORS, *(_BODY_ERRORS if route.body is not None else ())}
     operation: dict[str, Any] = {
         "responses": {
             "200": {"description": "The answer.", "content": ok},
@@ -124,12 +130,12 @@ def _events(chunk: type[BaseModel]) -> dict[str, Any]:
 
 
 def _error(status: int) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    response: dict[str, Any] = {
         "description": _ERRORS[status],
         "content": {"application/json": _content(ErrorResponse)},
     }
     if status == 429:
-        told["headers"] = {
+        response["headers"] = {
             "Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}
         }
-    return told
+    return response

@@ -1,31 +1,28 @@
-"""One of the answers to a conversation: text, tool calls, logprobs."""
+"""One choice of an answer to a conversation: text, tool calls, logprobs."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.serve.generation import joined
-from slipstream.serve.model import ServedModel
-from slipstream.serve.pieces import chat_logprobs, read_tokens, speculation
-from slipstream.serve.progress import Delta
+from slipstream.serve.logprobs_format import chat_logprobs, read_tokens, speculation
+from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol.chat import ChatRequest
 from slipstream.serve.token_texts import TokenReader
 from slipstream.serve.tools.choice import ToolUse
 from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, Content, ToolEvent
+from slipstream.serve.updates import Delta, join_deltas
 
 
 class ChatAnswerChoice:
-    """Turns what a sample gains into the protocol's form, as it comes or all at the end.
+    """An `AnswerChoice`: finds tool calls in the text of one sample."""
 
-    Attributes:
-        ended: nothing more is wanted of it.
-    """
-
-    def __init__(self, model: ServedModel, body: ChatRequest, tools: ToolUse, index: int) -> None:
+    def __init__(
+        self, service: ModelService, body: ChatRequest, tools: ToolUse, index: int
+    ) -> None:
         self.ended = False
-        self._model, self._body, self._tools, self._index = model, body, tools, index
+        self._service, self._body, self._tools, self._index = service, body, tools, index
         skip_special = body.skip_special_tokens is not False
-        self._parser = tools.parser(model.tokenizer, skip_special)
-        self._reader = TokenReader(model.texts, skip_special)
+        self._parser = tools.parser(service.tokenizer, skip_special)
+        self._reader = TokenReader(service.texts, skip_special)
         self._deltas: list[Delta] = []
         self._text: list[str] = []
         self._calls: list[dict[str, Any]] = []
@@ -33,7 +30,6 @@ class ChatAnswerChoice:
         self._begun = False
 
     def collect(self, delta: Delta) -> None:
-        """Keep this for `whole`."""
         if self.ended:
             return
         self._deltas.append(delta)
@@ -47,8 +43,7 @@ class ChatAnswerChoice:
             whole["arguments"] = whole.get("arguments", "") + more["arguments"]
 
     def whole(self) -> dict[str, Any]:
-        """The choice in one piece."""
-        delta, text = joined(self._deltas), "".join(self._text)
+        delta, text = join_deltas(self._deltas), "".join(self._text)
         message: dict[str, Any] = {
             "role": "assistant",
             "content": None if self._calls and not text else text,
@@ -59,7 +54,7 @@ class ChatAnswerChoice:
         return {"message": message, **self._rest(delta)}
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
-        """What chunks hold; none while the text may turn out to be a call."""
+        """None while the text may turn out to be a call."""
         if self.ended:
             return []
         found = self._take(delta)
@@ -67,14 +62,14 @@ class ChatAnswerChoice:
         if not self._begun:
             self._begun = True
             opening = {"role": "assistant", "content": ""}
-            pieces.append({"delta": opening, **self._rest(_NOTHING_YET)})
+            pieces.append({"delta": opening, **self._rest(_EMPTY)})
         rest = self._rest(delta)
         if found or self.ended or rest["logprobs"] or "speculation" in rest:
             pieces.append({"delta": found, **rest})
         return pieces
 
     def _take(self, delta: Delta) -> dict[str, Any]:
-        """What a piece of text says, as the delta of a chunk."""
+        """The field `delta` of a chunk."""
         over = delta.finish_reason is not None
         if self._parser is None:
             self.ended = over
@@ -117,7 +112,7 @@ class ChatAnswerChoice:
         return self._tools.format.call_id()
 
     def _rest(self, delta: Delta) -> dict[str, Any]:
-        """All but the text."""
+        """All fields but the text and the calls."""
         rest: dict[str, Any] = {
             "index": self._index,
             "logprobs": None,
@@ -127,7 +122,7 @@ class ChatAnswerChoice:
         if self._body.logprobs and delta.logprobs:
             num_top = self._body.top_logprobs or 0
             rest["logprobs"] = chat_logprobs(
-                self._model.texts, delta.token_ids, delta.logprobs, num_top
+                self._service.texts, delta.token_ids, delta.logprobs, num_top
             )
         if self._body.return_speculation:
             rest["speculation"] = speculation(delta, read_tokens(self._reader, delta.token_ids))
@@ -139,4 +134,4 @@ class ChatAnswerChoice:
         return delta.finish_reason
 
 
-_NOTHING_YET = Delta(0, "", [], None, [], None, None)
+_EMPTY = Delta(0, "", [], None, [], None, None)

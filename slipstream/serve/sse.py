@@ -1,4 +1,4 @@
-"""Server-sent events, and answers that end when their reader leaves."""
+"""Server-sent events, and responses that end when the client disconnects."""
 
 import asyncio
 import logging
@@ -17,23 +17,23 @@ logger = logging.getLogger("slipstream.serve")
 
 DONE = b"data: [DONE]\n\n"
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
-class ClientGoneError(Exception):
-    """The client closed the connection before its answer was there."""
+class ClientDisconnectedError(Exception):
+    """The client closed the connection before the response was complete."""
 
 
-class Frames:
-    """Writes the chunks of one streamed answer; what is common to them is written once.
+class ChunkWriter:
+    """Writes the chunks of one streamed answer as events; the common fields are encoded once.
 
     Args:
-        head: the fields before `choices`.
+        common: the fields before `choices`.
         with_usage: every chunk has a field `usage`.
     """
 
-    def __init__(self, head: Mapping[str, Any], with_usage: bool) -> None:
-        self._head = b"data: " + to_json(head)[:-1] + b',"choices":'
+    def __init__(self, common: Mapping[str, Any], with_usage: bool) -> None:
+        self._start = b"data: " + to_json(common)[:-1] + b',"choices":'
         self._with_usage = with_usage
 
     def chunk(self, choices: Sequence[Mapping[str, Any]], usage: Any = None) -> bytes:
@@ -41,19 +41,19 @@ class Frames:
         end = b"}\n\n"
         if self._with_usage:
             end = b',"usage":' + to_json(usage, exclude_none=True, inf_nan_mode="null") + end
-        return self._head + to_json(choices, inf_nan_mode="null") + end
+        return self._start + to_json(choices, inf_nan_mode="null") + end
 
 
-def failure_frame(error: Exception) -> bytes:
-    """An error behind what was sent already."""
-    told = as_api_error(error)
-    if told.code == "internal_error":
+def error_event(error: Exception) -> bytes:
+    """The end of a stream that fails after its status was sent."""
+    api_error = as_api_error(error)
+    if api_error.code == "internal_error":
         logger.error("a stream failed", exc_info=error)
-    return b"data: " + told.body() + b"\n\n" + DONE
+    return b"data: " + api_error.body() + b"\n\n" + DONE
 
 
 class EventStream(Response):
-    """Sends events as they come; when the client leaves, the generator is closed."""
+    """Sends events as they come; closes their generator when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -63,9 +63,7 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the request."""
-
-        async def pump() -> None:
+        async def send_all() -> None:
             async with aclosing(self._events) as events:
                 await send(
                     {
@@ -82,28 +80,28 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         try:
-            await unless_gone(receive, pump())
-        except (ClientGoneError, OSError):
+            await cancel_on_disconnect(receive, send_all())
+        except (ClientDisconnectedError, OSError):
             return
 
 
-async def unless_gone(receive: Receive, work: Awaitable[Answer]) -> Answer:
-    """The result of the work, which is cancelled when the client leaves.
+async def cancel_on_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:
+    """The result of the work, which is cancelled when the client disconnects.
 
     Raises:
-        ClientGoneError: it left.
+        ClientDisconnectedError: it did.
     """
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnect(receive))
+    disconnecting = asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGoneError
+            raise ClientDisconnectedError
         return working.result()
     finally:
-        for task in (working, leaving):
+        for task in (working, disconnecting):
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(working, disconnecting, return_exceptions=True)
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -1,8 +1,8 @@
-"""What is served: one engine under one name or more, and what is known of it."""
+"""The served model as the endpoints see it: names, tokenizer, templates, threads for slow work."""
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from http import HTTPStatus
@@ -30,16 +30,15 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ServedModel:
-    """A model, and the ways to it.
+class ModelService:
+    """What the endpoints need of an engine.
 
     Args:
-        names: under which requests may ask for it; the first is its own.
-        config: that it was opened with.
-        engine: for what it knows about itself; `thread` alone runs it.
-        thread: takes requests.
+        names: of the model in requests; answers have the first.
+        config: that the engine was built from.
+        engine: for its properties; only `thread` runs it.
         tool_call_parser: a name of `FORMATS`; found from the checkpoint when None.
-        chat_template: goes before the checkpoint's own.
+        chat_template: replaces the checkpoint's.
     """
 
     names: Sequence[str]
@@ -49,30 +48,24 @@ class ServedModel:
     tool_call_parser: str | None = None
     chat_template: str | None = None
     created: int = field(default_factory=lambda: int(time()))
-    # Parsing holds the interpreter's lock, so a second thread would only let others wait longer.
-    _parser: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="parse")
-    )
-    _pool: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="tokenize")
-    )
-    # Apart: a large grammar takes seconds, in which other requests' prompts must not wait.
-    _compilers: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="grammar")
-    )
+    # Parsing holds the interpreter's lock, so more threads would only make others wait longer.
+    _parser: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "parse"))
+    _pool: Executor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
+    # A large grammar takes seconds, in which the prompts of other requests must not wait.
+    _compilers: Executor = field(default_factory=lambda: ThreadPoolExecutor(2, "grammar"))
 
     @property
     def name(self) -> str:
-        """The name that answers carry."""
+        """The model's name in answers."""
         return self.names[0]
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a request, prompt and output."""
+        """Maximum number of tokens of a request, prompt and output."""
         return self.engine.resolved.limits.max_model_len
 
-    def require(self, name: str | None) -> None:
-        """Raise ApiError where a request asks for another model."""
+    def require_name(self, name: str | None) -> None:
+        """Raise ApiError (404) if a request names another model."""
         if name is not None and name not in self.names:
             raise ApiError(
                 HTTPStatus.NOT_FOUND,
@@ -83,7 +76,7 @@ class ServedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer; ApiError when the engine does without."""
+        """The tokenizer; ApiError if the engine has none."""
         if self.engine.tokenizer is None:
             raise bad_request(
                 "this server runs without a tokenizer; send prompts as token ids to /v1/completions"
@@ -92,17 +85,17 @@ class ServedModel:
 
     @cached_property
     def texts(self) -> TokenTexts:
-        """Of single tokens."""
+        """Texts of single tokens."""
         return TokenTexts(self.tokenizer)
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """Of conversations."""
+        """The chat template."""
         return ChatTemplate(self.tokenizer, self.chat_template)
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """Of the model's tool calls, where it is known."""
+        """The format of the model's tool calls, if known."""
         if self.tool_call_parser is not None:
             return FORMATS[self.tool_call_parser]
         return find_format(self.template, self.tokenizer)
@@ -113,7 +106,7 @@ class ServedModel:
 
     @cached_property
     def _longest_text(self) -> int:
-        """Characters of a text that certainly is too long, so that nobody need tokenize it."""
+        """Longer texts (in characters) exceed `max_model_len` whatever their tokens are."""
         longest = max(map(len, self.tokenizer.vocabulary()), default=1)
         return _SHRINKING * self.max_model_len * longest
 
@@ -124,7 +117,7 @@ class ServedModel:
         add_special_tokens: bool,
         field: str = "prompt",
     ) -> list[EncodedPrompt]:
-        """Prompts as the engine takes them, which came in `field`; takes its time (`aside`)."""
+        """Tokenize prompts, which came in `field`; slow (call by `aside`)."""
         for prompt in prompts:
             if isinstance(prompt, str) and len(prompt) > self._longest_text:
                 raise bad_request(
@@ -136,7 +129,7 @@ class ServedModel:
         return [self._encoder.encode(prompt, params, add_special_tokens) for prompt in prompts]
 
     async def compile(self, params: SamplingParams) -> None:
-        """Have the request's grammar ready, if it has one, so that the engine need not wait."""
+        """Compile the request's grammar, if it has one, so that the engine need not wait for it."""
         if params.structured is not None:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._compilers, self.engine.compile, params.structured)
@@ -148,14 +141,14 @@ class ServedModel:
         field_name: str,
         prompt_field: str = "prompt",
     ) -> None:
-        """Raise ApiError where a prompt, or the output asked for behind it, cannot fit.
+        """Raise ApiError if a prompt with `max_tokens` of output exceeds `max_model_len`.
 
-        The engine would end such an output early; who asks over HTTP learns it at once.
+        The engine would end such an output early, and the client would not know why.
 
         Args:
-            max_tokens: None where the request does not say.
-            field_name: in which it said so.
-            prompt_field: in which the prompts came.
+            max_tokens: None if the request does not say.
+            field_name: name of the field of `max_tokens`.
+            prompt_field: name of the field of the prompts.
         """
         for prompt in prompts:
             num_tokens, most = len(prompt.token_ids), self.max_model_len
@@ -177,24 +170,24 @@ class ServedModel:
     async def aside(
         self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
     ) -> Result:
-        """Work that takes its time, beside the event loop and the engine."""
+        """Run slow work in a thread beside the event loop and the engine."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, lambda: work(*arguments, **options))
 
     async def parse(
         self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
     ) -> Result:
-        """Like `aside`, for large bodies, which are parsed one after the other."""
+        """Like `aside`, for large bodies: one after the other."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._parser, lambda: work(*arguments, **options))
 
     def close(self) -> None:
-        """Let its threads go."""
+        """Stop the threads."""
         for pool in (self._parser, self._pool, self._compilers):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def cards(self) -> list[ModelCard]:
-        """What /v1/models says, one for each name."""
+        """One card for each name."""
         return [
             ModelCard(
                 id=name,

@@ -1,4 +1,4 @@
-"""What stands before the application: plain ASGI, so that streams pass through untouched."""
+"""Middleware in front of the application: plain ASGI, so that streams pass through untouched."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -12,12 +12,12 @@ from slipstream.serve.errors import ApiError, as_api_error
 from slipstream.serve.limits import Draining, ServeLimits
 
 
-class ApiKeys:
-    """Lets in whoever knows one of the keys, as `Authorization: Bearer KEY`.
+class ApiKeyCheck:
+    """Refuses requests without a valid key in `Authorization: Bearer KEY` (401).
 
     Args:
         keys: at least one; every one is compared, in the same time whatever was sent.
-        open_paths: what needs no key.
+        open_paths: paths that need no key.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str]) -> None:
@@ -25,8 +25,7 @@ class ApiKeys:
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
-        if scope["type"] == "http" and not self._may_enter(scope):
+        if scope["type"] == "http" and not self._has_key(scope):
             error = ApiError(
                 HTTPStatus.UNAUTHORIZED,
                 "this server needs an API key; send it as 'Authorization: Bearer KEY'",
@@ -37,7 +36,7 @@ class ApiKeys:
         else:
             await self._app(scope, receive, send)
 
-    def _may_enter(self, scope: Scope) -> bool:
+    def _has_key(self, scope: Scope) -> bool:
         if scope["path"] in self._open_paths:
             return True
         given = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -47,15 +46,14 @@ class ApiKeys:
         return scheme.lower() == b"bearer" and any(known)
 
 
-class Bodies:
-    """Reads a request's body before the application does: whole, small enough and in time. What
-    follows sees it as one message."""
+class BodyLimits:
+    """Receives a request's whole body before the application runs; refuses one that is too large
+    (413) or too slow (408). The application receives it as one message."""
 
     def __init__(self, app: ASGIApp, limits: ServeLimits) -> None:
         self._app, self._limits = app, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 408 or 413."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -65,10 +63,10 @@ class Bodies:
             await error.response()(scope, receive, send)
             return
         if body is not None:
-            await self._app(scope, _replayed(body, receive), send)
+            await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body; None when the client left."""
+        """The body; None if the client has disconnected."""
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if int(declared) > self._limits.max_body_bytes:
             raise self._too_large()
@@ -78,7 +76,7 @@ class Bodies:
         except TimeoutError:
             raise ApiError(
                 HTTPStatus.REQUEST_TIMEOUT,
-                "the request's body did not come in time",
+                "the request's body did not arrive in time",
                 headers={"Connection": "close"},
             ) from None
 
@@ -104,8 +102,8 @@ class Bodies:
         )
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Gives the body once, and then what comes behind it."""
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that returns the body first, then what `receive` returns."""
     given = False
 
     async def replay() -> Message:
@@ -118,52 +116,67 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-class Door:
-    """Counts the requests inside, and lets no more in once it is closed.
+class DrainGate:
+    """Counts the requests in progress; once closed, it refuses new ones (503).
 
-    Requests that are inside when it closes are answered to their end; /metrics and /version can
-    still be read.
+    Requests in progress are answered to their end; /metrics and /version stay open.
     """
 
     def __init__(
         self, app: ASGIApp, still_open: Collection[str] = ("/metrics", "/version")
     ) -> None:
         self._app, self._still_open = app, frozenset(still_open)
-        self._inside = 0
+        self._num_requests = 0
         self._closed = False
         self._empty = asyncio.Event()
         self._empty.set()
 
     @property
     def closed(self) -> bool:
-        """Whether new requests are answered with 503."""
+        """Whether new requests are refused."""
         return self._closed
 
     @property
     def empty(self) -> bool:
-        """Whether no request is inside."""
-        return not self._inside
+        """Whether no request is in progress."""
+        return not self._num_requests
 
     async def close(self) -> None:
-        """Answer new requests with 503; returns when nobody is inside any more."""
+        """Refuse new requests; returns when none is in progress."""
         self._closed = True
         await self._empty.wait()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 503."""
         if scope["type"] != "http" or scope["path"] in self._still_open:
             await self._app(scope, receive, send)
         elif self._closed:
             await as_api_error(Draining()).response()(scope, receive, send)
         else:
-            await self._pass(scope, receive, send)
+            self._num_requests += 1
+            self._empty.clear()
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._num_requests -= 1
+                if not self._num_requests:
+                    self._empty.set()
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._inside += 1
-        self._empty.clear()
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._inside -= 1
-            if not self._inside:
-                self._empty.set()
+
+class RootPath:
+    """Removes the path under which a proxy offers the server, if the proxy has not done so.
+
+    Args:
+        root_path: such as /models/a, without a slash at its end.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app, self._root_path = app, root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            if path == self._root_path or path.startswith(self._root_path + "/"):
+                path = path[len(self._root_path) :] or "/"
+            # The OpenAPI document names its servers by the root path.
+            scope = {**scope, "path": path, "root_path": self._root_path}
+        await self._app(scope, receive, send)

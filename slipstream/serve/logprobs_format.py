@@ -1,21 +1,19 @@
-"""Logprobs and speculation of tokens in the forms of the two protocols."""
+"""Logprobs and speculation of tokens in the formats of the two endpoints."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import isfinite, isnan
 from typing import Any, NamedTuple
 
 from slipstream.core.outputs import Logprob
 from slipstream.serve.errors import generation_failed
-from slipstream.serve.progress import Delta
 from slipstream.serve.token_texts import TokenReader, TokenTexts
-
-Candidates = Mapping[int, Logprob]
+from slipstream.serve.updates import Candidates, Delta
 
 _IMPOSSIBLE = -9999.0  # JSON has no infinity; clients of the protocol know this number
 
 
 class Token(NamedTuple):
-    """A token in its text.
+    """A token and its place in the text.
 
     Attributes:
         offset: characters before it.
@@ -28,12 +26,12 @@ class Token(NamedTuple):
 
 
 def read_tokens(reader: TokenReader, token_ids: Iterable[int]) -> list[Token]:
-    """Go on reading a text."""
+    """The next tokens of a text."""
     return [Token(token_id, reader.offset, reader.take(token_id)) for token_id in token_ids]
 
 
 def finite(logprob: float) -> float:
-    """A number that JSON can hold; ApiError where the model gave none."""
+    """A number that JSON can hold; ApiError for NaN."""
     if isnan(logprob):
         raise generation_failed("the model gave log probabilities that are not a number")
     return logprob if isfinite(logprob) else _IMPOSSIBLE
@@ -42,7 +40,7 @@ def finite(logprob: float) -> float:
 def completion_logprobs(
     texts: TokenTexts, tokens: Sequence[Token], rows: Sequence[Candidates | None], num_top: int
 ) -> dict[str, Any]:
-    """The form of /v1/completions: lists side by side. A row is None where nothing predicts."""
+    """The format of /v1/completions: parallel lists. The row of a prompt's first token is None."""
     return {
         "text_offset": [token.offset for token in tokens],
         "token_logprobs": [
@@ -60,7 +58,7 @@ def completion_logprobs(
 
 
 def _top(row: Candidates, num_top: int, token: Token) -> list[tuple[int, Logprob]]:
-    """The most probable candidates, and the token itself; a row may hold more."""
+    """The `num_top` most probable candidates, and the token itself."""
     return [
         (rival, it) for rival, it in row.items() if it.rank <= num_top or rival == token.token_id
     ]
@@ -69,7 +67,7 @@ def _top(row: Candidates, num_top: int, token: Token) -> list[tuple[int, Logprob
 def chat_logprobs(
     texts: TokenTexts, token_ids: Sequence[int], rows: Sequence[Candidates], num_top: int
 ) -> dict[str, Any]:
-    """The form of /v1/chat/completions: an object a token."""
+    """The format of /v1/chat/completions: an object for each token."""
     content = []
     for token_id, row in zip(token_ids, rows, strict=True):
         best = sorted(row.items(), key=lambda item: item[1].rank)
@@ -92,7 +90,7 @@ def prompt_logprobs(
     rows: Sequence[Candidates | None],
     num_top: int,
 ) -> list[dict[str, Any] | None]:
-    """The form that `prompt_logprobs` asks for: candidates by token id."""
+    """The format of `prompt_logprobs`: candidates by token id."""
     return [
         None
         if row is None
@@ -109,7 +107,7 @@ def prompt_logprobs(
 
 
 def speculation(delta: Delta, tokens: Sequence[Token]) -> dict[str, Any]:
-    """What `return_speculation` asks for."""
+    """The format of `return_speculation`."""
     rows: Sequence[Candidates | None] = delta.logprobs or [None] * len(tokens)
     return {
         "tokens": [

@@ -1,0 +1,152 @@
+"""The answer to a generating request, whole or streamed: what both protocols share."""
+
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from time import time
+from typing import Any, Generic, Protocol, TypeVar
+from uuid import uuid4
+
+from starlette.responses import Response
+
+from slipstream.serve.errors import bad_request
+from slipstream.serve.generation import Generation
+from slipstream.serve.model_service import ModelService
+from slipstream.serve.protocol.base import ResponseBody
+from slipstream.serve.protocol.sampling import SamplingFields
+from slipstream.serve.sse import DONE, ChunkWriter, EventStream, error_event
+from slipstream.serve.updates import Delta, RequestUpdate
+
+
+class AnswerChoice(Protocol):
+    """Turns the deltas of one sample into the protocol's form.
+
+    Attributes:
+        ended: no further delta is wanted.
+    """
+
+    ended: bool
+
+    def collect(self, delta: Delta) -> None:
+        """Keep a delta for `whole`."""
+
+    def whole(self) -> dict[str, Any]:
+        """The choice of a whole answer."""
+
+    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+        """The choices of the chunks that a delta becomes; may be none."""
+
+
+Choice = TypeVar("Choice", bound=AnswerChoice)
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """What a protocol's answers look like.
+
+    Attributes:
+        kind, chunk_kind: the field `object` of a whole answer and of a chunk.
+    """
+
+    id_prefix: str
+    kind: str
+    chunk_kind: str
+    answer: Callable[..., ResponseBody]
+    choice: Callable[..., ResponseBody]
+
+
+class Answer(Generic[Choice]):
+    """Turns a generation into the body of a response."""
+
+    form: AnswerForm
+
+    def __init__(
+        self,
+        service: ModelService,
+        body: SamplingFields,
+        generation: Generation,
+        choices: Sequence[Choice],
+    ) -> None:
+        self.id = f"{self.form.id_prefix}-{uuid4().hex}"
+        self._service, self._body, self._generation = service, body, generation
+        self._choices = choices
+        self._created = int(time())
+
+    async def response(self) -> Response:
+        """The response; of a streamed answer, its beginning."""
+        if self._body.stream:
+            return EventStream(self._events())
+        async with aclosing(self._updates()) as updates:
+            async for place, update in updates:
+                for choice, delta in self._deltas(place, update):
+                    choice.collect(delta)
+        document = await self._service.aside(self._document)  # slow if there are many logprobs
+        return Response(document, media_type="application/json")
+
+    def _document(self) -> str:
+        answer = self.form.answer(
+            **self._common(self.form.kind),
+            choices=[self.form.choice(**choice.whole()) for choice in self._choices],
+            usage=self._generation.usage(),
+            **self._extra_fields(),
+        )
+        return answer.model_dump_json(exclude_unset=True)
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        options = self._body.stream_options
+        wants_usage = options is not None and bool(options.include_usage)
+        continuous = options is not None and bool(options.continuous_usage_stats)
+        writer = ChunkWriter(self._common(self.form.chunk_kind), wants_usage or continuous)
+        try:
+            async with aclosing(self._updates()) as updates:
+                async for place, update in updates:
+                    usage = self._generation.usage() if continuous else None
+                    chunks = [
+                        writer.chunk([piece], usage)
+                        for choice, delta in self._deltas(place, update)
+                        for piece in choice.pieces(delta)
+                    ]
+                    if chunks:
+                        yield b"".join(chunks)
+            if wants_usage:
+                yield writer.chunk([], self._generation.usage())
+            yield DONE
+        except Exception as error:
+            yield error_event(error)
+
+    async def _updates(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
+        """Until no choice wants more, which may be before the engine is done."""
+        async with aclosing(self._generation.updates()) as updates:
+            async for place, update in updates:
+                yield place, update
+                if all(choice.ended for choice in self._choices):
+                    return
+
+    def _deltas(self, place: int, update: RequestUpdate) -> Iterator[tuple[Choice, Delta]]:
+        """The deltas of a prompt's samples, each with its choice."""
+        for delta in update.deltas:
+            yield self._choices[delta.index], delta
+
+    def _extra_fields(self) -> dict[str, Any]:
+        """Further fields of a whole answer."""
+        return {}
+
+    def _common(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._service.name,
+        }
+
+
+def check_stream_fields(body: SamplingFields) -> None:
+    """Raise ApiError for fields that contradict `stream`."""
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options goes with stream: true", "stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise bad_request(
+            "prompt_logprobs cannot be streamed; leave stream out, or use echo with logprobs in "
+            "/v1/completions",
+            "prompt_logprobs",
+        )
