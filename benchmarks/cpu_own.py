@@ -12,7 +12,7 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.precision import weight_bytes
-from slipstream.speculative.draft_model.draft_vocabulary import (
+from slipstream.speculative.draft_vocabulary import (
     DraftVocabularyConfig,
     choose_draft_vocabulary,
 )

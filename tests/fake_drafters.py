@@ -6,17 +6,17 @@ A test adds it to the catalogue under a name of its own; `model` says which of t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from slipstream.cache.spec import CacheLayout
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.runner.device_batch import DeviceBatch, Guesses
+from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
 from slipstream.sampling.verification import Verdict
-from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
+from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, LoadedDrafter
+from slipstream.speculative.method import Method
 from slipstream.speculative.options import Options, TargetModel
 
+METHOD = Method(name="fake", module="tests.fake_drafters")
 # The whole text (prompt and output) of every prompt, as plain decoding gives it.
 ANSWERS: dict[tuple[int, ...], Sequence[int]] = {}
 
@@ -30,23 +30,19 @@ def read_options(options: Options) -> FakeConfig:
     return FakeConfig(options.take_str("model", None) == "perfect")
 
 
-def load(config: FakeConfig, target: TargetModel) -> "FakeDrafter":
-    return FakeDrafter(config.right, target.vocab_size)
+def load(config: FakeConfig, target: TargetModel) -> LoadedDrafter:
+    return LoadedDrafter(
+        build=lambda lent: FakeDrafter(config.right, target.vocab_size, lent.state),
+        limits=DrafterLimits(drafts_behind_prompt=True, on_device=False),
+    )
 
 
-class FakeDrafter:
+class FakeDrafter(Drafter):
     """PerfectDrafter (`right`) or WrongDrafter: the answer's own tokens, or others."""
 
-    limits = DrafterLimits(drafts_behind_prompt=True, on_device=False)
-    needs = Needs()
-    layout: CacheLayout | None = None
-
-    def __init__(self, right: bool, vocab_size: int) -> None:
+    def __init__(self, right: bool, vocab_size: int, state: DeviceState) -> None:
+        super().__init__(state)
         self._shift, self._vocab_size = (0 if right else 1), vocab_size
-
-    def build(self, resources: DrafterResources) -> Drafter:
-        self._state = resources.state
-        return self
 
     def prepare(self, batch: Batch) -> Guesses:
         return [self._guess(item.request, item.num_draft_tokens) for item in batch.requests]
@@ -59,12 +55,6 @@ class FakeDrafter:
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
         assert any(item.is_prompt_chunk for item in batch.requests)
-
-    def forget(self, requests: Sequence[Request]) -> None:
-        """Nothing is kept."""
-
-    def cached_tokens(self, slots: Tensor) -> Tensor:
-        return self._state.num_computed[slots]
 
     def _guess(self, request: Request, count: int) -> list[int]:
         answer = ANSWERS[tuple(request.token_ids[: request.num_prompt_tokens])]

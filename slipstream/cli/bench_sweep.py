@@ -16,7 +16,7 @@ from slipstream.cli.bench_flags import (
     refuse_num_seqs,
 )
 from slipstream.cli.bench_views import Bar, about, note, progress_bar, show_report
-from slipstream.cli.drafter_flags import DEMO
+from slipstream.cli.drafter_flags import DEMO, is_method
 from slipstream.cli.errors import FAILED, INTERRUPTED, say
 from slipstream.cli.flags import RunFlags
 from slipstream.cli.open_llm import open_llm
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from slipstream.bench.tables import ReportTable
     from slipstream.bench.workload import OfflineRun, Workload
     from slipstream.engine.llm import LLM
-
-_WITHOUT_MODEL = ("ngram", "suffix")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,19 +190,27 @@ def _drafters(given: Sequence[str], model: str) -> dict[str, dict[str, Any]]:
     if not given:
         if model != DEMO:
             raise UsageError("there is nothing to sweep; add --drafter for each drafter")
-        given = [*_bundled(), *_WITHOUT_MODEL]
+        given = [*_bundled(), *_methods()]
     drafters: dict[str, dict[str, Any]] = {}
     for text in given:
         name, equals, config = text.partition("=")
         if equals and config.lstrip().startswith("{"):
             drafters[name] = parse_object(f"--drafter {name}", config) or {}
         else:
-            drafters[text] = {"method": text} if text in _WITHOUT_MODEL else {"model": text}
+            drafters[text] = {"method": text} if is_method(text) else {"model": text}
         if "num_speculative_tokens" in drafters.get(name, {}):
             raise UsageError(
                 f"--drafter {name} has its own num_speculative_tokens; give -k instead"
             )
     return drafters
+
+
+def _methods() -> list[str]:
+    """Methods that draft for any target without a checkpoint."""
+    from slipstream.speculative.catalogue import METHODS
+
+    found = METHODS.values()
+    return [method.name for method in found if method.without_model and not method.in_target]
 
 
 def _bundled() -> list[str]:

@@ -9,7 +9,7 @@ from slipstream.core.errors import CheckpointError
 if TYPE_CHECKING:
     from slipstream.models.checkpoint import Checkpoint
     from slipstream.models.decoder_config import DecoderConfig
-    from slipstream.speculative.heads.options import HeadFacts
+    from slipstream.speculative.heads.kinds import HeadConfig
 
 BLOCK_SIZE = 16
 DRAFT_MODEL = "draft_model"  # what any language model can be
@@ -47,7 +47,7 @@ class CheckpointFacts:
     num_bytes: int | None
     has_chat_template: bool
     kind: str
-    head: "HeadFacts | None" = None
+    head: "HeadConfig | None" = None
     own_drafter: str | None = None
     quantization: str | None = None
 
@@ -116,10 +116,10 @@ def read_facts(name: str) -> CheckpointFacts:
     from slipstream.models.catalogue import read_decoder_config
     from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
     from slipstream.models.quantized.catalogue import read_quantization
-    from slipstream.speculative.catalogue import describe_head, describe_own_head
+    from slipstream.speculative.catalogue import recognise
     from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+    from slipstream.speculative.loading import describe_head, describe_own_head
     from slipstream.speculative.parallel.mask_token import MASK_TOKEN_KEYS
-    from slipstream.speculative.recognition import recognise
 
     path = resolve_checkpoint(name, pickled=True)
     of_head = HeadCheckpoint(path)

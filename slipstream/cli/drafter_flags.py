@@ -10,8 +10,6 @@ from slipstream.core.flags import flag, parse_object
 
 DEMO, DEMO_DRAFT = "demo", "demo/draft"
 _DEMO_TOKENS = 4
-# Names of methods, not of checkpoints.
-WITHOUT_MODEL = ("mtp", "ngram", "suffix")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,7 @@ class DrafterFlags:
         if self.speculative_config is not None:
             return _read_speculative(self.speculative_config)
         names = {"method": self.spec_method, "model": self.drafter}
-        if self.drafter in WITHOUT_MODEL and self.spec_method in (None, self.drafter):
+        if is_method(self.drafter) and self.spec_method in (None, self.drafter):
             names = {"method": self.drafter, "model": None}
         if self.drafter is None and self.spec_method is None and model == DEMO:
             names["model"] = DEMO_DRAFT
@@ -106,6 +104,13 @@ class DrafterFlags:
             raise UsageError(
                 "--drafter-quantization is given but there is no drafter; add --drafter"
             )
+
+
+def is_method(drafter: str | None) -> bool:
+    """Whether this names a method, and not a checkpoint, where a drafter is named."""
+    from slipstream.speculative.catalogue import METHODS
+
+    return drafter in METHODS and METHODS[drafter].without_model
 
 
 def _may_wrap_target(model: str) -> bool:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from slipstream.cli.checkpoint_facts import BLOCK_SIZE, CheckpointFacts, read_facts
 from slipstream.cli.drafter_fit import Fit, check_fit
-from slipstream.cli.drafter_flags import WITHOUT_MODEL
+from slipstream.cli.drafter_flags import is_method
 from slipstream.cli.errors import FAILED
 from slipstream.cli.terminal import QUIET_STYLE, stdout_console
 from slipstream.core.errors import UsageError
@@ -34,7 +34,7 @@ def inspect(*, flags: InspectFlags) -> None:
     With --target the exit code is 1 when it does not fit as a drafter.
     """
     path, target = flags.path, flags.target
-    if path in WITHOUT_MODEL and not Path(path).exists():
+    if is_method(path) and not Path(path).exists():
         raise UsageError(
             f"{path} is a drafting method without a checkpoint, so there is nothing to inspect; "
             "give a model or a drafter's checkpoint"

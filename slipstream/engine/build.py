@@ -48,10 +48,10 @@ from slipstream.runner.graphs import GraphRunner, Recorder
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.threads import set_threads
 from slipstream.sampling.state import SamplingState
-from slipstream.speculative.catalogue import load_drafter
+from slipstream.speculative.catalogue import kind_of_drafter
 from slipstream.speculative.drafter import DrafterResources, LoadedDrafter
+from slipstream.speculative.loading import load_drafter
 from slipstream.speculative.options import TargetModel
-from slipstream.speculative.recognition import kind_of_drafter
 
 
 def _read_shape(checkpoint: Checkpoint) -> DecoderConfig:

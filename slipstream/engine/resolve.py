@@ -24,8 +24,7 @@ from slipstream.runner.capability import (
 from slipstream.runner.graphs import captures_graphs
 from slipstream.runner.memory import StepSizes, device_memory, uses_gpu_memory
 from slipstream.sampling.verification import Verification
-from slipstream.speculative.catalogue import Speculation
-from slipstream.speculative.parallel.rows import most_rows
+from slipstream.speculative.loading import Speculation
 
 _NOT_INVARIANT = (
     "batch_invariant does not hold for fp8 matrices: tensor cores round sums of e4m3 by the shape "
@@ -155,7 +154,7 @@ def resolve(
         num_speculative_tokens=speculation.num_speculative_tokens,
         draft_probabilities=drafter.layout is not None or drafter.limits.keeps_probabilities,
         graphs=captures,
-        max_draft_rows=_draft_rows(speculation),
+        max_draft_rows=drafter.limits.draft_rows(speculation.num_speculative_tokens),
     )
     num_blocks = size_cache(config, device_memory(device), step, bytes_per_block, reasons)
     max_model_len = _fit_model_len(config, longest, num_blocks * config.block_size, reasons)
@@ -187,12 +186,6 @@ def resolve(
         captures=captures,
         reasons=reasons.rows,
     )
-
-
-def _draft_rows(speculation: Speculation) -> int:
-    """Rows of a request in the pass of a drafter that gives all its tokens at once."""
-    count = speculation.num_speculative_tokens
-    return most_rows(count) if speculation.drafter.limits.parallel and count else 0
 
 
 def _require_width(speculation: Speculation) -> None:

@@ -1,12 +1,11 @@
-"""The protocol that every drafter follows, and the drafter that never drafts.
+"""What every drafter does, and the drafter that never drafts.
 
 The engine asks a drafter what it can do (`limits`), never which one it is. A new method is one
-folder with a loader and a drafter, and one line in `catalogue.py`.
+folder and one line in `catalogue.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -88,7 +87,7 @@ class DrafterLimits:
         on_device: it needs nothing of the host's to guess, so a step may begin before the host
             knows what the last one gave.
         keeps_probabilities: it keeps nothing in the blocks, but the q of every draft token.
-        parallel: all its draft tokens come from one pass, which has up to 2K rows a request.
+        parallel: all its draft tokens come from one pass over waiting and mask tokens.
         looks_up: it knows when it has no guess, and those that it has are one-hot.
         catches_up: left out of steps, it makes up for them when it drafts again, however many
             tokens they gained, as long as batches are exact.
@@ -106,14 +105,22 @@ class DrafterLimits:
     catches_up: bool = False
     tree_depth: int | None = None
 
+    def draft_rows(self, num_speculative_tokens: int) -> int:
+        """Rows that a request may have in a pass that gives all draft tokens: those that wait
+        behind a round whose drafts were all accepted, and masks; 0 for drafters without one."""
+        return 2 * num_speculative_tokens if self.parallel else 0
 
-class Drafter(Protocol):
-    """Runs ahead of the target.
+
+class Drafter:
+    """Runs ahead of the target; a base whose defaults keep nothing.
 
     A step asks it four things in this order. `prepare` and `read_prompts` run on the host;
     `propose` and `observe` are device work that may be captured in a graph: they look at tensors
     only and, unless the batch is exact, wait for none.
     """
+
+    def __init__(self, state: DeviceState) -> None:
+        self._state = state
 
     def prepare(self, batch: Batch) -> Guesses | None:
         """Before the device's part of a step.
@@ -125,9 +132,11 @@ class Drafter(Protocol):
             At most `num_draft_tokens` guesses for each scheduled request (None where the device is
             to draft), from a drafter that runs on the host; None from others.
         """
+        return None
 
     def propose(self, batch: DeviceBatch) -> Draft:
         """Guess at most `num_draft_tokens` tokens for each request of the batch."""
+        raise NotImplementedError
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         """Take in what was committed; the device state already holds it."""
@@ -136,11 +145,28 @@ class Drafter(Protocol):
         """Take in the prompt chunks of a step that had some, once all else is done."""
 
     def forget(self, requests: Sequence[Request]) -> None:
-        """Drop what is kept for requests that finished or were preempted (their slot is gone)."""
+        """Drop what is kept for requests that finished or were preempted (their slot is gone).
+
+        What is kept by slot may stay: `prepare` sees when a slot is given out anew."""
 
     def cached_tokens(self, slots: Tensor) -> Tensor:
         """[R] int64: leading tokens of the requests in these slots whose blocks hold this
         drafter's part as well."""
+        return self._state.num_computed[slots]
+
+
+class NoDrafter(Drafter):
+    """Plain decoding: speculation with an empty draft."""
+
+    def propose(self, batch: DeviceBatch) -> Draft:
+        return Draft.empty(batch)
+
+
+class HostDrafter(Drafter):
+    """Guesses in `prepare`, on the host, from known tokens; the device only gets the guesses."""
+
+    def propose(self, batch: DeviceBatch) -> Draft:
+        return Draft.of_guesses(batch)
 
 
 @dataclass(frozen=True)
@@ -181,47 +207,27 @@ class DrafterResources:
     has_rivals: bool = False
 
 
-class LoadedDrafter(Protocol):
-    """A drafter's weights, before the size of the cache is known."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LoadedDrafter:
+    """A drafter's weights in memory, before the size of the cache is known.
 
-    @property
-    def limits(self) -> DrafterLimits: ...
+    Attributes:
+        build: makes the drafter with what the engine lends it.
+        layout: what it adds to every block; None: nothing.
+    """
 
-    @property
-    def needs(self) -> Needs: ...
-
-    @property
-    def layout(self) -> CacheLayout | None:
-        """What it adds to every block."""
-
-    def build(self, resources: DrafterResources) -> Drafter: ...
-
-
-class NoDrafter:
-    """Plain decoding: speculation with an empty draft."""
-
-    limits = DrafterLimits()
-    needs = Needs()
+    build: Callable[[DrafterResources], Drafter]
+    limits: DrafterLimits = DrafterLimits()
+    needs: Needs = Needs()
     layout: CacheLayout | None = None
 
-    def build(self, resources: DrafterResources) -> Drafter:
-        self._state = resources.state
-        return self
 
-    def prepare(self, batch: Batch) -> Guesses | None:
-        """Nothing to prepare."""
+def load_host_drafter(make: Callable[[DeviceState], Drafter]) -> LoadedDrafter:
+    """A drafter on the host: nothing to load, and nothing in the blocks."""
+    return LoadedDrafter(
+        build=lambda resources: make(resources.state),
+        limits=DrafterLimits(drafts_behind_prompt=True, on_device=False, looks_up=True),
+    )
 
-    def propose(self, batch: DeviceBatch) -> Draft:
-        return Draft.empty(batch)
 
-    def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
-        """Nothing to learn."""
-
-    def read_prompts(self, batch: Batch, forward: Forward) -> None:
-        """Nothing to read."""
-
-    def forget(self, requests: Sequence[Request]) -> None:
-        """Nothing to drop."""
-
-    def cached_tokens(self, slots: Tensor) -> Tensor:
-        return self._state.num_computed[slots]
+PLAIN_DECODING = LoadedDrafter(build=lambda resources: NoDrafter(resources.state))

@@ -7,6 +7,9 @@ from typing import Any
 
 from slipstream.core.config import known_quantization
 from slipstream.core.errors import UsageError
+from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
 
 
@@ -17,6 +20,11 @@ class TargetModel:
     path: Path
     vocab_size: int
     load: LoadOptions
+
+    @property
+    def shape(self) -> DecoderConfig:
+        """As its config.json has it; its network is not loaded yet."""
+        return read_decoder_config(Checkpoint(self.path))
 
 
 class Options:
@@ -56,6 +64,13 @@ class Options:
         value = self.take(key, default)
         if value is not None and not isinstance(value, str):
             raise UsageError(f"speculative_config: {key} must be a string, not {value!r}")
+        return value
+
+    def take_bool(self, key: str) -> bool:
+        """False where it is not given."""
+        value = self.take(key, False)
+        if not isinstance(value, bool):
+            raise UsageError(f"speculative_config: {key} must be true or false, not {value!r}")
         return value
 
     def take_quantization(self) -> str | None:

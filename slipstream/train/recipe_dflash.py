@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
-from slipstream.speculative.dflash.config import (
-    DFlashConfig,
-    dflash_problems,
-    read_dflash_config,
-)
+from slipstream.speculative.dflash.config import DFlashConfig, read_dflash_config
 from slipstream.speculative.dflash.network import DFlashNetwork
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.train.batches import Batch
@@ -114,7 +110,7 @@ def _plan(plan: RunPlan) -> tuple[dict[str, Any], DFlashConfig]:
     """config.json of a drafter, and what is read from it."""
     config = _drafter_config(plan)
     planned = read_dflash_config(planned_checkpoint(HeadCheckpoint, config))
-    if problems := dflash_problems(planned, plan.shape):
+    if problems := planned.problems(plan.shape):
         raise UsageError(f"such a drafter does not fit this target: {'; '.join(problems)}")
     return config, planned
 

@@ -14,11 +14,7 @@ import torch
 
 from slipstream.core.errors import UsageError
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.speculative.eagle3.config import (
-    Eagle3Config,
-    eagle3_problems,
-    read_eagle3_config,
-)
+from slipstream.speculative.eagle3.config import Eagle3Config, read_eagle3_config
 from slipstream.speculative.eagle3.network import Eagle3Head
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.train.batches import Batch
@@ -171,5 +167,5 @@ def published_name(name: str, num_layers: int) -> str:
 
 def require_fit(head: Eagle3Config, target: DecoderConfig) -> None:
     """Raise UsageError for a head that cannot draft for the target."""
-    if problems := eagle3_problems(head, target):
+    if problems := head.problems(target):
         raise UsageError(f"such a head cannot draft for this target: {'; '.join(problems)}")

@@ -45,7 +45,7 @@ class MedusaRecipe(ChainRecipe):
             vocabulary=self.vocabulary.token_ids,
         )
         self.network = MedusaHeads(DENSE, self.trained, self._shape, self.load)
-        self.network.share(target.network.head)
+        self.network.share(target.network.embedding, target.network.head)
         rows = self.vocabulary.rows(target.network.head.weight)
         for name, tensor in self.trained.named():
             if name.startswith("lm_head"):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from slipstream.speculative.heads.checkpoint import MASK_HIDDEN, HeadCheckpoint
 from slipstream.speculative.p_eagle.network import PEagleConfig, PEagleHead, read_p_eagle_config
-from slipstream.speculative.parallel.mask_token import MASK_HEAD_KEYS
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DENSE, DenseContext
 from slipstream.train.files import write_checkpoint
@@ -51,8 +50,8 @@ class PEagleRecipe(ParallelRecipe):
         size = draft_vocab_size(plan)
         self.vocabulary = choose_vocabulary(plan, sequences, size, target.device)
         self.mask_token = self.config["mask_token_id"]
-        self.stream_layers = planned.head.stream_layers(target.config.num_layers)
-        self._num_layers = planned.head.layers.num_layers
+        self.stream_layers = planned.stream_layers(target.config.num_layers)
+        self._num_layers = planned.layers.num_layers
         width = target.config.hidden_size
         self.network = PEagleHead(DENSE, self.trained, planned, width, self.load)
         # `share` must not find the target's numbers in the head's own embedding yet.
@@ -100,9 +99,9 @@ def _plan(plan: RunPlan) -> tuple[dict[str, Any], PEagleConfig]:
         "mask_token_id": mask_token_of_head(plan),
         "num_depths": plan.num_draft_tokens,
     }
-    planned = read_p_eagle_config(planned_checkpoint(HeadCheckpoint, config), MASK_HEAD_KEYS)
+    planned = read_p_eagle_config(planned_checkpoint(HeadCheckpoint, config))
     shared, own_embedding = bool(options.share_head), not options.share_embedding
-    parts = replace(planned.head.parts, head=not shared, embedding=own_embedding)
-    planned = replace(planned, head=replace(planned.head, parts=parts))
-    require_fit(planned.head, plan.shape)
+    parts = replace(planned.parts, head=not shared, embedding=own_embedding)
+    planned = replace(planned, parts=parts)
+    require_fit(planned, plan.shape)
     return config, planned

@@ -14,15 +14,13 @@ from slipstream.speculative import draft_sampling
 from slipstream.speculative.dflash.drafter import DFlashDrafter
 from slipstream.speculative.draft_model.drafter import DraftModelDrafter
 from slipstream.speculative.drafter import Draft
-from slipstream.speculative.gemma4_assistant import drafter as gemma4_assistant
 from slipstream.speculative.gemma4_assistant.drafter import AssistantDrafter
-from slipstream.speculative.heads import last_hidden
 from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter
-from slipstream.speculative.heads.last_hidden import HeadsDrafter
+from slipstream.speculative.heads.last_hidden import LastHiddenDrafter
 from slipstream.speculative.p_eagle.drafter import PEagleDrafter
 from slipstream.speculative.pard.drafter import PardDrafter
 
-CHAINS = (FeatureRowsDrafter, DraftModelDrafter, AssistantDrafter, HeadsDrafter)
+CHAINS = (FeatureRowsDrafter, DraftModelDrafter, LastHiddenDrafter)
 AT_ONCE = (PEagleDrafter, PardDrafter, DFlashDrafter)
 
 
@@ -46,8 +44,7 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
         rows.append(logits)
         return verification.sample_draft(logits, *args, **kwargs)
 
-    for module in (draft_sampling, gemma4_assistant, last_hidden):
-        monkeypatch.setattr(module, "sample_draft", sample_draft)
+    monkeypatch.setattr(draft_sampling, "sample_draft", sample_draft)
     return drafted
 
 

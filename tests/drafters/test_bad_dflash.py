@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
+from slipstream.speculative.catalogue import recognise
 from slipstream.speculative.dflash.config import read_dflash_config
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.speculative.recognition import recognise
 from tests.checkpoints import write_qwen3
 from tests.drafters.blocks import write_dflash
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
+from slipstream.speculative.catalogue import recognise
 from slipstream.speculative.eagle3.config import read_eagle3_config
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.speculative.recognition import recognise
 from tests.checkpoints import write_qwen3
 from tests.drafters.heads import as_pickle, as_wrapper, write_eagle1, write_eagle3
 
@@ -164,9 +164,9 @@ def test_nested_layer_ids_have_two_meanings(
 ) -> None:
     head = write_eagle3(tmp_path, tiny_target, fit=False)
     write_config(head, eagle_aux_hidden_state_layer_ids="drop", eagle_config={AUX: stated})
-    assert read_eagle3_config(HeadCheckpoint(head)).aux_layers == read
+    assert read_eagle3_config(HeadCheckpoint(head)).entered_layers == read
     write_config(head, eagle_config="drop", **{AUX: stated})
-    assert read_eagle3_config(HeadCheckpoint(head)).aux_layers == tuple(stated)
+    assert read_eagle3_config(HeadCheckpoint(head)).entered_layers == tuple(stated)
 
 
 def test_the_usual_layers_and_flags(tiny_target: str, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
+from slipstream.speculative.catalogue import recognise
 from slipstream.speculative.mtp.checkpoint import MtpCheckpoint
-from slipstream.speculative.recognition import recognise
 from tests.checkpoints import write_qwen3
 from tests.drafters.heads import write_eagle1
 from tests.drafters.mtp_heads import add_mtp, write_mtp

@@ -58,7 +58,8 @@ def test_one_pass_over_rows_is_as_many_passes_of_one(
 ) -> None:
     """And as the oracle's."""
     checkpoint = MtpCheckpoint(write_mtp(tmp_path, tiny_target, style, modules=2))
-    head = load_mtp(checkpoint, read_mtp_config(checkpoint), OPTIONS)
+    config = read_mtp_config(checkpoint)
+    head = load_mtp(checkpoint, config, config.layers, OPTIONS)
     target = load_decoder(Checkpoint(Path(tiny_target)), OPTIONS)
     head.share(target.embedding, target.head)
     first = FIRST_ROW + module

@@ -15,11 +15,12 @@ from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.reference import REFERENCE
 from slipstream.layers.parameters import Part
+from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.speculative.heads.options import head_layout
-from slipstream.speculative.p_eagle.network import PEagleHead, load_p_eagle, read_p_eagle_config
-from slipstream.speculative.parallel.mask_token import MASK_HEAD_KEYS
+from slipstream.speculative.heads.loading import load_network
+from slipstream.speculative.p_eagle.network import PEagleHead, read_p_eagle_config
 from tests.drafters.engines import PROMPT
 from tests.drafters.heads import write_p_eagle
 from tests.drafters.oracles import MASK, Target
@@ -27,12 +28,12 @@ from tests.drafters.oracles import p_eagle_oracle as oracle
 from tests.pass_inputs import pass_inputs
 
 
-def load_network(folder: Path, target: str) -> PEagleHead:
+def load(folder: Path, target: str) -> PEagleHead:
     checkpoint = HeadCheckpoint(folder)
-    config = read_p_eagle_config(checkpoint, MASK_HEAD_KEYS)
-    width = Target(target).embedding.shape[1]
+    config = read_p_eagle_config(checkpoint)
+    shape = read_decoder_config(Checkpoint(Path(target)))
     options = LoadOptions(torch.float32, torch.device("cpu"), "auto", max_positions=256)
-    return load_p_eagle(checkpoint, config, width, options)
+    return load_network(PEagleHead, checkpoint, config, shape, options)
 
 
 @dataclass
@@ -46,12 +47,9 @@ class Request:
     """One request's blocks, and passes of a network over its rows."""
 
     def __init__(self, network: PEagleHead, folder: Path) -> None:
-        layers = read_p_eagle_config(HeadCheckpoint(folder), MASK_HEAD_KEYS).head.layers
-        layout = head_layout(layers, torch.float32)
-        self.network, self.cache = (
-            network,
-            ModelCache(layout, CacheSizes(8, 8, 1, torch.device("cpu"))),
-        )
+        layout = read_p_eagle_config(HeadCheckpoint(folder)).layout(torch.float32)
+        sizes = CacheSizes(8, 8, 1, torch.device("cpu"))
+        self.network, self.cache = network, ModelCache(layout, sizes)
         for pages in (pages for layer in self.cache.layers for pages in layer):
             pages.zero_()
 
@@ -74,7 +72,7 @@ class Request:
 def test_one_pass_over_many_rows_equals_single_rows(tiny_target: str, tmp_path: Path) -> None:
     """Known tokens and masks alike; row by row, in two halves, and all at once."""
     folder = write_p_eagle(tmp_path, tiny_target, fit=False, draft_vocab=60)
-    network, head = load_network(folder, tiny_target), oracle(folder, tiny_target)
+    network, head = load(folder, tiny_target), oracle(folder, tiny_target)
     tokens, features = head.masked(PROMPT[:20], 5)
     whole = Request(network, folder).rows(tokens, features, 1)
     for size in (1, 7, 12):
@@ -91,15 +89,15 @@ def test_an_embedding_of_its_own_is_never_the_targets(tiny_target: str, tmp_path
     """It is trained: its row of the mask token means something else than the target's."""
     folder = write_p_eagle(tmp_path, tiny_target, fit=False)
     own = load_file(folder / "model.safetensors")
-    network, target = load_network(folder, tiny_target), Target(tiny_target)
+    network, target = load(folder, tiny_target), Target(tiny_target)
     weights = {**own, "embed_tokens.weight": target.embedding.clone()}
     row = target.embedding[MASK] + 0.01
     weights["embed_tokens.weight"][MASK] = row
     save_file(weights, folder / "model.safetensors")
-    network = load_network(folder, tiny_target)
+    network = load(folder, tiny_target)
 
     network.share(Table(DenseMatrix(target.embedding)), None)  # type: ignore[arg-type]
-    assert torch.equal(network._ends.embedded(torch.tensor([MASK]))[0], row)
+    assert torch.equal(network.embedded(torch.tensor([MASK]))[0], row)
 
 
 class Learning:
@@ -141,14 +139,14 @@ def test_the_network_learns(changes: dict[str, Any], tiny_target: str, tmp_path:
     """Every tensor of the checkpoint gets the gradient that the oracle's has, by its own name:
     through known rows and masks, mask_hidden and the mask token's embedding."""
     folder = write_p_eagle(tmp_path, tiny_target, fit=False, **changes)
-    config = read_p_eagle_config(HeadCheckpoint(folder), MASK_HEAD_KEYS)
+    config = read_p_eagle_config(HeadCheckpoint(folder))
     source, target = Learning(folder), Target(tiny_target)
     options = LoadOptions(torch.float32, torch.device("cpu"), "auto", max_positions=256)
     network = PEagleHead(REFERENCE, source, config, target.embedding.shape[1], options)
     network.share(Table(DenseMatrix(target.embedding)), None)  # type: ignore[arg-type]
     ids, count = PROMPT[:12], 4
     streams = target(ids[:-1])[0]
-    picked = [streams[layer] for layer in config.head.aux_layers or ()]
+    picked = [streams[layer] for layer in config.entered_layers or ()]
     masks = network.mask_feature().expand(count - 1, -1)
     features = torch.cat((network.project(streams[0], picked), masks))
     tokens = [*ids[1:], *[MASK] * (count - 1)]

@@ -7,6 +7,7 @@ import pytest
 
 from slipstream import LLM, RequestOutput, SamplingParams, UsageError
 from slipstream.speculative.catalogue import METHODS
+from tests import fake_drafters
 from tests.fake_drafters import ANSWERS
 
 PROMPT = [5, 9, 14, 33, 5, 9]
@@ -31,7 +32,7 @@ def drafts(model: str, count: int = 4) -> dict[str, Any]:
 def test_a_perfect_drafter_takes_no_step_too_many(
     number: int, count: int, tiny_target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(METHODS, "fake", "tests.fake_drafters")
+    monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
     params = SamplingParams(temperature=0, max_tokens=number, ignore_eos=True)
     answer = list(run(make(tiny_target), params).outputs[0].token_ids)
     ANSWERS[tuple(PROMPT)] = PROMPT + answer
@@ -45,7 +46,7 @@ def test_a_perfect_drafter_takes_no_step_too_many(
 def test_a_wrong_drafter_changes_nothing_and_gains_nothing(
     tiny_target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(METHODS, "fake", "tests.fake_drafters")
+    monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
     answer = list(run(make(tiny_target), GREEDY).outputs[0].token_ids)
     ANSWERS[tuple(PROMPT)] = PROMPT + answer
     llm = make(tiny_target, {"method": "fake", **drafts("wrong")})

@@ -66,7 +66,7 @@ def check(
     tiny_heads: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(METHODS, "fake", "tests.fake_drafters")
+    monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
     prompts = make_prompts(case["batch"])
     params = SamplingParams(
         temperature=0,

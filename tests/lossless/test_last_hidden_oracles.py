@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream import LLM, SamplingParams
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.speculative.drafter import Draft
-from slipstream.speculative.heads.last_hidden import HeadsDrafter
+from slipstream.speculative.heads.last_hidden import LastHiddenDrafter
 from tests.last_hidden_checkpoints import (
     Guess,
     medusa_for,
@@ -41,9 +41,9 @@ class Seen:
 
     @classmethod
     def watching(cls, monkeypatch: pytest.MonkeyPatch) -> "Seen":
-        seen, propose = cls(), HeadsDrafter.propose
+        seen, propose = cls(), LastHiddenDrafter.propose
 
-        def noted(drafter: HeadsDrafter, batch: DeviceBatch) -> Draft:
+        def noted(drafter: LastHiddenDrafter, batch: DeviceBatch) -> Draft:
             draft, state = propose(drafter, batch), drafter._state
             for row, count in enumerate(draft.num_tokens.tolist()):
                 slot = int(batch.slots[row])
@@ -52,7 +52,7 @@ class Seen:
                     seen.drafts.append((known.tolist(), draft.token_ids[row, :count].tolist()))
             return draft
 
-        monkeypatch.setattr(HeadsDrafter, "propose", noted)
+        monkeypatch.setattr(LastHiddenDrafter, "propose", noted)
         return seen
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from slipstream import LLM, RequestOutput, SamplingParams, StructuredOutput
 from slipstream.speculative.catalogue import METHODS
+from tests import fake_drafters
 from tests.lossless.pairwise import Case, pairwise_cases
 from tests.lossless.test_greedy import case_name, make_prompts, remember, speculative_config
 from tests.lossless.test_padded import check_empty
@@ -95,7 +96,7 @@ def test_greedy_output_is_that_of_plain_decoding(
     expected = plain_outputs(plain, case["batch"], case["penalties"])
     if case["steps"] == "padded":
         use_padded_steps(monkeypatch)
-    monkeypatch.setitem(METHODS, "fake", "tests.fake_drafters")
+    monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
     remember(prompts, [list(output.outputs[0].token_ids) for output in expected])
     config = drafter_of(case, tiny_target, tiny_draft, tiny_heads)
     llm = make_llm(tiny_target, words, config, case)

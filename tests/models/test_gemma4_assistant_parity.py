@@ -1,6 +1,7 @@
 """The assistant's network against the transformers library's, from a checkpoint that it wrote."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,7 +129,7 @@ def test_every_parameter_gets_a_gradient(ordered: bool, tmp_path: Path) -> None:
     config = read_assistant_config(HeadCheckpoint(tmp_path))
     network = AssistantNetwork(REFERENCE, source, config, [0, 0, 0, 1], ordering, OPTIONS)
     table = torch.randn(VOCAB, BACKBONE, generator=torch.Generator().manual_seed(6))
-    network.share(Embedding(Trainable({"target.weight": table}), "target", VOCAB, BACKBONE))
+    network.share(Embedding(Trainable({"target.weight": table}), "target", VOCAB, BACKBONE), None)  # type: ignore[arg-type]
     pages, _ = cached()
     before = [page.clone() for layer in pages for page in layer]
     token, hidden = torch.tensor([17]), torch.randn(1, BACKBONE)
@@ -152,10 +153,12 @@ def test_drafts_are_those_of_the_library(ordered: bool, tmp_path: Path) -> None:
     theirs = export(tmp_path, ordered)
     checkpoint = HeadCheckpoint(tmp_path)
     config = read_assistant_config(checkpoint)
-    network = load_assistant(checkpoint, config, [0, 0, 0, 1], OPTIONS)
+    network = load_assistant(
+        checkpoint, config, SimpleNamespace(sliding_windows=(512, None)), OPTIONS
+    )
     generator = torch.Generator().manual_seed(6)
     table = torch.randn(VOCAB, BACKBONE, generator=generator)
-    network.share(Embedding(Trainable({"target.weight": table}), "target", VOCAB, BACKBONE))
+    network.share(Embedding(Trainable({"target.weight": table}), "target", VOCAB, BACKBONE), None)  # type: ignore[arg-type]
     pages, shared = cached()
     hidden = torch.randn(1, BACKBONE, generator=generator)
     token = torch.tensor([17])

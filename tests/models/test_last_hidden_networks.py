@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +14,15 @@ from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.table import ops_for
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative.medusa.checkpoint import MedusaCheckpoint
+from slipstream.speculative.catalogue import DRAFT_MODEL, recognise
+from slipstream.speculative.medusa.checkpoint import MedusaCheckpoint, read_medusa_config
 from slipstream.speculative.medusa.network import MedusaHeads, load_medusa
 from slipstream.speculative.mlp_speculator.network import (
     MLPSpeculator,
     MLPSpeculatorCheckpoint,
     load_mlp_speculator,
     read_mlp_speculator_config,
-    require_fit,
 )
-from slipstream.speculative.recognition import DRAFT_MODEL, recognise
 from tests.last_hidden_checkpoints import (
     Guess,
     Tensors,
@@ -39,18 +39,21 @@ from tests.last_hidden_checkpoints import (
 CPU = torch.device("cpu")
 WIDTH, VOCAB, INNER, HEADS = 24, 40, 20, 4
 OPTIONS = LoadOptions(torch.float32, CPU, "auto", 64)
+TARGET = SimpleNamespace(hidden_size=WIDTH, vocab_size=VOCAB)  # what is read of its config
 ONE_LAYER = {"medusa_num_heads": HEADS, "medusa_num_layers": 1}
 
 
 def load_heads(path: str) -> MedusaHeads:
-    return load_medusa(MedusaCheckpoint(Path(path)), WIDTH, VOCAB, OPTIONS)
+    checkpoint = MedusaCheckpoint(Path(path))
+    return load_medusa(checkpoint, read_medusa_config(checkpoint), TARGET, OPTIONS)
 
 
 def load_mlp(path: str) -> MLPSpeculator:
     checkpoint = MLPSpeculatorCheckpoint(Path(path))
     config = read_mlp_speculator_config(checkpoint)
-    require_fit(config, WIDTH, VOCAB)
-    return load_mlp_speculator(checkpoint, config, OPTIONS)
+    if problems := config.problems(TARGET):
+        raise CheckpointError(problems[0])
+    return load_mlp_speculator(checkpoint, config, TARGET, OPTIONS)
 
 
 def chain(network: Any, hidden: Tensor, last: Tensor, count: int) -> Tensor:
@@ -135,7 +138,7 @@ def test_heads_that_share_an_lm_head(whose: str, tmp_path: Path) -> None:
         kept["lm_head.weight"] = rows
     network = load_heads(write_medusa(tmp_path, kept, **ONE_LAYER))
     shared = DenseMatrix(rows if whose == "target" else rows + 1)
-    network.share(LanguageModelHead(ops_for(CPU), shared))
+    network.share(None, LanguageModelHead(ops_for(CPU), shared))
     assert_agree(network, oracle)
 
 
@@ -185,8 +188,8 @@ def test_random_weights_and_rounded_ones_run(quantization: str | None, tmp_path:
     path = write_medusa(tmp_path, heads(2), medusa_num_heads=3, medusa_num_layers=2)
     for load_format in ("dummy", "auto"):
         options = LoadOptions(torch.bfloat16, CPU, load_format, 64, quantization=quantization)
-        network = load_medusa(MedusaCheckpoint(Path(path)), WIDTH, VOCAB, options)
-        assert network.num_heads == (3 if load_format == "dummy" else HEADS)
+        checkpoint = MedusaCheckpoint(Path(path))
+        network = load_medusa(checkpoint, read_medusa_config(checkpoint), TARGET, options)
         logits = chain(network, torch.randn(2, WIDTH).bfloat16(), torch.zeros(2).long(), 3)
         assert logits.dtype == torch.float32
         assert logits.isfinite().all()
@@ -318,7 +321,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"emb_dim": 16}, "hidden states of 16 numbers .* have 24"),
-        ({"vocab_size": 41}, "guesses among 41 tokens and the target has 40"),
+        ({"vocab_size": 41}, "vocabulary of 41 tokens and the target has 40"),
         ({"n_predict": 5}, r"no tensor proj\.4\.weight"),
         ({"n_predict": 3}, r"does not use \(emb\.3\.weight, head\.3\.weight"),
         ({"n_predict": 0}, '"n_predict" must be above 0'),

@@ -7,10 +7,11 @@ import torch
 
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.models.loading import LoadOptions
+from slipstream.speculative.catalogue import recognise
 from slipstream.speculative.dflash.config import read_dflash_config
-from slipstream.speculative.dflash.network import load_dflash
+from slipstream.speculative.dflash.network import DFlashNetwork
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.speculative.recognition import recognise
+from slipstream.speculative.heads.loading import load_network
 from slipstream.train.recipe_dflash import DFlashRecipe
 from slipstream.train.run import run_training
 from tests.pass_inputs import pass_inputs
@@ -47,7 +48,8 @@ def test_the_served_network_is_the_trained_one(
     recipe, folder = trained
     checkpoint, target = HeadCheckpoint(folder), teacher(taught_target)
     load = LoadOptions(torch.float32, torch.device("cpu"), "auto", 64)
-    served = load_dflash(checkpoint, read_dflash_config(checkpoint), 48, load)
+    config = read_dflash_config(checkpoint)
+    served = load_network(DFlashNetwork, checkpoint, config, target.config, load)
     served.share(target.network.embedding, target.network.head)
     tokens = torch.randint(1, 96, (24,), generator=torch.Generator().manual_seed(3)).tolist()
     batch = batch_of(target, tokens, recipe.vocabulary, recipe.stream_layers)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from slipstream.core.errors import UsageError
+from slipstream.speculative.catalogue import recognise
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.speculative.recognition import recognise
 from slipstream.train.chain import unroll
 from slipstream.train.recipe_eagle3 import Eagle3Recipe
 from slipstream.train.run import run_training

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.speculative.catalogue import recognise
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.speculative.recognition import recognise
 from slipstream.train.chain import unroll
 from slipstream.train.recipe_mtp import MtpRecipe
 from slipstream.train.run import run_training

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.speculative.catalogue import recognise
 from slipstream.speculative.heads.checkpoint import MASK_HIDDEN, HeadCheckpoint
-from slipstream.speculative.recognition import recognise
 from slipstream.train.parallel import ParallelRows
 from slipstream.train.recipe_p_eagle import PEagleRecipe
 from slipstream.train.run import run_training

@@ -13,8 +13,8 @@ from slipstream import LLM
 from slipstream.cli.train import KINDS
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.runner.model_runner import ModelRunner
+from slipstream.speculative.catalogue import recognise
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.speculative.recognition import recognise
 from slipstream.train.parallel import dropped_rows, sampled_rows
 from slipstream.train.recipe import RECIPES, recipe_class
 from slipstream.train.recipe_draft import DraftRecipe
@@ -125,13 +125,15 @@ def test_medusa_heads_guess_ahead(
     assert speculated == plain
     assert length > 1.05
     from slipstream.models.loading import LoadOptions
-    from slipstream.speculative.medusa.checkpoint import MedusaCheckpoint
+    from slipstream.speculative.medusa.checkpoint import MedusaCheckpoint, read_medusa_config
     from slipstream.speculative.medusa.network import load_medusa
 
     load = LoadOptions(torch.float32, torch.device("cpu"), "auto", 64)
-    served = load_medusa(MedusaCheckpoint(tmp_path), 48, 96, load)
+    checkpoint = MedusaCheckpoint(tmp_path)
+    config, target = read_medusa_config(checkpoint), teacher(taught_target)
+    served = load_medusa(checkpoint, config, target.config, load)
     tokens = torch.randint(1, 96, (16,), generator=torch.Generator().manual_seed(3)).tolist()
-    batch = batch_of(teacher(taught_target), tokens, recipe.vocabulary, ())
+    batch = batch_of(target, tokens, recipe.vocabulary, ())
     state = served.start(batch.states.hidden[0], 3)
     with torch.no_grad():
         places = list(recipe.positions(batch))

@@ -6,7 +6,7 @@ from pathlib import Path
 from slipstream import LLM, SamplingParams
 from slipstream.models.checkpoint import resolve_checkpoint
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.speculative.draft_model.draft_vocabulary import (
+from slipstream.speculative.draft_vocabulary import (
     DraftVocabularyConfig,
     choose_draft_vocabulary,
 )

@@ -19,7 +19,7 @@ SYNTHETIC = {"model": "DRAFT", "rejection_sample_method": "synthetic"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "needs method"),
     ({"num_speculative_tokens": 3}, "needs method"),
-    ({"method": "teleport"}, "unknown method 'teleport'; known methods: draft_model, "),
+    ({"method": "teleport"}, "unknown method 'teleport'; known methods: combination, custom, "),
     ({"method": "ngram", "num_speculative_tokens": -1}, "0 .plain decoding. or more, not -1"),
     ({"method": "ngram", "num_speculative_tokens": True}, "must be an integer"),
     ({"method": "ngram", "num_speculative_tokens": "auto"}, "must be an integer"),
@@ -39,7 +39,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": "DRAFT", "parallel_drafting": True}, "has no pard_token; give it as pard_token"),
     ({"model": "DRAFT", "parallel_drafting": 1}, "leave it out, or use method pard"),
     ({"model": "DRAFT", "use_heterogeneous_vocab": 1}, "must be true or false, not 1"),
-    ({"model": "DRAFT", "draft_tensor_parallel_size": 2}, "not supported; a draft model runs"),
+    ({"model": "DRAFT", "draft_tensor_parallel_size": 2}, "not supported; a drafter runs"),
     ({"model": "DRAFT", "draft_vocab_size": 0}, "draft_vocab_size must be positive"),
     ({"model": "DRAFT", "draft_vocab_size": 97}, "larger than the vocabulary of 96"),
     ({"model": "DRAFT", "draft_vocab_text": "x"}, "needs draft_vocab_size"),

@@ -34,7 +34,7 @@ class Member:
     count: int
 
 
-class CombinedDrafter:
+class CombinedDrafter(Drafter):
     """Asks its members in their order: those on the host while a step is planned, the others in it.
 
     Args:
@@ -46,7 +46,8 @@ class CombinedDrafter:
     def __init__(
         self, members: Sequence[Member], state: DeviceState, captured: bool, count: int
     ) -> None:
-        self._state, self._count = state, count
+        super().__init__(state)
+        self._count = count
         self._members = [member.drafter for member in members]
         self._on_host = [member for member in members if not member.limits.on_device]
         self._on_device = [member for member in members if member.limits.on_device]

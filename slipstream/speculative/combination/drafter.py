@@ -9,17 +9,11 @@ block, and each request is judged by the q of whoever drafted for it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 from slipstream.core.errors import UsageError
 from slipstream.core.wording import counted
-from slipstream.speculative.catalogue import (
-    DEFAULT_NUM_SPECULATIVE_TOKENS,
-    METHODS,
-    Choice,
-    choose,
-)
+from slipstream.speculative.catalogue import METHODS
 from slipstream.speculative.combination.combined import CombinedDrafter, Member
 from slipstream.speculative.drafter import (
     Drafter,
@@ -27,6 +21,7 @@ from slipstream.speculative.drafter import (
     DrafterResources,
     LoadedDrafter,
 )
+from slipstream.speculative.loading import DEFAULT_NUM_SPECULATIVE_TOKENS, Choice, choose
 from slipstream.speculative.options import Options, TargetModel
 
 # Of drafters that are asked before another: behind shorter matches the demo draft guesses better.
@@ -59,15 +54,15 @@ def read_options(options: Options) -> CombinationConfig:
     members = [_read_member(given, index, index == last) for index, given in enumerate(listed)]
     whole = options.peek("num_speculative_tokens")
     whole = whole if isinstance(whole, int) and whole > 0 else None
-    of_last = members[-1].told or whole or members[-1].own or DEFAULT_NUM_SPECULATIVE_TOKENS
-    most = max(of_last, *(member.told or 0 for member in members))
+    of_last = members[-1].given or whole or members[-1].proposed or DEFAULT_NUM_SPECULATIVE_TOKENS
+    most = max(of_last, *(member.given or 0 for member in members))
     if whole is not None and most > whole:
         raise UsageError(
             f"speculative_config: one of drafters is to guess {most} tokens and all together "
             f"{whole}; raise the num_speculative_tokens beside drafters, or lower the one inside"
         )
     most = whole or most
-    counts = (*(member.told or most for member in members[:-1]), of_last)
+    counts = (*(member.given or most for member in members[:-1]), of_last)
     return CombinationConfig(tuple(members), counts, most)
 
 
@@ -92,12 +87,10 @@ def _fill_min_match(options: Options, has_others_behind: bool) -> None:
     """`min_match` is the same key for all that look guesses up, and has a default of its own where
     other drafters come behind."""
     name = options.peek("method") or options.peek("model")
-    if not isinstance(name, str) or name not in METHODS:
+    method = METHODS.get(name) if isinstance(name, str) else None
+    if method is None or method.match_keys is None:
         return
-    keys = getattr(import_module(METHODS[name]), "MATCH_KEYS", None)
-    if keys is None:
-        return
-    shortest_key, longest_key = keys
+    shortest_key, longest_key = method.match_keys
     asked = options.take_int("min_match", None)
     if asked is not None and options.peek(shortest_key) is not None:
         raise UsageError(
@@ -109,7 +102,7 @@ def _fill_min_match(options: Options, has_others_behind: bool) -> None:
         options.fill(shortest_key, default if asked is None else asked)
 
 
-def load(config: CombinationConfig, target: TargetModel) -> "LoadedCombination":
+def load(config: CombinationConfig, target: TargetModel) -> LoadedDrafter:
     """Load every drafter; UsageError for an order in which some would never be asked."""
     loaded = [member.load(target) for member in config.members]
     names = [member.name for member in config.members]
@@ -125,37 +118,38 @@ def load(config: CombinationConfig, target: TargetModel) -> "LoadedCombination":
         raise UsageError(
             f"speculative_config: {late} guesses on the host, before the others begin; put it first"
         )
-    most, told = loaded[-1].limits.max_speculative_tokens, config.members[-1].told
+    most, told = loaded[-1].limits.max_speculative_tokens, config.members[-1].given
     if most is not None and told is not None and told > most:
         raise UsageError(
             f"{names[-1]} guesses at most {counted(most, 'token')} a step; lower its "
             "num_speculative_tokens"
         )
     counts = (*config.counts[:-1], min(config.counts[-1], most or config.counts[-1]))
-    return LoadedCombination(loaded, counts)
+    return _combine(loaded, counts)
 
 
-class LoadedCombination:
-    """The drafters in memory. Only the last may keep something in the blocks."""
+def _combine(loaded: Sequence[LoadedDrafter], counts: Sequence[int]) -> LoadedDrafter:
+    """Only the last may keep something in the blocks."""
+    last, limits = loaded[-1], [member.limits for member in loaded]
 
-    def __init__(self, loaded: Sequence[LoadedDrafter], counts: Sequence[int]) -> None:
-        self._loaded, self._counts = loaded, counts
-        last = loaded[-1]
-        self.needs, self.layout = last.needs, last.layout
-        limits = [member.limits for member in loaded]
-        self.limits = DrafterLimits(
+    def build(resources: DrafterResources) -> Drafter:
+        lent = replace(resources, has_rivals=True)
+        members = [
+            Member(member.build(lent), member.limits, count)
+            for member, count in zip(loaded, counts, strict=True)
+        ]
+        count = resources.num_speculative_tokens
+        return CombinedDrafter(members, resources.state, resources.captured, count)
+
+    return LoadedDrafter(
+        build=build,
+        limits=DrafterLimits(
             drafts_behind_prompt=all(it.drafts_behind_prompt for it in limits),
             cache_identity=last.limits.cache_identity,
             on_device=all(it.on_device for it in limits),
             keeps_probabilities=last.limits.keeps_probabilities,
             looks_up=last.limits.looks_up,
-        )
-
-    def build(self, resources: DrafterResources) -> Drafter:
-        lent = replace(resources, has_rivals=True)
-        members = [
-            Member(loaded.build(lent), loaded.limits, count)
-            for loaded, count in zip(self._loaded, self._counts, strict=True)
-        ]
-        count = resources.num_speculative_tokens
-        return CombinedDrafter(members, resources.state, resources.captured, count)
+        ),
+        needs=last.needs,
+        layout=last.layout,
+    )

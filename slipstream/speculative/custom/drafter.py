@@ -24,7 +24,7 @@ from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
 from slipstream.runner.device_batch import Guesses
 from slipstream.runner.device_state import DeviceState
-from slipstream.speculative.host_drafter import HostDrafter, LoadedHostDrafter
+from slipstream.speculative.drafter import HostDrafter, LoadedDrafter, load_host_drafter
 from slipstream.speculative.options import Options, TargetModel
 
 _FORM = "give the class as package.module:Class"
@@ -68,7 +68,7 @@ def read_options(options: Options) -> CustomConfig:
     return CustomConfig(path, keywords)
 
 
-def load(config: CustomConfig, target: TargetModel) -> LoadedHostDrafter:
+def load(config: CustomConfig, target: TargetModel) -> LoadedDrafter:
     """Find the class and make its one instance."""
     made = _find_class(config.path)
     try:
@@ -83,7 +83,7 @@ def load(config: CustomConfig, target: TargetModel) -> LoadedHostDrafter:
             f"custom drafter {config.path} has no method guess(requests), which returns a list of "
             "token ids for each request"
         )
-    return LoadedHostDrafter(lambda state: CustomDrafter(config.path, user, target, state))
+    return load_host_drafter(lambda state: CustomDrafter(config.path, user, target, state))
 
 
 class CustomDrafter(HostDrafter):

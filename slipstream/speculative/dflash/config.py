@@ -1,20 +1,17 @@
 """What a DFlash drafter is made of, and whether it fits a target."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.core.errors import CheckpointError
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
+from slipstream.speculative.drafter import DrafterLimits, Needs
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.config import head_reader, is_wrapped, read_layers
-from slipstream.speculative.heads.loading import (
-    DRAFT_IDS,
-    HeadParts,
-    sharing_problems,
-    vocabulary_problems,
-)
+from slipstream.speculative.heads.kinds import StreamHeadConfig, stream_fields
+from slipstream.speculative.model_options import ModelOptions
 
 _BLOCK, _MASK = "block_size", "mask_token_id"
 _LAYERS, _ENTERED = "target_layer_ids", "aux_hidden_state_layer_ids"
@@ -32,34 +29,22 @@ _NOT_READ = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlashConfig:
+class DFlashConfig(StreamHeadConfig):
     """Everything that the network is built from.
 
     Attributes:
-        layers: its sizes; its vocabulary is the target's.
-        draft_vocab_size: rows of its lm_head.
         mask_token: the id that stands for a token of the draft block that is not known.
         block_size: rows of a draft block, the known token's included.
-        entered_layers: layers of the target whose incoming streams it reads, in the order of fc's
-            columns; None leaves them to the target's number of layers.
         causal: per layer, whether a row of the draft block sees those before it only.
         from_anchor: a row predicts the token behind its own, as in a language model.
         target_layers: of the target that it was trained for; None when it does not say.
-        fc_columns: of the stored fc; None without weights.
     """
 
-    layers: DecoderConfig
-    parts: HeadParts
-    draft_vocab_size: int
-    has_draft_ids: bool
     mask_token: int
     block_size: int
-    entered_layers: tuple[int, ...] | None
     causal: tuple[bool, ...]
     from_anchor: bool
-    target_hidden_size: int | None
     target_layers: int | None
-    fc_columns: int | None
 
     @property
     def max_drafts(self) -> int:
@@ -67,12 +52,23 @@ class DFlashConfig:
         return self.block_size if self.from_anchor else self.block_size - 1
 
     @property
+    def features(self) -> str:
+        layers = self.entered_layers
+        which = f"layers {', '.join(map(str, layers))}" if layers else f"{self.num_read} layers"
+        return f"the residual streams that enter {which}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (
+            f"it gives all draft tokens from one pass, {self.max_drafts} at most, with mask token "
+            f"{self.mask_token}",
+        )
+
+    @property
     def num_read(self) -> int:
-        """How many streams fc reads."""
         return len(self.entered_layers or self.layers.sliding_windows)
 
     def stream_layers(self, target_layers: int) -> tuple[int, ...]:
-        """The layers of a target of so many whose incoming streams are read."""
         if self.entered_layers is not None:
             return self.entered_layers
         count = self.num_read
@@ -81,6 +77,30 @@ class DFlashConfig:
         # From the output of layer 1 to that of the third last, evenly.
         step = (target_layers - 4) / (count - 1)
         return tuple(round(1 + index * step) + 1 for index in range(count))
+
+    def problems(self, target: DecoderConfig) -> list[str]:
+        problems = super().problems(target)
+        if self.target_layers not in (None, target.num_layers):
+            problems.append(
+                f"it was trained for a target of {self.target_layers} layers, and this one has "
+                f"{target.num_layers}"
+            )
+        layers = self.stream_layers(target.num_layers)
+        if any(not 0 <= layer <= target.num_layers for layer in layers):
+            problems.append(
+                f"it reads the streams that enter layers {', '.join(map(str, layers))}; a target "
+                f"of {target.num_layers} layers has those of 0 to {target.num_layers} (its "
+                f"config.json may list others, less one, as {_LAYERS})"
+            )
+        return problems
+
+    def needs(self, target: DecoderConfig) -> Needs:
+        """What is read of a token is kept in the cache, so none is computed again for it."""
+        return replace(super().needs(target), features=False)
+
+    def limits(self, options: ModelOptions, longest: int, identity: str) -> DrafterLimits:
+        limits = super().limits(options, longest, identity)
+        return replace(limits, max_speculative_tokens=self.max_drafts)
 
 
 def read_dflash_config(checkpoint: HeadCheckpoint) -> DFlashConfig:
@@ -116,12 +136,8 @@ def read_dflash_config(checkpoint: HeadCheckpoint) -> DFlashConfig:
         raise reader.error(
             _BLOCK, f"is {block}, but a draft block holds a known token and one more"
         )
-    fc = checkpoint.entries.get("fc.weight") if checkpoint.has_weights else None
-    return DFlashConfig(
-        layers=layers,
-        parts=HeadParts.of(checkpoint, head_by_default=False),
-        draft_vocab_size=draft_vocab_size or layers.vocab_size,
-        has_draft_ids=DRAFT_IDS in checkpoint.tensor_names or not checkpoint.has_weights,
+    config = DFlashConfig(
+        **stream_fields(checkpoint, layers, draft_vocab_size, own_head=False),
         mask_token=mask,
         block_size=block or _USUAL_BLOCK,
         entered_layers=entered,
@@ -129,30 +145,8 @@ def read_dflash_config(checkpoint: HeadCheckpoint) -> DFlashConfig:
         from_anchor=any(from_anchor),
         target_hidden_size=target_hidden_size,
         target_layers=target_layers,
-        fc_columns=None if fc is None or len(fc.shape) != 2 else fc.shape[1],
     )
-
-
-def dflash_problems(config: DFlashConfig, target: DecoderConfig) -> list[str]:
-    """Why the drafter cannot draft for this target."""
-    problems = _width_problems(config, target)
-    if config.target_layers not in (None, target.num_layers):
-        problems.append(
-            f"it was trained for a target of {config.target_layers} layers, and this one has "
-            f"{target.num_layers}"
-        )
-    problems += vocabulary_problems(
-        config.layers, config.draft_vocab_size, config.has_draft_ids, target
-    )
-    problems += sharing_problems(config.parts, config.layers, config.draft_vocab_size, target)
-    layers = config.stream_layers(target.num_layers)
-    if any(not 0 <= layer <= target.num_layers for layer in layers):
-        problems.append(
-            f"it reads the streams that enter layers {', '.join(map(str, layers))}; a target of "
-            f"{target.num_layers} layers has those of 0 to {target.num_layers} (its config.json "
-            f"may list others, less one, as {_LAYERS})"
-        )
-    return problems
+    return replace(config, num_tokens=config.num_tokens or config.max_drafts)
 
 
 _SHIFTED = ("sample_from_anchor", "shift_label")
@@ -208,16 +202,3 @@ def _causal_flag(reader: ConfigReader, inner: ConfigReader) -> bool | None:
 
 def _causal_layers(stated: bool | None, windows: Sequence[int | None]) -> tuple[bool, ...]:
     return tuple(window is not None if stated is None else stated for window in windows)
-
-
-def _width_problems(config: DFlashConfig, target: DecoderConfig) -> list[str]:
-    width, stated = target.hidden_size, config.target_hidden_size
-    if stated not in (None, width):
-        return [f"it was trained for a target of hidden size {stated}, and this one has {width}"]
-    if config.fc_columns in (None, config.num_read * width):
-        return []
-    return [
-        f"its fc reads {config.fc_columns} numbers a token, and {config.num_read} layers of a "
-        f"target of hidden size {width} give {config.num_read * width}; it was trained for another "
-        "target, or its config.json does not list all layers that it reads"
-    ]

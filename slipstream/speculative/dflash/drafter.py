@@ -7,125 +7,40 @@ slots of the tokens that they stand for, which the request's blocks have room fo
 what is committed is written over them before anybody reads it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from slipstream.cache.spec import CacheLayout, ModelCache
-from slipstream.core.batch import Batch
-from slipstream.core.request import Request
+from slipstream.cache.spec import ModelCache
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.rows import lay_out
 from slipstream.sampling.verification import Verdict
-from slipstream.speculative.dflash.config import (
-    DFlashConfig,
-    dflash_problems,
-    read_dflash_config,
-)
-from slipstream.speculative.dflash.network import DFlashNetwork, load_dflash
-from slipstream.speculative.draft_sampling import DraftSampling
-from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
-from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.speculative.heads.config import wrapped_num_tokens
-from slipstream.speculative.heads.loading import read_draft_ids
-from slipstream.speculative.heads.options import (
-    HeadFacts,
-    HeadOptions,
-    head_layout,
-    head_limits,
-    load_options,
-    open_head,
-    read_head_options,
-    require_fit,
-    require_shared_dtype,
-    target_config,
-)
-from slipstream.speculative.options import Options, TargetModel
+from slipstream.speculative.dflash.config import DFlashConfig, read_dflash_config
+from slipstream.speculative.dflash.network import DFlashNetwork
+from slipstream.speculative.drafter import Draft, Drafter, DrafterResources
+from slipstream.speculative.heads.loading import load_network
+from slipstream.speculative.heads.method import Head, HeadMethod
+from slipstream.speculative.model_options import ModelKeys
 from slipstream.speculative.parallel.rows import parallel_draft
 
-METHOD = "dflash"
 
-
-def read_options(options: Options) -> HeadOptions:
-    """What every head takes."""
-    options.take_only("parallel_drafting", True, "all tokens come from one pass; leave it out")
-    return read_head_options(options, METHOD)
-
-
-def describe(checkpoint: HeadCheckpoint) -> HeadFacts:
-    """Without its weights."""
-    config = read_dflash_config(checkpoint)
-    layers = config.entered_layers
-    which = f"layers {', '.join(map(str, layers))}" if layers else f"{config.num_read} layers"
-    note = (
-        f"it gives all draft tokens from one pass, {config.max_drafts} at most, with mask token "
-        f"{config.mask_token}"
-    )
-    features = f"the residual streams that enter {which}"
-    return HeadFacts(
-        config.layers,
-        features,
-        partial(dflash_problems, config),
-        num_tokens=wrapped_num_tokens(checkpoint.config) or config.max_drafts,
-        notes=(note,),
-    )
-
-
-def load(config: HeadOptions, target: TargetModel) -> "LoadedDFlash":
-    """Load the drafter and check that it fits the target."""
-    checkpoint = open_head(config, METHOD)
-    drafter, shape = read_dflash_config(checkpoint), target_config(target)
-    require_fit(checkpoint, target, dflash_problems(drafter, shape))
-    load = load_options(config, target)
-    require_shared_dtype(drafter.parts, load.dtype, target)
-    ids = read_draft_ids(checkpoint, drafter.draft_vocab_size, target.vocab_size, load.device)
-    return LoadedDFlash(
-        network=load_dflash(checkpoint, drafter, shape.hidden_size, load),
-        config=drafter,
-        sampling=DraftSampling(ids, drafter.draft_vocab_size, config.greedy_only),
-        limits=replace(
-            head_limits(config, METHOD, checkpoint, target),
-            max_speculative_tokens=drafter.max_drafts,
-        ),
-        # What is read of a token is kept in the cache, so none is computed again for it.
-        needs=Needs(stream_layers=drafter.stream_layers(shape.num_layers)),
-        layout=head_layout(drafter.layers, load.dtype),
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedDFlash:
-    """The network in memory, waiting for its share of the cache."""
-
-    network: DFlashNetwork
-    config: DFlashConfig
-    sampling: DraftSampling
-    limits: DrafterLimits
-    needs: Needs
-    layout: CacheLayout
-
-    def build(self, resources: DrafterResources) -> Drafter:
-        self.network.share(resources.target.embedding, resources.target.head)
-        return DFlashDrafter(self, resources)
-
-
-class DFlashDrafter:
+class DFlashDrafter(Drafter):
     """Drafts with one pass a round, whatever K."""
 
-    def __init__(self, loaded: LoadedDFlash, resources: DrafterResources) -> None:
-        self._network, self._config = loaded.network, loaded.config
-        self._drafting, self._resources = loaded.sampling, resources
-        self._state = resources.state
-        layout = loaded.layout
+    def __init__(
+        self, head: Head[DFlashConfig, DFlashNetwork], resources: DrafterResources
+    ) -> None:
+        super().__init__(resources.state)
+        self._network, self._config = head.network, head.config
+        self._network.share(resources.target.embedding, resources.target.head)
+        self._drafting, self._resources = head.sampling, resources
+        layout = head.layout
+        assert layout is not None, "its layers have keys and values"
         self._dtype = layout.dtype
         self._cache = ModelCache(layout, resources.cache_sizes)
-
-    def prepare(self, batch: Batch) -> None:
-        """Nothing waits."""
 
     def propose(self, batch: DeviceBatch) -> Draft:
         """One pass over the draft blocks."""
@@ -152,15 +67,6 @@ class DFlashDrafter:
         )
         self._network.store(context, inputs, self._cache.layers)
 
-    def read_prompts(self, batch: Batch, forward: Forward) -> None:
-        """`observe` took in all rows."""
-
-    def forget(self, requests: Sequence[Request]) -> None:
-        """Nothing is kept beside the cache."""
-
-    def cached_tokens(self, slots: Tensor) -> Tensor:
-        return self._state.num_computed[slots]
-
     def _hidden(self, batch: DeviceBatch, starts: Tensor, wanted: Tensor) -> Tensor:
         """[R, K, H], what enters the head: the rows that predict."""
         known_rows = 0 if self._config.from_anchor else 1
@@ -172,3 +78,12 @@ class DFlashDrafter:
             return torch.zeros(shape, dtype=self._dtype, device=starts.device)
         hidden = self._network(layout.token_ids, layout.inputs, self._cache.layers)
         return layout.tails(hidden, wanted, batch.width)
+
+
+HEAD = HeadMethod(
+    name="dflash",
+    read=read_dflash_config,
+    network=partial(load_network, DFlashNetwork),
+    drafter=DFlashDrafter,
+    keys=ModelKeys(parallel=True, remedy="all tokens come from one pass; leave it out"),
+)

@@ -19,7 +19,6 @@ from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops
 from slipstream.layers.attention import Attention
-from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.layer import BuildContext, build_layers
 from slipstream.layers.linear import column_linear
 from slipstream.layers.norm import rms_norm
@@ -27,22 +26,10 @@ from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import RopeTables
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.dflash.config import DFlashConfig
-from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.speculative.heads.loading import DRAFT_IDS, HeadEnds, load_head
+from slipstream.speculative.heads.loading import HeadNetwork
 
 
-def load_dflash(
-    checkpoint: HeadCheckpoint, config: DFlashConfig, target_width: int, options: LoadOptions
-) -> "DFlashNetwork":
-    """The network with its weights."""
-
-    def build(ops: Ops, source: ParameterSource) -> DFlashNetwork:
-        return DFlashNetwork(ops, source, config, target_width, options)
-
-    return load_head(checkpoint, options, build, ignored=(DRAFT_IDS,))
-
-
-class DFlashNetwork:
+class DFlashNetwork(HeadNetwork):
     """Features to keys and values of a context, and draft blocks to what enters the head."""
 
     def __init__(
@@ -53,11 +40,9 @@ class DFlashNetwork:
         target_width: int,
         options: LoadOptions,
     ) -> None:
+        super().__init__(ops, source, config)
         layers, width = config.layers, config.layers.hidden_size
         self._ops, self._causal = ops, config.causal
-        self._ends = HeadEnds(
-            ops, source, config.parts, layers.vocab_size, config.draft_vocab_size, width
-        )
         self._fc = column_linear(
             source, [Part("fc", width)], config.num_read * target_width, config.parts.fc_bias
         )
@@ -65,14 +50,6 @@ class DFlashNetwork:
         ropes = RopeTables(options.max_positions, options.device)
         self._layers = build_layers(layers.layers, BuildContext(source, width, ropes))
         self._norm = rms_norm(source, "norm", width, layers.rms_norm_eps)
-
-    def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Take from the target what the drafter has not."""
-        self._ends.share(embedding, head)
-
-    @property
-    def head(self) -> LanguageModelHead:
-        return self._ends.head
 
     def context(self, streams: Sequence[Tensor]) -> Tensor:
         """[T, target width] each -> [T, H]."""
@@ -94,7 +71,7 @@ class DFlashNetwork:
         The context stands in `caches` already. The draft blocks' keys and values go to the slots
         of `inputs`, where they mean something until this pass ends.
         """
-        addend: Tensor = self._ends.embedded(token_ids)
+        addend: Tensor = self.embedded(token_ids)
         residual: Tensor | None = None
         for layer, cache, causal in zip(self._layers, caches, self._causal, strict=True):
             own = replace(inputs, sees=replace(inputs.sees, causal=causal))

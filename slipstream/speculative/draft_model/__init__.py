@@ -1,1 +1,9 @@
-"""Smaller language models as drafters."""
+"""`draft_model`: any smaller language model."""
+
+from slipstream.speculative.method import Method
+
+METHOD = Method(
+    name="draft_model",
+    module="slipstream.speculative.draft_model.drafter",
+    recognise=lambda signs: True,  # what no other method has recognised
+)

@@ -6,26 +6,20 @@ token 1, and then K-1 passes of a single row per request. Of another tokenizer i
 that both have (`token_map.py`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from slipstream.core.batch import Batch
-from slipstream.core.request import Request
 from slipstream.kernels.preparation import preparation_for
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.draft_model.context import DraftContext
-from slipstream.speculative.draft_model.network import (
-    DraftNetwork,
-    DraftNetworkConfig,
-    load_network,
-    read_network_options,
-)
-from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, Needs
+from slipstream.speculative.draft_model.network import DraftNetwork, load_network
+from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, LoadedDrafter
+from slipstream.speculative.model_options import ModelKeys, ModelOptions, read_model_options
 from slipstream.speculative.options import Options, TargetModel
 
 # Known tokens whose keys and values may be missing when a draft begins: behind a step that drafted,
@@ -33,43 +27,28 @@ from slipstream.speculative.options import Options, TargetModel
 MOST_MISSING = 2
 
 
-@dataclass(frozen=True)
-class DraftModelConfig:
-    """How the draft model is loaded and sampled."""
-
-    network: DraftNetworkConfig
-
-
-def read_options(options: Options) -> DraftModelConfig:
-    """Honour or refuse every key that other engines know for a draft model."""
-    options.take_only("parallel_drafting", False, "leave it out, or use method pard")
-    return DraftModelConfig(read_network_options(options, "draft_model"))
+def read_options(options: Options) -> ModelOptions:
+    """Every key that other engines know for a draft model."""
+    keys = ModelKeys(
+        remedy="leave it out, or use method pard", vocabulary=True, other_tokenizer=True
+    )
+    return read_model_options(options, "draft_model", keys)
 
 
-def load(config: DraftModelConfig, target: TargetModel) -> "LoadedDraftModel":
+def load(options: ModelOptions, target: TargetModel) -> LoadedDrafter:
     """Load the draft model's weights and check that it fits the target."""
-    return LoadedDraftModel(load_network(config.network, target, "draft_model"))
+    network = load_network(options, target, "draft_model")
+    return LoadedDrafter(
+        build=partial(DraftModelDrafter, network), limits=network.limits, layout=network.layout
+    )
 
 
-class LoadedDraftModel:
-    """A draft model in memory, waiting for its share of the cache."""
-
-    needs = Needs()
-
-    def __init__(self, network: DraftNetwork) -> None:
-        self._network = network
-        self.limits, self.layout = network.limits, network.layout
-
-    def build(self, resources: DrafterResources) -> Drafter:
-        return DraftModelDrafter(self._network, resources)
-
-
-class DraftModelDrafter:
+class DraftModelDrafter(Drafter):
     """Drafts with its own network over the shared blocks."""
 
     def __init__(self, network: DraftNetwork, resources: DrafterResources) -> None:
+        super().__init__(resources.state)
         self._network, self._resources = network, resources
-        self._state = resources.state
         self._runner = network.runner(resources)
         # What another drafter guessed is missing from the first of its tokens on.
         self._most_missing = (
@@ -119,9 +98,6 @@ class DraftModelDrafter:
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
         self._context.read_prompts(batch)
-
-    def forget(self, requests: Sequence[Request]) -> None:
-        """A slot's counter is set anew when the slot is next given out."""
 
     def cached_tokens(self, slots: Tensor) -> Tensor:
         return self._context.computed[slots]

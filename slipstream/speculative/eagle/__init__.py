@@ -1,1 +1,20 @@
-"""EAGLE-1 and EAGLE-2 heads."""
+"""`eagle`: EAGLE-1 heads, and those of EAGLE-2, which are the same."""
+
+from slipstream.speculative.method import CheckpointSigns, Method
+
+
+def _recognise(signs: CheckpointSigns) -> bool:
+    if signs.model_type == "eagle" or "EagleLlamaForCausalLM" in signs.architectures:
+        return True
+    fused = signs.names & {"fc.weight", "fusion_fc.weight"}
+    return bool(fused) and "layers.0.input_layernorm.weight" not in signs.names
+
+
+METHOD = Method(
+    name="eagle",
+    module="slipstream.speculative.eagle.network",
+    recognise=_recognise,
+    library_names=("eagle",),
+    is_head=True,
+    drafts_trees=True,
+)

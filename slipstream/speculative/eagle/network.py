@@ -9,41 +9,30 @@ x takes the place of the feature in the next row of a chain.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops
-from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.layer import BuildContext, build_layers
 from slipstream.layers.linear import column_linear
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import RopeTables
 from slipstream.layers.stack import Entry, Stack
-from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.speculative.heads.config import head_reader, read_layers
-from slipstream.speculative.heads.loading import (
-    HeadEnds,
-    HeadParts,
-    load_head,
-    sharing_problems,
-    vocabulary_problem,
-)
+from slipstream.speculative.heads.config import head_reader, read_layers, wrapped_num_tokens
+from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter
+from slipstream.speculative.heads.kinds import DecoderHeadConfig, HeadParts
+from slipstream.speculative.heads.loading import HeadNetwork, load_network
+from slipstream.speculative.heads.method import HeadMethod
+from slipstream.speculative.trees.drafter import TreeDrafter
 
 
-@dataclass(frozen=True)
-class Eagle1Config:
-    """What the head is made of; its vocabulary is the target's."""
-
-    layers: DecoderConfig
-    parts: HeadParts
-
-
-def read_eagle1_config(checkpoint: HeadCheckpoint) -> Eagle1Config:
+def read_eagle1_config(checkpoint: HeadCheckpoint) -> DecoderHeadConfig:
     """Whether fc has a bias is read from the tensors: old heads have one and do not say so."""
     reader = head_reader(checkpoint)
     for key in ("bias", "eagle_fc_bias", "fusion_bias"):
@@ -52,60 +41,34 @@ def read_eagle1_config(checkpoint: HeadCheckpoint) -> Eagle1Config:
     vocab_size = reader.take("vocab_size", int)
     reader.expect("truncated_vocab_size", vocab_size)
     layers = read_layers(reader, checkpoint.tensor_names)
-    return Eagle1Config(layers, HeadParts.of(checkpoint, head_by_default=False))
-
-
-def eagle1_problems(config: Eagle1Config, target: DecoderConfig) -> list[str]:
-    """Why the head cannot draft for this target."""
-    layers = config.layers
-    if layers.hidden_size != target.hidden_size:
-        return [
-            f"it reads features of {layers.hidden_size} numbers and the target's have "
-            f"{target.hidden_size}; it was trained for another target"
-        ]
-    mismatch = vocabulary_problem(layers, target)
-    problems = [] if mismatch is None else [mismatch]
-    return problems + sharing_problems(config.parts, layers, layers.vocab_size, target)
-
-
-def load_eagle1(
-    checkpoint: HeadCheckpoint, config: Eagle1Config, options: LoadOptions
-) -> "Eagle1Head":
-    """The network with its weights."""
-    return load_head(
-        checkpoint, options, lambda ops, source: Eagle1Head(ops, source, config, options)
+    return DecoderHeadConfig(
+        layers=layers,
+        num_tokens=wrapped_num_tokens(checkpoint.config),
+        parts=HeadParts.of(checkpoint, head_by_default=False),
+        draft_vocab_size=layers.vocab_size,
     )
 
 
-class Eagle1Head:
+class Eagle1Head(HeadNetwork):
     """(tokens, features) to what enters the lm_head, which is the next feature too."""
 
     def __init__(
-        self, ops: Ops, source: ParameterSource, config: Eagle1Config, options: LoadOptions
+        self,
+        ops: Ops,
+        source: ParameterSource,
+        config: DecoderHeadConfig,
+        target_width: int,
+        options: LoadOptions,
     ) -> None:
-        layers, parts = config.layers, config.parts
-        width = layers.hidden_size
-        self.feature_size = width
-        self._ends = HeadEnds(ops, source, parts, layers.vocab_size, layers.vocab_size, width)
-        fc = column_linear(source, [Part("fc", width)], 2 * width, parts.fc_bias)
+        super().__init__(ops, source, config)
+        layers, width = config.layers, config.layers.hidden_size
+        assert target_width == width
+        fc = column_linear(source, [Part("fc", width)], 2 * width, config.parts.fc_bias)
         ropes = RopeTables(options.max_positions, options.device, shifted=True)
         first, *others = layers.layers
         unnormed = replace(first, norms=replace(first.norms, mixer=None))
         built = build_layers([unnormed, *others], BuildContext(source, width, ropes))
         self._stack = Stack(ops, built, None, Entry(fc.product, (None, None)))
-
-    def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Take from the target what the head has not."""
-        self._ends.share(embedding, head)
-
-    @property
-    def head(self) -> LanguageModelHead:
-        return self._ends.head
-
-    def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
-        """[T, H]: the target's hidden states behind the final norm are the features."""
-        del streams
-        return hidden
 
     def __call__(
         self,
@@ -115,5 +78,14 @@ class Eagle1Head:
         caches: Sequence[LayerCache],
     ) -> tuple[Tensor, Tensor]:
         """token_ids [T], features [T, H] -> twice [T, H]."""
-        x, _ = self._stack([self._ends.embedded(token_ids), features], inputs, caches)
+        x, _ = self._stack([self.embedded(token_ids), features], inputs, caches)
         return x, x
+
+
+HEAD = HeadMethod(
+    name="eagle",
+    read=read_eagle1_config,
+    network=partial(load_network, Eagle1Head),
+    drafter=FeatureRowsDrafter,
+    tree_drafter=TreeDrafter,
+)

@@ -2,60 +2,72 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.config import head_reader, is_wrapped, read_layers
-from slipstream.speculative.heads.loading import (
-    DRAFT_IDS,
-    HeadParts,
-    sharing_problems,
-    vocabulary_problems,
-)
+from slipstream.speculative.heads.kinds import StreamHeadConfig, stream_fields, width_problem
 
 _AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
+class Eagle3Config(StreamHeadConfig):
     """Everything that the head is built from.
 
     Attributes:
-        layers: the sizes of the head; its vocabulary is the target's.
-        draft_vocab_size: rows of its lm_head.
-        aux_layers: layers of the target whose incoming streams it reads, in this order; None
-            stands for the usual three.
-        num_aux: how many they are.
         use_aux_hidden_state: false: it reads the target's last hidden state, without fc.
         norm_before_residual: the residual stream begins with the normed feature.
         norm_before_fc: one norm over all streams side by side.
         fc_norm: a norm for each stream.
         norm_output: the next feature is what the final norm gives.
-        fc_columns: of the stored fc; None without weights.
     """
 
-    layers: DecoderConfig
-    parts: HeadParts
-    draft_vocab_size: int
-    has_draft_ids: bool
-    aux_layers: tuple[int, ...] | None
-    num_aux: int
     use_aux_hidden_state: bool
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
-    target_hidden_size: int | None
-    fc_columns: int | None
+
+    @property
+    def features(self) -> str:
+        if not self.use_aux_hidden_state:
+            return super().features
+        layers = ", ".join(map(str, self.entered_layers or ("2", "n // 2", "n - 3")))
+        return f"the residual streams that enter layers {layers}"
+
+    @property
+    def num_read(self) -> int:
+        return len(self.entered_layers) if self.entered_layers else 3
 
     def stream_layers(self, target_layers: int) -> tuple[int, ...]:
         """The layers of a target of so many whose incoming streams are read."""
         if not self.use_aux_hidden_state:
             return ()
-        if self.aux_layers is not None:
-            return self.aux_layers
+        if self.entered_layers is not None:
+            return self.entered_layers
         return (2, target_layers // 2, target_layers - 3)
+
+    def problems(self, target: DecoderConfig) -> list[str]:
+        problems = super().problems(target)
+        layers = self.stream_layers(target.num_layers)
+        wrong = [layer for layer in layers if not 0 <= layer <= target.num_layers]
+        if wrong or len(set(layers)) < len(layers):
+            usual = "" if self.entered_layers else ", which is what a head without a list reads"
+            problems.append(
+                f"it reads the streams of the layers {', '.join(map(str, layers))}{usual}; a "
+                f"target of {target.num_layers} layers has those of 0 to {target.num_layers} (list "
+                f"them as {_AUX_KEY} in its config.json)"
+            )
+        return problems
+
+    def _widths(self, target: DecoderConfig) -> list[str]:
+        if self.use_aux_hidden_state or self.target_hidden_size not in (None, target.hidden_size):
+            return super()._widths(target)
+        problem = width_problem(self.layers.hidden_size, target)
+        return [problem] if problem else []
 
 
 def read_eagle3_config(
@@ -69,7 +81,7 @@ def read_eagle3_config(
     reader = head_reader(checkpoint, read_elsewhere)
     inner = reader.nested("eagle_config")
     names = checkpoint.tensor_names
-    flags = {
+    flags: dict[str, Any] = {
         "use_aux_hidden_state": _flag(reader, inner, "use_aux_hidden_state", True),
         "norm_before_residual": _flag(
             reader, inner, "norm_before_residual", is_wrapped(checkpoint.config)
@@ -91,55 +103,12 @@ def read_eagle3_config(
     target_hidden_size = reader.take_optional("target_hidden_size", int)
     inner.finish()
     layers = read_layers(reader, names)
-    fc = checkpoint.entries.get("fc.weight") if checkpoint.has_weights else None
     return Eagle3Config(
-        layers=layers,
-        parts=HeadParts.of(checkpoint, head_by_default=True),
-        draft_vocab_size=draft_vocab_size or layers.vocab_size,
-        has_draft_ids=DRAFT_IDS in names or not checkpoint.has_weights,
-        aux_layers=aux_layers,
-        num_aux=count,
-        target_hidden_size=target_hidden_size,
-        fc_columns=None if fc is None or len(fc.shape) != 2 else fc.shape[1],
+        **stream_fields(checkpoint, layers, draft_vocab_size, own_head=True),
         **flags,
+        entered_layers=aux_layers,
+        target_hidden_size=target_hidden_size,
     )
-
-
-def eagle3_problems(config: Eagle3Config, target: DecoderConfig) -> list[str]:
-    """Why the head cannot draft for this target."""
-    problems = _width_problems(config, target)
-    problems += vocabulary_problems(
-        config.layers, config.draft_vocab_size, config.has_draft_ids, target
-    )
-    problems += sharing_problems(config.parts, config.layers, config.draft_vocab_size, target)
-    layers = config.stream_layers(target.num_layers)
-    wrong = [layer for layer in layers if not 0 <= layer <= target.num_layers]
-    if wrong or len(set(layers)) < len(layers):
-        usual = "" if config.aux_layers else ", which is what a head without a list reads"
-        problems.append(
-            f"it reads the streams of the layers {', '.join(map(str, layers))}{usual}; a target of "
-            f"{target.num_layers} layers has those of 0 to {target.num_layers} (list them as "
-            f"{_AUX_KEY} in its config.json)"
-        )
-    return problems
-
-
-def _width_problems(config: Eagle3Config, target: DecoderConfig) -> list[str]:
-    width, stated = target.hidden_size, config.target_hidden_size
-    if stated not in (None, width):
-        return [f"it was trained for a target of hidden size {stated}, and this one has {width}"]
-    if not config.use_aux_hidden_state:
-        own = config.layers.hidden_size
-        if own == width:
-            return []
-        return [f"it reads features of {own} numbers and the target's have {width}"]
-    if config.fc_columns in (None, config.num_aux * width):
-        return []
-    return [
-        f"its fc reads {config.fc_columns} numbers a token, and {config.num_aux} layers of a "
-        f"target of hidden size {width} give {config.num_aux * width}; it was trained for another "
-        "target, or its config.json does not list all layers that it reads"
-    ]
 
 
 def _flag(reader: ConfigReader, inner: ConfigReader, key: str, default: bool) -> bool:

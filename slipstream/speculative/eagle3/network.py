@@ -11,6 +11,7 @@ x takes the place of g in the next row of a chain.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from torch import Tensor
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Norm, Ops
-from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.layer import BuildContext, LayerSpec, build_layers
 from slipstream.layers.linear import Linear, column_linear
 from slipstream.layers.norm import rms_norm
@@ -26,24 +26,11 @@ from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import RopeTables
 from slipstream.layers.stack import Stack
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative.eagle3.config import Eagle3Config
-from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.speculative.heads.loading import (
-    DRAFT_IDS,
-    HeadEnds,
-    load_head,
-)
-
-
-def load_eagle3(
-    checkpoint: HeadCheckpoint, config: Eagle3Config, target_width: int, options: LoadOptions
-) -> "Eagle3Head":
-    """The network with its weights."""
-
-    def build(ops: Ops, source: ParameterSource) -> Eagle3Head:
-        return Eagle3Head(ops, source, config, target_width, options)
-
-    return load_head(checkpoint, options, build, ignored=(DRAFT_IDS,))
+from slipstream.speculative.eagle3.config import Eagle3Config, read_eagle3_config
+from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter
+from slipstream.speculative.heads.loading import HeadNetwork, load_network
+from slipstream.speculative.heads.method import HeadMethod
+from slipstream.speculative.trees.drafter import TreeDrafter
 
 
 class FeatureFusion:
@@ -52,7 +39,7 @@ class FeatureFusion:
     def __init__(
         self, ops: Ops, source: ParameterSource, config: Eagle3Config, target_width: int
     ) -> None:
-        width, eps, count = config.layers.hidden_size, config.layers.rms_norm_eps, config.num_aux
+        width, eps, count = config.layers.hidden_size, config.layers.rms_norm_eps, config.num_read
         self._ops = ops
         self._fc: Linear = column_linear(
             source, [Part("fc", width)], count * target_width, config.parts.fc_bias
@@ -88,7 +75,7 @@ def head_layers(config: Eagle3Config) -> list[LayerSpec]:
     return [replace(first, norms=norms), *others]
 
 
-class Eagle3Head:
+class Eagle3Head(HeadNetwork):
     """(tokens, features) to what enters the lm_head and the next feature."""
 
     def __init__(
@@ -99,11 +86,8 @@ class Eagle3Head:
         target_width: int,
         options: LoadOptions,
     ) -> None:
+        super().__init__(ops, source, config)
         layers, width = config.layers, config.layers.hidden_size
-        self.feature_size = width
-        self._ends = HeadEnds(
-            ops, source, config.parts, layers.vocab_size, config.draft_vocab_size, width
-        )
         self._fusion: FeatureFusion | None = None
         if config.use_aux_hidden_state:
             self._fusion = FeatureFusion(ops, source, config, target_width)
@@ -114,17 +98,7 @@ class Eagle3Head:
         # What is the next feature: the stream behind all layers, or what the norm makes of it.
         self._wanted = () if config.norm_output else (layers.num_layers,)
 
-    def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Take from the target what the head has not."""
-        self._ends.share(embedding, head)
-
-    @property
-    def head(self) -> LanguageModelHead:
-        return self._ends.head
-
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
-        """[T, H], the features of a pass of the target: hidden [T, target width] behind its final
-        norm, streams the same of the layers that the head reads."""
         return hidden if self._fusion is None else self._fusion(streams)
 
     def __call__(
@@ -135,6 +109,15 @@ class Eagle3Head:
         caches: Sequence[LayerCache],
     ) -> tuple[Tensor, Tensor]:
         """token_ids [T], features [T, H] -> (what enters the lm_head, next features), [T, H]."""
-        sources = [self._ends.embedded(token_ids), features]
+        sources = [self.embedded(token_ids), features]
         normed, streams = self._stack(sources, inputs, caches, self._wanted)
         return normed, streams[0] if streams else normed
+
+
+HEAD = HeadMethod(
+    name="eagle3",
+    read=read_eagle3_config,
+    network=partial(load_network, Eagle3Head),
+    drafter=FeatureRowsDrafter,
+    tree_drafter=TreeDrafter,
+)

@@ -1,1 +1,18 @@
-"""Assistants that read the target's cache, as Gemma 4 has them."""
+"""`gemma4_assistant`: small networks that read the target's cache."""
+
+from slipstream.speculative.method import CheckpointSigns, Method
+
+
+def _recognise(signs: CheckpointSigns) -> bool:
+    return (
+        signs.model_type in ("gemma4_assistant", "gemma4_unified_assistant")
+        or "Gemma4AssistantForCausalLM" in signs.architectures
+    )
+
+
+METHOD = Method(
+    name="gemma4_assistant",
+    module="slipstream.speculative.gemma4_assistant.drafter",
+    recognise=_recognise,
+    is_head=True,
+)

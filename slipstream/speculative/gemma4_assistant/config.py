@@ -15,7 +15,7 @@ from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig, InvalidSizesError, RopeConfig
 from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.speculative.heads.loading import vocabulary_problem
+from slipstream.speculative.heads.kinds import HeadConfig, vocabulary_problem, width_problem
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PATTERN = 6  # every so-manieth layer sees everything, where the layers are not listed
@@ -53,6 +53,10 @@ class AssistantLayer:
     rope: RopeConfig
     window: int | None
 
+    @property
+    def kind(self) -> str:
+        return "full" if self.window is None else "sliding"
+
 
 @dataclass(frozen=True)
 class Centroids:
@@ -68,23 +72,42 @@ class Centroids:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssistantConfig:
+class AssistantConfig(HeadConfig):
     """Everything that the network is built from.
 
     Attributes:
-        sizes: of the network; heads are those of the first layer.
-        layers: of each layer, what is its own.
+        layers: sizes of the network; heads are those of the first layer.
+        own: of each layer, what is its own.
         target_width: of the target's hidden states.
         softcap: logits become softcap * tanh(logits / softcap).
         suppressed: token ids that are never drafted.
     """
 
-    sizes: DecoderConfig
-    layers: tuple[AssistantLayer, ...]
+    layers: DecoderConfig
+    own: tuple[AssistantLayer, ...]
     target_width: int
     softcap: float | None
     centroids: Centroids | None
     suppressed: tuple[int, ...]
+
+    @property
+    def features(self) -> str:
+        return "the last hidden state, behind the final norm, and the cache of its last layers"
+
+    @property
+    def shared(self) -> str:
+        return "an assistant reads the target's cache"
+
+    def problems(self, target: DecoderConfig) -> list[str]:
+        if problem := width_problem(self.target_width, target):
+            return [problem]
+        problem = vocabulary_problem(self.layers.vocab_size, target)
+        problems = [problem] if problem else []
+        for layer in dict.fromkeys(self.own):
+            problem = _layer_problem(layer, target)
+            if problem is not None:
+                problems.append(f"its layers of {layer.kind} attention {problem}")
+        return problems
 
 
 def read_assistant_config(checkpoint: HeadCheckpoint) -> AssistantConfig:
@@ -104,8 +127,8 @@ def read_assistant_config(checkpoint: HeadCheckpoint) -> AssistantConfig:
     reader.finish()
     text.finish()
     return AssistantConfig(
-        sizes=sizes,
-        layers=layers,
+        layers=sizes,
+        own=layers,
         target_width=width,
         softcap=softcap,
         centroids=centroids,
@@ -113,34 +136,22 @@ def read_assistant_config(checkpoint: HeadCheckpoint) -> AssistantConfig:
     )
 
 
-def assistant_problems(config: AssistantConfig, target: DecoderConfig) -> list[str]:
-    """Why the assistant cannot draft for this target."""
-    if config.target_width != target.hidden_size:
-        return [
-            f"it reads hidden states of {config.target_width} numbers and the target's have "
-            f"{target.hidden_size}; it was trained for another target"
-        ]
-    mismatch = vocabulary_problem(config.sizes, target)
-    problems = [] if mismatch is None else [mismatch]
-    for layer in dict.fromkeys(config.layers):
-        kind = "sliding" if layer.window else "full"
-        if target_layer(layer, target) is None:
-            problems.append(
-                f"its layers of {kind} attention read the keys of such a layer of the target, "
-                "which has none"
-            )
-        elif (layer.head_dim, layer.num_kv_heads) != (target.head_dim, target.num_kv_heads):
-            problems.append(
-                f"its layers of {kind} attention read {layer.num_kv_heads} heads of "
-                f"{layer.head_dim} numbers, and the target's cache has {target.num_kv_heads} of "
-                f"{target.head_dim}"
-            )
-        elif layer.rope != target.rope:
-            problems.append(
-                f"its queries of {kind} attention are rotated by {_shown(layer.rope)}, and the "
-                f"keys in the target's cache by {_shown(target.rope)}"
-            )
-    return problems
+def _layer_problem(layer: AssistantLayer, target: DecoderConfig) -> str | None:
+    """Why a layer cannot read the target's cache."""
+    heads = layer.num_kv_heads, layer.head_dim
+    if target_layer(layer, target) is None:
+        return "read the keys of such a layer of the target, which has none"
+    if heads != (target.num_kv_heads, target.head_dim):
+        return (
+            f"read {heads[0]} heads of {heads[1]} numbers, and the target's cache has "
+            f"{target.num_kv_heads} of {target.head_dim}"
+        )
+    if layer.rope != target.rope:
+        return (
+            f"rotate their queries by {_shown(layer.rope)}, and the keys in the target's cache are "
+            f"rotated by {_shown(target.rope)}"
+        )
+    return None
 
 
 def target_layer(layer: AssistantLayer, target: DecoderConfig) -> int | None:

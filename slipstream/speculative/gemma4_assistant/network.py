@@ -26,8 +26,9 @@ from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import rope_table
+from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative.gemma4_assistant.config import AssistantConfig, Centroids
+from slipstream.speculative.gemma4_assistant.config import AssistantConfig, Centroids, target_layer
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint, fill
 from slipstream.speculative.heads.loading import load_head
 
@@ -38,14 +39,12 @@ _TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"  # the same numbers
 def load_assistant(
     checkpoint: HeadCheckpoint,
     config: AssistantConfig,
-    read_layers: Sequence[int],
+    target: DecoderConfig,
     options: LoadOptions,
 ) -> "AssistantNetwork":
-    """The network with its weights.
-
-    Args:
-        read_layers: of the target, one for each layer, whose cache it reads.
-    """
+    """The network with its weights."""
+    read = [target_layer(layer, target) for layer in config.own]
+    read_layers = [layer for layer in read if layer is not None]
     ordering = _read_ordering(checkpoint, config, options)
 
     def build(ops: Ops, source: ParameterSource) -> AssistantNetwork:
@@ -58,7 +57,7 @@ def _read_ordering(
     checkpoint: HeadCheckpoint, config: AssistantConfig, options: LoadOptions
 ) -> Tensor:
     """[V] int64: the tokens of each part, part by part."""
-    vocab = config.sizes.vocab_size
+    vocab = config.layers.vocab_size
     entry = checkpoint.entries.get(_ORDERING) if checkpoint.has_weights else None
     if config.centroids is None or (entry is None and options.load_format == "dummy"):
         return torch.arange(vocab, device=options.device)
@@ -87,7 +86,7 @@ class AssistantLayer:
         index: int,
         options: LoadOptions,
     ) -> None:
-        sizes, own, name = config.sizes, config.layers[index], f"model.layers.{index}"
+        sizes, own, name = config.layers, config.own[index], f"model.layers.{index}"
         width, eps, inner = sizes.hidden_size, sizes.rms_norm_eps, sizes.intermediate_size
         rows = sizes.num_heads * own.head_dim
         self._ops = ops
@@ -163,6 +162,8 @@ class SomeLogits:
 class AssistantNetwork:
     """(tokens, hidden states of the target) to what enters the lm_head and next hidden states."""
 
+    vocabulary: Tensor | None = None
+
     def __init__(
         self,
         ops: Ops,
@@ -172,10 +173,11 @@ class AssistantNetwork:
         ordering: Tensor,
         options: LoadOptions,
     ) -> None:
-        sizes, target_width = config.sizes, config.target_width
+        sizes, target_width = config.layers, config.target_width
         width, vocab = sizes.hidden_size, sizes.vocab_size
         self._ops, self._read_layers, self._softcap = ops, tuple(read_layers), config.softcap
         self._embedding: Embedding | None = None
+        self.num_legal_tokens = vocab
         self._embedding_scale = target_width**0.5
         self._enter = column_linear(
             source, [Part("pre_projection", width)], 2 * target_width, False
@@ -193,8 +195,9 @@ class AssistantNetwork:
             self._head = SomeLogits(ops, source, config.centroids, ordering, table, config.softcap)
         self._suppressed = torch.tensor(config.suppressed, dtype=torch.int64, device=options.device)
 
-    def share(self, embedding: Embedding) -> None:
+    def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Take the target's table of embeddings."""
+        del head
         self._embedding = embedding
 
     def logits(self, hidden: Tensor) -> Tensor:

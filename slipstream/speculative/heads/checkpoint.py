@@ -100,6 +100,11 @@ class HeadCheckpoint(Checkpoint):
         return super().has_weights or bool(self._own_files or self._pickled_files)
 
     @property
+    def may_be_head(self) -> bool:
+        """Whether a config that is no drafter's may all the same be a head's: a bare one."""
+        return not self.has_weights
+
+    @property
     def tensor_names(self) -> frozenset[str]:
         """Canonical names; none without weights."""
         return frozenset(self.entries) if self.has_weights else frozenset()

@@ -11,16 +11,15 @@ of them; where nothing is drafted for so long that the buffer is full, one pass 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.cache.spec import CacheLayout, LayerCache, ModelCache
+from slipstream.cache.spec import LayerCache, ModelCache
 from slipstream.core.batch import Batch, ScheduledRequest
-from slipstream.core.request import Request
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.preparation import preparation_for
 from slipstream.layers.embedding import Embedding, LanguageModelHead
@@ -29,8 +28,8 @@ from slipstream.runner.model_runner import Forward
 from slipstream.runner.rows import PassRows, RowLayout, lay_out
 from slipstream.runner.transfer import upload
 from slipstream.sampling.verification import Verdict
-from slipstream.speculative.draft_sampling import DraftSampling
-from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
+from slipstream.speculative.drafter import Draft, Drafter, DrafterResources
+from slipstream.speculative.heads.method import Head
 
 FIRST_ROW = 1  # the first token that has one
 
@@ -65,23 +64,7 @@ class FeatureNetwork(Protocol):
         """token_ids [T], features [T, F] -> what enters the head [T, H], next features [T, F]."""
 
 
-@dataclass(frozen=True, eq=False)
-class LoadedFeatureDrafter:
-    """The network in memory, waiting for its share of the cache."""
-
-    network: FeatureNetwork
-    sampling: DraftSampling
-    limits: DrafterLimits
-    needs: Needs
-    layout: CacheLayout
-
-    def build(self, resources: DrafterResources) -> Drafter:
-        target = resources.target
-        self.network.share(target.embedding, target.head)
-        return FeatureRowsDrafter(self, resources)
-
-
-class FeatureRowsDrafter:
+class FeatureRowsDrafter(Drafter):
     """Drafts in a chain.
 
     Args:
@@ -94,28 +77,27 @@ class FeatureRowsDrafter:
 
     def __init__(
         self,
-        loaded: LoadedFeatureDrafter,
+        head: Head[Any, Any],
         resources: DrafterResources,
         most_accepted: int | None = None,
     ) -> None:
-        self._network, self._drafting = loaded.network, loaded.sampling
-        self._resources = resources
-        self._state = state = resources.state
-        layout = loaded.layout
+        super().__init__(resources.state)
+        self._network: FeatureNetwork = head.network
+        self._network.share(resources.target.embedding, resources.target.head)
+        self._drafting, self._resources = head.sampling, resources
+        state, layout = resources.state, head.layout
+        assert layout is not None, "its rows have keys and values"
         self._cache = ModelCache(layout, resources.cache_sizes)
         for pages in (pages for layer in self._cache.layers for pages in layer):
             pages.zero_()  # a masked slot may be read, and must hold numbers
-        longest = loaded.limits.max_model_len
-        self._max_model_len = state.max_model_len if longest is None else longest
+        self._max_model_len = head.max_model_len or state.max_model_len
         self._advance = preparation_for(state.device).advance_drafts
         self._computed = torch.full_like(state.num_computed, FIRST_ROW)
         self._most = (most_accepted or resources.num_speculative_tokens) + 1  # rows that wait
-        shape = (state.num_slots, self._most + 1, loaded.network.feature_size)
+        shape = (state.num_slots, self._most + 1, self._network.feature_size)
         self._features = torch.zeros(shape, dtype=layout.dtype, device=state.device)
         # On the host: no more rows of a slot wait when the next step begins.
         self._waiting = [0] * state.num_slots
-
-    # ------------------------------------------------------------------ the protocol
 
     def prepare(self, batch: Batch) -> None:
         full = [item.request.slot for item in batch.requests if self._fills(item)]
@@ -196,13 +178,8 @@ class FeatureRowsDrafter:
         self._features[slots, 0] = projected[last]
         self._computed[slots] = starts + lengths
 
-    def forget(self, requests: Sequence[Request]) -> None:
-        """A slot's counter is set anew when the slot is next given out."""
-
     def cached_tokens(self, slots: Tensor) -> Tensor:
         return self._computed[slots]
-
-    # ------------------------------------------------------------------ rows
 
     def _fills(self, item: ScheduledRequest) -> bool:
         """Count the rows that wait behind this step; whether they have to be computed before."""

@@ -6,35 +6,27 @@ refused, or that did without for a while, has nothing to catch up with.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.cache.spec import CacheLayout
 from slipstream.core.batch import Batch
-from slipstream.core.request import Request
-from slipstream.layers.embedding import LanguageModelHead
-from slipstream.models.decoder_config import DecoderConfig
+from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
-from slipstream.sampling.state import Uses
-from slipstream.sampling.verification import Verdict, sample_draft
-from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
-from slipstream.speculative.heads.options import HeadOptions
+from slipstream.sampling.verification import Verdict
+from slipstream.speculative.drafter import Draft, Drafter, DrafterResources
+from slipstream.speculative.heads.method import Head
 
 FEATURES = "the last hidden state of one token, behind the final norm"
 
 
-class Network(Protocol):
-    """What guesses from one hidden state. Attributes and shapes: `medusa/network.py`."""
+class LastHiddenNetwork(Protocol):
+    """What guesses from one hidden state, and perhaps the tokens guessed before."""
 
-    num_heads: int
-    num_legal_tokens: int
-    vocabulary: Tensor | None
-
-    def share(self, head: LanguageModelHead) -> None:
+    def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Take from the target what the checkpoint leaves to it."""
 
     def start(self, hidden: Tensor, count: int) -> Tensor:
@@ -43,27 +35,6 @@ class Network(Protocol):
     def logits(self, index: int, state: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Of draft token `index`, behind `last_tokens` [R] (the target's ids): [R, V] float32, and
         the next state."""
-
-
-class LoadedHeads:
-    """A network in memory. It adds nothing to the blocks, so it shares them with everybody."""
-
-    needs = Needs()
-    layout: CacheLayout | None = None
-
-    def __init__(self, config: HeadOptions, network: Network, target: DecoderConfig) -> None:
-        self._network, self._greedy_only = network, config.greedy_only
-        self._hidden_size = target.hidden_size
-        self.limits = DrafterLimits(
-            max_speculative_tokens=network.num_heads,
-            max_model_len=config.max_model_len,
-            keeps_probabilities=not config.greedy_only,
-            catches_up=True,
-        )
-
-    def build(self, resources: DrafterResources) -> Drafter:
-        self._network.share(resources.target.head)
-        return HeadsDrafter(self._network, resources, self._hidden_size, self._greedy_only)
 
 
 class LastHidden:
@@ -99,17 +70,16 @@ class LastHidden:
         return (computed == state.num_computed[slots]) & (computed + 1 == state.num_tokens[slots])
 
 
-class HeadsDrafter:
+class LastHiddenDrafter(Drafter):
     """A chain of guesses from the last hidden state, each known to the next if the network asks."""
 
-    def __init__(
-        self, network: Network, resources: DrafterResources, hidden_size: int, greedy_only: bool
-    ) -> None:
-        self._network, self._greedy_only = network, greedy_only
-        self._resources = resources
-        self._state, self._sampling = resources.state, resources.sampling
+    def __init__(self, head: Head[Any, Any], resources: DrafterResources) -> None:
+        super().__init__(resources.state)
+        self._network: LastHiddenNetwork = head.network
+        self._drafting, self._resources = head.sampling, resources
         dtype = resources.target.embedding.dtype
-        self._last = LastHidden(resources.state, hidden_size, dtype)
+        self._last = LastHidden(resources.state, head.target.hidden_size, dtype)
+        self._network.share(resources.target.embedding, resources.target.head)
 
     def prepare(self, batch: Batch) -> None:
         self._last.drop([item.request.slot for item in batch.requests if item.admitted])
@@ -117,48 +87,37 @@ class HeadsDrafter:
     def propose(self, batch: DeviceBatch) -> Draft:
         if not batch.width:
             return Draft.empty(batch)
-        slots, network = batch.slots, self._network
+        slots, drafting = batch.slots, self._drafting
         known = self._state.num_tokens[slots]
         wanted = torch.where(self._last.is_there(slots), batch.num_draft_tokens, 0)
         tokens = slots.new_zeros((batch.num_requests, batch.width))
-        probs = self._probabilities(batch)
-        last = self._state.token_ids[slots, (known - 1).clamp_min(0)]
-        state = network.start(self._last.rows(slots), batch.width)
+        probs = drafting.probabilities(batch)
+        newest = (known - 1).clamp_min(0)
+        last = self._state.token_ids[slots, newest]
+        state = self._start(self._last.rows(slots), batch, newest)
         for index in range(batch.width):
-            logits, state = network.logits(index, state, last)
-            picked = sample_draft(
+            logits, state = self._next(index, state, last)
+            picked = drafting.sample(
                 logits,
                 slots,
                 known + index,
-                self._sampling,
-                batch.uses,
-                network.num_legal_tokens,
-                greedy_only=self._greedy_only,
-                use_fp64_gumbel=self._resources.use_fp64_gumbel,
-                probs_out=None if probs is None else probs[:, index],
-                vocabulary=network.vocabulary,
+                batch,
+                self._resources,
+                None if probs is None else probs[:, index],
             )
-            last = picked if network.vocabulary is None else network.vocabulary[picked]
+            last = drafting.token_ids(picked)
             tokens[:, index] = last
-        certain = self._sampling.temperature[slots] == 0
-        one_hot = torch.ones_like(certain) if self._greedy_only else certain
-        return Draft(tokens, wanted, one_hot, probs, network.vocabulary)
+        one_hot = drafting.one_hot(batch, self._resources)
+        return Draft(tokens, wanted, one_hot, probs, drafting.vocabulary)
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         self._last.keep(batch, verdict, forward)
 
-    def read_prompts(self, batch: Batch, forward: Forward) -> None:
-        """`observe` kept the last row of every chunk."""
+    def _start(self, hidden: Tensor, batch: DeviceBatch, newest: Tensor) -> Any:
+        """hidden [R, H], of the tokens before the newest, at positions [R] -> the first state."""
+        del newest
+        return self._network.start(hidden, batch.width)
 
-    def forget(self, requests: Sequence[Request]) -> None:
-        """A slot's row counts no more once the slot is given out anew."""
-
-    def cached_tokens(self, slots: Tensor) -> Tensor:
-        return self._state.num_computed[slots]
-
-    def _probabilities(self, batch: DeviceBatch) -> Tensor | None:
-        """[R, K, Vq], to be filled with what the drafts are sampled from, if any is."""
-        if self._greedy_only or Uses.SAMPLING not in batch.uses:
-            return None
-        shape = (batch.num_requests, batch.width, self._network.num_legal_tokens)
-        return torch.empty(shape, dtype=torch.float32, device=self._state.device)
+    def _next(self, index: int, state: Any, last: Tensor) -> tuple[Tensor, Any]:
+        """Logits [R, V] of draft token `index` behind the tokens `last` [R], and the next state."""
+        return self._network.logits(index, state, last)

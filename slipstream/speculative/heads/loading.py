@@ -1,7 +1,6 @@
 """Building a drafting head with its weights, and what heads share with their target."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -17,52 +16,42 @@ from slipstream.models.loading import LoadOptions
 from slipstream.models.parameter_sources import CheckpointSource, DummySource, TensorSource
 from slipstream.models.precision import in_precision
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint, fill
+from slipstream.speculative.heads.kinds import DRAFT_IDS, EMBEDDING, HEAD, DecoderHeadConfig
 
 T = TypeVar("T")
+C = TypeVar("C", bound=DecoderHeadConfig)
+N = TypeVar("N", bound="HeadNetwork")
 _COMPARED = 1 << 14  # tokens at a time
-EMBEDDING, HEAD, DRAFT_IDS = "embed_tokens", "lm_head", "d2t"
 
 
-@dataclass(frozen=True)
-class HeadParts:
-    """Which optional tensors a head has of its own; without weights, as trainers mostly have it."""
+class HeadNetwork:
+    """A drafting head, with the embedding and lm_head that it has of its own.
 
-    embedding: bool
-    head: bool
-    fc_bias: bool
+    Attributes:
+        feature_size: F, of what is kept of a token of the target.
+        vocabulary: [num_legal_tokens] int64, rising: the target's token ids of the head's columns;
+            None when they are the ids from 0 on.
+    """
 
-    @staticmethod
-    def of(checkpoint: HeadCheckpoint, head_by_default: bool) -> "HeadParts":
-        if not checkpoint.has_weights:
-            return HeadParts(False, head_by_default, False)
-        names = checkpoint.tensor_names
-        return HeadParts(
-            embedding=f"{EMBEDDING}.weight" in names,
-            head=f"{HEAD}.weight" in names,
-            fc_bias="fc.bias" in names,
-        )
-
-
-class HeadEnds:
-    """Embedding and lm_head: the head's own where it has them, else the target's."""
+    vocabulary: Tensor | None = None
 
     def __init__(
         self,
         ops: Ops,
         source: ParameterSource,
-        parts: HeadParts,
-        vocab_size: int,
-        draft_vocab_size: int,
-        width: int,
+        config: DecoderHeadConfig,
         names: tuple[str, str] = (EMBEDDING, HEAD),
     ) -> None:
+        layers, parts = config.layers, config.parts
+        self.feature_size = width = layers.hidden_size
+        self.num_legal_tokens = config.draft_vocab_size
         self._embedding: Embedding | None = None
         self._head: LanguageModelHead | None = None
         embedding, head = names
         if parts.embedding:
-            self._embedding = Embedding(source, embedding, vocab_size, width)
+            self._embedding = Embedding(source, embedding, layers.vocab_size, width)
         if parts.head:
-            weight = source.head([Part(f"{head}.weight", draft_vocab_size)], width)
+            weight = source.head([Part(f"{head}.weight", config.draft_vocab_size)], width)
             self._head = LanguageModelHead(ops, weight)
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
@@ -80,8 +69,15 @@ class HeadEnds:
 
     @property
     def head(self) -> LanguageModelHead:
+        """Over the tokens that are drafted."""
         assert self._head is not None, "share() comes first"
         return self._head
+
+    def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
+        """[T, F], the features of rows of the target's pass: hidden [T, target width] behind its
+        final norm, streams the same of the layers that this head reads."""
+        del streams
+        return hidden
 
 
 def _same(own: Weight, other: Weight) -> bool:
@@ -133,7 +129,26 @@ def load_head(
     return network
 
 
-def read_draft_ids(
+def load_network(
+    network: Callable[[Ops, ParameterSource, C, int, LoadOptions], N],
+    checkpoint: HeadCheckpoint,
+    config: C,
+    target: DecoderConfig,
+    options: LoadOptions,
+) -> N:
+    """A network of decoder layers with its weights and its draft vocabulary."""
+
+    def build(ops: Ops, source: ParameterSource) -> N:
+        return network(ops, source, config, target.hidden_size, options)
+
+    size = config.draft_vocab_size
+    vocabulary = _read_draft_ids(checkpoint, size, target.vocab_size, options.device)
+    loaded = load_head(checkpoint, options, build, ignored=(DRAFT_IDS,))
+    loaded.vocabulary = vocabulary
+    return loaded
+
+
+def _read_draft_ids(
     checkpoint: HeadCheckpoint, draft_vocab_size: int, vocab_size: int, device: torch.device
 ) -> Tensor | None:
     """[draft_vocab_size] int64, the target's token id of every column of the lm_head; None when
@@ -164,47 +179,3 @@ def read_draft_ids(
             "draft tokens are not in the order of the target's; sort it and the rows of lm_head"
         )
     return ids.to(device)
-
-
-def vocabulary_problem(head: DecoderConfig, target: DecoderConfig) -> str | None:
-    """Why a head that reads the target's token ids cannot read this target's."""
-    if head.vocab_size == target.vocab_size:
-        return None
-    return (
-        f"it reads a vocabulary of {head.vocab_size} tokens and the target has "
-        f"{target.vocab_size}; it was trained for another target"
-    )
-
-
-def vocabulary_problems(
-    head: DecoderConfig, draft_vocab_size: int, has_draft_ids: bool, target: DecoderConfig
-) -> list[str]:
-    """The same, and why nobody knows which of the target's tokens a head drafts."""
-    mismatch = vocabulary_problem(head, target)
-    if mismatch is not None:
-        return [mismatch]
-    if draft_vocab_size == target.vocab_size or has_draft_ids:
-        return []
-    return [
-        f"its draft vocabulary has {draft_vocab_size} of the target's "
-        f"{target.vocab_size} tokens, and without a tensor {DRAFT_IDS} nobody knows which"
-    ]
-
-
-def sharing_problems(
-    parts: HeadParts, head: DecoderConfig, draft_vocab_size: int, target: DecoderConfig
-) -> list[str]:
-    """Why what the head does not have cannot be taken from the target."""
-    problems = []
-    same_width = head.hidden_size == target.hidden_size
-    widths = f"hidden size is {head.hidden_size} and the target's {target.hidden_size}"
-    if not parts.embedding and not same_width:
-        problems.append(f"it has no embed_tokens and cannot share the target's: its {widths}")
-    if not parts.head and not same_width:
-        problems.append(f"it has no lm_head and cannot share the target's: its {widths}")
-    elif not parts.head and draft_vocab_size != target.vocab_size:
-        problems.append(
-            f"it has no lm_head, and the target's has {target.vocab_size} rows where its "
-            f"draft_vocab_size asks for {draft_vocab_size}"
-        )
-    return problems

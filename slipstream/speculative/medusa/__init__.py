@@ -1,1 +1,15 @@
-"""Medusa heads."""
+"""`medusa`: heads on the target's last hidden state, one for each place behind the next token.
+
+One token of each head makes a chain of guesses; there is no tree.
+"""
+
+from slipstream.speculative.medusa.names import names_medusa
+from slipstream.speculative.method import Method
+
+METHOD = Method(
+    name="medusa",
+    module="slipstream.speculative.medusa.network",
+    recognise=lambda signs: names_medusa(signs.config, signs.names),
+    library_names=("medusa",),
+    is_head=True,
+)

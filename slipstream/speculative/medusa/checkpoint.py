@@ -13,10 +13,9 @@ without copies has the first layer alone. What the tensors say counts: configs o
 sizes that were never theirs.
 """
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -24,17 +23,16 @@ from torch import Tensor
 from slipstream.core.errors import CheckpointError
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
+from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+from slipstream.speculative.heads.kinds import HeadConfig
+from slipstream.speculative.heads.last_hidden import FEATURES
+from slipstream.speculative.medusa.names import BLOCK, HEAD, PREFIX, canonical_name, own_head
 
 SHARED_HEAD: Final = "lm_head"
 TOKEN_MAP: Final = "token_map"
 DEFAULT_NUM_HEADS: Final = 4
-
-_PREFIX = re.compile(r"^(medusa_heads?|model)\.(?=\d+\.|blocks\.|lm_heads?\.|token_map)")
-_LAYER = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
-_HEAD = re.compile(r"^(\d+)\.(\d+)\.weight$")
-_BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
 
 # What trainers copy from the target's config or what only trees and other servers look at; sizes
 # are read from the tensors.
@@ -101,6 +99,39 @@ class MedusaShape:
         return f"blocks.{head}.layers.{0 if self.shares_layer[head] else layer}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(HeadConfig):
+    """What the heads are before a target is known; their shape depends on its vocabulary."""
+
+    checkpoint: "MedusaCheckpoint"
+
+    @property
+    def features(self) -> str:
+        return FEATURES
+
+    @property
+    def sizes(self) -> Mapping[str, int | None]:
+        heads = self.checkpoint
+        if not heads.has_weights:
+            return {}
+        first = heads.entries.get("blocks.0.layers.0.weight")
+        width = None if first is None else first.shape[-1]
+        return {"hidden_size": width, "vocab_size": heads.num_rows()}
+
+    def problems(self, target: DecoderConfig) -> list[str]:
+        try:
+            if self.checkpoint.has_weights:
+                read_shape(self.checkpoint, target.hidden_size, target.vocab_size)
+        except CheckpointError as error:
+            return [str(error)]
+        return []
+
+
+def read_medusa_config(checkpoint: "MedusaCheckpoint") -> MedusaConfig:
+    """CheckpointError for what are no Medusa heads."""
+    return MedusaConfig(layers=None, num_tokens=checkpoint.num_heads(), checkpoint=checkpoint)
+
+
 @dataclass(frozen=True)
 class _Counts:
     """What a config says, where it says it."""
@@ -108,32 +139,6 @@ class _Counts:
     heads: int | None
     layers: int | None
     truncated_vocab_size: int | None
-
-
-def own_head(index: int) -> str:
-    """The name of the lm_head of a head."""
-    return f"lm_heads.{index}"
-
-
-def names_medusa(config: Mapping[str, Any], tensor_names: Collection[str]) -> bool:
-    """Whether a checkpoint holds Medusa heads."""
-    architectures = config.get("architectures") or []
-    if config.get("model_type") == "medusa" or any("Medusa" in str(it) for it in architectures):
-        return True
-    if "medusa_num_heads" in config or "medusa_num_layers" in config:
-        return True
-    names = {canonical_name(name) for name in tensor_names}
-    return any(_BLOCK.match(name) for name in names)
-
-
-def canonical_name(name: str) -> str:
-    """The one name of a tensor."""
-    name = _PREFIX.sub("", name)
-    if layer := _LAYER.match(name):
-        return f"blocks.{layer[1]}.layers.{layer[2]}.{layer[3]}"
-    if head := _HEAD.match(name):
-        return f"{own_head(int(head[1]))}.weight"
-    return name
 
 
 class MedusaCheckpoint(HeadCheckpoint):
@@ -145,7 +150,7 @@ class MedusaCheckpoint(HeadCheckpoint):
     @property
     def layers_before_head(self) -> int:
         """Where the original names tell; else 0."""
-        heads = [_HEAD.match(_PREFIX.sub("", name)) for name in self.stored]
+        heads = [HEAD.match(PREFIX.sub("", name)) for name in self.stored]
         return max((int(head[2]) for head in heads if head), default=0)
 
     def num_heads(self) -> int:
@@ -160,10 +165,10 @@ class MedusaCheckpoint(HeadCheckpoint):
         return None if name is None else self.entries[name].shape[0]
 
 
-def dummy_shape(checkpoint: Checkpoint, hidden_size: int, vocab_size: int) -> MedusaShape:
+def dummy_shape(checkpoint: "MedusaCheckpoint", hidden_size: int, vocab_size: int) -> MedusaShape:
     """What the config alone says, for random weights."""
     counts = _read_counts(checkpoint)
-    heads = counts.heads or DEFAULT_NUM_HEADS
+    heads = checkpoint.num_heads()
     layers = counts.layers or 1
     return MedusaShape(
         heads, layers, hidden_size, (False,) * heads, True, "own", vocab_size, vocab_size
@@ -206,7 +211,7 @@ def _blocks(checkpoint: MedusaCheckpoint) -> dict[int, set[int]]:
     """The numbers of the layers of each head; CheckpointError unless heads count from 0."""
     blocks: dict[int, set[int]] = {}
     for name in checkpoint.entries:
-        if found := _BLOCK.match(name):
+        if found := BLOCK.match(name):
             blocks.setdefault(int(found[1]), set()).add(int(found[2]))
     if not blocks or set(blocks) != set(range(len(blocks))):
         raise CheckpointError(

@@ -16,31 +16,33 @@ from torch.nn import functional as F
 
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.table import Ops
-from slipstream.layers.embedding import LanguageModelHead
+from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
+from slipstream.speculative.heads.last_hidden import LastHiddenDrafter
 from slipstream.speculative.heads.loading import load_head
+from slipstream.speculative.heads.method import HeadMethod
 from slipstream.speculative.medusa.checkpoint import (
     SHARED_HEAD,
     TOKEN_MAP,
     MedusaCheckpoint,
+    MedusaConfig,
     MedusaShape,
     dummy_shape,
-    own_head,
+    read_medusa_config,
     read_shape,
 )
+from slipstream.speculative.medusa.names import own_head
 
 
 def load_medusa(
-    checkpoint: MedusaCheckpoint, hidden_size: int, vocab_size: int, options: LoadOptions
+    checkpoint: MedusaCheckpoint, config: MedusaConfig, target: DecoderConfig, options: LoadOptions
 ) -> "MedusaHeads":
-    """The heads with their weights.
-
-    Args:
-        hidden_size, vocab_size: of the target.
-    """
+    """The heads with their weights."""
+    del config
     read = dummy_shape if options.load_format == "dummy" else read_shape
-    shape = read(checkpoint, hidden_size, vocab_size)
+    shape = read(checkpoint, target.hidden_size, target.vocab_size)
 
     def build(ops: Ops, source: ParameterSource) -> MedusaHeads:
         return MedusaHeads(ops, source, shape, options)
@@ -73,8 +75,9 @@ class MedusaHeads:
             names = [SHARED_HEAD]
         self._heads = [self._chosen(self._read_head(source, name)) for name in names]
 
-    def share(self, head: LanguageModelHead) -> None:
+    def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Take the target's head where the checkpoint has none."""
+        del embedding
         if self._shape.heads == "target":
             self._heads = [self._chosen(head)]
 
@@ -140,3 +143,12 @@ class MedusaHeads:
 
 def _on(table: Tensor | None, device: torch.device) -> Tensor | None:
     return None if table is None else table.to(device)
+
+
+HEAD = HeadMethod(
+    name="medusa",
+    read=read_medusa_config,
+    network=load_medusa,
+    drafter=LastHiddenDrafter,
+    checkpoint=MedusaCheckpoint,
+)

@@ -11,6 +11,7 @@ Step i guesses the token i + 2 places behind the one of h. Tied checkpoints use 
 norm for all steps, and one proj from the second step on.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 
@@ -25,10 +26,14 @@ from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
+from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
 from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint, fill
+from slipstream.speculative.heads.kinds import HeadConfig, vocabulary_problem
+from slipstream.speculative.heads.last_hidden import FEATURES, LastHiddenDrafter
 from slipstream.speculative.heads.loading import load_head
+from slipstream.speculative.heads.method import HeadMethod
 
 EPS = 1e-6  # of every norm; no config names it
 
@@ -44,14 +49,14 @@ class MLPSpeculatorCheckpoint(HeadCheckpoint):
         return name.removeprefix(_PREFIX)
 
 
-@dataclass(frozen=True)
-class MLPSpeculatorConfig:
+@dataclass(frozen=True, kw_only=True)
+class MLPSpeculatorConfig(HeadConfig):
     """What the network is made of.
 
     Attributes:
         emb_dim: the target's hidden size.
         inner_dim: of the state.
-        n_predict: steps, each a token.
+        num_tokens: steps, each a token.
         tie_weights: steps share what they can.
         scale_input: h is normed and divided by the root of 2 before the first step.
     """
@@ -59,9 +64,27 @@ class MLPSpeculatorConfig:
     vocab_size: int
     emb_dim: int
     inner_dim: int
-    n_predict: int
+    num_tokens: int
     tie_weights: bool
     scale_input: bool
+
+    @property
+    def features(self) -> str:
+        return FEATURES
+
+    @property
+    def sizes(self) -> Mapping[str, int | None]:
+        return {"hidden_size": self.emb_dim, "vocab_size": self.vocab_size}
+
+    def problems(self, target: DecoderConfig) -> list[str]:
+        problems = []
+        if self.emb_dim != target.hidden_size:
+            problems.append(
+                f"it reads hidden states of {self.emb_dim} numbers (emb_dim) and the target's have "
+                f"{target.hidden_size}; it was trained for another target"
+            )
+        problem = vocabulary_problem(self.vocab_size, target)
+        return [*problems, problem] if problem else problems
 
     def place(self, index: int, kind: str) -> int:
         """The number in a tensor's name for step `index`."""
@@ -74,40 +97,32 @@ def read_mlp_speculator_config(checkpoint: Checkpoint) -> MLPSpeculatorConfig:
     """Strictly: every key that could change the maths is read or refused."""
     reader = ConfigReader(checkpoint.config, checkpoint.config_file, harmless=_HARMLESS)
     refuse_quantized(checkpoint.config, checkpoint.config_file)
-    emb_dim = reader.take("emb_dim", int)
+    sizes = {key: reader.take(key, int) for key in ("vocab_size", "emb_dim", "n_predict")}
+    inner_dim = reader.take("inner_dim", int, 0) or sizes["emb_dim"]
+    for key, value in (*sizes.items(), ("inner_dim", inner_dim)):
+        if value < 1:
+            raise reader.error(key, f"must be above 0, not {value}")
     config = MLPSpeculatorConfig(
-        vocab_size=reader.take("vocab_size", int),
-        emb_dim=emb_dim,
-        inner_dim=reader.take("inner_dim", int, 0) or emb_dim,
-        n_predict=reader.take("n_predict", int),
+        layers=None,
+        vocab_size=sizes["vocab_size"],
+        emb_dim=sizes["emb_dim"],
+        inner_dim=inner_dim,
+        num_tokens=sizes["n_predict"],
         tie_weights=reader.take("tie_weights", bool, False),
         scale_input=reader.take("scale_input", bool, False),
     )
     reader.finish()
-    for key in ("vocab_size", "emb_dim", "inner_dim", "n_predict"):
-        if getattr(config, key) < 1:
-            raise reader.error(key, f"must be above 0, not {getattr(config, key)}")
     return config
 
 
-def require_fit(config: MLPSpeculatorConfig, hidden_size: int, vocab_size: int) -> None:
-    """Raise CheckpointError unless it was made for a target of these sizes."""
-    if config.emb_dim != hidden_size:
-        raise CheckpointError(
-            f"the MLPSpeculator reads hidden states of {config.emb_dim} numbers (emb_dim) and the "
-            f"target's have {hidden_size}; it was trained for another target"
-        )
-    if config.vocab_size != vocab_size:
-        raise CheckpointError(
-            f"the MLPSpeculator guesses among {config.vocab_size} tokens and the target has "
-            f"{vocab_size}; it was trained for another target"
-        )
-
-
 def load_mlp_speculator(
-    checkpoint: MLPSpeculatorCheckpoint, config: MLPSpeculatorConfig, options: LoadOptions
+    checkpoint: MLPSpeculatorCheckpoint,
+    config: MLPSpeculatorConfig,
+    target: DecoderConfig,
+    options: LoadOptions,
 ) -> "MLPSpeculator":
     """The network with its weights."""
+    del target
     copies = [] if options.load_format == "dummy" else _copies(config, checkpoint)
     return load_head(
         checkpoint,
@@ -122,7 +137,7 @@ def _copies(config: MLPSpeculatorConfig, checkpoint: MLPSpeculatorCheckpoint) ->
     if not config.tie_weights:
         return []
     found: list[str] = []
-    for index in range(1, config.n_predict):
+    for index in range(1, config.num_tokens):
         for kind, suffix in (
             ("emb", "weight"),
             ("head", "weight"),
@@ -158,7 +173,6 @@ class MLPSpeculator:
     """One hidden state and the last token to the logits of several tokens, one after the other.
 
     Attributes:
-        num_heads: the most tokens that it guesses.
         vocabulary: None: logits belong to the token ids from 0 on.
         num_legal_tokens: how many.
     """
@@ -169,12 +183,12 @@ class MLPSpeculator:
         self, ops: Ops, source: ParameterSource, config: MLPSpeculatorConfig, dtype: torch.dtype
     ) -> None:
         self._ops, self._config, self._dtype = ops, config, dtype
-        self.num_heads, self.num_legal_tokens = config.n_predict, config.vocab_size
-        self._state_weight = 0.5 ** (0.5 / config.n_predict)
+        self.num_legal_tokens = config.vocab_size
+        self._state_weight = 0.5 ** (0.5 / config.num_tokens)
         self._token_weight = sqrt((1 - self._state_weight**2) * config.inner_dim / 2)
         self._steps = _read_steps(ops, source, config)
 
-    def share(self, head: LanguageModelHead) -> None:
+    def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """It has all that it needs."""
 
     def start(self, hidden: Tensor, count: int) -> Tensor:
@@ -208,7 +222,7 @@ class _Step:
 
 def _read_steps(ops: Ops, source: ParameterSource, config: MLPSpeculatorConfig) -> list[_Step]:
     """One per token; what is tied is read once."""
-    inner, vocab_size, steps = config.inner_dim, config.vocab_size, range(config.n_predict)
+    inner, vocab_size, steps = config.inner_dim, config.vocab_size, range(config.num_tokens)
 
     def places(kind: str) -> list[int]:
         return sorted({config.place(index, kind) for index in steps})
@@ -235,3 +249,12 @@ def _read_steps(ops: Ops, source: ParameterSource, config: MLPSpeculatorConfig) 
         )
         for index in steps
     ]
+
+
+HEAD = HeadMethod(
+    name="mlp_speculator",
+    read=read_mlp_speculator_config,
+    network=load_mlp_speculator,
+    drafter=LastHiddenDrafter,
+    checkpoint=MLPSpeculatorCheckpoint,
+)

@@ -1,1 +1,38 @@
-"""Multi-token prediction modules, mostly stored beside the target."""
+"""`mtp`: modules that a target was trained with to predict further, mostly stored beside it."""
+
+from collections.abc import Collection, Mapping
+
+from slipstream.models.modules_beside import own_drafter_tensors
+from slipstream.speculative.method import CheckpointSigns, Method
+
+
+def holds_language_model(names: Collection[str]) -> bool:
+    """Whether there are layers that are no modules."""
+    rest = set(names) - own_drafter_tensors(names)
+    return any(name.removeprefix("model.").startswith("layers.") for name in rest)
+
+
+def is_module_config(config: Mapping[str, object]) -> bool:
+    """Whether a config.json is that of modules alone, as engines and trainers write it."""
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    return str(config.get("model_type")).endswith("_mtp") or any(
+        str(name).endswith(("MTP", "MTPModel", "MTPDraftModel")) for name in names
+    )
+
+
+def _recognise(signs: CheckpointSigns) -> bool:
+    alone = own_drafter_tensors(signs.names) and not holds_language_model(signs.names)
+    return bool(alone) or is_module_config(signs.config)
+
+
+METHOD = Method(
+    name="mtp",
+    module="slipstream.speculative.mtp.drafter",
+    spellings=("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_5_mtp", "qwen3_next_mtp"),
+    recognise=_recognise,
+    library_names=("mtp",),
+    is_head=True,
+    without_model=True,
+    in_target=True,
+)

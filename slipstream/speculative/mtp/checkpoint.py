@@ -16,7 +16,8 @@ from slipstream.models.modules_beside import (
 from slipstream.models.safetensors_file import TensorEntry
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.config import is_wrapped
-from slipstream.speculative.heads.loading import EMBEDDING, HEAD
+from slipstream.speculative.heads.kinds import EMBEDDING, HEAD
+from slipstream.speculative.mtp import holds_language_model, is_module_config
 
 _ZERO_CENTRED = ("qwen3_next", "qwen3_5")  # families whose every norm multiplies by 1 + weight
 
@@ -122,6 +123,10 @@ class MtpCheckpoint(HeadCheckpoint):
             return holds_language_model(HeadCheckpoint(self.path).tensor_names)
         return not is_wrapped(self.config) and not is_module_config(self.config)
 
+    @property
+    def may_be_head(self) -> bool:
+        return self.is_whole_model and bool(self.tensor_names)
+
     @cached_property
     def style(self) -> MtpStyle:
         """By the tensors; without weights, by what the config says of its model."""
@@ -166,21 +171,6 @@ class MtpCheckpoint(HeadCheckpoint):
             f"{self.path} holds no MTP modules (tensors mtp.*, model.mtp_layers.* or a layer with "
             "eh_proj); give a folder that has them as model, or use another drafter"
         )
-
-
-def holds_language_model(names: Collection[str]) -> bool:
-    """Whether there are layers that are no modules."""
-    rest = set(names) - own_drafter_tensors(names)
-    return any(name.removeprefix("model.").startswith("layers.") for name in rest)
-
-
-def is_module_config(config: Mapping[str, object]) -> bool:
-    """Whether a config.json is that of modules alone, as engines and trainers write it."""
-    architectures = config.get("architectures")
-    names = architectures if isinstance(architectures, list) else []
-    return str(config.get("model_type")).endswith("_mtp") or any(
-        str(name).endswith(("MTP", "MTPModel", "MTPDraftModel")) for name in names
-    )
 
 
 def _style_of_tensors(names: Collection[str]) -> MtpStyle | None:

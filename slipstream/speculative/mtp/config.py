@@ -2,18 +2,27 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Self
 
+import torch
+
+from slipstream.cache.spec import CacheLayout
 from slipstream.core.errors import CheckpointError
+from slipstream.core.wording import counted
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.speculative.heads.config import head_reader, read_layers, with_stored_parts
-from slipstream.speculative.heads.loading import (
-    HeadParts,
-    sharing_problems,
-    vocabulary_problem,
+from slipstream.speculative.draft_vocabulary import choose_draft_vocabulary
+from slipstream.speculative.heads.config import (
+    head_reader,
+    read_layers,
+    with_stored_parts,
+    wrapped_num_tokens,
 )
+from slipstream.speculative.heads.kinds import DecoderHeadConfig, HeadParts
+from slipstream.speculative.model_options import ModelOptions
 from slipstream.speculative.mtp.checkpoint import ModuleNames, MtpCheckpoint, MtpStyle
+from slipstream.speculative.options import TargetModel
 
 # Parts of a decoder layer that give away one of a kind that cannot run yet.
 _OTHER_LAYERS = {
@@ -30,26 +39,34 @@ _OTHER_KEYS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpConfig:
+class MtpConfig(DecoderHeadConfig):
     """Everything that the modules are built from.
 
     Attributes:
-        layers: their sizes, with one layer for each module; the vocabulary is the target's.
+        layers: their sizes, with one layer for each module.
         modules: the names of their tensors, in the order in which they draft.
-        parts: whether they come with an embedding and a head.
+        drafted: the only tokens that are drafted, rising; None: all.
     """
 
-    layers: DecoderConfig
     style: MtpStyle
     modules: tuple[ModuleNames, ...]
-    parts: HeadParts
+    drafted: tuple[int, ...] | None = None
 
     @property
     def features(self) -> str:
-        """What they read of the target, in words."""
-        count = len(self.modules)
-        modules = "1 module" if count == 1 else f"{count} modules"
-        return f"the last hidden state, behind the final norm ({modules} of {self.style.name} kind)"
+        count = counted(len(self.modules), "module")
+        return f"{super().features} ({count} of {self.style.name} kind)"
+
+    def with_options(self, options: ModelOptions, target: TargetModel) -> Self:
+        if options.vocabulary is None:
+            return self
+        chosen = choose_draft_vocabulary(options.vocabulary, target.path, target.vocab_size)
+        return replace(self, drafted=tuple(chosen))
+
+    def layout(self, dtype: torch.dtype) -> CacheLayout:
+        """With what every module but the last gives, for the module behind it."""
+        extra = (len(self.modules) - 1) * self.layers.hidden_size * dtype.itemsize
+        return replace(super().layout(dtype), extra_bytes_per_token=extra)
 
 
 def read_mtp_config(checkpoint: MtpCheckpoint) -> MtpConfig:
@@ -65,20 +82,14 @@ def read_mtp_config(checkpoint: MtpCheckpoint) -> MtpConfig:
         layers = layers.with_fields({"window": None})
     layers = replace(layers, layers=layers.layers[:1] * len(modules))
     _require_plain_queries(checkpoint, layers, modules)
-    return MtpConfig(layers=layers, style=style, modules=modules, parts=_parts(names, modules[0]))
-
-
-def mtp_problems(config: MtpConfig, target: DecoderConfig) -> list[str]:
-    """Why the modules cannot draft for this target."""
-    layers = config.layers
-    if layers.hidden_size != target.hidden_size:
-        return [
-            f"it reads features of {layers.hidden_size} numbers and the target's have "
-            f"{target.hidden_size}; it was trained for another target"
-        ]
-    mismatch = vocabulary_problem(layers, target)
-    problems = [] if mismatch is None else [mismatch]
-    return problems + sharing_problems(config.parts, layers, layers.vocab_size, target)
+    return MtpConfig(
+        layers=layers,
+        num_tokens=wrapped_num_tokens(checkpoint.config),
+        style=style,
+        modules=modules,
+        parts=_parts(names, modules[0]),
+        draft_vocab_size=layers.vocab_size,
+    )
 
 
 def _parts(names: Collection[str], first: ModuleNames) -> HeadParts:

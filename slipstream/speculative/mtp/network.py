@@ -27,9 +27,10 @@ from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import RopeTables
 from slipstream.layers.stack import Entry, Stack
+from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.heads.checkpoint import fill
-from slipstream.speculative.heads.loading import HeadEnds, load_head
+from slipstream.speculative.heads.loading import HeadNetwork, load_head
 from slipstream.speculative.mtp.checkpoint import ModuleNames, MtpCheckpoint
 from slipstream.speculative.mtp.config import MtpConfig
 
@@ -37,15 +38,13 @@ FIRST_ROW = 1  # the first token that has one in the first module
 
 
 def load_mtp(
-    checkpoint: MtpCheckpoint,
-    config: MtpConfig,
-    options: LoadOptions,
-    draft_ids: Tensor | None = None,
+    checkpoint: MtpCheckpoint, config: MtpConfig, target: DecoderConfig, options: LoadOptions
 ) -> "MtpHead":
-    """The network with its weights; `draft_ids` as `MtpHead` has them."""
+    """The network with its weights."""
+    del target
 
     def build(ops: Ops, source: ParameterSource) -> MtpHead:
-        return MtpHead(ops, source, config, options, draft_ids)
+        return MtpHead(ops, source, config, options)
 
     return load_head(checkpoint, options, build, ignored=_copies(checkpoint, config))
 
@@ -118,12 +117,8 @@ class MtpEnds:
         return MtpEnds(both, projection, last)
 
 
-class MtpHead:
-    """(tokens, features) to what enters the lm_head, which is the next feature too.
-
-    Args:
-        draft_ids: [Vd] int64, the only tokens that the lm_head gives, in this order; None: all.
-    """
+class MtpHead(HeadNetwork):
+    """(tokens, features) to what enters the lm_head, which is the next feature too."""
 
     def __init__(
         self,
@@ -131,23 +126,15 @@ class MtpHead:
         source: ParameterSource,
         config: MtpConfig,
         options: LoadOptions,
-        draft_ids: Tensor | None = None,
     ) -> None:
-        layers, parts = config.layers, config.parts
-        self.feature_size, self.num_modules = layers.hidden_size, len(config.modules)
+        layers, first = config.layers, config.modules[0]
+        super().__init__(ops, source, config, names=(first.embedding, first.head))
+        if config.drafted is not None:
+            self.vocabulary = torch.tensor(config.drafted, device=options.device)
+            self.num_legal_tokens = len(config.drafted)
+        self.num_modules = len(config.modules)
         self._feature_first = config.style.feature_first
         self._blanks_first = config.style.blanks_first
-        self._draft_ids = draft_ids
-        first = config.modules[0]
-        self._ends = HeadEnds(
-            ops,
-            source,
-            parts,
-            layers.vocab_size,
-            layers.vocab_size,
-            layers.hidden_size,
-            names=(first.embedding, first.head),
-        )
         if config.style.zero_centred:
             source = ZeroCentred(source)
         ropes = RopeTables(options.max_positions, options.device, shifted=True)
@@ -162,15 +149,9 @@ class MtpHead:
             self._modules.append(Stack(ops, [layer], ends.last, entry))
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Take from the target what the modules have not."""
-        self._ends.share(embedding, head)
-        whole = self._ends.head
-        self.head = whole if self._draft_ids is None else whole.over(self._draft_ids)
-
-    def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
-        """[T, H]: the target's hidden states behind the final norm are the features."""
-        del streams
-        return hidden
+        super().share(embedding, head)
+        if self.vocabulary is not None:
+            self._head = self.head.over(self.vocabulary)
 
     def __call__(
         self,
@@ -196,7 +177,7 @@ class MtpHead:
         Its first row of a text is that of token `FIRST_ROW + index`; of earlier rows what comes
         out means nothing.
         """
-        embedded = self._ends.embedded(token_ids)
+        embedded = self.embedded(token_ids)
         if self._blanks_first:
             is_first = inputs.rows.positions == FIRST_ROW + index
             embedded = embedded.masked_fill(is_first.unsqueeze(1), 0.0)

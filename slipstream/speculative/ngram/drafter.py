@@ -4,26 +4,18 @@ Needs no second model: the longest n-gram that ends a text is looked up in the t
 followed its most recent occurrence is the guess.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from slipstream.cache.spec import CacheLayout
-from slipstream.core.batch import Batch
 from slipstream.core.errors import UsageError
-from slipstream.core.request import Request
 from slipstream.kernels.suffix_lookup import suffix_lookup_for
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
-from slipstream.runner.model_runner import Forward
-from slipstream.sampling.verification import Verdict
-from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, DrafterResources, Needs
+from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, LoadedDrafter
 from slipstream.speculative.options import Options, TargetModel
 
 DEFAULT_MIN, DEFAULT_MAX = 2, 5
-MATCH_KEYS = ("prompt_lookup_min", "prompt_lookup_max")  # shortest and longest match
 
 
 @dataclass(frozen=True)
@@ -51,35 +43,22 @@ def read_options(options: Options) -> NgramConfig:
     return NgramConfig(smallest, largest)
 
 
-def load(config: NgramConfig, target: TargetModel) -> "LoadedNgram":
+def load(config: NgramConfig, target: TargetModel) -> LoadedDrafter:
     """There are no weights."""
     del target
-    return LoadedNgram(config)
+    return LoadedDrafter(
+        build=lambda resources: NgramDrafter(config, resources.state),
+        limits=DrafterLimits(drafts_behind_prompt=True, looks_up=True),
+    )
 
 
-class LoadedNgram:
-    """A drafter that adds nothing to the cache."""
-
-    limits = DrafterLimits(drafts_behind_prompt=True, looks_up=True)
-    needs = Needs()
-    layout: CacheLayout | None = None
-
-    def __init__(self, config: NgramConfig) -> None:
-        self.config = config
-
-    def build(self, resources: DrafterResources) -> Drafter:
-        return NgramDrafter(self.config, resources.state)
-
-
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Keeps nothing: the tokens of every request are on the device."""
 
     def __init__(self, config: NgramConfig, state: DeviceState) -> None:
-        self._config, self._state = config, state
+        super().__init__(state)
+        self._config = config
         self._lookup = suffix_lookup_for(state.device)
-
-    def prepare(self, batch: Batch) -> None:
-        """Nothing to prepare."""
 
     def propose(self, batch: DeviceBatch) -> Draft:
         state, config = self._state, self._config
@@ -92,15 +71,3 @@ class NgramDrafter:
             config.prompt_lookup_max,
         )
         return Draft(tokens, batch.num_draft_tokens * found, torch.ones_like(found))
-
-    def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
-        """The next guess reads the committed tokens themselves."""
-
-    def read_prompts(self, batch: Batch, forward: Forward) -> None:
-        """Prompts are looked up where they are."""
-
-    def forget(self, requests: Sequence[Request]) -> None:
-        """Nothing is kept."""
-
-    def cached_tokens(self, slots: Tensor) -> Tensor:
-        return self._state.num_computed[slots]

@@ -6,8 +6,9 @@ same norms and the same fc. Everything else is EAGLE-3, mostly of several layers
 embedding of its own. Trainers publish `mask_hidden` as [1, 1, N].
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,70 +17,83 @@ from slipstream.kernels.table import Ops
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative.eagle3.config import (
-    Eagle3Config,
-    eagle3_problems,
-    read_eagle3_config,
-)
+from slipstream.speculative.drafter import DrafterLimits
+from slipstream.speculative.eagle3.config import Eagle3Config, read_eagle3_config
 from slipstream.speculative.eagle3.network import Eagle3Head
 from slipstream.speculative.heads.checkpoint import MASK_HIDDEN, HeadCheckpoint
-from slipstream.speculative.heads.loading import DRAFT_IDS, load_head
+from slipstream.speculative.model_options import ModelOptions
+from slipstream.speculative.options import TargetModel
+from slipstream.speculative.parallel.mask_token import (
+    MASK_HEAD_KEYS,
+    MaskToken,
+    choose_mask_token,
+    parallel_note,
+    read_mask_token,
+)
 
 
-@dataclass(frozen=True)
-class PEagleConfig:
+@dataclass(frozen=True, kw_only=True)
+class PEagleConfig(Eagle3Config):
     """Everything that the head is built from.
 
     Attributes:
+        mask: what the checkpoint says of mask tokens.
+        config_file: its config.json.
         has_weights: whether the numbers are there, or only their description.
         mask_columns: of the stored mask_hidden; None where there is none.
     """
 
-    head: Eagle3Config
+    mask: MaskToken
+    config_file: Path
     has_weights: bool
     mask_columns: int | None
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (parallel_note("p-eagle", self.mask),)
+
     def feature_columns(self, target_width: int) -> int:
         """Numbers of the target that a row reads."""
-        return (self.head.num_aux if self.head.use_aux_hidden_state else 1) * target_width
+        return (self.num_read if self.use_aux_hidden_state else 1) * target_width
+
+    def problems(self, target: DecoderConfig) -> list[str]:
+        problems = super().problems(target)
+        expected = self.fc_columns or self.feature_columns(target.hidden_size)
+        if self.has_weights and self.mask_columns is None:
+            problems.append(
+                f"it has no tensor {MASK_HIDDEN}, which stands for the features of tokens that are "
+                "not known yet; export it again with that tensor"
+            )
+        elif self.mask_columns not in (None, expected):
+            problems.append(
+                f"its {MASK_HIDDEN} has {self.mask_columns} numbers where a token's features have "
+                f"{expected}; it was trained for another target, or its config.json does not list "
+                "all layers that it reads"
+            )
+        return problems
+
+    def with_options(self, options: ModelOptions, target: TargetModel) -> Self:
+        token = choose_mask_token(
+            self.config_file, self.mask, options.mask_token, self.layers.vocab_size
+        )
+        return replace(self, mask=replace(self.mask, token_id=token))
+
+    def limits(self, options: ModelOptions, longest: int, identity: str) -> DrafterLimits:
+        limits = super().limits(options, longest, identity)
+        return replace(limits, max_speculative_tokens=self.trained_tokens, parallel=True)
 
 
-def read_p_eagle_config(
-    checkpoint: HeadCheckpoint, read_elsewhere: Collection[str] = ()
-) -> PEagleConfig:
-    """As for EAGLE-3; `read_elsewhere` are keys that somebody else heeds."""
-    head = read_eagle3_config(checkpoint, read_elsewhere)
+def read_p_eagle_config(checkpoint: HeadCheckpoint) -> PEagleConfig:
+    """As for EAGLE-3, and what says how its masks are drafted from."""
+    head, mask = read_eagle3_config(checkpoint, MASK_HEAD_KEYS), read_mask_token(checkpoint)
     entry = checkpoint.entries.get(MASK_HIDDEN) if checkpoint.has_weights else None
-    return PEagleConfig(head, checkpoint.has_weights, None if entry is None else entry.shape[0])
-
-
-def p_eagle_problems(config: PEagleConfig, target: DecoderConfig) -> list[str]:
-    """Why the head cannot draft for this target."""
-    problems = eagle3_problems(config.head, target)
-    expected = config.head.fc_columns or config.feature_columns(target.hidden_size)
-    if config.has_weights and config.mask_columns is None:
-        problems.append(
-            f"it has no tensor {MASK_HIDDEN}, which stands for the features of tokens that are not "
-            "known yet; export it again with that tensor"
-        )
-    elif config.mask_columns not in (None, expected):
-        problems.append(
-            f"its {MASK_HIDDEN} has {config.mask_columns} numbers where a token's features have "
-            f"{expected}; it was trained for another target, or its config.json does not list all "
-            "layers that it reads"
-        )
-    return problems
-
-
-def load_p_eagle(
-    checkpoint: HeadCheckpoint, config: PEagleConfig, target_width: int, options: LoadOptions
-) -> "PEagleHead":
-    """The network with its weights."""
-
-    def build(ops: Ops, source: ParameterSource) -> PEagleHead:
-        return PEagleHead(ops, source, config, target_width, options)
-
-    return load_head(checkpoint, options, build, ignored=(DRAFT_IDS,))
+    return PEagleConfig(
+        **{**vars(head), "trained_tokens": mask.trained_tokens},
+        mask=mask,
+        config_file=checkpoint.config_file,
+        has_weights=checkpoint.has_weights,
+        mask_columns=None if entry is None else entry.shape[0],
+    )
 
 
 class PEagleHead(Eagle3Head):
@@ -93,7 +107,7 @@ class PEagleHead(Eagle3Head):
         target_width: int,
         options: LoadOptions,
     ) -> None:
-        super().__init__(ops, source, config.head, target_width, options)
+        super().__init__(ops, source, config, target_width, options)
         self._target_width = target_width
         columns = config.feature_columns(target_width)
         self._mask_hidden = source.vector([Part(MASK_HIDDEN, columns)])

@@ -3,14 +3,14 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.checkpoint import Checkpoint
+from slipstream.speculative.parallel import MASK_ID_KEYS as _ID_KEYS
 from slipstream.speculative.pard.projection import PARD2_KEYS
 
-# The id of the mask token, in the order in which other engines look for it.
-_ID_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 _KIND, _TRAINED = "spd_type", ("para_num", "num_depths")
 
 MASK_TOKEN_KEYS = (*_ID_KEYS, _KIND, *_TRAINED, *PARD2_KEYS)
@@ -61,7 +61,7 @@ def read_mask_token(checkpoint: Checkpoint) -> MaskToken:
 
 
 def choose_mask_token(
-    checkpoint: Checkpoint,
+    config_file: Path,
     said: MaskToken,
     given: int | None,
     vocab_size: int,
@@ -81,7 +81,7 @@ def choose_mask_token(
     if token is None:
         raise UsageError(
             f"speculative_config: parallel drafting needs the id of the drafter's mask token, and "
-            f"{checkpoint.config_file} has no pard_token; give it as pard_token{otherwise}"
+            f"{config_file} has no pard_token; give it as pard_token{otherwise}"
         )
     if not 0 <= token < vocab_size:
         raise CheckpointError(

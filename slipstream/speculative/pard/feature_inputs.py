@@ -15,6 +15,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward, ModelRunner
 from slipstream.runner.rows import PassRows, lay_out
+from slipstream.speculative.drafter import DrafterResources
 from slipstream.speculative.pard.projection import TargetProjection
 
 
@@ -24,6 +25,13 @@ class FeaturePages:
 
     pages: Tensor
     project: TargetProjection
+
+    @staticmethod
+    def empty(project: TargetProjection, width: int, resources: DrafterResources) -> "FeaturePages":
+        """For the engine's blocks."""
+        state = resources.state
+        shape = (resources.cache_sizes.num_blocks * state.block_size + 1, width)
+        return FeaturePages(torch.zeros(shape, dtype=project.dtype, device=state.device), project)
 
     def write(self, forward: Forward) -> None:
         """Take in the features of a pass of the target; those of tokens that are refused will be

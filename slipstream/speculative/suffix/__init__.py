@@ -1,1 +1,10 @@
-"""Continuations of the longest suffix that occurred before."""
+"""`suffix`: what followed the longest suffix that occurred before (SuffixDecoding)."""
+
+from slipstream.speculative.method import Method
+
+METHOD = Method(
+    name="suffix",
+    module="slipstream.speculative.suffix.drafter",
+    without_model=True,
+    match_keys=("suffix_decoding_min_match", "suffix_decoding_max_tree_depth"),
+)

@@ -14,14 +14,12 @@ from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
 from slipstream.runner.device_batch import Guesses
 from slipstream.runner.device_state import DeviceState
-from slipstream.speculative.host_drafter import HostDrafter, LoadedHostDrafter
+from slipstream.speculative.drafter import HostDrafter, LoadedDrafter, load_host_drafter
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.suffix.automaton import GuessLimits, SuffixAutomaton
 
 DEFAULT_DEPTH, DEFAULT_REQUESTS, DEFAULT_TOKENS = 24, 10_000, 1 << 18
 DEFAULT_FACTOR, DEFAULT_MIN_PROB = 1.0, 0.1
-# Shortest and longest match.
-MATCH_KEYS = ("suffix_decoding_min_match", "suffix_decoding_max_tree_depth")
 MAX_DEPTH = 1024  # a token of a repeating text costs as many steps
 
 
@@ -53,10 +51,10 @@ def read_options(options: Options) -> SuffixConfig:
     )
 
 
-def load(config: SuffixConfig, target: TargetModel) -> LoadedHostDrafter:
+def load(config: SuffixConfig, target: TargetModel) -> LoadedDrafter:
     """There are no weights."""
     del target
-    return LoadedHostDrafter(lambda state: SuffixDrafter(config, state))
+    return load_host_drafter(lambda state: SuffixDrafter(config, state))
 
 
 class SuffixDrafter(HostDrafter):

@@ -7,75 +7,31 @@ slot of the draft tokens. What is accepted is computed anew from the target's fe
 of the drafter's has to be moved.
 """
 
-from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.core.errors import UsageError
 from slipstream.kernels.preparation import preparation_for
-from slipstream.models.decoder_config import DecoderConfig
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.rows import TreeRows, lay_out
 from slipstream.sampling.logits import allow_next
 from slipstream.sampling.verification import Verdict
-from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, LoadedDrafter
-from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter, LoadedFeatureDrafter
+from slipstream.speculative.drafter import Draft, DrafterResources
+from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter
+from slipstream.speculative.heads.method import Head
 from slipstream.speculative.trees.growth import Level, grower_of
 from slipstream.speculative.trees.shapes import TokenTree
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedTreeDrafter(LoadedFeatureDrafter):
-    """A head that is to draft trees."""
-
-    tree: TokenTree
-
-    def build(self, resources: DrafterResources) -> Drafter:
-        target = resources.target
-        self.network.share(target.embedding, target.head)
-        return TreeDrafter(self, resources)
-
-
-def draft_trees(
-    drafter: LoadedDrafter, tree: TokenTree, method: str, target: DecoderConfig
-) -> LoadedTreeDrafter:
-    """The same head; UsageError where it, or the target, cannot do with this tree."""
-    if type(drafter) is not LoadedFeatureDrafter:
-        raise UsageError(
-            f"speculative_config: this {method} drafter guesses all its tokens at once and drafts "
-            "no trees; leave the keys of the tree out"
-        )
-    columns = drafter.sampling.num_legal_tokens
-    if tree.reach > columns:
-        raise UsageError(
-            f"speculative_config: the tree takes the {tree.reach} likeliest tokens of a node, but "
-            f"this head drafts over {columns}"
-        )
-    narrowest = min((window for window in target.sliding_windows if window), default=None)
-    if narrowest is not None and narrowest <= tree.depth:
-        raise UsageError(
-            f"speculative_config: a tree of depth {tree.depth} needs a target whose windows are "
-            f"larger; this one has a window of {narrowest} tokens"
-        )
-    return LoadedTreeDrafter(
-        network=drafter.network,
-        sampling=drafter.sampling,
-        limits=replace(drafter.limits, tree_depth=tree.depth),
-        needs=drafter.needs,
-        layout=drafter.layout,
-        tree=tree,
-    )
 
 
 class TreeDrafter(FeatureRowsDrafter):
     """Drafts the likeliest tokens of every node, which are certain: q is 1."""
 
-    def __init__(self, loaded: LoadedTreeDrafter, resources: DrafterResources) -> None:
-        super().__init__(loaded, resources, most_accepted=loaded.tree.depth)
+    def __init__(self, head: Head[Any, Any], tree: TokenTree, resources: DrafterResources) -> None:
+        super().__init__(head, resources, most_accepted=tree.depth)
         self._write = preparation_for(self._state.device).write_tokens
-        self._grower = grower_of(loaded.tree, self._state.device)
+        self._grower = grower_of(tree, self._state.device)
 
     def propose(self, batch: DeviceBatch) -> Draft:
         """One pass over the rows that wait, then one for each level that has children."""
@@ -93,7 +49,7 @@ class TreeDrafter(FeatureRowsDrafter):
         following = following.unsqueeze(1)
         tentative = slots.new_empty((batch.num_requests, 0))
         while level is not None:
-            tentative = torch.cat((tentative, self._tokens(level.token_ids)), 1)
+            tentative = torch.cat((tentative, self._drafting.token_ids(level.token_ids)), 1)
             self._write(state.tables, slots, tentative, wanted.clamp_max(tentative.shape[1]))
             tree = TreeRows(growth.frontier(), known - 1, level.first, wanted > 0)
             hidden, following = self._read(batch, level, tree, known, wanted, following)
@@ -103,7 +59,7 @@ class TreeDrafter(FeatureRowsDrafter):
         self._computed.index_copy_(0, slots, computed)
         columns, nodes = growth.finish()
         return Draft(
-            token_ids=self._tokens(columns),
+            token_ids=self._drafting.token_ids(columns),
             num_tokens=wanted,
             one_hot=torch.ones_like(batch.at_end),
             tree=nodes,
@@ -139,11 +95,6 @@ class TreeDrafter(FeatureRowsDrafter):
         sampling, vocabulary = self._resources.sampling, self._drafting.vocabulary
         logits = self._logits(hidden)
         return allow_next(logits, batch.slots, known, sampling, batch.uses, vocabulary)
-
-    def _tokens(self, columns: Tensor) -> Tensor:
-        """The token ids of the head's columns."""
-        vocabulary = self._drafting.vocabulary
-        return columns if vocabulary is None else vocabulary[columns]
 
     def _features_of(
         self, batch: DeviceBatch, verdict: Verdict, forward: Forward, width: int

@@ -13,6 +13,7 @@ from typing import Any
 
 from slipstream.core.errors import UsageError
 from slipstream.kernels.pass_inputs import MOST_TREE_TOKENS
+from slipstream.models.decoder_config import DecoderConfig
 from slipstream.speculative.options import Options
 
 STATIC, TOP_K = "speculative_token_tree", "speculative_eagle_topk"
@@ -77,6 +78,21 @@ class DynamicTree:
 
 
 TokenTree = StaticTree | DynamicTree
+
+
+def require_fit(tree: TokenTree, num_columns: int, target: DecoderConfig) -> None:
+    """Raise UsageError where a head of so many columns, or the target, cannot do with this tree."""
+    if tree.reach > num_columns:
+        raise UsageError(
+            f"speculative_config: the tree takes the {tree.reach} likeliest tokens of a node, but "
+            f"this head drafts over {num_columns}"
+        )
+    narrowest = min((window for window in target.sliding_windows if window), default=None)
+    if narrowest is not None and narrowest <= tree.depth:
+        raise UsageError(
+            f"speculative_config: a tree of depth {tree.depth} needs a target whose windows are "
+            f"larger; this one has a window of {narrowest} tokens"
+        )
 
 
 def read_tree(options: Options) -> TokenTree | None:

@@ -1,0 +1,237 @@
+"""From a `speculative_config` to a drafter in memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.models.checkpoint import resolve_checkpoint
+from slipstream.models.modules_beside import own_drafter_tensors
+from slipstream.speculative.catalogue import DRAFT_MODEL, METHODS, method_named, recognise
+from slipstream.speculative.drafter import PLAIN_DECODING, LoadedDrafter
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+from slipstream.speculative.heads.config import wrapped_num_tokens
+from slipstream.speculative.heads.kinds import HeadConfig
+from slipstream.speculative.heads.method import HeadMethod
+from slipstream.speculative.method import Method
+from slipstream.speculative.options import Options, TargetModel
+from slipstream.speculative.trees.shapes import TokenTree, read_tree, require_count
+from slipstream.speculative.verification_options import read_verification
+
+DEFAULT_NUM_SPECULATIVE_TOKENS = 4
+
+
+class Loader(Protocol):
+    """What a method's module offers: itself, or for heads what it calls `HEAD`."""
+
+    def read_options(self, options: Options) -> Any:
+        """The method's own frozen config."""
+
+    def load(self, config: Any, target: TargetModel) -> LoadedDrafter:
+        """Its weights, checked against the target."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """A resolved `speculative_config`: the drafter and the most tokens it guesses a step.
+
+    `synthetic_rates` are a benchmark's conditional acceptance rates; None verifies for real.
+    `enforce_eager`: no step is to be captured, since target and drafter are captured together.
+    """
+
+    method: str | None
+    num_speculative_tokens: int
+    drafter: LoadedDrafter
+    synthetic_rates: tuple[float, ...] | None = None
+    enforce_eager: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A drafter that was named and is not loaded yet.
+
+    Attributes:
+        given: `num_speculative_tokens`, if it was given.
+        proposed: as many as the drafter itself proposes, if it does.
+        config: its method's own.
+    """
+
+    method: Method
+    given: int | None
+    proposed: int | None
+    config: Any
+
+    @property
+    def name(self) -> str:
+        return self.method.name
+
+    def load(self, target: TargetModel, tree: TokenTree | None = None) -> LoadedDrafter:
+        """Its weights, checked against the target; to draft in this tree, if any."""
+        loader = _loader(self.method)
+        if tree is None:
+            return loader.load(self.config, target)
+        assert isinstance(loader, HeadMethod), "only heads draft trees"
+        return loader.load(self.config, target, tree)
+
+
+def choose(options: Options) -> Choice:
+    """Take the method and what it wants to know; UsageError for an unknown method or value."""
+    found = _find(options)
+    method = _method(options, found.kind)
+    config = _loader(method).read_options(options)
+    proposed = getattr(config, "num_speculative_tokens", found.num_speculative_tokens)
+    return Choice(method, _num_speculative_tokens(options), proposed, config)
+
+
+def describe_head(kind: str, checkpoint: HeadCheckpoint) -> HeadConfig | None:
+    """What a checkpoint of this kind (`recognise`) is; None for whole language models."""
+    method = METHODS.get(kind)
+    loader = _loader(method) if method is not None and method.is_head else None
+    return loader.describe(checkpoint) if isinstance(loader, HeadMethod) else None
+
+
+def describe_own_head(checkpoint: HeadCheckpoint) -> str | None:
+    """What a language model's checkpoint has beside it to draft with, or why that cannot be used;
+    None for nothing."""
+    if not own_drafter_tensors(checkpoint.tensor_names):
+        return None
+    name = next(method.name for method in METHODS.values() if method.in_target)
+    try:
+        head = describe_head(name, checkpoint)
+    except CheckpointError as error:
+        return f"not usable: {error}"
+    return None if head is None else f"method {name}, which reads {head.features}"
+
+
+def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Speculation:
+    """Load what `config` names; None, or K = 0, is plain decoding.
+
+    Raises:
+        UsageError: an unknown key, method or value.
+        CheckpointError: the drafter's checkpoint is broken or does not fit the target.
+    """
+    if config is None or dict(config) == {"num_speculative_tokens": 0}:
+        return Speculation(None, 0, PLAIN_DECODING)
+    options = Options(config)
+    tree = read_tree(options)
+    choice = choose(options)
+    count = choice.given
+    if count is None:
+        count = choice.proposed or DEFAULT_NUM_SPECULATIVE_TOKENS
+        count = count if tree is None else tree.num_nodes
+    rates = read_verification(options, count)
+    if tree is not None:
+        _require_trees(choice.method, rates)
+    eager = options.take_bool("enforce_eager")
+    options.finish(choice.name)
+    if count == 0:
+        return Speculation(None, 0, PLAIN_DECODING)
+    if tree is not None:
+        require_count(tree, count)
+    return Speculation(choice.name, count, choice.load(target, tree), rates, eager)
+
+
+def _loader(method: Method) -> Loader:
+    module = import_module(method.module)
+    return cast(Loader, module.HEAD if method.is_head else module)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a drafter's checkpoint says of itself: its kind, and its own K if it has one."""
+
+    kind: str = DRAFT_MODEL
+    num_speculative_tokens: int | None = None
+
+
+def _find(options: Options) -> _Found:
+    """Looked at only where there is a checkpoint that will be loaded."""
+    model, revision, given = map(options.peek, ("model", "revision", "method"))
+    if not isinstance(model, str) or model in METHODS:
+        return _Found()
+    if options.peek("num_speculative_tokens") == 0 or not isinstance(revision, str | None):
+        return _Found()
+    method = method_named(given) if isinstance(given, str) else None
+    if given is not None and (method is None or not (method.is_head or method.name == DRAFT_MODEL)):
+        return _Found()
+    checkpoint = HeadCheckpoint(resolve_checkpoint(model, revision, pickled=True))
+    kind = recognise(checkpoint.config, checkpoint.tensor_names)
+    count = wrapped_num_tokens(checkpoint.config)
+    head = describe_head(kind, checkpoint) if count is None else None
+    return _Found(kind, count if head is None else head.num_tokens)
+
+
+def _method(options: Options, kind: str) -> Method:
+    """The method that is named, or the one for a checkpoint of this kind."""
+    given, model = options.take_str("method", None), options.peek("model")
+    method = _implied(options, None) if given is None else method_named(given)
+    if method is None and given is not None:
+        raise UsageError(
+            f"speculative_config: unknown method {given!r}; known methods: "
+            f"{', '.join(sorted(METHODS))}"
+        )
+    if method is None and model is None:
+        raise UsageError(
+            f"speculative_config needs method (one of {', '.join(sorted(METHODS))}) or model, the "
+            "drafter's checkpoint (--drafter)"
+        )
+    method = method or METHODS.get(model) or _method_of(options, kind)
+    if options.peek("parallel_drafting") is True:  # engines that have it as a flag beside a method
+        for other in METHODS.values():
+            if other.parallel_of == method.name and (kind == other.name or not other.is_head):
+                return other
+    return method
+
+
+def _implied(options: Options, kind: str | None) -> Method | None:
+    """The method that a key means, for checkpoints of this kind (None: without one)."""
+    for method in METHODS.values():
+        key = method.implied_by
+        if key is not None and method.parallel_of == kind and options.peek(key) is not None:
+            return method
+    return None
+
+
+def _method_of(options: Options, kind: str) -> Method:
+    """The method for a checkpoint's kind: language models can draft in more than one way."""
+    implied = _implied(options, kind)
+    if implied is not None:
+        return implied
+    for method in METHODS.values():
+        if kind == method.name or kind in method.variants:
+            one_by_one = options.peek("parallel_drafting") is False and not method.is_head
+            if kind == method.name and one_by_one and method.parallel_of is not None:
+                return METHODS[method.parallel_of]
+            return method
+    raise CheckpointError(
+        f"{options.peek('model')} is a drafter of the kind {kind}, which is not supported; "
+        f"supported are {', '.join(sorted(METHODS))}"
+    )
+
+
+def _num_speculative_tokens(options: Options) -> int | None:
+    count = options.take("num_speculative_tokens")
+    if count is None:
+        return None
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise UsageError(
+            "speculative_config: num_speculative_tokens must be an integer, 0 (plain decoding) or "
+            f"more, not {count!r}"
+        )
+    return count
+
+
+def _require_trees(method: Method, rates: tuple[float, ...] | None) -> None:
+    """Raise UsageError where there are no trees."""
+    if not method.drafts_trees:
+        names = " and ".join(sorted(it.name for it in METHODS.values() if it.drafts_trees))
+        raise UsageError(
+            f"speculative_config: {method.name} drafts no trees, {names} do; leave out the keys of "
+            "the tree"
+        )
+    if rates is not None:
+        raise UsageError(
+            "speculative_config: forced acceptance is along a chain; leave out either the tree or "
+            'rejection_sample_method "synthetic"'
+        )

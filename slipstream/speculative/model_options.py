@@ -1,0 +1,85 @@
+"""The keys of a `speculative_config` that say how a drafter's network is loaded and sampled."""
+
+from dataclasses import dataclass, replace
+
+from slipstream.core.errors import UsageError
+from slipstream.models.loading import LoadOptions, dtype_named
+from slipstream.speculative.draft_vocabulary import DraftVocabularyConfig, read_draft_vocabulary
+from slipstream.speculative.options import Options, TargetModel
+
+_ONE_WAY = "this method has one way to draft; leave it out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKeys:
+    """How a method's keys differ from those that every network takes.
+
+    Attributes:
+        parallel: whether all draft tokens come from one pass: the one value of `parallel_drafting`.
+        remedy: what to do instead of giving the other.
+        mask_token, vocabulary, other_tokenizer: whether `pard_token`, `draft_vocab_size` and
+            `use_heterogeneous_vocab` are taken.
+        in_target: without `model` the target's own checkpoint is read.
+    """
+
+    parallel: bool = False
+    remedy: str = _ONE_WAY
+    mask_token: bool = False
+    vocabulary: bool = False
+    other_tokenizer: bool = False
+    in_target: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How a drafter's network is loaded and sampled.
+
+    Attributes:
+        model: None for a head in the target's own checkpoint.
+        greedy_only: `draft_sample_method` is greedy.
+        mask_token: `pard_token`; None leaves it to the checkpoint.
+        vocabulary: the tokens to draft over; None is all.
+        maps_tokens: `use_heterogeneous_vocab`: its tokenizer may be another one.
+    """
+
+    model: str | None
+    revision: str | None
+    dtype: str | None
+    quantization: str | None
+    max_model_len: int | None
+    greedy_only: bool
+    mask_token: int | None = None
+    vocabulary: DraftVocabularyConfig | None = None
+    maps_tokens: bool = False
+
+    def load_options(self, target: TargetModel) -> LoadOptions:
+        """As the target is loaded, unless asked otherwise."""
+        dtype = dtype_named(self.dtype) if self.dtype else target.load.dtype
+        return replace(target.load, dtype=dtype, quantization=self.quantization)
+
+
+def read_model_options(options: Options, method: str, keys: ModelKeys) -> ModelOptions:
+    """Honour or refuse every key that other engines know for such a drafter."""
+    options.take_only("parallel_drafting", keys.parallel, keys.remedy)
+    options.take_only("draft_tensor_parallel_size", 1, "a drafter runs on one device")
+    model, revision = options.take_str("model", None), options.take_str("revision", None)
+    if keys.in_target and model == method:
+        model = None
+    if model is None and not keys.in_target:
+        raise UsageError(f"speculative_config: method {method} needs model, a checkpoint")
+    if model is None and revision is not None:
+        raise UsageError(
+            "speculative_config: revision belongs to model, and without model the modules are "
+            "those of the target's own checkpoint; leave it out"
+        )
+    return ModelOptions(
+        model=model,
+        revision=revision,
+        dtype=options.take_str("dtype", None),
+        quantization=options.take_quantization(),
+        max_model_len=options.take_max_model_len(),
+        greedy_only=options.take_greedy_only(),
+        mask_token=options.take_int("pard_token", None) if keys.mask_token else None,
+        vocabulary=read_draft_vocabulary(options) if keys.vocabulary else None,
+        maps_tokens=keys.other_tokenizer and options.take_bool("use_heterogeneous_vocab"),
+    )
