@@ -156,9 +156,9 @@ def _events(stream: EventStream, data: bytes) -> list[str]:
 
 def _count(record: Record, prompt: BenchPrompt, encoder: TextEncoder | None) -> None:
     """Count tokens by the server's usage, else by a tokenizer, else by chunks."""
-    told = _count_of(record.usage, "completion_tokens")
-    if told is not None:
-        record.num_tokens, record.counted_by = told, USAGE
+    reported = _count_of(record.usage, "completion_tokens")
+    if reported is not None:
+        record.num_tokens, record.counted_by = reported, USAGE
     elif encoder is not None:
         record.num_tokens = len(encoder.encode(record.text, add_special_tokens=False))
         record.counted_by = TOKENIZER

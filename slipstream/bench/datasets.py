@@ -260,8 +260,8 @@ def _of_category(prompts: list[BenchPrompt], category: str | None, file: Path) -
     kept = [prompt for prompt in prompts if prompt.category == category]
     if not kept:
         known = sorted({prompt.category for prompt in prompts if prompt.category is not None})
-        says = f"there are {', '.join(known)}" if known else "its prompts have none"
-        raise UsageError(f"{file} has no prompts of the category {category}; {says}")
+        hint = f"there are {', '.join(known)}" if known else "its prompts have none"
+        raise UsageError(f"{file} has no prompts of the category {category}; {hint}")
     return kept
 
 

@@ -42,7 +42,7 @@ def write_page(
     parts: Sequence[ReportTable | PageChart],
 ) -> None:
     """Write a page; `about` names what was measured, and where."""
-    told = "".join(
+    lines = "".join(
         f'<p class="about">{escape(name)}: {escape(value)}</p>\n' for name, value in about.items()
     )
     body = "".join(map(_part, parts))
@@ -50,7 +50,7 @@ def write_page(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>{escape(title)}</h1>\n{told}{body}</body>\n</html>\n",
+        f"<h1>{escape(title)}</h1>\n{lines}{body}</body>\n</html>\n",
         encoding="utf-8",
     )
 

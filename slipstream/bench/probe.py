@@ -21,21 +21,21 @@ class UnreachableError(SlipstreamError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedModel:
+class RemoteModel:
     """A model that a server offers.
 
     Attributes:
-        tells_speculation: whether the server supports this project's extensions of the protocol,
+        supports_speculation: whether the server supports this project's extensions of the protocol,
             `speculative` and `return_speculation`.
         speculative: its drafter, if the server reports it.
     """
 
     name: str
-    tells_speculation: bool
+    supports_speculation: bool
     speculative: Mapping[str, Any] | None
 
 
-async def find_model(client: Client, wanted: str | None, wait: float, url: str) -> ServedModel:
+async def find_model(client: Client, requested: str | None, wait: float, url: str) -> RemoteModel:
     """Find the model of that name, or the only one.
 
     Args:
@@ -47,16 +47,16 @@ async def find_model(client: Client, wanted: str | None, wait: float, url: str) 
     """
     entries = await _models(client, wait, url)
     names = [str(entry.get("id")) for entry in entries]
-    if wanted is None and len(names) > 1:
+    if requested is None and len(names) > 1:
         raise UsageError(f"{url} offers {', '.join(names)}; name one with --model")
-    name = names[0] if wanted is None else wanted
+    name = names[0] if requested is None else requested
     if name not in names:
         raise UsageError(f"{url} does not offer {name}; it offers {', '.join(names)}")
     entry = entries[names.index(name)]
     speculative = entry.get("speculative")
-    return ServedModel(
+    return RemoteModel(
         name=name,
-        tells_speculation="speculative" in entry,
+        supports_speculation="speculative" in entry,
         speculative=speculative if isinstance(speculative, dict) else None,
     )
 
@@ -96,14 +96,14 @@ async def _models(client: Client, wait: float, url: str) -> list[dict[str, Any]]
             status, text = await client.get("/v1/models")
             if status == 200:
                 return _entries(text, url)
-            says = f"/v1/models: HTTP {status}"
+            problem = f"/v1/models: HTTP {status}"
             if status in (401, 403):
                 raise UsageError(f"{url} wants an API key; give --api-key or set OPENAI_API_KEY")
         except (aiohttp.ClientError, OSError) as error:
-            says = connection_error(error)
+            problem = connection_error(error)
         if monotonic() >= deadline:
             raise UnreachableError(
-                f"no server answers at {url} ({says}); start one with slipstream serve, name it "
+                f"no server answers at {url} ({problem}); start one with slipstream serve, name it "
                 "with --base-url, or wait longer with --ready-timeout"
             )
         await asyncio.sleep(_POLL_SECONDS)

@@ -8,7 +8,7 @@ from slipstream.bench.client import Client, Server
 from slipstream.bench.datasets import BenchPrompt, TextEncoder
 from slipstream.bench.load import Ask, LoadRun, run_load
 from slipstream.bench.probe import (
-    ServedModel,
+    RemoteModel,
     UnreachableError,
     find_model,
     read_counters,
@@ -19,7 +19,7 @@ from slipstream.bench.record import Record
 from slipstream.bench.speculation import SpeculationCounts, from_usage
 from slipstream.core.errors import UsageError
 
-TELL_SPECULATION, SPECULATIVE = "return_speculation", "speculative"
+RETURN_SPECULATION, SPECULATIVE = "return_speculation", "speculative"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class ServePlan:
         num_warmups: requests that are sent before the measurement.
         ready_wait: seconds to wait for the server to start.
         num_speculative_tokens: draft tokens per step of every request; None for the server's own.
-        tells_speculation: ask the server, where it can, which draft tokens were accepted.
+        return_speculation: ask the server, where it can, which draft tokens were accepted.
         profile: switch the server's profiler on.
         encoder: counts tokens where the server does not.
     """
@@ -47,7 +47,7 @@ class ServePlan:
     num_warmups: int = 1
     ready_wait: float = 0.0
     num_speculative_tokens: int | None = None
-    tells_speculation: bool = True
+    return_speculation: bool = True
     profile: bool = False
     encoder: TextEncoder | None = None
 
@@ -56,7 +56,7 @@ class ServePlan:
 class ServeResult:
     """The results of a load, and the model that it was on."""
 
-    model: ServedModel
+    model: RemoteModel
     run: LoadRun
     speculation: SpeculationCounts | None
 
@@ -108,18 +108,18 @@ async def _measure(
     return ServeResult(model, run, speculation)
 
 
-def _form(plan: ServePlan, model: ServedModel) -> RequestForm:
+def _form(plan: ServePlan, model: RemoteModel) -> RequestForm:
     fields = dict(plan.form.fields)
     if plan.num_speculative_tokens is not None:
-        if not model.tells_speculation:
+        if not model.supports_speculation:
             raise UsageError(
                 f"{plan.server.url} does not accept a number of draft tokens with a request (its "
                 "/v1/models does not mention speculation); set it where the server is started, and "
                 "leave out --num-speculative-tokens"
             )
         fields[SPECULATIVE] = {"num_speculative_tokens": plan.num_speculative_tokens}
-    if plan.tells_speculation and model.tells_speculation:
-        fields[TELL_SPECULATION] = True
+    if plan.return_speculation and model.supports_speculation:
+        fields[RETURN_SPECULATION] = True
     return replace(plan.form, model=model.name, fields=fields)
 
 

@@ -73,15 +73,15 @@ class SpeculationCounts:
 
 def from_usage(records: Iterable[Record]) -> SpeculationCounts | None:
     """Sum over the answers that report speculation; None where none does."""
-    told = [it.usage["speculation"] for it in records if _tells(it.usage)]
-    if not told:
+    reports = [it.usage["speculation"] for it in records if _has_report(it.usage)]
+    if not reports:
         return None
     return SpeculationCounts(
-        drafts=_sum(told, "drafts"),
-        draft_tokens=_sum(told, "draft_tokens"),
-        accepted=_sum(told, "accepted_tokens"),
-        per_position=_by_place(one.get("accepted_per_position") or [] for one in told),
-        steps=_sum(told, "steps"),
+        drafts=_sum(reports, "drafts"),
+        draft_tokens=_sum(reports, "draft_tokens"),
+        accepted=_sum(reports, "accepted_tokens"),
+        per_position=_by_place(one.get("accepted_per_position") or [] for one in reports),
+        steps=_sum(reports, "steps"),
         source=FROM_USAGE,
     )
 
@@ -135,12 +135,12 @@ def _by_place(rows: Iterable[Iterable[int]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip_longest(*rows, fillvalue=0))
 
 
-def _tells(usage: Mapping[str, Any]) -> bool:
+def _has_report(usage: Mapping[str, Any]) -> bool:
     return isinstance(usage.get("speculation"), dict)
 
 
-def _sum(told: Sequence[Mapping[str, Any]], key: str) -> int:
-    return sum(int(one.get(key) or 0) for one in told)
+def _sum(reports: Sequence[Mapping[str, Any]], key: str) -> int:
+    return sum(int(one.get(key) or 0) for one in reports)
 
 
 def _number(text: str) -> float:

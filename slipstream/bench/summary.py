@@ -60,14 +60,14 @@ def percentile_name(percentile: float) -> str:
 def series(records: Sequence[Record]) -> dict[str, list[float]]:
     """All measured times by metric, in milliseconds; empty for an unknown metric."""
     times: dict[str, list[float]] = {metric: [] for metric in METRICS}
-    told = [record.token_gaps() for record in records]
-    for record, gaps in zip(records, told, strict=True):
+    token_gaps = [record.token_gaps() for record in records]
+    for record, gaps in zip(records, token_gaps, strict=True):
         times[TTFT].append(record.ttft)
         times[E2EL].append(record.latency)
         times[ITL].extend(record.chunk_gaps())
         if record.tpot is not None:
             times[TPOT].append(record.tpot)
-        if gaps is not None and None not in told:  # known for all requests or for none
+        if gaps is not None and None not in token_gaps:  # known for all requests or for none
             times[ITL_PER_TOKEN].extend(gaps)
     return {metric: [time * 1e3 for time in own] for metric, own in times.items()}
 

@@ -82,10 +82,10 @@ def speculation_rows(counts: SpeculationCounts) -> list[tuple[str, str]]:
 
 def by_position(shares: Sequence[float]) -> str:
     """Shares by position; of long drafts (trees) up to the last accepted position."""
-    told = list(shares)
-    while len(told) > _MANY and told[-1] == 0:
-        told.pop()
-    return " ".join(f"{share:.2f}" for share in told)
+    kept = list(shares)
+    while len(kept) > _MANY and kept[-1] == 0:
+        kept.pop()
+    return " ".join(f"{share:.2f}" for share in kept)
 
 
 SWEEP_COLUMNS = (

@@ -30,15 +30,15 @@ class Workload:
     @property
     def title(self) -> str:
         """In words."""
-        told = "" if self.name == "prompts" else f" of {self.name}"
+        source = "" if self.name == "prompts" else f" of {self.name}"
         own = any(prompt.max_tokens is not None for prompt in self.prompts)
         tokens = (
-            "as many tokens as each says"
+            "output lengths of the data set"
             if own
             else f"{counted(self.params.max_tokens or 0, 'token')} each"
         )
         return (
-            f"{counted(len(self.prompts), 'prompt')}{told}, {tokens}, "
+            f"{counted(len(self.prompts), 'prompt')}{source}, {tokens}, "
             f"temperature {self.params.temperature:g}"
         )
 
@@ -142,8 +142,8 @@ class OfflineRun:
 
     def ttfts_ms(self) -> list[float]:
         """Milliseconds from being queued to the first token, of each finished request."""
-        told = [output.metrics.time_to_first_token for output in self.outputs]
-        return [time * 1e3 for time in told if time is not None]
+        times = [output.metrics.time_to_first_token for output in self.outputs]
+        return [time * 1e3 for time in times if time is not None]
 
 
 def run_offline(

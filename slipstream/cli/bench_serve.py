@@ -206,7 +206,7 @@ def _plan(
         num_warmups=load.num_warmups,
         ready_wait=server.ready_timeout,
         num_speculative_tokens=load.num_speculative_tokens,
-        tells_speculation=load.return_speculation,
+        return_speculation=load.return_speculation,
         profile=load.profile,
         encoder=tokenizer,
     )
@@ -251,7 +251,9 @@ def _describe_prompts(dataset: DatasetFlags, plan: "ServePlan") -> str:
     again = "" if distinct == len(plan.prompts) else f" ({distinct} different ones)"
     own = any(prompt.max_tokens is not None for prompt in plan.prompts)
     length = (
-        "as many tokens as each says" if own else f"up to {counted(dataset.length, 'token')} each"
+        "output lengths of the data set"
+        if own
+        else f"up to {counted(dataset.length, 'token')} each"
     )
     temperature = plan.form.fields.get("temperature", 0)
     requests = num_requests(plan.prompts)
@@ -264,14 +266,14 @@ def _describe_load(load: LoadFlags) -> str:
     most = "all at once" if load.max_concurrency is None else f"{load.max_concurrency} at once"
     if load.request_rate == float("inf"):
         return f"closed loop, {most}"
-    limit = "" if load.max_concurrency is None else f", at most {load.max_concurrency} under way"
+    limit = "" if load.max_concurrency is None else f", at most {load.max_concurrency} at once"
     return f"open loop, {load.request_rate:g} requests/s, burstiness {load.burstiness:g}{limit}"
 
 
 def _describe_drafter(speculative: Any, load: LoadFlags) -> str:
     name = speculative.get("model") or speculative.get("method") or "?"
-    asked = load.num_speculative_tokens
-    count = speculative.get("num_speculative_tokens") if asked is None else asked
+    k = load.num_speculative_tokens
+    count = speculative.get("num_speculative_tokens") if k is None else k
     return f"{name}, K = {count}"
 
 

@@ -150,7 +150,7 @@ def _parameter(
     kinds = [kind for kind in kinds_of(it.type) if kind is not NoneType]
     hint = _option_type(kinds, found)
     shown = found.stands_for_none if default is None else default
-    told: dict[str, Any] = {
+    options: dict[str, Any] = {
         "help": found.help,
         "rich_help_panel": panel,
         "metavar": found.metavar,
@@ -159,15 +159,15 @@ def _parameter(
     if found.parse is not None or get_origin(hint) is list:
         shown = MISSING if default is MISSING else None
     if found.help.endswith("]"):
-        told["show_default"] = False
+        options["show_default"] = False
     if shown is None:
         hint |= None
     if found.argument:
-        return _keyword(name, Annotated[hint, typer.Argument(**told)], shown)
+        return _keyword(name, Annotated[hint, typer.Argument(**options)], shown)
     main = spelled(it)
     if kinds == [bool] and default is not False and found.name is None:
         main = f"{main}/--no-{main.removeprefix('--')}"
-    option = typer.Option(main, *found.also, envvar=found.envvar, show_envvar=False, **told)
+    option = typer.Option(main, *found.also, envvar=found.envvar, show_envvar=False, **options)
     return _keyword(name, Annotated[hint, option], shown)
 
 

@@ -72,9 +72,9 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
         "kind": _kind(facts["kind"]),
         "reads": facts["features"] and f"{facts['features']} (of its target)",
         "drafts": facts["num_speculative_tokens"]
-        and f"{counted(facts['num_speculative_tokens'], 'token')} a step by default",
+        and f"{counted(facts['num_speculative_tokens'], 'token')} per step by default",
         "trained for": facts["trained_tokens"]
-        and f"{counted(facts['trained_tokens'], 'draft token')} a step, all from one pass",
+        and f"{counted(facts['trained_tokens'], 'draft token')} per step, all in one pass",
         "made for": facts["target"],
         "own drafter": facts["own_drafter"],
         "parameters": weights,

@@ -218,8 +218,8 @@ def _announce(
     key = "-H 'Authorization: Bearer KEY' " if options.access.api_keys else ""
     name = options.names[0]
     console = stderr_console()
-    told = f"{name} is served at {url}/v1, a page to try it at {url} (loaded in {seconds:.1f} s)"
-    console.print(told, soft_wrap=True, highlight=False)
+    line = f"{name} is served at {url}/v1, a page to try it at {url} (loaded in {seconds:.1f} s)"
+    console.print(line, soft_wrap=True, highlight=False)
     console.print(
         f"try: curl {url}/v1/completions {key}-H 'Content-Type: application/json' -d "
         f'\'{{"model": "{name}", "prompt": "def main(", "temperature": 0}}\'',

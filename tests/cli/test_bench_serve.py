@@ -262,7 +262,7 @@ def test_an_open_loop_is_told_with_its_wait(
     summary = json.loads(figures.read_text())
     assert (summary["request_rate"], summary["burstiness"]) == (500, 0.5)
     assert summary["mean_client_queue_time_ms"] >= 0
-    assert "open loop, 500 requests/s, burstiness 0.5, at most 2 under way" in ran.out
+    assert "open loop, 500 requests/s, burstiness 0.5, at most 2 at once" in ran.out
     assert {"p50_tpot_ms", "p99.9_e2el_ms"} <= set(summary)
     assert "mean_ttft_ms" not in summary
 

@@ -20,24 +20,30 @@ def break_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(FakeLLM, "stream", fail)
 
 
-def test_a_broken_checkpoint_is_exit_code_1(
-    slipstream: CommandLine, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (CheckpointError("it is broken; mend it"), 1, "slipstream: it is broken; mend it\n"),
+        (
+            RuntimeError("boom"),
+            1,
+            "slipstream: internal error: RuntimeError: boom; run again with --debug for the "
+            "traceback\n",
+        ),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_are_one_sentence_and_an_exit_code(
+    slipstream: CommandLine,
+    fake_llm: type[FakeLLM],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+    says: str,
 ) -> None:
-    break_with(monkeypatch, CheckpointError("the file is broken; mend it"))
+    break_with(monkeypatch, error)
     ran = slipstream("generate", "--prompt", "x")
-    assert (ran.code, ran.out) == (1, "")
-    assert ran.err == "slipstream: the file is broken; mend it\n"
-
-
-def test_an_unexpected_error_is_one_sentence(
-    slipstream: CommandLine, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    break_with(monkeypatch, RuntimeError("boom"))
-    ran = slipstream("generate", "--prompt", "x")
-    assert ran.code == 1
-    assert ran.err == (
-        "slipstream: internal error: RuntimeError: boom; run again with --debug for the traceback\n"
-    )
+    assert (ran.code, ran.out, ran.err) == (code, "", says)
 
 
 @pytest.mark.parametrize(
@@ -85,14 +91,6 @@ def test_debug_does_not_outlive_its_run(
     assert "Traceback" not in slipstream("generate", "--prompt", "x").err
 
 
-def test_an_interrupt_is_exit_code_130(
-    slipstream: CommandLine, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    break_with(monkeypatch, KeyboardInterrupt())
-    ran = slipstream("generate", "--prompt", "x")
-    assert (ran.code, ran.err) == (130, "")
-
-
 @pytest.mark.parametrize("name", ["eagle3", "p-eagle", "pard"])
 def test_a_drafter_in_the_target_s_place_is_told_as_one(slipstream: CommandLine, name: str) -> None:
     ran = slipstream("generate", f"demo/{name}", "--prompt", "x")
@@ -127,23 +125,20 @@ def test_speculative_config_is_read_strictly(
     assert named in ran.err
 
 
-def test_a_negative_k(slipstream: CommandLine) -> None:
-    ran = slipstream("generate", "--prompt", "x", "-k", "-1")
-    assert ran.code == 2
-    assert "num_speculative_tokens" in ran.err
-
-
-def test_an_empty_prompt(slipstream: CommandLine) -> None:
-    ran = slipstream("generate", "--prompt", "")
-    assert ran.code == 2
-    assert "empty" in ran.err
-
-
-def test_a_prompt_beyond_the_context(slipstream: CommandLine) -> None:
-    ran = slipstream("generate", "--prompt", "x y " * 100, "--max-model-len", "50")
-    assert ran.code == 2
-    assert "max_model_len" in ran.err
-    assert ran.out == ""
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--prompt", "x", "-k", "-1"], "num_speculative_tokens"),
+        (["--prompt", ""], "empty"),
+        (["--prompt", "x y " * 100, "--max-model-len", "50"], "max_model_len"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(
+    slipstream: CommandLine, flags: list[str], named: str
+) -> None:
+    ran = slipstream("generate", *flags)
+    assert (ran.code, ran.out) == (2, "")
+    assert named in ran.err
 
 
 def test_version_and_bare_command(slipstream: CommandLine) -> None:

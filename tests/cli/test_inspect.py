@@ -3,12 +3,16 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import write_qwen3
 from tests.cli.conftest import CommandLine
+from tests.drafters.assistants import write_assistant
+from tests.drafters.blocks import as_wrapped_dflash, write_dflash
 from tests.drafters.heads import (
     as_pickle,
     as_wrapper,
@@ -71,14 +75,14 @@ def test_a_quantised_checkpoint(slipstream: CommandLine, tmp_path: Path) -> None
     assert "gptq, 4 bits, groups of 32" in slipstream("inspect", str(tmp_path)).out
 
 
-def test_a_config_alone_can_be_looked_at(slipstream: CommandLine, tmp_path: Path) -> None:
+def test_a_config_without_weights_can_be_inspected(slipstream: CommandLine, tmp_path: Path) -> None:
     folder = write_qwen3(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     assert json.loads(slipstream("inspect", str(folder), "--json").out)["num_parameters"] is None
     assert "no weights" in slipstream("inspect", str(folder)).out
 
 
-def test_a_method_without_a_checkpoint_cannot_be_looked_at(slipstream: CommandLine) -> None:
+def test_a_method_without_a_checkpoint_cannot_be_inspected(slipstream: CommandLine) -> None:
     ran = slipstream("inspect", "ngram")
     assert ran.code == 2
     assert "ngram is a drafting method without a checkpoint" in ran.err
@@ -94,7 +98,7 @@ def test_the_bundled_draft_fits_the_demo(slipstream: CommandLine) -> None:
     assert "fits demo as a drafter" in slipstream("inspect", "demo/draft", "--target", "demo").out
 
 
-def test_what_is_as_large_as_the_target_runs_and_is_of_no_use(slipstream: CommandLine) -> None:
+def test_a_drafter_as_large_as_its_target_gets_a_note(slipstream: CommandLine) -> None:
     for target in ("demo/draft", "demo"):
         ran = slipstream("inspect", "demo", "--target", target)
         assert ran.code == 0
@@ -104,7 +108,7 @@ def test_what_is_as_large_as_the_target_runs_and_is_of_no_use(slipstream: Comman
 
 def test_a_drafter_of_one_pass_tells_what_it_was_trained_for(slipstream: CommandLine) -> None:
     lines = slipstream("inspect", "demo/p-eagle").out.splitlines()
-    assert "trained for      6 draft tokens a step, all from one pass" in lines
+    assert "trained for      6 draft tokens per step, all in one pass" in lines
 
 
 def test_another_vocabulary_does_not_fit(
@@ -129,32 +133,113 @@ def test_a_large_drafter_of_short_context_gets_notes(
     assert "beyond 100" in notes
 
 
-def test_a_drafting_head(slipstream: CommandLine, tiny_target: str, tmp_path: Path) -> None:
-    head = str(as_pickle(write_eagle3(tmp_path / "head", tiny_target, draft_vocab=60)))
-    ran = slipstream("inspect", head, "--target", tiny_target)
-    assert ran.code == 0
-    for part in ("of the kind eagle3", "streams that enter layers 0, 1, 2", "fits"):
-        assert part in ran.out
-    document = json.loads(slipstream("inspect", head, "--json").out)
-    assert document["kind"] == "eagle3"
-    assert document["num_layers"] == 1
+@dataclass(frozen=True)
+class Head:
+    """A drafter's checkpoint, and what inspect says of it.
+
+    Attributes:
+        write: (folder, target) -> the checkpoint.
+        shown: parts of the page beside a target that it fits.
+        facts: entries of its document.
+        other: how another target differs that it does not fit.
+        problem: why it does not.
+    """
+
+    write: Callable[[Path, str], Path | str]
+    shown: tuple[str, ...]
+    facts: dict[str, Any]
+    other: dict[str, int] = field(default_factory=lambda: {"hidden_size": 64})
+    problem: str = "trained for another target"
 
 
-def test_a_parallel_drafting_head(
-    slipstream: CommandLine, tiny_target: str, tmp_path: Path
+_STREAMS = "streams that enter layers 0, 1, 2"
+_ON_HIDDEN = (
+    "last hidden state of one token",
+    "7 tokens per step",
+    "96 tokens",
+    "KV cache         none",
+)
+HEADS = {
+    "eagle": Head(lambda to, target: write_eagle1(to, target), (), {}),
+    "eagle3": Head(
+        lambda to, target: as_pickle(write_eagle3(to, target, draft_vocab=60)),
+        (_STREAMS,),
+        {"num_layers": 1},
+    ),
+    "p-eagle": Head(
+        lambda to, target: write_p_eagle(to, target, fit=False, num_depths=8),
+        (
+            _STREAMS,
+            "all draft tokens from one pass (method p-eagle), with mask token 2; it was trained "
+            "for 8",
+        ),
+        {},
+    ),
+    "medusa": Head(
+        lambda to, target: medusa_for(target), _ON_HIDDEN, {"hidden_size": 48, "num_layers": None}
+    ),
+    "mlp_speculator": Head(
+        lambda to, target: mlp_for(target), _ON_HIDDEN, {"hidden_size": 48, "num_layers": None}
+    ),
+    "mtp": Head(
+        lambda to, target: write_mtp(to, target, "qwen", modules=2),
+        ("last hidden state, behind the final norm (2 modules",),
+        {"num_layers": 2},
+    ),
+    "mtp deepseek": Head(
+        lambda to, target: write_mtp(to, target, "deepseek", modules=2),
+        ("last hidden state, behind the final norm (2 modules",),
+        {"num_layers": 2},
+    ),
+    "gemma4_assistant": Head(
+        write_assistant,
+        ("the cache of its last layers", "0 bytes a token"),
+        {"kv_bytes_per_token": 0},
+        {"head_dim": 24},
+        "2 heads of 16 numbers",
+    ),
+    "dflash": Head(
+        write_dflash, ("enter layers 1, 2", "one pass, 7 at most, with mask token 90"), {}
+    ),
+    "dflash wrapped": Head(lambda to, target: as_wrapped_dflash(write_dflash(to, target)), (), {}),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_drafter_and_its_fit(
+    name: str, slipstream: CommandLine, tiny_target: str, tmp_path: Path
 ) -> None:
-    head = str(write_p_eagle(tmp_path / "head", tiny_target, fit=False, num_depths=8))
-    ran = slipstream("inspect", head, "--target", tiny_target)
-    assert ran.code == 0
-    for part in (
-        "of the kind p-eagle",
-        "streams that enter layers 0, 1, 2",
-        "fits",
-        "all draft tokens from one pass (method p-eagle), with mask token 2; it was trained for 8",
-    ):
+    case, kind = HEADS[name], name.partition(" ")[0]
+    path = str(case.write(tmp_path / "head", tiny_target))
+    ran = slipstream("inspect", path, "--target", tiny_target)
+    assert ran.code == 0, ran.err
+    for part in (f"of the kind {kind}", f"fits {tiny_target} as a drafter", *case.shown):
         assert part in ran.out
-    other = str(write_qwen3(tmp_path / "other", hidden_size=64))
-    assert slipstream("inspect", head, "--target", other).code == 1
+    other = str(write_qwen3(tmp_path / "other", **case.other))
+    ran = slipstream("inspect", path, "--target", other, "--json")
+    assert ran.code == 1
+    document = json.loads(ran.out)
+    assert {key: document[key] for key in case.facts} == case.facts
+    assert document["kind"] == kind
+    assert case.problem in document["drafter"]["problems"][0]
+
+
+def test_a_drafting_head_is_no_target(slipstream: CommandLine, tiny_target: str) -> None:
+    ran = slipstream("inspect", tiny_target, "--target", medusa_for(tiny_target))
+    assert ran.code == 1
+    assert "is no language model" in ran.out
+
+
+@pytest.mark.parametrize("style", ["qwen", "deepseek"])
+def test_a_target_with_modules_stays_a_target(
+    style: str, slipstream: CommandLine, tmp_path: Path
+) -> None:
+    target = str(add_mtp(write_qwen3(tmp_path / "target"), style))
+    document = json.loads(slipstream("inspect", target, "--json").out)
+    assert document["kind"] == "language_model"
+    assert document["num_layers"] == 2
+    assert "method mtp, which reads the last hidden state" in document["own_drafter"]
+    assert "own drafter" in slipstream("inspect", target).out
 
 
 def test_a_wrapped_head_names_its_target(
@@ -165,43 +250,6 @@ def test_a_wrapped_head_names_its_target(
     assert "made for" in slipstream("inspect", head).out
 
 
-def test_a_drafting_head_of_another_target(
-    slipstream: CommandLine, tiny_target: str, tmp_path: Path
-) -> None:
-    head = str(write_eagle1(tmp_path / "head", tiny_target))
-    other = str(write_qwen3(tmp_path / "other", hidden_size=64))
-    ran = slipstream("inspect", head, "--target", other, "--json")
-    assert ran.code == 1
-    assert "trained for another target" in json.loads(ran.out)["drafter"]["problems"][0]
-
-
-@pytest.mark.parametrize("kind", ["medusa", "mlp_speculator"])
-def test_heads_on_the_last_hidden_state(
-    kind: str, slipstream: CommandLine, tiny_target: str, tmp_path: Path
-) -> None:
-    head = {"medusa": medusa_for, "mlp_speculator": mlp_for}[kind](tiny_target)
-    ran = slipstream("inspect", head, "--target", tiny_target)
-    assert ran.code == 0, ran.err
-    for part in (
-        f"of the kind {kind}",
-        "the last hidden state of one token",
-        "7 tokens a step",
-        "96 tokens",
-        "KV cache         none",
-        "fits",
-    ):
-        assert part in ran.out
-    other = str(write_qwen3(tmp_path / "other", hidden_size=64))
-    ran = slipstream("inspect", head, "--target", other, "--json")
-    assert ran.code == 1
-    document = json.loads(ran.out)
-    assert (document["kind"], document["hidden_size"], document["num_layers"]) == (kind, 48, None)
-    assert "trained for another target" in document["drafter"]["problems"][0]
-    ran = slipstream("inspect", tiny_target, "--target", head)
-    assert ran.code == 1
-    assert "is no language model" in ran.out
-
-
 def test_medusa_heads_without_a_config(
     slipstream: CommandLine, tiny_target: str, tmp_path: Path
 ) -> None:
@@ -210,35 +258,6 @@ def test_medusa_heads_without_a_config(
     document = json.loads(slipstream("inspect", str(path), "--json").out)
     assert (document["kind"], document["num_speculative_tokens"]) == ("medusa", 3)
     assert document["architecture"] is None
-
-
-@pytest.mark.parametrize("style", ["qwen", "deepseek"])
-def test_modules_that_draft(
-    style: str, slipstream: CommandLine, tiny_target: str, tmp_path: Path
-) -> None:
-    """In a folder of their own they are a drafter; in a target they leave it what it is."""
-    apart = str(write_mtp(tmp_path / "apart", tiny_target, style, modules=2))
-    ran = slipstream("inspect", apart, "--target", tiny_target)
-    assert ran.code == 0
-    for part in ("of the kind mtp", "last hidden state, behind the final norm (2 modules", "fits"):
-        assert part in ran.out
-    assert json.loads(slipstream("inspect", apart, "--json").out)["num_layers"] == 2
-    target = str(add_mtp(write_qwen3(tmp_path / "target"), style))
-    document = json.loads(slipstream("inspect", target, "--json").out)
-    assert document["kind"] == "language_model"
-    assert document["num_layers"] == 2
-    assert "method mtp, which reads the last hidden state" in document["own_drafter"]
-    assert "own drafter" in slipstream("inspect", target).out
-
-
-def test_modules_of_another_target(
-    slipstream: CommandLine, tiny_target: str, tmp_path: Path
-) -> None:
-    head = str(write_mtp(tmp_path / "head", tiny_target))
-    other = str(write_qwen3(tmp_path / "other", hidden_size=64))
-    ran = slipstream("inspect", head, "--target", other, "--json")
-    assert ran.code == 1
-    assert "trained for another target" in json.loads(ran.out)["drafter"]["problems"][0]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "medusa", "mlp_speculator", "mtp"])
