@@ -71,7 +71,7 @@ class Client:
         encoder: TextEncoder | None = None,
         due: float | None = None,
     ) -> Record:
-        """Ask, and read the answer to its end. Whatever goes wrong stands in the record."""
+        """Send a request and read its answer; errors are recorded, not raised."""
         path, body = form.path(prompt), form.body(prompt)
         record = Record(id=prompt.id, sent=perf_counter(), due=due)
         try:
@@ -88,12 +88,12 @@ class Client:
         return record
 
     async def get(self, path: str) -> tuple[int, str]:
-        """Status and body; raises OSError or aiohttp.ClientError."""
+        """Get a path: its status and body; raises OSError or aiohttp.ClientError."""
         async with self._opened.get(self._server.url + path) as response:
             return response.status, await response.text(errors="replace")
 
     async def post(self, path: str) -> int:
-        """The status of an empty request; raises OSError or aiohttp.ClientError."""
+        """Post an empty request: its status; raises OSError or aiohttp.ClientError."""
         async with self._opened.post(self._server.url + path) as response:
             return response.status
 

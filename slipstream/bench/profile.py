@@ -21,7 +21,7 @@ Times = dict[str, dict[str, float]]
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _ON_HOST = ("cpu_op", "user_annotation")
 
-# What runs, by the names of ops and kernels; the first that fits counts.
+# Groups of ops and kernels by their names; the first match counts.
 _GROUPS: Mapping[str, re.Pattern[str]] = {
     group: re.compile(pattern, re.IGNORECASE)
     for group, pattern in {
@@ -67,9 +67,9 @@ def group_of(name: str) -> str:
 
 
 def profile(llm: "LLM", workload: Workload, steps: int, trace: Path) -> Profile:
-    """Run so many steps of the workload once more and write their trace.
+    """Profile some steps of the workload and write their trace.
 
-    What is measured elsewhere is not measured under the profiler, which costs time itself.
+    Run this apart from measurements: the profiler slows steps down.
 
     Args:
         trace: a file that ends in .json.gz.
@@ -124,8 +124,7 @@ def _empty() -> Times:
 
 
 def _by_range(events: Iterable[Mapping[str, Any]]) -> Times:
-    """Each op's own time, without that of ops within it, by the range of a round that it lies
-    in."""
+    """Each op's own time, without nested ops, by the range of the step that it lies in."""
     times = _empty()
     threads: dict[Any, list[tuple[float, str, str]]] = {}  # open events: end, part, group
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):

@@ -168,7 +168,7 @@ class Session:
 
 
 def _answer_lines(conversation: Conversation, params: SamplingParams) -> None:
-    """Answer every line of stdin; the exit code tells at the end that one was refused."""
+    """Answer every line of stdin; exit at the end with an error if one was refused."""
     refused, read = False, 0
     errors = stderr_console()
     for line in sys.stdin.buffer:
@@ -193,7 +193,7 @@ def _is_terminal() -> bool:
 
 
 def _require_template(llm: "LLM") -> None:
-    """Said before the first message is typed."""
+    """Raise UsageError before the first message if there is no chat template."""
     from slipstream.models.chat_template import ChatTemplate
 
     if not ChatTemplate(llm.tokenizer).exists:
@@ -204,7 +204,7 @@ def _require_template(llm: "LLM") -> None:
 
 
 def _prompt(console: Console) -> str:
-    """Importing readline gives line editing and history to input()."""
+    """The prompt of input(), which importing readline gives line editing and history."""
     try:
         import readline
     except ImportError:  # not on every platform

@@ -6,7 +6,7 @@ A default instance of the dataclass sets the defaults of its options for that co
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
@@ -51,25 +51,16 @@ def add_commands(app: typer.Typer, *commands: Callable[..., None]) -> None:
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
     """The command as Typer wants it: one parameter for each option."""
-    signature = inspect.signature(command)
-    groups: dict[str, _Group] = {}
-    options: list[inspect.Parameter] = []
-    for name, parameter in signature.parameters.items():
-        config, fixed = _group_type(parameter.annotation)
-        if config is None:
-            options.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        given = parameter.default
-        base = None if given is inspect.Parameter.empty else given
-        groups[name] = _Group(config, name, fixed, base)
-        options.extend(groups[name].parameters())
+    groups = {
+        name: _Group(name, parameter)
+        for name, parameter in inspect.signature(command).parameters.items()
+    }
+    options = [option for group in groups.values() for option in group.parameters()]
     options.append(_keyword("debug", DebugFlag, False))
 
     def call(debug: bool = False, **values: Any) -> None:
         del debug  # its callback did the work
-        for name, group in groups.items():
-            values[name] = group.take(values)
-        command(**values)
+        command(**{name: group.take(values) for name, group in groups.items()})
 
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     call.__annotations__ = {option.name: option.annotation for option in options}
@@ -77,74 +68,53 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _group_type(hint: Any) -> tuple[type | None, Mapping[str, Any]]:
-    marked = get_origin(hint) is Annotated
-    config, fixed = get_args(hint)[:2] if marked else (hint, {})
-    return (config, fixed) if is_dataclass(config) else (None, {})  # type: ignore[return-value]
-
-
-@dataclass
 class _Group:
-    """The options of one dataclass within a command.
+    """The options of one dataclass, which is a parameter of a command."""
 
-    Attributes:
-        prefix: begins the names of its parameters, so that two groups may have equal fields.
-        fixed: values of fields that are not offered.
-        base: holds the defaults; None takes those of the class.
-    """
-
-    config: Any
-    prefix: str
-    fixed: Mapping[str, Any]
-    base: Any = None
-    nested: "dict[str, _Group]" = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for it in fields(self.config):
-            if is_dataclass(it.type) and flag_of(it) is None and it.name not in self.fixed:
-                prefix = f"{self.prefix}__{it.name}"
-                if any(flag_of(own) for own in fields(it.type)):
-                    self.nested[it.name] = _Group(it.type, prefix, {})
+    def __init__(self, prefix: str, parameter: inspect.Parameter) -> None:
+        hint, given = parameter.annotation, parameter.default
+        marked = get_origin(hint) is Annotated
+        self._config, fixed = get_args(hint)[:2] if marked else (hint, {})
+        self._fixed: dict[str, Any] = fixed
+        self._prefix = prefix  # of option names, so that two groups may have equal fields
+        is_default = given is not inspect.Parameter.empty
+        self._defaults = {
+            it.name: getattr(given, it.name) if is_default else it.default
+            for it in fields(self._config)
+        }
 
     def parameters(self) -> Iterator[inspect.Parameter]:
         panel = None
-        for it in fields(self.config):
-            if it.name in self.nested:
-                yield from self.nested[it.name].parameters()
+        for it in fields(self._config):
             found = flag_of(it)
-            if found is None:
-                continue
-            panel = found.panel or panel
-            if it.name not in self.fixed:
-                yield _parameter(self._name(it), it, found, panel, self._default(it))
+            if found is not None:
+                panel = found.panel or panel
+                if it.name not in self._fixed:
+                    default = self._defaults[it.name]
+                    yield _parameter(self._name(it, found), it, found, panel, default)
 
-    def take(self, values: dict[str, Any]) -> Any:
-        """The dataclass; its options are taken out of the values of the command.
+    def take(self, values: Mapping[str, Any]) -> Any:
+        """Make the dataclass from the values of all options.
 
         Raises:
-            UsageError: a value that the field does not admit.
+            UsageError: a value that its field does not admit.
         """
-        given = {
-            it.name: _value(it, found, values.pop(self._name(it)), self._default(it))
-            for it in fields(self.config)
-            if (found := flag_of(it)) is not None and it.name not in self.fixed
-        }
-        check_fields(self.config, given, spelled)
-        given |= {name: group.take(values) for name, group in self.nested.items()}
-        if self.base is not None:
-            given = {it.name: getattr(self.base, it.name) for it in fields(self.config)} | given
-        return self.config(**self.fixed, **given)
+        made = {name: it for name, it in self._defaults.items() if it is not MISSING} | self._fixed
+        for it in fields(self._config):
+            found = flag_of(it)
+            if found is not None and it.name not in self._fixed:
+                given = values[self._name(it, found)]
+                made[it.name] = _value(it, found, given, self._defaults[it.name])
+        check_fields(self._config, made, spelled)
+        return self._config(**made)
 
-    def _name(self, it: Any) -> str:
-        found = flag_of(it)  # an argument is shown by this name
-        return it.name if found and found.argument else f"{self.prefix}__{it.name}"
-
-    def _default(self, it: Any) -> Any:
-        return it.default if self.base is None else getattr(self.base, it.name)
+    def _name(self, it: Field[Any], found: Flag) -> str:
+        # Help pages show the name of an argument.
+        return it.name if found.argument else f"{self._prefix}__{it.name}"
 
 
 def _parameter(
-    name: str, it: Any, found: Flag, panel: str | None, default: Any
+    name: str, it: Field[Any], found: Flag, panel: str | None, default: Any
 ) -> inspect.Parameter:
     """Required, if there is no default."""
     kinds = [kind for kind in kinds_of(it.type) if kind is not NoneType]
@@ -181,7 +151,7 @@ def _option_type(kinds: list[Any], found: Flag) -> Any:
     return kinds[0]
 
 
-def _value(it: Any, found: Flag, given: Any, default: Any) -> Any:
+def _value(it: Field[Any], found: Flag, given: Any, default: Any) -> Any:
     if given is None or given == []:
         return default
     if found.parse is not None:

@@ -13,7 +13,7 @@ from slipstream.cli.paths import read_text
 from slipstream.cli.prompts import gather_prompts
 from slipstream.cli.status import Meter, Status
 from slipstream.cli.terminal import QUIET_STYLE, shows_live, stderr_console, stdout_console
-from slipstream.cli.views import LiveView, NoView, PlainView, View
+from slipstream.cli.views import LiveView, PlainView, View
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag, given_flags
@@ -111,27 +111,25 @@ def generate(
     prompts = gather_prompts(flags.prompt, flags.prompt_file, engine.model)
     llm, load_seconds = open_llm(config, run.verbose)
     if flags.json:
-        outputs = _play(llm, prompts, params, NoView())[1]
+        last = {int(output.request_id): output for output in llm.stream(prompts, params)}
+        outputs = [last[number] for number in sorted(last)]
         print(json.dumps(report(llm, engine.model, load_seconds, outputs), ensure_ascii=False))
         return
     console = stdout_console()
     if shows_live(console):
         with LiveView(console, llm.tokenizer, params) as view:
-            summary = _play(llm, prompts, params, view)[0]
+            summary = _play(llm, prompts, params, view)
         console.print(f"\n{summary}", style=QUIET_STYLE)
     else:
-        summary = _play(llm, prompts, params, PlainView(params))[0]
+        summary = _play(llm, prompts, params, PlainView(params))
         stderr_console().print(summary, style=QUIET_STYLE, soft_wrap=True)
 
 
-def _play(
-    llm: "LLM", prompts: list[str], params: SamplingParams, view: View
-) -> tuple[str, list[RequestOutput]]:
-    """Run all prompts; returns the summary line and the outputs in the order of the prompts."""
-    outputs = llm.stream(prompts, params)
+def _play(llm: "LLM", prompts: list[str], params: SamplingParams, view: View) -> str:
+    """Run and show all prompts; returns the summary line."""
     player = Player(prompts, params.n, view, Meter(llm))
-    done = player.play(outputs)
-    return player.status().summary(), done
+    player.play(llm.stream(prompts, params))
+    return player.status().summary()
 
 
 class Player:
@@ -149,13 +147,12 @@ class Player:
         self._order = [(p, s) for p in range(len(prompts)) for s in range(num_samples)]
         self._place = 0
 
-    def play(self, outputs: Iterator[RequestOutput]) -> list[RequestOutput]:
-        """Show all samples; returns the final outputs in the order of the prompts."""
+    def play(self, outputs: Iterator[RequestOutput]) -> None:
+        """Show all samples."""
         self._begin()
         for output in outputs:
             self._latest[int(output.request_id)] = output
             self._catch_up()
-        return [self._latest[index] for index in sorted(self._latest)]
 
     def status(self) -> Status:
         """Speed and acceptance over all samples so far."""

@@ -37,19 +37,6 @@ class View(Protocol):
         """End the text; no more of it will come."""
 
 
-class NoView:
-    """Shows nothing."""
-
-    def begin(self, heading: str | None, prompt: str) -> None:
-        """Nothing to prepare."""
-
-    def show(self, sample: CompletionOutput, status: Callable[[], Status]) -> None:
-        """Nothing to see."""
-
-    def end(self) -> None:
-        """Nothing to finish."""
-
-
 class PlainView:
     """Writes the text alone, for pipes and files."""
 

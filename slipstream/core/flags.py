@@ -1,4 +1,4 @@
-"""Fields of configurations: what the command line says of each, and which values it may have."""
+"""Flags: metadata of configuration fields for the command line, with the values they admit."""
 
 import json
 import math
@@ -55,7 +55,7 @@ class Flag:
 
     @property
     def bounds(self) -> str:
-        """In words, such as `of at least 1`; empty where every number will do."""
+        """The bounds in words, such as `of at least 1`; empty without bounds."""
         low, high = self.at_least, self.at_most
         if low is not None and high is not None:
             return f"from {low:g} to {high:g}"
@@ -85,13 +85,13 @@ def like(config: type, name: str, default: T) -> T:
 
 
 def flag_of(config_field: "Field[Any]") -> Flag | None:
-    """None for a field that the command line does not offer."""
+    """The flag of a field; None if the command line does not offer it."""
     found: Flag | None = config_field.metadata.get("flag")
     return found
 
 
 def spelled(config_field: "Field[Any]") -> str:
-    """A field as users of the command line know it."""
+    """The spelling of a field's flag."""
     found = flag_of(config_field)
     return (found and found.name) or flag_name(config_field.name)
 
@@ -133,7 +133,7 @@ def check_fields(
 
 
 def _refusal(found: Flag, kinds: tuple[Any, ...], value: Any) -> str | None:
-    """What the value should be; None where it is that."""
+    """What the value should be; None for a good value."""
     if bool in kinds:
         return None if isinstance(value, bool) else "true or false"
     if found.choices is not None:
@@ -147,7 +147,7 @@ def _refusal(found: Flag, kinds: tuple[Any, ...], value: Any) -> str | None:
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """ "512M", "4G", "4GiB" (powers of 1024), "4GB" (powers of 1000) or plain bytes."""
+    """Read "512M", "4G", "4GiB" (powers of 1024), "4GB" (powers of 1000) or plain bytes."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"{name} must be a number of bytes, or such as 512M, 4G, 4GiB: {text!r}")
@@ -157,7 +157,7 @@ def parse_bytes(name: str, text: str) -> int:
 
 
 def parse_object(name: str, text: str) -> dict[str, Any] | None:
-    """A JSON object; null is None."""
+    """Read a JSON object; null is None."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -168,12 +168,12 @@ def parse_object(name: str, text: str) -> dict[str, Any] | None:
 
 
 def parse_integers(name: str, text: str) -> tuple[int, ...]:
-    """Such as "2,18,33"."""
+    """Read integers such as "2,18,33"."""
     return _numbers(name, text, int)
 
 
 def parse_floats(name: str, text: str) -> tuple[float, ...]:
-    """Such as "0,0.5,1"."""
+    """Read numbers such as "0,0.5,1"."""
     return _numbers(name, text, float)
 
 
