@@ -93,7 +93,7 @@ def samples(metrics: ServerMetrics) -> dict[str, float]:
 def test_gaps_between_tokens_are_counted_up_to_each_bound(llm: LLM) -> None:
     metrics, submission = ServerMetrics(llm.engine, "a name"), None
     for gap in (0.0001, 0.005, 0.0051, 99.0):
-        metrics.gained(submission, 1, gap)  # type: ignore[arg-type]
+        metrics.tokens_added(submission, gap)  # type: ignore[arg-type]
     found = samples(metrics)
     name = "slipstream:inter_token_latency_seconds"
     counts = {
