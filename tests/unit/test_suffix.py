@@ -180,12 +180,47 @@ def test_an_output_that_was_given_before_is_given_in_fewer_steps(tiny_target: st
     assert steps[4][1] < steps[4][0]
 
 
+def test_a_sampled_request_with_a_seed_does_not_see_other_texts() -> None:
+    drafter = SuffixDrafter(config(), DeviceState(2, 64, 8, torch.device("cpu")))
+    first = request("a", [1, 2], output=[7, 8, 9, 5, 6])
+    first.status = RequestStatus.FINISHED
+    drafter.forget([first])
+    for params, expected in (
+        (SamplingParams(temperature=1.0), [5, 6]),
+        (SamplingParams(temperature=0, seed=3), [5, 6]),  # greedy text does not depend on drafts
+        (SamplingParams(temperature=1.0, seed=3), []),
+    ):
+        assert guesses(drafter, request(repr(params), [4, 7, 8, 9], params=params)) == [expected]
+    own = request("own", [4, 7, 8, 9, 7, 8], params=SamplingParams(temperature=1.0, seed=3))
+    assert guesses(drafter, own) == [[9, 7]]
+
+
+def test_a_seeded_request_gives_the_same_text_again(tiny_target: str) -> None:
+    llm = LLM(
+        tiny_target,
+        speculative_config={"method": "suffix"},
+        skip_tokenizer_init=True,
+        num_kv_blocks=32,
+    )
+    prompts = [{"prompt_token_ids": [5, 9, 14, first]} for first in range(6)]
+    params = SamplingParams(temperature=0.6, seed=7, max_tokens=40, ignore_eos=True)
+    texts = [
+        [output.outputs[0].token_ids for output in llm.generate(prompts, params)] for _ in range(3)
+    ]
+    assert texts[1:] == texts[:1] * 2
+
+
 def config(**options: Any) -> Any:
     return read_options(Options({f"suffix_decoding_{key}": it for key, it in options.items()}))
 
 
-def request(name: str, prompt: list[int], output: list[int] | None = None) -> Request:
-    made = Request(name, prompt, SamplingParams(), 0, frozenset(), 40, 4, 0)
+def request(
+    name: str,
+    prompt: list[int],
+    output: list[int] | None = None,
+    params: SamplingParams | None = None,
+) -> Request:
+    made = Request(name, prompt, params or SamplingParams(), 0, frozenset(), 40, 4, 0)
     made.token_ids = [*prompt, *(output or [])]
     return made
 

@@ -2,8 +2,8 @@
 and in earlier outputs, and how often?
 
 Needs no second model. The longer the match and the surer what followed it, the longer the guess.
-Earlier outputs change the guesses, so sampled text depends on them even with a seed (its
-distribution does not, nor does greedy text); `suffix_decoding_max_cached_requests: 0` keeps none.
+Sampled requests with a seed are guessed from their own text alone, so that the seed gives the same
+text whatever ran before.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def load(config: SuffixConfig, target: TargetModel) -> LoadedDrafter:
 
 class SuffixDrafter(HostDrafter):
     """An automaton for each request that drafts, about half a KiB of host memory per token, and
-    those of earlier outputs."""
+    those of earlier outputs, those of seeded requests among them."""
 
     def __init__(self, config: SuffixConfig, state: DeviceState) -> None:
         super().__init__(state)
@@ -84,7 +84,16 @@ class SuffixDrafter(HostDrafter):
         own.extend(request.token_ids[own.num_tokens :])
         context = request.token_ids[-self._limits.depth :]
         guess = own.guess(context, most)
+        if _is_reproducible(request):
+            return guess.token_ids
         return self._past.automaton.guess(context, most, better_than=guess).token_ids
+
+
+def _is_reproducible(request: Request) -> bool:
+    """Whether its text must not depend on other requests: it has a seed, and which tokens are
+    drafted decides which noise samples the text. (Greedy text is the target's whatever is
+    drafted.)"""
+    return request.params.seed is not None and request.params.temperature != 0
 
 
 class PastOutputs:
