@@ -63,9 +63,10 @@ def _command(kind: str) -> Callable[..., None]:
         except KeyboardInterrupt:
             say("interrupted; the same command continues with what is kept so far")
             raise
+        count = trained.recipe.trained.num_parameters
         stdout_console().print(
             f"{trained.folder}: simulated AL {_describe(trained.acceptance)}, "
-            f"{trained.num_parameters:,} parameters, {trained.seconds / 60:.1f} minutes",
+            f"{count:,} parameters, {trained.seconds / 60:.1f} minutes",
             soft_wrap=True,
         )
 

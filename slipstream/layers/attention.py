@@ -87,12 +87,12 @@ class Attention:
         self, spec: AttentionSpec, context: BuildContext, layer: str, norms: LayerNorms
     ) -> None:
         source, name, width, eps = context.source, f"{layer}.{spec.name}", context.width, norms.eps
-        self.norm: Norm | None = None
-        if norms.mixer is not None:
-            self.norm = rms_norm(source, f"{layer}.{norms.mixer}", width, eps)
         beside: Norm | None = None
         if norms.beside is not None:
             beside = rms_norm(source, f"{layer}.{norms.beside}", width, eps)
+        self.norm: Norm | None = None
+        if norms.mixer is not None:
+            self.norm = rms_norm(source, f"{layer}.{norms.mixer}", width, eps)
         parts = [
             Part(f"{name}.q_proj", spec.query_rows),
             Part(f"{name}.k_proj", spec.kv_rows),

@@ -37,12 +37,7 @@ class Batch:
     @cached_property
     def predictions(self) -> TargetDistribution:
         """The target's prediction after each token, [B * S] rows."""
-        return self.target.distribution(self.states.hidden.flatten(0, 1), self.vocabulary.token_ids)
-
-    @cached_property
-    def top_column(self) -> Tensor:
-        """[B * S] int64, the draft vocabulary's column of the target's top token, or -1."""
-        return self.vocabulary.columns(self.predictions.top_token)
+        return self.target.distribution(self.states.hidden.flatten(0, 1), self.vocabulary)
 
     @cached_property
     def weight(self) -> Tensor:

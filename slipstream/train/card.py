@@ -1,6 +1,7 @@
 """The model card of a trained drafter."""
 
 import json
+from typing import Any
 
 import torch
 
@@ -8,7 +9,7 @@ from slipstream import __version__
 from slipstream.train.files import write_text
 from slipstream.train.losses import ChainAcceptance
 from slipstream.train.metrics import MetricsLog
-from slipstream.train.settings import TrainSettings
+from slipstream.train.recipe import Recipe
 
 _CARD = """\
 # {name}
@@ -54,24 +55,22 @@ Ended after {steps:,} steps of {tokens:,} tokens, {minutes:.1f} minutes of train
 
 
 def write_card(
-    settings: TrainSettings,
-    method: str,
+    recipe: Recipe[Any],
     command: str,
-    num_parameters: int,
     acceptance: ChainAcceptance,
     metrics: MetricsLog,
     tokens_per_step: int,
 ) -> None:
     """README.md beside the weights."""
-    training = metrics.of_kind("training")
-    count = len(acceptance.greedy)
-    config = {"method": method, "model": str(settings.out), "num_speculative_tokens": count}
+    settings, training = recipe.plan.settings, metrics.of_kind("training")
+    count = recipe.num_draft_tokens
+    config = {"method": recipe.METHOD, "model": str(settings.out), "num_speculative_tokens": count}
     values = {**vars(settings), "options": vars(settings.options)}
     text = _CARD.format(
         name=settings.out.name,
         kind=settings.kind,
         target=settings.target,
-        parameters=num_parameters,
+        parameters=recipe.trained.num_parameters,
         version=__version__,
         torch=torch.__version__,
         out=settings.out,

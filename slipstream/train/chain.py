@@ -19,7 +19,7 @@ from slipstream.layers.embedding import LanguageModelHead
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DenseContext
 from slipstream.train.losses import Agreement, agreement, distillation, top_accuracy
-from slipstream.train.recipe import BatchLoss, Recipe
+from slipstream.train.recipe import BatchLoss, Config, Recipe
 from slipstream.train.target import TargetDistribution
 
 
@@ -53,20 +53,10 @@ class DraftPosition:
 
     logits: Tensor
     target: TargetDistribution
-    top_column: Tensor
     weight: Tensor
 
-    @staticmethod
-    def at(
-        batch: Batch, index: Tensor, logits: Tensor, weight: Tensor | None = None
-    ) -> "DraftPosition":
-        """Drafted after these rows [N] of the batch; by default with their weight."""
-        if weight is None:
-            weight = batch.weight.flatten()[index]
-        return DraftPosition(logits, batch.predictions.rows(index), batch.top_column[index], weight)
 
-
-class ChainRecipe(Recipe):
+class ChainRecipe(Recipe[Config]):
     """Trains draft positions in order; the loss of position k counts decay^k."""
 
     @abstractmethod
@@ -79,20 +69,18 @@ class ChainRecipe(Recipe):
         total = torch.zeros((), device=batch.token_ids.device)
         accuracy, weights = [], 0.0
         for index, one in enumerate(self.positions(batch, generator)):
-            loss = distillation(
-                one.logits, one.target, one.top_column, one.weight, self.argmax_weight
-            )
+            loss = distillation(one.logits, one.target, one.weight, self.argmax_weight)
             share = self.decay**index
             total = total + share * loss
             weights += share
-            accuracy.append(top_accuracy(one.logits, one.top_column, one.weight))
+            accuracy.append(top_accuracy(one.logits, one.target, one.weight))
         return BatchLoss(total / weights, torch.stack(accuracy))
 
     def evaluate(self, batch: Batch) -> tuple[list[Agreement], Tensor]:
         """A draft counts if all of its positions do."""
         found, weight = [], torch.ones((), device=batch.token_ids.device)
         for one in self.positions(batch):
-            found.append(agreement(one.logits, one.target, one.top_column))
+            found.append(agreement(one.logits, one.target))
             weight = weight * one.weight
         return found, weight
 
@@ -118,4 +106,5 @@ def unroll(
         ids = batch.token_ids[:, token].flatten()
         normed, features = network(ids, features, context.rows(token), context.caches)
         weight = (batch.weight[:, token] * exists).flatten()
-        yield DraftPosition.at(batch, batch.index(token), network.head(normed), weight)
+        target = batch.predictions.rows(batch.index(token))
+        yield DraftPosition(network.head(normed), target, weight)

@@ -5,7 +5,6 @@ training gives them whole sequences of one length (`DenseRows`) and a `LayerCont
 The networks pass both on to the ops of this column.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -13,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.cache.spec import LayerCache
-from slipstream.kernels.composition import Parts, compose, query_key_norms, split_heads
+from slipstream.kernels.composition import Parts, compose, split_heads
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.pass_inputs import CAUSAL, PassInputs, RowPlaces, Visibility
 from slipstream.kernels.reference.dense import add_norm, gated_activation
-from slipstream.kernels.table import Heads, Ops
+from slipstream.kernels.table import Heads, Norm, Ops
 
 KeysValues = tuple[Tensor, Tensor]
 
@@ -63,16 +61,14 @@ class DenseContext:
         batch: sequences B.
         num_layers: attention layers of the network.
         is_chain: see `LayerContext`.
+
+    Attributes:
+        caches: what the attention layers take as their caches.
     """
 
     def __init__(self, batch: int, num_layers: int, is_chain: bool = False) -> None:
         self._batch = batch
-        self._layers = [LayerContext(is_chain) for _ in range(num_layers)]
-
-    @property
-    def caches(self) -> Sequence[LayerCache]:
-        """A context for each layer, typed as the caches that networks take."""
-        return cast(Sequence[LayerCache], self._layers)
+        self.caches = [LayerContext(is_chain) for _ in range(num_layers)]
 
     def rows(self, positions: Tensor, mask: Tensor | None = None) -> PassInputs:
         """`DenseRows`, typed as the inputs that networks take and hand to the ops.
@@ -103,8 +99,13 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[
     return add_norm(x.to(residual.dtype), residual, weight, eps)
 
 
-def _rotated(x: Tensor, heads: Heads, rows: DenseRows) -> Tensor:
-    """Rotary embedding of the half-split layout, in float32: [T, heads, D] -> [B, heads, Q, D]."""
+def _rotated(x: Tensor, norm: Norm | None, heads: Heads, rows: DenseRows) -> Tensor:
+    """Normed and rotated: [T, heads, D] -> [B, heads, Q, D].
+
+    The rotary embedding has the half-split layout and is computed in float32.
+    """
+    if norm is not None:
+        x = _norm(x, norm.weight, norm.eps).to(x.dtype)
     cos, sin = heads.cos_sin[rows.rows.positions].unsqueeze(1).chunk(2, -1)
     first, second = x.float().chunk(2, -1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
@@ -121,14 +122,9 @@ def _attend(qkv: Tensor, heads: Heads, inputs: object, cache: object) -> Tensor:
     assert isinstance(inputs, DenseRows)
     assert isinstance(cache, LayerContext)
     query, key, value = split_heads(qkv, heads)
-    norms = query_key_norms(heads)
-    if norms is not None:
-        query, key = (
-            _norm(x, weight, norms[2]).to(qkv.dtype)
-            for x, weight in ((query, norms[0]), (key, norms[1]))
-        )
-    query, key = _rotated(query, heads, inputs), _rotated(key, heads, inputs)
-    value = _by_sequence(value, inputs)
+    query_norm, key_norm = heads.norms or (None, None)
+    query = _rotated(query, query_norm, heads, inputs)
+    key, value = _rotated(key, key_norm, heads, inputs), _by_sequence(value, inputs)
     if cache.stored is not None:
         key = torch.cat((cache.stored[0], key), 2)
         value = torch.cat((cache.stored[1], value), 2)
@@ -148,10 +144,8 @@ def _store(kv: Tensor, heads: Heads, inputs: object, cache: object) -> None:
     assert isinstance(cache, LayerContext)
     shape = (len(kv), heads.num_kv_heads, heads.head_dim)
     key, value = (part.view(shape) for part in kv.chunk(2, -1))
-    norms = query_key_norms(heads)
-    if norms is not None:
-        key = _norm(key, norms[1], norms[2]).to(value.dtype)
-    cache.stored = _rotated(key, heads, inputs), _by_sequence(value, inputs)
+    _, key_norm = heads.norms or (None, None)
+    cache.stored = _rotated(key, key_norm, heads, inputs), _by_sequence(value, inputs)
 
 
 def _attention(

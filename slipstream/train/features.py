@@ -19,53 +19,14 @@ from slipstream.train.sequences import Sequences
 from slipstream.train.target import Target, TargetStates
 
 _SHARD_BYTES = 256 << 20
-_HIDDEN, _SOURCE = "hidden", "source"
-
-
-class DiskFeatures:
-    """Reads what `capture` wrote.
-
-    Args:
-        sequences: those whose features were captured, from the first on.
-    """
-
-    def __init__(
-        self, folder: Path, sequences: Sequences, target: Target, stream_layers: Sequence[int]
-    ) -> None:
-        self.sequences = sequences
-        self._device = target.device
-        self._names = [_HIDDEN, *(_stream_name(layer) for layer in stream_layers)]
-        files = sorted(folder.glob("*.safetensors"))
-        self._shards = [read_slices(file, self._names) for file in files]
-        self._per_shard = _count(self._shards[0]) if self._shards else 0
-        found = sum(map(_count, self._shards))
-        if found < len(sequences):
-            raise CheckpointError(
-                f"{folder} holds features of {found} sequences and {len(sequences)} are to be "
-                "trained on; remove the folder to capture them again"
-            )
-
-    def states(self, index: Tensor) -> TargetStates:
-        tensors = [
-            torch.stack([self._row(name, number) for number in index.tolist()]).to(self._device)
-            for name in self._names
-        ]
-        return TargetStates(tensors[0], tuple(tensors[1:]))
-
-    def _row(self, name: str, number: int) -> Tensor:
-        shard, row = divmod(number, self._per_shard)
-        return cast(Tensor, self._shards[shard][name][row])
-
-
-def _count(shard: dict[str, Any]) -> int:
-    return int(shard[_HIDDEN].get_shape()[0])
+_SOURCE = "source"
 
 
 def count_that_fits(
     sequences: Sequences, target: Target, num_streams: int, max_gigabytes: float
 ) -> int:
     """The number of sequences whose features fit on disk; raises UsageError if none does."""
-    size = sequences.length * target.config.hidden_size * (1 + num_streams) * target.dtype.itemsize
+    size = _bytes_per_sequence(sequences, target, num_streams)
     count = int(max_gigabytes * 1e9 // size)
     if count < 1:
         raise UsageError(
@@ -75,51 +36,67 @@ def count_that_fits(
     return min(count, len(sequences))
 
 
-def capture(
-    folder: Path,
-    sequences: Sequences,
-    target: Target,
-    stream_layers: Sequence[int],
-    batch_size: int,
-    progress: Callable[[int], None],
-) -> None:
-    """Write the features of all sequences, but for shards that hold them already.
+class DiskFeatures:
+    """Writes the features of all sequences, but for shards that hold them already, and reads them.
 
     Args:
+        batch_size: sequences of a pass of the target.
         progress: is called with the number of sequences of each shard.
+
+    Raises CheckpointError if the disk is full.
     """
-    hidden = sequences.length * target.config.hidden_size * target.dtype.itemsize
-    per_shard = max(1, _SHARD_BYTES // (hidden * (1 + len(stream_layers))))
-    for number, start in enumerate(range(0, len(sequences), per_shard)):
-        file = folder / f"{number:05d}.safetensors"
-        part = sequences.at(slice(start, start + per_shard))
-        source = _source(part, target, stream_layers)
-        if not _holds(file, source):
-            _write(file, part, target, stream_layers, batch_size, source)
-        progress(len(part))
+
+    def __init__(
+        self,
+        folder: Path,
+        sequences: Sequences,
+        target: Target,
+        stream_layers: Sequence[int],
+        batch_size: int,
+        progress: Callable[[int], None],
+    ) -> None:
+        self.sequences = sequences
+        self._target, self._stream_layers = target, tuple(stream_layers)
+        self._names = ["hidden", *(f"stream.{layer}" for layer in stream_layers)]
+        size = _bytes_per_sequence(sequences, target, len(stream_layers))
+        self._per_shard = max(1, _SHARD_BYTES // size)
+        self._shards: list[dict[str, Any]] = []
+        for number, start in enumerate(range(0, len(sequences), self._per_shard)):
+            file = folder / f"{number:05d}.safetensors"
+            part = sequences.at(slice(start, start + self._per_shard))
+            source = f"{part.digest} {target.path} {target.dtype} {list(stream_layers)}"
+            if not _holds(file, source):
+                write_tensors(file, self._capture(part, batch_size), {_SOURCE: source})
+            self._shards.append(read_slices(file, self._names))
+            progress(len(part))
+
+    def states(self, index: Tensor) -> TargetStates:
+        hidden, *streams = (
+            torch.stack([self._row(name, number) for number in index.tolist()])
+            for name in self._names
+        )
+        device = self._target.device
+        return TargetStates(hidden.to(device), tuple(stream.to(device) for stream in streams))
+
+    def _row(self, name: str, number: int) -> Tensor:
+        shard, row = divmod(number, self._per_shard)
+        return cast(Tensor, self._shards[shard][name][row])
+
+    def _capture(self, part: Sequences, batch_size: int) -> dict[str, Tensor]:
+        states = [
+            self._target.states(ids.to(self._target.device).long(), self._stream_layers)
+            for ids in torch.split(part.token_ids, batch_size)
+        ]
+        columns = zip(*((one.hidden, *one.streams) for one in states), strict=True)
+        return {
+            name: torch.cat([tensor.cpu() for tensor in column])
+            for name, column in zip(self._names, columns, strict=True)
+        }
 
 
-def _write(
-    file: Path,
-    part: Sequences,
-    target: Target,
-    stream_layers: Sequence[int],
-    batch_size: int,
-    source: str,
-) -> None:
-    states = [
-        target.states(ids.to(target.device).long(), stream_layers)
-        for ids in torch.split(part.token_ids, batch_size)
-    ]
-    tensors = {_HIDDEN: torch.cat([one.hidden.cpu() for one in states])}
-    for index, layer in enumerate(stream_layers):
-        tensors[_stream_name(layer)] = torch.cat([one.streams[index].cpu() for one in states])
-    write_tensors(file, tensors, {_SOURCE: source})
-
-
-def _source(part: Sequences, target: Target, stream_layers: Sequence[int]) -> str:
-    """Identifies the features of these sequences, layers and target."""
-    return f"{part.digest} {target.path} {target.dtype} {list(stream_layers)}"
+def _bytes_per_sequence(sequences: Sequences, target: Target, num_streams: int) -> int:
+    numbers = sequences.length * target.config.hidden_size * (1 + num_streams)
+    return numbers * target.dtype.itemsize
 
 
 def _holds(file: Path, source: str) -> bool:
@@ -128,7 +105,3 @@ def _holds(file: Path, source: str) -> bool:
         return read_metadata(file).get(_SOURCE) == source
     except CheckpointError:
         return False
-
-
-def _stream_name(layer: int) -> str:
-    return f"stream.{layer}"

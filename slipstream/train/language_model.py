@@ -18,20 +18,18 @@ from slipstream.models.parameter_sources import CheckpointSource, TensorSource
 from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.parallel.mask_token import MASK_TOKEN_KEYS
 from slipstream.train.dense import DENSE, DenseContext
-from slipstream.train.files import copy_tokenizer, write_checkpoint
+from slipstream.train.files import copy_tokenizer
 from slipstream.train.parameters import RandomSource
 from slipstream.train.plan import RunPlan
-from slipstream.train.recipe import Recipe
+from slipstream.train.recipe import LAYER_OPTIONS, Recipe
 from slipstream.train.sequences import Sequences
 from slipstream.train.target import Target
 
-_SIZES = frozenset(
-    {"hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"}
-)
+_SIZES = LAYER_OPTIONS | {"hidden_size", "num_layers"}
 SHAPE_OPTIONS = _SIZES | {"init"}
 
 
-class LanguageModelRecipe(Recipe):
+class LanguageModelRecipe(Recipe[DecoderConfig]):
     """Trains a language model with the target's tokenizer.
 
     It starts from the weights of `--init`, or from random ones in a smaller shape of the target.
@@ -46,10 +44,8 @@ class LanguageModelRecipe(Recipe):
         if init is not None:
             initial = _Enlarged(CheckpointSource(init, torch.float32, device), init, initial)
         super().__init__(plan, target, sequences, initial)
-        self.config, self._shape = self.plan_model(plan)
-        longest = max(2 * plan.length, self._shape.max_position_embeddings)
-        self.network = Decoder(DENSE, self.trained, self._shape, longest)
-        self._tokenizer = plan.target.path
+        longest = max(2 * plan.length, self.config.max_position_embeddings)
+        self.network = Decoder(DENSE, self.trained, self.config, longest)
 
     @classmethod
     def changes(cls, plan: RunPlan) -> Mapping[str, Any]:
@@ -58,8 +54,7 @@ class LanguageModelRecipe(Recipe):
         return {}
 
     @classmethod
-    def plan_model(cls, plan: RunPlan) -> tuple[dict[str, Any], DecoderConfig]:
-        """config.json, and what is read from it."""
+    def configure(cls, plan: RunPlan) -> tuple[dict[str, Any], DecoderConfig]:
         init = initial_checkpoint(plan)
         if init is None:
             config = _smaller_config(plan)
@@ -70,17 +65,13 @@ class LanguageModelRecipe(Recipe):
         config |= cls.changes(plan)
         return config, read_decoder_config(config, MASK_TOKEN_KEYS)
 
-    @classmethod
-    def check(cls, plan: RunPlan) -> None:
-        cls.plan_model(plan)
-
     def next_logits(self, token_ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """[B * Q, V] over the target's tokens, after rows [B, Q] at positions [Q].
 
         Args:
             mask: see `DenseRows`.
         """
-        context = DenseContext(len(token_ids), self._shape.num_layers)
+        context = DenseContext(len(token_ids), self.config.num_layers)
         rows = context.rows(positions, mask)
         hidden, _ = self.network(token_ids.flatten(), rows, context.caches)
         # A drafter may have more rows than the target has tokens.
@@ -88,8 +79,11 @@ class LanguageModelRecipe(Recipe):
 
     def export(self, folder: Path, dtype: torch.dtype) -> None:
         """As transformers saves a model, with the target's tokenizer."""
-        write_checkpoint(folder, self.config, dict(self.trained.named()), dtype)
-        copy_tokenizer(self._tokenizer, folder)
+        super().export(folder, dtype)
+        copy_tokenizer(self.plan.target.path, folder)
+
+    def published(self) -> dict[str, Tensor]:
+        return dict(self.trained.named())
 
 
 def initial_checkpoint(plan: RunPlan) -> Checkpoint | None:

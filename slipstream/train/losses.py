@@ -12,7 +12,6 @@ from slipstream.train.target import TargetDistribution
 def distillation(
     logits: Tensor,
     target: TargetDistribution,
-    top_column: Tensor,
     weight: Tensor,
     argmax_weight: float,
 ) -> Tensor:
@@ -24,17 +23,15 @@ def distillation(
 
     Args:
         logits: [N, Vd] float32, the drafter's.
-        top_column: [N] int64, the column of the target's top token; -1 where the draft vocabulary
-            lacks it: such a row has no weight.
-        weight: [N] float32.
+        weight: [N] float32; rows whose top token the draft vocabulary lacks count 0.
         argmax_weight: of the cross-entropy, from 0 to 1.
     """
-    weight = weight * (top_column >= 0)
+    weight = weight * (target.top >= 0)
     logs = torch.log_softmax(logits, -1)
     p = torch.softmax(target.logits.float(), -1)
     # xlogy gives 0 log 0 = 0, and no gradient runs through p.
     divergence = (torch.xlogy(p, p) - p * logs).sum(-1)
-    first = -logs.gather(-1, top_column.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    first = -logs.gather(-1, target.top.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     mixed = (1 - argmax_weight) * divergence + argmax_weight * first
     return weighted_mean(mixed, weight)
 
@@ -45,9 +42,9 @@ def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def top_accuracy(logits: Tensor, top_column: Tensor, weight: Tensor) -> Tensor:
+def top_accuracy(logits: Tensor, target: TargetDistribution, weight: Tensor) -> Tensor:
     """Scalar, the share of rows whose top token is the target's."""
-    return weighted_mean((logits.argmax(-1) == top_column).float(), weight)
+    return weighted_mean((logits.argmax(-1) == target.top).float(), weight)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +62,9 @@ class Agreement:
 
 
 @torch.no_grad()
-def agreement(logits: Tensor, target: TargetDistribution, top_column: Tensor) -> Agreement:
+def agreement(logits: Tensor, target: TargetDistribution) -> Agreement:
     """Args as in `distillation`."""
-    greedy = (logits.argmax(-1) == top_column).float()
+    greedy = (logits.argmax(-1) == target.top).float()
     p = torch.exp(target.logits.float() - target.logsumexp.unsqueeze(-1))
     return Agreement(greedy, torch.minimum(p, torch.softmax(logits, -1)).sum(-1))
 
@@ -88,10 +85,6 @@ class ChainAcceptance:
     drafts: float
     greedy: list[float]
     sampled: list[float]
-
-    @staticmethod
-    def none(width: int) -> "ChainAcceptance":
-        return ChainAcceptance(0.0, [0.0] * width, [0.0] * width)
 
     def add(self, positions: Sequence[Agreement], weight: Tensor) -> None:
         """Count drafts, given their positions in order and a weight of 0 or 1 for each draft."""

@@ -47,7 +47,7 @@ class MetricsLog:
         """The records of `training` or of `validation`."""
         return [record for record in self.all() if record["kind"] == kind]
 
-    def draw(self) -> tuple[Path, ...]:
+    def draw(self) -> None:
         """Draw loss and acceptance over steps; without matplotlib warn and draw nothing."""
         try:
             from matplotlib.figure import Figure
@@ -56,7 +56,7 @@ class MetricsLog:
                 "no curves are drawn, because matplotlib is missing: install slipstream[train]; "
                 "the numbers are in metrics.jsonl"
             )
-            return ()
+            return
         training, validation = self.of_kind("training"), self.of_kind("validation")
         loss, acceptance = (Figure(figsize=(7, 4.5), layout="constrained") for _ in range(2))
         axes = loss.add_subplot(xlabel="step", ylabel="loss", title="Training loss")
@@ -69,11 +69,9 @@ class MetricsLog:
         axes.plot(*_curve(validation, "acceptance_length"), "o-", label="greedy")
         axes.plot(*_curve(validation, "acceptance_length_sampled"), "o-", label="temperature 1")
         axes.legend()
-        paths = self._folder / LOSS, self._folder / ACCEPTANCE
-        for figure, path in zip((loss, acceptance), paths, strict=True):
-            with replacing(path, _PLOT_BYTES) as beside:
+        for figure, name in ((loss, LOSS), (acceptance, ACCEPTANCE)):
+            with replacing(self._folder / name, _PLOT_BYTES) as beside:
                 figure.savefig(beside, dpi=120, format="png")
-        return paths
 
 
 def _curve(records: list[Record], key: str) -> tuple[list[Any], list[Any]]:

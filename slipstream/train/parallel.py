@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.train.batches import Batch
 from slipstream.train.losses import Agreement, agreement, distillation, weighted_mean
-from slipstream.train.recipe import BatchLoss, Recipe
+from slipstream.train.recipe import BatchLoss, Config, Recipe
 
 LEAST_SHARE = 0.2  # of the chains, at any depth
 _DROP_RATE = 0.7
@@ -81,7 +81,7 @@ def sampled_rows(first: int, length: int, count: int, step: int) -> tuple[Parall
     return ParallelRows(anchor, depth), anchors
 
 
-class ParallelRecipe(Recipe):
+class ParallelRecipe(Recipe[Config]):
     """Trains all draft positions in one pass; position i counts decay^i.
 
     Attributes:
@@ -102,15 +102,9 @@ class ParallelRecipe(Recipe):
         logits = self.logits(batch, rows).flatten(0, 1)
         index = batch.index(rows.positions)
         depth = rows.depth.repeat(size)
-        weight, top_column = batch.weight.flatten()[index], batch.top_column[index]
-        loss = distillation(
-            logits,
-            batch.predictions.rows(index),
-            top_column,
-            weight * self.decay**depth,
-            self.argmax_weight,
-        )
-        equal = (logits.detach().argmax(-1) == top_column).float()
+        target, weight = batch.predictions.rows(index), batch.weight.flatten()[index]
+        loss = distillation(logits, target, weight * self.decay**depth, self.argmax_weight)
+        equal = (logits.detach().argmax(-1) == target.top).float()
         shares = [weighted_mean(equal, weight * (depth == position)) for position in range(count)]
         return BatchLoss(loss, torch.stack(shares))
 
@@ -129,7 +123,6 @@ class ParallelRecipe(Recipe):
             row = anchors - self.FIRST if position == 0 else chain + position - 1
             index = batch.index(anchors + position)
             chosen = logits[:, row].flatten(0, 1)
-            target, top_column = batch.predictions.rows(index), batch.top_column[index]
-            found.append(agreement(chosen, target, top_column))
+            found.append(agreement(chosen, batch.predictions.rows(index)))
             weight = weight * batch.weight.flatten()[index]
         return found, weight

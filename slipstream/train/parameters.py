@@ -72,6 +72,10 @@ class Trainable:
     def vector(self, parts: Sequence[Part]) -> Tensor:
         return self._collect(parts, self._tensors.vector(parts))
 
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.tensor.numel() for parameter in self.parameters)
+
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the checkpoint by its name, detached: a view of its parameter."""
         for parameter in self.parameters:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,12 +14,13 @@ from slipstream.models.loading import LoadOptions
 from slipstream.models.parameter_sources import TensorSource
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.train.batches import Batch
+from slipstream.train.files import write_checkpoint
 from slipstream.train.losses import Agreement
 from slipstream.train.parameters import RandomSource, Trainable
 from slipstream.train.plan import RunPlan
 from slipstream.train.sequences import Sequences
 from slipstream.train.target import Target
-from slipstream.train.vocabulary import DraftVocabulary
+from slipstream.train.vocabulary import DraftVocabulary, most_frequent
 
 # A new kind is one file and one line here.
 RECIPES = {
@@ -32,7 +33,10 @@ RECIPES = {
     "pard": "recipe_pard.PardRecipe",
 }
 
+LAYER_OPTIONS = frozenset({"num_heads", "num_kv_heads", "head_dim", "intermediate_size"})
+
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound=HeadCheckpoint)
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +53,7 @@ class BatchLoss:
     accuracy: Tensor
 
 
-class Recipe(ABC):
+class Recipe(ABC, Generic[Config]):
     """A drafter in training.
 
     Args:
@@ -60,6 +64,8 @@ class Recipe(ABC):
         OPTIONS: the fields of `DrafterOptions` and `LOSS_OPTIONS` that the kind reads.
         METHOD: its name in `speculative_config`.
         NUM_DRAFT_TOKENS, LEARNING_RATE, DECAY: defaults of the settings.
+        config_json: the content of its config.json.
+        config: what is read from that.
         trained: its parameters.
         vocabulary: what it drafts.
         stream_layers: layers of the target whose streams it reads; see `Decoder`.
@@ -78,11 +84,13 @@ class Recipe(ABC):
         sequences: Sequences,
         initial: TensorSource | None = None,
     ) -> None:
-        del sequences
-        settings = plan.settings
+        settings, vocab_size = plan.settings, plan.shape.vocab_size
         self.plan = plan
+        self.config_json, self.config = self.configure(plan)
         self.trained = Trainable(initial or RandomSource(target.device, settings.seed))
-        self.vocabulary = DraftVocabulary(None, target.config.vocab_size)
+        kept = plan.target.eos_token_ids
+        chosen = most_frequent(sequences, self.draft_vocab_size(plan), vocab_size, kept)
+        self.vocabulary = DraftVocabulary(chosen, vocab_size, target.device)
         self.stream_layers: tuple[int, ...] = ()
         self.num_draft_tokens = plan.num_draft_tokens
         self.decay = settings.place_decay or self.DECAY
@@ -91,8 +99,16 @@ class Recipe(ABC):
 
     @classmethod
     @abstractmethod
-    def check(cls, plan: RunPlan) -> None:
-        """Raise UsageError for settings that no drafter of this kind can have."""
+    def configure(cls, plan: RunPlan) -> tuple[dict[str, Any], Config]:
+        """config.json, and what the network is built from.
+
+        Raises UsageError for settings that no drafter of this kind can have.
+        """
+
+    @classmethod
+    def draft_vocab_size(cls, plan: RunPlan) -> int | None:
+        """The number of tokens that it drafts; None for all."""
+        return plan.settings.options.draft_vocab_size
 
     @abstractmethod
     def training_loss(self, batch: Batch, generator: torch.Generator) -> BatchLoss:
@@ -102,18 +118,23 @@ class Recipe(ABC):
     def evaluate(self, batch: Batch) -> tuple[list[Agreement], Tensor]:
         """The positions of drafts that start after every token, and the drafts' weights [N]."""
 
-    @abstractmethod
+    def published(self) -> dict[str, Tensor]:
+        """The tensors of the export by their published names."""
+        named = {name.removeprefix("model."): tensor for name, tensor in self.trained.named()}
+        return named | self.vocabulary.published()
+
     def export(self, folder: Path, dtype: torch.dtype) -> None:
         """Write config.json and weights as the engine, and others, load them."""
+        write_checkpoint(folder, self.config_json, self.published(), dtype)
 
 
-def recipe_class(kind: str) -> type[Recipe]:
+def recipe_class(kind: str) -> type[Recipe[Any]]:
     """Raises UsageError for an unknown kind."""
     name = RECIPES.get(kind.replace("_", "-"))
     if name is None:
         raise UsageError(f"there is no recipe for {kind!r}; there are {', '.join(RECIPES)}")
     module, _, recipe = name.partition(".")
-    return cast(type[Recipe], getattr(import_module(f"slipstream.train.{module}"), recipe))
+    return cast(type[Recipe[Any]], getattr(import_module(f"slipstream.train.{module}"), recipe))
 
 
 def planned_checkpoint(kind: type[AnyCheckpoint], config: dict[str, Any]) -> AnyCheckpoint:
@@ -121,3 +142,21 @@ def planned_checkpoint(kind: type[AnyCheckpoint], config: dict[str, Any]) -> Any
     checkpoint = kind(Path("drafter in training"))
     vars(checkpoint)["config"] = config  # where the cached property keeps its value
     return checkpoint
+
+
+def layer_config(plan: RunPlan) -> dict[str, Any]:
+    """Keys of config.json for a head whose layers by default have the shape of the target's."""
+    options, shape = plan.settings.options, plan.shape
+    return {
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": options.intermediate_size or shape.intermediate_size,
+        "num_attention_heads": options.num_heads or shape.num_heads,
+        "num_key_value_heads": options.num_kv_heads or shape.num_kv_heads,
+        "head_dim": options.head_dim or shape.head_dim,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope.theta,
+        "tie_word_embeddings": False,
+        "vocab_size": shape.vocab_size,
+    }

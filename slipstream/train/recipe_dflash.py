@@ -7,7 +7,6 @@ exp(-(j - 1) / g).
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.train.batches import Batch
 from slipstream.train.chain import ChainRecipe, DraftPosition
 from slipstream.train.dense import DENSE, DenseContext
-from slipstream.train.files import write_checkpoint
 from slipstream.train.plan import RunPlan
-from slipstream.train.recipe import planned_checkpoint
+from slipstream.train.recipe import LAYER_OPTIONS, layer_config, planned_checkpoint
 from slipstream.train.recipe_eagle3 import usual_layers
 from slipstream.train.sequences import Sequences
 from slipstream.train.target import Target
@@ -32,21 +30,10 @@ _LAYERS = 4
 _BLOCKS = 16  # of a sequence, trained in one pass
 
 
-class DFlashRecipe(ChainRecipe):
+class DFlashRecipe(ChainRecipe[DFlashConfig]):
     """A drafter in training; see `Recipe`."""
 
-    OPTIONS = frozenset(
-        {
-            "aux_layers",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "intermediate_size",
-            "mask_token",
-            "place_decay",
-        }
-    )
+    OPTIONS = LAYER_OPTIONS | {"aux_layers", "num_layers", "mask_token", "place_decay"}
     METHOD = "dflash"
     NUM_DRAFT_TOKENS = 7
     LEARNING_RATE = 6e-4
@@ -55,17 +42,19 @@ class DFlashRecipe(ChainRecipe):
         super().__init__(plan, target, sequences)
         # g is 4 for blocks of 8 and 7 for blocks of 16.
         self.decay = plan.settings.place_decay or math.exp(-2 / (self.num_draft_tokens + 1))
-        self.config, planned = _plan(plan)
-        self._mask_token, self._num_layers = planned.mask_token, planned.layers.num_layers
-        self.stream_layers = planned.stream_layers(target.config.num_layers)
+        self.stream_layers = self.config.stream_layers(target.config.num_layers)
         width = target.config.hidden_size
-        self.network = DFlashNetwork(DENSE, self.trained, planned, width, self.load)
+        self.network = DFlashNetwork(DENSE, self.trained, self.config, width, self.load)
         self.network.share(target.network.embedding, target.network.head)
         self.trained.put("norm.weight", target.network.norm.weight)
 
     @classmethod
-    def check(cls, plan: RunPlan) -> None:
-        _plan(plan)
+    def configure(cls, plan: RunPlan) -> tuple[dict[str, Any], DFlashConfig]:
+        config = _drafter_config(plan)
+        planned = read_dflash_config(planned_checkpoint(HeadCheckpoint, config))
+        if problems := planned.problems(plan.shape):
+            raise UsageError(f"such a drafter does not fit this target: {'; '.join(problems)}")
+        return config, planned
 
     def positions(
         self, batch: Batch, generator: torch.Generator | None = None
@@ -83,7 +72,7 @@ class DFlashRecipe(ChainRecipe):
         """Slots 1 on of the blocks that begin at these tokens [A] of every sequence."""
         size, length = batch.shape
         device, width = batch.token_ids.device, self.num_draft_tokens + 1
-        context = DenseContext(size, self._num_layers)
+        context = DenseContext(size, self.config.layers.num_layers)
         tokens = torch.arange(length, device=device)
         streams = [stream.flatten(0, 1) for stream in batch.states.streams]
         features = self.network.context(streams)
@@ -93,26 +82,14 @@ class DFlashRecipe(ChainRecipe):
         own = anchor == anchor.unsqueeze(1)
         mask = torch.cat((tokens < anchor.unsqueeze(1), own), 1)
         rows = context.rows(anchor + slot, mask)
-        ids = torch.where(slot > 0, self._mask_token, batch.token_ids[:, anchor])
+        ids = torch.where(slot > 0, self.config.mask_token, batch.token_ids[:, anchor])
         hidden = self.network(ids.flatten(), rows, context.caches)
         hidden = hidden.view(size, len(anchors), width, -1)
         for position in range(1, width):
             logits = self.network.head(hidden[:, :, position].flatten(0, 1))
-            # Compared with the target's prediction after the token before.
-            yield DraftPosition.at(batch, batch.index(anchors + position - 1), logits)
-
-    def export(self, folder: Path, dtype: torch.dtype) -> None:
-        tensors = {name.removeprefix("model."): value for name, value in self.trained.named()}
-        write_checkpoint(folder, self.config, tensors, dtype)
-
-
-def _plan(plan: RunPlan) -> tuple[dict[str, Any], DFlashConfig]:
-    """config.json of a drafter, and what is read from it."""
-    config = _drafter_config(plan)
-    planned = read_dflash_config(planned_checkpoint(HeadCheckpoint, config))
-    if problems := planned.problems(plan.shape):
-        raise UsageError(f"such a drafter does not fit this target: {'; '.join(problems)}")
-    return config, planned
+            index = batch.index(anchors + position - 1)  # of the tokens before
+            weight = batch.weight.flatten()[index]
+            yield DraftPosition(logits, batch.predictions.rows(index), weight)
 
 
 def _drafter_config(plan: RunPlan) -> dict[str, Any]:
@@ -129,18 +106,8 @@ def _drafter_config(plan: RunPlan) -> dict[str, Any]:
             "target_layer_ids": [layer - 1 for layer in entered],
         },
         "num_target_layers": shape.num_layers,
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": options.intermediate_size or shape.intermediate_size,
+        **layer_config(plan),
         "num_hidden_layers": layers,
         "layer_types": ["full_attention"] * layers,
-        "num_attention_heads": options.num_heads or shape.num_heads,
-        "num_key_value_heads": options.num_kv_heads or shape.num_kv_heads,
-        "head_dim": options.head_dim or shape.head_dim,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope.theta,
         "attention_bias": False,
-        "tie_word_embeddings": False,
-        "vocab_size": shape.vocab_size,
     }

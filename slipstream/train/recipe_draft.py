@@ -9,13 +9,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from slipstream.models.decoder_config import DecoderConfig
 from slipstream.train.batches import Batch
 from slipstream.train.chain import ChainRecipe, DraftPosition
 from slipstream.train.language_model import LanguageModelRecipe
 from slipstream.train.losses import Agreement, agreement
 
 
-class DraftRecipe(LanguageModelRecipe, ChainRecipe):
+class DraftRecipe(LanguageModelRecipe, ChainRecipe[DecoderConfig]):
     """A draft model in training; see `Recipe`."""
 
     METHOD = "draft_model"
@@ -31,12 +32,10 @@ class DraftRecipe(LanguageModelRecipe, ChainRecipe):
     ) -> Iterable[DraftPosition]:
         """The first position; later ones are learned as the first ones of later drafts."""
         del generator
-        yield DraftPosition(
-            self.logits(batch), batch.predictions, batch.top_column, batch.weight.flatten()
-        )
+        yield DraftPosition(self.logits(batch), batch.predictions, batch.weight.flatten())
 
     def evaluate(self, batch: Batch) -> tuple[list[Agreement], Tensor]:
-        found = agreement(self.logits(batch), batch.predictions, batch.top_column)
+        found = agreement(self.logits(batch), batch.predictions)
         weight = torch.ones_like(found.greedy)
         positions = []
         for count in range(self.num_draft_tokens):

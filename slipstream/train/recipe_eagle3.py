@@ -7,10 +7,10 @@ SpecForge's heads.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slipstream.core.errors import UsageError
 from slipstream.models.decoder_config import DecoderConfig
@@ -20,57 +20,54 @@ from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.train.batches import Batch
 from slipstream.train.chain import ChainRecipe, DraftPosition, unroll
 from slipstream.train.dense import DENSE
-from slipstream.train.files import write_checkpoint
 from slipstream.train.parameters import Trainable
 from slipstream.train.plan import RunPlan
-from slipstream.train.recipe import planned_checkpoint
+from slipstream.train.recipe import LAYER_OPTIONS, layer_config, planned_checkpoint
 from slipstream.train.sequences import Sequences
 from slipstream.train.target import Target
-from slipstream.train.vocabulary import (
-    DraftVocabulary,
-    choose_vocabulary,
-    require_draft_vocabulary,
-)
+from slipstream.train.vocabulary import DraftVocabulary
 
 _DRAFT_VOCAB_SIZE = 32_000
 
 
-class Eagle3Recipe(ChainRecipe):
+class Eagle3Recipe(ChainRecipe[Eagle3Config]):
     """A head in training; see `Recipe`."""
 
-    OPTIONS = frozenset(
-        {
-            "draft_vocab_size",
-            "share_head",
-            "aux_layers",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "intermediate_size",
-            "norm_before_residual",
-            "norm_output",
-            "place_decay",
-        }
-    )
+    OPTIONS = LAYER_OPTIONS | {
+        "draft_vocab_size",
+        "share_head",
+        "aux_layers",
+        "num_layers",
+        "norm_before_residual",
+        "norm_output",
+        "place_decay",
+    }
     METHOD = "eagle3"
     NUM_DRAFT_TOKENS, DECAY = 5, 0.8
 
     def __init__(self, plan: RunPlan, target: Target, sequences: Sequences) -> None:
         super().__init__(plan, target, sequences)
-        self.config, head = plan_head(plan)
-        size = draft_vocab_size(plan)
-        self.vocabulary = choose_vocabulary(plan, sequences, size, target.device)
-        self.stream_layers = head.stream_layers(target.config.num_layers)
-        self.num_layers = head.layers.num_layers
+        self.stream_layers = self.config.stream_layers(target.config.num_layers)
+        self.num_layers = self.config.layers.num_layers
         width = target.config.hidden_size
-        self.network = Eagle3Head(DENSE, self.trained, head, width, self.load)
+        self.network = Eagle3Head(DENSE, self.trained, self.config, width, self.load)
         self.network.share(target.network.embedding, target.network.head)
         initialise_head(self.trained, target, self.vocabulary)
 
     @classmethod
-    def check(cls, plan: RunPlan) -> None:
-        plan_head(plan)
+    def configure(cls, plan: RunPlan) -> tuple[dict[str, Any], Eagle3Config]:
+        config = head_config(plan)
+        head = read_eagle3_config(planned_checkpoint(HeadCheckpoint, config))
+        head = replace(head, parts=replace(head.parts, head=not plan.settings.options.share_head))
+        require_fit(head, plan.shape)
+        return config, head
+
+    @classmethod
+    def draft_vocab_size(cls, plan: RunPlan) -> int | None:
+        options = plan.settings.options
+        if options.share_head:
+            return None
+        return options.draft_vocab_size or min(_DRAFT_VOCAB_SIZE, plan.shape.vocab_size)
 
     def positions(
         self, batch: Batch, generator: torch.Generator | None = None
@@ -78,49 +75,24 @@ class Eagle3Recipe(ChainRecipe):
         del generator
         return unroll(self.network, self.num_layers, batch, self.num_draft_tokens)
 
-    def export(self, folder: Path, dtype: torch.dtype) -> None:
-        tensors = {published_name(name, self.num_layers): t for name, t in self.trained.named()}
-        write_checkpoint(folder, self.config, tensors | self.vocabulary.published(), dtype)
-
-
-def plan_head(plan: RunPlan) -> tuple[dict[str, Any], Eagle3Config]:
-    """config.json of a head, and what is read from it."""
-    require_draft_vocabulary(plan)
-    config = head_config(plan)
-    head = read_eagle3_config(planned_checkpoint(HeadCheckpoint, config))
-    head = replace(head, parts=replace(head.parts, head=not plan.settings.options.share_head))
-    require_fit(head, plan.shape)
-    return config, head
-
-
-def draft_vocab_size(plan: RunPlan) -> int | None:
-    """The number of tokens that it drafts; None for all, with the target's head."""
-    options = plan.settings.options
-    if options.share_head:
-        return None
-    return options.draft_vocab_size or min(_DRAFT_VOCAB_SIZE, plan.shape.vocab_size)
+    def published(self) -> dict[str, Tensor]:
+        """As published: heads of one layer call it `midlayer`."""
+        tensors = super().published()
+        if self.num_layers > 1:
+            return tensors
+        return {name.replace("layers.0.", "midlayer.", 1): t for name, t in tensors.items()}
 
 
 def head_config(plan: RunPlan) -> dict[str, Any]:
-    """config.json of a head, whose layer has by default the shape of the target's."""
+    """config.json of a head."""
     options, shape = plan.settings.options, plan.shape
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden_size,
+        **layer_config(plan),
         "target_hidden_size": shape.hidden_size,
-        "intermediate_size": options.intermediate_size or shape.intermediate_size,
         "num_hidden_layers": options.num_layers or 1,
-        "num_attention_heads": options.num_heads or shape.num_heads,
-        "num_key_value_heads": options.num_kv_heads or shape.num_kv_heads,
-        "head_dim": options.head_dim or shape.head_dim,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope.theta,
-        "vocab_size": shape.vocab_size,
-        "draft_vocab_size": draft_vocab_size(plan) or shape.vocab_size,
-        "tie_word_embeddings": False,
+        "draft_vocab_size": Eagle3Recipe.draft_vocab_size(plan) or shape.vocab_size,
         "bias": False,
         "eagle_aux_hidden_state_layer_ids": list(
             options.aux_layers or usual_layers(shape.num_layers)
@@ -157,12 +129,6 @@ def usual_layers(num_layers: int) -> tuple[int, ...]:
         return usual
     spread = {max(1, num_layers // 3), max(1, 2 * num_layers // 3), num_layers}
     return tuple(sorted(spread))
-
-
-def published_name(name: str, num_layers: int) -> str:
-    """A tensor's name in exports: heads of one layer call it `midlayer`."""
-    name = name.removeprefix("model.")
-    return name.replace("layers.0.", "midlayer.", 1) if num_layers == 1 else name
 
 
 def require_fit(head: Eagle3Config, target: DecoderConfig) -> None:

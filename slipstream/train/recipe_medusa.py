@@ -5,23 +5,22 @@ the target's lm_head after a layer that adds nothing, and its loss counts 0.8^i.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from slipstream.speculative.medusa.checkpoint import TOKEN_MAP, MedusaShape
 from slipstream.speculative.medusa.network import MedusaHeads
 from slipstream.train.batches import Batch
 from slipstream.train.chain import ChainRecipe, DraftPosition
 from slipstream.train.dense import DENSE
-from slipstream.train.files import write_checkpoint
 from slipstream.train.plan import RunPlan
 from slipstream.train.sequences import Sequences
 from slipstream.train.target import Target
-from slipstream.train.vocabulary import choose_vocabulary, require_draft_vocabulary
 
 
-class MedusaRecipe(ChainRecipe):
+class MedusaRecipe(ChainRecipe[None]):
     """Heads in training; see `Recipe`."""
 
     OPTIONS = frozenset({"draft_vocab_size", "share_head", "num_layers", "place_decay"})
@@ -31,9 +30,7 @@ class MedusaRecipe(ChainRecipe):
     def __init__(self, plan: RunPlan, target: Target, sequences: Sequences) -> None:
         super().__init__(plan, target, sequences)
         options, heads = plan.settings.options, plan.num_draft_tokens
-        size = options.draft_vocab_size
-        self.vocabulary = choose_vocabulary(plan, sequences, size, target.device)
-        self._shape = MedusaShape(
+        shape = MedusaShape(
             num_heads=heads,
             num_layers=options.num_layers or 1,
             hidden_size=target.config.hidden_size,
@@ -44,7 +41,7 @@ class MedusaRecipe(ChainRecipe):
             num_legal_tokens=self.vocabulary.size,
             vocabulary=self.vocabulary.token_ids,
         )
-        self.network = MedusaHeads(DENSE, self.trained, self._shape, self.load)
+        self.network = MedusaHeads(DENSE, self.trained, shape, self.load)
         self.network.share(target.network.embedding, target.network.head)
         rows = self.vocabulary.rows(target.network.head.weight)
         for name, tensor in self.trained.named():
@@ -54,8 +51,21 @@ class MedusaRecipe(ChainRecipe):
                 tensor.zero_()
 
     @classmethod
-    def check(cls, plan: RunPlan) -> None:
-        require_draft_vocabulary(plan)
+    def configure(cls, plan: RunPlan) -> tuple[dict[str, Any], None]:
+        """Without a shape to read: that depends on the vocabulary, which the data choose."""
+        config: dict[str, Any] = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": plan.shape.hidden_size,
+            "vocab_size": plan.shape.vocab_size,
+            "num_heads": plan.num_draft_tokens,
+            "num_hidden_layers": plan.settings.options.num_layers or 1,
+            "medusa_fc_bias": True,
+        }
+        size = cls.draft_vocab_size(plan)
+        if size not in (None, plan.shape.vocab_size):
+            config["truncated_vocab_size"] = size
+        return config, None
 
     def positions(
         self, batch: Batch, generator: torch.Generator | None = None
@@ -70,20 +80,10 @@ class MedusaRecipe(ChainRecipe):
             # The draft starts after the target's own next token.
             index = row.add(head + 1).clamp_max(len(row) - 1)
             weight = batch.shifted(batch.weight.flatten(), head + 1)
-            yield DraftPosition.at(batch, index, logits, weight)
+            yield DraftPosition(logits, batch.predictions.rows(index), weight)
 
-    def export(self, folder: Path, dtype: torch.dtype) -> None:
-        config = {
-            "architectures": ["MedusaModel"],
-            "model_type": "medusa",
-            "hidden_size": self._shape.hidden_size,
-            "vocab_size": self.plan.shape.vocab_size,
-            "num_heads": self._shape.num_heads,
-            "num_hidden_layers": self._shape.num_layers,
-            "medusa_fc_bias": True,
-        }
+    def published(self) -> dict[str, Tensor]:
         tensors = dict(self.trained.named())
         if self.vocabulary.token_ids is not None:
             tensors[TOKEN_MAP] = self.vocabulary.token_ids
-            config["truncated_vocab_size"] = self.vocabulary.size
-        write_checkpoint(folder, config, tensors, dtype)
+        return tensors

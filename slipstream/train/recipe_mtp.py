@@ -7,10 +7,10 @@ Exports have the form of the speculators library, which other engines read for d
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slipstream.speculative.mtp.checkpoint import MtpCheckpoint
 from slipstream.speculative.mtp.config import MtpConfig, read_mtp_config
@@ -18,7 +18,6 @@ from slipstream.speculative.mtp.network import MtpHead
 from slipstream.train.batches import Batch
 from slipstream.train.chain import ChainRecipe, DraftPosition, unroll
 from slipstream.train.dense import DENSE
-from slipstream.train.files import write_checkpoint
 from slipstream.train.plan import RunPlan
 from slipstream.train.recipe import planned_checkpoint
 from slipstream.train.sequences import Sequences
@@ -33,7 +32,7 @@ _SIZES = {
 }
 
 
-class MtpRecipe(ChainRecipe):
+class MtpRecipe(ChainRecipe[MtpConfig]):
     """A module in training; see `Recipe`."""
 
     OPTIONS = frozenset({*_SIZES.values(), "place_decay"})
@@ -42,20 +41,19 @@ class MtpRecipe(ChainRecipe):
 
     def __init__(self, plan: RunPlan, target: Target, sequences: Sequences) -> None:
         super().__init__(plan, target, sequences)
-        self.config, planned = _plan(plan)
-        self._style = planned.style
-        plain = replace(planned, style=planned.style.plain)
+        style, names = self.config.style, self.config.modules[0]
+        plain = replace(self.config, style=style.plain)
         self.network = MtpHead(DENSE, self.trained, plain, self.load)
         self.network.share(target.network.embedding, target.network.head)
-        names = planned.modules[0]
         self.trained.put(f"{names.final_norm}.weight", target.network.norm.weight)
         # The module starts by repeating the target's hidden state of the token before.
-        start = 0 if planned.style.feature_first else target.config.hidden_size
+        start = 0 if style.feature_first else target.config.hidden_size
         self.trained.add_identity(f"{names.projection}.weight", start)
 
     @classmethod
-    def check(cls, plan: RunPlan) -> None:
-        _plan(plan)
+    def configure(cls, plan: RunPlan) -> tuple[dict[str, Any], MtpConfig]:
+        config = _module_config(plan)
+        return config, read_mtp_config(planned_checkpoint(MtpCheckpoint, config))
 
     def positions(
         self, batch: Batch, generator: torch.Generator | None = None
@@ -63,15 +61,8 @@ class MtpRecipe(ChainRecipe):
         del generator
         return unroll(self.network, 1, batch, self.num_draft_tokens)
 
-    def export(self, folder: Path, dtype: torch.dtype) -> None:
-        tensors = dict(self._style.published(*named) for named in self.trained.named())
-        write_checkpoint(folder, self.config, tensors, dtype)
-
-
-def _plan(plan: RunPlan) -> tuple[dict[str, Any], MtpConfig]:
-    """config.json of a module, and what is read from it."""
-    config = _module_config(plan)
-    return config, read_mtp_config(planned_checkpoint(MtpCheckpoint, config))
+    def published(self) -> dict[str, Tensor]:
+        return dict(self.config.style.published(*named) for named in self.trained.named())
 
 
 def _module_config(plan: RunPlan) -> dict[str, Any]:

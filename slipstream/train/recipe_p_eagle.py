@@ -4,7 +4,6 @@ A mask row takes the mask token's embedding, and a learned vector in place of th
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,29 +13,23 @@ from slipstream.speculative.heads.checkpoint import MASK_HIDDEN, HeadCheckpoint
 from slipstream.speculative.p_eagle.network import PEagleConfig, PEagleHead, read_p_eagle_config
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DENSE, DenseContext
-from slipstream.train.files import write_checkpoint
 from slipstream.train.parallel import ParallelRecipe, ParallelRows
 from slipstream.train.plan import RunPlan
 from slipstream.train.recipe import planned_checkpoint
 from slipstream.train.recipe_eagle3 import (
     Eagle3Recipe,
-    draft_vocab_size,
     head_config,
     initialise_head,
     require_fit,
 )
 from slipstream.train.sequences import Sequences
 from slipstream.train.target import Target
-from slipstream.train.vocabulary import (
-    choose_vocabulary,
-    mask_token_of_head,
-    require_draft_vocabulary,
-)
+from slipstream.train.vocabulary import mask_token_of_head
 
 _LAYERS = 4
 
 
-class PEagleRecipe(ParallelRecipe):
+class PEagleRecipe(ParallelRecipe[PEagleConfig]):
     """A head in training; see `Recipe`."""
 
     OPTIONS = Eagle3Recipe.OPTIONS | {"mask_token", "share_embedding", "drop_rate"}
@@ -46,14 +39,10 @@ class PEagleRecipe(ParallelRecipe):
 
     def __init__(self, plan: RunPlan, target: Target, sequences: Sequences) -> None:
         super().__init__(plan, target, sequences)
-        self.config, planned = _plan(plan)
-        size = draft_vocab_size(plan)
-        self.vocabulary = choose_vocabulary(plan, sequences, size, target.device)
-        self.mask_token = self.config["mask_token_id"]
-        self.stream_layers = planned.stream_layers(target.config.num_layers)
-        self._num_layers = planned.layers.num_layers
+        self.mask_token = self.config_json["mask_token_id"]
+        self.stream_layers = self.config.stream_layers(target.config.num_layers)
         width = target.config.hidden_size
-        self.network = PEagleHead(DENSE, self.trained, planned, width, self.load)
+        self.network = PEagleHead(DENSE, self.trained, self.config, width, self.load)
         # `share` must not find the target's numbers in the head's own embedding yet.
         self.network.share(target.network.embedding, target.network.head)
         initialise_head(self.trained, target, self.vocabulary)
@@ -62,8 +51,25 @@ class PEagleRecipe(ParallelRecipe):
         self.trained.put(MASK_HIDDEN, torch.randn(size, generator=generator) * 0.02)
 
     @classmethod
-    def check(cls, plan: RunPlan) -> None:
-        _plan(plan)
+    def configure(cls, plan: RunPlan) -> tuple[dict[str, Any], PEagleConfig]:
+        options = plan.settings.options
+        config = {
+            **head_config(plan),
+            "architectures": ["PEagleDraftModel"],
+            "num_hidden_layers": options.num_layers or _LAYERS,
+            "mask_token_id": mask_token_of_head(plan),
+            "num_depths": plan.num_draft_tokens,
+        }
+        planned = read_p_eagle_config(planned_checkpoint(HeadCheckpoint, config))
+        shared, own_embedding = bool(options.share_head), not options.share_embedding
+        parts = replace(planned.parts, head=not shared, embedding=own_embedding)
+        planned = replace(planned, parts=parts)
+        require_fit(planned, plan.shape)
+        return config, planned
+
+    @classmethod
+    def draft_vocab_size(cls, plan: RunPlan) -> int | None:
+        return Eagle3Recipe.draft_vocab_size(plan)
 
     def logits(self, batch: Batch, rows: ParallelRows) -> Tensor:
         size, is_mask = len(batch.token_ids), rows.depth > 0
@@ -77,31 +83,11 @@ class PEagleRecipe(ParallelRecipe):
         masks = self.network.mask_feature().expand(size, len(is_mask) - known, -1)
         features = torch.cat((features.view(size, known, -1), masks.to(features.dtype)), 1)
         ids = torch.where(is_mask, self.mask_token, batch.token_ids[:, rows.anchor])
-        context = DenseContext(size, self._num_layers)
+        context = DenseContext(size, self.config.layers.num_layers)
         inputs = context.rows(rows.positions, rows.mask)
         normed, _ = self.network(ids.flatten(), features.flatten(0, 1), inputs, context.caches)
         return self.network.head(normed).view(size, len(is_mask), -1)
 
-    def export(self, folder: Path, dtype: torch.dtype) -> None:
-        tensors = {name.removeprefix("model."): value for name, value in self.trained.named()}
-        tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN].view(1, 1, -1)
-        write_checkpoint(folder, self.config, tensors | self.vocabulary.published(), dtype)
-
-
-def _plan(plan: RunPlan) -> tuple[dict[str, Any], PEagleConfig]:
-    """config.json of a head, and what is read from it."""
-    require_draft_vocabulary(plan)
-    options = plan.settings.options
-    config = {
-        **head_config(plan),
-        "architectures": ["PEagleDraftModel"],
-        "num_hidden_layers": options.num_layers or _LAYERS,
-        "mask_token_id": mask_token_of_head(plan),
-        "num_depths": plan.num_draft_tokens,
-    }
-    planned = read_p_eagle_config(planned_checkpoint(HeadCheckpoint, config))
-    shared, own_embedding = bool(options.share_head), not options.share_embedding
-    parts = replace(planned.parts, head=not shared, embedding=own_embedding)
-    planned = replace(planned, parts=parts)
-    require_fit(planned, plan.shape)
-    return config, planned
+    def published(self) -> dict[str, Tensor]:
+        tensors = super().published()
+        return {**tensors, MASK_HIDDEN: tensors[MASK_HIDDEN].view(1, 1, -1)}

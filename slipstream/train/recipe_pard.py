@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.models.decoder_config import DecoderConfig
 from slipstream.train.batches import Batch
 from slipstream.train.language_model import SHAPE_OPTIONS, LanguageModelRecipe, initial_checkpoint
 from slipstream.train.parallel import ParallelRecipe, ParallelRows
 from slipstream.train.plan import RunPlan
-from slipstream.train.vocabulary import first_unused_id, require_mask_token
+from slipstream.train.vocabulary import choose_mask_token
 
 _ROWS = 8  # a vocabulary grows by a multiple of this, which kernels prefer
 
 
-class PardRecipe(LanguageModelRecipe, ParallelRecipe):
+class PardRecipe(LanguageModelRecipe, ParallelRecipe[DecoderConfig]):
     """A parallel draft model in training; see `Recipe`."""
 
     OPTIONS = SHAPE_OPTIONS | {"mask_token", "place_decay", "drop_rate"}
@@ -28,7 +29,7 @@ class PardRecipe(LanguageModelRecipe, ParallelRecipe):
 
     @classmethod
     def changes(cls, plan: RunPlan) -> Mapping[str, Any]:
-        mask_token, num_rows = choose_mask_token(plan)
+        mask_token, num_rows = mask_token_and_rows(plan)
         return {
             "pard_token": mask_token,
             "spd_type": "pard",
@@ -38,7 +39,7 @@ class PardRecipe(LanguageModelRecipe, ParallelRecipe):
 
     @property
     def mask_token(self) -> int:
-        return int(self.config["pard_token"])
+        return int(self.config_json["pard_token"])
 
     def logits(self, batch: Batch, rows: ParallelRows) -> Tensor:
         ids = batch.token_ids[:, rows.anchor]
@@ -46,21 +47,17 @@ class PardRecipe(LanguageModelRecipe, ParallelRecipe):
         return self.next_logits(ids, rows.positions, rows.mask).view(*ids.shape, -1)
 
 
-def choose_mask_token(plan: RunPlan) -> tuple[int, int]:
+def mask_token_and_rows(plan: RunPlan) -> tuple[int, int]:
     """(the id of the mask token, rows of the drafter's embedding).
 
     The id is that of `--mask-token`, else of `--init`, else the first unused one. If all are used,
     the drafter gets some rows more than the target.
     """
-    size, token = plan.shape.vocab_size, plan.settings.options.mask_token
-    init = initial_checkpoint(plan)
+    size, init = plan.shape.vocab_size, initial_checkpoint(plan)
     if init is not None:
         size = max(size, int(init.config.get("vocab_size", 0)))
         stated = init.config.get("pard_token")
-        if token is None and isinstance(stated, int):
+        if plan.settings.options.mask_token is None and isinstance(stated, int):
             return stated, size
-    if token is not None:
-        require_mask_token(token, size)
-    else:
-        token = first_unused_id(plan, size)
+    token = choose_mask_token(plan, size)
     return token, size if token < size else size + _ROWS

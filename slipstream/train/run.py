@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from slipstream.runner.capability import choose_device, training_dtype
 from slipstream.train.batches import Batches, FeatureSource, OnlineFeatures
 from slipstream.train.card import write_card
 from slipstream.train.data import Data
-from slipstream.train.features import DiskFeatures, capture, count_that_fits
+from slipstream.train.features import DiskFeatures, count_that_fits
 from slipstream.train.losses import ChainAcceptance
 from slipstream.train.metrics import MetricsLog
 from slipstream.train.plan import WORK, RunPlan, make_writable, require_unused
@@ -25,6 +26,7 @@ from slipstream.train.settings import TrainSettings
 from slipstream.train.state import StateFile
 from slipstream.train.target import Target, load_target
 from slipstream.train.trainer import OnReport, StopRequests, Trainer, no_stop_requests
+from slipstream.train.vocabulary import require_draft_vocabulary
 
 _DATA, _ANSWERS, _FEATURES = "sequences.safetensors", "answers.jsonl", "features"
 _MAX_VALIDATION = 256  # sequences; more would hardly change the figures
@@ -40,15 +42,12 @@ class Trained:
 
     Attributes:
         recipe: the drafter with its parameters.
-        plots: the curves; empty without matplotlib.
         seconds: of the whole run, since it was last started.
     """
 
-    recipe: Recipe
+    recipe: Recipe[Any]
     folder: Path
     acceptance: ChainAcceptance
-    num_parameters: int
-    plots: tuple[Path, ...]
     seconds: float
 
 
@@ -86,32 +85,25 @@ def run_training(
     recipe = recipe_kind(plan, target, training)
     features = _training_features(plan, recipe, target, training, progress_bar)
     metrics = MetricsLog(settings.out)
+    held_out = OnlineFeatures(validation, target, recipe.stream_layers)
+    size, seed = settings.batch_size, settings.seed
     trainer = Trainer(
         plan,
         recipe,
-        _batches(plan, recipe, target, features),
-        _batches(plan, recipe, target, OnlineFeatures(validation, target, recipe.stream_layers)),
+        Batches(features, target, recipe.vocabulary, size, seed),
+        Batches(held_out, target, recipe.vocabulary, size, seed),
         StateFile(work, {**fingerprint, "sequences": features.sequences.digest}),
         metrics,
         on_report,
     )
     acceptance = trainer.train(stop_requests)
     recipe.export(settings.out, plan.target.weights_dtype or torch.bfloat16)
-    num_parameters = sum(parameter.tensor.numel() for parameter in recipe.trained.parameters)
-    write_card(
-        settings,
-        recipe.METHOD,
-        command,
-        num_parameters,
-        acceptance,
-        metrics,
-        trainer.tokens_per_step,
-    )
-    seconds = time.perf_counter() - began
-    return Trained(recipe, settings.out, acceptance, num_parameters, metrics.draw(), seconds)
+    write_card(recipe, command, acceptance, metrics, trainer.tokens_per_step)
+    metrics.draw()
+    return Trained(recipe, settings.out, acceptance, time.perf_counter() - began)
 
 
-def make_plan(settings: TrainSettings, recipe: type[Recipe]) -> tuple[RunPlan, Data]:
+def make_plan(settings: TrainSettings, recipe: type[Recipe[Any]]) -> tuple[RunPlan, Data]:
     """The plan of a run and its data, checked as far as that is cheap.
 
     Raises:
@@ -140,14 +132,15 @@ def make_plan(settings: TrainSettings, recipe: type[Recipe]) -> tuple[RunPlan, D
             f"sequences of {plan.length} tokens have no room for drafts of "
             f"{plan.num_draft_tokens}; raise --max-length, or lower --num-speculative-tokens"
         )
-    recipe.check(plan)
+    require_draft_vocabulary(plan)
+    recipe.configure(plan)
     data.require_enough()
     return plan, data
 
 
 def _training_features(
     plan: RunPlan,
-    recipe: Recipe,
+    recipe: Recipe[Any],
     target: Target,
     sequences: Sequences,
     progress_bar: ProgressBar,
@@ -162,10 +155,4 @@ def _training_features(
     count = count_that_fits(sequences, target, len(layers), settings.max_feature_gb or _FEATURE_GB)
     sequences, folder = sequences.at(slice(count)), settings.out / WORK / _FEATURES
     with progress_bar("capturing features", count, "sequences") as progress:
-        capture(folder, sequences, target, layers, settings.batch_size, progress)
-    return DiskFeatures(folder, sequences, target, layers)
-
-
-def _batches(plan: RunPlan, recipe: Recipe, target: Target, source: FeatureSource) -> Batches:
-    settings = plan.settings
-    return Batches(source, target, recipe.vocabulary, settings.batch_size, settings.seed)
+        return DiskFeatures(folder, sequences, target, layers, settings.batch_size, progress)

@@ -97,16 +97,9 @@ class Sequences:
 
 
 def encode(entries: Iterable[Entry], tokenizer: Tokenizer) -> Iterator[Document]:
-    """Tokenize; in conversations only the assistant's messages are learned.
-
-    Raises UsageError for a prompt without an answer.
-    """
+    """Tokenize; in conversations only the assistant's messages are learned."""
     template = ChatTemplate(tokenizer)
     for entry in entries:
-        if entry.wants_answer:
-            raise UsageError(
-                "the text holds prompts without answers; --generate lets the target answer them"
-            )
         if entry.messages:
             yield _conversation(entry, tokenizer, template)
         else:

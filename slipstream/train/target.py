@@ -13,6 +13,7 @@ from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import CheckpointSource
 from slipstream.models.precision import in_precision
 from slipstream.train.dense import DENSE, DenseContext
+from slipstream.train.vocabulary import DraftVocabulary
 
 # Rows whose logits over the whole vocabulary are in memory at once.
 _ROWS_AT_ONCE = 4096
@@ -33,20 +34,20 @@ class TargetStates:
 
 @dataclass(frozen=True, eq=False)
 class TargetDistribution:
-    """The target's prediction of the next token after each of N rows.
+    """The target's prediction of the next token after each of N rows, in the draft vocabulary.
 
     Attributes:
-        top_token: [N] int64, the likeliest of all tokens.
-        logits: [N, Vd] in the target's dtype, over the draft vocabulary.
+        top: [N] int64, the column of the likeliest of all tokens; -1 if the vocabulary lacks it.
+        logits: [N, Vd] in the target's dtype.
         logsumexp: [N] float32, over the logits of all tokens.
     """
 
-    top_token: Tensor
+    top: Tensor
     logits: Tensor
     logsumexp: Tensor
 
     def rows(self, index: Tensor) -> "TargetDistribution":
-        return TargetDistribution(self.top_token[index], self.logits[index], self.logsumexp[index])
+        return TargetDistribution(self.top[index], self.logits[index], self.logsumexp[index])
 
 
 class Target:
@@ -77,10 +78,10 @@ class Target:
         return TargetStates(hidden.view(shape), tuple(stream.view(shape) for stream in streams))
 
     @torch.no_grad()
-    def distribution(self, hidden: Tensor, token_ids: Tensor | None) -> TargetDistribution:
-        """Predictions from hidden states [N, H], over a draft vocabulary [Vd] or all tokens."""
+    def distribution(self, hidden: Tensor, vocabulary: DraftVocabulary) -> TargetDistribution:
+        """Predictions from hidden states [N, H]."""
         top, kept, totals = [], [], []
-        weight = self.network.head.weight
+        weight, token_ids = self.network.head.weight, vocabulary.token_ids
         for rows in torch.split(hidden, _ROWS_AT_ONCE):
             with torch.autocast(self.device.type, enabled=False):
                 logits = weight.logits(rows)
@@ -88,7 +89,9 @@ class Target:
             chosen = logits if token_ids is None else logits[:, token_ids]
             kept.append(chosen.to(self.dtype))
             totals.append(logits.logsumexp(-1))
-        return TargetDistribution(torch.cat(top), torch.cat(kept), torch.cat(totals))
+        return TargetDistribution(
+            vocabulary.columns(torch.cat(top)), torch.cat(kept), torch.cat(totals)
+        )
 
 
 def load_target(

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ class Trainer:
     def __init__(
         self,
         plan: RunPlan,
-        recipe: Recipe,
+        recipe: Recipe[Any],
         training: Batches,
         validation: Batches,
         state: StateFile,
@@ -159,7 +160,8 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self) -> ChainAcceptance:
-        found = ChainAcceptance.none(self._plan.num_draft_tokens)
+        nothing = [0.0] * self._plan.num_draft_tokens
+        found = ChainAcceptance(0.0, [*nothing], nothing)
         for batch in self._validation.in_order():
             with self._precision():
                 positions, weight = self._recipe.evaluate(batch)

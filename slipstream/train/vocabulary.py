@@ -19,7 +19,10 @@ class DraftVocabulary:
         token_ids: [Vd] int64, ascending; None: all tokens.
     """
 
-    def __init__(self, token_ids: Tensor | None, vocab_size: int) -> None:
+    def __init__(
+        self, token_ids: Tensor | None, vocab_size: int, device: torch.device | None = None
+    ) -> None:
+        token_ids = None if token_ids is None else token_ids.to(device)
         self.token_ids = token_ids
         self.size = vocab_size if token_ids is None else len(token_ids)
         self._column: Tensor | None = None
@@ -66,15 +69,6 @@ def require_draft_vocabulary(plan: RunPlan) -> None:
         )
 
 
-def choose_vocabulary(
-    plan: RunPlan, sequences: Sequences, size: int | None, device: torch.device
-) -> DraftVocabulary:
-    """The `size` most frequent tokens of the data and the end tokens; None: all tokens."""
-    vocab_size = plan.shape.vocab_size
-    chosen = most_frequent(sequences, size, vocab_size, plan.target.eos_token_ids)
-    return DraftVocabulary(None if chosen is None else chosen.to(device), vocab_size)
-
-
 def most_frequent(
     sequences: Sequences, size: int | None, vocab_size: int, kept: Sequence[int]
 ) -> Tensor | None:
@@ -92,27 +86,24 @@ def most_frequent(
     return order[:size].sort().values
 
 
-def mask_token_of_head(plan: RunPlan) -> int:
-    """`--mask-token`, else the first unused id, else the last id.
-
-    A head can share the id with a token, because a mask row also has another feature.
-    """
-    token, size = plan.settings.options.mask_token, plan.shape.vocab_size
+def choose_mask_token(plan: RunPlan, vocab_size: int) -> int:
+    """`--mask-token`, else the first id after those of all tokens, which may be `vocab_size`."""
+    token, path = plan.settings.options.mask_token, plan.target.path
     if token is not None:
-        require_mask_token(token, size)
+        if not 0 <= token < vocab_size:
+            raise UsageError(
+                f"--mask-token {token} is none of the {vocab_size} ids of the vocabulary"
+            )
         return token
-    return min(size - 1, first_unused_id(plan, size))
-
-
-def first_unused_id(plan: RunPlan, vocab_size: int) -> int:
-    """The id after those of all tokens of the target; without a tokenizer, `vocab_size`."""
-    path = plan.target.path
     if not (path / "tokenizer.json").is_file():
         return vocab_size
     return max(Tokenizer(path).vocabulary().values()) + 1
 
 
-def require_mask_token(token: int, vocab_size: int) -> None:
-    """Raise UsageError for an id outside the vocabulary."""
-    if not 0 <= token < vocab_size:
-        raise UsageError(f"--mask-token {token} is none of the {vocab_size} ids of the vocabulary")
+def mask_token_of_head(plan: RunPlan) -> int:
+    """The id that a head uses as mask.
+
+    It may be that of a token, because a mask row also has another feature.
+    """
+    size = plan.shape.vocab_size
+    return min(size - 1, choose_mask_token(plan, size))

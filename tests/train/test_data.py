@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from slipstream import LLM
-from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.errors import UsageError
 from slipstream.core.outputs import RequestOutput
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.train.features import DiskFeatures, capture, count_that_fits
+from slipstream.train.features import DiskFeatures, count_that_fits
 from slipstream.train.plan import WORK
 from slipstream.train.run import run_training
 from slipstream.train.sequences import Document, Sequences, encode, pack
@@ -199,40 +199,43 @@ def test_features_on_disk_teach_what_features_online_do(
     assert list((tmp_path / "disk" / WORK / "features").glob("*.safetensors"))
 
 
-def test_capturing_goes_on_behind_the_last_whole_shard(
+def test_capturing_continues_after_the_last_whole_shard(
     taught_target: str, own_words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.train.features._SHARD_BYTES", 100_000)
     target, sequences = teacher(taught_target), Sequences.load(own_words)
-    done: list[int] = []
-    capture(tmp_path, sequences, target, (1, 2), 8, done.append)
+    captured: list[int] = []
+    states = target.states
+
+    def counted(ids: torch.Tensor, layers: Any) -> Any:
+        captured.append(len(ids))
+        return states(ids, layers)
+
+    monkeypatch.setattr(target, "states", counted)
+
+    def read(sequences: Sequences, *numbers: int) -> list[torch.Tensor]:
+        done: list[int] = []
+        captured.clear()
+        features = DiskFeatures(tmp_path, sequences, target, (1, 2), 8, done.append)
+        assert sum(done) == len(sequences)
+        found = features.states(torch.tensor(numbers))
+        return [found.hidden, *found.streams]
+
+    whole = read(sequences, 0, 39)
+    assert sum(captured) == len(sequences)
     files = sorted(tmp_path.glob("*"))
-    assert sum(done) == len(sequences)
     assert len(files) > 3
-    whole = DiskFeatures(tmp_path, sequences, target, (1, 2)).states(torch.tensor([0, 39]))
-    stamp = files[0].stat().st_mtime_ns
-    files[-1].unlink()
-    with pytest.raises(CheckpointError, match="remove the folder to capture them again"):
-        DiskFeatures(tmp_path, sequences, target, (1, 2))
-    capture(tmp_path, sequences, target, (1, 2), 8, done.append)
-    assert files[0].stat().st_mtime_ns == stamp
-    again = DiskFeatures(tmp_path, sequences, target, (1, 2)).states(torch.tensor([0, 39]))
-    assert torch.equal(again.hidden, whole.hidden)
-    online = target.states(sequences.token_ids[[0, 39]].long(), (1, 2))
-    for ours, theirs in zip(
-        (again.hidden, *again.streams), (online.hidden, *online.streams), strict=True
-    ):
+    online = states(sequences.token_ids[[0, 39]].long(), (1, 2))
+    for ours, theirs in zip(whole, (online.hidden, *online.streams), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    files[-1].unlink()
     files[1].write_bytes(files[1].read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"00001\.safetensors"):
-        DiskFeatures(tmp_path, sequences, target, (1, 2))
-    capture(tmp_path, sequences, target, (1, 2), 8, done.append)
-    again = DiskFeatures(tmp_path, sequences, target, (1, 2)).states(torch.tensor([0, 39]))
-    assert torch.equal(again.hidden, whole.hidden)
+    for ours, theirs in zip(read(sequences, 0, 39), whole, strict=True):
+        assert torch.equal(ours, theirs)
+    assert 0 < sum(captured) < len(sequences) / 2
     turned = sequences.at(torch.arange(39, -1, -1))
-    capture(tmp_path, turned, target, (1, 2), 8, done.append)
-    again = DiskFeatures(tmp_path, turned, target, (1, 2)).states(torch.tensor([39, 0]))
-    torch.testing.assert_close(again.hidden, whole.hidden)
+    torch.testing.assert_close(read(turned, 39, 0)[0], whole[0])
+    assert sum(captured) == len(sequences)
     with pytest.raises(UsageError, match="has no room for one sequence"):
         count_that_fits(sequences, target, 2, 1e-6)
     assert count_that_fits(sequences, target, 2, 1e-3) == 36

@@ -59,7 +59,7 @@ def test_the_served_network_is_the_trained_one(
         caches = [(torch.zeros(4, 8, 2, 16), torch.zeros(4, 8, 2, 16)) for _ in range(2)]
         context = served.context([stream[0, :anchor] for stream in batch.states.streams])
         served.store(context, _inputs(0, anchor), caches)
-        ids = torch.tensor([tokens[anchor], *[recipe.config["dflash_config"]["mask_token_id"]] * 3])
+        ids = torch.tensor([tokens[anchor], *[recipe.config.mask_token] * 3])
         hidden = served(ids, _inputs(anchor, anchor + width), caches)
         logits = served.head(hidden)
     for slot, place in enumerate(places, 1):

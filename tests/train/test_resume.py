@@ -95,7 +95,7 @@ def test_a_run_that_is_killed_twice_ends_with_the_same_curve(
     assert ours == theirs
 
 
-def test_a_run_goes_on_with_its_own_settings_only(
+def test_a_run_continues_with_its_own_settings_only(
     taught_target: str, own_words: Path, tmp_path: Path
 ) -> None:
     run_training(settings("eagle3", taught_target, own_words, tmp_path, steps=5))
