@@ -135,7 +135,7 @@ def _parameter(
     if found.argument:
         return _keyword(name, Annotated[hint, typer.Argument(**options)], shown)
     main = spelled(it)
-    if kinds == [bool] and default is not False and found.name is None:
+    if kinds == [bool] and it.default is not False and found.name is None:
         main = f"{main}/--no-{main.removeprefix('--')}"
     option = typer.Option(main, *found.also, envvar=found.envvar, show_envvar=False, **options)
     return _keyword(name, Annotated[hint, option], shown)

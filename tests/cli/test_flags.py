@@ -310,6 +310,13 @@ def test_the_list_of_flags_is_frozen(slipstream: CommandLine, command: str) -> N
     assert flags_in(ran.out) == expected
 
 
+def test_a_switch_keeps_both_spellings_where_a_command_changes_its_default(
+    slipstream: CommandLine,
+) -> None:
+    flags = flags_in(slipstream("bench", "latency", "--help").out)
+    assert {"--enable-prefix-caching", "--no-enable-prefix-caching"} <= flags
+
+
 def flags_in(page: str) -> set[str]:
     """The flags that a help page declares: they begin its lines."""
     declared = [line.split("<")[0] for line in page.splitlines() if line.startswith("  -")]
