@@ -69,7 +69,7 @@ def serve(
     plan = _plan(server, load, dataset, sampling)
     with interrupt_noted() as pressed, progress_bar() as bar:
         bar.start("requests", num_requests(plan.prompts))
-        measured = measure_server(plan, pressed, _Progress(bar))
+        measured = measure_server(plan, pressed, _RequestBar(bar))
         interrupted = measured.run.num_left > 0
     title = f"{measured.model.name} at {plan.server.url}"
     about = {"prompts": _describe_prompts(dataset, plan), "load": _describe_load(load)}
@@ -91,7 +91,7 @@ def serve(
         raise typer.Exit(FAILED)
 
 
-class _Progress:
+class _RequestBar:
     """Counts ended requests on a bar."""
 
     def __init__(self, bar: Bar) -> None:

@@ -28,7 +28,7 @@ _ParserError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 
 
 @dataclass
-class Run:
+class DebugState:
     """Settings of a run that error messages depend on."""
 
     debug: bool = False
@@ -40,7 +40,7 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
         say("stdout is closed, so there is nowhere to write; leave it open or redirect it")
         return FAILED
     _survive_narrow_encodings()
-    state = Run()
+    state = DebugState()
     try:
         result = app(list(arguments), prog_name="slipstream", standalone_mode=False, obj=state)
     except Exception as error:
@@ -55,7 +55,7 @@ def say(message: str) -> None:
     print(f"slipstream: {message}", file=sys.stderr)
 
 
-def _report(error: Exception, state: Run) -> int:
+def _report(error: Exception, state: DebugState) -> int:
     if isinstance(error, typer.Abort):  # Ctrl-C, in older versions of Typer
         return INTERRUPTED
     if state.debug:

@@ -13,14 +13,14 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
-from slipstream.cli.errors import Run
+from slipstream.cli.errors import DebugState
 from slipstream.core.flags import Flag, check_fields, flag, flag_of, kinds_of, spelled
 
 
 def _note_debug(context: typer.Context, debug: bool) -> bool:
     """The error policy learns of it before any other flag is read."""
     if debug:
-        context.ensure_object(Run).debug = True
+        context.ensure_object(DebugState).debug = True
     return debug
 
 

@@ -49,7 +49,7 @@ def _command(kind: str) -> Callable[..., None]:
 
         console = stderr_console()
         try:
-            with Bars(console) as bars, _Progress(kind) as watch:
+            with Bars(console) as bars, _TrainingBar(kind) as watch:
                 trained = run_training(
                     replace(settings, options=options),
                     _command_line(),
@@ -95,7 +95,7 @@ def data(*, settings: DataSettings) -> None:
 add_commands(app, *map(_command, KINDS), data)
 
 
-class _Progress:
+class _TrainingBar:
     """A progress bar with loss and acceptance; on a pipe, a line for every validation."""
 
     def __init__(self, kind: str) -> None:
@@ -113,7 +113,7 @@ class _Progress:
         self._task = self._progress.add_task(f"training {kind}", total=1.0, text="")
         self._acceptance, self._loss = "", ""
 
-    def __enter__(self) -> "_Progress":
+    def __enter__(self) -> "_TrainingBar":
         self._progress.start()
         return self
 

@@ -278,52 +278,6 @@ def test_a_given_method_is_not_overruled_by_the_demo() -> None:
         DrafterFlags(num_speculative_tokens=2).config("demo/draft")
 
 
-GENERATE_FLAGS = """
-    --allowed-token-ids --async-scheduling --bad-words --batch-invariant --block-size --choice
-    --debug --device --drafter --drafter-quantization --dtype --enable-prefix-caching
-    --enforce-eager --engine-seed --frequency-penalty --gpu-memory-utilization --grammar --help
-    --ignore-eos --include-stop-str-in-output --json --json-object --json-schema --kv-cache-dtype
-    --kv-cache-memory --load-format --logit-bias --logprobs --max-model-len --max-num-batched-tokens
-    --max-num-seqs --max-tokens --min-p --min-tokens --n --no-async-scheduling
-    --no-enable-prefix-caching --no-enforce-eager --no-skip-special-tokens
-    --no-speculation --num-kv-blocks --num-speculative-tokens --presence-penalty --prompt
-    --prompt-file --prompt-logprobs --quantization --regex --repetition-penalty --revision --seed
-    --skip-special-tokens --spec-method --spec-model --spec-tokens --speculative-config --stop
-    --stop-token-ids --temperature --tensor-parallel-size --threads --tokenizer --top-k --top-p
-    --trust-remote-code --use-fp64-gumbel --verbose -h -k -n -sc -t -tp -v
-"""
-CHAT_ONLY = {"--system"}
-GENERATE_ONLY = {
-    *("--json", "--logprobs", "--n", "-n", "--prompt", "--prompt-file", "--prompt-logprobs"),
-    *("--choice", "--grammar", "--json-object", "--json-schema", "--regex"),
-}
-
-
-@pytest.mark.parametrize("command", ["generate", "chat"])
-def test_the_list_of_flags_is_frozen(slipstream: CommandLine, command: str) -> None:
-    """A flag is a promise: whoever adds or drops one does it here as well."""
-    expected = set(GENERATE_FLAGS.split())
-    if command == "chat":
-        expected = expected - GENERATE_ONLY | CHAT_ONLY
-    ran = slipstream(command, "--help")
-    assert ran.code == 0
-    assert flags_in(ran.out) == expected
-
-
-def test_a_switch_keeps_both_spellings_where_a_command_changes_its_default(
-    slipstream: CommandLine,
-) -> None:
-    flags = flags_in(slipstream("bench", "latency", "--help").out)
-    assert {"--enable-prefix-caching", "--no-enable-prefix-caching"} <= flags
-
-
-def flags_in(page: str) -> set[str]:
-    """The flags that a help page declares: they begin its lines."""
-    declared = [line.split("<")[0] for line in page.splitlines() if line.startswith("  -")]
-    words = [word.strip(",") for line in declared for word in line.split("   ")[0].split()]
-    return {word for word in words if word.startswith("-")}
-
-
 def test_a_field_of_a_config_is_a_flag() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -17,23 +17,8 @@ from slipstream.serve.limits import ServeLimits
 from slipstream.serve.run import Access, ServerOptions, bind
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM
-from tests.cli.test_flags import GENERATE_FLAGS, flags_in
 
 DEMO_DRAFT = {"model": "demo/draft", "num_speculative_tokens": 4}
-OWN_FLAGS = """
-    --allow-synthetic --api-key --chat-template --cors-origin --drain-timeout --enable-profiling
-    --host --keep-alive-timeout --log-json --log-level --log-prompts --max-body-bytes
-    --max-connections --max-header-bytes --max-json-values --max-queue --max-waiting --port
-    --receive-timeout --request-timeout --root-path --send-timeout --served-model-name
-    --ssl-certfile --ssl-keyfile --tool-call-parser
-"""
-NOT_OF_A_SERVER = """
-    --allowed-token-ids --bad-words --choice --frequency-penalty --grammar --ignore-eos
-    --include-stop-str-in-output --json --json-object --json-schema --logit-bias --logprobs
-    --max-tokens --min-p --min-tokens --n --no-skip-special-tokens --presence-penalty --prompt
-    --prompt-file --prompt-logprobs --regex --repetition-penalty --seed --skip-special-tokens
-    --stop --stop-token-ids --temperature --top-k --top-p -n -t
-"""
 
 
 @dataclass
@@ -223,9 +208,3 @@ def test_missing_packages_are_named(
     assert ran.code == 1
     assert "uvicorn" in ran.err
     assert "slipstream[serve]" in ran.err
-
-
-def test_the_list_of_flags_is_frozen(slipstream: CommandLine) -> None:
-    """A flag is a promise: whoever adds or drops one does it here as well."""
-    expected = set(GENERATE_FLAGS.split()) - set(NOT_OF_A_SERVER.split()) | set(OWN_FLAGS.split())
-    assert flags_in(slipstream("serve", "--help").out) == expected
