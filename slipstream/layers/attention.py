@@ -93,6 +93,9 @@ class Attention:
         self.norm: Norm | None = None
         if norms.mixer is not None:
             self.norm = rms_norm(source, f"{layer}.{norms.mixer}", width, eps)
+        share = context.share
+        num_heads = share.of(spec.num_heads, "num_attention_heads")
+        num_kv_heads = share.of(spec.num_kv_heads, "num_key_value_heads")
         parts = [
             Part(f"{name}.q_proj", spec.query_rows),
             Part(f"{name}.k_proj", spec.kv_rows),
@@ -100,7 +103,9 @@ class Attention:
         ]
         columns = spec.matrices(norms, width)[0][1]
         self.qkv = column_linear(source, parts, columns, spec.qkv_bias)
-        self.output = row_linear(source, f"{name}.o_proj", width, spec.query_rows, spec.output_bias)
+        self.output = row_linear(
+            source, f"{name}.o_proj", width, spec.query_rows, spec.output_bias, share
+        )
         head_norms: tuple[Norm, Norm] | None = None
         if spec.qk_norm:
             head_norms = (
@@ -108,15 +113,15 @@ class Attention:
                 rms_norm(source, f"{name}.k_norm", spec.head_dim, eps),
             )
         self.heads = Heads(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
             head_dim=spec.head_dim,
             norms=head_norms,
             cos_sin=context.ropes.table(spec.rope, spec.head_dim),
             scale=spec.head_dim**-0.5,
             window=spec.window,
         )
-        self.parts = AttentionParts(
+        self._parts = AttentionParts(
             norm=self.norm,
             heads=self.heads,
             qkv=self.qkv.product,
@@ -124,6 +129,10 @@ class Attention:
             beside=beside,
             keeps_normed=norms.keeps_normed,
         )
+
+    @property
+    def parts(self) -> object:
+        return self._parts if self.output.reduce is None else self
 
     def apply(
         self,
@@ -135,13 +144,13 @@ class Attention:
         beside: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Mixer`; keys and values of the rows are written into `cache`."""
-        if residual is None and self.parts.needs_sources:
+        if residual is None and self._parts.needs_sources:
             qkv, stream = self._first_qkv(ops, addend, beside)
         else:
             assert self.norm is not None, "only where a stream begins is it read without a norm"
             qkv, stream = ops.norm_linear(addend, residual, self.norm, *self.qkv.product)
         mixed = ops.attend(qkv, self.heads, inputs, cache)
-        return ops.linear(mixed, *self.output.product), stream
+        return self.output.apply(ops, mixed), stream
 
     def store(self, ops: Ops, x: Tensor, inputs: PassInputs, cache: LayerCache) -> None:
         """Keys and values of rows x [T, columns] go to their slots, for others to see."""
@@ -153,9 +162,9 @@ class Attention:
     def _first_qkv(self, ops: Ops, stream: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
         """Queries, keys and values where the stream begins, and the stream that is kept."""
         norm = self.norm
-        if norm is not None and self.parts.keeps_normed:
+        if norm is not None and self._parts.keeps_normed:
             stream, norm = ops.norm(stream, None, norm)[0], None
         sides: list[tuple[Tensor, Norm | None]] = [(stream, norm)]
         if beside is not None:
-            sides.insert(0, (beside, self.parts.beside))
+            sides.insert(0, (beside, self._parts.beside))
         return ops.joined_linear(sides, *self.qkv.product), stream

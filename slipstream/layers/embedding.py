@@ -1,17 +1,27 @@
 """Token embedding and the head that shares its shape."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.table import Ops
-from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.layers.parameters import ROWS, WHOLE, ParameterSource, Part, Share
 
 
 class Embedding:
-    """The rows (tokens) would be split over ranks."""
+    """A table of rows by token; ranks share the tokens."""
 
-    def __init__(self, source: ParameterSource, name: str, vocab_size: int, width: int) -> None:
-        table = source.table([Part(f"{name}.weight", vocab_size)], width)
+    def __init__(
+        self,
+        source: ParameterSource,
+        name: str,
+        vocab_size: int,
+        width: int,
+        share: Share = WHOLE,
+    ) -> None:
+        self.vocab_size, self.ranks = vocab_size, share
+        table = source.table([Part(f"{name}.weight", vocab_size, ROWS)], width)
         self.weight: Weight = table
         self.dtype, self.device = table.values.dtype, table.values.device
 
@@ -27,14 +37,26 @@ class Embedding:
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] int32 or int64 -> [T, width]."""
-        return self.weight.look_up(token_ids)
+        ranks = self.ranks
+        if ranks.reduce is None:
+            return self.weight.look_up(token_ids)
+        start, stop = ranks.span(self.vocab_size, "vocab_size")
+        is_own = (token_ids >= start) & (token_ids < stop)
+        found = self.weight.look_up((token_ids - start).clamp(0, stop - start - 1))
+        return ranks.reduce(found.masked_fill(~is_own.unsqueeze(-1), 0.0))
 
 
 class LanguageModelHead:
-    """Hidden states to float32 logits; the weight may be the embedding's own."""
+    """Hidden states to float32 logits; the weight may be the embedding's own.
 
-    def __init__(self, ops: Ops, weight: Weight) -> None:
-        self._ops, self._logits = ops, ops.logits
+    Args:
+        gather: joins the ranks' logits, where they share the tokens.
+    """
+
+    def __init__(
+        self, ops: Ops, weight: Weight, gather: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self._ops, self._logits, self._gather = ops, ops.logits, gather
         self.weight = weight
 
     @property
@@ -48,17 +70,18 @@ class LanguageModelHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [T, width] -> [T, vocab_size] float32."""
-        return self._logits(hidden, self.weight)
+        logits = self._logits(hidden, self.weight)
+        return logits if self._gather is None else self._gather(logits)
 
 
 def own_head(ops: Ops, source: ParameterSource, name: str, like: Embedding) -> LanguageModelHead:
     """A head with a matrix of its own, of the embedding's shape."""
-    vocab_size, width = like.weight.shape
-    return LanguageModelHead(ops, source.head([Part(f"{name}.weight", vocab_size)], width))
+    part = Part(f"{name}.weight", like.vocab_size, ROWS)
+    return LanguageModelHead(ops, source.head([part], like.weight.shape[1]), like.ranks.gather)
 
 
 def tied_head(ops: Ops, source: ParameterSource, embedding: Embedding) -> LanguageModelHead:
     """A head with the embedding's numbers."""
-    head = LanguageModelHead(ops, source.tied(embedding.weight))
+    head = LanguageModelHead(ops, source.tied(embedding.weight), embedding.ranks.gather)
     embedding.share(head.weight)
     return head

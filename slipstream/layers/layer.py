@@ -21,7 +21,7 @@ from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.stack_parts import LayerParts
 from slipstream.kernels.table import Norm, Ops
 from slipstream.layers.norm import LayerNorms
-from slipstream.layers.parameters import ParameterSource
+from slipstream.layers.parameters import WHOLE, ParameterSource, Share
 from slipstream.layers.rope import RopeTables
 
 MatrixShape = tuple[int, int]  # rows (outputs), columns (inputs)
@@ -33,11 +33,13 @@ class BuildContext:
 
     Attributes:
         width: of the residual stream.
+        share: of the network, which the source knows as well.
     """
 
     source: ParameterSource
     width: int
     ropes: RopeTables
+    share: Share = WHOLE
 
 
 class Mixer(Protocol):

@@ -1,43 +1,64 @@
-"""Matrix layers, named by how tensor parallelism would split them."""
+"""Matrix layers, named by how ranks share them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.stack_parts import Product
-from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.kernels.table import Ops
+from slipstream.layers.parameters import COLUMNS, ROWS, WHOLE, ParameterSource, Part, Share
 
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """y = x W^T + b, W [rows, columns]."""
+    """y = x W^T + b, W [rows, columns].
+
+    Attributes:
+        reduce: sums y over the ranks; None where y is whole.
+    """
 
     weight: Weight
     bias: Tensor | None
+    reduce: Callable[[Tensor], Tensor] | None = None
 
     @property
     def product(self) -> Product:
-        """As ops of several products take it."""
+        """As ops of several products take it; they know nothing of other ranks."""
         return self.weight, self.bias
+
+    def apply(self, ops: Ops, x: Tensor) -> Tensor:
+        """x [T, columns] -> y as an addend of the column's ops (see `LinearOp`)."""
+        if self.reduce is None:
+            return ops.linear(x, *self.product)
+        return self.reduce(ops.joined_linear([(x, None)], *self.product))
 
 
 def column_linear(
     source: ParameterSource, parts: Sequence[Part], columns: int, bias: bool
 ) -> Linear:
-    """Several checkpoint tensors stacked into one W. The rows of each would be split over ranks;
-    each rank keeps its share of y."""
-    return _linear(source, parts, columns, bias)
+    """Several checkpoint tensors stacked into one W. Ranks share the rows of each; each rank keeps
+    its share of y."""
+    parts = [replace(part, split=ROWS) for part in parts]
+    weight = source.matrix(_named(parts, "weight"), columns)
+    return Linear(weight, source.vector(_named(parts, "bias")) if bias else None)
 
 
-def row_linear(source: ParameterSource, name: str, rows: int, columns: int, bias: bool) -> Linear:
-    """The columns of W would be split over ranks; the ranks' y are summed, the bias added once."""
-    return _linear(source, [Part(name, rows)], columns, bias)
+def row_linear(
+    source: ParameterSource,
+    name: str,
+    rows: int,
+    columns: int,
+    bias: bool,
+    share: Share = WHOLE,
+) -> Linear:
+    """Ranks share the columns of W, of which there are `columns` in all; their y are summed, and
+    the first rank adds the bias."""
+    weight = source.matrix(_named([Part(name, rows, COLUMNS)], "weight"), columns)
+    own_bias = source.vector(_named([Part(name, rows)], "bias")) if bias else None
+    return Linear(weight, own_bias if share.rank == 0 else None, share.reduce)
 
 
-def _linear(source: ParameterSource, parts: Sequence[Part], columns: int, bias: bool) -> Linear:
-    weight = source.matrix([Part(f"{part.name}.weight", part.rows) for part in parts], columns)
-    if not bias:
-        return Linear(weight, None)
-    return Linear(weight, source.vector([Part(f"{part.name}.bias", part.rows) for part in parts]))
+def _named(parts: Sequence[Part], ending: str) -> list[Part]:
+    return [replace(part, name=f"{part.name}.{ending}") for part in parts]

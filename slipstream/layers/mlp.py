@@ -50,11 +50,16 @@ class GatedMLP:
         self.norm = rms_norm(source, f"{layer}.{norms.feed_forward}", width, norms.eps)
         parts = [Part(f"{name}.gate_proj", inner), Part(f"{name}.up_proj", inner)]
         self.gate_up = column_linear(source, parts, width, spec.bias)
-        self.down = row_linear(source, f"{name}.down_proj", width, inner, spec.bias)
-        self.parts = GatedMLPParts(self.norm, self.gate_up.product, self.down.product)
+        self.down = row_linear(source, f"{name}.down_proj", width, inner, spec.bias, context.share)
+
+    @property
+    def parts(self) -> object:
+        if self.down.reduce is not None:
+            return self
+        return GatedMLPParts(self.norm, self.gate_up.product, self.down.product)
 
     def apply(self, ops: Ops, addend: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `FeedForward`."""
         product = self.gate_up.product
         active, stream = ops.norm_gated_linear(addend, residual, self.norm, *product)
-        return ops.linear(active, *self.down.product), stream
+        return self.down.apply(ops, active), stream

@@ -10,23 +10,32 @@ from slipstream.kernels.table import Ops
 from slipstream.layers.embedding import Embedding, own_head, tied_head
 from slipstream.layers.layer import BuildContext, build_layers
 from slipstream.layers.norm import rms_norm
-from slipstream.layers.parameters import ParameterSource
+from slipstream.layers.parameters import WHOLE, ParameterSource, Share
 from slipstream.layers.rope import RopeTables
 from slipstream.layers.stack import Stack
 from slipstream.models.decoder_config import DecoderConfig
 
 
 class Decoder:
-    """Token ids to hidden states (after the final norm), and hidden states to logits."""
+    """Token ids to hidden states (after the final norm), and hidden states to logits.
+
+    Args:
+        share: of the network, which `source` knows as well.
+    """
 
     def __init__(
-        self, ops: Ops, source: ParameterSource, config: DecoderConfig, max_positions: int
+        self,
+        ops: Ops,
+        source: ParameterSource,
+        config: DecoderConfig,
+        max_positions: int,
+        share: Share = WHOLE,
     ) -> None:
         self.config = config
         width = config.hidden_size
-        self.embedding = Embedding(source, "model.embed_tokens", config.vocab_size, width)
+        self.embedding = Embedding(source, "model.embed_tokens", config.vocab_size, width, share)
         ropes = RopeTables(max_positions, self.embedding.device)
-        self.layers = build_layers(config.layers, BuildContext(source, width, ropes))
+        self.layers = build_layers(config.layers, BuildContext(source, width, ropes, share))
         self.norm = rms_norm(source, "model.norm", width, config.rms_norm_eps)
         self._stack = Stack(ops, self.layers, self.norm)
         self.head = (

@@ -9,6 +9,7 @@ import torch
 
 from slipstream.core.errors import UsageError
 from slipstream.kernels.table import ops_for
+from slipstream.layers.parameters import WHOLE, Share
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
@@ -80,6 +81,7 @@ class LoadOptions:
         stored_check: is asked before a quantised checkpoint is read.
         batch_invariant: no row of a result may depend on the rows beside it.
         twin_of: the target that a twin is a part of, or is.
+        share: of the network, where several processes hold one together.
         progress_bar: shows how the reading goes on.
         memory_check: is asked before anything is allocated.
     """
@@ -94,6 +96,7 @@ class LoadOptions:
     stored_check: StoredCheck = every_quantization
     batch_invariant: bool = False
     twin_of: DecoderConfig | None = None
+    share: Share = WHOLE
     progress_bar: ProgressBar = no_progress_bar
     memory_check: MemoryCheck = no_memory_check
 
@@ -120,12 +123,12 @@ def load_decoder(
     if options.quantization is not None:
         _tell_quantization(checkpoint, config, options.quantization, size)
     if options.load_format == "dummy":
-        dummy = DummySource(options.dtype, options.device, options.seed)
+        dummy = DummySource(options.dtype, options.device, options.seed, options.share)
         return _build(config, dummy, options)
     if options.load_format == "twin":
         target = options.twin_of or config
         require_twin(config, target, checkpoint.config_file)
-        twin = TwinSource(options.dtype, options.device, options.seed, target)
+        twin = TwinSource(options.dtype, options.device, options.seed, target, options.share)
         return _build(config, twin, options)
     name = f"loading {checkpoint.path.name}"
     beside = own_drafter_tensors(checkpoint.entries)  # which only a drafter reads
@@ -140,7 +143,7 @@ def load_decoder(
 def _build(config: DecoderConfig, tensors: TensorSource, options: LoadOptions) -> Decoder:
     ops = ops_for(options.device, options.dtype, options.batch_invariant)
     source = in_precision(tensors, options.quantization, ops)
-    return Decoder(ops, source, config, options.max_positions)
+    return Decoder(ops, source, config, options.max_positions, options.share)
 
 
 def decoder_bytes(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions) -> int:
@@ -167,7 +170,9 @@ def _open(
     progress: Progress,
 ) -> CheckpointSource:
     if stored is None:
-        return CheckpointSource(checkpoint, options.dtype, options.device, progress)
+        return CheckpointSource(
+            checkpoint, options.dtype, options.device, progress, share=options.share
+        )
     return QuantizedSource(
         checkpoint,
         stored,
@@ -177,6 +182,7 @@ def _open(
         _keeps_float8(options),
         # What is rounded once more should not be rounded in between.
         options.dtype if options.quantization is None else torch.float32,
+        options.share,
     )
 
 

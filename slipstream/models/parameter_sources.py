@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
-from slipstream.layers.parameters import Part
+from slipstream.layers.parameters import ROWS, WHOLE, Part, Share
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.safetensors_file import TensorEntry, read_into
 
@@ -22,7 +22,8 @@ def no_progress(_: int) -> None:
 
 
 class TensorSource(Protocol):
-    """Makes filled tensors in a dtype and on a device of its own, the parts stacked."""
+    """Makes filled tensors in a dtype and on a device of its own, the parts stacked; of parts that
+    ranks share, what its rank holds."""
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
         """[sum of rows, columns]"""
@@ -45,8 +46,10 @@ class CheckpointSource:
         device: torch.device,
         progress: Progress = no_progress,
         read: Callable[[TensorEntry, Tensor], None] | None = None,
+        share: Share = WHOLE,
     ) -> None:
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
+        self._share = share
         self._progress, self._read = progress, read or read_into
         self._unused = set(checkpoint.entries)
 
@@ -74,14 +77,28 @@ class CheckpointSource:
 
     def _fill(self, parts: Sequence[Part], tail: tuple[int, ...]) -> Tensor:
         entries = [self._entry(part.name, (part.rows, *tail)) for part in parts]
+        if self._share.size > 1:
+            return torch.cat([self._own(*pair) for pair in zip(parts, entries, strict=True)])
         rows = sum(part.rows for part in parts)
-        parameter = torch.empty((rows, *tail), dtype=self._dtype, device=self._device)
+        parameter = self._empty((rows, *tail))
         start = 0
         for part, entry in zip(parts, entries, strict=True):
             self._read(entry, parameter[start : start + part.rows])
             self._progress(entry.nbytes)
             start += part.rows
         return parameter
+
+    def _own(self, part: Part, entry: TensorEntry) -> Tensor:
+        """This rank's share of a part; of shared rows no others are read."""
+        if part.split == ROWS:
+            entry = entry.row_range(*self._share.span(part.rows, part.name))
+        block = self._empty(entry.shape)
+        self._read(entry, block)
+        self._progress(entry.nbytes)
+        return block if part.split == ROWS else self._share.cut(block, [part])
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
         entry = self._checkpoint.entries.get(name)
@@ -102,16 +119,23 @@ class CheckpointSource:
 class DummySource:
     """Random weights of a sane scale from a fixed seed, so that a config alone can be timed."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
-        self._dtype, self._device = dtype, device
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int = 0,
+        share: Share = WHOLE,
+    ) -> None:
+        self._dtype, self._device, self._share = dtype, device, share
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
         rows = sum(part.rows for part in parts)
         parameter = torch.empty((rows, columns), dtype=self._dtype, device=self._device)
-        return parameter.normal_(std=0.02, generator=self._generator)
+        return self._share.cut(parameter.normal_(std=0.02, generator=self._generator), parts)
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         rows = sum(part.rows for part in parts)
         value = 1.0 if parts[0].name.endswith(("norm.weight", "_scalar")) else 0.0
-        return torch.full((rows,), value, dtype=self._dtype, device=self._device)
+        vector = torch.full((rows,), value, dtype=self._dtype, device=self._device)
+        return self._share.cut(vector, parts)

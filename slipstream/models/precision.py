@@ -96,6 +96,7 @@ class Rounded:
         found = _as_stored(self._tensors, parts, columns)
         if found.floats is None:
             return found
+        columns = found.shape[1]  # of which a rank may have a share
         form = self._precision.matrix.for_columns(columns)
         if form.bits != self._precision.matrix.bits:
             self._tell(parts, columns)

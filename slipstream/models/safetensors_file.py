@@ -8,7 +8,7 @@ of it; reading into the parameter's own memory needs no second copy.
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,12 @@ class TensorEntry:
     file: Path
     offset: int
     nbytes: int
+
+    def row_range(self, start: int, stop: int) -> "TensorEntry":
+        """The rows from `start` to before `stop`, which lie in a row in the file."""
+        row = self.nbytes // self.shape[0]
+        shape, nbytes = (stop - start, *self.shape[1:]), (stop - start) * row
+        return replace(self, shape=shape, offset=self.offset + start * row, nbytes=nbytes)
 
 
 def read_entries(file: Path) -> dict[str, TensorEntry]:

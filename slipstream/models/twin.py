@@ -20,7 +20,7 @@ from slipstream.core.errors import CheckpointError
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.layer import LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
-from slipstream.layers.parameters import Part
+from slipstream.layers.parameters import WHOLE, Part, Share
 from slipstream.models.decoder_config import DecoderConfig
 
 _SLICE = 1 << 24  # numbers that are drawn at once
@@ -49,9 +49,15 @@ class TwinSource:
     """
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, seed: int, target: DecoderConfig
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        target: DecoderConfig,
+        share: Share = WHOLE,
     ) -> None:
         self._dtype, self._device, self._seed, self._target = dtype, device, seed, target
+        self._share = share
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
         rows = sum(part.rows for part in parts)
@@ -60,12 +66,13 @@ class TwinSource:
         for part in parts:
             self._draw(part.name, parameter[start : start + part.rows])
             start += part.rows
-        return parameter
+        return self._share.cut(parameter, parts)
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         rows = sum(part.rows for part in parts)
         value = _constant(parts[0].name)
-        return torch.full((rows,), value, dtype=self._dtype, device=self._device)
+        vector = torch.full((rows,), value, dtype=self._dtype, device=self._device)
+        return self._share.cut(vector, parts)
 
     def _draw(self, name: str, out: Tensor) -> None:
         generator = torch.Generator(self._device).manual_seed(_seed(self._seed, name))

@@ -10,7 +10,7 @@ from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.weight import Weight, stacked
-from slipstream.layers.parameters import Part
+from slipstream.layers.parameters import ROWS, WHOLE, Part, Share
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.parameter_sources import CheckpointSource, Progress
 from slipstream.models.quantized.module import StoredModule, StoredQuantization
@@ -39,8 +39,9 @@ class QuantizedSource(CheckpointSource):
         progress: Progress,
         keeps_float8: bool,
         whole_dtype: torch.dtype,
+        share: Share = WHOLE,
     ) -> None:
-        super().__init__(checkpoint, dtype, device, progress)
+        super().__init__(checkpoint, dtype, device, progress, share=share)
         self._stored, self._whole_dtype = stored, whole_dtype
         self._becomes_floats = {DenseMatrix} if keeps_float8 else {DenseMatrix, Float8Matrix}
         self._modules: set[str] = set()  # whose matrices are quantised
@@ -94,9 +95,17 @@ class QuantizedSource(CheckpointSource):
         module = StoredModule(name, self._checkpoint.path, entries, self._take)
         weight = self._stored.read(module, part.rows, columns)
         self._modules.add(name)
+        weight = self._cut(weight, part)
         return (
             self._whole(weight) if type(weight) in self._becomes_floats else weight.to(self._device)
         )
+
+    def _cut(self, weight: Weight, part: Part) -> Weight:
+        """This rank's share of a matrix."""
+        if self._share.size == 1 or part.split is None:
+            return weight
+        span = self._share.span(weight.shape[part.split], part.name)
+        return weight.rows(*span) if part.split == ROWS else weight.columns(*span)
 
     def _whole(self, weight: Weight) -> DenseMatrix:
         numbers = weight.dequantised()
