@@ -33,7 +33,7 @@ def bundle(source: Path) -> None:
 
 
 def write_hashes() -> None:
-    """Of every file that ships but the manifest and the card of the family."""
+    """Write the hashes of all files that ship, except the manifest and the family's card."""
     path = DEMO / "manifest.json"
     manifest = json.loads(path.read_text("utf-8"))
     files = [file for file in sorted(DEMO.glob("*/*")) if "__pycache__" not in file.parts]

@@ -1,4 +1,4 @@
-"""Train the draft to say what the target says."""
+"""Train the draft model to predict what the target predicts."""
 
 from __future__ import annotations
 

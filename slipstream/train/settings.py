@@ -16,7 +16,7 @@ from slipstream.core.flags import (
 )
 
 LOSS_OPTIONS = ("place_decay", "drop_rate")
-"""Settings of the loss that some recipes have no use for."""
+"""Settings of the loss that some recipes do not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +69,9 @@ class Answers:
     """How the target answers prompts and continues texts.
 
     Attributes:
-        tokens: most of an answer.
-        prompt_tokens: of a text that is continued.
-        temperatures: in turn.
+        tokens: the most in an answer.
+        prompt_tokens: the beginning of a text that is continued.
+        temperatures: used in turn.
     """
 
     tokens: int = 192
@@ -117,16 +117,15 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         check_fields(type(self), vars(self), spelled)
-        heated = self.temperatures
-        good = heated is None or (bool(heated) and all(0 <= one < math.inf for one in heated))
-        _require(good, "temperatures", "must be numbers from 0 up")
+        found = self.temperatures
+        valid = found is None or (bool(found) and all(0 <= value < math.inf for value in found))
+        _require(valid, "temperatures", "must be numbers from 0 up")
         for name in ("generate_tokens", "generate_prompt_tokens", "temperatures"):
-            heeded = self.generate or getattr(self, name) is None
-            _require(heeded, name, "tells how the target answers; give --generate as well")
+            used = self.generate or getattr(self, name) is None
+            _require(used, name, "tells how the target answers; give --generate as well")
 
     @property
     def answers(self) -> Answers:
-        """How the target answers."""
         default = Answers()
         return Answers(
             self.generate_tokens or default.tokens,
@@ -140,7 +139,7 @@ class TrainSettings(DataSettings):
     """One run of training; None leaves a value to the recipe, or to the default of its user.
 
     Attributes:
-        kind: of drafter, a recipe's name.
+        kind: the recipe's name.
         out: also gets `training/`, which holds what a resumed run needs.
     """
 
@@ -204,12 +203,14 @@ class TrainSettings(DataSettings):
         super().__post_init__()
         if self.steps is None and self.minutes is None:
             raise UsageError("say when to end: --steps, --minutes, or both")
-        heeded = self.features != "online" or self.max_feature_gb is None
-        _require(heeded, "max_feature_gb", "is for features on disk; leave --features online out")
+        used = self.features != "online" or self.max_feature_gb is None
+        _require(used, "max_feature_gb", "is for features on disk; leave --features online out")
 
     def require_only(self, known: frozenset[str]) -> None:
-        """Refuse what the recipe of this kind would ignore: it heeds `known`, of what it may."""
-        given = {one.name: getattr(self.options, one.name) for one in fields(DrafterOptions)}
+        """Raise UsageError for options beside the `known` ones, which the recipe would ignore."""
+        given = {
+            option.name: getattr(self.options, option.name) for option in fields(DrafterOptions)
+        }
         given |= {name: getattr(self, name) for name in LOSS_OPTIONS}
         for name, value in given.items():
             if value is not None and name not in known:

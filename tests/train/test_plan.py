@@ -15,9 +15,11 @@ from slipstream.train.plan import WORK
 from slipstream.train.run import run_training
 from slipstream.train.sequences import Sequences
 from slipstream.train.settings import TrainSettings
+from tests.checkpoints import write_qwen3
 from tests.quantized_checkpoints import gptq, write_quantized
 from tests.train.small_runs import settings
 
+SMALL = "small"  # a checkpoint with fewer tokens than the target
 ONE_SEQUENCE = Sequences(torch.ones(1, 48, dtype=torch.int32), torch.ones(1, 48).bool())
 
 
@@ -58,6 +60,11 @@ def nothing_costly(monkeypatch: pytest.MonkeyPatch) -> None:
         ("eagle3", {"generate": True}, "--generate continues texts"),
         ("eagle3", {"dtype": "int7"}, "int7"),
         ("pard", {"options": {"init": "/no/such/model"}}, "/no/such/model"),
+        ("eagle3", {"options": {"aux_layers": (1, 9)}}, "layers 1, 9"),
+        ("eagle3", {"options": {"draft_vocab_size": 500}}, "between 1 and"),
+        ("eagle3", {"options": {"mask_token": 3}}, "--mask-token means nothing to eagle3"),
+        ("pard", {"options": {"init": SMALL}}, "knows 80 tokens and the target 96"),
+        ("pard", {"options": {"init": SMALL, "num_layers": 2}}, "--num-layers is given by --init"),
     ],
 )
 def test_flags_that_cannot_be_are_refused_at_once(
@@ -68,9 +75,13 @@ def test_flags_that_cannot_be_are_refused_at_once(
     own_words: Path,
     tmp_path: Path,
 ) -> None:
-    out = tmp_path / "out"
+    out, options = tmp_path / "out", dict(changes.get("options", {}))
+    if options.get("init") == SMALL:
+        options["init"] = str(write_qwen3(tmp_path / SMALL, vocab_size=80, keep_layers=1))
     with pytest.raises((UsageError, CheckpointError), match=message):
-        run_training(settings(kind, taught_target, own_words, out, **changes))
+        run_training(
+            settings(kind, taught_target, own_words, out, **{**changes, "options": options})
+        )
     assert not out.exists()
 
 

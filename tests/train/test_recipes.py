@@ -11,7 +11,7 @@ import torch
 
 from slipstream import LLM
 from slipstream.cli.train import KINDS
-from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.errors import UsageError
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.speculative.catalogue import recognise
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
@@ -159,29 +159,3 @@ def test_rows_of_masks_are_dropped_in_chains() -> None:
     chain = {(anchor, depth) for depth in (1, 2, 3)}
     found = set(zip(rows.anchor[seen].tolist(), rows.depth[seen].tolist(), strict=True))
     assert found == known | chain
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"mask_token": 500}, UsageError, "none of the 96 ids"),
-        ({"init": "SMALL", "num_layers": 2}, UsageError, "--num-layers is given by --init"),
-        ({"init": "SMALL"}, CheckpointError, "knows 80 tokens and the target 96"),
-        ({"num_heads": 3, "num_kv_heads": 2}, UsageError, "must be a multiple"),
-    ],
-)
-def test_drafters_that_cannot_be_are_refused(
-    options: dict[str, Any],
-    error: type[Exception],
-    message: str,
-    taught_target: str,
-    own_words: Path,
-    tmp_path: Path,
-) -> None:
-    if options.get("init"):
-        small = write_qwen3(tmp_path / "small", vocab_size=80, keep_layers=1)
-        options = {**options, "init": str(small)}
-    kind = "draft" if "num_heads" in options else "pard"
-    given = settings(kind, taught_target, own_words, tmp_path / "out", options=options)
-    with pytest.raises(error, match=message):
-        run_training(given)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads from training to serving."""
+"""Heads that draft token by token, EAGLE-3 and MTP, from training to serving."""
 
 import json
 from pathlib import Path
@@ -7,49 +7,55 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.core.errors import UsageError
 from slipstream.speculative.catalogue import recognise
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.train.chain import unroll
 from slipstream.train.recipe_eagle3 import Eagle3Recipe
+from slipstream.train.recipe_mtp import MtpRecipe
 from slipstream.train.run import run_training
 from tests.drafters.recording import record_drafts
 from tests.train.small_runs import batch_of, run_drafting, settings, teacher
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "plain": {"aux_layers": (1, 2, 3)},
-    "reduced": {"draft_vocab_size": 60, "num_kv_heads": 1, "intermediate_size": 40},
-    "share_head": {"share_head": True, "norm_output": True},
-    "layers": {"num_layers": 2, "norm_before_residual": True},
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("eagle3", {"aux_layers": (1, 2, 3)}),
+    "reduced": (
+        "eagle3",
+        {"draft_vocab_size": 60, "num_kv_heads": 1, "intermediate_size": 40},
+    ),
+    "share_head": ("eagle3", {"share_head": True, "norm_output": True}),
+    "layers": ("eagle3", {"num_layers": 2, "norm_before_residual": True}),
+    "mtp": ("mtp", {"num_heads": 4, "intermediate_size": 40}),
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("case", CASES)
 def test_the_engine_runs_the_network_that_was_trained(
-    shape: str,
+    case: str,
     taught_target: str,
     own_words: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = settings("eagle3", taught_target, own_words, tmp_path / "head", options=SHAPES[shape])
+    kind, options = CASES[case]
+    given = settings(kind, taught_target, own_words, tmp_path / "head", steps=40, options=options)
     trained = run_training(given)
+    checkpoint = HeadCheckpoint(trained.folder)
+    assert recognise(checkpoint.config, checkpoint.tensor_names) == kind
     drafted = record_drafts(monkeypatch)
     plain, speculated, length = run_drafting(taught_target, trained.folder, {})
     assert speculated == plain
-    assert length > 1.3
+    assert length > (1.3 if kind == "eagle3" else 1.2)
     recipe = trained.recipe
-    assert isinstance(recipe, Eagle3Recipe)
-    target = teacher(taught_target)
+    assert isinstance(recipe, Eagle3Recipe | MtpRecipe)
+    target, num_layers = teacher(taught_target), options.get("num_layers", 1)
     for item in drafted[::7]:
-        count = len(item.tokens)
         tokens = [*item.known, *item.tokens]
         batch = batch_of(target, tokens, recipe.vocabulary, recipe.stream_layers)
         with torch.no_grad():
-            places = list(unroll(recipe.network, recipe.num_layers, batch, count))
-        for place, logits in zip(places, item.logits, strict=True):
+            positions = list(unroll(recipe.network, num_layers, batch, len(item.tokens)))
+        for position, logits in zip(positions, item.logits, strict=True):
             # Row i is that of token i + 1.
-            ours = place.logits[len(item.known) - 2]
+            ours = position.logits[len(item.known) - 2]
             torch.testing.assert_close(ours, logits, atol=1e-4, rtol=0)
 
 
@@ -78,20 +84,3 @@ def test_the_export_is_a_head_as_it_is_published(
     card = (tmp_path / "README.md").read_text()
     assert "slipstream train eagle3 somewhere" in card
     assert torch.__version__ in card
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"aux_layers": (1, 9)}, "layers 1, 9"),
-        ({"share_head": True, "draft_vocab_size": 8}, "leave --draft-vocab-size"),
-        ({"draft_vocab_size": 500}, "between 1 and"),
-        ({"mask_token": 3}, "--mask-token means nothing to eagle3"),
-    ],
-)
-def test_what_cannot_be_is_refused(
-    options: dict[str, Any], message: str, taught_target: str, own_words: Path, tmp_path: Path
-) -> None:
-    given = settings("eagle3", taught_target, own_words, tmp_path, options=options)
-    with pytest.raises(UsageError, match=message):
-        run_training(given)
