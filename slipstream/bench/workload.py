@@ -15,6 +15,7 @@ from slipstream.core.wording import counted
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
+    from slipstream.models.tokenizer import Tokenizer
 
 PARTS = ("draft", "target", "verify", "rest")
 
@@ -53,16 +54,21 @@ class Workload:
         return replace(self.params, max_tokens=prompt.max_tokens)
 
 
+def chat_tokens(tokenizer: "Tokenizer", prompt: BenchPrompt) -> list[int]:
+    """A chat as token ids, by the model's own template."""
+    from slipstream.models.chat_template import ChatTemplate
+
+    text = ChatTemplate(tokenizer).render(list(prompt.messages or ()))
+    return tokenizer.encode(text, add_special_tokens=False)  # the template writes special tokens
+
+
 def engine_prompt(llm: "LLM", prompt: BenchPrompt) -> Any:
     """The prompt as the engine accepts it; chats are rendered by the model's template."""
     if prompt.text is not None:
         return prompt.text
     if prompt.token_ids is not None:
         return {"prompt_token_ids": list(prompt.token_ids)}
-    from slipstream.models.chat_template import ChatTemplate
-
-    text = ChatTemplate(llm.tokenizer).render(list(prompt.messages or ()))
-    return {"prompt_token_ids": llm.tokenizer.encode(text, add_special_tokens=False)}
+    return {"prompt_token_ids": chat_tokens(llm.tokenizer, prompt)}
 
 
 @dataclass(kw_only=True)

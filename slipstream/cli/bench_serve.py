@@ -229,14 +229,12 @@ def _with_turns(prompts: "Sequence[BenchPrompt]", turns: str, endpoint: str) -> 
 
 
 def _as_tokens(prompt: "BenchPrompt", tokenizer: "Tokenizer") -> "BenchPrompt":
-    """Render a chat to token ids for the completions endpoint, without adding special tokens."""
+    """Render a chat to token ids, for the completions endpoint."""
+    from slipstream.bench.workload import chat_tokens
+
     if prompt.messages is None:
         return prompt
-    from slipstream.models.chat_template import ChatTemplate
-
-    text = ChatTemplate(tokenizer).render(list(prompt.messages))
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return replace(prompt, messages=None, token_ids=tuple(ids))
+    return replace(prompt, messages=None, token_ids=tuple(chat_tokens(tokenizer, prompt)))
 
 
 def _require_client() -> None:

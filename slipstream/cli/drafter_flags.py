@@ -6,7 +6,7 @@ from typing import Any
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
-from slipstream.core.flags import flag, parse_object
+from slipstream.core.flags import flag, given_flags, parse_object
 
 DEMO, DEMO_DRAFT = "demo", "demo/draft"
 _DEMO_TOKENS = 4
@@ -60,18 +60,10 @@ class DrafterFlags:
             return {"num_speculative_tokens": 0} if drafts_itself else None
         if self.speculative_config is not None:
             return _read_speculative(self.speculative_config)
-        names = {"method": self.spec_method, "model": self.drafter}
-        if is_method(self.drafter) and self.spec_method in (None, self.drafter):
-            names = {"method": self.drafter, "model": None}
-        if self.drafter is None and self.spec_method is None and model == DEMO:
-            names["model"] = DEMO_DRAFT
-        config: dict[str, Any] = {key: name for key, name in names.items() if name is not None}
-        if model == DEMO and config == {"method": "mtp"}:
-            raise UsageError(
-                "the demo's MTP modules are a checkpoint beside it; give --drafter demo/mtp"
-            )
+        config = self._named(model)
         if not config and not drafts_itself:
-            self._refuse_what_has_no_drafter()
+            for name in self._given():
+                raise UsageError(f"{name} is given without a drafter; add --drafter")
             return None
         if self.num_speculative_tokens is not None:
             config["num_speculative_tokens"] = self.num_speculative_tokens
@@ -81,29 +73,29 @@ class DrafterFlags:
             config["quantization"] = self.drafter_quantization
         return config or None
 
-    def _check(self) -> None:
-        short = {
-            "--drafter": self.drafter is not None,
-            "-k": self.num_speculative_tokens is not None,
-            "--spec-method": self.spec_method is not None,
-            "--drafter-quantization": self.drafter_quantization is not None,
-        }
-        given = [flag for flag, present in short.items() if present]
-        if self.speculative_config is not None:
-            if self.no_speculation:
-                _contradict("--speculative-config", "--no-speculation")
-            if given:
-                _contradict(given[0], "--speculative-config")
-        if self.no_speculation and given:
-            _contradict(given[0], "--no-speculation")
-
-    def _refuse_what_has_no_drafter(self) -> None:
-        if self.num_speculative_tokens is not None:
-            raise UsageError("-k is given without a drafter; add --drafter")
-        if self.drafter_quantization is not None:
+    def _named(self, model: str) -> dict[str, Any]:
+        """Method and model, as far as they are given or follow from the demo."""
+        names = {"method": self.spec_method, "model": self.drafter}
+        if is_method(self.drafter) and self.spec_method in (None, self.drafter):
+            names = {"method": self.drafter, "model": None}
+        if self.drafter is None and self.spec_method is None and model == DEMO:
+            names["model"] = DEMO_DRAFT
+        config = {key: name for key, name in names.items() if name is not None}
+        if model == DEMO and config == {"method": "mtp"}:
             raise UsageError(
-                "--drafter-quantization is given but there is no drafter; add --drafter"
+                "the demo's MTP modules are a checkpoint beside it; give --drafter demo/mtp"
             )
+        return config
+
+    def _check(self) -> None:
+        given = self._given()
+        for alone in ("--no-speculation", "--speculative-config"):
+            others = [name for name in given if name != alone]
+            if alone in given and others:
+                raise UsageError(f"{others[0]} and {alone} contradict each other; give one of them")
+
+    def _given(self) -> list[str]:
+        return ["-k" if name.endswith("tokens") else name for name in given_flags(self)]
 
 
 def is_method(drafter: str | None) -> bool:
@@ -127,7 +119,3 @@ def _read_speculative(text: str) -> dict[str, Any] | None:
     if text.lstrip().startswith("[{"):
         text = f'{{"drafters": {text}}}'
     return parse_object("--speculative-config", text)
-
-
-def _contradict(one: str, other: str) -> None:
-    raise UsageError(f"{one} and {other} contradict each other; give one of them")
