@@ -86,7 +86,7 @@ class _CompletionAnswer(Answer["_Choice"]):
         if update.prompt_logprobs is not None:
             for choice in own:
                 choice.prompt_logprobs = update.prompt_logprobs
-        if self._body.max_tokens == 0:  # the engine's one token is not wanted
+        if self._body.max_tokens == 0:  # the engine generates one all the same
             return ((choice, _NO_OUTPUT) for choice in own)
         return ((own[delta.index], delta) for delta in update.deltas)
 
@@ -98,7 +98,7 @@ class _Choice:
         prompt_logprobs: of the prompt, once known.
     """
 
-    ended = False  # the engine decides
+    ended = False  # the engine says when
 
     def __init__(
         self, service: ModelService, body: CompletionRequest, index: int, prompt: EncodedPrompt

@@ -1,4 +1,4 @@
-"""HTTP connections that cannot be held for nothing: bounds below the ASGI application."""
+"""Limits on HTTP connections below the ASGI application: idle clients cannot occupy them."""
 
 import asyncio
 from http import HTTPStatus
@@ -10,97 +10,94 @@ from slipstream.serve.errors import ApiError
 from slipstream.serve.limits import ServeLimits
 
 
-class RefusedHeadError(Exception):
-    """A request's line and headers are not accepted; ends the parsing."""
+class HeaderLimitError(Exception):
+    """Ends the parsing of a request whose line and headers are too large."""
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """A connection with limits on its headers, on how long they take, and on unread answers.
+    """A connection with limits on its headers, on the time they take, and on unread answers.
 
-    `connection_class` gives it the limits and what the connections of a server share.
+    `connection_class` sets the limits and what the connections of a server share.
 
     Attributes:
-        quiet: connections that owe a whole request, the longest first.
+        incomplete: connections without a complete request, the longest waiting first.
     """
 
     limits: ServeLimits
-    quiet: dict["BoundedConnection", None]
+    incomplete: dict["BoundedConnection", None]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._refusal: ApiError | None = None
-        self._head_bytes = 0
-        self._in_head = True
-        self._patience: asyncio.TimerHandle | None = None  # with a request that is not whole
-        self._unread: asyncio.TimerHandle | None = None  # with an answer that is not read
+        self._header_bytes = 0
+        self._in_headers = True
+        self._receive_timer: asyncio.TimerHandle | None = None  # of an incomplete request
+        self._send_timer: asyncio.TimerHandle | None = None  # of an unread response
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Owe a request."""
+        """Wait for a request; over the limit, close the connection that has waited longest."""
         super().connection_made(transport)
-        self._owe()
+        self._wait()
         if len(self.connections) > self.limits.max_connections:
-            longest = next(iter(self.quiet))
+            longest = next(iter(self.incomplete))
             longest.refuse(
                 HTTPStatus.SERVICE_UNAVAILABLE, "this server has too many open connections"
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
-        self._owe_nothing()
-        self._cancel_unread()
+        self._stop_waiting()
+        self._cancel_send_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse; headers are counted as they come, so that endless ones end."""
+        """Parse; headers are counted as they arrive, so that endless ones are refused."""
         if self.transport.is_closing():
             return
-        self._head_bytes += len(data) if self._in_head else 0
+        self._header_bytes += len(data) if self._in_headers else 0
         super().data_received(data)
-        if self._in_head and self._head_bytes > self.limits.max_header_bytes:
-            self._refuse_head()
-        # Whatever does not lead to a request (empty lines, a body nobody wants) is not kept up.
+        if self._in_headers and self._header_bytes > self.limits.max_header_bytes:
+            self._refuse_headers()
+        # Data that does not begin a request (empty lines, an unread body) is limited as well.
         if self.cycle is None or self.cycle.response_complete:
-            self._owe()
+            self._wait()
 
     def on_message_begin(self) -> None:
-        """A further request on this connection."""
         super().on_message_begin()
-        self._in_head = True
+        self._in_headers = True
 
     def on_headers_complete(self) -> None:
-        """Start the application; it watches over the body."""
-        self._in_head, self._head_bytes = False, 0
+        """Start the application, whose middleware limits the time of the body."""
+        self._in_headers, self._header_bytes = False, 0
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes:
             self._refusal = self._too_large()
-            raise RefusedHeadError
+            raise HeaderLimitError
         super().on_headers_complete()
-        self._owe_nothing()
+        self._stop_waiting()
 
     def on_message_complete(self) -> None:
-        """The request is whole, also where its answer was given before that."""
+        """The request is complete; it may have been answered before."""
         super().on_message_complete()
-        self._owe_nothing()
-        self._in_head, self._head_bytes = True, 0
+        self._stop_waiting()
+        self._in_headers, self._header_bytes = True, 0
 
     def pause_writing(self) -> None:
-        """The client does not read."""
+        """The client does not read: close the connection if that lasts."""
         super().pause_writing()
-        if self._unread is None:
-            self._unread = self.loop.call_later(self.limits.send_timeout, self.transport.abort)
+        if self._send_timer is None:
+            self._send_timer = self.loop.call_later(self.limits.send_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It does."""
         super().resume_writing()
-        self._cancel_unread()
+        self._cancel_send_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """What cannot be parsed is refused in the same form as everything else."""
+        """Refuse what cannot be parsed in the protocol's form."""
         error, self._refusal = self._refusal, None
-        self._answer(error or ApiError(HTTPStatus.BAD_REQUEST, "this is not a request of HTTP/1.1"))
+        self._answer(error or ApiError(HTTPStatus.BAD_REQUEST, "this is not an HTTP/1.1 request"))
 
     def refuse(self, status: HTTPStatus, message: str) -> None:
-        """Answer and close."""
+        """Answer with an error and close."""
         self._answer(ApiError(status, message))
 
     def _too_large(self) -> ApiError:
@@ -110,7 +107,7 @@ class BoundedConnection(HttpToolsProtocol):
             "send fewer or shorter ones",
         )
 
-    def _refuse_head(self) -> None:
+    def _refuse_headers(self) -> None:
         if not self.transport.is_closing():
             self._answer(self._too_large())
 
@@ -124,39 +121,39 @@ class BoundedConnection(HttpToolsProtocol):
             + body
         )
         self.transport.close()
-        self._owe_nothing()
+        self._stop_waiting()
 
-    def _owe(self) -> None:
-        if self._patience is None and not self.transport.is_closing():
-            self._patience = self.loop.call_later(self.limits.receive_timeout, self._too_slow)
-            self.quiet[self] = None
+    def _wait(self) -> None:
+        if self._receive_timer is None and not self.transport.is_closing():
+            self._receive_timer = self.loop.call_later(self.limits.receive_timeout, self._too_slow)
+            self.incomplete[self] = None
 
-    def _owe_nothing(self) -> None:
-        self.quiet.pop(self, None)
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _stop_waiting(self) -> None:
+        self.incomplete.pop(self, None)
+        if self._receive_timer is not None:
+            self._receive_timer.cancel()
+            self._receive_timer = None
 
     def _too_slow(self) -> None:
-        self._patience = None
+        self._receive_timer = None
         answered: object = self.cycle  # None before the first request
-        if answered is not None:  # something was answered on it: no second answer fits here
-            self.quiet.pop(self, None)
+        if answered is not None:  # the client has its response and does not expect another
+            self.incomplete.pop(self, None)
             self.transport.close()
             return
-        self.refuse(HTTPStatus.REQUEST_TIMEOUT, "the request did not come in time")
+        self.refuse(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time")
 
-    def _cancel_unread(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+    def _cancel_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
 
 
 def connection_class(own: ServeLimits) -> type[BoundedConnection]:
-    """The class of one server's connections."""
+    """The connection class of one server."""
 
     class Connection(BoundedConnection):
         pass
 
-    Connection.limits, Connection.quiet = own, {}
+    Connection.limits, Connection.incomplete = own, {}
     return Connection

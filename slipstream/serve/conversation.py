@@ -1,4 +1,4 @@
-"""From the messages of a request to the text that the model continues."""
+"""Render the messages of a request as the text that the model continues."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -17,7 +17,7 @@ _OWN = ("messages", "tools", "add_generation_prompt")
 
 
 class ChatFields(Protocol):
-    """The fields that say how a conversation becomes a text."""
+    """The fields of a request that determine the text."""
 
     messages: Any
     tools: Any
@@ -27,13 +27,13 @@ class ChatFields(Protocol):
 
 
 def render(template: ChatTemplate, body: ChatFields, tools: Sequence[Tool] | None) -> str:
-    """The text of a conversation; takes its time.
+    """The text of a conversation; slow for large ones.
 
     Args:
-        tools: that the model is told of; the request may have others that it must not call.
+        tools: that the template writes into the text; the request may have others.
 
     Raises:
-        ApiError: the template cannot do what is asked for, or leaves a part of it out.
+        ApiError: the template cannot do what the request asks for, or leaves out a part of it.
         UsageError: the template refuses the messages.
     """
     require_template(template)
@@ -64,7 +64,7 @@ def render(template: ChatTemplate, body: ChatFields, tools: Sequence[Tool] | Non
 
 
 def require_template(template: ChatTemplate) -> None:
-    """Raise ApiError for a model that cannot chat."""
+    """Raise ApiError if the model has no chat template."""
     if not template.exists:
         raise bad_request(
             "this model has no chat template, so it cannot chat; use /v1/completions, or put a "
@@ -74,7 +74,7 @@ def require_template(template: ChatTemplate) -> None:
 
 
 def require_tools(template: ChatTemplate) -> None:
-    """Raise ApiError for a template that would leave tools out in silence."""
+    """Raise ApiError for a template that would silently leave out tools."""
     if "tools" not in template.variables:
         raise bad_request(
             "the chat template of this model knows no tools; leave tools out, or give the model a "
@@ -84,7 +84,7 @@ def require_tools(template: ChatTemplate) -> None:
 
 
 def _check_options(template: ChatTemplate, options: Mapping[str, Any]) -> None:
-    """A variable that no template reads would be ignored in silence."""
+    """Refuse variables that the template does not read, and would silently ignore."""
     for name in options:
         if name in _OWN:
             raise bad_request(f"give {name} as a field of its own", "chat_template_kwargs")
@@ -98,7 +98,7 @@ def _check_options(template: ChatTemplate, options: Mapping[str, Any]) -> None:
 
 
 def _check_arguments(messages: Sequence[Message]) -> None:
-    """They are JSON within the JSON of the body, whose values were not counted with it."""
+    """Arguments are JSON inside a string, whose values were not counted with the body's."""
     calls = chain.from_iterable(getattr(message, "tool_calls", None) or () for message in messages)
     documents = [call.function.arguments.encode(errors="replace") for call in calls]
     if sum(map(count_values, documents)) > MOST_SCHEMA_VALUES:
@@ -138,16 +138,16 @@ def _plain_tool(tool: Tool) -> dict[str, Any]:
 
 
 def _cut(text: str, last: Message) -> str:
-    """The text up to the end of what the last message says."""
+    """The text up to the end of the last message's content."""
     content = last.content
     if not isinstance(content, str):
         content = content[-1].text if content else ""
-    said = content.strip()
-    place = text.rfind(said) if said else -1
+    ending = content.strip()
+    place = text.rfind(ending) if ending else -1
     if place < 0:
         raise bad_request(
             "the last message has no text that could be continued; leave continue_final_message "
             "out",
             "continue_final_message",
         )
-    return text[: place + len(said)]
+    return text[: place + len(ending)]

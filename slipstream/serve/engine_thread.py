@@ -27,13 +27,13 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.samples import Submission
 from slipstream.serve.limits import (
-    DeadlineExceeded,
-    Draining,
-    EngineFailed,
-    QueueFull,
-    RequestFailed,
+    DeadlineExceededError,
+    DrainingError,
+    EngineFailedError,
+    QueueFullError,
+    RequestFailedError,
     ServeLimits,
-    Stopped,
+    StoppedError,
 )
 from slipstream.serve.observers import Observer
 from slipstream.serve.updates import UpdateBuffer, UpdateReader, UpdateStream
@@ -130,8 +130,8 @@ class EngineThread:
     ) -> list[UpdateStream]:
         """Submit a request for each prompt; returns when the engine has accepted all of them.
 
-        They start in one step, all or none. Reading a stream may raise RequestFailed,
-        DeadlineExceeded, EngineFailed or Stopped after the updates that there were.
+        They start in one step, all or none. Reading a stream may raise RequestFailedError,
+        DeadlineExceededError, EngineFailedError or StoppedError after the updates that there were.
 
         Args:
             request_id: for the logs; need not be unique.
@@ -139,7 +139,7 @@ class EngineThread:
 
         Raises:
             UsageError: a request can never be served as it is.
-            QueueFull, Draining, EngineFailed: they cannot be served now.
+            QueueFullError, DrainingError, EngineFailedError: they cannot be served now.
         """
         self.check_room(params.n * len(prompts))
         assert self._loop is not None, "start comes first"
@@ -154,7 +154,7 @@ class EngineThread:
             self._inbox.append(partial(self._add, request_id, prompt, params, deadline, buffer))
         self._wake.set()
         try:
-            # All are waited for, so that no refusal is left unread.
+            # Wait for all, so that every error is retrieved.
             waits = [buffer.accepted for buffer in buffers]
             for refusal in await asyncio.gather(*waits, return_exceptions=True):
                 if refusal is not None:
@@ -169,10 +169,10 @@ class EngineThread:
         """Have the engine's thread call a function, which may raise, before its next step.
 
         Raises:
-            EngineFailed, Stopped: the thread ended first.
+            EngineFailedError, StoppedError: the thread ended first.
         """
         if not self.alive:
-            raise EngineFailed
+            raise EngineFailedError
         done: Future[None] = Future()
         self._queued_work.add(done)
         self._inbox.append(partial(_call_for, done, function))
@@ -199,21 +199,21 @@ class EngineThread:
     def check_room(self, num_samples: int) -> None:
         """Raise what `submit` would for so many samples, before any work is done for them."""
         if self._failed or not self._thread.is_alive():
-            raise EngineFailed
+            raise EngineFailedError
         if self._draining:
-            raise Draining
+            raise DrainingError
         most = self._places + self.limits.max_waiting
         if num_samples > most:
             raise UsageError(
                 f"the request asks for {num_samples} samples, but this server takes on at most "
                 f"{most} at once; ask for fewer (n for each prompt)"
             )
-        # Blocks may run out before places do: then fewer run than there are places.
+        # Fewer requests than places run if the cache has too few blocks.
         kept = self._num_waiting
         too_many = kept > 0 and kept + num_samples > self.limits.max_waiting
         if too_many or self._open_samples + num_samples > most:
             waiting = self.num_waiting
-            raise QueueFull(waiting, self._retry_after(waiting))
+            raise QueueFullError(waiting, self._retry_after(waiting))
 
     def _retry_after(self, num_waiting: int) -> int:
         """Seconds after which those who wait now are likely to be served."""
@@ -245,7 +245,7 @@ class EngineThread:
 
     def _resolve_rest(self) -> None:
         """The thread has ended: what it did not get to would be waited for without end."""
-        error = EngineFailed if self._failed else Stopped
+        error = EngineFailedError if self._failed else StoppedError
         self._failed = True
         self._deliver([(buffer, partial(buffer.close, error())) for buffer in self._open])
         for done in self._queued_work:
@@ -268,12 +268,12 @@ class EngineThread:
                     self._wake.wait()
                     self._wake.clear()
             self._handle_inbox()
-            self._abort_all(Stopped())
+            self._abort_all(StoppedError())
         except BaseException:
             logger.critical("the engine has failed; start the server again", exc_info=True)
             self._failed = True
             with suppress(Exception):  # the engine may not be able to
-                self._abort_all(EngineFailed())
+                self._abort_all(EngineFailedError())
         self._send()
         self._call_loop(self._resolve_rest)
 
@@ -336,7 +336,7 @@ class EngineThread:
         self._next_deadline_check = now + _DEADLINE_INTERVAL
         for running in [it for it in self._running.values() if it.deadline <= now]:
             self._engine.abort(running.engine_id)
-            self._end(running, "timeout", partial(running.buffer.close, DeadlineExceeded()))
+            self._end(running, "timeout", partial(running.buffer.close, DeadlineExceededError()))
 
     def _step(self) -> None:
         changed = self._engine.step()
@@ -388,7 +388,7 @@ def _call_for(done: "Future[None]", function: Callable[[], None]) -> None:
         done.set_result(None)
 
 
-def _failed(cause: Exception) -> RequestFailed:
-    error = RequestFailed()
+def _failed(cause: Exception) -> RequestFailedError:
+    error = RequestFailedError()
     error.__cause__ = cause
     return error

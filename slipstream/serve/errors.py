@@ -8,12 +8,7 @@ from http import HTTPStatus
 from starlette.responses import Response
 
 from slipstream.core.errors import UsageError
-from slipstream.serve.limits import (
-    DeadlineExceeded,
-    QueueFull,
-    RequestFailed,
-    RequestRefused,
-)
+from slipstream.serve.limits import QueueFullError, RequestError
 
 _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -84,15 +79,11 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, UsageError):
         return _from_usage_error(str(error))
-    if isinstance(error, QueueFull):
-        wait = {"Retry-After": str(error.retry_after)}
-        return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="queue_full", headers=wait)
-    if isinstance(error, RequestRefused):
-        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="unavailable")
-    if isinstance(error, DeadlineExceeded):
-        return ApiError(HTTPStatus.GATEWAY_TIMEOUT, str(error), code="timeout")
-    if isinstance(error, RequestFailed):
-        return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error), code="request_failed")
+    if isinstance(error, RequestError):
+        headers = (
+            {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFullError) else None
+        )
+        return ApiError(error.status, str(error), code=error.code, headers=headers)
     return ApiError(
         HTTPStatus.INTERNAL_SERVER_ERROR,
         "an internal error occurred; the server's log says why",
@@ -125,4 +116,4 @@ def _field(message: str) -> str | None:
 
 
 # Exceptions that handlers may raise, all with a message for the client.
-CLIENT_ERRORS = (ApiError, UsageError, RequestRefused, RequestFailed, DeadlineExceeded)
+CLIENT_ERRORS = (ApiError, UsageError, RequestError)

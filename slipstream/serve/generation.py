@@ -83,7 +83,7 @@ class Generation:
             prompt_tokens=num_prompt_tokens,
             completion_tokens=self._num_output_tokens,
             total_tokens=num_prompt_tokens + self._num_output_tokens,
-            # A prompt counts once however many samples have found it.
+            # Each sample counts the tokens that it found; the prompt counts once.
             prompt_tokens_details=PromptTokensDetails(cached_tokens=min(cached, num_prompt_tokens)),
             **details,
         )

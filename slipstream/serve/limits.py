@@ -1,6 +1,7 @@
-"""What the server takes on, and what it says when it does not."""
+"""Limits of the server, and the errors for requests that exceed them."""
 
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from slipstream.core.flags import check_fields, flag, parse_bytes
 from slipstream.core.wording import counted
@@ -66,16 +67,29 @@ class ServeLimits:
         check_fields(type(self), vars(self))
 
 
-class RequestRefused(Exception):  # noqa: N818 - says what happened
-    """The server does not run this request now; the message is for the client."""
+class RequestError(Exception):
+    """A request cannot be served; the message is for the client.
+
+    Attributes:
+        status, code: of the response.
+    """
+
+    status: HTTPStatus
+    code: str
+    message: str
+
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(message or self.message)
 
 
-class QueueFull(RequestRefused):
-    """Too many requests wait (429).
+class QueueFullError(RequestError):
+    """Too many requests wait.
 
     Attributes:
         retry_after: whole seconds after which a place is likely to be free.
     """
+
+    status, code = HTTPStatus.TOO_MANY_REQUESTS, "queue_full"
 
     def __init__(self, num_waiting: int, retry_after: int) -> None:
         super().__init__(
@@ -84,39 +98,39 @@ class QueueFull(RequestRefused):
         self.retry_after = retry_after
 
 
-class Draining(RequestRefused):
-    """The server is about to stop (503)."""
+class DrainingError(RequestError):
+    """The server is about to stop."""
 
-    def __init__(self) -> None:
-        super().__init__("the server is about to stop and takes no new requests")
-
-
-class Stopped(RequestRefused):
-    """The server stopped before the request was done (503)."""
-
-    def __init__(self) -> None:
-        super().__init__("the server stopped before the request was done")
+    status, code = HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"
+    message = "the server is about to stop and takes no new requests"
 
 
-class EngineFailed(RequestRefused):
-    """The engine does not run any more (503)."""
+class StoppedError(RequestError):
+    """The server stopped before the request was done."""
 
-    def __init__(self) -> None:
-        super().__init__("the engine has failed; the server has to be started again")
-
-
-class RequestFailed(Exception):  # noqa: N818 - says what happened
-    """This request ended by a fault that is not its user's (500); the cause is chained."""
-
-    def __init__(self) -> None:
-        super().__init__("the request failed inside the engine; the server's log says why")
+    status, code = HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"
+    message = "the server stopped before the request was done"
 
 
-class DeadlineExceeded(Exception):  # noqa: N818 - says what happened
-    """The request was not done in its time (504)."""
+class EngineFailedError(RequestError):
+    """The engine has failed."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "the request did not finish in the time that this server gives one; ask for fewer "
-            "tokens, or raise --request-timeout"
-        )
+    status, code = HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"
+    message = "the engine has failed; the server has to be started again"
+
+
+class RequestFailedError(RequestError):
+    """An internal error ended the request; its cause is chained."""
+
+    status, code = HTTPStatus.INTERNAL_SERVER_ERROR, "request_failed"
+    message = "the request failed inside the engine; the server's log says why"
+
+
+class DeadlineExceededError(RequestError):
+    """The request did not finish in time."""
+
+    status, code = HTTPStatus.GATEWAY_TIMEOUT, "timeout"
+    message = (
+        "the request did not finish in the time that this server gives one; ask for fewer tokens, "
+        "or raise --request-timeout"
+    )

@@ -9,7 +9,7 @@ from slipstream.serve.errors import generation_failed
 from slipstream.serve.token_texts import TokenReader, TokenTexts
 from slipstream.serve.updates import Candidates, Delta
 
-_IMPOSSIBLE = -9999.0  # JSON has no infinity; clients of the protocol know this number
+_IMPOSSIBLE = -9999.0  # in place of minus infinity, as in OpenAI's API
 
 
 class Token(NamedTuple):

@@ -1,4 +1,4 @@
-"""Logs that people and machines can read, and the ids by which requests are found in them."""
+"""Request ids and log formats."""
 
 import json
 import logging
@@ -14,12 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger("slipstream.serve.access")
 
-# In the scope of a request: the outermost `send`. Whatever is in between looks at the start of an
-# answer only, so the thousands of pieces of a stream may pass it by.
+# Key in a scope for the outermost `send`: middleware only looks at the start of a response,
+# so the chunks of a stream may bypass it.
 SEND_BODY = "slipstream.send_body"
 
 _GIVEN = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
-# Asked for every few seconds by machines; said at the level DEBUG only.
+# Paths that monitoring polls: logged at level DEBUG only.
 _ROUTINE = frozenset({"/health", "/metrics"})
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
@@ -27,21 +27,20 @@ _request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 def current_request_id() -> str:
-    """The id of the HTTP request that is being answered here; "" outside of one."""
+    """The id of the HTTP request that is being answered; "" outside of one."""
     return _request_id.get()
 
 
 class RequestIds:
-    """Gives every HTTP request an id, and says in the log how it was answered.
+    """Gives every HTTP request an id, and logs how it was answered.
 
-    A client's own `X-Request-Id` is kept if it is short and plain; the answer has it in any case.
+    A client's own `X-Request-Id` is kept if it is short and plain; the response always has the id.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -74,7 +73,7 @@ def _id_of(scope: Scope) -> str:
 
 
 def _log_answer(scope: Scope, status: int, seconds: float, sent: int) -> None:
-    """One line; the path without its query, which may hold anything."""
+    """Log one line; the path without its query, which may hold anything."""
     level = logging.DEBUG if scope["path"] in _ROUTINE else logging.INFO
     client = scope.get("client")
     logger.log(
@@ -96,13 +95,13 @@ def _log_answer(scope: Scope, status: int, seconds: float, sent: int) -> None:
 
 
 class PlainFormatter(logging.Formatter):
-    """A line for people: time, level, message, and the request it is about."""
+    """A line of plain text: time, level, message, request id."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and the traceback behind it; no other line can be forged with a message."""
+        """One line, with the traceback indented after it: a message cannot forge another line."""
         text = super().format(record)
         request_id = getattr(record, "request_id", "")
         first, *rest = text.split("\n")
@@ -111,10 +110,10 @@ class PlainFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and whatever else is known."""
+    """One JSON object per line: time, level, logger, message, and the record's other fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Plain ASCII, so that nothing in it can break a line."""
+        """Plain ASCII, so that nothing can break the line."""
         line: dict[str, Any] = {
             "time": round(record.created, 6),
             "level": record.levelname.lower(),
@@ -140,7 +139,7 @@ class _AddRequestId(logging.Filter):
 
 
 def set_up_logs(as_json: bool, level: str, stream: TextIO | None = None) -> None:
-    """Send the server's logs, and uvicorn's, to a stream (standard error if none is named)."""
+    """Write the logs of the server and of uvicorn to a stream (by default standard error)."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else PlainFormatter())
     handler.addFilter(_AddRequestId())

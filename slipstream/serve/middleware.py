@@ -9,7 +9,7 @@ from http import HTTPStatus
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.serve.errors import ApiError, as_api_error
-from slipstream.serve.limits import Draining, ServeLimits
+from slipstream.serve.limits import DrainingError, ServeLimits
 
 
 class ApiKeyCheck:
@@ -150,7 +150,7 @@ class DrainGate:
         if scope["type"] != "http" or scope["path"] in self._still_open:
             await self._app(scope, receive, send)
         elif self._closed:
-            await as_api_error(Draining()).response()(scope, receive, send)
+            await as_api_error(DrainingError()).response()(scope, receive, send)
         else:
             self._num_requests += 1
             self._empty.clear()

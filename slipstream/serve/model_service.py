@@ -22,7 +22,7 @@ from slipstream.serve.protocol.server import ModelCard, ModelSpeculation
 from slipstream.serve.token_texts import TokenTexts
 from slipstream.serve.tools.formats import FORMATS, ToolFormat, find_format
 
-_SHRINKING = 4  # so many characters may become one before they are looked up
+_SHRINKING = 4  # tokenizers may merge so many characters into one before they look up tokens
 _TOO_LONG = "context_length_exceeded"
 
 P = ParamSpec("P")

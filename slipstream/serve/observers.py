@@ -1,4 +1,4 @@
-"""Who is told what happens in the engine, and the log of it."""
+"""Observers of the engine's thread, and the log of its activity."""
 
 import logging
 import math
@@ -13,7 +13,7 @@ logger = logging.getLogger("slipstream.serve")
 
 
 class Observer(Protocol):
-    """Is told what happens, on the engine's thread; has to be quick."""
+    """Is notified on the engine's thread; must be quick."""
 
     def tokens_added(self, submission: Submission, gap: float | None) -> None:
         """A step gave a request tokens, `gap` seconds after its last ones (None: the first)."""
@@ -22,12 +22,12 @@ class Observer(Protocol):
         """A request ended: "stop", "length", "abort", "error" or "timeout"."""
 
     def step_done(self, engine: Engine) -> None:
-        """A step is done."""
+        """A step ended."""
 
 
 @dataclass(frozen=True)
 class _Totals:
-    """The engine's counts at some time."""
+    """The engine's counts at one time."""
 
     time: float
     prompt_tokens: int
@@ -40,7 +40,7 @@ class _Totals:
 
 
 class ActivityLog:
-    """Logs a line for each request that ended, and now and then one about the engine.
+    """Logs a line for each request that ended, and regularly one about the engine.
 
     Args:
         show_text: whether prompts and outputs may be in the log.

@@ -16,8 +16,8 @@ from slipstream.serve.protocol.bounds import count_values
 
 Body = TypeVar("Body", bound=ModelRequest)
 
-_LONGEST_NAME = 100  # characters of an unknown field's name that an answer repeats
-_LARGE = 32 << 10  # bytes whose reading would keep the event loop for milliseconds
+_LONGEST_NAME = 100  # maximum number of characters of a name in a message
+_LARGE = 32 << 10  # bytes; parsing more would block the event loop for milliseconds
 
 
 async def read_body(request: Request, kind: type[Body], service: ModelService) -> Body:
@@ -76,7 +76,7 @@ def _refusal(errors: Sequence[ErrorDetails], kind: type[RequestBody]) -> ApiErro
 
 
 def _relevance(error: ErrorDetails) -> tuple[bool, int, int]:
-    too_many = error["type"] == "too_many"  # found before anything deeper was looked at
+    too_many = error["type"] == "too_many"  # entries are counted before they are validated
     depth = sum(isinstance(step, int) or _is_field(step) for step in error["loc"])
     if error["type"] == "extra_forbidden":  # may be a misspelt field that is also missing
         return too_many, depth, 2

@@ -34,7 +34,7 @@ logger = logging.getLogger("slipstream.serve")
 _BACKLOG = 4096
 _SPARE_FILES = 256  # besides connections
 _FLUSH_SECONDS = 10  # for answers that are complete but not yet read
-_LAST_FLUSH_SECONDS = 1  # the same where the server is to stop at once
+_LAST_FLUSH_SECONDS = 1  # the same after a second signal
 
 
 @dataclass(frozen=True, kw_only=True)

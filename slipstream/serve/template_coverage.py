@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a conversation, found by trying."""
+"""Find what a chat template leaves out of a conversation."""
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -12,7 +12,7 @@ _Message = dict[str, Any]
 
 
 class _Field(NamedTuple):
-    """A text within the messages: its place in words, what holds it, and its key there."""
+    """A text in the messages: its path, the object that holds it, and its key there."""
 
     where: str
     holder: _Message
@@ -22,21 +22,21 @@ class _Field(NamedTuple):
 def require_coverage(
     render: Callable[[Sequence[_Message]], str], messages: Sequence[_Message], text: str
 ) -> None:
-    """Raise ApiError for a name, a tool call or a content that the model would never see.
+    """Raise ApiError for a name, a tool call or a content that is not in the rendered text.
 
-    Each gets a mark that can be found again in the text of the whole; what cannot was not read. A
-    template that takes offence at marks has at least looked at them.
+    Each is replaced by a unique mark, and the messages are rendered again: a field whose mark is
+    not in the new text was not read. A template that raises an error for marks has read them.
 
     Args:
         render: the template.
         messages: as they were rendered.
-        text: of them.
+        text: the rendered text.
     """
     marked = deepcopy([*messages])
     fields = [*_fields(marked, text)]
     if not fields:
         return
-    marks = [str(uuid4().int) for _ in fields]  # of digits: in every alphabet, case and language
+    marks = [str(uuid4().int) for _ in fields]  # digits: templates that change case keep them
     for field, mark in zip(fields, marks, strict=True):
         field.holder[field.key] = mark
     try:
@@ -58,13 +58,13 @@ def _fields(messages: Sequence[_Message], text: str) -> Iterator[_Field]:
         where, calls = f"messages[{place}]", message.get("tool_calls") or ()
         for call in calls:
             called[call["id"]] = call["function"]["name"]
-        # The name of a tool says nothing new where it is that of the call.
+        # A tool's name that repeats the call's may be left out.
         if "name" in message and message["name"] != called.get(message.get("tool_call_id", "")):
             yield _Field(f"{where}.name", message, "name")
         for number, call in enumerate(calls):
             yield _Field(f"{where}.tool_calls[{number}]", call["function"], "name")
-        # Some leave out what is said beside a call, as the model was taught; most that is said
-        # stands in the text as it is.
+        # Templates may leave out content beside a call, as in the model's training data. Most
+        # other content is in the text unchanged, so that no mark is needed.
         content = message.get("content")
         if isinstance(content, list):
             content = "\n".join(part["text"] for part in content)

@@ -1,17 +1,19 @@
-"""Tokens one by one: their bytes, their texts, and where in the whole text they stand."""
+"""Bytes and texts of single tokens, and their places in a whole text."""
 
 from codecs import getincrementaldecoder
 
 from slipstream.models.tokenizer import Tokenizer
 
 _INCOMPLETE = "\ufffd"
-_SPACE = "\u2581"  # how vocabularies of the other kind spell a space
+_SPACE = "\u2581"  # a space in SentencePiece vocabularies
 _Utf8 = getincrementaldecoder("utf-8")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The letters with which byte-level vocabularies spell bytes: what prints stands for itself,
-    the others follow from U+0100 on."""
+    """The characters with which byte-level vocabularies spell bytes.
+
+    Printable bytes stand for themselves, the others follow from U+0100.
+    """
     printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     letters = {chr(byte): byte for byte in printing}
     others = (byte for byte in range(256) if byte not in printing)
@@ -23,21 +25,21 @@ _BYTES = _byte_alphabet()
 
 
 class TokenTexts:
-    """What single tokens stand for; remembered, for logprobs ask again and again."""
+    """Bytes and texts of tokens; cached, since logprobs need the same ones again and again."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
 
     def content(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, which may be a part of a character."""
+        """The bytes of a token, which may be part of a character."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._find(token_id)
         return known
 
     def text(self, token_id: int) -> str:
-        """For people: a part of a character is written as its bytes."""
+        """The text of a token; part of a character is written as its bytes."""
         content = self.content(token_id)
         try:
             return content.decode()
@@ -45,11 +47,11 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether `skip_special_tokens` leaves it out."""
+        """Whether `skip_special_tokens` leaves the token out."""
         return token_id in self._tokenizer.special_token_ids
 
     def first_text(self, token_id: int) -> str:
-        """What the tokenizer makes of it at the start of a text: some drop a space there."""
+        """The text of a token at the start of a text: some tokenizers drop a space there."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def _find(self, token_id: int) -> bytes:
@@ -67,11 +69,11 @@ class TokenTexts:
 
 
 class TokenReader:
-    """Follows the tokens of one text.
+    """Decodes the tokens of one text one by one.
 
     Args:
-        skip_special: special tokens are no part of the text.
-        offset: characters that stand before the first token.
+        skip_special: special tokens are not part of the text.
+        offset: number of characters before the first token.
     """
 
     def __init__(self, texts: TokenTexts, skip_special: bool, offset: int = 0) -> None:
@@ -81,7 +83,7 @@ class TokenReader:
         self.offset = offset
 
     def take(self, token_id: int) -> str:
-        """What a token adds to the text: characters count for the token that completes them."""
+        """The text that a token adds; a character counts for the token that completes it."""
         if self._skip_special and self._texts.is_special(token_id):
             return ""
         content = self._texts.content(token_id)

@@ -16,7 +16,7 @@ from slipstream.engine.samples import Sample, Submission
 Candidates = Mapping[int, Logprob]
 
 
-# Made for every request in every step: not frozen, which would take three times as long.
+# Created for every request in every step; frozen ones would take three times as long.
 @dataclass(slots=True)
 class Delta:
     """New output of one sample.

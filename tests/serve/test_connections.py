@@ -198,7 +198,7 @@ def test_those_who_send_nothing_make_room_for_others(server: Server) -> None:
         for client in silent:
             client.close()
     wait_for(lambda: server.num_connections == 0)
-    assert server.kind.quiet == {}
+    assert server.kind.incomplete == {}
 
 
 def wait_for(condition: object) -> None:

@@ -19,13 +19,13 @@ from slipstream.engine.prompts import EncodedPrompt, PromptEncoder
 from slipstream.engine.samples import Submission
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.limits import (
-    DeadlineExceeded,
-    Draining,
-    EngineFailed,
-    QueueFull,
-    RequestFailed,
+    DeadlineExceededError,
+    DrainingError,
+    EngineFailedError,
+    QueueFullError,
+    RequestFailedError,
     ServeLimits,
-    Stopped,
+    StoppedError,
 )
 from slipstream.serve.updates import Delta, RequestUpdate, UpdateStream, join_deltas
 
@@ -273,7 +273,7 @@ def test_a_full_queue_refuses(llm: LLM) -> None:
     async def test() -> None:
         async with running(llm, max_waiting=2) as thread:
             streams = [await submit(thread, llm, LONG) for _ in range(6)]
-            with pytest.raises(QueueFull) as refusal:
+            with pytest.raises(QueueFullError) as refusal:
                 await submit(thread, llm, GREEDY)
             assert 1 <= refusal.value.retry_after <= 60
             with pytest.raises(UsageError, match="7 samples"):
@@ -311,7 +311,7 @@ def test_deadlines_end_running_and_waiting_requests(llm: LLM) -> None:
             soon = monotonic() + 0.2
             streams = [await submit(thread, llm, LONG, deadline=soon) for _ in range(5)]
             results = await asyncio.gather(*map(read, streams), return_exceptions=True)
-            assert [type(result) for result in results] == [DeadlineExceeded] * 5
+            assert [type(result) for result in results] == [DeadlineExceededError] * 5
             await read(await submit(thread, llm, GREEDY))
 
     run(test)
@@ -326,7 +326,7 @@ def test_draining_lets_requests_end_and_refuses_new_ones(llm: LLM) -> None:
             stream = await submit(thread, llm, GREEDY)
             drained = asyncio.create_task(thread.drain())
             await asyncio.sleep(0)
-            with pytest.raises(Draining):
+            with pytest.raises(DrainingError):
                 await submit(thread, llm, GREEDY)
             check_same(await read(stream), expected)
             await drained
@@ -341,7 +341,7 @@ def test_stopping_ends_what_runs(llm: LLM) -> None:
         thread.start()
         stream = await submit(thread, llm, LONG)
         await thread.stop()
-        with pytest.raises(Stopped):
+        with pytest.raises(StoppedError):
             await read(stream)
         assert not thread.alive
         check_all_free(llm)
@@ -363,7 +363,7 @@ def test_a_request_that_fails_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPat
         async with running(llm) as thread:
             streams = [await submit(thread, llm, params) for params in (GREEDY, poisoned, GREEDY)]
             first, failed, last = await asyncio.gather(*map(read, streams), return_exceptions=True)
-            assert isinstance(failed, RequestFailed)
+            assert isinstance(failed, RequestFailedError)
             assert "no logprobs today" in str(failed.__cause__)
             assert isinstance(first, list)
             assert isinstance(last, list)
@@ -400,7 +400,7 @@ def test_the_engine_goes_on_behind_a_step_that_failed(
     async def test() -> None:
         async with running(llm) as thread:
             stream = await submit(thread, llm, LONG)
-            with pytest.raises(RequestFailed):
+            with pytest.raises(RequestFailedError):
                 await read(stream)
             check_same(await read(await submit(thread, llm, GREEDY)), expected)
 
@@ -437,7 +437,7 @@ def test_a_request_that_makes_steps_fail_ends_alone(
             results = await asyncio.gather(*map(read, streams), return_exceptions=True)
             for place in (5, 2):
                 failed = results.pop(place)
-                assert isinstance(failed, RequestFailed)
+                assert isinstance(failed, RequestFailedError)
                 assert "poisoned" in str(failed.__cause__)
             for updates, output in zip(results, expected, strict=True):
                 assert isinstance(updates, list)
@@ -459,10 +459,10 @@ def test_an_engine_that_only_fails_is_given_up(llm: LLM, monkeypatch: pytest.Mon
 
     async def test() -> None:
         async with running(llm) as thread:
-            with pytest.raises(EngineFailed):
+            with pytest.raises(EngineFailedError):
                 await read(await submit(thread, llm, GREEDY))
             assert not thread.alive
-            with pytest.raises(EngineFailed):
+            with pytest.raises(EngineFailedError):
                 await submit(thread, llm, GREEDY)
             await thread.drain()
 
@@ -494,7 +494,7 @@ def test_work_that_is_queued_when_the_thread_ends_is_resolved(
                 await asyncio.sleep(0)
 
             loop = asyncio.get_running_loop()
-            ending: type[Exception] = EngineFailed
+            ending: type[Exception] = EngineFailedError
             if how == "stopped":
                 abort_all = thread._abort_all
 
@@ -503,7 +503,7 @@ def test_work_that_is_queued_when_the_thread_ends_is_resolved(
                     abort_all(error)
 
                 monkeypatch.setattr(thread, "_abort_all", queue_more_and_abort)
-                ending = Stopped
+                ending = StoppedError
                 await thread.stop()
             else:
                 monkeypatch.setattr(thread, "_step", queue_more)
@@ -512,7 +512,7 @@ def test_work_that_is_queued_when_the_thread_ends_is_resolved(
             with pytest.raises(ending):
                 await waits[0]
             assert done == []
-            with pytest.raises(EngineFailed):
+            with pytest.raises(EngineFailedError):
                 await thread.between_steps(lambda: None)
 
     run(test)

@@ -1,4 +1,4 @@
-"""The playground that `GET /` shows: its files, and the routes that serve them."""
+"""The playground at `GET /`."""
 
 from slipstream.serve.page.routes import page_routes
 

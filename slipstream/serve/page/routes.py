@@ -1,9 +1,8 @@
-"""Routes of the playground: one document, and files that browsers may keep for ever.
+"""Routes of the playground: one HTML document, and files that browsers may cache for ever.
 
-The page needs nothing from elsewhere, and its Content-Security-Policy holds it to that. Its files
-stand under a path with a digest of them all, so a new version is a new path; the document, which
-names that path, is revalidated every time. Every address in it is relative: a reverse proxy may
-put the server under any prefix.
+The page loads nothing from other origins; its Content-Security-Policy forbids it. The path of its
+files has a digest of all of them, so a new version has new paths; the document, which names the
+path, is revalidated every time. All addresses are relative, so that a reverse proxy may add a path.
 """
 
 from collections.abc import Mapping
@@ -38,7 +37,7 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
-# Not left to the machine's own table, which may call a module text/plain: browsers refuse that.
+# The system's table may have text/plain for modules, which browsers refuse.
 _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -50,7 +49,7 @@ _FOR_EVER = "public, max-age=31536000, immutable"
 
 @dataclass(frozen=True)
 class _File:
-    """One answer: the bytes, and how they may be kept."""
+    """One response: its bytes, and how they may be cached."""
 
     body: bytes
     media_type: str
@@ -66,10 +65,10 @@ class _File:
 
 
 def page_routes() -> list[Route]:
-    """`GET /` and the page's files, a route for each; no part of the server's OpenAPI.
+    """Routes of `GET /` and of each of the page's files; not in the OpenAPI document.
 
-    The page itself tells nothing, so all these paths may be open where the server asks for an API
-    key: the key guards what the page asks for.
+    The page holds no secrets, so these paths may be open on a server with API keys: requests of the
+    page need the key.
     """
     contents = _read()
     version = _digest(contents)[:12]

@@ -1,1 +1,1 @@
-"""What requests and responses look like."""
+"""Types of request and response bodies."""

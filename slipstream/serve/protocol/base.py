@@ -1,4 +1,4 @@
-"""What all bodies of requests and responses share."""
+"""Base classes and common types of bodies."""
 
 from typing import Annotated, Any, Final
 
@@ -35,7 +35,7 @@ REFUSALS: Final = {
 
 
 class RequestBody(BaseModel):
-    """Fields are taken as they are, never converted; unknown ones are refused by name."""
+    """Values are never converted; unknown fields are refused by name."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True
@@ -43,13 +43,13 @@ class RequestBody(BaseModel):
 
     @classmethod
     def field_names(cls) -> set[str]:
-        """The names that its fields have in JSON."""
+        """The names of the fields in JSON."""
         return {field.alias or name for name, field in cls.model_fields.items()}
 
     @model_validator(mode="before")
     @classmethod
     def _drop_further_unknown_fields(cls, value: Any) -> Any:
-        """An error for each of a million unknown fields would take seconds: one is kept."""
+        """Keep one unknown field: an error for each of a million would take seconds."""
         if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
             return value
         known = cls.field_names()
@@ -59,12 +59,12 @@ class RequestBody(BaseModel):
 
 
 class ModelRequest(RequestBody):
-    """A request for the model that is served, which it may name."""
+    """A request that may name the model."""
 
     model: str | None = None
 
 
 class ResponseBody(BaseModel):
-    """What the server says; the OpenAPI document describes it exactly."""
+    """A response; the OpenAPI document describes it exactly."""
 
     model_config = ConfigDict(extra="forbid")

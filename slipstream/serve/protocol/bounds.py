@@ -1,8 +1,7 @@
-"""How much a request may hold: every list and every free JSON value has a bound.
+"""Bounds of every list, every free JSON value and every text that is worked on in a request.
 
-What is too much is counted before it is validated: a validator would write an error for each of a
-million wrong entries, and hold the interpreter's lock for seconds. docs/protocol.md lists the
-numbers.
+Entries are counted before they are validated: a validator writes an error for each of a million
+wrong entries, and holds the interpreter's lock for seconds. docs/protocol.md lists the numbers.
 """
 
 from dataclasses import dataclass
@@ -32,11 +31,10 @@ _NO_MARKS = bytes(set(range(256)) - set(b'[{,:"'))
 
 
 def count_values(document: bytes) -> int:
-    """How much a JSON document holds: commas and strings count 1, colons and opening brackets 2.
+    """The size of a JSON document: commas and strings count 1, colons and opening brackets 2.
 
-    So a number in a list counts 1, a string in a list 2, an object in a list 3, a member of an
-    object at least 4. The count takes milliseconds for megabytes of anything, and releases the
-    interpreter's lock for most of them.
+    So a number in a list counts 1, a string 2, an object 3, and a field of an object at least 4.
+    Counting takes milliseconds for megabytes, for most of which it releases the interpreter's lock.
     """
     unescaped = document.replace(rb"\\", b"").replace(rb"\"", b"")
     marks = np.frombuffer(unescaped.translate(None, _NO_MARKS), np.uint8)

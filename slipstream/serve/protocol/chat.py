@@ -15,21 +15,21 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class TextPart(RequestBody):
-    """A part of a message."""
+    """A part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(RequestBody):
-    """A call that the assistant made before; `arguments` is a JSON object as a text."""
+    """A function that the assistant called; `arguments` is a JSON object as text."""
 
     name: str
     arguments: str
 
 
 class MessageToolCall(RequestBody):
-    """One of the calls of an assistant's message."""
+    """A tool call in an assistant's message."""
 
     id: str
     type: Literal["function"] = "function"
@@ -40,7 +40,7 @@ Content = str | Annotated[list[TextPart], Field(min_length=1), AtMost(bounds.MOS
 
 
 class PlainMessage(RequestBody):
-    """What the user says, or what the model is told before."""
+    """A message of the user, or instructions before it."""
 
     role: Literal["developer", "system", "user"]
     content: Content
@@ -48,7 +48,7 @@ class PlainMessage(RequestBody):
 
 
 class AssistantMessage(RequestBody):
-    """What the model said, or called."""
+    """An earlier answer of the model."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -66,7 +66,7 @@ class AssistantMessage(RequestBody):
 
 
 class ToolMessage(RequestBody):
-    """What came of a call."""
+    """The result of a tool call."""
 
     role: Literal["tool"]
     content: Content
@@ -82,8 +82,8 @@ class Function(RequestBody):
     """A function that the model may call.
 
     Attributes:
-        parameters: JSON schema of its arguments; none without.
-        strict: arguments follow the schema whatever the model would say.
+        parameters: JSON schema of its arguments; without one any object is allowed.
+        strict: whether arguments must follow the schema.
     """
 
     name: FunctionName
@@ -93,7 +93,7 @@ class Function(RequestBody):
 
 
 class Tool(RequestBody):
-    """Tools are functions."""
+    """A tool; all tools are functions."""
 
     type: Literal["function"]
     function: Function
@@ -104,7 +104,7 @@ TemplateVariables = Annotated[dict[str, Any], FEW_VALUES, AtMost(bounds.MOST_LAB
 
 
 class ChosenFunction(RequestBody):
-    """The name of one of the tools."""
+    """The name of a function in `tools`."""
 
     name: str
 
@@ -120,10 +120,10 @@ class ChatRequest(SamplingFields):
     """Answer a conversation.
 
     Attributes:
-        max_tokens: the older name of `max_completion_tokens`; up to the model's length without.
-        parallel_tool_calls: false ends the answer behind its first call.
+        max_tokens: the older name of `max_completion_tokens`; by default up to `max_model_len`.
+        parallel_tool_calls: false ends the answer after its first tool call.
         chat_template_kwargs: further variables of the chat template.
-        continue_final_message: go on with the text of the last message.
+        continue_final_message: continue the text of the last message.
     """
 
     messages: Messages
@@ -136,7 +136,7 @@ class ChatRequest(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
 
-    # Accepted because they change nothing here: see docs/protocol.md.
+    # Accepted without effect: see docs/protocol.md.
     metadata: Annotated[dict[str, str], AtMost(bounds.MOST_LABELS)] | None = None
     modalities: (
         Annotated[list[Literal["text"]], Field(min_length=1), AtMost(bounds.MOST_LABELS)] | None
@@ -147,7 +147,7 @@ class ChatRequest(SamplingFields):
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
 
-    # Of the protocol, and refused with the remedy (`refusals.py`).
+    # Refused: see REFUSALS in base.py.
     audio: None = None
     function_call: None = None
     functions: None = None
@@ -158,14 +158,14 @@ class ChatRequest(SamplingFields):
     verbosity: None = None
     web_search_options: None = None
 
-    # Additions.
+    # Additions of other engines.
     chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
 
 class TopLogprob(ResponseBody):
-    """A candidate for a token's place; `bytes` of its text in UTF-8."""
+    """A candidate for a token; `bytes` of its text in UTF-8."""
 
     token: str
     logprob: float
@@ -173,27 +173,27 @@ class TopLogprob(ResponseBody):
 
 
 class TokenLogprob(TopLogprob):
-    """A token and its most probable rivals."""
+    """A token and its most probable alternatives."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(ResponseBody):
-    """One entry a token."""
+    """One entry per token."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
 class FunctionCall(ResponseBody):
-    """What the model wants called; `arguments` is JSON as it wrote it."""
+    """The function of a call; `arguments` is JSON as the model wrote it."""
 
     name: str
     arguments: str
 
 
 class ToolCall(ResponseBody):
-    """One call."""
+    """A tool call of the answer."""
 
     id: str
     type: Literal["function"]
@@ -201,7 +201,7 @@ class ToolCall(ResponseBody):
 
 
 class AnswerMessage(ResponseBody):
-    """The assistant's turn."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str | None
@@ -221,7 +221,7 @@ class ChatChoice(ResponseBody):
 
 
 class ChatCompletion(ResponseBody):
-    """The answers."""
+    """The response."""
 
     id: str
     object: Literal["chat.completion"]
@@ -233,14 +233,14 @@ class ChatCompletion(ResponseBody):
 
 
 class FunctionPiece(ResponseBody):
-    """More of a call; its name comes first."""
+    """New text of a call; the name comes first."""
 
     name: str | None = None
     arguments: str
 
 
 class ToolCallPiece(ResponseBody):
-    """More of the call with this index; its id comes first."""
+    """New text of the call with this index; the id comes first."""
 
     index: int
     id: str | None = None
@@ -249,7 +249,7 @@ class ToolCallPiece(ResponseBody):
 
 
 class ChatDelta(ResponseBody):
-    """More of the assistant's turn."""
+    """New text of the assistant's message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -257,7 +257,7 @@ class ChatDelta(ResponseBody):
 
 
 class ChatPiece(ResponseBody):
-    """More of a choice; the last one of it has the finish reason."""
+    """An increment of a choice; the last one has the finish reason."""
 
     index: int
     delta: ChatDelta
@@ -268,7 +268,7 @@ class ChatPiece(ResponseBody):
 
 
 class ChatChunk(ResponseBody):
-    """One event of a streamed answer."""
+    """One event of a streamed response."""
 
     id: str
     object: Literal["chat.completion.chunk"]

@@ -19,10 +19,10 @@ class CompletionRequest(SamplingFields):
 
     Attributes:
         prompt: a text, token ids, or a list of either or both.
-        best_of: at most `n`, which draws as many.
+        best_of: must equal `n`: all samples are returned.
         echo: begin with the prompt; with `max_tokens` 0 nothing is generated.
-        logprobs: alternatives per token.
-        max_tokens: 16 where not given.
+        logprobs: number of alternatives per token.
+        max_tokens: by default 16.
     """
 
     prompt: Prompts
@@ -35,7 +35,7 @@ class CompletionRequest(SamplingFields):
 
 
 class CompletionLogprobs(ResponseBody):
-    """One entry a token; the first token of a prompt has no logprob."""
+    """One entry per token; the first token of a prompt has no logprob."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -44,7 +44,7 @@ class CompletionLogprobs(ResponseBody):
 
 
 class PromptLogprob(ResponseBody):
-    """One candidate for a place in the prompt."""
+    """A candidate for a token of the prompt."""
 
     logprob: float
     rank: int
@@ -67,7 +67,7 @@ class CompletionChoice(ResponseBody):
 
 
 class Completion(ResponseBody):
-    """The answer."""
+    """The response."""
 
     id: str
     object: Literal["text_completion"]
@@ -78,7 +78,7 @@ class Completion(ResponseBody):
 
 
 class CompletionPiece(ResponseBody):
-    """More of a choice; the last one of it has the finish reason."""
+    """An increment of a choice; the last one has the finish reason."""
 
     index: int
     text: str
@@ -89,7 +89,7 @@ class CompletionPiece(ResponseBody):
 
 
 class CompletionChunk(ResponseBody):
-    """One event of a streamed answer."""
+    """One event of a streamed response."""
 
     id: str
     object: Literal["text_completion"]

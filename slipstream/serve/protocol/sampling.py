@@ -1,4 +1,4 @@
-"""The fields that completions and chats share: how to sample, when to stop, what to report."""
+"""The request fields that both generating endpoints share."""
 
 from typing import Annotated, Literal
 
@@ -44,7 +44,7 @@ class JsonObjectFormat(RequestBody):
 
 
 class NamedSchema(RequestBody):
-    """A JSON schema under a name; it holds whether `strict` is set or not."""
+    """A JSON schema with a name; it is followed whether `strict` is set or not."""
 
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
@@ -53,7 +53,7 @@ class NamedSchema(RequestBody):
 
 
 class JsonSchemaFormat(RequestBody):
-    """JSON by a schema."""
+    """JSON that follows a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -65,7 +65,7 @@ ResponseFormat = Annotated[
 
 
 class StructuredOutputs(RequestBody):
-    """What the text must be; exactly one of the fields."""
+    """A constraint on the text; exactly one of the fields."""
 
     json_: JsonSchemaOrText | None = Field(None, alias="json")
     json_object: Literal[True] | None = None
@@ -75,7 +75,7 @@ class StructuredOutputs(RequestBody):
 
 
 class SamplingFields(ModelRequest):
-    """Of the OpenAI protocol and, behind a mark, what engines have added to it."""
+    """Fields of the OpenAI protocol, then those that inference engines have added."""
 
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -89,7 +89,7 @@ class SamplingFields(ModelRequest):
     stream_options: StreamOptions | None = None
     user: str | None = None
 
-    # Additions.
+    # Additions of other engines.
     top_k: Annotated[int, Field(ge=-1, le=MOST_INT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None

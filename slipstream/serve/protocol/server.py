@@ -1,4 +1,4 @@
-"""Bodies that say what the server is and how it does."""
+"""Responses about the server and its model."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ from slipstream.serve.protocol.base import ResponseBody
 
 
 class ErrorObject(ResponseBody):
-    """What is wrong, and with which field."""
+    """An error, and the name of the wrong field."""
 
     message: str
     type: str
@@ -15,13 +15,13 @@ class ErrorObject(ResponseBody):
 
 
 class ErrorResponse(ResponseBody):
-    """An error in OpenAI's form."""
+    """An error in the form of the OpenAI protocol."""
 
     error: ErrorObject
 
 
 class ModelSpeculation(ResponseBody):
-    """What drafts for a model, and how many tokens a step at most."""
+    """The drafter of a model, and the maximum number of draft tokens per step."""
 
     method: str
     model: str | None
@@ -29,7 +29,7 @@ class ModelSpeculation(ResponseBody):
 
 
 class ModelCard(ResponseBody):
-    """A model that is served."""
+    """A name of the served model."""
 
     id: str
     object: Literal["model"]
@@ -41,26 +41,26 @@ class ModelCard(ResponseBody):
 
 
 class ModelList(ResponseBody):
-    """All of them."""
+    """All names of the served model."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class Health(ResponseBody):
-    """That the server takes requests."""
+    """The server accepts requests."""
 
     status: Literal["ok"]
 
 
 class Profiling(ResponseBody):
-    """Whether a profile is being taken; behind one, where its trace is."""
+    """Whether a profile is being taken; when it ends, the path of its trace."""
 
     running: bool
     trace: str | None = None
 
 
 class Version(ResponseBody):
-    """Of Slipstream."""
+    """The version of Slipstream."""
 
     version: str

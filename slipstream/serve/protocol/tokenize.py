@@ -10,12 +10,12 @@ from slipstream.serve.protocol.chat import Messages, TemplateVariables, Tools
 
 
 class TokenizeRequest(ModelRequest):
-    """A text, or messages that the chat template makes a text of.
+    """A text, or messages that the chat template renders.
 
     Attributes:
-        add_special_tokens: also what the tokenizer puts around a text; true for a prompt and false
-            for messages where not given.
-        return_token_strs: the tokens as the vocabulary spells them, too.
+        add_special_tokens: whether the tokenizer adds its special tokens around the text; true for
+            a prompt and false for messages by default.
+        return_token_strs: also return the tokens as the vocabulary spells them.
     """
 
     prompt: str | None = None
@@ -54,12 +54,12 @@ class TokenizeResponse(ResponseBody):
 
 
 class DetokenizeRequest(ModelRequest):
-    """Token ids."""
+    """Token ids to decode."""
 
     tokens: Annotated[list[TokenId], AtMost(MOST_TOKEN_IDS)]
 
 
 class DetokenizeResponse(ResponseBody):
-    """The text of token ids, special tokens included."""
+    """The text, special tokens included."""
 
     prompt: str

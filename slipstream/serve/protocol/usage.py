@@ -1,4 +1,4 @@
-"""Token counts and, where asked for, what speculation did."""
+"""Token counts and, if asked for, statistics of speculation."""
 
 from typing import Literal
 
@@ -6,12 +6,12 @@ from slipstream.serve.protocol.base import RequestBody, ResponseBody
 
 
 class StreamOptions(RequestBody):
-    """Of a streamed answer.
+    """Options of a streamed response.
 
     Attributes:
-        include_usage: end with a chunk without choices that has the usage.
-        continuous_usage_stats: have the usage so far in every chunk.
-        include_obfuscation: chunks are never padded, so only false is taken.
+        include_usage: end with a chunk that has the usage and no choices.
+        continuous_usage_stats: every chunk has the usage so far.
+        include_obfuscation: chunks are never padded, so only false is accepted.
     """
 
     include_usage: bool | None = None
@@ -20,23 +20,23 @@ class StreamOptions(RequestBody):
 
 
 class SpeculativeOptions(RequestBody):
-    """Of one request.
+    """Speculation of one request.
 
     Attributes:
-        num_speculative_tokens: draft tokens a step at most, 0 to the server's K.
+        num_speculative_tokens: maximum number of draft tokens per step, 0 to the server's K.
     """
 
     num_speculative_tokens: int
 
 
 class PromptTokensDetails(ResponseBody):
-    """What of the prompt was in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class SpeculationUsage(ResponseBody):
-    """What speculation did for a request, its samples summed."""
+    """Statistics of speculation, summed over a request's samples."""
 
     drafts: int
     draft_tokens: int
@@ -47,7 +47,7 @@ class SpeculationUsage(ResponseBody):
 
 
 class Usage(ResponseBody):
-    """Tokens of a request, its prompts and samples summed."""
+    """Token counts, summed over a request's prompts and samples."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -57,14 +57,15 @@ class Usage(ResponseBody):
 
 
 class SpeculatedToken(ResponseBody):
-    """A token and how it came about.
+    """A token and its origin.
 
     Attributes:
         text: what it adds to the text.
-        kind: an accepted draft token; the target's own behind a wholly accepted draft (bonus), in
-            place of a refused draft token (recovered), or of a step without a draft (plain).
-        position: place in the draft, from 0; None for a plain token.
-        logprob: where logprobs were asked for.
+        kind: "accepted": a draft token. The target's own tokens are "bonus" after a draft that was
+            accepted whole, "recovered" in place of a refused draft token, and "plain" in a step
+            without a draft.
+        position: in the draft, from 0; None for a plain token.
+        logprob: if logprobs were asked for.
     """
 
     text: str
@@ -74,6 +75,6 @@ class SpeculatedToken(ResponseBody):
 
 
 class SpeculatedTokens(ResponseBody):
-    """The tokens of a choice, or of a chunk of it."""
+    """The tokens of a choice or a chunk."""
 
     tokens: list[SpeculatedToken]

@@ -1,4 +1,4 @@
-"""One tool call that is written as a JSON object with a name and arguments."""
+"""Incremental reader of a tool call: a JSON object with a name and arguments."""
 
 import json
 from collections.abc import Collection, Iterator
@@ -10,42 +10,42 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class CallReader:
-    """Reads {"name": ..., "arguments": {...}} as it comes, the members in either order.
+    """Reads {"name": ..., "arguments": {...}}, in either order, as the text arrives.
 
     Args:
-        names: of the functions that there are; None takes any name.
+        names: of the known functions; None accepts any name.
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        self.raw = ""  # all of it so far
+        self.raw = ""  # the text so far
         self._names = names
         self._scanner = ObjectScanner()
         self._name = ""
-        self._held = ""  # arguments that came before the name, or a text that holds them
+        self._held = ""  # arguments before the name, or a string that holds the arguments
         self._begun = self._refused = self._quoted = self._has_arguments = False
 
     @property
     def begun(self) -> bool:
-        """It is a call, and has been told of."""
+        """Whether `CallBegun` was returned."""
         return self._begun
 
     @property
     def done(self) -> bool:
-        """The object is whole."""
+        """Whether the object is complete."""
         return self._scanner.done
 
     @property
     def failed(self) -> bool:
-        """This is no call."""
+        """Whether the text is not a call."""
         return self._refused or self._scanner.broken or (self.done and not self._begun)
 
     @property
     def rest(self) -> str:
-        """What stands behind the object, or behind what there is of it."""
+        """The text after the object, or after the valid part of it."""
         return self._scanner.rest
 
     def feed(self, text: str) -> Iterator[ToolEvent]:
-        """What is certain with this further text."""
+        """The events that follow from further text."""
         self.raw += text
         for piece in self._scanner.feed(text):
             if piece.key == "name" and not self._begun:
@@ -77,7 +77,7 @@ class CallReader:
         if text and not self._has_arguments:
             self._has_arguments = True
             self._quoted = text.startswith('"')
-        if self._quoted:  # some models write the arguments as a text that holds JSON
+        if self._quoted:  # some models write the arguments as a string that holds JSON
             self._held += text
             if not piece.ended:
                 return

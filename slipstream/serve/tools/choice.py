@@ -1,4 +1,4 @@
-"""What a request says about tools, and what follows from it."""
+"""The tools of a request, and what `tool_choice` asks for."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,36 +18,36 @@ class ToolUse:
     """The tools of one request.
 
     Attributes:
-        told: the tools that the chat template writes into the prompt.
-        format: of the calls that are looked for; None where none are.
-        single: the answer ends behind its first call.
-        grammar: that the answer must follow; None where it may be any text.
+        in_prompt: the tools that the chat template writes into the prompt.
+        format: of the tool calls; None if the answer has none.
+        single: the answer ends after its first call.
+        grammar: that the answer must follow; None if it may be any text.
     """
 
-    told: Sequence[Tool] | None = None
+    in_prompt: Sequence[Tool] | None = None
     format: ToolFormat | None = None
     single: bool = False
     grammar: str | None = None
 
     def keeps_special(self, tokenizer: Tokenizer) -> bool:
-        """Whether marks of calls are special tokens, which the text must then have."""
+        """Whether the marks of calls are special tokens, which the text must then include."""
         special = tokenizer.special_token_ids
         marks = self.format.marks if self.format is not None else ()
         return any(tokenizer.token_to_id(mark) in special for mark in marks)
 
     def parser(self, tokenizer: Tokenizer, skip_special: bool) -> ToolParser | None:
-        """For one answer."""
+        """A parser for one answer; None without tools."""
         if self.format is None:
             return None
         dropped: list[str] = []
         if skip_special and self.keeps_special(tokenizer):
             spelled = map(tokenizer.id_to_token, sorted(tokenizer.special_token_ids))
             dropped = [token for token in spelled if token is not None]
-        return self.format.parser([tool.function.name for tool in self.told or ()], dropped)
+        return self.format.parser([tool.function.name for tool in self.in_prompt or ()], dropped)
 
 
 def choose_tools(body: ChatRequest, model: ModelService) -> ToolUse:
-    """Raises ApiError for wishes that cannot be met."""
+    """The tools of a request; ApiError for a choice that is not possible."""
     choice = body.tool_choice or ("auto" if body.tools else "none")
     if not body.tools:
         if choice != "none":

@@ -1,4 +1,4 @@
-"""What a parser finds in an answer, in order."""
+"""Events of a tool call parser."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,42 +7,42 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text that is no tool call."""
+    """Text that is not a tool call."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """The model calls a function."""
+    """A call of this function begins."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of the arguments of the call that began last."""
+    """Further text of the arguments of the current call."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """The call is whole."""
+    """The current call is complete."""
 
 
 ToolEvent = Content | CallBegun | Arguments | CallEnded
 
 
 class ToolParser(Protocol):
-    """Reads one answer as it comes.
+    """Parses one answer incrementally.
 
-    However the text is cut into pieces, the events say the same. What is no call in the model's
-    format comes out as content: nothing is lost.
+    The events do not depend on how the text is split. Text that is not a call in the model's format
+    is returned as content: nothing is lost.
     """
 
     def feed(self, text: str) -> Sequence[ToolEvent]:
-        """What is certain with this further text."""
+        """The events that follow from further text."""
 
     def finish(self) -> Sequence[ToolEvent]:
-        """What was held back; the answer is over."""
+        """The remaining events; the answer is complete."""

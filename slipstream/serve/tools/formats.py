@@ -1,4 +1,4 @@
-"""Which format of tool calls a model was trained on, and a grammar of its calls."""
+"""Formats of tool calls, and grammars of calls in them."""
 
 import json
 import re
@@ -16,10 +16,10 @@ from slipstream.serve.tools.hermes import HermesParser
 from slipstream.serve.tools.llama3 import Llama3Parser
 from slipstream.serve.tools.mistral import MistralParser
 
-Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by the name of the function
+Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by function name
 
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
-# As the models write JSON: without it a small model may fill the answer with white space.
+# The way models write JSON; if any white space is allowed, small models may never stop writing it.
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -28,9 +28,9 @@ class ToolFormat:
     """How a family of models writes tool calls.
 
     Attributes:
-        marks: texts around its calls; where one is a special token, the text must keep those.
-        parser: made of the functions' names and of special tokens that are no content.
-        call_id: a new id of a call.
+        marks: texts around its calls; a mark that is a special token must be kept in the text.
+        parser: (names of the functions, special tokens that are not content) -> parser.
+        call_id: returns a new id.
     """
 
     name: str
@@ -42,11 +42,11 @@ class ToolFormat:
     _arguments: str
 
     def only_calls(self, functions: Schemas, tokenizer: Tokenizer, several: bool) -> str:
-        """A grammar of nothing but calls of these functions, in the Lark syntax of llguidance."""
+        """A Lark grammar (of llguidance) of nothing but calls of these functions."""
         return "\n".join([*self._only_calls(_Literals(tokenizer), several), self._call(functions)])
 
     def calls_amid_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
-        """The same of any text, in which what begins like a call is one of these functions."""
+        """A Lark grammar of any text, in which each call is one of these functions."""
         rules = self._calls_amid_text(_Literals(tokenizer))
         return "\n".join([*rules, "TEXT: /(.|\\n)*/", self._call(functions)])
 
@@ -68,7 +68,7 @@ class ToolFormat:
 
 
 class _Literals:
-    """Texts in a grammar: a mark that is one special token is no text there."""
+    """Spells texts in a grammar; a mark that is a special token is written as the token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -77,8 +77,8 @@ class _Literals:
         token = self._special(text)
         return json.dumps(text) if token is None else f"<[{token}]>"
 
-    def behind_text(self, rule: str, mark: str) -> str:
-        """A rule for any text up to a mark, the first one."""
+    def up_to_mark(self, rule: str, mark: str) -> str:
+        """A rule for any text up to the first occurrence of a mark."""
         token = self._special(mark)
         if token is None:
             return f"{rule}[lazy]: /(.|\\n)*{re.escape(mark)}/"
@@ -90,7 +90,7 @@ class _Literals:
 
 
 def _lifted(schema: dict[str, Any]) -> dict[str, Any]:
-    """Definitions of the functions' schemas where references look for them: at the top."""
+    """The schema with its `$defs` at the top, where references look for them."""
     definitions: dict[str, Any] = {}
     for call in schema.get("anyOf", [schema]):
         for name, arguments in call["properties"].items():
@@ -114,7 +114,7 @@ def _hermes_only(literal: _Literals, several: bool) -> list[str]:
 
 
 def _hermes_amid(literal: _Literals) -> list[str]:
-    begun = literal.behind_text("begun", hermes.BEGIN)
+    begun = literal.up_to_mark("begun", hermes.BEGIN)
     inner = f'inner: "\\n" call "\\n" {literal(hermes.END)}'
     return ["start: (begun inner)* TEXT", begun, inner]
 
@@ -124,7 +124,7 @@ def _llama3_only(_: _Literals, several: bool) -> list[str]:
 
 
 def _llama3_amid(_: _Literals) -> list[str]:
-    """An answer is calls from its first letter on, or it is none."""
+    """The whole answer is calls, or there are none."""
     return ['start: call ("; " call)* | other', r"other: /([^{\s](.|\n)*)?/"]
 
 
@@ -134,7 +134,7 @@ def _mistral_only(literal: _Literals, several: bool) -> list[str]:
 
 
 def _mistral_amid(literal: _Literals) -> list[str]:
-    begun = literal.behind_text("begun", mistral.BEGIN)
+    begun = literal.up_to_mark("begun", mistral.BEGIN)
     return ['start: begun "[" call (", " call)* "]" | TEXT', begun]
 
 
@@ -182,10 +182,10 @@ FORMATS: Final = {
 
 
 def find_format(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFormat | None:
-    """The format that the model's template and vocabulary speak of; None where they do not."""
+    """The format that the model's template and vocabulary mention; None if there is none."""
     if tokenizer.token_to_id(mistral.BEGIN) is not None or template.mentions(mistral.BEGIN):
         return FORMATS["mistral"]
-    # The tags are shared with a format that has XML within.
+    # Another format uses the same tags, with XML inside.
     if template.mentions(hermes.BEGIN) and not template.mentions("<function="):
         return FORMATS["hermes"]
     if tokenizer.token_to_id("<|python_tag|>") is not None:

@@ -1,4 +1,4 @@
-"""Qwen, Hermes and their kin: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+"""Qwen, Hermes and others: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
 
 from collections.abc import Sequence
 
@@ -10,20 +10,19 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
-    """Calls stand between marks, text may stand around them.
+    """Parses calls between marks, with text around them.
 
     Args:
-        dropped: special tokens that are no part of the content.
+        dropped: special tokens that are not part of the content.
     """
 
     def __init__(self, dropped: Sequence[str] = ()) -> None:
         self._finder = MarkFinder([BEGIN, *(it for it in dropped if it not in (BEGIN, END))])
         self._content = ContentWriter()
         self._call: CallReader | None = None
-        self._closing: MarkFinder | None = None  # behind a call: what stands before END is nothing
+        self._closing: MarkFinder | None = None  # after a call: text up to END is dropped
 
     def feed(self, text: str) -> Sequence[ToolEvent]:
-        """What is certain with this further text."""
         events: list[ToolEvent] = []
         while text:
             if self._closing is not None:
@@ -41,14 +40,13 @@ class HermesParser:
         return events
 
     def finish(self) -> Sequence[ToolEvent]:
-        """What was held back."""
         if self._call is not None and not self._call.begun:
             return [*self._content.flush(), Content(BEGIN + self._call.raw)]
         held = "" if self._closing is not None else self._finder.finish()
         return [*self._content.write(held), *self._content.flush()]
 
     def _read_call(self, call: CallReader, text: str, events: list[ToolEvent]) -> str:
-        """The text behind the call."""
+        """Returns the text after the call."""
         events.extend(call.feed(text))
         if call.failed:
             self._call = None

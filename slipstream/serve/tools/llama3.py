@@ -1,16 +1,16 @@
-"""Llama 3: the whole answer is {"name": ..., "parameters": {...}}, or several behind semicolons."""
+"""Llama 3: the whole answer is {"name": ..., "parameters": {...}}, or several after semicolons."""
 
 from collections.abc import Collection, Sequence
 
 from slipstream.serve.tools.call_reader import CallReader
 from slipstream.serve.tools.events import Content, ToolEvent
 
-TAG = "<|python_tag|>"  # may stand before; a special token, so it is seen only where they are kept
+TAG = "<|python_tag|>"  # may come first; a special token, so the text has it only if those are kept
 _SPACE = " \t\r\n"
 
 
 class Llama3Parser:
-    """Nothing marks these calls, so only objects with the name of a known function are calls.
+    """Parses answers that are calls; without marks, an object is a call if it names a function.
 
     Args:
         names: of the functions.
@@ -18,12 +18,11 @@ class Llama3Parser:
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._held = ""  # before the first letter that tells what this is
+        self._held = ""  # text until it is clear whether it is a call
         self._call: CallReader | None = None
         self._is_text = self._has_called = False
 
     def feed(self, text: str) -> Sequence[ToolEvent]:
-        """What is certain with this further text."""
         events: list[ToolEvent] = []
         while text:
             if self._is_text:
@@ -33,7 +32,6 @@ class Llama3Parser:
         return events
 
     def finish(self) -> Sequence[ToolEvent]:
-        """What was held back."""
         if self._call is not None and not self._call.begun:
             return [Content(self._held + self._call.raw)]
         if self._call is None and self._held and not self._has_called:
@@ -41,7 +39,7 @@ class Llama3Parser:
         return []
 
     def _look(self, text: str) -> str:
-        """Whether a call begins here."""
+        """Decide whether a call begins here."""
         self._held += text
         start = self._held.lstrip(_SPACE + ";" if self._has_called else _SPACE)
         if TAG.startswith(start):

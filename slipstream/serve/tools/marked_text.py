@@ -1,4 +1,4 @@
-"""The text around tool calls, and the marks that set calls apart from it."""
+"""Find the marks of tool calls, and clean the text around them."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ from slipstream.serve.tools.events import Content
 
 
 class MarkFinder:
-    """Holds back the end of a text while it may begin a mark.
+    """Finds marks in a text that arrives in pieces; holds back its end while it may begin a mark.
 
     Args:
-        marks: none is the beginning of another.
+        marks: none may be the beginning of another.
     """
 
     def __init__(self, marks: Sequence[str]) -> None:
@@ -17,9 +17,9 @@ class MarkFinder:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None, str]:
-        """The text before the first mark, the mark, and what stands behind it, to be fed again.
+        """The text before the first mark, the mark, and the text after it, to be fed again.
 
-        Without a mark: the text that is certain, None and nothing.
+        Without a mark: the text that cannot begin a mark, None and "".
         """
         text, self._held = self._held + text, ""
         found = [(place, mark) for mark in self._marks if (place := text.find(mark)) >= 0]
@@ -31,12 +31,12 @@ class MarkFinder:
         return text[: len(text) - keep], None, ""
 
     def finish(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         text, self._held = self._held, ""
         return text
 
     def _beginning(self, text: str) -> int:
-        """Letters at the end that may begin a mark."""
+        """Number of characters at the end that may begin a mark."""
         longest = max((len(mark) for mark in self._marks), default=1)
         for size in range(min(longest - 1, len(text)), 0, -1):
             if any(mark.startswith(text[-size:]) for mark in self._marks):
@@ -45,27 +45,27 @@ class MarkFinder:
 
 
 class ContentWriter:
-    """Leaves out white space that does nothing but set calls apart."""
+    """Removes white space that only separates calls."""
 
     def __init__(self) -> None:
         self._space = ""
-        self._behind_call = False
+        self._after_call = False
 
     def write(self, text: str) -> list[Content]:
-        """Text, whose white space at the end waits for what follows it."""
+        """Further text; white space at its end is held back."""
         text = self._space + text
-        said = text.rstrip()
-        self._space = text[len(said) :]
-        if not said:
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if not kept:
             return []
-        self._behind_call = False
-        return [Content(said)]
+        self._after_call = False
+        return [Content(kept)]
 
     def break_off(self) -> None:
         """A call follows."""
-        self._space, self._behind_call = "", True
+        self._space, self._after_call = "", True
 
     def flush(self) -> list[Content]:
-        """The answer is over."""
+        """The rest; the answer is complete."""
         space, self._space = self._space, ""
-        return [Content(space)] if space and not self._behind_call else []
+        return [Content(space)] if space and not self._after_call else []

@@ -1,4 +1,4 @@
-"""Mistral: [TOOL_CALLS] and then [{"name": ..., "arguments": {...}}, ...] or name[ARGS]{...}."""
+"""Mistral: [TOOL_CALLS], then [{"name": ..., "arguments": {...}}, ...] or name[ARGS]{...}."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from slipstream.serve.tools.partial_json import ValueScanner
 
 BEGIN, ARGS = "[TOOL_CALLS]", "[ARGS]"
 _SPACE = " \t\r\n"
-# The newer form; models between the two wrote the name right before the object.
+# The newer format; some models write the name directly before the object.
 _NAMED = re.compile(
     r"\s*([a-zA-Z0-9_.-]{1,64})(?:\[CALL_ID\][a-zA-Z0-9]*)?\s*(?:\[ARGS\]\s*)?(?=\{)"
 )
@@ -18,22 +18,21 @@ _MAY_BE_NAMED = re.compile(r"\s*[a-zA-Z0-9_.\-\[\]\s]{0,200}")
 
 
 class MistralParser:
-    """Everything behind the mark is calls.
+    """Parses calls after a mark.
 
     Args:
-        dropped: special tokens that are no part of the content.
+        dropped: special tokens that are not part of the content.
     """
 
     def __init__(self, dropped: Sequence[str] = ()) -> None:
         self._finder = MarkFinder([BEGIN, *(it for it in dropped if it != BEGIN)])
         self._content = ContentWriter()
         self._in_calls = self._in_list = False
-        self._held = ""  # behind the mark or a call, before it is clear what follows
+        self._held = ""  # text after the mark or a call, until it is clear what follows
         self._call: CallReader | None = None
         self._value: ValueScanner | None = None
 
     def feed(self, text: str) -> Sequence[ToolEvent]:
-        """What is certain with this further text."""
         events: list[ToolEvent] = []
         while text:
             if self._call is not None:
@@ -51,14 +50,13 @@ class MistralParser:
         return events
 
     def finish(self) -> Sequence[ToolEvent]:
-        """What was held back."""
         if self._call is not None and not self._call.begun:
             return [Content(self._call.raw)]
         held = self._held if self._in_calls else self._finder.finish()
         return [*self._content.write(held), *self._content.flush()]
 
     def _look(self, text: str, events: list[ToolEvent]) -> str:
-        """What comes next behind the mark."""
+        """Decide what follows the mark or a call."""
         text, self._held = self._held + text, ""
         start = text.lstrip(_SPACE + ("," if self._in_list else ""))
         if not start:

@@ -1,4 +1,4 @@
-"""JSON that is read while it is written."""
+"""Incremental scanners of JSON."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ _SPACE = " \t\r\n"
 
 
 class ValueScanner:
-    """Finds the end of one JSON value; what is inside is not checked."""
+    """Finds the end of one JSON value, without validating what is inside."""
 
     def __init__(self) -> None:
         self.done = False
@@ -16,7 +16,7 @@ class ValueScanner:
         self._in_string = self._escaped = self._begun = self._scalar = False
 
     def scan(self, text: str, start: int) -> int:
-        """The place behind what belongs to the value, from `start` on."""
+        """The index after the value's text, which begins at `start`."""
         for place in range(start, len(text)):
             letter = text[place]
             if self._scalar and letter in ",]}" + _SPACE:
@@ -64,7 +64,7 @@ class _State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemberPiece:
-    """More of the value of a member of an object."""
+    """Further text of the value of an object's member."""
 
     key: str
     text: str
@@ -72,10 +72,10 @@ class MemberPiece:
 
 
 class ObjectScanner:
-    """Reads the members of one JSON object.
+    """Splits a JSON object into its members.
 
     Attributes:
-        rest: what stands behind the object once it is done, and from the letter on that broke it.
+        rest: the text after the object, or from the first invalid character.
     """
 
     def __init__(self) -> None:
@@ -86,16 +86,16 @@ class ObjectScanner:
 
     @property
     def done(self) -> bool:
-        """The object is closed."""
+        """Whether the object is complete."""
         return self._state is _State.DONE
 
     @property
     def broken(self) -> bool:
-        """This is no object."""
+        """Whether the text is not a JSON object."""
         return self._state is _State.BROKEN
 
     def feed(self, text: str) -> Iterator[MemberPiece]:
-        """The pieces of values in this further text."""
+        """The pieces of values in further text."""
         place = 0
         while place < len(text) and not (self.done or self.broken):
             if self._state is _State.KEY_TEXT:
@@ -112,7 +112,6 @@ class ObjectScanner:
             self.rest = text[place:]
 
     def _read_key(self, text: str, place: int) -> int:
-        """A key with its quotes."""
         end = self._value.scan(text, place)
         self._key += text[place:end]
         if self._value.done:
@@ -136,5 +135,5 @@ class ObjectScanner:
             self._value = ValueScanner()
         elif self._state is _State.KEY_TEXT:
             self._value, self._key = ValueScanner(), ""
-            return place  # the quote is part of what is scanned
+            return place  # the quote is part of the key's text
         return place if self.broken else place + 1
