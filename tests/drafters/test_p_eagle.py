@@ -13,11 +13,11 @@ from slipstream.runner.device_batch import DeviceBatch
 from slipstream.speculative.drafter import Draft
 from slipstream.speculative.p_eagle.drafter import PEagleDrafter
 from slipstream.speculative.p_eagle.network import PEagleHead
+from tests.drafters.broken import edit
 from tests.drafters.engines import GREEDY, PROMPT, check_drafts, forced, make, run
 from tests.drafters.heads import write_p_eagle
 from tests.drafters.oracles import MASK
 from tests.drafters.oracles import p_eagle_oracle as oracle
-from tests.drafters.test_bad_heads import edit
 from tests.padded_steps import use_padded_steps
 
 LAYOUTS: dict[str, dict[str, Any]] = {
