@@ -63,7 +63,7 @@ class AttentionSpec:
 
     @property
     def kv_rows(self) -> int:
-        """Of the keys; the values have as many."""
+        """Rows of the keys' projection; the values' has as many."""
         return self.num_kv_heads * self.head_dim
 
     def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:

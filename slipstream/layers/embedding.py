@@ -26,7 +26,7 @@ class Embedding:
         self.dtype, self.device = table.values.dtype, table.values.device
 
     def renumber(self, token_ids: Tensor) -> None:
-        """From now on id i stands for what token_ids[i] stood for; the weight is a new one."""
+        """Give id i the row that token_ids[i] had; token_ids [n] int64. The weight is a copy."""
         self.weight = self.weight.select(token_ids)
 
     def share(self, packed: Weight) -> None:
@@ -61,7 +61,7 @@ class LanguageModelHead:
 
     @property
     def width(self) -> int:
-        """Of the hidden states that it takes."""
+        """Numbers of a hidden state that it takes."""
         return self.weight.shape[1]
 
     def over(self, token_ids: Tensor) -> "LanguageModelHead":

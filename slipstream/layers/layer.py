@@ -66,7 +66,7 @@ class Mixer(Protocol):
         cache: LayerCache,
         beside: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """By single ops: its own addend, and the stream that it is to be added to, [T, H].
+        """Run by single ops -> (its own addend, the stream that it is to be added to), [T, H].
 
         Args:
             beside: [T, H], the second input of a mixer that has one.
@@ -83,7 +83,7 @@ class FeedForward(Protocol):
     def parts(self) -> object: ...
 
     def apply(self, ops: Ops, addend: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """By single ops: its own addend, and the stream that it is to be added to, [T, H]."""
+        """Run by single ops -> (its own addend, the stream that it is to be added to), [T, H]."""
 
 
 class HalfSpec(Protocol):
@@ -166,7 +166,7 @@ class Layer:
         cache: LayerCache | None,
         beside: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """By single ops.
+        """Run by single ops.
 
         Args:
             cache: None for a layer without a mixer.

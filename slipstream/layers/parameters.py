@@ -106,7 +106,7 @@ class ParameterSource(Protocol):
 
 
 class InvalidSizesError(ValueError):
-    """Numbers of a config that no network can have; whoever knows the file says so to the user."""
+    """Numbers of a config that no network can have; callers that know the file name it."""
 
 
 def require_positive(**values: float) -> None:

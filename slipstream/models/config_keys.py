@@ -13,7 +13,7 @@ from slipstream.layers.parameters import require_positive
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig, RopeConfig
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _LAYER_TYPES = {
     "full_attention": False,
     "attention": False,  # an old name
@@ -164,12 +164,12 @@ def _read_dtype(reader: ConfigReader) -> torch.dtype:
     """`dtype`, or its name before transformers 5; full precision when neither is there."""
     old, new = (reader.take(key, str, "") for key in ("torch_dtype", "dtype"))
     name = (new or old or "float32").removeprefix("torch.")
-    if name not in _DTYPES:
+    if name not in DTYPES:
         raise reader.error(
             "dtype" if new else "torch_dtype",
-            f"is {name!r}, but must be one of {', '.join(_DTYPES)}; convert the checkpoint",
+            f"is {name!r}, but must be one of {', '.join(DTYPES)}; convert the checkpoint",
         )
-    return _DTYPES[name]
+    return DTYPES[name]
 
 
 def _read_rope(reader: ConfigReader, max_positions: int, default_theta: float) -> RopeConfig:

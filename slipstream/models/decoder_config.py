@@ -54,7 +54,7 @@ class DecoderConfig:
 
     @property
     def attention(self) -> AttentionSpec:
-        """Of the first layer with attention."""
+        """The first layer's that has attention."""
         mixers = (layer.mixer for layer in self.layers)
         return next(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
 
@@ -81,7 +81,7 @@ class DecoderConfig:
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
-        """Of each layer: how many tokens a row sees, itself included; None sees all."""
+        """How many tokens a row sees in each layer, itself included; None: all."""
         mixers = (layer.mixer for layer in self.layers)
         return tuple(mixer.window if isinstance(mixer, AttentionSpec) else None for mixer in mixers)
 

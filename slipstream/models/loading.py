@@ -12,6 +12,7 @@ from slipstream.kernels.table import ops_for
 from slipstream.layers.parameters import WHOLE, Share
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.config_keys import DTYPES
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.modules_beside import own_drafter_tensors
@@ -41,49 +42,49 @@ __all__ = [
 
 logger = logging.getLogger("slipstream")
 
-# Called with a name, a size and its unit, gives a context in which that many are done.
+# (name, size, unit) -> a context whose function is called with each amount that is done.
 ProgressBar = Callable[[str, int, str], AbstractContextManager[Progress]]
-# Called before weights are allocated with a name, their bytes, and those that they would take by
-# `quantization` (none when they have one); raises UsageError when there is no room.
+# (name, bytes, bytes by name of `quantization`): called before weights are allocated; raises
+# UsageError when there is no room. The last is empty where the weights are quantised already.
 MemoryCheck = Callable[[str, int, Mapping[str, int]], None]
-# Called with a name and how its matrices are stored; raises an error where they cannot be used.
+# (name, how its matrices are stored): raises an error where they cannot be used.
 StoredCheck = Callable[[str, StoredQuantization], None]
 
 
 def every_quantization(name: str, stored: StoredQuantization) -> None:
-    """Any will do."""
+    """Accept every stored quantization."""
 
 
 def no_progress_bar(name: str, size: int, unit: str) -> AbstractContextManager[Progress]:
-    """Show nothing."""
+    """Report no progress."""
     del name, size, unit
     return nullcontext(no_progress)
 
 
 def no_memory_check(name: str, size: int, rounded: Mapping[str, int]) -> None:
-    """Hope for the best."""
+    """Check nothing."""
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model's weights come into memory.
+    """How a model's weights are loaded.
 
     Attributes:
-        dtype: of the parameters; the files' numbers are converted.
-        device: where they live.
+        dtype: of the parameters; stored numbers are converted to it.
+        device: where the parameters are allocated.
         load_format: "auto" and "safetensors" read the checkpoint; "dummy" makes random weights from
             its config, and "twin" such that a draft of fewer layers is accepted (`twin.py`).
-        max_positions: length of the table of rotary embeddings.
-        seed: of random weights.
-        quantization: what matrices are rounded to (`precision.py`); None leaves them.
+        max_positions: rows of the tables of rotary embeddings.
+        seed: for random weights.
+        quantization: what matrices are rounded to, a key of `PRECISIONS`; None: nothing is rounded.
         keeps_float8: matrices that a checkpoint stores in e4m3 are multiplied as such; false: they
             become tensors, unless they are to be rounded to it.
-        stored_check: is asked before a quantised checkpoint is read.
-        batch_invariant: no row of a result may depend on the rows beside it.
-        twin_of: the target that a twin is a part of, or is.
-        share: of the network, where several processes hold one together.
-        progress_bar: shows how the reading goes on.
-        memory_check: is asked before anything is allocated.
+        stored_check: called before a quantised checkpoint is read.
+        batch_invariant: whether a row of a result must not depend on the rows beside it.
+        twin_of: the target whose first layers, or all of them, a twin has.
+        share: this process's part of a network that several processes hold together.
+        progress_bar: reports the bytes that have been read.
+        memory_check: called before anything is allocated.
     """
 
     dtype: torch.dtype
@@ -107,7 +108,7 @@ def load_decoder(
     """Build the network that `checkpoint` describes, with its weights.
 
     Args:
-        config: of the checkpoint, from who had to read it with more keys; None reads it here.
+        config: the checkpoint's, where a caller has read it already; None: it is read here.
     """
     if config is None:
         config = read_decoder_config(checkpoint)
@@ -147,7 +148,7 @@ def _build(config: DecoderConfig, tensors: TensorSource, options: LoadOptions) -
 
 
 def decoder_bytes(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions) -> int:
-    """What the weights of a language model take once they are loaded."""
+    """Bytes of a language model's weights once they are loaded."""
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
     if stored is None or not checkpoint.has_weights:
         return weight_bytes(config, options.dtype, options.quantization)
@@ -189,7 +190,7 @@ def _open(
 def _require_stored(
     checkpoint: Checkpoint, stored: StoredQuantization, options: LoadOptions
 ) -> None:
-    """Raise an error for matrices that cannot be used, or that nobody would read."""
+    """Raise an error where the stored matrices cannot be used, or would not be read at all."""
     options.stored_check(checkpoint.path.name, stored)
     if options.load_format in ("dummy", "twin"):
         raise UsageError(
@@ -221,13 +222,12 @@ def _tell_quantization(
     )
 
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The torch dtype of a user's word for it."""
-    dtype = _DTYPES.get(_SHORT_DTYPES.get(name, name))
+    """The torch dtype that a user calls `name`; UsageError for an unknown name."""
+    dtype = DTYPES.get(_SHORT_DTYPES.get(name, name))
     if dtype is None:
-        raise UsageError(f"dtype must be one of auto, {', '.join(_DTYPES)}, not {name!r}")
+        raise UsageError(f"dtype must be one of auto, {', '.join(DTYPES)}, not {name!r}")
     return dtype

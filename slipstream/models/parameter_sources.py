@@ -18,7 +18,7 @@ _DERIVED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 
 
 def no_progress(_: int) -> None:
-    """Tell nobody."""
+    """Report no progress."""
 
 
 class TensorSource(Protocol):
@@ -63,7 +63,7 @@ class CheckpointSource:
         """Refuse a checkpoint that holds more than the network: its maths would differ.
 
         Args:
-            ignored: tensor names that may be there for no use (a tied head).
+            ignored: tensors that may be there without being read, such as a tied head.
         """
         surplus = sorted(
             name for name in self._unused if name not in ignored and not name.endswith(_DERIVED)
@@ -117,7 +117,7 @@ class CheckpointSource:
 
 
 class DummySource:
-    """Random weights of a sane scale from a fixed seed, so that a config alone can be timed."""
+    """Random weights from a fixed seed, so that a config without weights can be timed."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The precision that matrices are multiplied in: as they are stored, or rounded to fewer bits."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,11 +24,11 @@ logger = logging.getLogger("slipstream")
 
 @dataclass(frozen=True)
 class Precision:
-    """What `quantization` names.
+    """What one name of `quantization` means.
 
     Attributes:
-        matrix, head: what they are rounded to; a head's logits are worth more bits.
-        words: of the matrices, for the log.
+        matrix, head: what they are rounded to; logits need more bits.
+        words: a description for the log.
     """
 
     matrix: Rounding
@@ -54,118 +54,77 @@ PRECISIONS: Final = {
 }
 
 
-class Unquantized:
-    """Every parameter as it is stored."""
+class PreparedSource:
+    """Parameters as a column of kernels reads them, rounded first where a precision is given.
 
-    def __init__(self, tensors: TensorSource) -> None:
-        self._tensors = tensors
-
-    def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
-        return _as_stored(self._tensors, parts, columns)
-
-    def head(self, parts: Sequence[Part], columns: int) -> Weight:
-        return _as_stored(self._tensors, parts, columns)
-
-    def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
-        return DenseMatrix(self._tensors.matrix(parts, columns))
-
-    def tied(self, table: Weight) -> Weight:
-        return table
-
-    def vector(self, parts: Sequence[Part]) -> Tensor:
-        return self._tensors.vector(parts)
-
-
-class Rounded:
-    """Matrices rounded as soon as they are there: only one is ever in memory unrounded.
-
-    Tables and vectors stay, and matrices that are stored in fewer bits already; a head that is tied
-    to a table becomes a second, rounded copy of it.
+    Each matrix is prepared as soon as it is read, so that only one at a time is in memory in two
+    forms. Tables and vectors stay as they are, and so do matrices that are stored in fewer bits
+    already; a head that is tied to a table becomes a second, rounded copy of it.
     """
 
-    def __init__(
-        self,
-        tensors: TensorSource,
-        precision: Precision,
-        round_matrix: Callable[[Tensor, Rounding], Weight],
-    ) -> None:
-        self._tensors, self._precision, self._round = tensors, precision, round_matrix
+    def __init__(self, tensors: TensorSource, precision: Precision | None, ops: Ops) -> None:
+        self._tensors, self._precision, self._ops = tensors, precision, ops
         self._odd_columns: set[int] = set()
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
-        found = _as_stored(self._tensors, parts, columns)
-        if found.floats is None:
-            return found
-        columns = found.shape[1]  # of which a rank may have a share
-        form = self._precision.matrix.for_columns(columns)
-        if form.bits != self._precision.matrix.bits:
-            self._tell(parts, columns)
-        return self._round(found.floats, form)
+        found = self._as_stored(parts, columns)
+        if self._precision is None:
+            return self._ops.pack(found)
+        form = self._precision.matrix.for_columns(found.shape[1])
+        if found.floats is not None and form.bits != self._precision.matrix.bits:
+            self._log_odd_columns(parts[0].name, found.shape[1])
+        return self._prepared(found, form)
 
     def head(self, parts: Sequence[Part], columns: int) -> Weight:
-        found = _as_stored(self._tensors, parts, columns)
-        return found if found.floats is None else self.tied(found)
+        return self.tied(self._as_stored(parts, columns))
 
     def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
         return DenseMatrix(self._tensors.matrix(parts, columns))
 
     def tied(self, table: Weight) -> Weight:
-        assert table.floats is not None, "a table is not rounded"
-        return self._round(table.floats, self._precision.head)
+        return self._prepared(table, None if self._precision is None else self._precision.head)
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         return self._tensors.vector(parts)
 
-    def _tell(self, parts: Sequence[Part], columns: int) -> None:
+    def _as_stored(self, parts: Sequence[Part], columns: int) -> Weight:
+        if isinstance(self._tensors, QuantizedSource):
+            return self._tensors.weight(parts, columns)
+        return DenseMatrix(self._tensors.matrix(parts, columns))
+
+    def _prepared(self, matrix: Weight, form: Rounding | None) -> Weight:
+        if form is not None and matrix.floats is not None:
+            matrix = self._ops.round(matrix.floats, form)
+        return self._ops.pack(matrix)
+
+    def _log_odd_columns(self, name: str, columns: int) -> None:
         """Once for each width that no group divides."""
         if columns not in self._odd_columns:
             self._odd_columns.add(columns)
             logger.info(
                 "%s has %d columns, no multiple of %d: rounded to int8 in place of four bits, as "
                 "are all matrices of this width",
-                parts[0].name,
+                name,
                 columns,
                 GROUPS[-1],
             )
 
 
-def _as_stored(tensors: TensorSource, parts: Sequence[Part], columns: int) -> Weight:
-    if isinstance(tensors, QuantizedSource):
-        return tensors.weight(parts, columns)
-    return DenseMatrix(tensors.matrix(parts, columns))
-
-
-class Packed:
-    """Matrices as a column of kernels reads them: only one is ever in memory in both layouts."""
-
-    def __init__(self, source: ParameterSource, pack: Callable[[Weight], Weight]) -> None:
-        self._source, self._pack = source, pack
-
-    def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
-        return self._pack(self._source.matrix(parts, columns))
-
-    def head(self, parts: Sequence[Part], columns: int) -> Weight:
-        return self._pack(self._source.head(parts, columns))
-
-    def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
-        return self._source.table(parts, columns)
-
-    def tied(self, table: Weight) -> Weight:
-        return self._pack(self._source.tied(table))
-
-    def vector(self, parts: Sequence[Part]) -> Tensor:
-        return self._source.vector(parts)
-
-
 def in_precision(tensors: TensorSource, quantization: str | None, ops: Ops) -> ParameterSource:
-    """The parameters made of these tensors, for this column."""
-    if quantization is None:
-        return Packed(Unquantized(tensors), ops.pack)
-    return Packed(Rounded(tensors, PRECISIONS[quantization], ops.round), ops.pack)
+    """Parameters made of these tensors for a column of kernels.
+
+    Args:
+        quantization: a key of `PRECISIONS`; None: nothing is rounded.
+    """
+    return PreparedSource(tensors, PRECISIONS[quantization] if quantization else None, ops)
 
 
 def weight_bytes(config: DecoderConfig, dtype: torch.dtype, quantization: str | None) -> int:
-    """What the matrices and tables of a network take, which is all but a few of its bytes."""
+    """Bytes of a network's matrices and tables, which are nearly all of its bytes.
+
+    Args:
+        quantization: a key of `PRECISIONS`; None: nothing is rounded.
+    """
     if quantization is None:
         return config.num_matrix_parameters * dtype.itemsize
     table = config.vocab_size * config.hidden_size

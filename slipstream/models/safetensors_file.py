@@ -291,7 +291,7 @@ def _fill(file: FileIO, entry: TensorEntry, flat: Tensor) -> None:
 
 
 def _fill_in_slices(file: FileIO, entry: TensorEntry, flat: Tensor) -> None:
-    """The same through a small buffer, so that a conversion never holds a second whole tensor."""
+    """Read through a small buffer, so that a conversion never holds a second whole tensor."""
     buffer = torch.empty(min(flat.numel(), _SLICE_BYTES // entry.dtype.itemsize), dtype=entry.dtype)
     for begin, end in _slices(flat.numel(), max(1, buffer.numel())):
         part = buffer[: end - begin]

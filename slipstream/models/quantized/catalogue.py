@@ -17,7 +17,7 @@ FORMATS: Final = {
     "gptq": "slipstream.models.quantized.gptq",
 }
 QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
-"""Of config.json; the second is an old name of the first."""
+"""Keys of config.json; the second is an old name of the first."""
 
 
 _FOR_HEADS = (

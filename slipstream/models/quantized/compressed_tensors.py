@@ -75,7 +75,8 @@ class CompressedTensors:
         return scheme.group is None or not (scheme.ordered or scheme.group % 32)
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Of a module of this name; a name counts more than the class of all."""
+        """The scheme of a module of this name; targets that name it come before those that name
+        its class. None: no group of settings is about it."""
         by_class: Scheme | None = None
         for targets, scheme in self.groups:
             if any(_matches(target, module) for target in targets):

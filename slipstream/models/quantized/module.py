@@ -98,7 +98,7 @@ class StoredQuantization(Protocol):
         """
 
     def bits(self, module: str) -> int:
-        """Of a stored number of a module of this name."""
+        """Bits of a stored number in a module of this name."""
 
     def keeps(self, module: str) -> bool:
         """Whether `read` finds a form with as few bits for a module of this name."""
