@@ -33,7 +33,7 @@ def read_options(options: Options) -> FakeConfig:
 def load(config: FakeConfig, target: TargetModel) -> LoadedDrafter:
     return LoadedDrafter(
         build=lambda lent: FakeDrafter(config.right, target.vocab_size, lent.state),
-        limits=DrafterLimits(drafts_behind_prompt=True, on_device=False),
+        limits=DrafterLimits(drafts_at_prefill=True, on_device=False),
     )
 
 

@@ -13,7 +13,7 @@ class StepLimits:
         max_model_len: tokens of one request, prompt and output.
         drafter_max_model_len: beyond this many tokens a request runs without drafts.
         num_speculative_tokens: the engine's K; no request drafts more.
-        drafts_behind_prompt: the drafter can guess behind a prompt that the target has not seen
+        drafts_at_prefill: the drafter can guess behind a prompt that the target has not seen
             yet, so the step that ends a prompt may verify drafts as well.
         cache_identity: what the blocks of drafting requests hold besides the target's layers
             (the drafter's identity); keys the prefix index, so that blocks without a drafter's
@@ -27,7 +27,7 @@ class StepLimits:
     max_model_len: int
     drafter_max_model_len: int
     num_speculative_tokens: int
-    drafts_behind_prompt: bool
+    drafts_at_prefill: bool
     cache_identity: str
     tree_depth: int | None = None
 

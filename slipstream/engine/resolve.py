@@ -167,7 +167,7 @@ def resolve(
         max_model_len=max_model_len,
         drafter_max_model_len=drafter.limits.max_model_len or max_model_len,
         num_speculative_tokens=speculation.num_speculative_tokens,
-        drafts_behind_prompt=drafter.limits.drafts_behind_prompt,
+        drafts_at_prefill=drafter.limits.drafts_at_prefill,
         cache_identity=drafter.limits.cache_identity,
         tree_depth=drafter.limits.tree_depth,
     )

@@ -297,7 +297,7 @@ class Scheduler:
     def _draft(self, share: _Share, budget: _Budget) -> None:
         """Let a request that reaches its last known token verify drafts behind it, as many as
         rows and blocks allow."""
-        if share.num_uncomputed or not (share.is_decoding or self.limits.drafts_behind_prompt):
+        if share.num_uncomputed or not (share.is_decoding or self.limits.drafts_at_prefill):
             return
         request = share.request
         room = self.block_manager.capacity(request.request_id) - request.num_tokens

@@ -82,27 +82,27 @@ class DrafterLimits:
     Attributes:
         max_speculative_tokens: largest K, or None for any.
         max_model_len: beyond this many tokens it does not draft, or None for no limit.
-        drafts_behind_prompt: it can guess behind a prompt that the target has not seen yet.
+        drafts_at_prefill: it can guess behind a prompt that the target has not seen yet.
         cache_identity: names what it keeps in the shared blocks; empty when nothing.
         on_device: it needs nothing of the host's to guess, so a step may begin before the host
             knows what the last one gave.
         keeps_probabilities: it keeps nothing in the blocks, but the q of every draft token.
         parallel: all its draft tokens come from one pass over waiting and mask tokens.
-        looks_up: it knows when it has no guess, and those that it has are one-hot.
-        catches_up: left out of steps, it makes up for them when it drafts again, however many
+        is_lookup: it knows when it has no guess, and those that it has are one-hot.
+        may_skip_steps: left out of steps, it makes up for them when it drafts again, however many
             tokens they gained, as long as batches are exact.
         tree_depth: of drafts that are trees, their depth.
     """
 
     max_speculative_tokens: int | None = None
     max_model_len: int | None = None
-    drafts_behind_prompt: bool = False
+    drafts_at_prefill: bool = False
     cache_identity: str = ""
     on_device: bool = True
     keeps_probabilities: bool = False
     parallel: bool = False
-    looks_up: bool = False
-    catches_up: bool = False
+    is_lookup: bool = False
+    may_skip_steps: bool = False
     tree_depth: int | None = None
 
     def draft_rows(self, num_speculative_tokens: int) -> int:
@@ -193,7 +193,7 @@ class DrafterResources:
         target: the target's network, whose embedding and head a drafter may share.
         target_cache: the target's keys and values, which a drafter may read.
         captured: steps are captured, so that there are batches that are not exact.
-        has_rivals: another drafter's guesses may be verified in place of its own.
+        in_combination: another drafter's guesses may be verified in place of its own.
     """
 
     state: DeviceState
@@ -204,7 +204,7 @@ class DrafterResources:
     target: Decoder
     target_cache: ModelCache
     captured: bool = True
-    has_rivals: bool = False
+    in_combination: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -226,7 +226,7 @@ def load_host_drafter(make: Callable[[DeviceState], Drafter]) -> LoadedDrafter:
     """A drafter on the host: nothing to load, and nothing in the blocks."""
     return LoadedDrafter(
         build=lambda resources: make(resources.state),
-        limits=DrafterLimits(drafts_behind_prompt=True, on_device=False, looks_up=True),
+        limits=DrafterLimits(drafts_at_prefill=True, on_device=False, is_lookup=True),
     )
 
 

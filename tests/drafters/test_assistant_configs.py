@@ -78,10 +78,10 @@ def test_defaults_of_a_published_config(tmp_path: Path) -> None:
     config = {"model_type": "gemma4_assistant", "backbone_hidden_size": 5376, "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(config))
     read = read_assistant_config(HeadCheckpoint(tmp_path))
-    assert [layer.window for layer in read.own] == [1024, 1024, 1024, None]
-    assert [layer.head_dim for layer in read.own] == [256, 256, 256, 512]
-    assert [layer.num_kv_heads for layer in read.own] == [16, 16, 16, 4]
-    assert read.own[0].rope == RopeConfig(10000.0)
-    assert read.own[3].rope == RopeConfig(1e6, "proportional", rotated=0.25)
+    assert [layer.window for layer in read.attention] == [1024, 1024, 1024, None]
+    assert [layer.head_dim for layer in read.attention] == [256, 256, 256, 512]
+    assert [layer.num_kv_heads for layer in read.attention] == [16, 16, 16, 4]
+    assert read.attention[0].rope == RopeConfig(10000.0)
+    assert read.attention[3].rope == RopeConfig(1e6, "proportional", rotated=0.25)
     assert read.layers.vocab_size == 262144
     assert read.centroids is None

@@ -85,7 +85,7 @@ CONFIGS: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
         "trained for": ({"num_target_layers": 36}, "a target of 36 layers, and this one has 2"),
         "target width": ({"target_hidden_size": 64}, "hidden size 64, and this one has 48"),
         "vocabulary": ({"vocab_size": 99}, "vocabulary of 99 tokens"),
-        "draft vocabulary": ({"draft_vocab_size": 61}, "without a tensor d2t nobody knows which"),
+        "draft vocabulary": ({"draft_vocab_size": 61}, "without a tensor d2t it is unknown which"),
         "sinks": ({"dflash_config": {"attention_sink_bias": True}}, "only false is supported"),
         "projector": ({"projector_type": "domino"}, 'is "domino", but only "dflash"'),
         "unknown": ({"spin": 3}, '"spin" is unknown'),
@@ -187,7 +187,7 @@ def test_a_config_that_does_not_fit(
 
 ONES = torch.ones(3)
 TENSORS: list[tuple[str, str | None, dict[str, torch.Tensor], str]] = [
-    ("eagle3", "d2t", {}, "without a tensor d2t nobody knows which"),
+    ("eagle3", "d2t", {}, "without a tensor d2t it is unknown which"),
     ("eagle3", None, {"d2t": torch.arange(60) + 35}, "leads to token ids from 35 to 153, outside"),
     (
         "eagle3",

@@ -8,7 +8,7 @@ import torch
 
 from slipstream import LLM, SamplingParams, UsageError
 from slipstream.runner.device_batch import DeviceBatch
-from slipstream.speculative.combination.combined import CombinedDrafter, _completed
+from slipstream.speculative.combination.drafter import CombinedDrafter, _completed
 from slipstream.speculative.drafter import Draft, Drafter
 from tests.last_hidden_checkpoints import medusa_for
 from tests.padded_steps import use_padded_steps

@@ -303,8 +303,8 @@ class World:
         assert len(item.block_table) * self.block_size >= reach + item.num_draft_tokens
         if item.num_draft_tokens:
             assert item.reaches_end
-            assert not item.is_prompt_chunk or self.limits.drafts_behind_prompt
-            assert item.start > 0 or self.limits.drafts_behind_prompt
+            assert not item.is_prompt_chunk or self.limits.drafts_at_prefill
+            assert item.start > 0 or self.limits.drafts_at_prefill
             assert item.num_draft_tokens <= request.num_speculative_tokens
             assert reach + item.num_draft_tokens <= self.limits.drafter_max_model_len
             assert reach + item.num_draft_tokens < self.limits.max_model_len
@@ -370,7 +370,7 @@ def limits(
         max_model_len=MAX_LEN,
         drafter_max_model_len=drafter_len,
         num_speculative_tokens=drafts,
-        drafts_behind_prompt=behind_prompt,
+        drafts_at_prefill=behind_prompt,
         cache_identity="drafter",
     )
 

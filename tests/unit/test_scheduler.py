@@ -24,7 +24,7 @@ def scheduler(num_blocks: int = 100, caching: bool = True, **limits: Any) -> Sch
         "max_model_len": 64,
         "drafter_max_model_len": 64,
         "num_speculative_tokens": 3,
-        "drafts_behind_prompt": False,
+        "drafts_at_prefill": False,
         "cache_identity": "drafter",
     }
     return Scheduler(StepLimits(**(chosen | limits)), BlockManager(num_blocks, SIZE, caching))
@@ -230,7 +230,7 @@ def test_a_prompt_chunk_has_no_drafts() -> None:
 
 
 def test_a_drafter_that_needs_no_features_drafts_behind_the_prompt() -> None:
-    engine = scheduler(max_num_batched_tokens=10, drafts_behind_prompt=True)
+    engine = scheduler(max_num_batched_tokens=10, drafts_at_prefill=True)
     engine.add(request("a", 15))
     assert step_plan(engine) == {"a": (0, 10, 0)}
     assert step_plan(engine, {"a": [7, 7]}) == {"a": (10, 5, 3)}

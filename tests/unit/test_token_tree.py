@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream.core.errors import UsageError
 from slipstream.sampling.tree_verification import TreeNodes
 from slipstream.speculative.options import Options
-from slipstream.speculative.trees.growth import grower_of
+from slipstream.speculative.trees.growth import growth_of
 from slipstream.speculative.trees.shapes import (
     DynamicTree,
     StaticTree,
@@ -102,7 +102,7 @@ def grow(
     tree: TokenTree, wanted: list[int], width: int
 ) -> tuple[list[list[tuple[int, ...]]], TreeNodes, Tensor]:
     """(what each node of the frontier continues, by request; the trees; their tokens)."""
-    growth = grower_of(tree, CPU).begin(torch.tensor(wanted), width)
+    growth = growth_of(tree, CPU)(torch.tensor(wanted), width)
     requests = range(len(wanted))
     paths: list[list[tuple[int, ...]]] = [[()] for _ in requests]
     frontier: list[list[tuple[int, ...]]] = [[()] for _ in requests]
@@ -213,7 +213,7 @@ def test_a_narrow_round_grows_as_far_as_it_has_slots(width: int) -> None:
 
 def test_sure_tokens_stay_behind_their_parents() -> None:
     """Where probabilities are 1, all scores on the way are equal."""
-    growth = grower_of(DynamicTree(2, 4, 6), CPU).begin(torch.tensor([6]), 6)
+    growth = growth_of(DynamicTree(2, 4, 6), CPU)(torch.tensor([6]), 6)
     rows = itertools.chain([1], itertools.repeat(2))
     for count in itertools.islice(rows, 4):
         sure = torch.tensor([0.0, -1e9]).expand(1, count, 2)

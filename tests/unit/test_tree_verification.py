@@ -19,7 +19,7 @@ from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.tree_verification import DraftedTrees, TreeNodes, verify_trees
 from slipstream.sampling.verification import LOSSLESS, Verdict, verify
-from slipstream.speculative.trees.growth import grower_of
+from slipstream.speculative.trees.growth import growth_of
 from slipstream.speculative.trees.shapes import DynamicTree
 
 VOCAB = 20
@@ -214,7 +214,7 @@ def test_nothing_looks_at_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         state = SamplingState(3, VOCAB, "cpu")
         slots = torch.arange(3)
-        growth = grower_of(DynamicTree(3, 3, 8), torch.device("cpu")).begin(slots, 8)
+        growth = growth_of(DynamicTree(3, 3, 8), torch.device("cpu"))(slots, 8)
         for width in (1, 3, 3):
             logits = torch.empty(3, width, VOCAB)
             best = logits.topk(growth.reach)

@@ -9,7 +9,7 @@ The class is made once, with `options` as keyword arguments, and has one method:
 It is called in every step with the requests that can use guesses, and returns for each, in their
 order, the token ids that it expects next: at most `most_tokens` (what is beyond is cut off), none
 where it has no idea. Wrong guesses cost time and never change the output. A class that also has
-`forget(request_ids: Sequence[str])` is told, before the next guess, of requests that ended.
+`forget(request_ids: Sequence[str])` is called, before the next guess, with the requests that ended.
 """
 
 from collections.abc import Mapping, Sequence

@@ -4,7 +4,7 @@ The keys and values of the context come from the features of a token alone, so `
 into the slots of the tokens that the target has just computed, and there is nothing to catch up
 with: not behind a prefix hit, nor after a while without drafts. The rows of a draft block write the
 slots of the tokens that they stand for, which the request's blocks have room for; the context of
-what is committed is written over them before anybody reads it.
+what is committed is written over them before it is read.
 """
 
 from dataclasses import replace
@@ -73,7 +73,7 @@ class DFlashDrafter(Drafter):
         lengths = torch.where(wanted > 0, wanted + known_rows, 0)
         most, mask = batch.width + known_rows, self._config.mask_token
         layout = lay_out(self._state, batch.rows(starts, lengths, most, mask_token=mask))
-        if layout.is_empty:  # nobody drafts after all
+        if layout.is_empty:  # no request drafts
             shape = (batch.num_requests, batch.width, self._network.head.width)
             return torch.zeros(shape, dtype=self._dtype, device=starts.device)
         hidden = self._network(layout.token_ids, layout.inputs, self._cache.layers)

@@ -52,7 +52,7 @@ class DraftModelDrafter(Drafter):
         self._runner = network.runner(resources)
         # What another drafter guessed is missing from the first of its tokens on.
         self._most_missing = (
-            resources.num_speculative_tokens + 1 if resources.has_rivals else MOST_MISSING
+            resources.num_speculative_tokens + 1 if resources.in_combination else MOST_MISSING
         )
         self._context = DraftContext(
             self._runner,

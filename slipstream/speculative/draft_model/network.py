@@ -104,7 +104,7 @@ class DraftNetwork:
         longest = config.max_model_len or shape.max_position_embeddings
         self.max_model_len = min(longest, shape.max_position_embeddings, target.load.max_positions)
         self.limits = DrafterLimits(
-            max_model_len=self.max_model_len, cache_identity=identity, catches_up=True
+            max_model_len=self.max_model_len, cache_identity=identity, may_skip_steps=True
         )
         self.width = shape.hidden_size
         self.dtype = dtype

@@ -76,7 +76,7 @@ def read_eagle3_config(
     """Flags stand in the config, in `eagle_config` within it, or follow from the tensors.
 
     Args:
-        read_elsewhere: keys that leave the network as it is and that somebody else heeds.
+        read_elsewhere: keys that do not change the network and are read elsewhere.
     """
     reader = head_reader(checkpoint, read_elsewhere)
     inner = reader.nested("eagle_config")
@@ -134,7 +134,7 @@ def _aux_layers(reader: ConfigReader, inner: ConfigReader) -> tuple[int, ...] | 
 
 
 def _expect_usual(reader: ConfigReader, inner: ConfigReader) -> None:
-    """Switches of one trainer that nobody has set otherwise."""
+    """Switches of one trainer, of which only the defaults are supported."""
     for key, value in (
         ("use_input_layernorm_in_first_layer", True),
         ("use_last_layernorm", True),

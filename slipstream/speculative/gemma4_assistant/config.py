@@ -18,7 +18,7 @@ from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.kinds import HeadConfig, vocabulary_problem, width_problem
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_PATTERN = 6  # every so-manieth layer sees everything, where the layers are not listed
+_PATTERN = 6  # every sixth layer has full attention, unless the layers are listed
 # Of images and sounds, which the assistant does not see, and of the tokens that stand for them.
 _HARMLESS = HARMLESS_KEYS | {
     "audio_token_id",
@@ -41,24 +41,6 @@ _ABSENT: tuple[tuple[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
-class AssistantLayer:
-    """Whose keys and values a layer reads: those of the target's last layer like it.
-
-    Attributes:
-        window: cached tokens and the newest that it sees; None sees all.
-    """
-
-    head_dim: int
-    num_kv_heads: int
-    rope: RopeConfig
-    window: int | None
-
-    @property
-    def kind(self) -> str:
-        return "full" if self.window is None else "sliding"
-
-
-@dataclass(frozen=True)
 class Centroids:
     """The ends of an assistant that looks at some of the vocabulary only.
 
@@ -76,19 +58,24 @@ class AssistantConfig(HeadConfig):
     """Everything that the network is built from.
 
     Attributes:
-        layers: sizes of the network; heads are those of the first layer.
-        own: of each layer, what is its own.
+        layers: of the network. Each layer reads the keys and values of the target's last layer
+            like it.
         target_width: of the target's hidden states.
         softcap: logits become softcap * tanh(logits / softcap).
         suppressed: token ids that are never drafted.
     """
 
     layers: DecoderConfig
-    own: tuple[AssistantLayer, ...]
     target_width: int
     softcap: float | None
     centroids: Centroids | None
     suppressed: tuple[int, ...]
+
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """Of each layer."""
+        mixers = (layer.mixer for layer in self.layers.layers)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
 
     @property
     def features(self) -> str:
@@ -103,10 +90,11 @@ class AssistantConfig(HeadConfig):
             return [problem]
         problem = vocabulary_problem(self.layers.vocab_size, target)
         problems = [problem] if problem else []
-        for layer in dict.fromkeys(self.own):
+        for layer in dict.fromkeys(self.attention):
             problem = _layer_problem(layer, target)
             if problem is not None:
-                problems.append(f"its layers of {layer.kind} attention {problem}")
+                kind = "sliding" if layer.window else "full"
+                problems.append(f"its layers of {kind} attention {problem}")
         return problems
 
 
@@ -120,7 +108,7 @@ def read_assistant_config(checkpoint: HeadCheckpoint) -> AssistantConfig:
         refuse_quantized(config, file)
     for each in (reader, text):
         each.expect("tie_word_embeddings", True)
-    sizes, layers = _read_layers(text, checkpoint)
+    sizes = _read_layers(text, checkpoint)
     width = reader.take("backbone_hidden_size", int)
     centroids = _read_centroids(reader, sizes.vocab_size)
     softcap = text.take_optional("final_logit_softcapping", float)
@@ -128,7 +116,6 @@ def read_assistant_config(checkpoint: HeadCheckpoint) -> AssistantConfig:
     text.finish()
     return AssistantConfig(
         layers=sizes,
-        own=layers,
         target_width=width,
         softcap=softcap,
         centroids=centroids,
@@ -136,7 +123,7 @@ def read_assistant_config(checkpoint: HeadCheckpoint) -> AssistantConfig:
     )
 
 
-def _layer_problem(layer: AssistantLayer, target: DecoderConfig) -> str | None:
+def _layer_problem(layer: AttentionSpec, target: DecoderConfig) -> str | None:
     """Why a layer cannot read the target's cache."""
     heads = layer.num_kv_heads, layer.head_dim
     if target_layer(layer, target) is None:
@@ -154,7 +141,7 @@ def _layer_problem(layer: AssistantLayer, target: DecoderConfig) -> str | None:
     return None
 
 
-def target_layer(layer: AssistantLayer, target: DecoderConfig) -> int | None:
+def target_layer(layer: AttentionSpec, target: DecoderConfig) -> int | None:
     """The layer of the target whose cache is read; None: there is none like it."""
     alike = [
         index
@@ -168,9 +155,7 @@ def _shown(rope: RopeConfig) -> str:
     return f"rope of theta {rope.theta:g} and kind {rope.kind}"
 
 
-def _read_layers(
-    text: ConfigReader, checkpoint: HeadCheckpoint
-) -> tuple[DecoderConfig, tuple[AssistantLayer, ...]]:
+def _read_layers(text: ConfigReader, checkpoint: HeadCheckpoint) -> DecoderConfig:
     for key, value in _ABSENT:
         text.expect(key, value)
     for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
@@ -184,30 +169,15 @@ def _read_layers(
             "num_kv_shared_layers",
             f"is {shared} of {count} layers, but an assistant has no keys and values of its own",
         )
-    kinds = _read_kinds(text, count)
-    layers = _read_own(text, kinds)
-    heads = text.take("num_attention_heads", int)
     try:
+        attention = _read_attention(text, _read_kinds(text, count))
         dense = GatedMLPSpec(text.take("intermediate_size", int))
         norms = LayerNorms(text.take("rms_norm_eps", float, 1e-6))
-        sizes = DecoderConfig(
+        return DecoderConfig(
             architecture="Gemma4AssistantForCausalLM",
             vocab_size=text.take("vocab_size", int, 262144),
             hidden_size=text.take("hidden_size", int),
-            layers=tuple(
-                LayerSpec(
-                    AttentionSpec(
-                        num_heads=heads,
-                        num_kv_heads=layer.num_kv_heads,
-                        head_dim=layer.head_dim,
-                        rope=layer.rope,
-                        window=layer.window,
-                    ),
-                    dense,
-                    norms,
-                )
-                for layer in layers
-            ),
+            layers=tuple(LayerSpec(mixer, dense, norms) for mixer in attention),
             rms_norm_eps=norms.eps,
             max_position_embeddings=text.take("max_position_embeddings", int, 131072),
             tie_word_embeddings=True,
@@ -215,14 +185,6 @@ def _read_layers(
         )
     except InvalidSizesError as error:
         raise CheckpointError(f"{text.file}: {error}") from error
-    for layer in layers:
-        if layer.num_kv_heads <= 0 or heads % layer.num_kv_heads or layer.head_dim % 2:
-            raise text.error(
-                "num_attention_heads",
-                f"is {heads}, for {layer.num_kv_heads} heads of keys of {layer.head_dim} numbers; "
-                "it must be a multiple of an even size",
-            )
-    return sizes, layers
 
 
 def _read_kinds(text: ConfigReader, count: int) -> list[str]:
@@ -235,8 +197,9 @@ def _read_kinds(text: ConfigReader, count: int) -> list[str]:
     return kinds
 
 
-def _read_own(text: ConfigReader, kinds: Collection[str]) -> tuple[AssistantLayer, ...]:
-    """What differs by layer: layers of full attention may have heads of another size."""
+def _read_attention(text: ConfigReader, kinds: Collection[str]) -> list[AttentionSpec]:
+    """Layers of full attention may have heads of another size."""
+    heads = text.take("num_attention_heads", int)
     head_dim = text.take("head_dim", int, 256)
     kv_heads = text.take("num_key_value_heads", int)
     wide_dim = text.take("global_head_dim", int, 512)
@@ -249,20 +212,21 @@ def _read_own(text: ConfigReader, kinds: Collection[str]) -> tuple[AssistantLaye
         raise text.error("sliding_window", f"must be positive, not {window}")
     layers = []
     for index, kind in enumerate(kinds):
-        own: dict[str, Any] = {"head_dim": head_dim, "num_key_value_heads": kv_heads}
+        own = {"head_dim": head_dim, "num_key_value_heads": kv_heads}
         if listed is not None:
             own |= _read_listed(text, listed, index)
         elif kind == _FULL:
             own = {"head_dim": wide_dim, "num_key_value_heads": wide_heads if equal else kv_heads}
         layers.append(
-            AssistantLayer(
-                own["head_dim"],
-                own["num_key_value_heads"],
-                ropes[kind],
-                window if kind == _SLIDING else None,
+            AttentionSpec(
+                num_heads=heads,
+                num_kv_heads=own["num_key_value_heads"],
+                head_dim=own["head_dim"],
+                rope=ropes[kind],
+                window=window if kind == _SLIDING else None,
             )
         )
-    return tuple(layers)
+    return layers
 
 
 def _read_listed(text: ConfigReader, listed: dict[str, Any], index: int) -> dict[str, int]:

@@ -43,7 +43,7 @@ def load_assistant(
     options: LoadOptions,
 ) -> "AssistantNetwork":
     """The network with its weights."""
-    read = [target_layer(layer, target) for layer in config.own]
+    read = [target_layer(layer, target) for layer in config.attention]
     read_layers = [layer for layer in read if layer is not None]
     ordering = _read_ordering(checkpoint, config, options)
 
@@ -86,9 +86,9 @@ class AssistantLayer:
         index: int,
         options: LoadOptions,
     ) -> None:
-        sizes, own, name = config.layers, config.own[index], f"model.layers.{index}"
+        sizes, own, name = config.layers, config.attention[index], f"model.layers.{index}"
         width, eps, inner = sizes.hidden_size, sizes.rms_norm_eps, sizes.intermediate_size
-        rows = sizes.num_heads * own.head_dim
+        rows = own.query_rows
         self._ops = ops
         self._before, self._behind, self._before_mlp, self._behind_mlp = (
             rms_norm(source, f"{name}.{norm}_layernorm", width, eps)
@@ -98,7 +98,7 @@ class AssistantLayer:
         self._output = row_linear(source, f"{name}.self_attn.o_proj", width, rows, False)
         norm = rms_norm(source, f"{name}.self_attn.q_norm", own.head_dim, eps)
         self._heads = Heads(
-            num_heads=sizes.num_heads,
+            num_heads=own.num_heads,
             num_kv_heads=own.num_kv_heads,
             head_dim=own.head_dim,
             norms=(norm, norm),  # there are no keys

@@ -109,6 +109,16 @@ class HeadCheckpoint(Checkpoint):
         """Canonical names; none without weights."""
         return frozenset(self.entries) if self.has_weights else frozenset()
 
+    def holds_copy(self, name: str, other: str) -> bool:
+        """Whether both tensors are there and hold the same numbers."""
+        entries = [self.entries[it] for it in (name, other) if it in self.entries]
+        if len(entries) < 2 or entries[0].shape != entries[1].shape:
+            return False
+        tensors = [torch.empty(entry.shape, dtype=torch.float32) for entry in entries]
+        for entry, tensor in zip(entries, tensors, strict=True):
+            fill(entry, tensor)
+        return torch.equal(*tensors)
+
     def integers(self, name: str) -> Tensor:
         """A one-dimensional table of integers [n], as int64."""
         entry = self.entries[name]

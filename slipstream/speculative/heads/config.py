@@ -80,7 +80,7 @@ def head_reader(checkpoint: HeadCheckpoint, read_elsewhere: Collection[str] = ()
     """The keys of a head, unwrapped, under the architecture of its layers.
 
     Args:
-        read_elsewhere: keys that leave the network as it is and that somebody else heeds.
+        read_elsewhere: keys that do not change the network and are read elsewhere.
     """
     config = dict(checkpoint.config)
     inner_key = _WRAPPED if is_wrapped(config) else "model"

@@ -72,7 +72,7 @@ class FeatureRowsDrafter(Drafter):
 
     `_computed[slot]` counts the leading tokens whose rows this network has computed, token 0
     among them. `_features[slot, i]` is the feature for the row of token `_computed[slot] + i`; the
-    last place of a slot takes what nobody wants.
+    last place of a slot takes what is dropped.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class FeatureRowsDrafter(Drafter):
         """features [R, W, F], of each request's rows -> of each request's last row what enters the
         head [R, H] and the next feature [R, F]; `draft` as `_pass` has it."""
         layout = lay_out(self._state, rows)
-        if layout.is_empty:  # nobody drafts after all
+        if layout.is_empty:  # no request drafts
             width = self._network.head.width
             return features.new_zeros(len(features), width), torch.zeros_like(features[:, 0])
         hidden, following = self._pass(layout, layout.spread(features), draft)

@@ -86,7 +86,7 @@ class HeadConfig:
             max_speculative_tokens=self.num_tokens,
             max_model_len=options.max_model_len,
             keeps_probabilities=not options.greedy_only,
-            catches_up=True,
+            may_skip_steps=True,
         )
 
 
@@ -158,7 +158,7 @@ class DecoderHeadConfig(HeadConfig):
             return [problem] if problem else []
         return [
             f"its draft vocabulary has {self.draft_vocab_size} of the target's "
-            f"{target.vocab_size} tokens, and without a tensor {DRAFT_IDS} nobody knows which"
+            f"{target.vocab_size} tokens, and without a tensor {DRAFT_IDS} it is unknown which"
         ]
 
     def _sharing(self, target: DecoderConfig) -> list[str]:

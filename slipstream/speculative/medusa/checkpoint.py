@@ -256,10 +256,10 @@ def _require_width(checkpoint: MedusaCheckpoint, hidden_size: int) -> None:
         )
 
 
-def _num_layers(checkpoint: Checkpoint, told: int, blocks: Mapping[int, set[int]]) -> int:
-    """Layers of each head: as many as there are, or as config and names tell of layers that are
-    stored once."""
-    layers = max(told, *(max(own) + 1 for own in blocks.values()))
+def _num_layers(checkpoint: Checkpoint, least: int, blocks: Mapping[int, set[int]]) -> int:
+    """Layers of each head: as many as are stored, or more where config or names say so and
+    layers are stored once."""
+    layers = max(least, *(max(own) + 1 for own in blocks.values()))
     for head, own in blocks.items():
         if own not in ({0}, set(range(layers))):
             raise CheckpointError(

@@ -29,7 +29,7 @@ from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
 from slipstream.models.quantized.catalogue import refuse_quantized
-from slipstream.speculative.heads.checkpoint import HeadCheckpoint, fill
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.kinds import HeadConfig, vocabulary_problem
 from slipstream.speculative.heads.last_hidden import FEATURES, LastHiddenDrafter
 from slipstream.speculative.heads.loading import load_head
@@ -134,39 +134,26 @@ def load_mlp_speculator(
 
 def _copies(config: MLPSpeculatorConfig, checkpoint: MLPSpeculatorCheckpoint) -> list[str]:
     """Tensors that a tied checkpoint may store again; CheckpointError if they are no copies."""
-    if not config.tie_weights:
-        return []
     found: list[str] = []
-    for index in range(1, config.num_tokens):
-        for kind, suffix in (
-            ("emb", "weight"),
-            ("head", "weight"),
-            ("proj", "weight"),
-            ("ln", "weight"),
-            ("ln", "bias"),
+    for index in range(1, config.num_tokens if config.tie_weights else 1):
+        for kind in (
+            "emb.{}.weight",
+            "head.{}.weight",
+            "proj.{}.weight",
+            "ln.{}.weight",
+            "ln.{}.bias",
         ):
-            place = config.place(index, kind)
-            name, first = f"{kind}.{index}.{suffix}", f"{kind}.{place}.{suffix}"
-            entries = checkpoint.entries
-            if place == index or name not in entries or first not in entries:
+            place = config.place(index, kind.split(".")[0])
+            name, first = kind.format(index), kind.format(place)
+            if place == index or not {name, first} <= checkpoint.entries.keys():
                 continue
-            if not _equal(checkpoint, name, first):
+            if not checkpoint.holds_copy(name, first):
                 raise CheckpointError(
                     f"{checkpoint.path} has tied weights, says its config.json, but {name} and "
                     f"{first} differ; set tie_weights to false"
                 )
             found.append(name)
     return found
-
-
-def _equal(checkpoint: MLPSpeculatorCheckpoint, name: str, other: str) -> bool:
-    first, second = (checkpoint.entries[it] for it in (name, other))
-    if first.shape != second.shape:
-        return False
-    ours, theirs = (torch.empty(it.shape, dtype=torch.float32) for it in (first, second))
-    fill(first, ours)
-    fill(second, theirs)
-    return torch.equal(ours, theirs)
 
 
 class MLPSpeculator:

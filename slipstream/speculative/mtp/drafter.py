@@ -26,7 +26,8 @@ class ModulesDrafter(FeatureRowsDrafter):
     """Drafts with several modules.
 
     `_given[slot of a token, i]` is what module i gave for the row of that token, i counting from 0
-    and without the last module, whom nobody follows. The last place takes what has no slot.
+    and without the last module, which has none behind it. The last place is for rows without a
+    slot.
     """
 
     def __init__(self, head: Head[MtpConfig, MtpHead], resources: DrafterResources) -> None:
@@ -46,7 +47,7 @@ class ModulesDrafter(FeatureRowsDrafter):
         before = self._place_before(layout)
         result = features
         for index in range(first, last + 1):
-            # Rows before a module's first are computed with the others, and nobody sees them.
+            # Rows before a module's first are computed with the others, and no row sees them.
             first_seen = FIRST_ROW + index
             sees = replace(layout.inputs.sees, first_seen=first_seen)
             inputs = replace(layout.inputs, sees=sees)

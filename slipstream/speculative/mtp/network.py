@@ -29,7 +29,6 @@ from slipstream.layers.rope import RopeTables
 from slipstream.layers.stack import Entry, Stack
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative.heads.checkpoint import fill
 from slipstream.speculative.heads.loading import HeadNetwork, load_head
 from slipstream.speculative.mtp.checkpoint import ModuleNames, MtpCheckpoint
 from slipstream.speculative.mtp.config import MtpConfig
@@ -51,29 +50,19 @@ def load_mtp(
 
 def _copies(checkpoint: MtpCheckpoint, config: MtpConfig) -> list[str]:
     """Embeddings and heads that later modules hold once more; CheckpointError if they differ."""
-    found = []
-    first = config.modules[0]
+    found, first = [], config.modules[0]
     for names in config.modules[1:] if checkpoint.has_weights else ():
         for name, other in ((names.embedding, first.embedding), (names.head, first.head)):
-            copy, own = (checkpoint.entries.get(f"{each}.weight") for each in (name, other))
-            if copy is None or name == other:
+            if name == other or f"{name}.weight" not in checkpoint.entries:
                 continue
-            if own is None or copy.shape != own.shape or copy.dtype != own.dtype:
-                raise _differs(checkpoint, name, other)
-            held = [torch.empty(entry.shape, dtype=entry.dtype) for entry in (copy, own)]
-            for entry, tensor in zip((copy, own), held, strict=True):
-                fill(entry, tensor)
-            if not torch.equal(*held):
-                raise _differs(checkpoint, name, other)
+            if not checkpoint.holds_copy(f"{name}.weight", f"{other}.weight"):
+                raise CheckpointError(
+                    f"tensor {name}.weight in {checkpoint.path} is no copy of {other}.weight, and "
+                    "modules with embeddings or heads of their own are not supported; keep the "
+                    "first module only"
+                )
             found.append(f"{name}.weight")
     return found
-
-
-def _differs(checkpoint: MtpCheckpoint, name: str, other: str) -> CheckpointError:
-    return CheckpointError(
-        f"tensor {name}.weight in {checkpoint.path} is no copy of {other}.weight, and modules with "
-        "embeddings or heads of their own are not supported; keep the first module only"
-    )
 
 
 class ZeroCentred:

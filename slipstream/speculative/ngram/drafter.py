@@ -48,7 +48,7 @@ def load(config: NgramConfig, target: TargetModel) -> LoadedDrafter:
     del target
     return LoadedDrafter(
         build=lambda resources: NgramDrafter(config, resources.state),
-        limits=DrafterLimits(drafts_behind_prompt=True, looks_up=True),
+        limits=DrafterLimits(drafts_at_prefill=True, is_lookup=True),
     )
 
 

@@ -44,7 +44,7 @@ class PEagleDrafter(FeatureRowsDrafter):
         starts = self._computed[slots]
         rows = parallel_rows(state, batch, starts, wanted, self._most_rows, self._mask_token)
         layout = lay_out(state, rows)
-        if layout.is_empty:  # nobody drafts after all
+        if layout.is_empty:  # no request drafts
             return Draft.empty(batch)
         hidden, _ = self._pass(layout, self._row_features(rows, layout), 0)
         logits = self._network.head(layout.tails(hidden, wanted, batch.width).flatten(0, 1))

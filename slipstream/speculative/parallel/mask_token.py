@@ -74,7 +74,7 @@ def choose_mask_token(
         otherwise: what else the user could do.
 
     Raises:
-        UsageError: nobody names one.
+        UsageError: neither names one.
         CheckpointError: it is no id.
     """
     token = said.token_id if given is None else given

@@ -101,7 +101,7 @@ class PastOutputs:
 
     Nothing can be taken out of an automaton. So a second one is filled with all that comes once the
     first is half full, and takes its place when that is full: the oldest half is forgotten at once,
-    no output is read more than twice, and nobody ever waits for a rebuild.
+    no output is read more than twice, and nothing is ever rebuilt at once.
     """
 
     def __init__(self, config: SuffixConfig) -> None:

@@ -21,7 +21,7 @@ from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, DrafterResources
 from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter
 from slipstream.speculative.heads.method import Head
-from slipstream.speculative.trees.growth import Level, grower_of
+from slipstream.speculative.trees.growth import Level, growth_of
 from slipstream.speculative.trees.shapes import TokenTree
 
 
@@ -31,7 +31,7 @@ class TreeDrafter(FeatureRowsDrafter):
     def __init__(self, head: Head[Any, Any], tree: TokenTree, resources: DrafterResources) -> None:
         super().__init__(head, resources, most_accepted=tree.depth)
         self._write = preparation_for(self._state.device).write_tokens
-        self._grower = grower_of(tree, self._state.device)
+        self._begin_growth = growth_of(tree, self._state.device)
 
     def propose(self, batch: DeviceBatch) -> Draft:
         """One pass over the rows that wait, then one for each level that has children."""
@@ -40,7 +40,7 @@ class TreeDrafter(FeatureRowsDrafter):
         state, slots = self._state, batch.slots
         known = state.num_tokens[slots]
         wanted = batch.num_featured_drafts
-        growth = self._grower.begin(wanted, batch.width)
+        growth = self._begin_growth(wanted, batch.width)
         starts = self._computed[slots]
         rows = batch.rows(starts, torch.where(wanted > 0, known - starts, 0), self._most)
         hidden, following = self._forward(rows, self._features[slots, : self._most])

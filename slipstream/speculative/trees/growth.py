@@ -5,7 +5,9 @@ they are numbered from 1, level by level, and while the tree grows the head keep
 of the draft tokens with the same numbers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -64,20 +66,15 @@ class Growth(Protocol):
         """(token_ids [R, K], the trees), of which the first n draft tokens are trees as well."""
 
 
-class Grower(Protocol):
-    """Makes a tree each round."""
-
-    def begin(self, wanted: Tensor, width: int) -> Growth:
-        """wanted: [R] int64, draft tokens of each request; width: K of this round."""
-
-
-def grower_of(tree: TokenTree, device: torch.device) -> Grower:
-    """For trees of this kind."""
-    return StaticGrower(tree, device) if isinstance(tree, StaticTree) else DynamicGrower(tree)
+def growth_of(tree: TokenTree, device: torch.device) -> Callable[[Tensor, int], Growth]:
+    """Begins the trees of a round, from the draft tokens of each request [R] int64 and K."""
+    if isinstance(tree, StaticTree):
+        return partial(StaticGrowth, StaticTable(tree, device))
+    return partial(DynamicGrowth, tree)
 
 
-class StaticGrower:
-    """Every node takes the rank that the tree names."""
+class StaticTable:
+    """The nodes of a static tree: each takes the rank that the tree names."""
 
     def __init__(self, tree: StaticTree, device: torch.device) -> None:
         parents, depths, words = tree.parents, [0], [ROOT]
@@ -96,38 +93,35 @@ class StaticGrower:
             [parents, depths, rows, places, words], device
         ).unbind(0)
 
-    def begin(self, wanted: Tensor, width: int) -> Growth:
-        return StaticGrowth(self, len(wanted), width)
-
 
 class StaticGrowth:
     """Nodes are numbered alike while the tree grows and when it is grown."""
 
     scored = False
 
-    def __init__(self, grower: StaticGrower, requests: int, width: int) -> None:
-        self._grower, self._requests, self._width = grower, requests, width
-        self.reach = grower.reach
+    def __init__(self, table: StaticTable, wanted: Tensor, width: int) -> None:
+        self._table, self._requests, self._width = table, len(wanted), width
+        self.reach = table.reach
         self._tokens: list[Tensor] = []
-        starts = [first for first, _ in grower.levels]
+        starts = [first for first, _ in table.levels]
         self._ends = [*(min(start - 1, width) for start in starts[2:]), width]
         self._depth = sum(start <= width for start in starts) - 1
 
     def add(self, token_ids: Tensor, scores: Tensor | None) -> Level | None:
-        first = self._grower.levels[len(self._tokens) + 1][0]
+        first = self._table.levels[len(self._tokens) + 1][0]
         nodes = slice(first, self._ends[len(self._tokens)] + 1)
-        picked = token_ids.flatten(1)[:, self._grower.places[nodes]]
+        picked = token_ids.flatten(1)[:, self._table.places[nodes]]
         self._tokens.append(picked)
         if len(self._tokens) == self._depth:
             return None
-        parents = self._grower.rows[nodes].expand(self._requests, -1)
+        parents = self._table.rows[nodes].expand(self._requests, -1)
         return Level(len(self._tokens), first, picked, parents)
 
     def frontier(self) -> TreeNodes:
-        grower, shape = self._grower, (self._requests, self._width + 1)
+        table, shape = self._table, (self._requests, self._width + 1)
         parents, depths, words = (
             numbers[: self._width + 1].expand(shape)
-            for numbers in (grower.parents, grower.depths, grower.words)
+            for numbers in (table.parents, table.depths, table.words)
         )
         return TreeNodes(parents, depths, words, self._depth)
 
@@ -135,20 +129,12 @@ class StaticGrowth:
         return torch.cat(self._tokens, 1), self.frontier()
 
 
-class DynamicGrower:
-    """The likeliest of all candidates (EAGLE-2, arXiv 2406.16858, section 3)."""
-
-    def __init__(self, tree: DynamicTree) -> None:
-        self._tree = tree
-
-    def begin(self, wanted: Tensor, width: int) -> Growth:
-        return DynamicGrowth(self._tree, wanted, width)
-
-
 class DynamicGrowth:
-    """First every level's `top_k` likeliest nodes get candidates behind them; in the end the
+    """The likeliest of all candidates (EAGLE-2, arXiv 2406.16858, section 3).
+
+    First every level's `top_k` likeliest nodes get candidates behind them; in the end the
     candidates of all levels are ranked. A candidate's score is the log of the product of the
-    drafter's probabilities on the way to it, so none is before its parent.
+    drafter's probabilities along its path, so none is before its parent.
     """
 
     scored = True

@@ -21,7 +21,7 @@ STEPS, TOTAL = "speculative_num_steps", "speculative_num_draft_tokens"
 MOST_NODES = MOST_TREE_TOKENS - 1  # beside the root
 DEFAULT_TOP_K, DEFAULT_STEPS, DEFAULT_TOTAL = 10, 6, 60  # EAGLE-2's own
 
-Path = tuple[int, ...]
+RankPath = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StaticTree:
     """Nodes in the order of their depth; node i is named by `paths[i - 1]`: which of the likeliest
     tokens to take at each step from the root, from 0."""
 
-    paths: tuple[Path, ...]
+    paths: tuple[RankPath, ...]
 
     @property
     def num_nodes(self) -> int:
@@ -152,7 +152,7 @@ def _static(given: Any) -> StaticTree:
     return StaticTree(tuple(sorted(paths, key=lambda path: (len(path), path))))
 
 
-def _paths(given: Any) -> list[Path]:
+def _paths(given: Any) -> list[RankPath]:
     """From a list of lists, or from how Python writes one."""
     if isinstance(given, str):
         try:
