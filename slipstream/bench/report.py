@@ -3,11 +3,12 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from slipstream import __version__
 from slipstream.bench.datasets import BenchPrompt
-from slipstream.bench.load import LoadRun
 from slipstream.bench.page import PageChart, write_page
 from slipstream.bench.pictures import (
     PAGES,
@@ -16,10 +17,29 @@ from slipstream.bench.pictures import (
     save,
     sweep_figure,
 )
-from slipstream.bench.summary import E2EL, ITL, TPOT, TTFT, series, timeline
+from slipstream.bench.summary import (
+    E2EL,
+    ITL,
+    TPOT,
+    TTFT,
+    SummaryOptions,
+    details,
+    series,
+    summarise,
+    timeline,
+)
 from slipstream.bench.sweep import Failure, Point
-from slipstream.bench.tables import ReportTable, failures_table, sweep_table
+from slipstream.bench.tables import (
+    ReportTable,
+    failures_table,
+    load_tables,
+    sweep_table,
+    texts_table,
+)
 from slipstream.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from slipstream.bench.serve import ServePlan, ServeResult
 
 
 def write_json(document: Mapping[str, Any], file: Path) -> None:
@@ -54,11 +74,6 @@ def read_texts(file: Path) -> dict[str, str]:
         raise UsageError(
             f"{file} is not a file of --save-texts ({error}); write one with that flag"
         ) from None
-
-
-def differing(texts: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """The ids of texts that differ from the expected ones, or that have none."""
-    return [name for name, text in texts.items() if expected.get(name) != text]
 
 
 def sweep_document(
@@ -97,26 +112,76 @@ def draw_sweep(
         write_page(file, title, about, parts)
 
 
-def draw_load(
-    run: LoadRun,
-    shares: Sequence[float],
-    title: str,
-    about: Mapping[str, str],
-    tables: Sequence[ReportTable],
-    files: Sequence[Path],
-) -> None:
-    """Write the pictures and pages of a load on a server."""
-    measured = series([record for record in run.records if not record.failed])
-    names = {TTFT: "TTFT", TPOT: "TPOT", ITL: "ITL, per chunk", E2EL: "end to end"}
-    times = {shown: measured[metric] for metric, shown in names.items()}
-    per_second = timeline(run)
-    for file in files:
-        if file.suffix not in PAGES:
-            save(lambda: load_figure(times, per_second, shares, title), file)
-            continue
-        chart = PageChart(
-            "Over time",
-            as_svg(lambda: load_figure(times, per_second, shares, None)),
-            "Distributions of times, tokens and requests per second, acceptance by position",
-        )
-        write_page(file, title, about, [*tables, chart])
+class LoadReport:
+    """The results of a load on a server, and the files that they are written to.
+
+    Args:
+        about: what was measured, in words, by name.
+        expected: texts by id to compare the answers with; None compares nothing.
+    """
+
+    def __init__(
+        self,
+        plan: "ServePlan",
+        result: "ServeResult",
+        about: Mapping[str, str],
+        options: SummaryOptions,
+        expected: Mapping[str, str] | None,
+    ) -> None:
+        run = result.run
+        self._plan, self._result = plan, result
+        self._done = [record for record in run.records if not record.failed]
+        self.title = f"{result.model.name} at {plan.server.url}"
+        self.about = {**about, "measured": f"{_now()} by slipstream {__version__}"}
+        self._figures = summarise(run, result.speculation, options)
+        self.tables = load_tables(self._figures, result.speculation, options)
+        if expected is not None:
+            wrong = [it.id for it in self._done if expected.get(it.id) != it.text]
+            self._figures |= {"texts_compared": len(self._done), "texts_differing": wrong}
+            self.tables.append(texts_table(len(self._done), wrong))
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a request failed or a text differs from the expected one."""
+        return bool(self._figures["failed"] or self._figures.get("texts_differing"))
+
+    def write(self, file: Path, settings: Mapping[str, Any], detailed: bool) -> None:
+        """Write figures and settings as JSON, in detail with those of every request."""
+        head = {
+            "date": _now(),
+            "slipstream": __version__,
+            "base_url": self._plan.server.url,
+            "model_id": self._result.model.name,
+            "server_speculative": self._result.model.speculative,
+            **settings,
+            "num_prompts": len(self._plan.prompts),
+        }
+        more = details(self._result.run) if detailed else {}
+        write_json(head | self._figures | more, file)
+
+    def write_texts(self, file: Path) -> None:
+        """Write every answer with its prompt."""
+        prompts = {prompt.id: prompt for prompt in self._plan.prompts} | self._result.run.later
+        write_texts([text_entry(prompts[it.id], it.text) for it in self._done], file)
+
+    def draw(self, files: Sequence[Path]) -> None:
+        """Write pictures and HTML pages."""
+        measured, per_second = series(self._done), timeline(self._result.run)
+        names = {TTFT: "TTFT", TPOT: "TPOT", ITL: "ITL, per chunk", E2EL: "end to end"}
+        times = {shown: measured[metric] for metric, shown in names.items()}
+        speculation = self._result.speculation
+        shares = () if speculation is None else speculation.shares
+        for file in files:
+            if file.suffix not in PAGES:
+                save(lambda: load_figure(times, per_second, shares, self.title), file)
+                continue
+            chart = PageChart(
+                "Over time",
+                as_svg(lambda: load_figure(times, per_second, shares, None)),
+                "Distributions of times, tokens and requests per second, acceptance by position",
+            )
+            write_page(file, self.title, self.about, [*self.tables, chart])
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

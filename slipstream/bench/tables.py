@@ -63,6 +63,15 @@ def load_tables(
     return tables
 
 
+def texts_table(compared: int, wrong: Sequence[str]) -> ReportTable:
+    """How many texts were as expected; `wrong` has the ids of the others."""
+    rows = [("compared", str(compared)), ("as expected", str(compared - len(wrong)))]
+    if wrong:
+        more = "" if len(wrong) <= 5 else f" and {len(wrong) - 5} more"
+        rows.append(("differing", ", ".join(wrong[:5]) + more))
+    return ReportTable("Texts", ("", ""), rows)
+
+
 def speculation_rows(counts: SpeculationCounts) -> list[tuple[str, str]]:
     """Rows about drafts and their acceptance."""
     if not counts.drafts:

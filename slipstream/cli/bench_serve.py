@@ -4,12 +4,10 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from slipstream import __version__
 from slipstream.cli.bench_flags import (
     BenchSamplingFlags,
     DatasetFlags,
@@ -32,9 +30,8 @@ from slipstream.core.wording import counted
 if TYPE_CHECKING:
     from slipstream.bench.datasets import BenchPrompt
     from slipstream.bench.record import Record
-    from slipstream.bench.serve import ServePlan, ServeResult
-    from slipstream.bench.summary import SummaryOptions
-    from slipstream.bench.tables import ReportTable
+    from slipstream.bench.report import LoadReport
+    from slipstream.bench.serve import ServePlan
     from slipstream.models.tokenizer import Tokenizer
 
 
@@ -57,7 +54,7 @@ def serve(
     """
     _require_client()
     from slipstream.bench.load import num_requests
-    from slipstream.bench.report import read_texts
+    from slipstream.bench.report import LoadReport, read_texts
     from slipstream.bench.serve import measure_server
 
     options, files = summary.options(), report.files()
@@ -71,19 +68,17 @@ def serve(
         bar.start("requests", num_requests(plan.prompts))
         measured = measure_server(plan, pressed, _RequestBar(bar))
         interrupted = measured.run.num_left > 0
-    title = f"{measured.model.name} at {plan.server.url}"
     about = {"prompts": _describe_prompts(dataset, plan), "load": _describe_load(load)}
     if measured.model.speculative is not None:
         about["drafter"] = _describe_drafter(measured.model.speculative, load)
-    outcome = _Outcome(title, about, plan, measured)
-    outcome.sum_up(options, expected)
+    outcome = LoadReport(plan, measured, about, options, expected)
     output = report.output or result.file(measured.model.name, load, datetime.now(UTC))
     if output is not None:
         outcome.write(output, _settings(server, load, dataset), summary.save_detailed)
     if summary.save_texts is not None:
         outcome.write_texts(summary.save_texts)
     outcome.draw(files)
-    outcome.show()  # last: the reader of a pipe may be gone, which ends the command
+    _show(outcome)  # last: the reader of a pipe may be gone, which ends the command
     if interrupted:
         say(f"interrupted; {counted(measured.run.num_left, 'request')} not finished")
         raise typer.Exit(INTERRUPTED)
@@ -105,77 +100,12 @@ class _RequestBar:
         self._bar.update(self._done, f"{self._tokens:,} tokens{failed}")
 
 
-class _Outcome:
-    """The results of a load, and the files that they are written to."""
-
-    def __init__(
-        self, title: str, about: dict[str, str], plan: "ServePlan", result: "ServeResult"
-    ) -> None:
-        self._title, self._plan, self._result = title, plan, result
-        self._about = {**about, "measured": f"{_now()} by slipstream {__version__}"}
-        self._figures: dict[str, Any] = {}
-        self._tables: list[ReportTable] = []
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether a request failed or a text differs from the expected one."""
-        return bool(self._figures["failed"] or self._figures.get("texts_differing"))
-
-    def sum_up(self, options: "SummaryOptions", expected: dict[str, str] | None) -> None:
-        """Compute all figures, and compare the texts with the expected ones."""
-        from slipstream.bench.report import differing
-        from slipstream.bench.summary import summarise
-        from slipstream.bench.tables import load_tables
-
-        run, speculation = self._result.run, self._result.speculation
-        self._figures = summarise(run, speculation, options)
-        self._tables = load_tables(self._figures, speculation, options)
-        if expected is not None:
-            texts = {record.id: record.text for record in run.records if not record.failed}
-            wrong = differing(texts, expected)
-            self._figures |= {"texts_compared": len(texts), "texts_differing": wrong}
-            self._tables.append(_texts_table(len(texts), wrong))
-
-    def show(self) -> None:
-        """Print title, settings and tables."""
-        console = stdout_console()
-        console.print(self._title, style="bold", soft_wrap=True)
-        for name, value in self._about.items():
-            console.print(f"{name}: {value}", soft_wrap=True)
-        show_tables(console, self._tables)
-
-    def draw(self, files: Sequence[Path]) -> None:
-        """Write pictures and HTML pages."""
-        from slipstream.bench.report import draw_load
-
-        speculation = self._result.speculation
-        shares = () if speculation is None else speculation.shares
-        draw_load(self._result.run, shares, self._title, self._about, self._tables, files)
-
-    def write(self, file: Path, settings: dict[str, Any], detailed: bool) -> None:
-        """Write figures and settings as JSON."""
-        from slipstream.bench.report import write_json
-        from slipstream.bench.summary import details
-
-        head = {
-            "date": _now(),
-            "slipstream": __version__,
-            "base_url": self._plan.server.url,
-            "model_id": self._result.model.name,
-            "server_speculative": self._result.model.speculative,
-            **settings,
-            "num_prompts": len(self._plan.prompts),
-        }
-        more = details(self._result.run) if detailed else {}
-        write_json(head | self._figures | more, file)
-
-    def write_texts(self, file: Path) -> None:
-        """Write every answer with its prompt."""
-        from slipstream.bench.report import text_entry, write_texts
-
-        prompts = {prompt.id: prompt for prompt in self._plan.prompts} | self._result.run.later
-        done = [record for record in self._result.run.records if not record.failed]
-        write_texts([text_entry(prompts[it.id], it.text) for it in done], file)
+def _show(report: "LoadReport") -> None:
+    console = stdout_console()
+    console.print(report.title, style="bold", soft_wrap=True)
+    for name, value in report.about.items():
+        console.print(f"{name}: {value}", soft_wrap=True)
+    show_tables(console, report.tables)
 
 
 def _plan(
@@ -290,17 +220,3 @@ def _settings(server: ServerFlags, load: LoadFlags, dataset: DatasetFlags) -> di
         "num_speculative_tokens": load.num_speculative_tokens,
         "seed": dataset.seed,
     }
-
-
-def _texts_table(compared: int, wrong: Sequence[str]) -> "ReportTable":
-    from slipstream.bench.tables import ReportTable
-
-    rows = [("compared", str(compared)), ("as expected", str(compared - len(wrong)))]
-    if wrong:
-        more = "" if len(wrong) <= 5 else f" and {len(wrong) - 5} more"
-        rows.append(("differing", ", ".join(wrong[:5]) + more))
-    return ReportTable("Texts", ("", ""), rows)
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
