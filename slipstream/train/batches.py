@@ -53,7 +53,7 @@ class Batch:
         return (sequence + tokens).flatten()
 
     def shifted(self, rows: Tensor, count: int) -> Tensor:
-        """rows [B * S] -> [B * S], each row the one `count` tokens later; 0 behind the end."""
+        """rows [B * S] -> [B * S], each row the one `count` tokens later, or 0 after the end."""
         size, length = self.shape
         moved = torch.zeros_like(rows).view(size, length)
         if count < length:
@@ -104,10 +104,10 @@ class Batches:
     def at(self, number: int) -> Batch:
         """Batch `number` of the run, whatever was read before; an epoch has only whole batches."""
         count = len(self._source.sequences)
-        epoch, place = divmod(number, count // self._size)
+        epoch, index = divmod(number, count // self._size)
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
         order = torch.randperm(count, generator=generator)
-        return self._batch(order[place * self._size : (place + 1) * self._size])
+        return self._batch(order[index * self._size : (index + 1) * self._size])
 
     def in_order(self) -> Iterator[Batch]:
         """Every sequence once."""

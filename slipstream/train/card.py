@@ -17,8 +17,8 @@ _CARD = """\
 A drafter of the kind `{kind}` for `{target}`, {parameters:,} parameters, trained with Slipstream
 {version} (torch {torch}).
 
-It guesses what the target says next. The target checks every guess, so the drafter changes how fast
-the target answers and never what it answers. It cannot be used alone.
+It predicts the target's next tokens, and the target checks them: the drafter changes how fast the
+target answers, and never what it answers. It cannot be used alone.
 
 ## Use
 

@@ -60,15 +60,18 @@ class ChainRecipe(Recipe[Config]):
     """Trains draft positions in order; the loss of position k counts decay^k."""
 
     @abstractmethod
-    def positions(
-        self, batch: Batch, generator: torch.Generator | None = None
-    ) -> Iterable[DraftPosition]:
-        """The draft positions in order; a generator is given in training only."""
+    def positions(self, batch: Batch) -> Iterable[DraftPosition]:
+        """The draft positions in order."""
+
+    def random_positions(self, batch: Batch, generator: torch.Generator) -> Iterable[DraftPosition]:
+        """The positions to train, for kinds that draw them at random."""
+        del generator
+        return self.positions(batch)
 
     def training_loss(self, batch: Batch, generator: torch.Generator) -> BatchLoss:
         total = torch.zeros((), device=batch.token_ids.device)
         accuracy, weights = [], 0.0
-        for index, one in enumerate(self.positions(batch, generator)):
+        for index, one in enumerate(self.random_positions(batch, generator)):
             loss = distillation(one.logits, one.target, one.weight, self.argmax_weight)
             share = self.decay**index
             total = total + share * loss

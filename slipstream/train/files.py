@@ -162,7 +162,7 @@ def _not_written(file: Path, error: Exception, nbytes: int) -> CheckpointError:
     kept = "; the file that was there is unchanged" if file.is_file() else ""
     return CheckpointError(
         f"{file} cannot be written: {why}{kept}; make room and give the same command again, which "
-        "goes on from what is kept"
+        "continues from what is kept"
     )
 
 

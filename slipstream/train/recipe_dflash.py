@@ -56,22 +56,21 @@ class DFlashRecipe(ChainRecipe[DFlashConfig]):
             raise UsageError(f"such a drafter does not fit this target: {'; '.join(problems)}")
         return config, planned
 
-    def positions(
-        self, batch: Batch, generator: torch.Generator | None = None
-    ) -> Iterator[DraftPosition]:
-        """The slots of blocks at random tokens, or without a generator at regular distances."""
-        length, count = batch.shape[1], self.num_draft_tokens
-        if generator is None:
-            anchors = torch.arange(1, length - count, max(1, length // _BLOCKS))
-        else:
-            drawn = torch.randperm(length - count - 1, generator=generator)
-            anchors = (drawn[:_BLOCKS] + 1).sort().values
-        return self.blocks(batch, anchors.to(batch.token_ids.device))
+    def positions(self, batch: Batch) -> Iterator[DraftPosition]:
+        length = batch.shape[1]
+        step = max(1, length // _BLOCKS)
+        return self.blocks(batch, torch.arange(1, length - self.num_draft_tokens, step))
+
+    def random_positions(self, batch: Batch, generator: torch.Generator) -> Iterator[DraftPosition]:
+        count = batch.shape[1] - self.num_draft_tokens - 1
+        drawn = torch.randperm(count, generator=generator)[:_BLOCKS] + 1
+        return self.blocks(batch, drawn.sort().values)
 
     def blocks(self, batch: Batch, anchors: Tensor) -> Iterator[DraftPosition]:
         """Slots 1 on of the blocks that begin at these tokens [A] of every sequence."""
         size, length = batch.shape
         device, width = batch.token_ids.device, self.num_draft_tokens + 1
+        anchors = anchors.to(device)
         context = DenseContext(size, self.config.layers.num_layers)
         tokens = torch.arange(length, device=device)
         streams = [stream.flatten(0, 1) for stream in batch.states.streams]

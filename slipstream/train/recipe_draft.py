@@ -27,11 +27,8 @@ class DraftRecipe(LanguageModelRecipe, ChainRecipe[DecoderConfig]):
         positions = torch.arange(batch.shape[1], device=batch.token_ids.device)
         return self.next_logits(batch.token_ids, positions, None)
 
-    def positions(
-        self, batch: Batch, generator: torch.Generator | None = None
-    ) -> Iterable[DraftPosition]:
+    def positions(self, batch: Batch) -> Iterable[DraftPosition]:
         """The first position; later ones are learned as the first ones of later drafts."""
-        del generator
         yield DraftPosition(self.logits(batch), batch.predictions, batch.weight.flatten())
 
     def evaluate(self, batch: Batch) -> tuple[list[Agreement], Tensor]:

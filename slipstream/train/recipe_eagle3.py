@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
@@ -69,10 +68,7 @@ class Eagle3Recipe(ChainRecipe[Eagle3Config]):
             return None
         return options.draft_vocab_size or min(_DRAFT_VOCAB_SIZE, plan.shape.vocab_size)
 
-    def positions(
-        self, batch: Batch, generator: torch.Generator | None = None
-    ) -> Iterator[DraftPosition]:
-        del generator
+    def positions(self, batch: Batch) -> Iterator[DraftPosition]:
         return unroll(self.network, self.num_layers, batch, self.num_draft_tokens)
 
     def published(self) -> dict[str, Tensor]:

@@ -67,11 +67,8 @@ class MedusaRecipe(ChainRecipe[None]):
             config["truncated_vocab_size"] = size
         return config, None
 
-    def positions(
-        self, batch: Batch, generator: torch.Generator | None = None
-    ) -> Iterator[DraftPosition]:
+    def positions(self, batch: Batch) -> Iterator[DraftPosition]:
         """What each head predicts after every token."""
-        del generator
         hidden = batch.states.hidden.flatten(0, 1)
         state = self.network.start(hidden, self.num_draft_tokens)
         row = torch.arange(len(hidden), device=hidden.device)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slipstream.speculative.mtp.checkpoint import MtpCheckpoint
@@ -55,10 +54,7 @@ class MtpRecipe(ChainRecipe[MtpConfig]):
         config = _module_config(plan)
         return config, read_mtp_config(planned_checkpoint(MtpCheckpoint, config))
 
-    def positions(
-        self, batch: Batch, generator: torch.Generator | None = None
-    ) -> Iterator[DraftPosition]:
-        del generator
+    def positions(self, batch: Batch) -> Iterator[DraftPosition]:
         return unroll(self.network, 1, batch, self.num_draft_tokens)
 
     def published(self) -> dict[str, Tensor]:

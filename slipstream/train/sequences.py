@@ -113,11 +113,11 @@ def _conversation(entry: Entry, tokenizer: Tokenizer, template: ChatTemplate) ->
     ids: list[int] = []
     learned: list[bool] = []
     done = ""
-    for place, message in enumerate(entry.messages):
+    for index, message in enumerate(entry.messages):
         if message.get("role") != "assistant":
             continue
-        asked = template.render(entry.messages[:place], add_generation_prompt=True)
-        answered = template.render(entry.messages[: place + 1], add_generation_prompt=False)
+        asked = template.render(entry.messages[:index], add_generation_prompt=True)
+        answered = template.render(entry.messages[: index + 1], add_generation_prompt=False)
         if not asked.startswith(done) or not answered.startswith(asked):
             # The template rewrites earlier messages, so only the last answer is kept.
             ids, learned, done = [], [], ""

@@ -122,7 +122,7 @@ class DataSettings:
         _require(valid, "temperatures", "must be numbers from 0 up")
         for name in ("generate_tokens", "generate_prompt_tokens", "temperatures"):
             used = self.generate or getattr(self, name) is None
-            _require(used, name, "tells how the target answers; give --generate as well")
+            _require(used, name, "says how the target answers; give --generate as well")
 
     @property
     def answers(self) -> Answers:

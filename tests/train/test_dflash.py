@@ -55,15 +55,15 @@ def test_the_served_network_is_the_trained_one(
     batch = batch_of(target, tokens, recipe.vocabulary, recipe.stream_layers)
     anchor, width = 15, 4
     with torch.no_grad():
-        places = list(recipe.blocks(batch, torch.tensor([4, anchor])))
+        positions = list(recipe.blocks(batch, torch.tensor([4, anchor])))
         caches = [(torch.zeros(4, 8, 2, 16), torch.zeros(4, 8, 2, 16)) for _ in range(2)]
         context = served.context([stream[0, :anchor] for stream in batch.states.streams])
         served.store(context, _inputs(0, anchor), caches)
         ids = torch.tensor([tokens[anchor], *[recipe.config.mask_token] * 3])
         hidden = served(ids, _inputs(anchor, anchor + width), caches)
         logits = served.head(hidden)
-    for slot, place in enumerate(places, 1):
-        torch.testing.assert_close(place.logits[1], logits[slot], atol=1e-4, rtol=0)
+    for slot, position in enumerate(positions, 1):
+        torch.testing.assert_close(position.logits[1], logits[slot], atol=1e-4, rtol=0)
 
 
 def _inputs(start: int, end: int) -> PassInputs:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from slipstream.core.errors import CheckpointError
 from slipstream.train import files
@@ -149,7 +149,6 @@ def test_an_export_onto_a_full_disk_is_told(
             raise SafetensorError("No space left (os error 28)")
         save_file(tensors, file, metadata)
 
-    save_file = files.save_file
     given = settings("medusa", taught_target, own_words, tmp_path, steps=2)
     with monkeypatch.context() as patch:
         patch.setattr(files, "save_file", fail_at_export)

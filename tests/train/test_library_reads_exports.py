@@ -1,7 +1,8 @@
 """What training exports, read by the model classes of the speculators library where it is there.
 
-They must say what the network in training says. The library is no dependency of the tests: it pulls
-a torch of its own (`pip install --no-deps speculators loguru pydantic-settings datasets` will do).
+Its logits must be those of the network in training. The tests do not depend on the library, which
+would install a torch of its own; to run them:
+`pip install --no-deps speculators loguru pydantic-settings datasets`.
 """
 
 import json
@@ -27,18 +28,18 @@ pytest.importorskip("speculators.models.eagle3", reason="the speculators package
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOKENS = torch.randint(1, 96, (24,), generator=torch.Generator().manual_seed(3)).tolist()
-PLACES = 3
+COUNT = 3
 
 
 def ours(trained: Trained, target: str) -> tuple[Batch, list[Tensor]]:
-    """What the network in training makes of a text, and the logits of its places."""
+    """A text as a batch, and the logits of the network in training by position."""
     recipe = trained.recipe
     assert isinstance(recipe, Eagle3Recipe | MtpRecipe)
     batch = batch_of(teacher(target), TOKENS, recipe.vocabulary, recipe.stream_layers)
     layers = recipe.num_layers if isinstance(recipe, Eagle3Recipe) else 1
     with torch.no_grad():
-        places = list(unroll(recipe.network, layers, batch, PLACES))
-    return batch, [place.logits for place in places]
+        positions = list(unroll(recipe.network, layers, batch, COUNT))
+    return batch, [position.logits for position in positions]
 
 
 @pytest.mark.parametrize(
@@ -68,11 +69,11 @@ def test_an_eagle3_head(
             hidden_states=streams[None],
             input_ids=batch.token_ids[:, 1:],
             document_ids=torch.zeros(1, len(TOKENS) - 1, dtype=torch.long),
-            ttt_steps=PLACES,
+            ttt_steps=COUNT,
         )
-    assert len(found) == len(expected) == PLACES
-    for place, (mine, other) in enumerate(zip(expected, found, strict=True)):
-        there = len(TOKENS) - 1 - place
+    assert len(found) == len(expected) == COUNT
+    for position, (mine, other) in enumerate(zip(expected, found, strict=True)):
+        there = len(TOKENS) - 1 - position
         torch.testing.assert_close(mine[:there], other[:there], atol=1e-3, rtol=0)
 
 
@@ -104,7 +105,7 @@ def library_model(model: Any, config_class: Any, layer: Any, **more: Any) -> Any
         transformer_layer_config=layer,
         speculators_config=SpeculatorsConfig(
             algorithm=config_class.model_fields["speculators_model_type"].default,
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=PLACES)],
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=COUNT)],
             default_proposal_method="greedy",
             verifier=VerifierConfig(name_or_path=None, architectures=[]),
         ),
@@ -142,7 +143,7 @@ def test_a_p_eagle_head(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the same chains of masks; the library would draw some by lot."""
+    """The chains of masks are given, because the library draws them at random."""
     from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig, core
 
     trained = run_training(
@@ -151,7 +152,7 @@ def test_a_p_eagle_head(
     recipe = trained.recipe
     assert isinstance(recipe, PEagleRecipe)
     batch = batch_of(teacher(taught_target), TOKENS, recipe.vocabulary, recipe.stream_layers)
-    rows, _ = sampled_rows(1, len(TOKENS), PLACES, 4)
+    rows, _ = sampled_rows(1, len(TOKENS), COUNT, 4)
     with torch.no_grad():
         expected = recipe.logits(batch, rows)[0]
     mask = recipe.mask_token
@@ -178,7 +179,7 @@ def test_a_p_eagle_head(
 def test_a_dflash_drafter(
     taught_target: str, own_words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Draft blocks at the same tokens; the library would draw them by lot."""
+    """The blocks are given, because the library draws them at random."""
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig, core
     from transformers import Qwen3Config
 
@@ -189,7 +190,7 @@ def test_a_dflash_drafter(
     batch = batch_of(target, TOKENS, recipe.vocabulary, recipe.stream_layers)
     anchors = torch.tensor([1, 5, 11, 18])
     with torch.no_grad():
-        places = list(recipe.blocks(batch, anchors))
+        positions = list(recipe.blocks(batch, anchors))
     config = json.loads((tmp_path / "config.json").read_text())
     theirs = library_model(
         DFlashDraftModel,
@@ -217,12 +218,12 @@ def test_a_dflash_drafter(
             max_anchors=len(anchors),
         )[1]
     blocks = logits.view(len(anchors), config["block_size"], -1)
-    for number, place in enumerate(places, 1):
-        torch.testing.assert_close(place.logits, blocks[:, number], atol=1e-3, rtol=0)
+    for number, position in enumerate(positions, 1):
+        torch.testing.assert_close(position.logits, blocks[:, number], atol=1e-3, rtol=0)
 
 
 def test_an_mtp_module(taught_target: str, own_words: Path, tmp_path: Path) -> None:
-    """Its first place; in later ones the library lets a row see what others drafted."""
+    """Its first position; in later ones the library lets a row see what others drafted."""
     from speculators.models.mtp import MTPDraftModel
 
     trained = run_training(settings("mtp", taught_target, own_words, tmp_path, steps=6))
@@ -230,6 +231,6 @@ def test_an_mtp_module(taught_target: str, own_words: Path, tmp_path: Path) -> N
     theirs = MTPDraftModel.from_pretrained(str(tmp_path)).float()
     with torch.no_grad():
         logits = theirs(input_ids=batch.token_ids, hidden_states=batch.states.hidden)[0]
-    assert len(logits) == PLACES
+    assert len(logits) == COUNT
     rows = logits[0].shape[1]
     torch.testing.assert_close(expected[0][:rows], logits[0][0], atol=1e-3, rtol=0)

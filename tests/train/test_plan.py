@@ -1,4 +1,4 @@
-"""What costs little to see is told before data are made and the target is loaded."""
+"""Settings are checked before data are made and the target is loaded."""
 
 import json
 import shutil

@@ -93,7 +93,7 @@ def test_a_parallel_draft_model_fills_masks(
     assert recognise(checkpoint.config, checkpoint.tensor_names) == "pard"
     recipe = trained.recipe
     assert isinstance(recipe, PardRecipe)
-    # The vocabulary is full, so the mask token has a row of its own behind it.
+    # The vocabulary is full, so the mask token gets a new row.
     assert recipe.mask_token == checkpoint.config["pard_token"] == 96
     tokens = torch.randint(1, 96, (16,), generator=torch.Generator().manual_seed(3)).tolist()
     batch = batch_of(teacher(taught_target), tokens, recipe.vocabulary, ())
@@ -136,10 +136,10 @@ def test_medusa_heads_guess_ahead(
     batch = batch_of(target, tokens, recipe.vocabulary, ())
     state = served.start(batch.states.hidden[0], 3)
     with torch.no_grad():
-        places = list(recipe.positions(batch))
-    for index, place in enumerate(places):
+        positions = list(recipe.positions(batch))
+    for index, position in enumerate(positions):
         logits, state = served.logits(index, state, torch.zeros(16))
-        torch.testing.assert_close(place.logits, logits, atol=1e-4, rtol=0)
+        torch.testing.assert_close(position.logits, logits, atol=1e-4, rtol=0)
 
 
 def test_rows_of_masks_are_dropped_in_chains() -> None:

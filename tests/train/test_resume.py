@@ -1,4 +1,4 @@
-"""A run that is killed goes on as though nothing had happened."""
+"""A run that is killed or stopped continues as if it had not been interrupted."""
 
 import json
 import os
