@@ -53,7 +53,7 @@ class ChatEndpoint:
         require_template(service.template)
         tools = choose_tools(body, service)
         params = _params(body, tools, service)
-        text = render(service.template, body, tools.in_prompt)
+        text = render(service.template, body.messages, body, tools.in_prompt)
         [prompt] = service.encode([text], params, body.add_special_tokens is True, "messages")
         service.require_room([prompt], *_max_tokens(body), "messages")
         return tools, params, prompt

@@ -2,31 +2,26 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic_core import from_json
 
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.serve.errors import bad_request
 from slipstream.serve.protocol.bounds import MOST_SCHEMA_VALUES, count_values
-from slipstream.serve.protocol.chat import Message, Tool
+from slipstream.serve.protocol.chat import Message, TemplateFields, Tool
 from slipstream.serve.template_coverage import require_coverage
 
 # Set by the server, so chat_template_kwargs may not.
 _OWN = ("messages", "tools", "add_generation_prompt")
 
 
-class ChatFields(Protocol):
-    """The fields of a request that determine the text."""
-
-    messages: Any
-    tools: Any
-    chat_template_kwargs: Any
-    add_generation_prompt: Any
-    continue_final_message: Any
-
-
-def render(template: ChatTemplate, body: ChatFields, tools: Sequence[Tool] | None) -> str:
+def render(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    fields: TemplateFields,
+    tools: Sequence[Tool] | None,
+) -> str:
     """The text of a conversation; slow for large ones.
 
     Args:
@@ -37,10 +32,10 @@ def render(template: ChatTemplate, body: ChatFields, tools: Sequence[Tool] | Non
         UsageError: the template refuses the messages.
     """
     require_template(template)
-    options = body.chat_template_kwargs or {}
+    options = fields.chat_template_kwargs or {}
     _check_options(template, options)
-    continues = bool(body.continue_final_message)
-    if continues and body.add_generation_prompt:
+    continues = bool(fields.continue_final_message)
+    if continues and fields.add_generation_prompt:
         raise bad_request(
             "add_generation_prompt and continue_final_message contradict each other; give one",
             "continue_final_message",
@@ -48,19 +43,19 @@ def render(template: ChatTemplate, body: ChatFields, tools: Sequence[Tool] | Non
     if tools:
         require_tools(template)
 
-    def write(messages: Sequence[dict[str, Any]]) -> str:
+    def write(plain: Sequence[dict[str, Any]]) -> str:
         return template.render(
-            messages,
-            add_generation_prompt=not continues and body.add_generation_prompt is not False,
-            tools=[_plain_tool(tool) for tool in tools] if tools else None,
+            plain,
+            add_generation_prompt=not continues and fields.add_generation_prompt is not False,
+            tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
             **options,
         )
 
-    _check_arguments(body.messages)
-    messages = [_message(place, message) for place, message in enumerate(body.messages)]
-    text = write(messages)
-    require_coverage(write, messages, text)
-    return _cut(text, body.messages[-1]) if continues else text
+    _check_arguments(messages)
+    plain = [_message(place, message) for place, message in enumerate(messages)]
+    text = write(plain)
+    require_coverage(write, plain, text)
+    return _cut(text, messages[-1]) if continues else text
 
 
 def require_template(template: ChatTemplate) -> None:
@@ -131,10 +126,6 @@ def _arguments(place: int, text: str) -> dict[str, Any]:
             f"messages[{place}]: the arguments of a tool call must be a JSON object", "messages"
         )
     return arguments
-
-
-def _plain_tool(tool: Tool) -> dict[str, Any]:
-    return tool.model_dump(exclude_none=True)
 
 
 def _cut(text: str, last: Message) -> str:

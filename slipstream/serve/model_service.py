@@ -131,8 +131,7 @@ class ModelService:
     async def compile(self, params: SamplingParams) -> None:
         """Compile the request's grammar, if it has one, so that the engine need not wait for it."""
         if params.structured is not None:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._compilers, self.engine.compile, params.structured)
+            await _run(self._compilers, self.engine.compile, params.structured)
 
     def require_room(
         self,
@@ -171,15 +170,13 @@ class ModelService:
         self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
     ) -> Result:
         """Run slow work in a thread beside the event loop and the engine."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, lambda: work(*arguments, **options))
+        return await _run(self._pool, work, *arguments, **options)
 
     async def parse(
         self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
     ) -> Result:
         """Like `aside`, for large bodies: one after the other."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._parser, lambda: work(*arguments, **options))
+        return await _run(self._parser, work, *arguments, **options)
 
     def close(self) -> None:
         """Stop the threads."""
@@ -211,3 +208,10 @@ class ModelService:
             model=None if drafter is None else str(drafter),
             num_speculative_tokens=resolved.limits.num_speculative_tokens,
         )
+
+
+async def _run(
+    pool: Executor, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
+) -> Result:
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(pool, lambda: work(*arguments, **options))

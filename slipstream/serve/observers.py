@@ -2,7 +2,7 @@
 
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from time import monotonic
 from typing import Protocol
 
@@ -25,20 +25,6 @@ class Observer(Protocol):
         """A step ended."""
 
 
-@dataclass(frozen=True)
-class _Totals:
-    """The engine's counts at one time."""
-
-    time: float
-    prompt_tokens: int
-    output_tokens: int
-    drafts: int
-    draft_tokens: int
-    accepted_tokens: int
-    queried_tokens: int
-    hit_tokens: int
-
-
 class ActivityLog:
     """Logs a line for each request that ended, and regularly one about the engine.
 
@@ -51,7 +37,8 @@ class ActivityLog:
         self._show_text, self._interval = show_text, interval
         self._prompt_tokens = 0
         self._last_step = -math.inf
-        self._start: _Totals | None = None
+        self._start_time = -math.inf
+        self._start: dict[str, int] = {}
 
     def tokens_added(self, submission: Submission, gap: float | None) -> None:
         """Count the tokens of prompts."""
@@ -83,25 +70,26 @@ class ActivityLog:
         """Log what the engine did since the last line, if the interval is over."""
         now = monotonic()
         idle, self._last_step = now - self._last_step, now
-        if self._start is None or idle > self._interval:
-            self._start = self._totals(engine, now)
-        elif now - self._start.time >= self._interval:
-            end = self._totals(engine, now)
-            _log_engine(engine, self._start, end)
-            self._start = end
+        seconds = now - self._start_time
+        if idle <= self._interval and seconds < self._interval:
+            return
+        totals = self._totals(engine)
+        if idle <= self._interval:
+            done = {name: total - self._start[name] for name, total in totals.items()}
+            _log_engine(engine, done, seconds)
+        self._start_time, self._start = now, totals
 
-    def _totals(self, engine: Engine, now: float) -> _Totals:
+    def _totals(self, engine: Engine) -> dict[str, int]:
         blocks, spec = engine.scheduler.block_manager, engine.metrics.speculation
-        return _Totals(
-            time=now,
-            prompt_tokens=self._prompt_tokens,
-            output_tokens=engine.metrics.num_output_tokens,
-            drafts=spec.num_drafts,
-            draft_tokens=spec.num_draft_tokens,
-            accepted_tokens=spec.num_accepted_tokens,
-            queried_tokens=blocks.num_queried_tokens,
-            hit_tokens=blocks.num_hit_tokens,
-        )
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "output_tokens": engine.metrics.num_output_tokens,
+            "drafts": spec.num_drafts,
+            "draft_tokens": spec.num_draft_tokens,
+            "accepted_tokens": spec.num_accepted_tokens,
+            "queried_tokens": blocks.num_queried_tokens,
+            "hit_tokens": blocks.num_hit_tokens,
+        }
 
 
 def _texts(submission: Submission) -> list[str | None]:
@@ -109,24 +97,19 @@ def _texts(submission: Submission) -> list[str | None]:
     return [None if it.detokenizer is None else it.detokenizer.text for it in samples]
 
 
-def _log_engine(engine: Engine, start: _Totals, end: _Totals) -> None:
-    scheduler, seconds = engine.scheduler, end.time - start.time
-    blocks = scheduler.block_manager
-    drafts = end.drafts - start.drafts
-    drafted = end.draft_tokens - start.draft_tokens
-    accepted = end.accepted_tokens - start.accepted_tokens
+def _log_engine(engine: Engine, done: Mapping[str, int], seconds: float) -> None:
+    """Log the counts of an interval."""
+    scheduler, blocks, drafts = engine.scheduler, engine.scheduler.block_manager, done["drafts"]
     facts: dict[str, float] = {
-        "prompt_tokens_per_second": round((end.prompt_tokens - start.prompt_tokens) / seconds, 1),
-        "output_tokens_per_second": round((end.output_tokens - start.output_tokens) / seconds, 1),
+        "prompt_tokens_per_second": round(done["prompt_tokens"] / seconds, 1),
+        "output_tokens_per_second": round(done["output_tokens"] / seconds, 1),
         "running": scheduler.num_running,
         "waiting": scheduler.num_waiting,
         "kv_cache_usage": round(1 - blocks.num_available / blocks.num_blocks, 4),
-        "prefix_hit_rate": _share(
-            end.hit_tokens - start.hit_tokens, end.queried_tokens - start.queried_tokens
-        ),
-        "acceptance_length": round(1 + accepted / max(drafts, 1), 3),
-        "acceptance_rate": _share(accepted, drafted),
-        "draft_tokens_per_draft": round(drafted / max(drafts, 1), 2),
+        "prefix_hit_rate": _share(done["hit_tokens"], done["queried_tokens"]),
+        "acceptance_length": round(1 + done["accepted_tokens"] / max(drafts, 1), 3),
+        "acceptance_rate": _share(done["accepted_tokens"], done["draft_tokens"]),
+        "draft_tokens_per_draft": round(done["draft_tokens"] / max(drafts, 1), 2),
     }
     line = "%(output_tokens_per_second).1f output tokens/s, %(prompt_tokens_per_second).1f prompt "
     line += "tokens/s; %(running)d running, %(waiting)d waiting; KV cache %(kv_cache_usage).1f%%, "

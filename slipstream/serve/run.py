@@ -242,8 +242,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._engine_thread, self._gate, self._drain_timeout = thread, gate, drain_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._draining: asyncio.Task[None] | None = None
-        self._stopping: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []  # draining, then stopping
         self._num_signals = 0
         self.exit_code = 0
 
@@ -268,14 +267,11 @@ class _Server(uvicorn.Server):
             self.exit_code = 1
             self.should_exit = self.force_exit = True
             return
-        begin = self._start_draining if self._num_signals == 1 else self._start_stopping
-        self._loop.call_soon_threadsafe(begin)
+        self._loop.call_soon_threadsafe(self._begin_ending)
 
-    def _start_draining(self) -> None:
-        self._draining = asyncio.create_task(self._drain())
-
-    def _start_stopping(self) -> None:
-        self._stopping = asyncio.create_task(self._stop())
+    def _begin_ending(self) -> None:
+        ending = self._stop() if self._tasks else self._drain()
+        self._tasks.append(asyncio.create_task(ending))
 
     async def _drain(self) -> None:
         logger.info(

@@ -35,11 +35,12 @@ class TokenizeEndpoints:
 
     def _tokenize(self, body: TokenizeRequest) -> Response:
         tokenizer = self._service.tokenizer
-        if body.prompt is not None:
-            text, field, adds_special = body.prompt, "prompt", body.add_special_tokens is not False
-        else:
-            text = render(self._service.template, body, body.tools)
+        if body.messages is not None:
+            text = render(self._service.template, body.messages, body, body.tools)
             field, adds_special = "messages", body.add_special_tokens is True
+        else:
+            assert body.prompt is not None, "one of the two is given"
+            text, field, adds_special = body.prompt, "prompt", body.add_special_tokens is not False
         size = len(text.encode(errors="replace"))
         if size > MOST_TEXT_BYTES:
             raise bad_request(

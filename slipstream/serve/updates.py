@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from types import TracebackType
 from typing import Self
 
 from slipstream.core.outputs import Logprob, RequestMetrics, TokenOrigin
@@ -38,11 +37,6 @@ class Delta:
     origins: Sequence[TokenOrigin]
     finish_reason: str | None
     stop_reason: str | int | None
-
-    @property
-    def from_draft(self) -> list[bool]:
-        """Per new token, whether it is an accepted draft token."""
-        return [origin.kind == "accepted" for origin in self.origins]
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:
@@ -213,8 +207,8 @@ class UpdateStream:
     """Iterates over the updates of one request, for one reader on the event loop.
 
     Updates that come while the reader is busy are merged, so a slow reader costs memory for its own
-    text only. Leaving early ends the request within one step: `aclose`, the end of `async with`, a
-    cancelled read, or dropping the stream.
+    text only. Leaving early (`aclose`, a cancelled read, dropping the stream) ends the request
+    within one step.
     """
 
     def __init__(self, buffer: UpdateBuffer, abort: Callable[[UpdateBuffer], None]) -> None:
@@ -235,17 +229,6 @@ class UpdateStream:
 
     async def aclose(self) -> None:
         """End the request, unless it has ended."""
-        self._abandon()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
         self._abandon()
 
     def __del__(self) -> None:

@@ -9,7 +9,7 @@ from slipstream.serve.protocol.base import Count, JsonSchema, RequestBody, Respo
 from slipstream.serve.protocol.bounds import FEW_VALUES, AtMost
 from slipstream.serve.protocol.completions import PromptLogprobs
 from slipstream.serve.protocol.sampling import MOST_LOGPROBS, ResponseFormat, SamplingFields
-from slipstream.serve.protocol.usage import SpeculatedTokens, Usage
+from slipstream.serve.protocol.usage import AnswerBody, SpeculatedTokens, Usage
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -116,14 +116,26 @@ class ChosenTool(RequestBody):
     function: ChosenFunction
 
 
-class ChatRequest(SamplingFields):
+class TemplateFields(RequestBody):
+    """The fields of a request that determine what the chat template renders.
+
+    Attributes:
+        chat_template_kwargs: further variables of the chat template.
+        continue_final_message: continue the text of the last message.
+    """
+
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class ChatRequest(SamplingFields, TemplateFields):
     """Answer a conversation.
 
     Attributes:
         max_tokens: the older name of `max_completion_tokens`; by default up to `max_model_len`.
         parallel_tool_calls: false ends the answer after its first tool call.
-        chat_template_kwargs: further variables of the chat template.
-        continue_final_message: continue the text of the last message.
     """
 
     messages: Messages
@@ -132,7 +144,6 @@ class ChatRequest(SamplingFields):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     response_format: ResponseFormat | None = None
-    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
 
@@ -157,11 +168,6 @@ class ChatRequest(SamplingFields):
     reasoning_effort: None = None
     verbosity: None = None
     web_search_options: None = None
-
-    # Additions of other engines.
-    chat_template_kwargs: TemplateVariables | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
 
 
 class TopLogprob(ResponseBody):
@@ -220,13 +226,10 @@ class ChatChoice(ResponseBody):
     speculation: SpeculatedTokens | None = None
 
 
-class ChatCompletion(ResponseBody):
+class ChatCompletion(AnswerBody):
     """The response."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
@@ -267,12 +270,9 @@ class ChatPiece(ResponseBody):
     speculation: SpeculatedTokens | None = None
 
 
-class ChatChunk(ResponseBody):
+class ChatChunk(AnswerBody):
     """One event of a streamed response."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatPiece]
     usage: Usage | None = None

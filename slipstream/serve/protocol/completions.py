@@ -7,7 +7,7 @@ from pydantic import Field
 from slipstream.serve.protocol.base import Count, ResponseBody, TokenIds
 from slipstream.serve.protocol.bounds import MOST_PROMPTS, AtMost
 from slipstream.serve.protocol.sampling import MOST_LOGPROBS, ResponseFormat, SamplingFields
-from slipstream.serve.protocol.usage import SpeculatedTokens, Usage
+from slipstream.serve.protocol.usage import AnswerBody, SpeculatedTokens, Usage
 
 Prompts = (
     str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1), AtMost(MOST_PROMPTS)]
@@ -66,13 +66,10 @@ class CompletionChoice(ResponseBody):
     speculation: SpeculatedTokens | None = None
 
 
-class Completion(ResponseBody):
+class Completion(AnswerBody):
     """The response."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage
 
@@ -88,12 +85,9 @@ class CompletionPiece(ResponseBody):
     speculation: SpeculatedTokens | None = None
 
 
-class CompletionChunk(ResponseBody):
+class CompletionChunk(AnswerBody):
     """One event of a streamed response."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionPiece]
     usage: Usage | None = None

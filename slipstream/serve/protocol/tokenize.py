@@ -6,10 +6,10 @@ from pydantic import model_validator
 
 from slipstream.serve.protocol.base import ModelRequest, ResponseBody, TokenId
 from slipstream.serve.protocol.bounds import MOST_TOKEN_IDS, AtMost
-from slipstream.serve.protocol.chat import Messages, TemplateVariables, Tools
+from slipstream.serve.protocol.chat import Messages, TemplateFields
 
 
-class TokenizeRequest(ModelRequest):
+class TokenizeRequest(ModelRequest, TemplateFields):
     """A text, or messages that the chat template renders.
 
     Attributes:
@@ -22,23 +22,13 @@ class TokenizeRequest(ModelRequest):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    tools: Tools | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give prompt or messages, one of the two")
-        only_chat = (
-            "tools",
-            "chat_template_kwargs",
-            "add_generation_prompt",
-            "continue_final_message",
-        )
         if self.prompt is not None:
-            for name in only_chat:
+            for name in TemplateFields.model_fields:
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} goes with messages, not with prompt")
         return self

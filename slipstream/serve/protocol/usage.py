@@ -56,6 +56,15 @@ class Usage(ResponseBody):
     speculation: SpeculationUsage | None = None
 
 
+class AnswerBody(ResponseBody):
+    """Fields of all answers and chunks."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
 class SpeculatedToken(ResponseBody):
     """A token and its origin.
 

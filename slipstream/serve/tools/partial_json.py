@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
+from typing import Final
 
 _SPACE = " \t\r\n"
 
@@ -51,15 +51,13 @@ class ValueScanner:
             self.done = self._depth == 0
 
 
-class _State(Enum):
-    START = auto()
-    KEY = auto()
-    KEY_TEXT = auto()
-    COLON = auto()
-    VALUE = auto()
-    BEHIND_VALUE = auto()
-    DONE = auto()
-    BROKEN = auto()
+# What follows a structural character: the state after it, by the state before it.
+_TRANSITIONS: Final[dict[str, dict[str, str]]] = {
+    "start": {"{": "key"},
+    "key": {'"': "key text", "}": "done"},
+    "colon": {":": "value"},
+    "after value": {",": "key", "}": "done"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,30 +78,30 @@ class ObjectScanner:
 
     def __init__(self) -> None:
         self.rest = ""
-        self._state = _State.START
+        self._state = "start"
         self._key = ""
         self._value = ValueScanner()
 
     @property
     def done(self) -> bool:
         """Whether the object is complete."""
-        return self._state is _State.DONE
+        return self._state == "done"
 
     @property
     def broken(self) -> bool:
         """Whether the text is not a JSON object."""
-        return self._state is _State.BROKEN
+        return self._state == "broken"
 
     def feed(self, text: str) -> Iterator[MemberPiece]:
         """The pieces of values in further text."""
         place = 0
         while place < len(text) and not (self.done or self.broken):
-            if self._state is _State.KEY_TEXT:
+            if self._state == "key text":
                 place = self._read_key(text, place)
-            elif self._state is _State.VALUE:
+            elif self._state == "value":
                 end = self._value.scan(text, place)
                 if self._value.done:
-                    self._state = _State.BEHIND_VALUE
+                    self._state = "after value"
                 yield MemberPiece(self._key, text[place:end], self._value.done)
                 place = end
             else:
@@ -115,25 +113,17 @@ class ObjectScanner:
         end = self._value.scan(text, place)
         self._key += text[place:end]
         if self._value.done:
-            self._key, self._state = self._key[1:-1], _State.COLON
+            self._key, self._state = self._key[1:-1], "colon"
         return end
 
     def _step(self, text: str, place: int) -> int:
         letter = text[place]
         if letter in _SPACE:
             return place + 1
-        following = {
-            (_State.START, "{"): _State.KEY,
-            (_State.KEY, '"'): _State.KEY_TEXT,
-            (_State.KEY, "}"): _State.DONE,
-            (_State.COLON, ":"): _State.VALUE,
-            (_State.BEHIND_VALUE, ","): _State.KEY,
-            (_State.BEHIND_VALUE, "}"): _State.DONE,
-        }
-        self._state = following.get((self._state, letter), _State.BROKEN)
-        if self._state is _State.VALUE:
+        self._state = _TRANSITIONS[self._state].get(letter, "broken")
+        if self._state == "value":
             self._value = ValueScanner()
-        elif self._state is _State.KEY_TEXT:
+        elif self._state == "key text":
             self._value, self._key = ValueScanner(), ""
             return place  # the quote is part of the key's text
         return place if self.broken else place + 1
