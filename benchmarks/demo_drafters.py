@@ -22,7 +22,7 @@ import torch
 from benchmarks.demo_acceptance import HELD_OUT
 from slipstream import LLM, SamplingParams
 from slipstream.core.outputs import RequestMetrics
-from slipstream.kernels.table import ops_for
+from slipstream.kernels.registry import kernels_for
 from slipstream.models.loading import dtype_named
 
 PLAIN = "none"
@@ -108,7 +108,7 @@ def main() -> None:
     engines = [Measured(name=name, llm=_open(name, options.dtype)) for name in names]
     _run(engines, _chats(options.prompts), options.tokens, options.rounds)
     rows = [engine.row(engines[0]) for engine in engines]
-    kernels = ops_for(torch.device("cpu"), dtype_named(options.dtype)).column
+    kernels = kernels_for(torch.device("cpu"), dtype_named(options.dtype)).network.column
     print(f"Kernels: {kernels}\n\n{_table(rows)}\n")
     print(json.dumps({"dtype": options.dtype, "kernels": kernels, "rows": rows}))
     if any(row["differing"] for row in rows):

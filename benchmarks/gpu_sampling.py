@@ -22,7 +22,6 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -31,11 +30,10 @@ from torch import Tensor
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.kernels.sampling_table import SamplingOps, sampling_ops_for
+from slipstream.kernels.reference import SAMPLING as REFERENCE
+from slipstream.kernels.sampling import SampleRows
 from slipstream.kernels.triton import sampling as fused
-from slipstream.sampling import state as state_module
 from slipstream.sampling import verification
-from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState, Uses
 
 BYTES_PER_US = 4.35e6
@@ -54,6 +52,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 
 Run = Callable[[int], object]
+Work = tuple[SamplingState, Run]
 
 
 @dataclass(frozen=True)
@@ -95,12 +94,11 @@ def _table(quick: bool) -> Iterator[dict[str, Any]]:
                 yield _measured(f"draft  {case}", _draft(case), limit)
 
 
-def _measured(name: str, run: Run, limit: float) -> dict[str, Any]:
-    ops = sampling_ops_for(DEVICE)
-    with served_by(ops):
-        ours = graph_us(run, 20)
-    with served_by(None):
-        plain = graph_us(run, 2)
+def _measured(name: str, work: Work, limit: float) -> dict[str, Any]:
+    state, run = work
+    ours = graph_us(run, 20)
+    state.ops = REFERENCE
+    plain = graph_us(run, 2)
     print(f"{name:22}{ours:9.1f}{plain:9.1f}{limit:9.1f}", flush=True)
     return {"case": name, "fused": round(ours, 2), "torch": round(plain, 1), "limit": limit}
 
@@ -109,7 +107,7 @@ def _sweep() -> Iterator[dict[str, Any]]:
     cases = [Case("greedy", 32, 4), Case("sampled", 1, 4), Case("sampled", 32, 4)]
     cases += [Case("top_k", 1, 4), Case("top_k", 32, 4), Case("top_p", 1, 4), Case("top_p", 32, 4)]
     cases += [Case("flat", 1, 0), Case("flat", 32, 4)]
-    runs = [_verify(case) for case in cases]
+    runs = [_verify(case)[1] for case in cases]
     names = [f"{case.kind[:6]}/{case.requests}/{case.drafts}" for case in cases]
     print(f"{'tiles':24}" + "".join(f"{name:>12}" for name in names))
     for tiles in (
@@ -148,7 +146,7 @@ def _logits(case: Case, rows: int) -> Tensor:
     return logits
 
 
-def _verify(case: Case) -> Run:
+def _verify(case: Case) -> Work:
     state, num = _state(case), case.requests
     uses = state.uses(range(num))
     batches = []
@@ -175,10 +173,10 @@ def _verify(case: Case) -> Run:
         verdict = verification.verify(logits, rows, state, uses)
         state.commit(slots, verdict.token_ids, verdict.num_tokens, uses)
 
-    return run
+    return state, run
 
 
-def _draft(case: Case) -> Run:
+def _draft(case: Case) -> Work:
     state = _state(case)
     uses = state.uses(range(case.requests))
     slots = torch.arange(case.requests, device=DEVICE)
@@ -196,21 +194,7 @@ def _draft(case: Case) -> Run:
             probs_out=probs[:, number % 4] if Uses.SAMPLING in uses else None,
         )
 
-    return run
-
-
-@contextmanager
-def served_by(ops: SamplingOps | None) -> Iterator[None]:
-    """Sampling with these ops, or with plain torch when there are none."""
-    modules: list[Any] = [verification, state_module]
-    before = [module.sampling_ops_for for module in modules]
-    for module in modules:
-        module.sampling_ops_for = lambda device: ops
-    try:
-        yield
-    finally:
-        for module, found in zip(modules, before, strict=True):
-            module.sampling_ops_for = found
+    return state, run
 
 
 def graph_us(run: Run, calls: int) -> float:

@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 
 import slipstream
-from slipstream.kernels.reference.suffix_lookup import suffix_lookup
+from slipstream.kernels.reference.preparation import suffix_lookup
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.speculative.suffix.automaton import GuessLimits, SuffixAutomaton
 

@@ -22,7 +22,7 @@ struct AttentionShape {
     int64_t num_positions;
 };
 
-// Where the rows of one pass stand; meanings as `AttentionInputs` of kernels/table.py.
+// Where the rows of one pass stand; meanings as `PassInputs` of kernels/pass_inputs.py.
 struct AttentionRows {
     int64_t num_rows, num_requests;
     const int64_t* query_start;   // [num_requests + 1]

@@ -1,4 +1,4 @@
-// Sampling and verification over logits. What the ops mean: slipstream/kernels/sampling_table.py.
+// Sampling and verification over logits. What the ops mean: slipstream/kernels/sampling.py.
 //
 // A row of logits is cut into slices at fixed places, which threads take in any order; what slices
 // found is put together in one order. So neither threads nor other rows change a row's bits.

@@ -8,7 +8,7 @@
 
 namespace slipstream {
 
-// The state of all slots; shapes as in `SamplingSlots` of sampling_table.py, null where there is
+// The state of all slots; shapes as in `SamplingSlots` of sampling.py, null where there is
 // none. `ints` and `floats` have a stride, the others are dense.
 struct SlotTensors {
     int64_t num_slots;

@@ -1,4 +1,4 @@
-// The three ops of sampling. Shapes and meaning: slipstream/kernels/sampling_table.py.
+// The three ops of sampling. Shapes and meaning: slipstream/kernels/sampling.py.
 #pragma once
 
 #include "sampling_rows.h"

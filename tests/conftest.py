@@ -10,8 +10,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from slipstream.kernels import table
-from slipstream.kernels.table import ops_for
+from slipstream.kernels import registry
+from slipstream.kernels.registry import kernels_for
 from tests.tiny_models import TinyModels
 
 # Triton reads this when it is first imported, which some test modules do through transformers:
@@ -31,16 +31,16 @@ else:
 
 def pytest_report_header() -> str:
     """Which kernels are tested."""
-    return f"kernels: {ops_for(torch.device('cpu')).column}"
+    return f"kernels: {kernels_for(torch.device('cpu')).network.column}"
 
 
 @pytest.fixture
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Networks are served by the reference column, whose weights can be looked at."""
-    monkeypatch.setattr(table, "runs_cpp", lambda device: False)
-    ops_for.cache_clear()
+    monkeypatch.setattr(registry, "runs_cpp", lambda device: False)
+    kernels_for.cache_clear()
     yield
-    ops_for.cache_clear()
+    kernels_for.cache_clear()
 
 
 @pytest.fixture(scope="session")

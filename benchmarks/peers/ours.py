@@ -12,7 +12,7 @@ import torch
 from benchmarks.peers.protocol import Job, Output, Prompts, serve
 from slipstream import LLM, SamplingParams
 from slipstream.engine.prompts import TokensPrompt
-from slipstream.kernels.table import ops_for
+from slipstream.kernels.registry import kernels_for
 
 KV_BYTES = 256 << 20
 
@@ -50,7 +50,7 @@ class Ours:
 
 def _kernels() -> str:
     """The column that serves the CPU, and of the C++ one its level of instructions."""
-    column = ops_for(torch.device("cpu")).column
+    column = kernels_for(torch.device("cpu")).network.column
     if column != "cpu":
         return column
     return f"{column} ({importlib.import_module('_slipstream_cpu').level()})"

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.spec import CacheSizes
-from slipstream.kernels.preparation import RequestTables, preparation_for
+from slipstream.kernels.preparation import RequestTables
+from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.table import SCALE_BYTES
 
 
@@ -54,7 +55,7 @@ class KVPool:
             *(spec.num_kv_heads, spec.stored_dim),
         )
         self.pages = torch.empty(shape, dtype=spec.dtype, device=sizes.device)
-        self._preparation = preparation_for(sizes.device)
+        self._preparation = kernels_for(sizes.device).preparation
         self.layers: list[tuple[Tensor, Tensor]] = [
             (self.pages[2 * layer], self.pages[2 * layer + 1]) for layer in range(num_layers)
         ]

@@ -154,9 +154,10 @@ def kernel_column() -> str:
     """The name of the kernels that this machine uses."""
     import torch
 
-    from slipstream.kernels.table import ops_for
+    from slipstream.kernels.registry import kernels_for
 
-    return ops_for(torch.device("cuda" if torch.cuda.is_available() else "cpu")).column
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return kernels_for(device).network.column
 
 
 def _has_chat_template(checkpoint: "Checkpoint") -> bool:

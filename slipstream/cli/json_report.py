@@ -20,7 +20,7 @@ def report(
 
 
 def _engine(llm: "LLM", model: str, load_seconds: float) -> dict[str, Any]:
-    from slipstream.kernels.table import ops_for
+    from slipstream.kernels.registry import kernels_for
 
     resolved = llm.engine.resolved
     return {
@@ -31,7 +31,7 @@ def _engine(llm: "LLM", model: str, load_seconds: float) -> dict[str, Any]:
             "max_model_len": resolved.limits.max_model_len,
             "device": str(resolved.device),
             "dtype": str(resolved.dtype).removeprefix("torch."),
-            "kernels": ops_for(resolved.device).column,
+            "kernels": kernels_for(resolved.device).network.column,
             "load_time_s": load_seconds,
             "time_shares": llm.metrics.time_shares,
         }

@@ -26,6 +26,10 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
+SEED_MASK = (1 << 64) - 1
+SPLITMIX_STEP = 0x9E3779B97F4A7C15
+
+
 @dataclass(eq=False)
 class Request:
     """The host's view of one request.
@@ -107,3 +111,22 @@ class Request:
         self.status, self.slot = RequestStatus.WAITING, -1
         self.num_computed = self.steps_in_flight = 0
         self.num_preemptions += 1
+
+
+def derive_seed(seed: int, sample_index: int) -> int:
+    """The 64-bit seed of sample `sample_index` of a request; sample 0 keeps the seed itself.
+
+    One output of SplitMix64 (Steele et al. 2014), started from the mixed seed: distinct for all
+    samples of a seed, and unrelated for neighbouring seeds.
+    """
+    if sample_index == 0:
+        return seed
+    return _mix(_mix(seed & SEED_MASK) + sample_index * SPLITMIX_STEP)
+
+
+def _mix(value: int) -> int:
+    """The finaliser of SplitMix64: a bijection on 64-bit numbers."""
+    value &= SEED_MASK
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & SEED_MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & SEED_MASK
+    return value ^ (value >> 31)

@@ -125,7 +125,7 @@ def assemble(
     """The engine around loaded models."""
     limits, device, shape = resolved.limits, resolved.device, network.config
     state = DeviceState(limits.max_num_seqs, limits.max_model_len, config.block_size, device)
-    sampling = SamplingState(state.num_slots, shape.vocab_size, device)
+    sampling = SamplingState(state.num_slots, shape.vocab_size, device, config.use_fp64_gumbel)
     layout = shape.cache_layout(resolved.cache_dtype)
     sizes = CacheSizes(resolved.num_blocks, config.block_size, state.num_slots, device)
     cache = ModelCache(layout, sizes)
@@ -135,7 +135,6 @@ def assemble(
         state=state,
         sampling=sampling,
         cache_sizes=sizes,
-        use_fp64_gumbel=config.use_fp64_gumbel,
         num_speculative_tokens=limits.num_speculative_tokens,
         target=network,
         captured=resolved.captures,

@@ -6,7 +6,7 @@ from time import perf_counter
 from slipstream.core.batch import ScheduledRequest
 from slipstream.core.errors import UsageError
 from slipstream.core.outputs import RequestMetrics
-from slipstream.core.request import FinishReason, Request
+from slipstream.core.request import FinishReason, Request, derive_seed
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine.detokenizer import Detokenizer
@@ -21,7 +21,6 @@ from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.step import Step
 from slipstream.engine.step_results import Launched, StepResult
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.sampling.noise import derive_seed
 
 logger = logging.getLogger("slipstream")
 

@@ -181,7 +181,7 @@ def resolve(
         vocab_size=shape.vocab_size,
         eos_token_ids=eos_token_ids,
         method=speculation.method,
-        verification=Verification(config.use_fp64_gumbel, speculation.synthetic_rates),
+        verification=Verification(speculation.synthetic_rates),
         seed=config.seed,
         captures=captures,
         reasons=reasons.rows,

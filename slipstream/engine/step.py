@@ -26,15 +26,13 @@ from slipstream.engine.guidance import DraftSteering, Guidance, SteeredDraft
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.step_results import Launched, Outcome, StepResult, StepTimes
 from slipstream.kernels.devices import label
-from slipstream.kernels.preparation import preparation_for
-from slipstream.kernels.timestamp import timestamp_for
+from slipstream.kernels.sampling import SampleRows
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner
 from slipstream.runner.model_runner import Forward, ModelRunner
 from slipstream.runner.rows import TreeRows
 from slipstream.runner.transfer import Download, upload
-from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.tree_verification import DraftedTrees, verify_trees
 from slipstream.sampling.verification import Verdict, Verification, verify
@@ -86,8 +84,7 @@ class Step:
         self._verification, self._guidance, self._graphs = verification, guidance, graphs
         self._limits: StepLimits = scheduler.limits
         self._runs_ahead, self._rereads = runs_ahead, rereads
-        self._preparation = preparation_for(state.device)
-        self._now = partial(timestamp_for(state.device), state.device)
+        self._now = partial(state.ops.timestamp, state.device)
         self._ended = 0.0
 
     # ------------------------------------------------------------------ the device's part
@@ -141,7 +138,7 @@ class Step:
 
     def _write(self, batch: DeviceBatch, draft: Draft) -> None:
         tables = self._state.tables
-        self._preparation.write_tokens(tables, batch.slots, draft.token_ids, draft.num_tokens)
+        self._state.ops.write_tokens(tables, batch.slots, draft.token_ids, draft.num_tokens)
 
     def _forward(self, batch: DeviceBatch, draft: Draft) -> Forward:
         """One pass of the target over prompt chunks, last tokens and draft tokens."""
@@ -190,7 +187,7 @@ class Step:
     def _commit(self, batch: DeviceBatch, verdict: Verdict) -> Verdict:
         """Append what was accepted; refused tokens lose their slots, and requests whose prompt is
         not at its end gain nothing."""
-        num_tokens, num_accepted = self._preparation.commit(
+        num_tokens, num_accepted = self._state.ops.commit(
             self._state.tables,
             batch.slots,
             batch.num_new_tokens,

@@ -1,4 +1,4 @@
-"""Batch preparation: the ops and who serves them.
+"""Ops of batch preparation: what they mean.
 
 Small work between the models' passes. In plain torch each op is a dozen launches, which a captured
 step would feel; as kernels they are one each.
@@ -6,13 +6,11 @@ step would feel; as kernels they are one each.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.devices import runs_cpp, runs_triton
 from slipstream.kernels.pass_inputs import PassInputs
 
 
@@ -185,9 +183,43 @@ class KeepPathOp(Protocol):
     ) -> None: ...
 
 
+class SuffixLookupOp(Protocol):
+    """For each text: the tokens behind the latest occurrence of its longest known suffix.
+
+    A suffix of `shortest` to `longest` tokens counts, the longest first; its occurrence needs one
+    token behind it. When the occurrence overlaps the end, the text is taken to repeat itself.
+
+    Args:
+        token_ids: [S, L] int32.
+        slots: [R] int64, rows of `token_ids`.
+        known: [R] int64, tokens of each text, at most L.
+        width: K.
+
+    Returns:
+        tokens [R, K] int64, and found [R] bool: whether there was an occurrence.
+    """
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        slots: Tensor,
+        known: Tensor,
+        width: int,
+        shortest: int,
+        longest: int,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class TimestampOp(Protocol):
+    """A scalar int64 on `device`: nanoseconds of some clock when the device came here; 0 always
+    where it has no clock."""
+
+    def __call__(self, device: torch.device) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class PreparationOps:
-    """One column."""
+    """What one backend has of them."""
 
     expand_rows: ExpandRowsOp
     place_rows: PlaceRowsOp
@@ -195,19 +227,5 @@ class PreparationOps:
     write_tokens: WriteTokensOp
     commit: CommitOp
     keep_path: KeepPathOp
-
-
-@cache
-def preparation_for(device: torch.device) -> PreparationOps:
-    """The ops for this device."""
-    if runs_triton(device):
-        from slipstream.kernels.triton.preparation import PREPARATION as TRITON
-
-        return TRITON
-    if runs_cpp(device):
-        from slipstream.kernels.cpu.preparation import PREPARATION as CPU
-
-        return CPU
-    from slipstream.kernels.reference.preparation import PREPARATION as REFERENCE
-
-    return REFERENCE
+    suffix_lookup: SuffixLookupOp
+    timestamp: TimestampOp

@@ -1,19 +1,15 @@
-"""The table of ops: which column serves a device.
+"""Ops of networks: what they mean.
 
-A row is an op with one signature and one meaning; a column is an implementation for a kind of
-device. `reference` (plain torch) serves every device and defines what is right. Layers get their
-column once, when the network is built, and never ask which device they are on.
+Layers get the ops of their backend once, when the network is built, and never ask which device they
+are on.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 from torch import Tensor
 
-from slipstream.kernels.devices import CPP_DTYPES, runs_cpp, runs_triton
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.kernels.pass_inputs import PassInputs
 
@@ -200,27 +196,3 @@ class Ops:
     pack: Callable[[Weight], Weight] = as_it_is
     round: Callable[[Tensor, Rounding], Weight] = in_plain_torch
     fuse: "Callable[[StackParts], FusedOp | None]" = one_by_one
-
-
-@functools.cache
-def ops_for(
-    device: torch.device, dtype: torch.dtype = torch.bfloat16, batch_invariant: bool = False
-) -> Ops:
-    """The fastest column that serves `device` and activations of `dtype`.
-
-    Args:
-        batch_invariant: the fastest of those whose rows' bits depend on nothing beside the row. The
-            C++ column's never do. The reference column does not promise that: torch picks a matmul
-            by its row count.
-    """
-    from slipstream.kernels.reference import REFERENCE
-
-    if runs_cpp(device) and dtype in CPP_DTYPES:
-        from slipstream.kernels.cpu.column import cpu_column
-
-        return cpu_column()
-    if not runs_triton(device):
-        return REFERENCE
-    from slipstream.kernels.triton import TRITON, TRITON_INVARIANT
-
-    return TRITON_INVARIANT if batch_invariant else TRITON

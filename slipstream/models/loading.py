@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.core.errors import UsageError
-from slipstream.kernels.table import ops_for
+from slipstream.kernels.registry import kernels_for
 from slipstream.layers.parameters import WHOLE, Share
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
@@ -142,7 +142,7 @@ def load_decoder(
 
 
 def _build(config: DecoderConfig, tensors: TensorSource, options: LoadOptions) -> Decoder:
-    ops = ops_for(options.device, options.dtype, options.batch_invariant)
+    ops = kernels_for(options.device, options.dtype, options.batch_invariant).network
     source = in_precision(tensors, options.quantization, ops)
     return Decoder(ops, source, config, options.max_positions, options.share)
 

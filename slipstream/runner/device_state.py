@@ -7,6 +7,7 @@ import torch
 
 from slipstream.core.batch import Batch
 from slipstream.kernels.preparation import RequestTables
+from slipstream.kernels.registry import kernels_for
 from slipstream.runner.transfer import upload
 
 # A step that was launched before the host knew that a request had ended may still add a token.
@@ -29,12 +30,14 @@ class DeviceState:
             within max_tokens and max_model_len.
         block_tables: [slots + 1, max_blocks] int32.
         padding_slot: the last one: it has no tokens and gains none.
+        ops: work on these tensors.
     """
 
     def __init__(
         self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
     ) -> None:
         self.device, self.block_size, self.max_model_len = device, block_size, max_model_len
+        self.ops = kernels_for(device).preparation
         self.padding_slot = max_num_seqs
         self.num_slots = max_num_seqs + 1
         self.most_drafted = torch.zeros(self.num_slots, dtype=torch.int64, device=device)

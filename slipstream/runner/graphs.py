@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from slipstream.kernels.table import ops_for
+from slipstream.kernels.registry import kernels_for
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.transfer import upload
@@ -32,7 +32,9 @@ GUIDED = frozenset({Uses.GRAMMAR})
 
 def captures_graphs(device: torch.device, enforce_eager: bool) -> bool:
     """Whether steps are captured on this device."""
-    return device.type == "cuda" and not enforce_eager and ops_for(device).column != "reference"
+    if device.type != "cuda" or enforce_eager:
+        return False
+    return kernels_for(device).network.column != "reference"
 
 
 def bucket_sizes(most: int) -> list[int]:

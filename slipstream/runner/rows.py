@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
-from slipstream.kernels.preparation import preparation_for
 from slipstream.runner.device_state import DeviceState
 from slipstream.sampling.tree_verification import TreeNodes
 
@@ -197,7 +196,7 @@ class RowLayout:
 
 def lay_out(state: DeviceState, rows: PassRows) -> RowLayout:
     """The rows of a pass; waits to learn how many there are where they are exact."""
-    ops = preparation_for(state.device)
+    ops = state.ops
     which = state.tables, rows.slots, rows.starts, rows.lengths
     if rows.width is None:
         placed = ops.place_rows(*which, rows.rereads, rows.mask_token)

@@ -8,7 +8,7 @@ import torch
 
 from slipstream.core.errors import UsageError
 from slipstream.core.wording import counted
-from slipstream.kernels.devices import use_threads
+from slipstream.kernels.registry import use_threads
 
 logger = logging.getLogger("slipstream")
 

@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.kernels.devices import send
-from slipstream.kernels.sampling_table import SamplingSlots, sampling_ops_for
+from slipstream.kernels.registry import kernels_for
+from slipstream.kernels.sampling import SamplingSlots
 
 SIGN_BIT = 1 << 63
 # Numbers beyond this mean the same, and float32 arithmetic on them could overflow.
@@ -48,6 +49,9 @@ class SamplingState:
     request that does not need a thing are neutral, so that the thing may be done to its rows too;
     `output_counts` and `prompt_mask` hold leftovers there, which neutral penalties multiply away.
 
+    Args:
+        use_fp64_gumbel: sample with 63-bit noise and float64 logarithms.
+
     Attributes:
         temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty:
             [S] float32.
@@ -62,20 +66,28 @@ class SamplingState:
         allowed_next: [S, ceil(V / 32)] int32 or None, the tokens that a grammar allows behind the
             known ones, a bit each; all where there is no grammar.
         ints, floats: [S, 6], the numbers above, packed.
+        ops: sample by these tensors.
         generation: rises whenever one of these tensors is replaced: whoever keeps their addresses
             (a captured graph) must then look again.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device | str,
+        use_fp64_gumbel: bool = False,
+    ) -> None:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self.ops = kernels_for(self.device, fp64_noise=use_fp64_gumbel).sampling
         self.generation = 0
         # Packed, so that an admission is one copy.
         self._numbers = torch.zeros(
             max_num_seqs, NUMBERS.size // 8, dtype=torch.int64, device=device
         )
-        # In the order of `SamplingSlots`.
+        # In the order of `FLOATS` and `INTS`.
         self.ints = self._numbers[:, :NUM_INTS]
         self.floats = self._numbers.view(torch.float32)[:, 2 * NUM_INTS :]
         (
@@ -156,23 +168,10 @@ class SamplingState:
             num_tokens: [R] int64; 0 leaves the slot as it was.
             uses: of the batch.
         """
-        ops = sampling_ops_for(self.device)
-        if ops is not None:
-            ops.commit(slots, token_ids, num_tokens, self.tensors(Uses.PENALTIES in uses))
-            return
-        self.steps.index_add_(0, slots, (num_tokens > 0).to(torch.int64))
-        self.num_output_tokens.index_add_(0, slots, num_tokens)
-        if Uses.PENALTIES not in uses:
-            return
-        assert self.output_counts is not None
-        column = torch.arange(token_ids.shape[1], device=token_ids.device)
-        given = column < num_tokens.unsqueeze(-1)
-        # A flat scatter_add counts a token that occurs twice in a row of `token_ids` twice.
-        cells = slots.unsqueeze(-1) * self.vocab_size + torch.where(given, token_ids, 0)
-        self.output_counts.view(-1).scatter_add_(0, cells.view(-1), given.to(torch.int32).view(-1))
+        self.ops.commit(slots, token_ids, num_tokens, self.tensors(Uses.PENALTIES in uses))
 
     def tensors(self, history: bool = True) -> SamplingSlots:
-        """For fused ops; `history`: with what penalties look at."""
+        """What ops take; `history`: with what penalties look at."""
         generation, slots = self._tensors.get(history, (-1, None))
         if slots is None or generation != self.generation:
             slots = self._slots_now(history)

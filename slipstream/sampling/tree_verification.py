@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.sampling.rows import SampleRows
+from slipstream.kernels.sampling import PADDING, SampleRows
 from slipstream.sampling.state import SamplingState, Uses
-from slipstream.sampling.verification import PADDING, Verdict, Verification, verify
+from slipstream.sampling.verification import Verdict, Verification, verify
 
 # What looks at the tokens between the root and a node.
 _HISTORY = frozenset((Uses.PENALTIES, Uses.BAD_WORDS))
@@ -109,6 +109,7 @@ def _node_rows(trees: DraftedTrees, layout: SampleRows, uses: frozenset[Uses]) -
     """Every row as a request without a draft, behind the tokens between the root and its node."""
     request, node = layout.request, layout.offset
     depths = trees.nodes.depths[request, node]
+    row = torch.arange(len(request), device=request.device)
     ways = trees.token_ids.new_zeros((len(request), 0))
     if uses & _HISTORY:
         ways = _ways(trees)[request, node]
@@ -118,7 +119,7 @@ def _node_rows(trees: DraftedTrees, layout: SampleRows, uses: frozenset[Uses]) -
         draft_tokens=ways,
         num_draft_tokens=torch.zeros_like(request),
         one_hot=torch.ones_like(request, dtype=torch.bool),
-        depths=depths,
+        layout=(row, depths, row),
         allowed=trees.allowed,
     )
 

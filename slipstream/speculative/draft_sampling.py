@@ -51,7 +51,6 @@ class DraftSampling:
             batch.uses,
             self.num_legal_tokens,
             greedy_only=self.greedy_only,
-            use_fp64_gumbel=resources.use_fp64_gumbel,
             probs_out=probs_out,
             vocabulary=self.vocabulary,
         )

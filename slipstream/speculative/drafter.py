@@ -199,7 +199,6 @@ class DrafterResources:
     state: DeviceState
     sampling: SamplingState
     cache_sizes: CacheSizes
-    use_fp64_gumbel: bool
     num_speculative_tokens: int
     target: Decoder
     target_cache: ModelCache

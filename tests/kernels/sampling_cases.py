@@ -4,15 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.sampling import state as state_module
-from slipstream.sampling import verification
-from slipstream.sampling.rows import SampleRows
+from slipstream.kernels.sampling import SampleRows, SamplingOps
 from slipstream.sampling.state import SamplingState
 from slipstream.sampling.verification import LOSSLESS, Verification, verify
 
@@ -20,12 +17,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextmanager
-def served_by(ops: Any) -> Iterator[None]:
-    """Sampling with these ops, or with plain torch when there are none."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (verification, state_module):
-            patch.setattr(module, "sampling_ops_for", lambda device: ops)
-        yield
+def served_by(ops: SamplingOps, state: SamplingState) -> Iterator[None]:
+    """Sampling from this state with these ops."""
+    before, state.ops = state.ops, ops
+    yield
+    state.ops = before
 
 
 # Batches
@@ -120,9 +116,13 @@ def make_batch(
 
 
 def judge(
-    ops: Any, logits: Tensor, rows: SampleRows, state: SamplingState, how: Verification = LOSSLESS
+    ops: SamplingOps,
+    logits: Tensor,
+    rows: SampleRows,
+    state: SamplingState,
+    how: Verification = LOSSLESS,
 ) -> tuple[list[Any], ...]:
-    with served_by(ops):
+    with served_by(ops, state):
         uses = state.uses(rows.slots.tolist())
         verdict = verify(logits, rows, state, uses, how)
     return tuple(

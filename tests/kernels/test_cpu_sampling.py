@@ -18,12 +18,13 @@ cpp = pytest.importorskip("_slipstream_cpu")
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.kernels.cpu.sampling import SAMPLING as CPP
-from slipstream.sampling import noise
-from slipstream.sampling.logits import TRUNCATIONS, probabilities, process
-from slipstream.sampling.noise import NoiseKeys, Purpose
-from slipstream.sampling.rows import SampleRows
+from slipstream.kernels.reference import SAMPLING as PLAIN
+from slipstream.kernels.reference import noise
+from slipstream.kernels.reference.noise import NoiseKeys, Purpose
+from slipstream.kernels.reference.processors import TRUNCATIONS, probabilities, process
+from slipstream.kernels.sampling import SampleRows, SamplingOps
 from slipstream.sampling.state import SamplingState, Uses
-from slipstream.sampling.verification import Verification, sample_draft, verify
+from slipstream.sampling.verification import Verification, needs_of, sample_draft, verify
 from tests.kernels.sampling_cases import (
     FULL,
     GREEDY,
@@ -94,7 +95,7 @@ def test_verify(name: str, most_drafts: int, vocab_size: int) -> None:
             reduced = bool((seed + most_drafts + uniform_rows) % 2)
             logits, rows = make_batch(state, most_drafts, seed, reduced, uniform_rows)
             before = logits.clone()
-            expected = judge(None, logits, rows, state)
+            expected = judge(PLAIN, logits, rows, state)
             assert judge(CPP, logits, rows, state) == expected
             assert torch.equal(logits, before)
             accepted += sum(expected[2])
@@ -109,7 +110,7 @@ def test_synthetic_rates(rates: tuple[float, ...], most_drafts: int) -> None:
     for seed in range(3):
         batch = make_batch(state, most_drafts, seed, False, True)
         how = Verification(synthetic_rates=rates)
-        assert judge(CPP, *batch, state, how) == judge(None, *batch, state, how)
+        assert judge(CPP, *batch, state, how) == judge(PLAIN, *batch, state, how)
 
 
 @pytest.mark.parametrize(("name", "vocab_size"), [("lean", 151), ("full", 37), ("full", 4100)])
@@ -123,7 +124,7 @@ def test_a_grammar_forbids_tokens(name: str, vocab_size: int) -> None:
     allowed[2] = 0
     allowed[2, -1] = 1  # all but one
     rows = replace(rows, allowed=allowed.to(torch.int32))
-    assert judge(CPP, logits, rows, state) == judge(None, logits, rows, state)
+    assert judge(CPP, logits, rows, state) == judge(PLAIN, logits, rows, state)
 
 
 @pytest.mark.parametrize("uniform_rows", [True, False])
@@ -131,10 +132,10 @@ def test_some_drafts_of_a_sampled_request_are_certain(uniform_rows: bool) -> Non
     state, changed = make_state(LEAN, 151, CPU), 0
     for seed in range(4):
         logits, rows = make_batch(state, 3, seed, bool(seed % 2), uniform_rows)
-        before = judge(None, logits, rows, state)
+        before = judge(PLAIN, logits, rows, state)
         chance = torch.rand(rows.draft_tokens.shape, generator=torch.Generator().manual_seed(seed))
         rows = replace(rows, certain=chance < 0.5)
-        expected = judge(None, logits, rows, state)
+        expected = judge(PLAIN, logits, rows, state)
         assert judge(CPP, logits, rows, state) == expected
         changed += expected != before
     assert changed
@@ -149,7 +150,7 @@ def test_bad_words_are_banned_first() -> None:
     logits, rows = make_batch(state, 1, 0, False, True)
     logits[:] = 0.0
     logits[:, 5], logits[:, 6] = 9.0, 8.0
-    expected = judge(None, logits, rows, state)
+    expected = judge(PLAIN, logits, rows, state)
     assert judge(CPP, logits, rows, state) == expected
 
 
@@ -162,7 +163,7 @@ def test_processed_logits_equal_the_reference_to_the_bit() -> None:
                 logits, rows = make_batch(state, 3, slot, False, False)
                 logits[0, 3] = -0.0
                 uses = state.uses(range(5))
-                processed = process(logits, rows, state, uses)
+                processed = process(logits, rows, state.tensors(), needs_of(uses))
                 drafted, _, accepted = judge(CPP, logits, rows, state)
                 for index, tokens in enumerate(drafted):
                     row = int(rows.first_row[index]) + accepted[index]
@@ -173,8 +174,9 @@ def test_nodes_of_trees_may_be_deeper_than_their_drafts() -> None:
     """Rows of nodes judge nothing; without penalties they have no draft tokens either."""
     state = make_state([SAMPLED] * 3, 37, CPU)
     logits, rows = make_batch(state, 0, 0, False, True)
-    rows = replace(rows, depths=torch.tensor([0, 1, 4]))
-    assert judge(CPP, logits, rows, state) == judge(None, logits, rows, state)
+    row = torch.arange(3)
+    rows = replace(rows, layout=(row, torch.tensor([0, 1, 4]), row))
+    assert judge(CPP, logits, rows, state) == judge(PLAIN, logits, rows, state)
 
 
 def test_the_smallest_of_equal_tokens_is_chosen() -> None:
@@ -264,11 +266,11 @@ def state_of(kinds: list[dict[str, Any]], vocab_size: int) -> SamplingState:
     return state
 
 
-def drafted(logits: Tensor, state: SamplingState, ops: Any) -> tuple[Tensor, Tensor]:
+def drafted(logits: Tensor, state: SamplingState, ops: SamplingOps) -> tuple[Tensor, Tensor]:
     slots = torch.arange(len(logits))
     out = torch.full_like(logits, torch.nan)
-    needs = frozenset({Uses.SAMPLING, *TRUNCATIONS})
-    with served_by(ops):
+    needs = frozenset({Uses.SAMPLING, Uses.TOP_K, Uses.TOP_P, Uses.MIN_P})
+    with served_by(ops, state):
         tokens = sample_draft(logits, slots, slots, state, needs, logits.shape[1], probs_out=out)
     return tokens, out
 
@@ -312,7 +314,7 @@ def test_a_whole_vocabulary(kinds: list[dict[str, Any]], level: str) -> None:
     state = state_of(kinds, 151_936)
     logits = torch.randn(len(kinds), 151_936, generator=torch.Generator().manual_seed(3)) * 3
     tokens, out = drafted(logits, state, CPP)
-    expected_tokens, expected = drafted(logits, state, None)
+    expected_tokens, expected = drafted(logits, state, PLAIN)
     kept, expected_kept = (out > 0).sum(1), (expected > 0).sum(1)
     assert ((kept - expected_kept).abs() <= 1 + expected_kept // 1000).all()
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-6)
@@ -334,16 +336,16 @@ def test_draft(name: str, legal: int, dtype: torch.dtype) -> None:
         logits = (torch.randn(5, vocab_size, generator=generator) * 2).to(dtype)
         slots = torch.tensor([4, 0, 1, 3, 2])
         found = []
-        for ops in (None, CPP):
+        for ops in (PLAIN, CPP):
             whole = torch.full((5, 3, min(legal, vocab_size)), torch.nan)
             out = whole[:, 1] if Uses.SAMPLING in uses else None
-            with served_by(ops):
+            with served_by(ops, state):
                 tokens = sample_draft(logits, slots, slots + 9, state, uses, legal, probs_out=out)
             assert whole[:, ::2].isnan().all()
             found.append((tokens, whole[:, 1]))
         assert torch.equal(found[0][0], found[1][0])
         torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-9, equal_nan=True)
-        with served_by(CPP):
+        with served_by(CPP, state):
             tokens = sample_draft(logits, slots, slots, state, uses, legal, greedy_only=True)
         assert torch.equal(tokens, logits[:, :legal].argmax(-1))
 
@@ -356,7 +358,7 @@ def test_greedy_drafts(vocab_size: int, threads: int) -> None:
     slots = torch.arange(9)
     for count in range(1, 10):
         args = logits[:count], slots[:count], slots[:count], state, frozenset()
-        with served_by(CPP):
+        with served_by(CPP, state):
             assert torch.equal(sample_draft(*args, vocab_size), logits[:count].argmax(-1))
 
 
@@ -369,9 +371,9 @@ def test_numbers_of_requests_may_have_gaps_or_be_one(rows: int) -> None:
     numbers = torch.tensor([2, 0, 1, 3, 4] * 4)
     for view in (numbers[:1].expand(rows), numbers[: 2 * rows : 2]):
         found = []
-        for ops in (None, CPP):
+        for ops in (PLAIN, CPP):
             probs = torch.empty(rows, 151)
-            with served_by(ops):
+            with served_by(ops, state):
                 found.append(
                     sample_draft(logits, view, view + 9, state, uses, 151, probs_out=probs)
                 )
@@ -385,8 +387,8 @@ def test_commit(penalties: bool) -> None:
     token_ids = torch.tensor([[4, 4, 4], [1, -1, -1], [8, 2, -1], [9, 9, 9]])
     counts = torch.tensor([3, 1, 2, 0])
     uses = frozenset({Uses.PENALTIES} if penalties else ())
-    for state, ops in zip(states, (None, CPP), strict=True):
-        with served_by(ops):
+    for state, ops in zip(states, (PLAIN, CPP), strict=True):
+        with served_by(ops, state):
             state.commit(slots, token_ids, counts, uses)
     for name in ("ints", "floats", "output_counts", "prompt_mask"):
         assert torch.equal(getattr(states[0], name), getattr(states[1], name)), name
@@ -399,7 +401,7 @@ def test_batches_without_requests() -> None:
     state = make_state(LEAN, 37, CPU)
     none = torch.zeros(0, dtype=torch.int64)
     rows = SampleRows.build(none, none, none.view(0, 2), none, none > 0)
-    with served_by(CPP):
+    with served_by(CPP, state):
         logits = torch.zeros(0, 37)
         assert verify(logits, rows, state, frozenset({Uses.SAMPLING})).token_ids.shape == (0, 3)
         assert sample_draft(logits, none, none, state, frozenset(), 37).shape == (0,)

@@ -16,7 +16,8 @@ if torch.cuda.is_available():
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from slipstream import LLM, SamplingParams
-from slipstream.kernels import preparation, sampling_table, suffix_lookup, table
+from slipstream.kernels import registry
+from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.triton import attention
 
 pytestmark = [
@@ -32,17 +33,13 @@ SAMPLED = SamplingParams(temperature=1, max_tokens=4, ignore_eos=True, seed=100)
 @contextmanager
 def triton_serves_the_cpu() -> Iterator[None]:
     """Engines that are built and run in here use the kernels, few programs of each."""
-    chosen = table.ops_for, sampling_table.sampling_ops_for, preparation.preparation_for
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MULTIPROCESSORS", 1)
-        for module in (preparation, sampling_table, suffix_lookup, table):
-            patch.setattr(module, "runs_triton", lambda device: True)
-            patch.setattr(module, "runs_cpp", lambda device: False)
-        for choice in chosen:
-            choice.cache_clear()
+        patch.setattr(registry, "runs_triton", lambda device: True)
+        patch.setattr(registry, "runs_cpp", lambda device: False)
+        kernels_for.cache_clear()
         yield
-    for choice in chosen:
-        choice.cache_clear()
+    kernels_for.cache_clear()
 
 
 def generate(target: str, drafter: str, k: int) -> list[int]:
@@ -66,7 +63,7 @@ def test_one_sampled_request(
 ) -> None:
     expected = generate(tiny_target, tiny_heads[method], k)
     with triton_serves_the_cpu():
-        assert table.ops_for(torch.device("cpu")).column == "triton"
+        assert kernels_for(torch.device("cpu")).network.column == "triton"
         assert generate(tiny_target, tiny_heads[method], k) == expected
-    assert table.ops_for(torch.device("cpu")).column != "triton"
+    assert kernels_for(torch.device("cpu")).network.column != "triton"
     assert len(expected) == SAMPLED.max_tokens

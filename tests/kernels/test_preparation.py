@@ -17,8 +17,6 @@ if not ON_GPU:
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.preparation import PreparationOps, RequestTables
 from slipstream.kernels.reference.preparation import PREPARATION as REFERENCE
-from slipstream.kernels.reference.suffix_lookup import suffix_lookup as reference_lookup
-from slipstream.kernels.suffix_lookup import SuffixLookupOp
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -32,12 +30,6 @@ def ops_of(column: str) -> PreparationOps:
     module = importlib.import_module(f"slipstream.kernels.{column}.preparation")
     ops: PreparationOps = module.PREPARATION
     return ops
-
-
-def lookup_of(column: str) -> SuffixLookupOp:
-    module = importlib.import_module(f"slipstream.kernels.{column}.suffix_lookup")
-    lookup: SuffixLookupOp = module.suffix_lookup
-    return lookup
 
 
 @pytest.fixture(params=COLUMNS, autouse=True)
@@ -243,8 +235,8 @@ def test_suffixes_are_looked_up_as_by_the_reference(
     token_ids = torch.randint(0, 4, (5, 1100), generator=generator).int().to(DEVICE)
     slots = on_device(3, 0, 4, 1, 2)
     known = on_device(1090, 1, 2, 37, 0)
-    ours = lookup_of(column)(token_ids, slots, known, width, shortest, longest)
-    theirs = reference_lookup(token_ids, slots, known, width, shortest, longest)
+    ours = ops_of(column).suffix_lookup(token_ids, slots, known, width, shortest, longest)
+    theirs = REFERENCE.suffix_lookup(token_ids, slots, known, width, shortest, longest)
     assert torch.equal(ours[1], theirs[1])
     assert ours[1][0]  # a long text of four letters has every short suffix
     assert torch.equal(ours[0][ours[1]], theirs[0][theirs[1]])
@@ -254,7 +246,7 @@ def test_suffixes_are_looked_up_as_by_the_reference(
 def test_texts_of_one_letter_repeat_themselves(length: int, column: str) -> None:
     text = torch.full((1, 64), 7, dtype=torch.int32, device=DEVICE)
     given = text, on_device(0), on_device(length), 3, 1, 4
-    ours, theirs = lookup_of(column)(*given), reference_lookup(*given)
+    ours, theirs = ops_of(column).suffix_lookup(*given), REFERENCE.suffix_lookup(*given)
     assert ours[1].tolist() == theirs[1].tolist() == [length > 1]
     assert length == 1 or ours[0].tolist() == [[7, 7, 7]]
 
@@ -275,6 +267,6 @@ def test_places_that_do_not_exist_are_refused() -> None:
         with pytest.raises(ValueError, match="no such slot"):
             ops.expand_rows(tables, torch.tensor([slot]), one, one, 2)
         with pytest.raises(ValueError, match="no such slot"):
-            lookup_of("cpu")(tables.token_ids, torch.tensor([slot]), one, 2, 1, 2)
+            ops_of("cpu").suffix_lookup(tables.token_ids, torch.tensor([slot]), one, 2, 1, 2)
     with pytest.raises(ValueError, match="vocabulary"):
         ops.advance_drafts(tables, one, one, one, one + 7, one, one.view(1, 1).clone(), 0)

@@ -16,7 +16,7 @@ from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import ops_for
+from slipstream.kernels.registry import kernels_for
 from slipstream.layers.rope import RopeConfig, rope_table
 from tests.kernels import oracles
 from tests.kernels.batches import (
@@ -47,7 +47,7 @@ def assert_near(out: Tensor, truth: Tensor, roundings: int = 1) -> None:
 
 def test_this_column_serves_what_no_faster_one_does() -> None:
     assert REFERENCE.column == "reference"
-    assert ops_for(CPU, torch.float16) is REFERENCE
+    assert kernels_for(CPU, torch.float16).network is REFERENCE
 
 
 # Norms, activations, products

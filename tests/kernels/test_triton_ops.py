@@ -25,7 +25,7 @@ if not ON_GPU:  # as in tests/conftest.py, and before the kernels are defined
 
 from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
 from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
-from slipstream.kernels.table import ops_for
+from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.triton import PARTS as TRITON_PARTS
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton import attention as triton_attention
@@ -78,9 +78,9 @@ def assert_same(out: Tensor, other: Tensor) -> None:
 
 def test_the_column_serves_cuda_devices_only() -> None:
     assert TRITON.column == "triton"
-    assert ops_for(torch.device("cuda")) is TRITON
-    assert ops_for(torch.device("cuda:1")) is TRITON
-    assert ops_for(torch.device("cpu")).column != "triton"
+    assert kernels_for(torch.device("cuda")).network is TRITON
+    assert kernels_for(torch.device("cuda:1")).network is TRITON
+    assert kernels_for(torch.device("cpu")).network.column != "triton"
 
 
 # Norms and activations

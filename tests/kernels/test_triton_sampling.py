@@ -26,16 +26,17 @@ import triton.language as tl
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.kernels.sampling_table import Needs, sampling_ops_for
+from slipstream.kernels.reference import SAMPLING as PLAIN
+from slipstream.kernels.reference import noise
+from slipstream.kernels.reference.noise import NoiseKeys, Purpose
+from slipstream.kernels.reference.processors import TRUNCATIONS, probabilities, process
+from slipstream.kernels.registry import kernels_for
+from slipstream.kernels.sampling import Needs, SampleRows
 from slipstream.kernels.triton import sampling as fused
 from slipstream.kernels.triton.launch import options
 from slipstream.kernels.triton.philox import noise_words, token_noise, uniform
-from slipstream.sampling import noise, verification
-from slipstream.sampling.logits import TRUNCATIONS, probabilities, process
-from slipstream.sampling.noise import NoiseKeys, Purpose
-from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState, Uses
-from slipstream.sampling.verification import Verification, sample_draft, verify
+from slipstream.sampling.verification import Verification, needs_of, sample_draft, verify
 from tests.kernels.sampling_cases import (
     DEVICE,
     FULL,
@@ -139,7 +140,7 @@ def test_verify(name: str, most_drafts: int, vocab_size: int) -> None:
             reduced = bool((seed + most_drafts + uniform_rows) % 2)
             logits, rows = make_batch(state, most_drafts, seed, reduced, uniform_rows)
             before = logits.clone()
-            expected = judge(None, logits, rows, state)
+            expected = judge(PLAIN, logits, rows, state)
             assert judge(fused.SAMPLING, logits, rows, state) == expected
             assert torch.equal(logits, before)
             accepted += sum(expected[2])
@@ -152,7 +153,7 @@ def test_sampled_requests_are_neither_all_accepted_nor_all_refused() -> None:
     counts = [0, 0, 0]
     for seed in range(20):
         _, rows = batch = make_batch(state, 4, seed, bool(seed % 2), True)
-        _, _, accepted = judge(None, *batch, state)
+        _, _, accepted = judge(PLAIN, *batch, state)
         for index in (1, 2, 4):
             short = accepted[index] < rows.num_draft_tokens[index]
             counts[int(rows.one_hot[index]) if short else 2] += 1
@@ -167,7 +168,7 @@ def test_synthetic_rates(rates: tuple[float, ...], most_drafts: int) -> None:
     for seed in range(3):
         batch = make_batch(state, most_drafts, seed, False, True)
         how = Verification(synthetic_rates=rates)
-        assert judge(fused.SAMPLING, *batch, state, how) == judge(None, *batch, state, how)
+        assert judge(fused.SAMPLING, *batch, state, how) == judge(PLAIN, *batch, state, how)
 
 
 def test_a_grammar_forbids_tokens() -> None:
@@ -178,7 +179,7 @@ def test_a_grammar_forbids_tokens() -> None:
         generator = torch.Generator().manual_seed(1)
         allowed = torch.randint(-(1 << 31), 1 << 31, (rows.num_rows, words), generator=generator)
         rows = replace(rows, allowed=allowed.to(DEVICE, torch.int32))
-        expected = judge(None, logits, rows, state)
+        expected = judge(PLAIN, logits, rows, state)
         assert judge(fused.SAMPLING, logits, rows, state) == expected
         for tokens, count in zip(*expected[:2], strict=True):
             row = tokens.index(tokens[count - 1]) if count else 0
@@ -191,10 +192,10 @@ def test_some_drafts_of_a_sampled_request_are_certain(uniform_rows: bool) -> Non
     state, changed = make_state(LEAN, 151), 0
     for seed in range(4):
         logits, rows = make_batch(state, 3, seed, bool(seed % 2), uniform_rows)
-        before = judge(None, logits, rows, state)
+        before = judge(PLAIN, logits, rows, state)
         chance = torch.rand(rows.draft_tokens.shape, generator=torch.Generator().manual_seed(seed))
         rows = replace(rows, certain=(chance < 0.5).to(DEVICE))
-        expected = judge(None, logits, rows, state)
+        expected = judge(PLAIN, logits, rows, state)
         assert judge(fused.SAMPLING, logits, rows, state) == expected
         changed += expected != before
     assert changed
@@ -207,9 +208,9 @@ def test_processed_logits_equal_the_reference_to_the_bit() -> None:
         logits[0, 3] = -0.0
         logits[1] = -torch.inf
         uses = state.uses(range(5))
-        needs = verification._needs(uses)
-        scanned = fused._scan(logits, rows.judged(), state.tensors(), needs, 151)
-        expected = process(logits, rows, state, uses)
+        needs = needs_of(uses)
+        scanned = fused._scan(logits, rows, state.tensors(), needs, 151)
+        expected = process(logits, rows, state.tensors(), needs_of(uses))
         assert torch.equal(scanned.source.view(torch.int32), expected.view(torch.int32))
         assert not torch.equal(expected, logits)
 
@@ -287,8 +288,8 @@ def test_thresholds(vocab_size: int, spread: float) -> None:
             logits, state.temperature, state.top_k, state.top_p, state.min_p, TRUNCATIONS
         )
         out = torch.empty_like(expected)
-        needs = frozenset({Uses.SAMPLING, *TRUNCATIONS})
-        with served_by(fused.SAMPLING):
+        needs = frozenset({Uses.SAMPLING, Uses.TOP_K, Uses.TOP_P, Uses.MIN_P})
+        with served_by(fused.SAMPLING, state):
             sample_draft(logits, slots, slots, state, needs, vocab_size, probs_out=out)
         parted = (out > 0) != (expected > 0)
         if vocab_size > 1000:
@@ -309,22 +310,20 @@ def test_rows_do_not_depend_on_the_others_nor_on_what_they_need() -> None:
     logits = torch.randn(15, state.vocab_size, generator=generator).to(DEVICE) * 3
     slots = torch.arange(14, -1, -1, device=DEVICE)
     positions = slots + 40
-    needs = verification._needs(state.uses(range(15)) - {Uses.BIAS, Uses.PENALTIES})
+    needs = needs_of(state.uses(range(15)) - {Uses.BIAS, Uses.PENALTIES})
     rows = SampleRows.build(
         slots, positions, slots.new_zeros(15, 0), slots * 0, slots == slots, num_rows=None
     )
     all_of_it = replace(needs, penalties=True, bias=True, min_tokens=True, top_k=True)
-    full = fused._scan(logits, rows.judged(), state.tensors(), all_of_it, state.vocab_size)
+    full = fused._scan(logits, rows, state.tensors(), all_of_it, state.vocab_size)
     assert full.facts is not None
     for index in range(15):
         one = slice(index, index + 1)
         alone = SampleRows.build(
             slots[one], positions[one], slots.new_zeros(1, 0), slots[one] * 0, slots[one] >= 0
         )
-        own = verification._needs(state.uses([14 - index]))
-        found = fused._scan(
-            logits[one].clone(), alone.judged(), state.tensors(), own, state.vocab_size
-        )
+        own = needs_of(state.uses([14 - index]))
+        found = fused._scan(logits[one].clone(), alone, state.tensors(), own, state.vocab_size)
         assert torch.equal(found.largest[0], full.largest[index])
         assert torch.equal(found.choice[0], full.choice[index])
         if not own.sampling:
@@ -372,16 +371,16 @@ def test_draft(name: str, legal: int, dtype: torch.dtype) -> None:
         logits = (torch.randn(5, vocab_size, generator=generator) * 2).to(DEVICE, dtype)
         slots = torch.tensor([4, 0, 1, 3, 2], device=DEVICE)
         found = []
-        for ops in (None, fused.SAMPLING):
+        for ops in (PLAIN, fused.SAMPLING):
             whole = torch.full((5, 3, min(legal, vocab_size)), torch.nan, device=DEVICE)
             out = whole[:, 1] if Uses.SAMPLING in uses else None
-            with served_by(ops):
+            with served_by(ops, state):
                 tokens = sample_draft(logits, slots, slots + 9, state, uses, legal, probs_out=out)
             assert whole[:, ::2].isnan().all()
             found.append((tokens, whole[:, 1]))
         assert torch.equal(found[0][0], found[1][0])
         torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-9, equal_nan=True)
-        with served_by(fused.SAMPLING):
+        with served_by(fused.SAMPLING, state):
             tokens = sample_draft(logits, slots, slots, state, uses, legal, greedy_only=True)
         assert torch.equal(tokens, logits[:, :legal].argmax(-1))
 
@@ -396,11 +395,11 @@ def test_numbers_of_requests_may_have_gaps_or_be_one(rows: int) -> None:
     for view in (numbers[:1].expand(rows), numbers[: 2 * rows : 2]):
         found = []
         for ops, slots, positions in (
-            (None, view, view + 9),
+            (PLAIN, view, view + 9),
             (fused.SAMPLING, view, (numbers + 9)[: 2 * rows : 2] if view.stride(0) else view + 9),
         ):
             probs = torch.empty(rows, 151, device=DEVICE)
-            with served_by(ops):
+            with served_by(ops, state):
                 found.append(
                     sample_draft(logits, slots, positions, state, uses, 151, probs_out=probs)
                 )
@@ -414,8 +413,8 @@ def test_commit(penalties: bool) -> None:
     token_ids = torch.tensor([[4, 4, 4], [1, -1, -1], [8, 2, -1], [9, 9, 9]], device=DEVICE)
     counts = torch.tensor([3, 1, 2, 0], device=DEVICE)
     uses = frozenset({Uses.PENALTIES} if penalties else ())
-    for state, ops in zip(states, (None, fused.SAMPLING), strict=True):
-        with served_by(ops):
+    for state, ops in zip(states, (PLAIN, fused.SAMPLING), strict=True):
+        with served_by(ops, state):
             state.commit(slots, token_ids, counts, uses)
     for name in ("ints", "floats", "output_counts", "prompt_mask"):
         assert torch.equal(getattr(states[0], name), getattr(states[1], name)), name
@@ -428,7 +427,7 @@ def test_batches_without_requests() -> None:
     state = make_state(LEAN, 37)
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     rows = SampleRows.build(none, none, none.view(0, 2), none, none > 0)
-    with served_by(fused.SAMPLING):
+    with served_by(fused.SAMPLING, state):
         logits = torch.zeros(0, 37, device=DEVICE)
         assert verify(logits, rows, state, frozenset({Uses.SAMPLING})).token_ids.shape == (0, 3)
         assert sample_draft(logits, none, none, state, frozenset(), 37).shape == (0,)
@@ -436,5 +435,5 @@ def test_batches_without_requests() -> None:
 
 
 def test_cuda_devices_are_served() -> None:
-    assert sampling_ops_for(torch.device("cuda")) is fused.SAMPLING
+    assert kernels_for(torch.device("cuda")).sampling is fused.SAMPLING
     assert options(torch.device("cpu"))["pdl"] is False

@@ -20,7 +20,8 @@ from slipstream.core.request import Request
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.samples import Submission
 from slipstream.kernels.preparation import PlacedRows, RequestTables
-from slipstream.runner import rows as row_layouts
+from slipstream.kernels.registry import kernels_for
+from slipstream.runner import device_state
 from tests.checkpoints import VOCAB_SIZE
 from tests.last_hidden_checkpoints import medusa_for, mlp_for
 from tests.padded_steps import use_padded_steps
@@ -275,16 +276,16 @@ def test_no_pass_reads_beyond_its_block_table(
 ) -> None:
     """Close to max_model_len a chain has no room for K tokens, and its later passes no rows."""
     seen: list[int] = []
-    ops = row_layouts.preparation_for(torch.device("cpu"))
+    ops = kernels_for(torch.device("cpu"))
 
     def noted(tables: RequestTables, *arguments: Any) -> PlacedRows:
-        padded = ops.expand_rows(tables, *arguments)
+        padded = ops.preparation.expand_rows(tables, *arguments)
         room = tables.block_tables.shape[1] * tables.block_size
         seen.append(room - int(padded.inputs.paging.context_lens.max()))
         return padded
 
-    with_notes = replace(ops, expand_rows=noted)
-    monkeypatch.setattr(row_layouts, "preparation_for", lambda device: with_notes)
+    with_notes = replace(ops, preparation=replace(ops.preparation, expand_rows=noted))
+    monkeypatch.setattr(device_state, "kernels_for", lambda device: with_notes)
     use_padded_steps(monkeypatch)
     config: Any = {"model": tiny_heads.get(drafter, make.target), "num_speculative_tokens": 7}
     options: dict[str, Any] = {"num_kv_blocks": 100, "skip_tokenizer_init": True, "block_size": 8}

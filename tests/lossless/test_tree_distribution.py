@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.kernels.sampling import SampleRows
 from slipstream.sampling import tree_verification
-from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState
 from slipstream.sampling.tree_verification import DraftedTrees, TreeNodes, verify_trees
 from slipstream.sampling.verification import LOSSLESS, Verdict

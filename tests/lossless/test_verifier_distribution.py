@@ -13,7 +13,7 @@ import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -23,14 +23,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.core.request import Request
+from slipstream.core.request import Request, derive_seed
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.sampling import state as state_module
+from slipstream.kernels.reference import sampling as reference
+from slipstream.kernels.reference.noise import Purpose, gumbel
+from slipstream.kernels.sampling import SampleRows, SamplingOps
 from slipstream.sampling import verification
-from slipstream.sampling.noise import Purpose, derive_seed, gumbel
-from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.state import SamplingState
-from slipstream.sampling.verification import Verification
 
 VOCAB = 8
 LENGTH = 3  # output tokens that are looked at
@@ -67,6 +66,7 @@ class Case:
     uniform_rows: bool = False
     fp64: bool = False
     alter: Alter | None = None  # changes draft tokens behind the verifier's back
+    ops: SamplingOps | None = None  # in place of those of the device
 
     def lengths(self) -> list[int]:
         k = self.num_draft_tokens
@@ -132,8 +132,8 @@ class Emitted:
     drafted: int
 
 
-def requests(params: dict[str, Any]) -> SamplingState:
-    state = SamplingState(NUM_REQUESTS, VOCAB, DEVICE)
+def requests(params: dict[str, Any], fp64: bool = False) -> SamplingState:
+    state = SamplingState(NUM_REQUESTS, VOCAB, DEVICE, fp64)
     chosen = SamplingParams(**params)
     for slot in range(NUM_REQUESTS):
         request = Request(str(slot), list(PROMPT), chosen, 0, frozenset(), 100, 3, slot)
@@ -188,7 +188,7 @@ def step(case: Case, state: SamplingState, last: Tensor, positions: Tensor) -> v
     )
     behind = torch.cat((last.unsqueeze(1), drafted), 1)[rows.request, rows.offset]
     uses = state.uses([0])  # all requests are alike
-    verdict = verification.verify(TARGET[behind], rows, state, uses, Verification(case.fp64))
+    verdict = verification.verify(TARGET[behind], rows, state, uses)
     state.commit(rows.slots, verdict.token_ids, verdict.num_tokens, uses)
     return verdict
 
@@ -219,7 +219,9 @@ def run_round(case: Case, state: SamplingState) -> Emitted:
 
 
 def run(case: Case, num_rounds: int) -> Emitted:
-    state = requests(case.params)
+    state = requests(case.params, case.fp64)
+    if case.ops is not None:
+        state.ops = case.ops
     rounds = []
     for number in range(num_rounds):
         restart(state, number)
@@ -366,10 +368,8 @@ def test_interpreted_kernels_on_a_few_samples(monkeypatch: pytest.MonkeyPatch) -
     from slipstream.kernels.triton import sampling as fused
 
     monkeypatch.setattr(fused, "TILES", fused.Tiles(block=16, group=16))
-    for module in (verification, state_module):
-        monkeypatch.setattr(module, "sampling_ops_for", lambda device: fused.SAMPLING)
     monkeypatch.setattr(sys.modules[__name__], "NUM_REQUESTS", 40)
-    case = Case(1)
+    case = Case(1, ops=fused.SAMPLING)
     emitted = run(case, 1)
     first, second = exact_conditionals(SamplingParams(), 1)
     # Too few for pairs: each position by itself.
@@ -385,7 +385,7 @@ def test_interpreted_kernels_on_a_few_samples(monkeypatch: pytest.MonkeyPatch) -
 
 
 def accept_always(monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr(verification, "_is_accepted", lambda u, p, q: torch.ones_like(p) > 0)
+    monkeypatch.setattr(reference, "_is_accepted", lambda u, p, q: torch.ones_like(p) > 0)
     return Case(1)
 
 
@@ -397,18 +397,18 @@ def share_noise(monkeypatch: pytest.MonkeyPatch) -> Case:
             purpose = torch.where(purpose == Purpose.RESIDUAL, int(Purpose.DRAFT), purpose)
         return gumbel(keys, purpose, vocab_size, fp64)
 
-    monkeypatch.setattr(verification, "_is_accepted", lambda u, p, q: u <= p / q)
-    monkeypatch.setattr(verification, "gumbel", shared)
+    monkeypatch.setattr(reference, "_is_accepted", lambda u, p, q: u <= p / q)
+    monkeypatch.setattr(reference, "gumbel", shared)
     return Case(1)
 
 
 def sample_target_after_refusal(monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr(verification, "_residual", lambda target, *_: target)
+    monkeypatch.setattr(reference, "_residual", lambda target, *_: target)
     return Case(2)
 
 
 def sample_target_after_one_hot_refusal(monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr(verification, "_residual", lambda target, *_: target)
+    monkeypatch.setattr(reference, "_residual", lambda target, *_: target)
     return Case(2, one_hot=True)
 
 
@@ -430,7 +430,7 @@ def draft_at_another_temperature(monkeypatch: pytest.MonkeyPatch) -> Case:
 
 def forget_the_drafted_prefix(monkeypatch: pytest.MonkeyPatch) -> Case:
     monkeypatch.setattr(
-        "slipstream.sampling.logits._count_drafted_prefix", lambda counts, rows: None
+        "slipstream.kernels.reference.processors._count_drafted_prefix", lambda counts, rows: None
     )
     return Case(2, PENALTIES)
 
@@ -450,7 +450,5 @@ def forget_the_drafted_prefix(monkeypatch: pytest.MonkeyPatch) -> Case:
 def test_broken_verifiers_are_found(
     monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], Case]
 ) -> None:
-    for module in (verification, state_module):
-        monkeypatch.setattr(module, "sampling_ops_for", lambda device: None)
-    values, _ = p_values(broken(monkeypatch), NUM_ROUNDS_BROKEN)
+    values, _ = p_values(replace(broken(monkeypatch), ops=reference.SAMPLING), NUM_ROUNDS_BROKEN)
     assert min(values) < 1e-6, values

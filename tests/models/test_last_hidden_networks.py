@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream import CheckpointError
 from slipstream.kernels.formats.dense import DenseMatrix
-from slipstream.kernels.table import ops_for
+from slipstream.kernels.registry import kernels_for
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.catalogue import DRAFT_MODEL, recognise
@@ -138,7 +138,7 @@ def test_heads_that_share_an_lm_head(whose: str, tmp_path: Path) -> None:
         kept["lm_head.weight"] = rows
     network = load_heads(write_medusa(tmp_path, kept, **ONE_LAYER))
     shared = DenseMatrix(rows if whose == "target" else rows + 1)
-    network.share(None, LanguageModelHead(ops_for(CPU), shared))
+    network.share(None, LanguageModelHead(kernels_for(CPU).network, shared))
     assert_agree(network, oracle)
 
 

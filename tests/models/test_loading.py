@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.kernels.formats.weight import Weight
-from slipstream.kernels.table import Ops, ops_for
+from slipstream.kernels.registry import Kernels, kernels_for
 from slipstream.layers.parameters import Part
 from slipstream.models import loading, parameter_sources, safetensors_file
 from slipstream.models.checkpoint import Checkpoint
@@ -347,11 +347,11 @@ def test_the_column_of_kernels_is_that_of_the_device_and_the_promise(
 ) -> None:
     asked: list[tuple[torch.device, torch.dtype, bool]] = []
 
-    def spy(device: torch.device, dtype: torch.dtype, batch_invariant: bool) -> Ops:
+    def spy(device: torch.device, dtype: torch.dtype, batch_invariant: bool) -> Kernels:
         asked.append((device, dtype, batch_invariant))
-        return ops_for(device, dtype, batch_invariant)
+        return kernels_for(device, dtype, batch_invariant)
 
-    monkeypatch.setattr(loading, "ops_for", spy)
+    monkeypatch.setattr(loading, "kernels_for", spy)
     load(folder)
     load(folder, batch_invariant=True)
     assert asked == [(CPU, torch.float32, False), (CPU, torch.float32, True)]

@@ -15,7 +15,7 @@ from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.kernels.preparation import preparation_for
+from slipstream.kernels.registry import kernels_for
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import LoadOptions, load_decoder
@@ -579,7 +579,7 @@ def test_only_changed_blocks_are_copied(
     assert state.block_tables[0].tolist() == [4, 8, 1, 3]
 
 
-OPS = preparation_for(CPU)
+OPS = kernels_for(CPU).preparation
 
 
 def test_draft_tokens_stand_behind_the_known_ones_as_far_as_they_count(state: DeviceState) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from slipstream.core.errors import UsageError
-from slipstream.kernels import devices
-from slipstream.kernels.devices import CPU_KERNELS, runs_cpp
+from slipstream.kernels import registry
+from slipstream.kernels.registry import CPU_KERNELS, runs_cpp
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def provide(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
             raise ImportError("not built")
         return module
 
-    monkeypatch.setattr(devices, "importlib", types.SimpleNamespace(import_module=import_module))
+    monkeypatch.setattr(registry, "importlib", types.SimpleNamespace(import_module=import_module))
     assert importlib.import_module("types") is types  # of this module alone
 
 

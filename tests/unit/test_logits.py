@@ -16,10 +16,12 @@ from torch import Tensor
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.sampling import thresholds
-from slipstream.sampling.logits import probabilities, process
-from slipstream.sampling.rows import SampleRows
+from slipstream.kernels.reference import thresholds
+from slipstream.kernels.reference.processors import probabilities, process
+from slipstream.kernels.sampling import Needs, SampleRows
+from slipstream.sampling.logits import ban_words
 from slipstream.sampling.state import SamplingState, Uses
+from slipstream.sampling.verification import needs_of
 
 VOCAB = 12
 INF = math.inf
@@ -71,7 +73,10 @@ def make_batch(
 
 
 def processed(logits: Tensor, rows: SampleRows, state: SamplingState) -> Tensor:
-    return process(logits, rows, state, state.uses(rows.slots.tolist()))
+    uses = state.uses(rows.slots.tolist())
+    if Uses.BAD_WORDS in uses:
+        logits = ban_words(logits, rows, state)
+    return process(logits, rows, state.tensors(), needs_of(uses))
 
 
 def processed_row(logits: list[float], request: Request, draft: Sequence[int]) -> list[float]:
@@ -227,7 +232,7 @@ def test_slots_that_were_never_used_change_nothing() -> None:
     rows = SampleRows.build(slot, slot, slot.view(1, 1), slot, slot > 0)
     logits = torch.randn(2, VOCAB)
     uses = state.uses([0]) - {Uses.BAD_WORDS}
-    out = process(logits, rows, state, uses)
+    out = process(logits, rows, state.tensors(), needs_of(uses))
     assert torch.equal(out.view(torch.int32), logits.view(torch.int32))
     assert state.temperature[1] == 0
     ones = torch.ones(2)
@@ -265,7 +270,7 @@ def test_leftovers_of_a_slot_change_nothing() -> None:
     logits[:2, 3] = -0.0
     uses = state.uses([0, 1]) - {Uses.BAD_WORDS}
     assert {Uses.PENALTIES, Uses.BIAS, Uses.MIN_TOKENS} <= uses
-    out = process(logits, rows, state, uses)
+    out = process(logits, rows, state.tensors(), needs_of(uses))
     assert torch.equal(out[:2].view(torch.int32), logits[:2].view(torch.int32))
     assert not torch.equal(out[2:], logits[2:])
 
@@ -475,19 +480,20 @@ def test_truncations_that_are_not_used_are_skipped_with_the_same_result(vocab_si
     logits = torch.randn(4, vocab_size, generator=generator)
     ones = torch.ones(4)
     given = {
-        Uses.TOP_K: torch.tensor([3, 0, 2, 5]),
-        Uses.TOP_P: torch.tensor([0.8, 1.0, 0.4, 0.3]),
-        Uses.MIN_P: torch.tensor([0.0, 0.01, 0.02, 0.3]),
+        "top_k": torch.tensor([3, 0, 2, 5]),
+        "top_p": torch.tensor([0.8, 1.0, 0.4, 0.3]),
+        "min_p": torch.tensor([0.0, 0.01, 0.02, 0.3]),
     }
-    neutral = {Uses.TOP_K: torch.zeros(4).long(), Uses.TOP_P: ones, Uses.MIN_P: ones * 0}
+    neutral = {"top_k": torch.zeros(4).long(), "top_p": ones, "min_p": ones * 0}
     for count in range(4):
         for uses in itertools.combinations(given, count):
             chosen = {use: given[use] if use in uses else neutral[use] for use in given}
-            got = probabilities(logits, ones, *chosen.values(), frozenset(uses))
+            needs = Needs(**dict.fromkeys(uses, True))
+            got = probabilities(logits, ones, *chosen.values(), needs)
             assert torch.equal(got, probabilities(logits, ones, *chosen.values()))
             # A row that keeps all has the bits that it has where nobody truncates.
-            plain = probabilities(logits, ones, *neutral.values(), frozenset())
-            if Uses.MIN_P not in uses:
+            plain = probabilities(logits, ones, *neutral.values(), Needs())
+            if "min_p" not in uses:
                 assert torch.equal(got[1], plain[1])
 
 

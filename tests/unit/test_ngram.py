@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.kernels.reference.suffix_lookup import suffix_lookup
+from slipstream.kernels.reference.preparation import suffix_lookup
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=60), min_size=1, max_size=4)
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from scipy import stats
 
-from slipstream.sampling import noise
-from slipstream.sampling.noise import NoiseKeys, Purpose, derive_seed, gumbel, uniform
+from slipstream.core.request import derive_seed
+from slipstream.kernels.reference import noise
+from slipstream.kernels.reference.noise import NoiseKeys, Purpose, gumbel, uniform
 from tests.unit.test_philox import philox_in_python
 
 SEED = 0x0123456789ABCDEF

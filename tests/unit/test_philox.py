@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.kernels.reference.philox import philox, split_words
+from slipstream.kernels.reference.noise import philox, split_words
 
 ONES = 0xFFFFFFFF
 VECTORS = (

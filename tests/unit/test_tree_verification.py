@@ -12,10 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.kernels import sampling_table
-from slipstream.sampling import state as state_module
-from slipstream.sampling import thresholds, verification
-from slipstream.sampling.rows import SampleRows
+from slipstream.kernels.reference import SAMPLING, thresholds
+from slipstream.kernels.sampling import SampleRows, SamplingOps
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.tree_verification import DraftedTrees, TreeNodes, verify_trees
 from slipstream.sampling.verification import LOSSLESS, Verdict, verify
@@ -34,20 +32,10 @@ PARAMS: list[dict[str, Any]] = [
 KNOWN = [5, 8, 8, 2]  # of every request; the first three are its prompt
 
 
-@pytest.fixture(autouse=True)
-def plain_torch_serves_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It defines what is right; tests/kernels compare the C++ kernels with it."""
-    chosen = sampling_table.sampling_ops_for
-    for module in (verification, state_module):
-        monkeypatch.setattr(
-            module,
-            "sampling_ops_for",
-            lambda device: None if device.type == "cpu" else chosen(device),
-        )
-
-
-def make_state() -> SamplingState:
+def make_state(ops: SamplingOps = SAMPLING) -> SamplingState:
+    """Served by plain torch, which defines what is right."""
     state = SamplingState(len(PARAMS), VOCAB, "cpu")
+    state.ops = ops
     for slot, params in enumerate(PARAMS):
         chosen = SamplingParams(**params)
         stops = frozenset(chosen.stop_token_ids)
@@ -197,9 +185,7 @@ def test_fused_ops_go_the_same_way(
     expected = verify_trees(logits, trees, make_state(), uses, LOSSLESS)
     if column == "triton":
         monkeypatch.setattr(fused, "TILES", fused.Tiles(block=32, group=16))
-    for module in (verification, state_module):
-        monkeypatch.setattr(module, "sampling_ops_for", lambda device: fused.SAMPLING)
-    found = verify_trees(logits, trees, make_state(), uses, LOSSLESS)
+    found = verify_trees(logits, trees, make_state(fused.SAMPLING), uses, LOSSLESS)
     for ours, theirs in zip(
         (found.token_ids, found.num_tokens, found.num_accepted),
         (expected.token_ids, expected.num_tokens, expected.num_accepted),
@@ -213,6 +199,7 @@ def test_nothing_looks_at_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "reads_are_free", lambda device: False)
     with FakeTensorMode():
         state = SamplingState(3, VOCAB, "cpu")
+        state.ops = SAMPLING
         slots = torch.arange(3)
         growth = growth_of(DynamicTree(3, 3, 8), torch.device("cpu"))(slots, 8)
         for width in (1, 3, 3):

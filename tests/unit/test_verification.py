@@ -10,18 +10,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.kernels import sampling_table
-from slipstream.sampling import state as state_module
-from slipstream.sampling import thresholds, verification
-from slipstream.sampling.logits import probabilities, process
-from slipstream.sampling.noise import NoiseKeys, Purpose, gumbel
-from slipstream.sampling.rows import SampleRows
+from slipstream.kernels.reference import FP64_SAMPLING, SAMPLING, thresholds
+from slipstream.kernels.reference import sampling as reference
+from slipstream.kernels.reference.noise import NoiseKeys, Purpose, gumbel
+from slipstream.kernels.reference.processors import probabilities, process
+from slipstream.kernels.reference.sampling import _distribution
+from slipstream.kernels.sampling import SampleRows
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.verification import (
     LOSSLESS,
     Verdict,
     Verification,
-    _distribution,
+    needs_of,
     sample_draft,
     verify,
 )
@@ -30,20 +30,12 @@ VOCAB = 6
 GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 1.0}
 
 
-@pytest.fixture(autouse=True)
-def plain_torch_serves_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It defines what is right; tests/kernels compare the C++ kernels with it."""
-    chosen = sampling_table.sampling_ops_for
-    for module in (verification, state_module):
-        monkeypatch.setattr(
-            module,
-            "sampling_ops_for",
-            lambda device: None if device.type == "cpu" else chosen(device),
-        )
-
-
-def make_state(params: Sequence[dict[str, Any]], vocab_size: int = VOCAB) -> SamplingState:
-    state = SamplingState(len(params), vocab_size, "cpu")
+def make_state(
+    params: Sequence[dict[str, Any]], vocab_size: int = VOCAB, fp64: bool = False
+) -> SamplingState:
+    """Served by plain torch, which defines what is right: tests/kernels compare others with it."""
+    state = SamplingState(len(params), vocab_size, "cpu", fp64)
+    state.ops = FP64_SAMPLING if fp64 else SAMPLING
     for slot, arguments in enumerate(params):
         state.admit(slot, make_request(slot, arguments))
     return state
@@ -102,7 +94,7 @@ def fix_uniform(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
         assert purpose is Purpose.ACCEPT
         return torch.full(keys.seeds.shape, value)
 
-    monkeypatch.setattr(verification, "uniform", constant)
+    monkeypatch.setattr(reference, "uniform", constant)
 
 
 def check_invariants(verdict: Verdict, rows: SampleRows) -> None:
@@ -224,17 +216,19 @@ def test_the_distribution_of_a_row_does_not_depend_on_the_others() -> None:
     state, drafts, probs, one_hot, logits = mixed_batch(9, 3000)
     rows = make_rows(drafts, probs, one_hot=one_hot)
     raw = logits[rows.request, rows.offset]
-    processed = process(raw, rows, state, frozenset(Uses) - {Uses.BAD_WORDS})
-    together = _distribution(processed, rows.row_slots, state, frozenset(Uses))
+    processed = process(raw, rows, state.tensors(), needs_of(frozenset(Uses)))
+    together = _distribution(processed, rows.row_slots, state.tensors(), needs_of(frozenset(Uses)))
     for index, draft in enumerate(drafts):
         alone_rows = make_rows([draft], None, [index])
         uses = state.uses([index])
         mine = rows.request == index
-        alone = process(raw[mine], alone_rows, state, uses)
+        alone = process(raw[mine], alone_rows, state.tensors(), needs_of(uses))
         # As integers: a 0 that became a -0 is a change.
         assert torch.equal(processed[mine].view(torch.int32), alone.view(torch.int32))
         if Uses.SAMPLING in uses:
-            probs_alone = _distribution(alone, alone_rows.row_slots, state, uses)
+            probs_alone = _distribution(
+                alone, alone_rows.row_slots, state.tensors(), needs_of(uses)
+            )
             assert torch.equal(together[mine], probs_alone)
 
 
@@ -303,7 +297,7 @@ def test_the_residual_is_where_the_target_exceeds_the_draft(
 
 
 def test_an_empty_residual_samples_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "_is_accepted", lambda u, p, q: torch.zeros_like(p) > 0)
+    monkeypatch.setattr(reference, "_is_accepted", lambda u, p, q: torch.zeros_like(p) > 0)
     logits = torch.zeros(400, 4)
     logits[:, 0] = -torch.inf
     state = make_state([SAMPLED] * 200, 4)
@@ -344,9 +338,9 @@ def test_a_padded_draft_equals_a_shorter_one() -> None:
 @pytest.mark.parametrize("fp64", [False, True])
 def test_plain_sampling_is_the_target_noise(fp64: bool) -> None:
     """Without a draft: argmax(log p + noise), keyed by seed and position alone."""
-    state = make_state([SAMPLED] * 50)
+    state = make_state([SAMPLED] * 50, fp64=fp64)
     logits = torch.randn(50, VOCAB, generator=torch.Generator().manual_seed(1))
-    got = judge(logits, make_rows([[]] * 50), state, Verification(fp64)).token_ids[:, 0]
+    got = judge(logits, make_rows([[]] * 50), state).token_ids[:, 0]
     keys = NoiseKeys(state.seeds, torch.full((50,), 3), torch.zeros(50, dtype=torch.int64))
     p = logits.softmax(-1).to(torch.float64 if fp64 else torch.float32)
     assert torch.equal(got, (p.log() + gumbel(keys, Purpose.TARGET, VOCAB, fp64)).argmax(-1))
@@ -417,19 +411,19 @@ def take_a_step(state: SamplingState, vocab_size: int, how: Verification, one_ro
     )
 
 
-HOWS = [LOSSLESS, Verification(True), Verification(synthetic_rates=(0.5, 0.2))]
+HOWS = [(LOSSLESS, False), (LOSSLESS, True), (Verification((0.5, 0.2)), False)]
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB, 40_000])  # two ways to search for thresholds
-@pytest.mark.parametrize("how", HOWS, ids=["lossless", "fp64", "synthetic"])
+@pytest.mark.parametrize(("how", "fp64"), HOWS, ids=["lossless", "fp64", "synthetic"])
 def test_nothing_waits_for_the_device(
-    monkeypatch: pytest.MonkeyPatch, vocab_size: int, how: Verification
+    monkeypatch: pytest.MonkeyPatch, vocab_size: int, how: Verification, fp64: bool
 ) -> None:
     """Fake tensors have no values: whatever asks for one, or for a shape that needs one, fails."""
     monkeypatch.setattr(thresholds, "reads_are_free", lambda device: False)
     for chosen in CHOICES:
         for one_row in (False, True):
-            state = make_state(chosen, vocab_size)
+            state = make_state(chosen, vocab_size, fp64)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 verdict = take_a_step(state, vocab_size, how, one_row)
             assert verdict.token_ids.shape == (len(chosen), 2 if one_row else 3)
@@ -439,17 +433,16 @@ def test_nothing_waits_for_the_device(
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("vocab_size", [VOCAB, 40_000])
-@pytest.mark.parametrize("how", HOWS, ids=["lossless", "fp64", "synthetic"])
+@pytest.mark.parametrize(("how", "fp64"), HOWS, ids=["lossless", "fp64", "synthetic"])
 def test_nothing_waits_for_a_real_device(
-    monkeypatch: pytest.MonkeyPatch, vocab_size: int, how: Verification, fused: bool
+    vocab_size: int, how: Verification, fp64: bool, fused: bool
 ) -> None:
     """Neither eager nor captured; and a graph does what an eager step does."""
-    if not fused:
-        for module in (verification, state_module):
-            monkeypatch.setattr(module, "sampling_ops_for", lambda device: None)
     for chosen in CHOICES:
         requests = [make_request(slot, kind) for slot, kind in enumerate(chosen)]
-        state = SamplingState(len(chosen), vocab_size, "cuda")
+        state = SamplingState(len(chosen), vocab_size, "cuda", fp64)
+        if not fused:
+            state.ops = FP64_SAMPLING if fp64 else SAMPLING
 
         def admit(state: SamplingState = state, requests: list[Request] = requests) -> None:
             for slot, request in enumerate(requests):

@@ -15,6 +15,7 @@ from torch import Tensor
 from slipstream.kernels.cpu.addresses import address, dense
 from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
+from slipstream.kernels.reference.preparation import timestamp
 
 NO_TOKEN = -1
 _TABLES: WeakKeyDictionary[RequestTables, cpp.Tables] = WeakKeyDictionary()
@@ -202,6 +203,30 @@ def _handle(tables: RequestTables) -> cpp.Tables:
     return handle
 
 
+def suffix_lookup(
+    token_ids: Tensor, slots: Tensor, known: Tensor, width: int, shortest: int, longest: int
+) -> tuple[Tensor, Tensor]:
+    requests = slots.shape[0]
+    assert token_ids.dtype == torch.int32
+    assert token_ids.is_cpu
+    assert token_ids.is_contiguous()
+    slots, known = dense(slots, torch.int64, requests), dense(known, torch.int64, requests)
+    tokens = torch.empty((requests, width), dtype=torch.int64)
+    found = torch.empty(requests, dtype=torch.bool)
+    cpp.suffix_lookup(
+        token_ids.data_ptr(), *token_ids.shape, requests, slots.data_ptr(), known.data_ptr(), width,
+        shortest, longest, tokens.data_ptr(), found.data_ptr(),
+    )  # fmt: skip
+    return tokens, found
+
+
 PREPARATION = PreparationOps(
-    expand_rows, place_rows, advance_drafts, write_tokens, commit, keep_path
+    expand_rows,
+    place_rows,
+    advance_drafts,
+    write_tokens,
+    commit,
+    keep_path,
+    suffix_lookup,
+    timestamp,
 )

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.addresses import address, dense, lines
-from slipstream.kernels.sampling_table import JudgedRows, Needs, SamplingOps, SamplingSlots
+from slipstream.kernels.sampling import Needs, SampleRows, SamplingOps, SamplingSlots
 
 _SLOTS: WeakKeyDictionary[SamplingSlots, cpp.SlotTensors] = WeakKeyDictionary()
 
 
 def verify(
     logits: Tensor,
-    rows: JudgedRows,
+    rows: SampleRows,
     state: SamplingSlots,
     needs: Needs,
     rates: tuple[float, ...],
@@ -81,7 +81,7 @@ def commit(slots: Tensor, token_ids: Tensor, num_tokens: Tensor, state: Sampling
     )  # fmt: skip
 
 
-def _rows(rows: JudgedRows, num_rows: int, vocab_size: int) -> tuple[cpp.DraftedRows, list[Tensor]]:
+def _rows(rows: SampleRows, num_rows: int, vocab_size: int) -> tuple[cpp.DraftedRows, list[Tensor]]:
     """The rows, and the tensors whose addresses they have."""
     (requests, most_drafts), integers = rows.draft_tokens.shape, torch.int64
     kept = [
@@ -113,7 +113,7 @@ def _rows(rows: JudgedRows, num_rows: int, vocab_size: int) -> tuple[cpp.Drafted
     return judged, kept
 
 
-def _set_draft(judged: cpp.DraftedRows, rows: JudgedRows, probs: Tensor) -> list[Tensor]:
+def _set_draft(judged: cpp.DraftedRows, rows: SampleRows, probs: Tensor) -> list[Tensor]:
     """Hands over what drafts were sampled from; of rows without it all are certain."""
     requests, most_drafts, width = probs.shape
     assert (requests, most_drafts) == rows.draft_tokens.shape

@@ -3,6 +3,10 @@
 from slipstream.kernels.composition import Parts, compose
 from slipstream.kernels.reference.attention import paged_attention, rotate_and_store
 from slipstream.kernels.reference.dense import add_norm, gated_activation, linear, logits, norm
+from slipstream.kernels.reference.preparation import PREPARATION
+from slipstream.kernels.reference.sampling import FP64_SAMPLING, SAMPLING
+
+__all__ = ["FP64_SAMPLING", "PARTS", "PREPARATION", "REFERENCE", "SAMPLING"]
 
 PARTS = Parts(
     linear=linear,

@@ -4,11 +4,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import globaltimer
 
 from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
 from slipstream.kernels.reference.preparation import place_rows
+from slipstream.kernels.reference.preparation import timestamp as timestamp_of_host
 from slipstream.kernels.triton.launch import dense, launch_dependents, options, wait_for_inputs
+from slipstream.kernels.triton.suffix_lookup import suffix_lookup
 
 TABLE_BLOCK = 1024
 
@@ -250,6 +253,27 @@ def keep_path(
     )  # fmt: skip
 
 
+@triton.jit
+def _timestamp_kernel(out):
+    tl.store(out, globaltimer())
+
+
+def timestamp(device: torch.device) -> Tensor:
+    """By the GPU's own clock, so that a captured graph can tell how long its parts took."""
+    if device.type == "cpu":  # the interpreter has no clock
+        return timestamp_of_host(device)
+    out = torch.empty((), dtype=torch.int64, device=device)
+    _timestamp_kernel[(1,)](out, num_warps=1)
+    return out
+
+
 PREPARATION = PreparationOps(
-    expand_rows, place_rows, advance_drafts, write_tokens, commit, keep_path
+    expand_rows,
+    place_rows,
+    advance_drafts,
+    write_tokens,
+    commit,
+    keep_path,
+    suffix_lookup,
+    timestamp,
 )

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slipstream.kernels.sampling_table import JudgedRows, Needs, SamplingOps, SamplingSlots
+from slipstream.kernels.sampling import Needs, SampleRows, SamplingOps, SamplingSlots
 from slipstream.kernels.triton.launch import dense, options
 from slipstream.kernels.triton.sampling_draft import draft_choice_kernel, draft_race_kernel
 from slipstream.kernels.triton.sampling_scan import scan_kernel
@@ -67,7 +67,7 @@ class Scan:
 
 def verify(
     logits: Tensor,
-    rows: JudgedRows,
+    rows: SampleRows,
     state: SamplingSlots,
     needs: Needs,
     rates: tuple[float, ...],
@@ -173,7 +173,7 @@ def commit(slots: Tensor, token_ids: Tensor, num_tokens: Tensor, state: Sampling
 
 def _scan(
     logits: Tensor,
-    rows: JudgedRows,
+    rows: SampleRows,
     state: SamplingSlots,
     needs: Needs,
     vocab_size: int,
@@ -219,7 +219,7 @@ def _scan(
     return Scan(source, largest, choice, total, facts, chunks)
 
 
-def _dense_rows(rows: JudgedRows) -> JudgedRows:
+def _dense_rows(rows: SampleRows) -> SampleRows:
     """The same, with the strides that the kernels take for granted."""
     slots, positions, lengths, one_hot = dense(
         rows.slots, rows.positions, rows.num_draft_tokens, rows.one_hot
@@ -239,10 +239,10 @@ def _dense_rows(rows: JudgedRows) -> JudgedRows:
     )
 
 
-def _plain_rows(slots: Tensor, positions: Tensor) -> JudgedRows:
+def _plain_rows(slots: Tensor, positions: Tensor) -> SampleRows:
     """One row for each request, that judges no draft."""
     none = slots.new_empty((len(slots), 0))
-    return JudgedRows(None, slots, positions, none, slots, slots, None, None, None)
+    return SampleRows(slots, positions, none, slots, slots)
 
 
 def _aligned(logits: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ maxima; likewise for mass), so only the few groups that reach it are read. A dis
 for that is read whole, which is slow and as exact.
 
 A search narrows [low, high] of values that occur down to one, halving between their bits. Counts
-and masses are integers, as in `sampling/thresholds.py`: the order of sums does not matter.
+and masses are integers, as in `reference/thresholds.py`: the order of sums does not matter.
 """
 # ruff: noqa: SIM102  (of two nested ifs one is decided at compile time)
 

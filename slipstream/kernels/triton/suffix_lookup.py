@@ -1,4 +1,4 @@
-"""Suffix lookup: one program reads a text once. Meaning and shapes: `kernels/suffix_lookup.py`."""
+"""Suffix lookup: one program reads a text once. Meaning and shapes: `kernels/preparation.py`."""
 
 import torch
 import triton

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from slipstream.core.batch import Batch
-from slipstream.kernels.preparation import preparation_for
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward
 from slipstream.sampling.verification import Verdict
@@ -61,7 +60,7 @@ class DraftModelDrafter(Drafter):
             self._most_missing,
             resources.captured,
         )
-        self._advance = preparation_for(self._state.device).advance_drafts
+        self._advance = self._state.ops.advance_drafts
 
     def prepare(self, batch: Batch) -> None:
         self._context.prepare(batch, self._most_missing)

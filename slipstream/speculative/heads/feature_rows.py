@@ -21,7 +21,6 @@ from torch import Tensor
 from slipstream.cache.spec import LayerCache, ModelCache
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.preparation import preparation_for
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward
@@ -91,7 +90,7 @@ class FeatureRowsDrafter(Drafter):
         for pages in (pages for layer in self._cache.layers for pages in layer):
             pages.zero_()  # a masked slot may be read, and must hold numbers
         self._max_model_len = head.max_model_len or state.max_model_len
-        self._advance = preparation_for(state.device).advance_drafts
+        self._advance = state.ops.advance_drafts
         self._computed = torch.full_like(state.num_computed, FIRST_ROW)
         self._most = (most_accepted or resources.num_speculative_tokens) + 1  # rows that wait
         shape = (state.num_slots, self._most + 1, self._network.feature_size)

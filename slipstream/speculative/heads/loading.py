@@ -8,7 +8,8 @@ from torch import Tensor
 
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.kernels.formats.weight import Weight
-from slipstream.kernels.table import Ops, ops_for
+from slipstream.kernels.registry import kernels_for
+from slipstream.kernels.table import Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.decoder_config import DecoderConfig
@@ -105,7 +106,7 @@ def load_head(
         CheckpointError: a tensor is missing, of another shape, or of no use to the network.
         UsageError: weights that no drafting head has were asked for.
     """
-    ops = ops_for(options.device, options.dtype, options.batch_invariant)
+    ops = kernels_for(options.device, options.dtype, options.batch_invariant).network
     if options.load_format == "twin":
         raise UsageError(
             "load_format twin makes weights for draft models only; use dummy for a drafting head"

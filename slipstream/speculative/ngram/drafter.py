@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.core.errors import UsageError
-from slipstream.kernels.suffix_lookup import suffix_lookup_for
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, LoadedDrafter
@@ -58,7 +57,7 @@ class NgramDrafter(Drafter):
     def __init__(self, config: NgramConfig, state: DeviceState) -> None:
         super().__init__(state)
         self._config = config
-        self._lookup = suffix_lookup_for(state.device)
+        self._lookup = state.ops.suffix_lookup
 
     def propose(self, batch: DeviceBatch) -> Draft:
         state, config = self._state, self._config

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.dense import DenseMatrix
-from slipstream.kernels.table import Ops, ops_for
+from slipstream.kernels.registry import kernels_for
+from slipstream.kernels.table import Ops
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
@@ -123,7 +124,7 @@ def load_projection(
         for tensor in tensors.values():
             tensor.normal_(std=columns**-0.5, generator=generator)
     weight, *bias = (tensor.to(options.device) for tensor in tensors.values())
-    ops = ops_for(options.device, options.dtype, options.batch_invariant)
+    ops = kernels_for(options.device, options.dtype, options.batch_invariant).network
     return TargetProjection(ops, config, weight, bias[0] if bias else None)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.preparation import preparation_for
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.rows import TreeRows, lay_out
@@ -30,7 +29,7 @@ class TreeDrafter(FeatureRowsDrafter):
 
     def __init__(self, head: Head[Any, Any], tree: TokenTree, resources: DrafterResources) -> None:
         super().__init__(head, resources, most_accepted=tree.depth)
-        self._write = preparation_for(self._state.device).write_tokens
+        self._write = self._state.ops.write_tokens
         self._begin_growth = growth_of(tree, self._state.device)
 
     def propose(self, batch: DeviceBatch) -> Draft:

@@ -1,12 +1,65 @@
-"""Which rows of logits belong to whom."""
+"""Ops of sampling: what they mean. All of them run inside graph capture."""
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.sampling_table import JudgedRows
+PADDING = -1
+# The order is known to all backends.
+INTS = ("top_k", "seeds", "steps", "min_tokens", "num_output_tokens", "num_prompt_tokens")
+FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingSlots:
+    """Tensors by slot.
+
+    Attributes:
+        ints: [S, 6] int64, the columns `INTS`.
+        floats: [S, 6] float32, the columns `FLOATS`.
+        stop_ids: [S, M] int64, padded with -1.
+        output_counts: [S, V] int32.
+        prompt_mask: [S, V] bool.
+        bias: [S, V] float32.
+    """
+
+    ints: Tensor
+    floats: Tensor
+    stop_ids: Tensor
+    output_counts: Tensor | None
+    prompt_mask: Tensor | None
+    bias: Tensor | None
+
+    def int_column(self, name: str, slots: Tensor) -> Tensor:
+        """[n] int64, one of `INTS` of the slots [n]."""
+        return self.ints[slots, INTS.index(name)]
+
+    def float_column(self, name: str, slots: Tensor) -> Tensor:
+        """[n] float32, one of `FLOATS` of the slots [n]."""
+        return self.floats[slots, FLOATS.index(name)]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What any request of the batch needs."""
+
+    sampling: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    penalties: bool = False
+    bias: bool = False
+    min_tokens: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,13 +81,14 @@ class SampleRows:
             from; None when every request's draft is one-hot.
         draft_vocabulary: [Vq] int64, rising, the token id of each column of `draft_probs`; None
             when they are the ids from 0 on.
-        ragged_rows: N where rows are ragged; None where they are uniform.
+        layout: where rows are not uniform, request [N] (the batch index of each row), offset [N]
+            (the row's i) and first_row [R], int64. Nodes of token trees have a row of their own
+            each, whose offset is their depth: so many of its `draft_tokens` stand before the row,
+            and none of them is judged.
         allowed: [N, ceil(V / 32)] int32 or None: bit v % 32 of word v // 32 says whether a grammar
             allows token v in that row.
         certain: [R, K] bool or None: draft tokens that were not sampled, though the others of their
             request were; their probability counts as 1.
-        depths: [R] int64 where every request is a single row, that of a node of a token tree: so
-            many of its `draft_tokens` stand before the row, none of them is judged.
     """
 
     slots: Tensor
@@ -44,10 +98,9 @@ class SampleRows:
     one_hot: Tensor
     draft_probs: Tensor | None = None
     draft_vocabulary: Tensor | None = None
-    ragged_rows: int | None = None
+    layout: tuple[Tensor, Tensor, Tensor] | None = None
     allowed: Tensor | None = None
     certain: Tensor | None = None
-    depths: Tensor | None = None
 
     @classmethod
     def build(
@@ -66,6 +119,10 @@ class SampleRows:
         Args:
             num_rows: the sum of `num_draft_tokens` and R, for ragged rows; None for uniform ones.
         """
+        layout = None
+        # Without a shorter draft among them they are uniform, which takes no layout.
+        if num_rows is not None and num_rows != draft_tokens.numel() + slots.shape[0]:
+            layout = _ragged(num_draft_tokens, num_rows)
         return cls(
             slots=slots,
             positions=positions,
@@ -74,8 +131,7 @@ class SampleRows:
             one_hot=one_hot,
             draft_probs=draft_probs,
             draft_vocabulary=draft_vocabulary,
-            # Without a shorter draft among them they are uniform, which takes no layout.
-            ragged_rows=None if num_rows == draft_tokens.numel() + slots.shape[0] else num_rows,
+            layout=layout,
         )
 
     @property
@@ -84,10 +140,8 @@ class SampleRows:
 
     @property
     def num_rows(self) -> int:
-        if self.depths is not None:
-            return self.num_requests
-        if self.ragged_rows is not None:
-            return self.ragged_rows
+        if self.layout is not None:
+            return self.layout[0].shape[0]
         return self.num_requests * (self.max_draft_tokens + 1)
 
     @property
@@ -98,17 +152,17 @@ class SampleRows:
     @property
     def request(self) -> Tensor:
         """[N] int64, batch index of each row."""
-        return self._layout[0]
+        return self._all_layout[0]
 
     @property
     def offset(self) -> Tensor:
         """[N] int64, the row's i."""
-        return self._layout[1]
+        return self._all_layout[1]
 
     @property
     def first_row(self) -> Tensor:
         """[R] int64."""
-        return self._layout[2]
+        return self._all_layout[2]
 
     @property
     def row_slots(self) -> Tensor:
@@ -126,32 +180,10 @@ class SampleRows:
         column = torch.minimum(column, self.num_draft_tokens.unsqueeze(-1))
         return self.first_row.unsqueeze(-1) + column
 
-    def judged(self) -> JudgedRows:
-        """The same for fused ops, which need no layout of uniform rows."""
-        return JudgedRows(
-            layout=self._layout
-            if self.depths is not None or self.ragged_rows is not None
-            else None,
-            slots=self.slots,
-            positions=self.positions,
-            draft_tokens=self.draft_tokens,
-            num_draft_tokens=self.num_draft_tokens,
-            one_hot=self.one_hot,
-            draft_probs=self.draft_probs,
-            draft_vocabulary=self.draft_vocabulary,
-            allowed=self.allowed,
-            certain=self.certain,
-        )
-
-    # Worked out when it is first asked for: a graph of fused ops does without.
+    # Worked out when it is first asked for: fused ops need no layout of uniform rows.
     @cached_property
-    def _layout(self) -> tuple[Tensor, Tensor, Tensor]:
-        if self.depths is not None:
-            row = torch.arange(self.num_requests, device=self.slots.device)
-            return row, self.depths, row
-        if self.ragged_rows is not None:
-            return _ragged(self.num_draft_tokens, self.ragged_rows)
-        return _uniform(self.draft_tokens)
+    def _all_layout(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.layout or _uniform(self.draft_tokens)
 
 
 def _ragged(num_draft_tokens: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,3 +202,55 @@ def _uniform(draft_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     requests, width = draft_tokens.shape[0], draft_tokens.shape[1] + 1
     row = torch.arange(requests * width, device=draft_tokens.device)
     return row // width, row % width, torch.arange(requests, device=row.device) * width
+
+
+class VerifyOp(Protocol):
+    """Logits [N, V] -> (token_ids [R, K + 1], num_tokens [R], num_accepted [R]) int64.
+
+    `rates`: for benchmarks, the chance that each draft token is accepted; else empty.
+    """
+
+    def __call__(
+        self,
+        logits: Tensor,
+        rows: SampleRows,
+        state: SamplingSlots,
+        needs: Needs,
+        rates: tuple[float, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class DraftOp(Protocol):
+    """Logits [R, V] of any float dtype -> draft tokens [R] int64, below `num_legal_tokens`.
+
+    With probs_out [R, min(V, num_legal_tokens)] requests are sampled, and it receives their
+    distributions.
+    """
+
+    def __call__(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        state: SamplingSlots,
+        needs: Needs,
+        num_legal_tokens: int,
+        probs_out: Tensor | None,
+    ) -> Tensor: ...
+
+
+class CommitOp(Protocol):
+    """Counts steps and the first num_tokens[r] of token_ids [R, K + 1] in the state."""
+
+    def __call__(
+        self, slots: Tensor, token_ids: Tensor, num_tokens: Tensor, state: SamplingSlots
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class SamplingOps:
+    """What one backend has of them."""
+
+    verify: VerifyOp
+    draft: DraftOp
+    commit: CommitOp

@@ -6,8 +6,6 @@ On devices that work on their own the cost follows from shapes alone, and nothin
 import torch
 from torch import Tensor
 
-from slipstream.kernels.sampling_table import reads_are_free
-
 # top_p counts probability in integers, so that sums are exact in any order and on any device:
 # 2^43 units for the most probable token leave room for 2^20 tokens in an int64.
 MASS_UNITS = 2.0**43
@@ -114,3 +112,8 @@ def _search_digit(digits: Tensor, mass: Tensor, wanted: Tensor) -> tuple[Tensor,
     at_least = histogram.flip(-1).cumsum(-1).flip(-1)  # falls as the digit grows
     digit = ((at_least >= wanted).sum(-1, keepdim=True) - 1).clamp_(0, DIGITS - 1)
     return digit, at_least.gather(-1, digit + 1)
+
+
+def reads_are_free(device: torch.device) -> bool:
+    """Whether the host may look at numbers on `device` without waiting for it."""
+    return device.type == "cpu"

@@ -2,6 +2,9 @@
 
 No two uses share a key. Sharing noise between the draft and the residual biases the output, and
 keys without the step couple consecutive steps.
+
+The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel Random Numbers"). A word depends on
+its counter and key alone: no state to keep, no order to respect, and the same bits on every device.
 """
 
 from dataclasses import dataclass
@@ -10,10 +13,15 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from slipstream.kernels.reference.philox import WORD_MASK, Words4, philox, split_words
+WORD_BITS = 32
+WORD_MASK = (1 << WORD_BITS) - 1
 
-SEED_MASK = (1 << 64) - 1
-SPLITMIX_STEP = 0x9E3779B97F4A7C15
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
+
+Words4 = tuple[Tensor, Tensor, Tensor, Tensor]
+Words2 = tuple[Tensor, Tensor]
 
 
 class Purpose(IntEnum):
@@ -81,17 +89,6 @@ def gumbel(
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
-def derive_seed(seed: int, sample_index: int) -> int:
-    """The 64-bit seed of sample `sample_index` of a request; sample 0 keeps the seed itself.
-
-    One output of SplitMix64 (Steele et al. 2014), started from the mixed seed: distinct for all
-    samples of a seed, and unrelated for neighbouring seeds.
-    """
-    if sample_index == 0:
-        return seed
-    return _mix(_mix(seed & SEED_MASK) + sample_index * SPLITMIX_STEP)
-
-
 def _words(keys: NoiseKeys, purpose: Purpose | Tensor, index: Tensor) -> Words4:
     """Four words [N, C] for the C counters `index` of every key."""
     if isinstance(purpose, Tensor):
@@ -119,9 +116,31 @@ def _open_uniforms_fp64(words: Words4) -> Tensor:
     return values.add_(0.5).mul_(2.0**-63).clamp_max_(1 - 2.0**-53)
 
 
-def _mix(value: int) -> int:
-    """The finaliser of SplitMix64: a bijection on 64-bit numbers."""
-    value &= SEED_MASK
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & SEED_MASK
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & SEED_MASK
-    return value ^ (value >> 31)
+def philox(counter: Words4, key: Words2) -> Words4:
+    """Four random words for each counter.
+
+    Args:
+        counter: four int64 tensors of words in [0, 2^32), of shapes that broadcast.
+        key: two such tensors.
+
+    Returns:
+        Four int64 tensors of words in [0, 2^32), of the broadcast shape.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # int64 wraps modulo 2^64, so both halves of the product keep every bit.
+        low = c0 * MULTIPLIERS[0]
+        high = c2 * MULTIPLIERS[1]
+        c0 = ((high >> WORD_BITS) ^ c1 ^ k0) & WORD_MASK
+        c2 = ((low >> WORD_BITS) ^ c3 ^ k1) & WORD_MASK
+        # Only their low words count. They are not cut yet: the next round's masks do that.
+        c1, c3 = high, low
+        k0 = (k0 + KEY_STEPS[0]) & WORD_MASK
+        k1 = (k1 + KEY_STEPS[1]) & WORD_MASK
+    return c0, c1 & WORD_MASK, c2, c3 & WORD_MASK
+
+
+def split_words(values: Tensor) -> Words2:
+    """The low and high 32-bit words of int64 `values`, each in [0, 2^32)."""
+    return values & WORD_MASK, (values >> WORD_BITS) & WORD_MASK

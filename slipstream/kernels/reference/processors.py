@@ -1,0 +1,134 @@
+"""From raw logits to the target's distribution: processors, temperature and truncation."""
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.reference.thresholds import kth_largest, nucleus_threshold
+from slipstream.kernels.sampling import Needs, SampleRows, SamplingSlots
+
+# Below this a temperature is as good as greedy: a gap of 0.001 between logits becomes e^-100.
+SMALLEST_TEMPERATURE = 1e-5
+TRUNCATIONS = Needs(top_k=True, top_p=True, min_p=True)
+
+
+def process(logits: Tensor, rows: SampleRows, state: SamplingSlots, needs: Needs) -> Tensor:
+    """Apply every request's processors to every row, the row's drafted prefix considered.
+
+    In this order: penalties, logit_bias and allowed_token_ids, min_tokens; then what `rows.allowed`
+    forbids. The rows of requests that need none of them keep their bits.
+
+    Args:
+        logits: [N, V] float32, left as it is.
+        state: of V tokens.
+
+    Returns:
+        [N, V] float32; `logits` itself when nothing applies.
+    """
+    out = logits
+    if needs.penalties:
+        out = _penalise(out, rows, state)
+    if needs.bias:
+        out = _add_bias(out, rows, state)
+    if needs.min_tokens:
+        out = _withhold_stops(out, rows, state)
+    if rows.allowed is not None:
+        out = _forbid(out, rows.allowed)
+    return out
+
+
+def probabilities(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    needs: Needs = TRUNCATIONS,
+) -> Tensor:
+    """The distribution that each row is sampled from.
+
+    In this order: temperature; min_p keeps tokens of at least min_p times the largest
+    probability; top_k keeps tokens not below the k-th largest; top_p keeps the smallest set,
+    from the top, whose share of what is left reaches top_p. Each is a threshold: tokens of equal
+    probability stay or go together. A row without a finite logit gives zeros.
+
+    Args:
+        logits: [N, V] float32; -inf gives exactly 0.
+        temperature, top_p, min_p: [N] float32.
+        top_k: [N] int64; V, 0 or less keeps all.
+        needs: truncations that are not among these keep everything in every row.
+
+    Returns:
+        [N, V] float32, each row a distribution.
+    """
+    # The largest logit becomes 0 before the division, so no temperature can overflow.
+    largest = logits.amax(-1, keepdim=True)
+    largest = torch.where(largest == -torch.inf, 0.0, largest)
+    scale = temperature.clamp_min(SMALLEST_TEMPERATURE).unsqueeze(-1)
+    weights = (logits - largest).div_(scale).exp_()  # in [0, 1]; the largest is exactly 1
+    if needs.min_p:
+        weights.masked_fill_(weights < min_p.unsqueeze(-1), 0.0)
+    if needs.top_k:
+        # Of logits and not of weights: a large temperature rounds different logits to one weight.
+        # It makes no difference that min_p came first: of two thresholds the higher one counts.
+        weights.masked_fill_(logits < kth_largest(logits, top_k), 0.0)
+    if needs.top_p:
+        weights.masked_fill_(weights < nucleus_threshold(weights, top_p), 0.0)
+    # The sum is at least 1, but for rows of zeros.
+    return weights.div_(weights.sum(-1, keepdim=True).clamp_min_(1.0))
+
+
+def _penalise(logits: Tensor, rows: SampleRows, state: SamplingSlots) -> Tensor:
+    """Repetition over prompt and output (Keskar et al. 2019); presence, frequency over output."""
+    assert state.output_counts is not None
+    assert state.prompt_mask is not None
+    slots = rows.row_slots
+    counts = state.output_counts[slots]
+    _count_drafted_prefix(counts, rows)
+    seen = state.prompt_mask[slots] | (counts > 0)
+    factor = state.float_column("repetition_penalty", slots).unsqueeze(-1)
+    punished = torch.where(logits > 0, logits / factor, logits * factor)
+    out = torch.where(seen, punished, logits)
+    out -= state.float_column("frequency_penalty", slots).unsqueeze(-1) * counts
+    out -= state.float_column("presence_penalty", slots).unsqueeze(-1) * (counts > 0)
+    return out
+
+
+def _count_drafted_prefix(counts: Tensor, rows: SampleRows) -> None:
+    """Add to counts [N, V] int32 the draft tokens before each row."""
+    drafted = rows.draft_tokens[rows.request]  # [N, K]
+    column = torch.arange(rows.max_draft_tokens, device=drafted.device)
+    before = column < rows.offset.unsqueeze(-1)
+    legal = before & (drafted >= 0) & (drafted < counts.shape[-1])
+    counts.scatter_add_(-1, torch.where(legal, drafted, 0), legal.to(counts.dtype))
+
+
+def _add_bias(logits: Tensor, rows: SampleRows, state: SamplingSlots) -> Tensor:
+    """logit_bias, and -inf outside allowed_token_ids."""
+    assert state.bias is not None
+    bias = state.bias[rows.row_slots]
+    # Adding 0 would turn a -0 into a 0.
+    return torch.where(bias == 0, logits, bias.add_(logits))
+
+
+def _withhold_stops(logits: Tensor, rows: SampleRows, state: SamplingSlots) -> Tensor:
+    """No stop token while there are fewer than min_tokens output tokens before the row's token."""
+    slots = rows.row_slots
+    num_output = state.int_column("num_output_tokens", slots) + rows.offset
+    early = num_output < state.int_column("min_tokens", slots)
+    stop_ids = state.stop_ids[slots]  # [N, M]
+    # Padding repeats the first id, so that no two places of a row write different values.
+    stop_ids = torch.where(stop_ids >= 0, stop_ids, stop_ids[:, :1].clamp_min(0))
+    withheld = early & (state.stop_ids[slots, 0] >= 0)
+    kept = logits.gather(-1, stop_ids)
+    return logits.scatter(-1, stop_ids, torch.where(withheld.unsqueeze(-1), -torch.inf, kept))
+
+
+def _forbid(logits: Tensor, allowed: Tensor) -> Tensor:
+    """allowed: [N, ceil(V / 32)] int32, a bit for each token."""
+    token = torch.arange(logits.shape[-1], device=logits.device)
+    return logits.masked_fill(is_forbidden(allowed, token), -torch.inf)
+
+
+def is_forbidden(allowed: Tensor, token: Tensor) -> Tensor:
+    """[N, n] bool, of tokens [n]."""
+    return ((allowed[:, token // 32] >> (token % 32)) & 1) == 0

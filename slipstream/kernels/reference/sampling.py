@@ -1,0 +1,240 @@
+"""Sampling in plain torch: which draft tokens are accepted, and what is sampled.
+
+Speculative sampling (Leviathan et al. 2023; Chen et al. 2023): with p the target's distribution
+and q the one that the draft token x was sampled from, x is accepted with probability
+min(1, p(x) / q(x)); after the first refusal a token is sampled from max(p - q, 0), scaled to 1.
+What leaves has exactly the distribution p. Plain decoding is the verification of an empty draft.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from slipstream.kernels.reference.noise import NoiseKeys, Purpose, gumbel, uniform
+from slipstream.kernels.reference.processors import probabilities, process
+from slipstream.kernels.sampling import INTS, PADDING, Needs, SampleRows, SamplingOps, SamplingSlots
+
+
+def verify(
+    logits: Tensor,
+    rows: SampleRows,
+    state: SamplingSlots,
+    needs: Needs,
+    rates: tuple[float, ...],
+    fp64: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `VerifyOp`.
+
+    Args:
+        fp64: sample with 63-bit noise and float64 logarithms.
+    """
+    logits = process(logits, rows, state, needs)
+    choice = logits.argmax(-1)  # [N]
+    accepted = rows.draft_mask() & (rows.draft_tokens == choice[rows.draft_rows()])
+    is_sampled = state.float_column("temperature", rows.slots) > 0
+    target = None
+    if needs.sampling:
+        target = _distribution(logits, rows.row_slots, state, needs)
+        by_chance = _accept(target, rows, state)
+        accepted = torch.where(is_sampled.unsqueeze(-1), by_chance, accepted)
+    if rates:
+        accepted = _accept_synthetic(rows, state, rates)
+    num_accepted = _accepted_prefix(accepted)
+    last_token = choice[rows.first_row + num_accepted]
+    if target is not None:
+        drawn = _sample_last(target, rows, num_accepted, state, fp64)
+        last_token = torch.where(is_sampled, drawn, last_token)
+    return _token_ids(rows, num_accepted, last_token), num_accepted + 1, num_accepted
+
+
+def draft(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    state: SamplingSlots,
+    needs: Needs,
+    num_legal_tokens: int,
+    probs_out: Tensor | None,
+    fp64: bool = False,
+) -> Tensor:
+    """See `DraftOp`; `fp64` as in `verify`."""
+    logits = logits[:, :num_legal_tokens].float()
+    choice = logits.argmax(-1)
+    if probs_out is None:
+        return choice
+    is_sampled = state.float_column("temperature", slots) > 0
+    probs = _distribution(logits, slots, state, needs)
+    drawn = _sample(probs, _keys(state, slots, positions), Purpose.DRAFT, fp64)
+    probs_out.copy_(torch.where(is_sampled.unsqueeze(-1), probs, 0.0))
+    return torch.where(is_sampled, drawn, choice)
+
+
+def commit(slots: Tensor, token_ids: Tensor, num_tokens: Tensor, state: SamplingSlots) -> None:
+    """See `CommitOp`."""
+    state.ints[:, INTS.index("steps")].index_add_(0, slots, (num_tokens > 0).to(torch.int64))
+    state.ints[:, INTS.index("num_output_tokens")].index_add_(0, slots, num_tokens)
+    counts = state.output_counts
+    if counts is None:
+        return
+    column = torch.arange(token_ids.shape[1], device=token_ids.device)
+    given = column < num_tokens.unsqueeze(-1)
+    # A flat scatter_add counts a token that occurs twice in a row of `token_ids` twice.
+    cells = slots.unsqueeze(-1) * counts.shape[1] + torch.where(given, token_ids, 0)
+    counts.view(-1).scatter_add_(0, cells.view(-1), given.to(torch.int32).view(-1))
+
+
+def _keys(state: SamplingSlots, slots: Tensor, positions: Tensor) -> NoiseKeys:
+    seeds, steps = state.int_column("seeds", slots), state.int_column("steps", slots)
+    return NoiseKeys(seeds, positions, steps)
+
+
+def _distribution(logits: Tensor, slots: Tensor, state: SamplingSlots, needs: Needs) -> Tensor:
+    """[n, V], what rows with these slots [n] are sampled from."""
+    return probabilities(
+        logits,
+        state.float_column("temperature", slots),
+        state.int_column("top_k", slots),
+        state.float_column("top_p", slots),
+        state.float_column("min_p", slots),
+        needs,
+    )
+
+
+def _accept(target: Tensor, rows: SampleRows, state: SamplingSlots) -> Tensor:
+    """[R, K] bool, whether each draft token, by itself, is accepted under target [N, V]."""
+    u = _acceptance_noise(rows, state)
+    drafted = rows.draft_tokens
+    legal = rows.draft_mask() & (drafted >= 0) & (drafted < target.shape[-1])
+    safe = torch.where(legal, drafted, 0)
+    return legal & _is_accepted(u, target[rows.draft_rows(), safe], _draft_probability(rows, safe))
+
+
+def _acceptance_noise(rows: SampleRows, state: SamplingSlots) -> Tensor:
+    """[R, K] float32, a uniform number for every draft token."""
+    column = torch.arange(rows.max_draft_tokens, device=rows.slots.device)
+    slots = rows.slots.repeat_interleave(rows.max_draft_tokens)
+    keys = _keys(state, slots, (rows.positions.unsqueeze(-1) + column).view(-1))
+    return uniform(keys, Purpose.ACCEPT).view(rows.draft_tokens.shape)
+
+
+def _accept_synthetic(rows: SampleRows, state: SamplingSlots, rates: tuple[float, ...]) -> Tensor:
+    """[R, K] bool, drawn with the benchmark's rates."""
+    noise = _acceptance_noise(rows, state)
+    accepted = [column < rate for column, rate in zip(noise.unbind(-1), rates, strict=False)]
+    return torch.stack(accepted, -1) & rows.draft_mask()
+
+
+def _is_accepted(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    # Strict, so that p = 0 is refused even where u or q is 0.
+    return u * q < p
+
+
+def _draft_probability(rows: SampleRows, drafted: Tensor) -> Tensor:
+    """[R, K] float32, the probability that each of `drafted` [R, K] had; 1 for one-hot drafts."""
+    if rows.draft_probs is None or rows.max_draft_tokens == 0:
+        return torch.ones_like(drafted, dtype=torch.float32)
+    index = drafted
+    if rows.draft_vocabulary is not None:
+        index = torch.searchsorted(rows.draft_vocabulary, drafted)
+    known = index < rows.draft_probs.shape[-1]
+    index = torch.where(known, index, 0).unsqueeze(-1)
+    probability = rows.draft_probs.gather(-1, index).squeeze(-1) * known
+    return torch.where(_certain_places(rows), 1.0, probability)
+
+
+def _certain_places(rows: SampleRows) -> Tensor:
+    """[R, K] or [R, 1] bool, which draft tokens were not sampled."""
+    one_hot = rows.one_hot.unsqueeze(-1)
+    return one_hot if rows.certain is None else one_hot | rows.certain
+
+
+def _sample_last(
+    target: Tensor, rows: SampleRows, num_accepted: Tensor, state: SamplingSlots, fp64: bool
+) -> Tensor:
+    """[R] int64: the recovered token where a draft token was refused, elsewhere the bonus token.
+
+    Only here, on one row a request, is there noise over the vocabulary.
+    """
+    target = target[rows.first_row + num_accepted]  # [R, V]
+    refused = _refused_token(rows, num_accepted)
+    is_refused = refused >= 0
+    weights = target
+    if rows.max_draft_tokens:
+        certain = _certain_places(rows).expand(rows.draft_tokens.shape)
+        place = num_accepted.clamp_max(rows.max_draft_tokens - 1)
+        certain = certain.gather(-1, place.unsqueeze(-1)).squeeze(-1)
+        draft = _last_draft_probs(rows, place, certain)
+        one_hot_token = torch.where(certain, refused, PADDING)
+        residual = _residual(target, draft, rows.draft_vocabulary, one_hot_token)
+        # Where p and q are equal up to rounding nothing is left, and p is as good.
+        usable = is_refused & (residual.sum(-1) > 0)
+        weights = torch.where(usable.unsqueeze(-1), residual, target)
+    keys = _keys(state, rows.slots, rows.positions + num_accepted)
+    purpose = torch.where(is_refused, int(Purpose.RESIDUAL), int(Purpose.TARGET))
+    return _sample(weights, keys, purpose, fp64)
+
+
+def _refused_token(rows: SampleRows, num_accepted: Tensor) -> Tensor:
+    """[R] int64, the first draft token that was not accepted; -1 where there was none."""
+    drafted = torch.where(rows.draft_mask(), rows.draft_tokens, PADDING)
+    return pad(drafted, (0, 1), value=PADDING).gather(-1, num_accepted.unsqueeze(-1)).squeeze(-1)
+
+
+def _last_draft_probs(rows: SampleRows, place: Tensor, certain: Tensor) -> Tensor | None:
+    """[R, Vq], what the draft token in this place was sampled from; zeros for certain ones."""
+    if rows.draft_probs is None:
+        return None
+    batch = torch.arange(rows.num_requests, device=place.device)
+    return rows.draft_probs[batch, place].masked_fill_(certain.unsqueeze(-1), 0.0)
+
+
+def _residual(
+    target: Tensor, draft: Tensor | None, vocabulary: Tensor | None, one_hot_token: Tensor
+) -> Tensor:
+    """max(p - q, 0), not scaled, [R, V].
+
+    Args:
+        target: [R, V], p.
+        draft: [R, Vq], q of sampled drafts, or None; where it has no column q is 0.
+        vocabulary: [Vq], the token ids of its columns; None for those from 0 on.
+        one_hot_token: [R] int64, the token of one-hot drafts, -1 for others.
+    """
+    residual = target.clone()
+    if draft is not None and vocabulary is not None:
+        residual.index_add_(-1, vocabulary, draft, alpha=-1).clamp_min_(0.0)
+    elif draft is not None:
+        width = min(draft.shape[-1], target.shape[-1])
+        residual[:, :width] -= draft[:, :width]
+        residual.clamp_min_(0.0)
+    removed = (one_hot_token >= 0) & (one_hot_token < target.shape[-1])
+    index = torch.where(removed, one_hot_token, 0).unsqueeze(-1)
+    kept = residual.gather(-1, index).masked_fill_(removed.unsqueeze(-1), 0.0)
+    return residual.scatter_(-1, index, kept)
+
+
+def _sample(
+    weights: Tensor, keys: NoiseKeys, purpose: Purpose | Tensor, fp64: bool = False
+) -> Tensor:
+    """[n] int64, a token for each row of weights [n, V] (Gumbel-max); never one of weight 0."""
+    noise = gumbel(keys, purpose, weights.shape[-1], fp64)
+    return noise.add_(weights.to(noise.dtype).log()).argmax(-1)
+
+
+def _accepted_prefix(accepted: Tensor) -> Tensor:
+    """[R] int64, how many leading True there are in each row of [R, K]."""
+    return accepted.to(torch.int64).cumprod(-1).sum(-1)
+
+
+def _token_ids(rows: SampleRows, num_accepted: Tensor, last_token: Tensor) -> Tensor:
+    """[R, K + 1]: accepted draft tokens, then `last_token` [R], then padding."""
+    column = torch.arange(rows.max_draft_tokens + 1, device=num_accepted.device)
+    count = num_accepted.unsqueeze(-1)
+    drafted = pad(rows.draft_tokens, (0, 1), value=PADDING)
+    behind = torch.where(column == count, last_token.unsqueeze(-1), PADDING)
+    return torch.where(column < count, drafted, behind)
+
+
+SAMPLING = SamplingOps(verify=verify, draft=draft, commit=commit)
+FP64_SAMPLING = SamplingOps(partial(verify, fp64=True), partial(draft, fp64=True), commit)
