@@ -198,7 +198,7 @@ def _ragged(num_draft_tokens: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Te
 
 
 def _uniform(draft_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with K + 1 rows for each request; draft_tokens [R, K]."""
+    """(request, offset, first_row) with K + 1 rows for each request; draft_tokens [R, K]."""
     requests, width = draft_tokens.shape[0], draft_tokens.shape[1] + 1
     row = torch.arange(requests * width, device=draft_tokens.device)
     return row // width, row % width, torch.arange(requests, device=row.device) * width

@@ -84,7 +84,7 @@ class Int4Matrix(Weight):
         return Int4Matrix(values, torch.cat([part.scales for part in parts]), zeros, group)
 
     def regrouped(self, group: int) -> "Int4Matrix":
-        """The same numbers with a scale for every `group` columns, a divisor of today's group."""
+        """These numbers with a scale for every `group` columns, a divisor of today's group."""
         times, zeros = self.group // group, self.zeros
         return Int4Matrix(
             self.values,

@@ -110,7 +110,7 @@ def _tree_mask(
     length: int,
     window: int | None,
 ) -> Tensor:
-    """The same where rows are nodes of trees."""
+    """`_mask` where rows are nodes of trees."""
     keys = torch.arange(length, device=inputs.rows.positions.device)
     behind = keys - tree.starts[request]
     words = tree.ancestors[rows].unsqueeze(1) >> behind.clamp(0, MOST_TREE_TOKENS)

@@ -68,7 +68,7 @@ def _search_order(values: Tensor, mass: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _search_largest(values: Tensor, mass: Tensor, wanted: Tensor, count: int) -> Tensor | None:
-    """The same among the `count` largest; None where these do not have the mass in some row."""
+    """`_search` among the `count` largest; None where these lack the mass in some row."""
     ordered, index = torch.topk(values, min(count, values.shape[-1]))
     reached = mass.gather(-1, index).cumsum_(-1) >= wanted
     if not reached[:, -1].all():

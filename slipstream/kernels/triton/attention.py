@@ -151,7 +151,7 @@ def paged_attention(
     window: int | None,
     extras: Extras = PLAIN,
 ) -> Tensor:
-    """Of queries [T, Hq, D] that have been rotated, over keys and values that have been stored."""
+    """Attention of rotated queries [T, Hq, D] over keys and values that have been stored."""
     heads, head_dim = query.shape[1:]
     layer = Layer(heads, cache[0].shape[2], head_dim, scale, window, extras)
     assert query[0].is_contiguous()

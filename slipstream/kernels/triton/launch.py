@@ -35,7 +35,7 @@ def wait_for_inputs(pdl: tl.constexpr):
 
 
 def dense(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same numbers one behind the other, for kernels that are told no strides.
+    """Contiguous tensors, for kernels that are told no strides.
 
     Even a tensor [n] need not be: `expand` repeats one number with stride 0.
     """

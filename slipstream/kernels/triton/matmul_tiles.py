@@ -94,7 +94,7 @@ TUNED: dict[tuple[int, int], tuple[Tiles, Tiles]] = {
 
 
 def plan(width: int, depth: int, rows: int, dtype: torch.dtype, splitting: bool) -> Plan:
-    """Of weights [width, depth] in `dtype` for so many rows."""
+    """The plan for weights [width, depth] in `dtype` and so many rows."""
     splits = _splits(width, depth) if splitting else 1
     tiles = _tiles(width, depth, rows, dtype, splits)
     part = depth

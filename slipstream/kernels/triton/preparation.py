@@ -259,7 +259,7 @@ def _timestamp_kernel(out):
 
 
 def timestamp(device: torch.device) -> Tensor:
-    """By the GPU's own clock, so that a captured graph can tell how long its parts took."""
+    """The GPU's own clock, so that a captured graph can tell how long its parts took."""
     if device.type == "cpu":  # the interpreter has no clock
         return timestamp_of_host(device)
     out = torch.empty((), dtype=torch.int64, device=device)

@@ -220,7 +220,7 @@ def _scan(
 
 
 def _dense_rows(rows: SampleRows) -> SampleRows:
-    """The same, with the strides that the kernels take for granted."""
+    """These rows with the strides that the kernels take for granted."""
     slots, positions, lengths, one_hot = dense(
         rows.slots, rows.positions, rows.num_draft_tokens, rows.one_hot
     )

@@ -192,7 +192,7 @@ def choices(chunk_largest, chunk_choice, rows, chunks, vocab_size, block_s: tl.c
 
 @triton.jit
 def row_sums(chunk_largest, chunk_sum, rows, chunks, inverse, block_s: tl.constexpr):
-    """Of rows [n]: the largest logit (0 where there is none above -inf) and the sum of weights."""
+    """For rows [n]: the largest logit (0 where there is none above -inf) and the sum of weights."""
     chunk = tl.arange(0, block_s)
     cell = rows[:, None] * chunks + chunk[None, :]
     there = (chunk < chunks)[None, :]
