@@ -1,6 +1,7 @@
 """A flag is a promise: whoever adds or drops one does it here as well."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,15 @@ def test_the_list_of_flags_is_frozen(slipstream: CommandLine, command: str) -> N
     ran = slipstream(*command.split(), "--help")
     assert ran.code == 0
     assert flags_in(ran.out) == set(FLAGS[command].split())
+
+
+@pytest.mark.parametrize("command", [name for name in FLAGS if name.startswith("bench ")])
+def test_the_flags_of_benchmarks_are_documented(command: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "benchmarking.md").read_text()
+    of_the_engine = {*f"{COMMON} {RUN} {ENGINE} {DRAFTER}".split(), "--return-speculation"}
+    own = set(FLAGS[command].split()) - of_the_engine
+    missing = [flag for flag in sorted(own) if not re.search(rf"`[^`]*{flag}\b", text)]
+    assert missing == []
 
 
 def flags_in(page: str) -> set[str]:
