@@ -87,7 +87,7 @@ def _parallel_note(draft: CheckpointFacts) -> list[str]:
 def _vocabulary_problem(
     draft: CheckpointFacts, ours: "DecoderConfig", target: CheckpointFacts, theirs: "DecoderConfig"
 ) -> str | None:
-    from slipstream.speculative.draft_model.vocabulary import require_same_vocabulary
+    from slipstream.speculative.draft_model.vocabularies import require_same_vocabulary
 
     try:
         require_same_vocabulary(

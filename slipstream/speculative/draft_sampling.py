@@ -60,6 +60,6 @@ class DraftSampling:
         return columns if self.vocabulary is None else self.vocabulary[columns]
 
     def one_hot(self, batch: DeviceBatch, resources: DrafterResources) -> Tensor:
-        """[R] bool, whose drafts are certain of their tokens."""
+        """[R] bool: requests whose drafts are one-hot."""
         certain = resources.sampling.temperature[batch.slots] == 0
         return torch.ones_like(certain) if self.greedy_only else certain

@@ -1,4 +1,4 @@
-"""Drafting over the tokens that matter (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).
+"""Drafting over a part of the vocabulary (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).
 
 A draft model's head can be most of what a draft pass reads. Over a subset of the vocabulary it
 reads less, and the output stays exact: q is what was sampled from, and is 0 elsewhere.

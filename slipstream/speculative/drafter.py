@@ -1,4 +1,4 @@
-"""What every drafter does, and the drafter that never drafts.
+"""The interface of drafters.
 
 The engine asks a drafter what it can do (`limits`), never which one it is. A new method is one
 folder and one line in `catalogue.py`.
@@ -61,7 +61,6 @@ class Draft:
 
     @staticmethod
     def empty(batch: DeviceBatch) -> "Draft":
-        """No guesses."""
         return Draft(
             token_ids=batch.slots.new_zeros((batch.num_requests, 0)),
             num_tokens=torch.zeros_like(batch.slots),
@@ -71,7 +70,6 @@ class Draft:
 
     @staticmethod
     def of_guesses(batch: DeviceBatch) -> "Draft":
-        """What the host guessed."""
         return Draft(batch.guesses, batch.num_draft_tokens, torch.ones_like(batch.at_end))
 
 
@@ -123,7 +121,7 @@ class Drafter:
         self._state = state
 
     def prepare(self, batch: Batch) -> Guesses | None:
-        """Before the device's part of a step.
+        """Called on the host before the device's part of a step.
 
         Requests marked `admitted` are new to this drafter (or come back after a preemption): it
         owns their first `start` tokens in the shared blocks, from the prefix cache, and no more.
@@ -186,7 +184,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class DrafterResources:
-    """What the engine lends to a drafter when it is built.
+    """What the engine gives a drafter when it is built.
 
     Attributes:
         num_speculative_tokens: the engine's K.

@@ -48,7 +48,7 @@ class Options:
         return self._left.get(key)
 
     def fill(self, key: str, value: Any) -> None:
-        """Take `value` for a key that was not given."""
+        """Set a key that was not given."""
         if self._left.get(key) is None:
             self._left[key] = value
 

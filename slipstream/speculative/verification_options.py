@@ -1,4 +1,4 @@
-"""The keys of a `speculative_config` that say how drafts are judged."""
+"""The keys of a `speculative_config` that say how drafts are verified."""
 
 from itertools import pairwise
 from typing import Any

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
-from slipstream.speculative.draft_model.vocabulary import require_same_vocabulary
+from slipstream.speculative.draft_model.vocabularies import require_same_vocabulary
 from tests.checkpoints import write_qwen3
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
 from slipstream.models.checkpoint import Checkpoint
-from slipstream.speculative.draft_model.token_map import map_tokens
+from slipstream.speculative.draft_model.vocabularies import map_tokens
 from tests.checkpoints import write_qwen3
 from tests.drafter_recording import record
 from tests.padded_steps import use_padded_steps

@@ -84,7 +84,6 @@ def read_options(options: Options) -> CombinationConfig:
 
 
 def _read_member(given: Any, index: int, is_last: bool) -> Choice:
-    """One drafter of the list."""
     if not isinstance(given, Mapping):
         raise UsageError(
             f"speculative_config: each of drafters must be a mapping of options, not {given!r}"
@@ -182,7 +181,7 @@ class Member:
 
 
 class CombinedDrafter(Drafter):
-    """Asks its members in their order: those on the host while a step is planned, the others in it.
+    """Asks its members in order: those on the host before a step, the others within it.
 
     Args:
         members: all but the last look up; those on the host come first.
@@ -278,7 +277,7 @@ def _host_draft(batch: DeviceBatch) -> Draft:
 
 
 def _completed(draft: Draft, other: Draft) -> Draft:
-    """`draft`, and where it has no tokens `other`, which may be narrower."""
+    """`draft`, with `other`, which may be narrower, for requests without tokens."""
     missing = draft.token_ids.shape[1] - other.token_ids.shape[1]
     taken = draft.num_tokens > 0
     tokens = torch.where(taken.unsqueeze(1), draft.token_ids, pad(other.token_ids, (0, missing)))

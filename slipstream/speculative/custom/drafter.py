@@ -69,7 +69,6 @@ def read_options(options: Options) -> CustomConfig:
 
 
 def load(config: CustomConfig, target: TargetModel) -> LoadedDrafter:
-    """Find the class and make its one instance."""
     made = _find_class(config.path)
     try:
         user = made(**config.options)
@@ -87,7 +86,7 @@ def load(config: CustomConfig, target: TargetModel) -> LoadedDrafter:
 
 
 class CustomDrafter(HostDrafter):
-    """Asks the user's object and checks what it says, before anything depends on it."""
+    """Asks the user's object, and checks its answers."""
 
     def __init__(self, path: str, user: Any, target: TargetModel, state: DeviceState) -> None:
         super().__init__(state)
@@ -189,7 +188,7 @@ def _shown(item: ScheduledRequest) -> DraftRequest:
 
 
 def _listed(value: Any, most: int) -> list[Any] | None:
-    """The first elements of a list, a tuple, an array or a tensor; None for what is none."""
+    """The first elements of a sequence, an array or a tensor; None for other values."""
     if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__len__"):
         return None
     try:

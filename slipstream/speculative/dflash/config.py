@@ -174,7 +174,6 @@ def _refuse_variants(checkpoint: HeadCheckpoint) -> None:
 
 
 def _either(reader: ConfigReader, inner: ConfigReader, key: str, kind: type[Any]) -> Any:
-    """The nested value, or the outer one."""
     outer, nested = (it.take_optional(key, kind) for it in (reader, inner))
     return outer if nested is None else nested
 
@@ -193,7 +192,7 @@ def _entered_layers(reader: ConfigReader, inner: ConfigReader) -> tuple[int, ...
 
 
 def _causal_flag(reader: ConfigReader, inner: ConfigReader) -> bool | None:
-    """What is said of all layers; None: those with a window are causal, the others are not."""
+    """Whether all layers are causal, if the config says it; None: those with a window are."""
     free_windows = _either(reader, inner, "sliding_window_non_causal", bool)
     stated = [_either(reader, inner, key, bool) for key in ("is_causal", "causal")]
     found = next((value for value in stated if value is not None), None)

@@ -1,4 +1,4 @@
-"""How far a drafter that reads token ids has read each request.
+"""How far a drafter that reads token ids has computed each request.
 
 Such a drafter needs nothing of the target's passes, so it may fall behind and catch up in one pass
 over the token ids that stand in the device state.
@@ -40,7 +40,7 @@ class DraftContext:
         self._missing = [0] * state.num_slots
 
     def prepare(self, batch: Batch, left_by: int | None) -> None:
-        """Read what a round could not; see `Drafter.prepare`.
+        """Compute what a round cannot catch up with; see `Drafter.prepare`.
 
         Args:
             left_by: known tokens that are missing at most behind a round that drafted; None where
@@ -101,7 +101,7 @@ class DraftContext:
             self._catch_up(slots)
 
     def _catch_up(self, host_slots: list[int]) -> None:
-        """Compute what the target has computed and this model has not."""
+        """Compute the tokens that the target has computed and this model has not."""
         slots = torch.tensor(host_slots, device=self._state.device)
         starts = self.computed[slots]
         ends = self._state.num_computed[slots].clamp(max=self._max_model_len)

@@ -3,7 +3,7 @@
 The draft model's layers live in the same blocks as the target's. A round is one ragged pass over
 the committed tokens that it has not seen (the bonus token among them), whose last row gives draft
 token 1, and then K-1 passes of a single row per request. Of another tokenizer it drafts the tokens
-that both have (`token_map.py`).
+that both have (`vocabularies.py`).
 """
 
 from functools import partial

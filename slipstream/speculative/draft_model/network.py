@@ -9,8 +9,9 @@ from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import load_decoder
 from slipstream.runner.model_runner import ModelRunner
-from slipstream.speculative.draft_model.token_map import TokenMap, map_tokens
-from slipstream.speculative.draft_model.vocabulary import (
+from slipstream.speculative.draft_model.vocabularies import (
+    TokenMap,
+    map_tokens,
     require_same_vocabulary,
     vocabularies_agree,
 )
@@ -45,7 +46,7 @@ def load_network(
 def _token_map(
     config: ModelOptions, target: TargetModel, checkpoint: Checkpoint, vocab_size: int
 ) -> TokenMap | None:
-    """None where both speak of the same tokens."""
+    """None if both have the same vocabulary."""
     if config.maps_tokens and not vocabularies_agree(target.path, checkpoint.path):
         return map_tokens(target.path, target.vocab_size, checkpoint, vocab_size)
     require_same_vocabulary(target.path, target.vocab_size, checkpoint.path, vocab_size)
@@ -112,9 +113,7 @@ class DraftNetwork:
         self.layout = shape.cache_layout(dtype)
 
     def cache(self, resources: DrafterResources) -> ModelCache:
-        """Its part of the engine's blocks."""
         return ModelCache(self.layout, resources.cache_sizes)
 
     def runner(self, resources: DrafterResources) -> ModelRunner:
-        """Its passes over the engine's blocks."""
         return ModelRunner(self.decoder, self.cache(resources), resources.state)

@@ -42,7 +42,7 @@ _ABSENT: tuple[tuple[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Centroids:
-    """The ends of an assistant that looks at some of the vocabulary only.
+    """An lm_head over the likeliest parts of the vocabulary.
 
     Attributes:
         count: parts of the vocabulary, as large as each other.
@@ -73,7 +73,6 @@ class AssistantConfig(HeadConfig):
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        """Of each layer."""
         mixers = (layer.mixer for layer in self.layers.layers)
         return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
 

@@ -42,7 +42,6 @@ def load_assistant(
     target: DecoderConfig,
     options: LoadOptions,
 ) -> "AssistantNetwork":
-    """The network with its weights."""
     read = [target_layer(layer, target) for layer in config.attention]
     read_layers = [layer for layer in read if layer is not None]
     ordering = _read_ordering(checkpoint, config, options)

@@ -51,11 +51,11 @@ class PickledEntry(TensorEntry):
 
 
 class HeadCheckpoint(Checkpoint):
-    """The directory of a drafting head. Kinds with names of their own have classes of their own."""
+    """The directory of a drafting head. Kinds that name tensors otherwise have subclasses."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The content of config.json; empty where a file's own name says what the heads are."""
+        """The content of config.json; empty if the name of the weights' file says what they are."""
         if self._own_files and not self.config_file.is_file():
             return {}
         return super().config
@@ -90,18 +90,18 @@ class HeadCheckpoint(Checkpoint):
         return entries
 
     def canonical(self, name: str) -> str | None:
-        """The one name of a stored tensor; None for what is never read."""
+        """The canonical name of a stored tensor; None if it is never read."""
         short = canonical_name(name)
         return None if short.startswith(_NOT_READ) else short
 
     @property
     def has_weights(self) -> bool:
-        """Whether the weights are there at all."""
+        """Whether there are weights."""
         return super().has_weights or bool(self._own_files or self._pickled_files)
 
     @property
     def may_be_head(self) -> bool:
-        """Whether a config that is no drafter's may all the same be a head's: a bare one."""
+        """Whether this may be a head although its config is a language model's: without weights."""
         return not self.has_weights
 
     @property
@@ -141,7 +141,7 @@ class HeadCheckpoint(Checkpoint):
 
 
 def canonical_name(name: str) -> str:
-    """The one name of a head's tensor."""
+    """The canonical name of a head's tensor."""
     name = name.removeprefix("model.")
     name = name.replace("fusion_fc.", "fc.", 1) if name.startswith("fusion_fc.") else name
     for prefix in _FIRST_LAYER:
@@ -151,7 +151,7 @@ def canonical_name(name: str) -> str:
 
 
 def _flat(entry: TensorEntry) -> TensorEntry:
-    """The same numbers in a row."""
+    """The entry as a vector."""
     shape = (prod(entry.shape),)
     if isinstance(entry, PickledEntry):
         return replace(entry, shape=shape, tensor=entry.tensor.view(-1))
@@ -176,7 +176,7 @@ def read_pickled(file: Path) -> dict[str, TensorEntry]:
 
 
 def _loaded(file: Path) -> Any:
-    """Mapped, so that bytes are read when they are wanted; files of old torch cannot be."""
+    """Memory-mapped where the format allows it, which files of old torch do not."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError:
@@ -196,7 +196,7 @@ def _entry(file: Path, name: str, value: Any) -> PickledEntry:
 
 
 def fill(entry: TensorEntry, destination: Tensor) -> None:
-    """`read_into`, from either kind of file; numbers that are no floats stay what they are."""
+    """Read a tensor from either kind of file; integers stay integers."""
     raw = not entry.dtype.is_floating_point
     if not isinstance(entry, PickledEntry):
         read_into(entry, destination, raw=raw)

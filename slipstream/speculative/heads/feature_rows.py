@@ -48,7 +48,7 @@ class FeatureNetwork(Protocol):
     def head(self) -> LanguageModelHead: ...
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Take from the target what this network has not."""
+        """Take from the target what this network lacks."""
 
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
         """[T, F], the features of rows of the target's pass (`Forward`)."""

@@ -60,7 +60,7 @@ class HeadConfig:
         raise NotImplementedError
 
     def with_options(self, options: ModelOptions, target: TargetModel) -> Self:
-        """What the user says is put in; UsageError where something has to be said and is not."""
+        """This config with the user's options; UsageError if a required one is missing."""
         del options, target
         return self
 
@@ -92,7 +92,7 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class HeadParts:
-    """Which optional tensors a head has of its own; without weights, as trainers mostly have it."""
+    """Which optional tensors a head has; without weights, the usual ones."""
 
     embedding: bool
     head: bool
@@ -162,7 +162,7 @@ class DecoderHeadConfig(HeadConfig):
         ]
 
     def _sharing(self, target: DecoderConfig) -> list[str]:
-        """Why what the head does not have cannot be taken from the target."""
+        """Why the target's embedding or lm_head cannot serve the head."""
         width, parts = self.layers.hidden_size, self.parts
         names = [(EMBEDDING, parts.embedding), (HEAD, parts.head)]
         if width != target.hidden_size:

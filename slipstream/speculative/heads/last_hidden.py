@@ -71,7 +71,7 @@ class LastHidden:
 
 
 class LastHiddenDrafter(Drafter):
-    """A chain of guesses from the last hidden state, each known to the next if the network asks."""
+    """A chain of draft tokens from the last hidden state; the network may read earlier ones."""
 
     def __init__(self, head: Head[Any, Any], resources: DrafterResources) -> None:
         super().__init__(resources.state)

@@ -95,7 +95,6 @@ class MedusaShape:
     head_rows: Tensor | None = None
 
     def layer_name(self, head: int, layer: int) -> str:
-        """Of the tensors of a layer."""
         return f"blocks.{head}.layers.{0 if self.shares_layer[head] else layer}"
 
 
@@ -134,7 +133,7 @@ def read_medusa_config(checkpoint: "MedusaCheckpoint") -> MedusaConfig:
 
 @dataclass(frozen=True)
 class _Counts:
-    """What a config says, where it says it."""
+    """Counts in the config; None if absent."""
 
     heads: int | None
     layers: int | None
@@ -149,12 +148,12 @@ class MedusaCheckpoint(HeadCheckpoint):
 
     @property
     def layers_before_head(self) -> int:
-        """Where the original names tell; else 0."""
+        """Layers before the lm_head by the original names; else 0."""
         heads = [HEAD.match(PREFIX.sub("", name)) for name in self.stored]
         return max((int(head[2]) for head in heads if head), default=0)
 
     def num_heads(self) -> int:
-        """What there is; without weights, what the config says."""
+        """The number of stored heads; without weights, what the config says."""
         if not self.has_weights:
             return _read_counts(self).heads or DEFAULT_NUM_HEADS
         return len(_blocks(self))
@@ -166,7 +165,7 @@ class MedusaCheckpoint(HeadCheckpoint):
 
 
 def dummy_shape(checkpoint: "MedusaCheckpoint", hidden_size: int, vocab_size: int) -> MedusaShape:
-    """What the config alone says, for random weights."""
+    """The shape for random weights, from the config."""
     counts = _read_counts(checkpoint)
     heads = checkpoint.num_heads()
     layers = counts.layers or 1

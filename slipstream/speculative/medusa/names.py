@@ -11,7 +11,6 @@ BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
 
 
 def own_head(index: int) -> str:
-    """The name of the lm_head of a head."""
     return f"lm_heads.{index}"
 
 
@@ -27,7 +26,7 @@ def names_medusa(config: Mapping[str, Any], tensor_names: Collection[str]) -> bo
 
 
 def canonical_name(name: str) -> str:
-    """The one name of a tensor."""
+    """The canonical name of a tensor."""
     name = PREFIX.sub("", name)
     if layer := _LAYER.match(name):
         return f"blocks.{layer[1]}.layers.{layer[2]}.{layer[3]}"

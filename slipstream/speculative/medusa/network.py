@@ -39,7 +39,6 @@ from slipstream.speculative.medusa.names import own_head
 def load_medusa(
     checkpoint: MedusaCheckpoint, config: MedusaConfig, target: DecoderConfig, options: LoadOptions
 ) -> "MedusaHeads":
-    """The heads with their weights."""
     del config
     read = dummy_shape if options.load_format == "dummy" else read_shape
     shape = read(checkpoint, target.hidden_size, target.vocab_size)

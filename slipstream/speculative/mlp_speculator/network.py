@@ -121,7 +121,6 @@ def load_mlp_speculator(
     target: DecoderConfig,
     options: LoadOptions,
 ) -> "MLPSpeculator":
-    """The network with its weights."""
     del target
     copies = [] if options.load_format == "dummy" else _copies(config, checkpoint)
     return load_head(
@@ -176,7 +175,7 @@ class MLPSpeculator:
         self._steps = _read_steps(ops, source, config)
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """It has all that it needs."""
+        """Nothing: it has embeddings and lm_heads of its own."""
 
     def start(self, hidden: Tensor, count: int) -> Tensor:
         """hidden [R, emb_dim] -> the first state."""
@@ -208,7 +207,7 @@ class _Step:
 
 
 def _read_steps(ops: Ops, source: ParameterSource, config: MLPSpeculatorConfig) -> list[_Step]:
-    """One per token; what is tied is read once."""
+    """One for each draft token; tied tensors are read once."""
     inner, vocab_size, steps = config.inner_dim, config.vocab_size, range(config.num_tokens)
 
     def places(kind: str) -> list[int]:

@@ -143,7 +143,6 @@ class MtpCheckpoint(HeadCheckpoint):
 
     @cached_property
     def modules(self) -> tuple[ModuleNames, ...]:
-        """In the order in which they draft."""
         style = self.style
         layers = appended_layers(self.tensor_names) if style is DEEPSEEK else ()
         if not layers:

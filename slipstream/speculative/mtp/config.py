@@ -64,7 +64,7 @@ class MtpConfig(DecoderHeadConfig):
         return replace(self, drafted=tuple(chosen))
 
     def layout(self, dtype: torch.dtype) -> CacheLayout:
-        """With what every module but the last gives, for the module behind it."""
+        """With the outputs of all modules but the last, which the next module reads."""
         extra = (len(self.modules) - 1) * self.layers.hidden_size * dtype.itemsize
         return replace(super().layout(dtype), extra_bytes_per_token=extra)
 

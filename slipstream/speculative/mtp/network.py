@@ -39,7 +39,6 @@ FIRST_ROW = 1  # the first token that has one in the first module
 def load_mtp(
     checkpoint: MtpCheckpoint, config: MtpConfig, target: DecoderConfig, options: LoadOptions
 ) -> "MtpHead":
-    """The network with its weights."""
     del target
 
     def build(ops: Ops, source: ParameterSource) -> MtpHead:

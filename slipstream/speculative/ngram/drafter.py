@@ -26,7 +26,7 @@ class NgramConfig:
 
 
 def read_options(options: Options) -> NgramConfig:
-    """Defaults: n-grams of 2 to 5 tokens; a bound that is given moves the other out of its way."""
+    """By default n-grams of 2 to 5 tokens; a bound that is given moves the other's default."""
     options.take_only("model", "ngram", "leave it out: n-gram drafting has no model")
     largest = options.take_int("prompt_lookup_max", None)
     smallest = options.take_int("prompt_lookup_min", None)
@@ -43,7 +43,6 @@ def read_options(options: Options) -> NgramConfig:
 
 
 def load(config: NgramConfig, target: TargetModel) -> LoadedDrafter:
-    """There are no weights."""
     del target
     return LoadedDrafter(
         build=lambda resources: NgramDrafter(config, resources.state),

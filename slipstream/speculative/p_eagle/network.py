@@ -84,7 +84,7 @@ class PEagleConfig(Eagle3Config):
 
 
 def read_p_eagle_config(checkpoint: HeadCheckpoint) -> PEagleConfig:
-    """As for EAGLE-3, and what says how its masks are drafted from."""
+    """As for EAGLE-3, with the keys of mask tokens."""
     head, mask = read_eagle3_config(checkpoint, MASK_HEAD_KEYS), read_mask_token(checkpoint)
     entry = checkpoint.entries.get(MASK_HIDDEN) if checkpoint.has_weights else None
     return PEagleConfig(

@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.speculative.parallel import MASK_ID_KEYS as _ID_KEYS
-from slipstream.speculative.pard.projection import PARD2_KEYS
+from slipstream.speculative.pard.features import PARD2_KEYS
 
 _KIND, _TRAINED = "spd_type", ("para_num", "num_depths")
 
@@ -31,7 +31,7 @@ logger = logging.getLogger("slipstream")
 
 @dataclass(frozen=True)
 class MaskToken:
-    """How a checkpoint wants to be asked for several tokens at once.
+    """What a checkpoint says of its mask token.
 
     Attributes:
         token_id: None when it does not say.
@@ -54,7 +54,7 @@ def reads_features(config: Mapping[str, Any]) -> bool:
 
 
 def read_mask_token(checkpoint: Checkpoint) -> MaskToken:
-    """Raises CheckpointError for ids that are none."""
+    """Raises CheckpointError for values that are not ids."""
     ids = [_number(checkpoint, key) for key in _ID_KEYS]
     trained = [_number(checkpoint, key) for key in _TRAINED]
     return MaskToken(_first(ids), _first(trained))
@@ -92,7 +92,7 @@ def choose_mask_token(
 
 
 def warn_untrained(trained: int | None, count: int) -> None:
-    """Say what to expect of more draft tokens at once than a drafter has learned to give."""
+    """Warn if a drafter is asked for more tokens at once than it was trained for."""
     if trained is not None and count > trained:
         logger.warning(
             "the drafter was trained for %d tokens at once and is asked for %d: expect the last "

@@ -2,7 +2,7 @@
 
 Its rows are the committed tokens that it has not seen and masks behind them (`parallel/rows.py`).
 
-PARD-2 is the same model with the target's features added to its inputs (`feature_inputs.py`): each
+PARD-2 is the same model with the target's features added to its inputs (`features.py`): each
 token is shown the feature of the token before it, and masks the last feature that there is.
 """
 
@@ -34,8 +34,9 @@ from slipstream.speculative.parallel.rows import (
     parallel_draft,
     parallel_rows,
 )
-from slipstream.speculative.pard.feature_inputs import FeatureFedRunner, FeaturePages
-from slipstream.speculative.pard.projection import (
+from slipstream.speculative.pard.features import (
+    FeatureFedRunner,
+    FeaturePages,
     TargetProjection,
     load_projection,
     read_pard2_config,

@@ -68,12 +68,12 @@ class SuffixAutomaton:
         self.num_tokens = 0  # of all texts
 
     def add(self, text: Sequence[int]) -> None:
-        """A text that is complete."""
+        """Add a complete text."""
         self._whole = self._recent = 0
         self.extend(text)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The growing text goes on."""
+        """Continue the growing text."""
         links, lengths = self._link, self._length
         for token in tokens:
             self._whole = self._append(self._whole, token)
@@ -111,7 +111,7 @@ class SuffixAutomaton:
         return state, matched
 
     def _follow(self, state: int, most: int) -> Guess:
-        """The commonest token, and again behind it."""
+        """The most frequent continuation, token by token."""
         tokens: list[int] = []
         probability, score = 1.0, 0.0
         while len(tokens) < most and self._followed[state]:

@@ -52,7 +52,6 @@ def read_options(options: Options) -> SuffixConfig:
 
 
 def load(config: SuffixConfig, target: TargetModel) -> LoadedDrafter:
-    """There are no weights."""
     del target
     return load_host_drafter(lambda state: SuffixDrafter(config, state))
 
@@ -71,7 +70,7 @@ class SuffixDrafter(HostDrafter):
         return [self._guess(item.request, item.num_draft_tokens) for item in batch.requests]
 
     def forget(self, requests: Sequence[Request]) -> None:
-        """Who was preempted comes back and goes on."""
+        """Preempted requests will continue, so what is known of them stays."""
         for request in requests:
             if request.finished:
                 self._own.pop(request.request_id, None)

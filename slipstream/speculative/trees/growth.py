@@ -95,7 +95,7 @@ class StaticTable:
 
 
 class StaticGrowth:
-    """Nodes are numbered alike while the tree grows and when it is grown."""
+    """Node numbers are final while the tree grows."""
 
     scored = False
 

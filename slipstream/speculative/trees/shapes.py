@@ -96,7 +96,7 @@ def require_fit(tree: TokenTree, num_columns: int, target: DecoderConfig) -> Non
 
 
 def read_tree(options: Options) -> TokenTree | None:
-    """The tree that was asked for; None drafts in a chain."""
+    """The tree that the keys name; None drafts in a chain."""
     paths = options.take(STATIC)
     top_k, depth, total = (options.take_int(key, None) for key in (TOP_K, STEPS, TOTAL))
     dynamic = [
@@ -153,7 +153,7 @@ def _static(given: Any) -> StaticTree:
 
 
 def _paths(given: Any) -> list[RankPath]:
-    """From a list of lists, or from how Python writes one."""
+    """The paths of a list of lists, or of a string with a Python literal."""
     if isinstance(given, str):
         try:
             given = literal_eval(given)

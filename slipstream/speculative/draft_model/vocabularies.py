@@ -1,5 +1,6 @@
-"""Drafting across tokenizers by the tokens that both have (TLI, Timor et al. 2025, 2502.05202).
+"""Whether two checkpoints have the same vocabulary, and drafting where they have not.
 
+Across tokenizers the tokens that both have are drafted (TLI, Timor et al. 2025, 2502.05202).
 Token-level intersection: the draft model proposes only tokens that the target has as well, and what
 the target committed is shown to it token for token, so that positions stay one to one. That is
 lossless: q is 0 for every token that is not shared.
@@ -23,6 +24,7 @@ _Meaning = tuple[bool, bytes]
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # of SentencePiece
 _FEW = 100
+_SHOWN = 3  # differing tokens named in the message
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def _is_byte(text: str) -> bool:
 
 
 def _plain_bytes(text: str) -> bytes:
-    """Of a token that is spelled as it is, but for spaces and single bytes."""
+    """The bytes of a token without byte-level spelling: spaces and `<0x..>` are replaced."""
     if _is_byte(text):
         try:
             return bytes([int(text[3:5], 16)])
@@ -154,3 +156,53 @@ def _byte_level_bytes(text: str) -> bytes:
     if any(letter not in _BYTES for letter in text):  # an added token, spelled as it is
         return text.encode()
     return bytes(_BYTES[letter] for letter in text)
+
+
+def require_same_vocabulary(target: Path, target_size: int, draft: Path, draft_size: int) -> None:
+    """Raise CheckpointError unless every token has the same id in both.
+
+    The vocabularies' sizes may differ by padding only: ids that no token has.
+    """
+    ours, theirs = target / "tokenizer.json", draft / "tokenizer.json"
+    if not ours.is_file() or not theirs.is_file():
+        if target_size != draft_size:
+            raise CheckpointError(
+                f"the drafter's vocabulary has {draft_size} entries and the target's "
+                f"{target_size}, and without a tokenizer.json in both directories it cannot be "
+                "told whether they differ by padding only"
+            )
+        return
+    if not vocabularies_agree(target, draft):
+        raise CheckpointError(
+            _difference(Tokenizer(target).vocabulary(), Tokenizer(draft).vocabulary())
+        )
+
+
+def vocabularies_agree(target: Path, draft: Path) -> bool:
+    """Whether every token is known to have the same id in both."""
+    ours, theirs = target / "tokenizer.json", draft / "tokenizer.json"
+    if not ours.is_file() or not theirs.is_file():
+        return False
+    if ours.read_bytes() == theirs.read_bytes():
+        return True
+    return Tokenizer(target).vocabulary() == Tokenizer(draft).vocabulary()
+
+
+def _difference(target: dict[str, int], draft: dict[str, int]) -> str:
+    by_id = {index: token for token, index in target.items()}
+    by_draft_id = {index: token for token, index in draft.items()}
+    differing = sorted(
+        index
+        for index in by_id.keys() | by_draft_id.keys()
+        if by_id.get(index) != by_draft_id.get(index)
+    )
+    shown = ", ".join(
+        f"id {index} is {by_id.get(index)!r} in the target and {by_draft_id.get(index)!r} "
+        "in the drafter"
+        for index in differing[:_SHOWN]
+    )
+    return (
+        f"the drafter's vocabulary is another one than the target's: {len(differing)} ids differ "
+        f"({shown}); choose a drafter of the same tokenizer, or let a draft model propose the "
+        "tokens that both have with use_heterogeneous_vocab=true"
+    )
