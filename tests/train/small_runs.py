@@ -12,6 +12,7 @@ from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import no_progress_bar
 from slipstream.train.batches import Batch
 from slipstream.train.data import Data
+from slipstream.train.metrics import MetricsLog
 from slipstream.train.sequences import Sequences
 from slipstream.train.settings import DrafterOptions, TrainSettings
 from slipstream.train.target import Target, load_target
@@ -107,6 +108,6 @@ def run_drafting(
     return found[0], found[1], length
 
 
-def losses(records: list[dict[str, Any]]) -> Tensor:
-    """[steps], in order."""
-    return torch.tensor([record["loss"] for record in records if record["kind"] == "training"])
+def losses(out: Path) -> Tensor:
+    """[steps], as a run logged them."""
+    return torch.tensor([record["loss"] for record in MetricsLog(out).of_kind("training")])

@@ -83,7 +83,7 @@ def test_a_run_that_is_killed_twice_ends_with_the_same_curve(
         train_until(arguments, killed, step)
         assert not (killed / "model.safetensors").exists()
     train_until(arguments, killed, None)
-    curves = [losses(list(map(dict, MetricsLog(out).all()))) for out in (whole, killed)]
+    curves = [losses(out) for out in (whole, killed)]
     assert len(curves[0]) == len(curves[1]) == STEPS
     assert curves[0][-1] < 0.8 * curves[0][0]
     torch.testing.assert_close(curves[0], curves[1], rtol=1e-5, atol=1e-6)
@@ -153,7 +153,7 @@ def test_ctrl_c_keeps_what_was_learned(taught_target: str, own_words: Path, tmp_
     run_training(arguments, on_report=seen.append)
     assert [report.step for report in seen if report.resumed] == [7]
     assert MetricsLog(stopped).all()[-1]["step"] == 12
-    curves = [losses(list(map(dict, MetricsLog(out).all()))) for out in (whole, stopped)]
+    curves = [losses(out) for out in (whole, stopped)]
     torch.testing.assert_close(curves[0], curves[1], rtol=1e-5, atol=1e-6)
     ours, theirs = ((out / "model.safetensors").read_bytes() for out in (whole, stopped))
     assert ours == theirs
