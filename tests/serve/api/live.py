@@ -2,9 +2,11 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
+from typing import Any
 
 import uvicorn
 
@@ -37,6 +39,13 @@ class Live:
     @property
     def engine(self) -> Engine:
         return self.model.engine
+
+
+def call_api(create: Callable[..., Any], **fields: Any) -> Any:
+    """Call a method of the openai client; fields that it does not have go into the body."""
+    known = signature(create).parameters
+    extra = {name: fields.pop(name) for name in [*fields] if name not in known}
+    return create(**fields, extra_body=extra)
 
 
 class _Server(uvicorn.Server):

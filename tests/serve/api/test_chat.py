@@ -2,45 +2,21 @@
 
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.serve.protocol.chat import ChatChunk
-from tests.serve.api.live import Live
+from tests.serve.api.live import Live, call_api
 
 MESSAGES = [{"role": "user", "content": "Write a function that adds two numbers."}]
 IMAGE = {"type": "image_url", "image_url": {"url": "https://x.org"}}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CALLS = {"role": "assistant", "content": "Wait.", "tool_calls": [CALL]}
-OWN = {
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "n",
-    "logprobs",
-    "top_logprobs",
-    "stop",
-}
-OWN |= {
-    "stop",
-    "seed",
-    "logit_bias",
-    "stream",
-    "stream_options",
-    "model",
-    "user",
-    "response_format",
-}
-OWN |= {"metadata", "store", "service_tier", "modalities", "tools", "tool_choice", "top_p"}
 
 
 def create(client: openai.OpenAI, messages: Any = MESSAGES, **fields: Any) -> Any:
-    """Fields that the client does not know go into the body as they are."""
     given = {"model": "demo", "temperature": 0, "max_completion_tokens": 12, **fields}
-    extra = {name: given.pop(name) for name in [*given] if name not in OWN}
-    return client.chat.completions.create(messages=messages, extra_body=extra, **given)
+    return call_api(client.chat.completions.create, messages=messages, **given)
 
 
 def said(answer: Any) -> list[str]:
@@ -111,17 +87,6 @@ def test_logprobs_have_bytes(client: openai.OpenAI, stream: bool) -> None:
         assert len(token.top_logprobs) == 3
         assert token.top_logprobs[0].token == token.token  # greedy
         assert token.logprob <= 0
-
-
-def test_chunks_are_as_the_document_says(live: Live) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 5, "stream": True, "logprobs": True}
-    body |= {"return_speculation": True, "stream_options": {"include_usage": True}}
-    answer = httpx.post(f"{live.url}/v1/chat/completions", json=body)
-    *events, done, nothing = answer.text.split("\n\n")
-    assert (done, nothing) == ("data: [DONE]", "")
-    chunks = [ChatChunk.model_validate_json(it.removeprefix("data: ")) for it in events]
-    assert len({chunk.id for chunk in chunks}) == 1
-    assert chunks[0].choices[0].delta.role == "assistant"
 
 
 def test_logprobs_without_alternatives(client: openai.OpenAI) -> None:

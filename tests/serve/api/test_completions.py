@@ -8,8 +8,9 @@ import openai
 import pytest
 
 from slipstream import LLM, SamplingParams
+from slipstream.serve.protocol.chat import ChatChunk, ChatPiece
 from slipstream.serve.protocol.completions import CompletionChunk
-from tests.serve.api.live import Live
+from tests.serve.api.live import Live, call_api
 
 PROMPT = "def main("
 REPEATED = "x = 1\nx = 1\nx = 1\nx = 1\n"
@@ -17,13 +18,8 @@ PROMPTS = [PROMPT, "import numpy", "class Tree:\n    def __init__("]
 
 
 def create(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> Any:
-    """Fields that the client does not know go into the body as they are."""
-    known = {"max_tokens", "temperature", "n", "echo", "logprobs", "stop", "seed", "logit_bias"}
-    known |= {"presence_penalty", "frequency_penalty", "best_of", "user", "top_p", "suffix"}
-    known |= {"stream", "stream_options", "model"}
     given = {"model": "demo", "temperature": 0, "max_tokens": 12, **fields}
-    extra = {name: given.pop(name) for name in [*given] if name not in known}
-    return client.completions.create(prompt=prompt, extra_body=extra, **given)
+    return call_api(client.completions.create, prompt=prompt, **given)
 
 
 def streamed(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> dict[int, Any]:
@@ -45,6 +41,20 @@ def streamed(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> dict
             for name, values in (piece.logprobs.model_dump() if piece.logprobs else {}).items():
                 own["logprobs"][name] += values
     return dict(whole)
+
+
+def first_choice(
+    client: openai.OpenAI, stream: bool, **fields: Any
+) -> tuple[str, Any, list[dict[str, Any]], Any]:
+    """Text, logprobs, tokens with their origins, and usage; streamed or not."""
+    if stream:
+        pieces = streamed(client, **fields)
+        return pieces[0]["text"], pieces[0]["logprobs"], pieces[0]["tokens"], pieces[-1]
+    answer = create(client, **fields)
+    choice = answer.choices[0]
+    logprobs = choice.logprobs and choice.logprobs.model_dump()
+    tokens = (getattr(choice, "speculation", None) or {}).get("tokens", [])
+    return choice.text, logprobs, tokens, answer.usage
 
 
 def test_greedy_text_is_the_offline_text(client: openai.OpenAI, offline: LLM) -> None:
@@ -114,27 +124,33 @@ def test_usage_comes_only_where_it_is_asked_for(client: openai.OpenAI) -> None:
     assert counts[-1] == 12
 
 
-def test_streams_share_an_id_and_end_with_done(live: Live) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 5, "stream": True, "logprobs": 2}
+@pytest.mark.parametrize(
+    ("path", "prompt", "kind"),
+    [
+        ("completions", {"prompt": PROMPT}, CompletionChunk),
+        ("chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, ChatChunk),
+    ],
+)
+def test_streams_share_an_id_and_end_with_done(
+    live: Live, path: str, prompt: dict[str, Any], kind: type[CompletionChunk] | type[ChatChunk]
+) -> None:
+    body = {**prompt, "max_tokens": 5, "stream": True, "logprobs": "chat" in path or 2}
     body |= {"return_speculation": True, "stream_options": {"include_usage": True}}
-    answer = httpx.post(f"{live.url}/v1/completions", json=body)
+    answer = httpx.post(f"{live.url}/v1/{path}", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
     *events, done, nothing = answer.text.split("\n\n")
     assert (done, nothing) == ("data: [DONE]", "")
-    chunks = [CompletionChunk.model_validate_json(it.removeprefix("data: ")) for it in events]
+    chunks = [kind.model_validate_json(it.removeprefix("data: ")) for it in events]
     assert len({chunk.id for chunk in chunks}) == 1
+    first = chunks[0].choices[0]
+    assert not isinstance(first, ChatPiece) or first.delta.role == "assistant"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_are_lists_side_by_side(client: openai.OpenAI, offline: LLM, stream: bool) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=3)
     expected = offline.generate([PROMPT], params)[0].outputs[0]
-    if stream:
-        one = streamed(client, logprobs=3)[0]
-        text, logprobs = one["text"], one["logprobs"]
-    else:
-        choice = create(client, logprobs=3).choices[0]
-        text, logprobs = choice.text, choice.logprobs.model_dump()
+    text, logprobs, *_ = first_choice(client, stream, logprobs=3)
     assert "".join(logprobs["tokens"]) == text
     assert len(logprobs["tokens"]) == 12
     places = [
@@ -170,12 +186,7 @@ def test_echo_begins_with_the_prompt(client: openai.OpenAI, stream: bool) -> Non
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_with_logprobs_covers_the_prompt(client: openai.OpenAI, stream: bool) -> None:
     plain = create(client, logprobs=1).choices[0]
-    if stream:
-        one = streamed(client, logprobs=1, echo=True)[0]
-        text, logprobs = one["text"], one["logprobs"]
-    else:
-        choice = create(client, logprobs=1, echo=True).choices[0]
-        text, logprobs = choice.text, choice.logprobs.model_dump()
+    text, logprobs, *_ = first_choice(client, stream, logprobs=1, echo=True)
     assert "".join(logprobs["tokens"]) == text == PROMPT + plain.text
     assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
     assert logprobs["tokens"][3:] == plain.logprobs.tokens
@@ -303,14 +314,8 @@ def test_how_much_to_draft(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_where_tokens_came_from(client: openai.OpenAI, stream: bool) -> None:
     fields = {"return_speculation": True, "logprobs": 0, "max_tokens": 24}
-    if stream:
-        pieces = streamed(client, **fields)
-        text, tokens = pieces[0]["text"], pieces[0]["tokens"]
-        usage = pieces[-1].speculation
-    else:
-        answer = create(client, **fields)
-        text, tokens = answer.choices[0].text, answer.choices[0].speculation["tokens"]
-        usage = answer.usage.speculation
+    text, _, tokens, counts = first_choice(client, stream, **fields)
+    usage = counts.speculation
     assert "".join(token["text"] for token in tokens) == text
     assert len(tokens) == 24
     accepted = [token for token in tokens if token["kind"] == "accepted"]

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serve.api.live import DEMO, Live, serving
+from tests.serve.api.live import DEMO, Live, call_api, serving
 from tests.serve.api.tool_models import copy_without_template, write_tool_tokenizer
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Rome?"}]
@@ -46,8 +46,7 @@ def client(live: Live) -> Iterator[openai.OpenAI]:
 
 def create(client: openai.OpenAI, messages: Any = MESSAGES, **fields: Any) -> Any:
     given = {"model": "demo", "temperature": 0, "max_completion_tokens": 80, **fields}
-    extra = {name: given.pop(name) for name in [*given] if name.startswith("guided")}
-    return client.chat.completions.create(messages=messages, extra_body=extra, **given)
+    return call_api(client.chat.completions.create, messages=messages, **given)
 
 
 def short(client: openai.OpenAI, messages: Any = MESSAGES, **fields: Any) -> Any:
