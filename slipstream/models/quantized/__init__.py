@@ -1,2 +1,1 @@
-"""Checkpoints whose matrices are stored in fewer bits: one file a format, all named in
-`catalogue.py`."""
+"""Checkpoints whose matrices are stored in fewer bits: one file for each format."""

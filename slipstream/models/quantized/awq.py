@@ -18,7 +18,7 @@ from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.gptq import described, read_group
 from slipstream.models.quantized.grouped import as_bytes, grouped_matrix
-from slipstream.models.quantized.module import FLOATS, StoredModule
+from slipstream.models.quantized.module import StoredModule
 
 HARMLESS = {
     "backend",
@@ -60,7 +60,7 @@ class Awq:
         module.require_words(columns, 8, "columns")
         values = _rows(module.take("qweight", (torch.int32,), (columns, rows // 8)))
         zeros = _rows(module.take("qzeros", (torch.int32,), (groups, rows // 8)))
-        scales = module.take("scales", FLOATS, (groups, rows)).float().T.contiguous()
+        scales = module.take_scales("scales", (groups, rows)).T.contiguous()
         return grouped_matrix(packed(values), 4, scales, zeros, group)
 
 
@@ -71,7 +71,7 @@ def _rows(words: Tensor) -> Tensor:
 
 
 def read_settings(reader: ConfigReader) -> Awq:
-    """Strictly: a key that could change the numbers is read or refused."""
+    """Read a quantization_config; keys that could change the numbers are read or refused."""
     reader.expect("bits", 4)
     reader.expect("zero_point", True)
     for key in ("version", "format"):

@@ -24,7 +24,7 @@ from slipstream.models.quantized.compressed_schemes import FORMATS, Scheme, read
 from slipstream.models.quantized.float8 import read_float8
 from slipstream.models.quantized.gptq import described
 from slipstream.models.quantized.grouped import as_bytes, grouped_matrix
-from slipstream.models.quantized.module import FLOATS, StoredModule
+from slipstream.models.quantized.module import StoredModule
 
 HARMLESS = {
     "global_compression_ratio",
@@ -123,7 +123,7 @@ def _read_packed(module: StoredModule, rows: int, columns: int, scheme: Scheme) 
                 f"says in {module.name}.weight_shape {shape}, where its config.json asks for "
                 f"{[rows, columns]}"
             )
-    scales = module.take("weight_scale", FLOATS, (rows, groups)).float()
+    scales = module.take_scales("weight_scale", (rows, groups))
     zeros = None
     if not scheme.symmetric:
         stored = module.take("weight_zero_point", (torch.int32,), (-(-rows // in_word), groups))
@@ -131,16 +131,14 @@ def _read_packed(module: StoredModule, rows: int, columns: int, scheme: Scheme) 
         zeros = (unpacked(zeros) if scheme.bits == 4 else zeros)[:, :rows].T.contiguous()
     group_of = None
     if scheme.ordered:
-        group_of = module.take("weight_g_idx", (torch.int32, torch.int64), (columns,)).long()
-        if bool((group_of < 0).any()) or bool((group_of >= groups).any()):
-            raise module.error(f"holds {module.name}.weight_g_idx beyond its {groups} groups")
+        group_of = module.take_groups("weight_g_idx", columns, groups)
     return grouped_matrix(as_bytes(words), scheme.bits, scales, zeros, group, group_of)
 
 
 def _read_int8(module: StoredModule, rows: int, columns: int, scheme: Scheme) -> Weight:
     values = module.take("weight", (torch.int8,), (rows, columns))
     shapes: Sequence[tuple[int, ...]] = ((), (1,), (1, 1), (rows,), (rows, 1))
-    scales = module.take("weight_scale", FLOATS, *shapes).float().flatten().expand(rows)
+    scales = module.take_scales("weight_scale", *shapes).flatten().expand(rows)
     if "weight_zero_point" in module:
         zeros = module.take("weight_zero_point", (torch.int8, torch.int32), *shapes)
         if bool(zeros.any()):
@@ -151,7 +149,7 @@ def _read_int8(module: StoredModule, rows: int, columns: int, scheme: Scheme) ->
 
 
 def read_settings(reader: ConfigReader) -> CompressedTensors:
-    """Strictly: a key that could change the numbers is read or refused."""
+    """Read a quantization_config; keys that could change the numbers are read or refused."""
     status = reader.take("quantization_status", str, "compressed")
     if status not in ("compressed", "frozen"):
         raise reader.error("quantization_status", f"is {status!r}; finish the quantization first")

@@ -7,6 +7,7 @@ weight = stored * scale, whatever the scale is called. Kernels for FP8 round act
 time ("dynamic") or by input_scale ("static").
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,10 +71,11 @@ def read_float8(
     values = module.take("weight", (torch.float8_e4m3fn,), (rows, columns))
     module.pass_over(*STATIC_SCALES)
     if block is None:
-        scales = module.take(scale, _SCALES, (), (1,), (1, 1), (rows,), (rows, 1)).float()
+        shapes: Sequence[tuple[int, ...]] = ((), (1,), (1, 1), (rows,), (rows, 1))
+        scales = module.take_scales(scale, *shapes, dtypes=_SCALES)
         return Float8Matrix(values, scales.flatten().expand(rows).contiguous())
     shape = (-(-rows // block[0]), -(-columns // block[1]))
-    scales = module.take(scale, _SCALES, shape).float()
+    scales = module.take_scales(scale, shape, dtypes=_SCALES)
     return DenseMatrix(_by_blocks(values, scales, block))
 
 
@@ -87,7 +89,7 @@ def _by_blocks(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor
 
 
 def read_settings(reader: ConfigReader) -> Float8:
-    """Strictly: a key that could change the numbers is read or refused."""
+    """Read a quantization_config; keys that could change the numbers are read or refused."""
     reader.expect("fmt", "e4m3")
     scale_format = reader.take("scale_fmt", str, "float")
     if scale_format not in ("float", "ue8m0"):

@@ -17,7 +17,7 @@ from slipstream.kernels.formats.int4 import unpacked
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.grouped import as_bytes, grouped_matrix
-from slipstream.models.quantized.module import FLOATS, StoredModule
+from slipstream.models.quantized.module import StoredModule
 
 # How the integers were found, and how others run them.
 HARMLESS = {
@@ -58,9 +58,9 @@ class Gptq:
 
     Attributes:
         group: columns of a group; None: all of them.
-        ordered: columns of a group may stand anywhere.
-        zero_offset: what stored zeros lack.
-        symmetric: zeros are in the middle.
+        ordered: the columns of a group may stand anywhere.
+        zero_offset: what is added to stored zeros.
+        symmetric: zeros are in the middle of the range.
     """
 
     num_bits: int
@@ -93,7 +93,7 @@ class Gptq:
         module.require_words(columns, in_word, "columns")
         module.require_words(rows, in_word, "rows")
         words = module.take("qweight", (torch.int32,), (columns // in_word, rows))
-        scales = module.take("scales", FLOATS, (groups, rows)).float().T.contiguous()
+        scales = module.take_scales("scales", (groups, rows)).T.contiguous()
         stored = module.take("qzeros", (torch.int32,), (groups, rows // in_word))
         zeros = as_bytes(stored)
         if self.num_bits == 4:
@@ -107,9 +107,7 @@ class Gptq:
             )
         group_of = None
         if "g_idx" in module:
-            group_of = module.take("g_idx", (torch.int32, torch.int64), (columns,)).long()
-            if bool((group_of < 0).any()) or bool((group_of >= groups).any()):
-                raise module.error(f"holds {module.name}.g_idx beyond its {groups} groups")
+            group_of = module.take_groups("g_idx", columns, groups)
         elif self.ordered:
             raise module.error(f"has no tensor {module.name}.g_idx, which desc_act asks for")
         return grouped_matrix(
@@ -118,13 +116,13 @@ class Gptq:
 
 
 def described(bits: int, group: int | None, symmetric: bool) -> str:
-    """Bits, groups and zeros in words."""
+    """A description of integers for the log."""
     size = "a scale a row" if group is None else f"groups of {group}"
     return f"{bits} bits, {size}{'' if symmetric else ' with zeros'}"
 
 
 def read_settings(reader: ConfigReader) -> Gptq:
-    """Strictly: a key that could change the numbers is read or refused."""
+    """Read a quantization_config; keys that could change the numbers are read or refused."""
     bits = reader.take("bits", int)
     if bits not in (4, 8):
         raise reader.error("bits", f"is {bits}, but 4 and 8 are supported; use another checkpoint")

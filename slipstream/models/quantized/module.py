@@ -1,4 +1,4 @@
-"""The tensors that one quantised matrix is stored as, and what a format has to say of them."""
+"""The tensors that a quantised matrix is stored as, and the protocol of the formats."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -15,12 +15,12 @@ FLOATS = WEIGHT_DTYPES
 
 
 class StoredModule:
-    """The tensors of one matrix, each to be taken once.
+    """The tensors of one quantised matrix, each to be taken once.
 
     Args:
-        name: of the module, as the checkpoint has it.
-        path: of the checkpoint.
-        entries: its tensors, by what stands behind the module's name and a dot.
+        name: the module's name in the checkpoint.
+        path: the checkpoint's directory.
+        entries: the module's tensors, by the last part of their names.
         taken: called with each entry that is read.
     """
 
@@ -61,8 +61,28 @@ class StoredModule:
         self._taken(entry)
         return tensor
 
+    def take_scales(
+        self,
+        ending: str,
+        *shapes: tuple[int, ...],
+        dtypes: Collection[torch.dtype] = FLOATS,
+    ) -> Tensor:
+        """Scales in float32, in one of these shapes; errors as `take`."""
+        return self.take(ending, dtypes, *shapes).float()
+
+    def take_groups(self, ending: str, columns: int, num_groups: int) -> Tensor:
+        """[columns] int64, the group of each column.
+
+        Raises:
+            CheckpointError: as `take`, and where there is no such group.
+        """
+        group_of = self.take(ending, (torch.int32, torch.int64), (columns,)).long()
+        if bool((group_of < 0).any()) or bool((group_of >= num_groups).any()):
+            raise self.error(f"holds {self.name}.{ending} beyond its {num_groups} groups")
+        return group_of
+
     def pass_over(self, *endings: str) -> None:
-        """Tensors that may be there and say nothing about the matrix."""
+        """Accept tensors that may be there and do not change the matrix."""
         for ending in endings:
             if ending in self._entries:
                 self._taken(self._entries[ending])
