@@ -12,8 +12,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.kernels.sampling import SampleRows, SamplingOps
 from slipstream.sampling.state import SamplingState
 from slipstream.sampling.verification import LOSSLESS, Verification, verify
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from tests.kernels.device import DEVICE
 
 
 @contextmanager

@@ -1,16 +1,11 @@
 """The watch over interpreted kernels sees what leaves their arguments, and nothing else."""
 
-import importlib.util
-import os
-
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed (it is there for Linux only)", allow_module_level=True)
+pytest.importorskip("triton", reason="it is there for Linux only")
 if torch.cuda.is_available():
     pytest.skip("kernels are interpreted where there is no GPU", allow_module_level=True)
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
 import triton.language as tl

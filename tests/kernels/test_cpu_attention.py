@@ -1,7 +1,6 @@
 """Attention in C++, at every level of instructions that this machine has."""
 # ruff: noqa: E402  (the module may be missing)
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -30,6 +29,8 @@ from tests.kernels.batches import (
 )
 from tests.pass_inputs import changed
 
+pytestmark = pytest.mark.usefixtures("level", "two_threads")
+
 Cache = tuple[Tensor, Tensor]
 POSITIONS = 1200
 DTYPES = [torch.float32, torch.bfloat16]
@@ -44,16 +45,6 @@ SHAPES = [
     (2, 1, 256, 8, None),
     (2, 2, 20, 16, None),
 ]
-
-
-@pytest.fixture(params=cpp.levels(), autouse=True)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before, threads = cpp.level(), cpp.num_threads()
-    cpp.set_level(request.param)
-    cpp.set_num_threads(2)
-    yield request.param
-    cpp.set_level(before)
-    cpp.set_num_threads(threads)
 
 
 def make_heads(shape: Shape, window: int | None = None, norms: bool = True) -> Heads:

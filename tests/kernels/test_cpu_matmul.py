@@ -1,7 +1,5 @@
 """Products with packed weights, at every level of instructions that runs here."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,14 +16,6 @@ from slipstream.kernels.cpu import matmul  # noqa: E402
 SHAPES = [(64, 32), (100, 48), (256, 1024), (17, 33), (192, 640), (1, 1), (65, 128)]
 ROWS = [1, 2, 5, 16, 17, 33, 70]
 FORMS = ["float", "int8", "int8 twice", "int4 of 32", "int4 of 128", "int4 of 32 with zeros"]
-
-
-@pytest.fixture(params=cpp.levels())
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = cpp.level()
-    cpp.set_level(request.param)
-    yield request.param
-    cpp.set_level(before)
 
 
 def weight(form: str, rows: int, columns: int, dtype: torch.dtype) -> Weight | None:

@@ -1,7 +1,5 @@
 """Rounding in C++, at every level of instructions: the numbers of plain torch, bit for bit."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,14 +19,6 @@ FORMS = [
     ToInt8(True),
     *(ToInt4(group, zeros) for group in (32, 128) for zeros in (False, True)),
 ]
-
-
-@pytest.fixture(params=cpp.levels())
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = cpp.level()
-    cpp.set_level(request.param)
-    yield request.param
-    cpp.set_level(before)
 
 
 def normal(columns: int = COLUMNS) -> Tensor:

@@ -1,8 +1,6 @@
 """Norms and activations in C++, at every level of instructions that this machine has."""
 # ruff: noqa: E402  (the module may be missing)
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -13,18 +11,10 @@ from slipstream.kernels.cpu.rows import add_norm, gated_activation, norm
 from slipstream.kernels.reference import dense
 from tests.kernels.batches import seeded
 
+pytestmark = pytest.mark.usefixtures("level", "two_threads")
+
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [(1, 1024), (3, 37), (40, 640), (0, 16)]
-
-
-@pytest.fixture(params=cpp.levels(), autouse=True)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before, threads = cpp.level(), cpp.num_threads()
-    cpp.set_level(request.param)
-    cpp.set_num_threads(2)
-    yield request.param
-    cpp.set_level(before)
-    cpp.set_num_threads(threads)
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:

@@ -39,16 +39,10 @@ from tests.kernels.sampling_cases import (
     served_by,
 )
 
+pytestmark = pytest.mark.usefixtures("level")
+
 CPU = torch.device("cpu")
 VOCABULARIES = [1, 17, 33, 151, 1000, 4100]
-
-
-@pytest.fixture(params=cpp.levels(), autouse=True)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = cpp.level()
-    cpp.set_level(request.param)
-    yield request.param
-    cpp.set_level(before)
 
 
 @pytest.fixture(params=[1, 2, 3])

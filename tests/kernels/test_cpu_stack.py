@@ -1,7 +1,7 @@
 """Whole stacks in C++ do what their ops do one by one, to the bit."""
 # ruff: noqa: E402  (the module may be missing)
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -27,6 +27,8 @@ from slipstream.layers.rope import RopeConfig, RopeTables
 from slipstream.layers.stack import Entry, Stack
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, seeded
 from tests.pass_inputs import changed
+
+pytestmark = pytest.mark.usefixtures("level")
 
 WIDTH, INNER, OTHER = 44, 52, 36  # none of them fills a block of rows or a tile
 SHAPE = Shape(3, 1, 20, 8)
@@ -112,14 +114,6 @@ KINDS = {
     "made-up everywhere": Kind((SQUARED, ONLY_SQUARED)),
     "made-up by turns": Kind((ONLY_SQUARED, MIXER) * 2 + (DENSE, SQUARED, WHOLE), fused=(1, 2, 1)),
 }
-
-
-@pytest.fixture(params=cpp.levels(), autouse=True)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = cpp.level()
-    cpp.set_level(request.param)
-    yield request.param
-    cpp.set_level(before)
 
 
 class Drawn(ParameterSource):

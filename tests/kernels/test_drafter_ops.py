@@ -1,20 +1,11 @@
 """The ops that drafting heads need beside a decoder's, in both columns."""
-# ruff: noqa: E402  (what is imported first decides whether kernels are interpreted)
-
-import importlib.util
-import os
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed (it is there for Linux only)", allow_module_level=True)
-
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="it is there for Linux only")
 
 from slipstream.kernels.composition import Parts
 from slipstream.kernels.formats.dense import DenseMatrix
@@ -29,15 +20,11 @@ from slipstream.kernels.triton import attention as triton_attention
 from slipstream.layers.rope import RopeConfig, rope_table
 from tests.kernels import oracles
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
+from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU
 from tests.pass_inputs import changed, moved
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
-]
+pytestmark = INTERPRETED
 
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 BATCHES = [
     Requests([1, 0, 150, 3], [1, 2, 1, 1]),
     Requests([9, 126, 2], [5, 5, 5]),

@@ -1,6 +1,5 @@
 """The kernels that no interpreter has: here they are at least compiled."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed (it is there for Linux only)", allow_module_level=True)
+pytest.importorskip("triton", reason="it is there for Linux only")
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = 227 * 1024  # bytes that a program can have on an H200

@@ -1,16 +1,9 @@
 """How matmuls are cut: what bits depend on follows from the shape, and tiles find room."""
 
-import importlib.util
-import os
-
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed (it is there for Linux only)", allow_module_level=True)
-
-if not torch.cuda.is_available():  # as in tests/conftest.py, and before the kernels are defined
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="it is there for Linux only")
 
 from slipstream.kernels.triton.matmul_stream_tiles import MEMORY, few_rows, many_rows
 from slipstream.kernels.triton.matmul_tiles import (

@@ -1,25 +1,19 @@
 """Batch preparation and suffix lookup in Triton and in C++ do what plain torch does."""
-# ruff: noqa: E402  (what is imported first decides whether kernels are interpreted)
 
 import importlib
 import importlib.util
-import os
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.preparation import PreparationOps, RequestTables
 from slipstream.kernels.reference.preparation import PREPARATION as REFERENCE
+from tests.kernels.device import DEVICE
 
 CPU = torch.device("cpu")
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 NEEDED = {"triton": "triton", "cpu": "_slipstream_cpu"}
 COLUMNS = [name for name, module in NEEDED.items() if importlib.util.find_spec(module)]
 SLOTS, LENGTH, BLOCK = 7, 45, 8

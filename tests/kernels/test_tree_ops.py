@@ -2,10 +2,8 @@
 
 On the GPU where there is one, else interpreted: see `test_triton_ops.py`.
 """
-# ruff: noqa: E402  (what is imported first decides whether kernels are interpreted)
 
 import importlib.util
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,12 +12,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed (it is there for Linux only)", allow_module_level=True)
-
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:  # as in tests/conftest.py, and before the kernels are defined
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="it is there for Linux only")
 
 from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
 from slipstream.kernels.preparation import PreparationOps, RequestTables
@@ -32,15 +25,11 @@ from slipstream.kernels.triton.preparation import PREPARATION as TRITON_PREPARAT
 from slipstream.layers.rope import rope_table
 from slipstream.models.decoder_config import RopeConfig
 from tests.kernels.batches import seeded
+from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU
 from tests.pass_inputs import changed, moved, pass_inputs
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
-]
+pytestmark = INTERPRETED
 
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 COLUMNS = {"reference": REFERENCE, "triton": TRITON}
 PREPARATIONS = {"reference": REFERENCE_PREPARATION, "triton": TRITON_PREPARATION}
 if not ON_GPU and importlib.util.find_spec("_slipstream_cpu"):

@@ -2,10 +2,7 @@
 
 On the GPU where there is one, else interpreted: see `test_triton_ops.py`.
 """
-# ruff: noqa: E402  (what is imported first decides whether kernels are interpreted)
 
-import importlib.util
-import os
 from dataclasses import replace
 
 import pytest
@@ -13,12 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed (it is there for Linux only)", allow_module_level=True)
-
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:  # as in tests/conftest.py, and before the kernels are defined
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="it is there for Linux only")
 
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import REFERENCE
@@ -28,15 +20,11 @@ from slipstream.kernels.triton.attention import SHORT_ROWS, Extras, attend
 from slipstream.kernels.triton.splits import SMALLEST, most_splits, split_of, split_start
 from slipstream.layers.rope import RopeConfig, rope_table
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
+from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU
 from tests.pass_inputs import changed, moved, pass_inputs
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
-]
+pytestmark = INTERPRETED
 
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = [torch.float32, torch.float16]
 if ON_GPU:
     DTYPES.append(torch.bfloat16)

@@ -2,10 +2,7 @@
 
 The interpreter's `tl.dot` is wrong for bfloat16, so that dtype is tested on a GPU only.
 """
-# ruff: noqa: E402  (what is imported first decides whether kernels are interpreted)
 
-import importlib.util
-import os
 from typing import Any
 
 import pytest
@@ -13,12 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed (it is there for Linux only)", allow_module_level=True)
-
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:  # as in tests/conftest.py, and before the kernels are defined
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="it is there for Linux only")
 
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix, ToFloat8
@@ -36,14 +28,10 @@ from slipstream.kernels.triton.matmul_tiles import Tiles
 from slipstream.kernels.triton.norm import normed_rows, round_rows
 from tests.kernels import oracles
 from tests.kernels.batches import seeded
+from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
-]
+pytestmark = INTERPRETED
 
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 HALVES = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
 DTYPES = [torch.float32, *HALVES]
 COLUMNS = [TRITON, TRITON_INVARIANT]

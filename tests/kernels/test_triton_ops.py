@@ -3,11 +3,8 @@
 The interpreter runs the kernels on CPU tensors, program by program. Its `tl.dot` is wrong for
 bfloat16, so that dtype is tested on a GPU only.
 """
-# ruff: noqa: E402  (what is imported first decides whether kernels are interpreted)
 
-import importlib.util
 import itertools
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +13,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed (it is there for Linux only)", allow_module_level=True)
-
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:  # as in tests/conftest.py, and before the kernels are defined
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="it is there for Linux only")
 
 from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
 from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
@@ -33,17 +25,11 @@ from slipstream.kernels.triton.attention import SHORT_ROWS, Extras, paged_attent
 from slipstream.kernels.triton.splits import SMALLEST, most_splits, split_of, split_start
 from tests.kernels import oracles
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
+from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU
 from tests.pass_inputs import changed, moved
 
-# The interpreter computes with numpy, which warns of infinities that are meant.
-# Triton 3.6 also leans on what numpy 2.4 took away, and 3.9 announces a default of 3.10.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
-]
+pytestmark = INTERPRETED
 
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = [torch.float32, torch.float16]
 if ON_GPU:
     DTYPES.append(torch.bfloat16)

@@ -3,10 +3,7 @@
 Probabilities agree up to rounding, so choices may differ where two tokens are as good as equal:
 tests of tokens use few enough numbers that this does not happen by chance.
 """
-# ruff: noqa: E402  (what is imported first decides whether kernels are interpreted)
 
-import importlib.util
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed (it is there for Linux only)", allow_module_level=True)
-
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:  # as in tests/conftest.py, and before the kernels are defined
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="it is there for Linux only")
 
 import triton
 import triton.language as tl
@@ -37,8 +29,8 @@ from slipstream.kernels.triton.launch import options
 from slipstream.kernels.triton.philox import noise_words, token_noise, uniform
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.verification import Verification, needs_of, sample_draft, verify
+from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU
 from tests.kernels.sampling_cases import (
-    DEVICE,
     FULL,
     GREEDY,
     KINDS,
@@ -52,13 +44,7 @@ from tests.kernels.sampling_cases import (
     served_by,
 )
 
-# The interpreter computes with numpy, which warns of overflows and infinities that are meant.
-# Triton 3.6 also leans on what numpy 2.4 took away, and 3.9 announces a default of 3.10.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
-]
+pytestmark = INTERPRETED
 
 VOCABULARIES = [1, 37, 1000, 151936] if ON_GPU else [1, 37, 151, 300]
 
