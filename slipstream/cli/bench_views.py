@@ -12,6 +12,7 @@ from rich.table import Table
 
 from slipstream import __version__
 from slipstream.cli.terminal import QUIET_STYLE, stderr_console, stdout_console
+from slipstream.core.wording import counted
 
 if TYPE_CHECKING:
     from slipstream.bench.tables import ReportTable
@@ -114,4 +115,4 @@ def machine() -> str:
 
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{platform.machine()} CPU, {counted(torch.get_num_threads(), 'thread')}"

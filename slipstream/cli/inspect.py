@@ -70,18 +70,18 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
         "path": facts["path"],
         "architecture": facts["architecture"],
         "kind": _kind(facts["kind"]),
-        "reads": facts["features"] and f"{facts['features']} (of its target)",
+        "target features": facts["features"],
         "drafts": facts["num_speculative_tokens"]
         and f"{counted(facts['num_speculative_tokens'], 'token')} per step by default",
         "trained for": facts["trained_tokens"]
         and f"{counted(facts['trained_tokens'], 'draft token')} per step, all in one pass",
-        "made for": facts["target"],
+        "target": facts["target"],
         "own drafter": facts["own_drafter"],
         "parameters": weights,
         "quantised": facts["quantization"],
         "dtype": facts["dtype"],
         **_shape_rows(facts),
-        "kernels here": facts["kernels"],
+        "kernels": facts["kernels"],
     }
     return {name: row for name, row in rows.items() if row is not None}
 
@@ -101,20 +101,20 @@ def _shape_rows(facts: dict[str, Any]) -> dict[str, str]:
     return {
         "layers": str(facts["num_layers"]),
         "hidden size": f"{facts['hidden_size']}, feed-forward {facts['intermediate_size']}",
-        "heads": f"{heads} of {facts['head_dim']}, {kv_heads} for keys and values",
+        "heads": f"{heads} of dimension {facts['head_dim']}, {kv_heads} key-value heads",
         "vocabulary": f"{facts['vocab_size']} tokens",
         "context": f"{facts['max_position_embeddings']} tokens",
         "tied embeddings": yes_no[facts["tie_word_embeddings"]],
         "EOS ids": ", ".join(map(str, facts["eos_token_ids"])) or "none",
         "chat template": yes_no[facts["has_chat_template"]],
-        "KV cache": f"{_bytes(per_token)} a token, {_bytes(per_block)} a block of {BLOCK_SIZE}",
+        "KV cache": f"{_bytes(per_token)} per token, {_bytes(per_block)} per block of {BLOCK_SIZE}",
     }
 
 
 def _kind(kind: str) -> str:
     if kind == "language_model":
-        return "a language model"
-    return f"a drafter of the kind {kind}"
+        return "language model"
+    return f"drafter, method {kind}"
 
 
 def _short(number: int) -> str:

@@ -59,7 +59,7 @@ def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> Non
         "kernels": document["kernels"],
     }
     words = slipstream("inspect", tiny_target).out
-    for part in ("Qwen3ForCausalLM", "512 bytes a token", "8.00 KiB a block of 16", "tied"):
+    for part in ("Qwen3ForCausalLM", "512 bytes per token", "8.00 KiB per block of 16", "tied"):
         assert part in words
 
 
@@ -193,7 +193,7 @@ HEADS = {
     ),
     "gemma4_assistant": Head(
         write_assistant,
-        ("the cache of its last layers", "0 bytes a token"),
+        ("the cache of its last layers", "0 bytes per token"),
         {"kv_bytes_per_token": 0},
         {"head_dim": 24},
         "2 heads of 16 numbers",
@@ -213,7 +213,7 @@ def test_a_drafter_and_its_fit(
     path = str(case.write(tmp_path / "head", tiny_target))
     ran = slipstream("inspect", path, "--target", tiny_target)
     assert ran.code == 0, ran.err
-    for part in (f"of the kind {kind}", f"fits {tiny_target} as a drafter", *case.shown):
+    for part in (f"drafter, method {kind}", f"fits {tiny_target} as a drafter", *case.shown):
         assert part in ran.out
     other = str(write_qwen3(tmp_path / "other", **case.other))
     ran = slipstream("inspect", path, "--target", other, "--json")
@@ -247,7 +247,7 @@ def test_a_wrapped_head_names_its_target(
 ) -> None:
     head = str(as_wrapper(write_eagle3(tmp_path / "head", tiny_target)))
     assert json.loads(slipstream("inspect", head, "--json").out)["target"] == "target"
-    assert "made for" in slipstream("inspect", head).out
+    assert "target           target" in slipstream("inspect", head).out
 
 
 def test_medusa_heads_without_a_config(
