@@ -106,6 +106,8 @@ class Conversation:
                     self._llm.abort(output.request_id)
                     break
         view.end()
+        if answer is not None:
+            output.require_sound()
         return answer
 
 

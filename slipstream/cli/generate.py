@@ -1,7 +1,7 @@
 """`slipstream generate`: continue prompts."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -114,22 +114,30 @@ def generate(
         last = {int(output.request_id): output for output in llm.stream(prompts, params)}
         outputs = [last[number] for number in sorted(last)]
         print(json.dumps(report(llm, engine.model, load_seconds, outputs), ensure_ascii=False))
+        _require_sound(outputs)
         return
     console = stdout_console()
     if shows_live(console):
         with LiveView(console, llm.tokenizer, params) as view:
-            summary = _play(llm, prompts, params, view)
-        console.print(f"\n{summary}", style=QUIET_STYLE)
+            player = _play(llm, prompts, params, view)
+        console.print(f"\n{player.status().summary()}", style=QUIET_STYLE)
     else:
-        summary = _play(llm, prompts, params, PlainView(params))
+        player = _play(llm, prompts, params, PlainView(params))
+        summary = player.status().summary()
         stderr_console().print(summary, style=QUIET_STYLE, soft_wrap=True)
+    _require_sound(player.outputs)
 
 
-def _play(llm: "LLM", prompts: list[str], params: SamplingParams, view: View) -> str:
-    """Run and show all prompts; returns the summary line."""
+def _require_sound(outputs: Iterable[RequestOutput]) -> None:
+    for output in outputs:
+        output.require_sound()
+
+
+def _play(llm: "LLM", prompts: list[str], params: SamplingParams, view: View) -> "Player":
+    """Run and show all prompts."""
     player = Player(prompts, params.n, view, Meter(llm))
     player.play(llm.stream(prompts, params))
-    return player.status().summary()
+    return player
 
 
 class Player:
@@ -153,6 +161,11 @@ class Player:
         for output in outputs:
             self._latest[int(output.request_id)] = output
             self._catch_up()
+
+    @property
+    def outputs(self) -> Iterable[RequestOutput]:
+        """The latest of every prompt."""
+        return self._latest.values()
 
     def status(self) -> Status:
         """Speed and acceptance over all samples so far."""

@@ -62,6 +62,7 @@ class Committed:
         num_accepted: how many of them were accepted.
         drafter_computed: leading tokens that the drafter has in the shared blocks, as of now.
         num_positions: of the draft tokens; of a tree its depth at most.
+        broken: the logits behind these tokens are not finite, so there is no further one.
     """
 
     token_ids: tuple[int, ...]
@@ -69,3 +70,4 @@ class Committed:
     num_accepted: int
     drafter_computed: int
     num_positions: int | None = None
+    broken: bool = False

@@ -3,7 +3,8 @@
 SlipstreamError
 ├── UsageError        a parameter, flag or request is wrong (the command line exits with 2)
 │   └── DraftTooLongError
-└── CheckpointError   a model directory is missing, broken or does not fit (it exits with 1)
+├── CheckpointError   a model directory is missing, broken or does not fit (it exits with 1)
+└── GenerationError   an output ended with an error (it exits with 1)
 """
 
 from slipstream.core.wording import counted
@@ -30,3 +31,8 @@ class DraftTooLongError(UsageError):
 
 class CheckpointError(SlipstreamError):
     """A model directory is missing, broken, unsupported, or does not fit its target."""
+
+
+class GenerationError(SlipstreamError):
+    """An output ended with an error: logits that are not finite, or nothing that its grammar
+    allows."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, NamedTuple
 
+from slipstream.core.errors import GenerationError
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -124,7 +126,7 @@ class CompletionOutput:
         logprobs: per token, candidates by token id; None unless asked for.
         from_draft: per token, whether it is an accepted draft token.
         finish_reason: "stop", "length", "abort", or "error" where a grammar could not be followed
-            any further; None while it runs.
+            any further, or the model's logits are not finite; None while it runs.
         stop_reason: the stop string or stop token id that ended it, if one did; of an error, what
             was wrong.
     """
@@ -154,3 +156,9 @@ class RequestOutput:
     outputs: Sequence[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+
+    def require_sound(self) -> None:
+        """Raise GenerationError when a sample ended with an error."""
+        for sample in self.outputs:
+            if sample.finish_reason == "error":
+                raise GenerationError(f"the output was broken off: {sample.stop_reason}")

@@ -17,8 +17,8 @@ class RequestStatus(Enum):
 
 
 class FinishReason(Enum):
-    """Why an output ended: a stop token or string or a complete grammar, a limit, its user, or a
-    token that its grammar does not allow (where nothing else was left to sample)."""
+    """Why an output ended: a stop token or string or a complete grammar, a limit, its user, or an
+    error (logits that are not finite, or no token that its grammar allows)."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -7,6 +7,10 @@ from slipstream.core.structured import Advance
 
 # Nothing that min_tokens asks for can follow a text that its grammar calls complete.
 COMPLETE_EARLY = "the grammar was complete before min_tokens"
+NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity): weights of its checkpoint are broken, or "
+    "its numbers overflow in this dtype; check the checkpoint, or load it with dtype float32"
+)
 
 Ending = tuple[FinishReason, str | int | None]
 

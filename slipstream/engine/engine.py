@@ -182,7 +182,7 @@ class Engine:
                     self._take(submission, sample, result, index)
             except Exception as error:  # of this request alone: the others go on
                 self._fail(submission, error)
-            if gained.token_ids or submission.error is not None:
+            if gained.token_ids or gained.broken or submission.error is not None:
                 changed[submission.request_id] = submission
         return list(changed.values())
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from slipstream.cache.block_manager import BlockManager
+from slipstream.core.batch import Committed, ScheduledRequest
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request, RequestStatus
 
@@ -57,4 +58,16 @@ def _check_running(request: Request, limits: StepLimits, blocks: BlockManager) -
     # The next row goes to position num_computed, behind every block that others may read.
     assert blocks.num_final_tokens(name) <= request.num_computed, (
         f"{name}: a final block would be written again"
+    )
+
+
+def check_gain(item: ScheduledRequest, gain: Committed) -> None:
+    """A step that reaches the end gains its accepted drafts and one token more, others nothing,
+    and where logits are not finite it gains less."""
+    assert gain.num_accepted <= gain.num_draft_tokens <= item.num_draft_tokens, (
+        f"{item.request.request_id}: {gain} does not fit {item.num_draft_tokens} planned drafts"
+    )
+    gained = gain.num_accepted + 1 if item.reaches_end else 0
+    assert len(gain.token_ids) == gained or (gain.broken and len(gain.token_ids) < gained), (
+        f"{item.request.request_id}: {gain} should hold {gained} tokens"
     )

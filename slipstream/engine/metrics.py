@@ -11,12 +11,15 @@ from slipstream.engine.step_results import StepTimes
 class EngineMetrics:
     """Totals over all requests; times in seconds.
 
+    `num_broken` counts samples that ended because the model's logits were not finite.
+
     `speculation` counts drafts, draft tokens and accepted tokens by the definitions of
     `RequestMetrics`.
     """
 
     num_steps: int = 0
     num_output_tokens: int = 0
+    num_broken: int = 0
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -33,6 +36,7 @@ class EngineMetrics:
     def count_tokens(self, gained: Committed, num_kept: int) -> None:
         """Take in one request's share of a step, of which stop conditions left `num_kept`."""
         self.num_output_tokens += num_kept
+        self.num_broken += gained.broken
         if gained.num_draft_tokens:
             self.speculation.count_draft(
                 gained.num_draft_tokens, gained.num_accepted, gained.num_positions

@@ -12,8 +12,8 @@ from slipstream.core.limits import StepLimits
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.engine.admission import check_fits
 from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
-from slipstream.engine.endings import append_output
-from slipstream.engine.invariants import arrival, check_places, check_queues
+from slipstream.engine.endings import NOT_FINITE, append_output
+from slipstream.engine.invariants import arrival, check_gain, check_places, check_queues
 
 
 @dataclass(slots=True, eq=False)
@@ -347,15 +347,18 @@ class Scheduler:
 
     def _commit_one(self, item: ScheduledRequest, gain: Committed) -> None:
         request = item.request
-        _check_gain(item, gain)
+        check_gain(item, gain)
         ending = append_output(request, gain.token_ids, self.limits.max_model_len)
+        if ending is None and gain.broken:
+            ending = FinishReason.ERROR, NOT_FINITE
         # Without an ending this is num_tokens - 1: the bonus or recovered token is not computed.
         # With one, the output may have been cut inside the accepted drafts.
         computed = request.num_computed + item.num_new_tokens + gain.num_accepted
         request.num_computed = min(computed, request.num_tokens)
         request.num_steps += bool(gain.token_ids)
         request.drafter_computed = gain.drafter_computed
-        self._index(request, gain.drafter_computed)
+        if not gain.broken:
+            self._index(request, gain.drafter_computed)
         if ending is not None:
             self.finish(request, *ending)
         elif not request.steps_in_flight:  # or that step may still write to these blocks
@@ -387,14 +390,3 @@ class Scheduler:
         """Raise AssertionError unless queues, slots and blocks agree."""
         check_queues(self._running, self._waiting, self._requests)
         check_places(self._running, self._free_slots, self.limits, self.block_manager)
-
-
-def _check_gain(item: ScheduledRequest, gain: Committed) -> None:
-    """A step that reaches the end gains its accepted drafts and one token more, others nothing."""
-    assert gain.num_accepted <= gain.num_draft_tokens <= item.num_draft_tokens, (
-        f"{item.request.request_id}: {gain} does not fit {item.num_draft_tokens} planned drafts"
-    )
-    gained = gain.num_accepted + 1 if item.reaches_end else 0
-    assert len(gain.token_ids) == gained, (
-        f"{item.request.request_id}: {gain} should hold {gained} tokens"
-    )

@@ -18,6 +18,7 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from slipstream.core.batch import Batch
 from slipstream.core.limits import StepLimits
@@ -116,12 +117,12 @@ class Step:
             logits = self._runner.logits(forward.layout.ends(forward.hidden, draft.num_tokens + 1))
         computed = self._now()
         with label(_VERIFY):
-            verdict = self._verify(batch, draft, logits, allowed)
+            verdict, largest = self._verify(batch, draft, logits, allowed)
             verdict = self._commit(batch, verdict)
             self._drafter.observe(batch, verdict, forward)
         cached = self._drafter.cached_tokens(batch.slots)
         times = (proposal.began, proposal.drafted, computed, self._now())
-        return Outcome.of(verdict, draft, cached, times, logits, forward)
+        return Outcome.of(verdict, largest, draft, cached, times, logits, forward)
 
     def propose(self, batch: DeviceBatch) -> Proposal:
         """The drafter's guesses, which become the tentative tail of every request's tokens."""
@@ -151,8 +152,9 @@ class Step:
 
     def _verify(
         self, batch: DeviceBatch, draft: Draft, logits: Tensor, allowed: Tensor | None
-    ) -> Verdict:
-        """The verdict on every request's draft."""
+    ) -> tuple[Verdict, Tensor]:
+        """The verdict on every request's draft, and [R, K + 1] the largest logit of the row that
+        each of its tokens comes from, which is finite if all of them are."""
         rows = SampleRows.build(
             batch.slots,
             self._state.num_tokens[batch.slots],
@@ -161,14 +163,17 @@ class Step:
             draft.one_hot,
             draft.probs,
             draft.vocabulary,
-            num_rows=len(logits),
+            num_rows=logits.shape[0],
+            certain=draft.certain_tokens() if draft.tree is None else None,
         )
+        largest = rows.by_request(logits.amax(-1))
         if allowed is not None:
             assert self._sampling.allowed_next is not None
             allowed.index_copy_(0, rows.first_row, self._sampling.allowed_next[batch.slots])
-            rows = replace(rows, allowed=allowed, certain=draft.certain)
+            rows = replace(rows, allowed=allowed)
         if draft.tree is None:
-            return verify(logits, rows, self._sampling, batch.uses, self._verification)
+            verdict = verify(logits, rows, self._sampling, batch.uses, self._verification)
+            return verdict, largest
         trees = DraftedTrees(
             nodes=draft.tree,
             slots=batch.slots,
@@ -176,13 +181,14 @@ class Step:
             token_ids=draft.token_ids,
             num_nodes=draft.num_tokens,
             most_accepted=self._acceptable(batch.slots),
-            num_rows=len(logits),
+            num_rows=logits.shape[0],
             allowed=allowed,
         )
         verdict = verify_trees(logits, trees, self._sampling, batch.uses, self._verification)
         assert verdict.path is not None
         self._runner.keep_path(batch.slots, verdict.path, verdict.num_accepted)
-        return verdict
+        largest = largest.gather(1, verdict.path)
+        return verdict, pad(largest, (0, verdict.token_ids.shape[1] - largest.shape[1]))
 
     def _commit(self, batch: DeviceBatch, verdict: Verdict) -> Verdict:
         """Append what was accepted; refused tokens lose their slots, and requests whose prompt is
@@ -199,7 +205,7 @@ class Step:
         self._sampling.commit(batch.slots, verdict.token_ids, num_tokens, batch.uses)
         if self._runner.has_states:
             self._runner.commit(batch.slots, batch.num_known_rows + num_accepted)
-        return replace(verdict, num_tokens=num_tokens, num_accepted=num_accepted)
+        return Verdict(verdict.token_ids, num_tokens, num_accepted, verdict.path)
 
     def _room(self, slots: Tensor) -> Tensor:
         """[R] int64, how many draft tokens can be of use; see `Scheduler._most_drafts`."""

@@ -15,6 +15,7 @@ from slipstream.speculative.drafter import Draft
 
 _NUM_COUNTS, _NUM_TIMES = 4, 4  # columns of `Outcome.numbers` behind the tokens
 _CACHED = -_NUM_TIMES - 1
+_EXPONENT = 0x7F800000  # bits of a float32 that are all set where it is not finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,9 +23,10 @@ class Outcome:
     """What the device's part of a step gave.
 
     Attributes:
-        numbers: [R, K + 9] int64, for the host: the K + 1 places of the verdict's tokens; how many
-            tokens, accepted and draft tokens there are, and what the drafter has cached; and when
-            the step began, had its drafts, had the target's logits, and ended, in nanoseconds.
+        numbers: [R, 2 (K + 1) + 8] int64, for the host: the K + 1 places of the verdict's tokens,
+            and for each the bits of the largest logit of its row; how many tokens, accepted and
+            draft tokens there are, and what the drafter has cached; and when the step began, had
+            its drafts, had the target's logits, and ended, in nanoseconds.
         logits: [N, V] float32, the target's raw logits.
         forward: the target's pass.
         path: [R, W] int64, which of a request's rows of logits gave each token; None: the first.
@@ -39,15 +41,22 @@ class Outcome:
     def of(
         cls,
         verdict: Verdict,
+        largest: Tensor,
         draft: Draft,
         cached: Tensor,
         times: Sequence[Tensor],
         logits: Tensor,
         forward: Forward,
     ) -> "Outcome":
+        """Args:
+        largest: [R, K + 1] float32, the largest logit of the row of each token.
+        cached: [R] int64, what the drafter has cached.
+        times: when the step began, had drafts, had logits, and ended.
+        """
         counts = (verdict.num_tokens, verdict.num_accepted, draft.num_tokens, cached)
         rows = torch.stack(tuple(times)).expand(len(cached), _NUM_TIMES)
-        numbers = torch.cat((verdict.token_ids, torch.stack(counts, 1), rows), 1)
+        bits = largest.view(torch.int32).to(torch.int64)  # cat converts more slowly
+        numbers = torch.cat((verdict.token_ids, bits, torch.stack(counts, 1), rows), 1)
         return cls(numbers, logits, forward, verdict.path)
 
     def set_cached(self, cached: Tensor) -> None:
@@ -80,7 +89,7 @@ class Launched:
     def logit_starts(self, committed: Sequence[Committed]) -> list[int]:
         """The first row of logits of each request."""
         if self.padded:
-            width = self.outcome.numbers.shape[1] - _NUM_COUNTS - _NUM_TIMES
+            width = (self.outcome.numbers.shape[1] - _NUM_COUNTS - _NUM_TIMES) // 2
             return [index * width for index in range(len(committed))]
         starts = [0]
         for gain in committed:
@@ -133,6 +142,16 @@ class StepResult:
 
 def _committed(row: Sequence[int], tree_depth: int | None) -> Committed:
     """One request's share of `Outcome.numbers`, without times."""
-    *tokens, count, accepted, drafts, cached = row
+    *pairs, count, accepted, drafts, cached = row
+    width = len(pairs) // 2
+    tokens, bits = pairs[:count], pairs[width : width + count]
     positions = None if tree_depth is None else min(drafts, tree_depth)
-    return Committed(tuple(tokens[:count]), drafts, accepted, cached, positions)
+    sound = next((place for place, it in enumerate(bits) if it & _EXPONENT == _EXPONENT), count)
+    return Committed(
+        token_ids=tuple(tokens[:sound]),
+        num_draft_tokens=drafts,
+        num_accepted=min(accepted, sound),
+        drafter_computed=cached,
+        num_positions=positions,
+        broken=sound < count,
+    )

@@ -113,6 +113,7 @@ class SampleRows:
         draft_probs: Tensor | None = None,
         draft_vocabulary: Tensor | None = None,
         num_rows: int | None = None,
+        certain: Tensor | None = None,
     ) -> "SampleRows":
         """Lay the rows out, without waiting for the device.
 
@@ -132,6 +133,7 @@ class SampleRows:
             draft_probs=draft_probs,
             draft_vocabulary=draft_vocabulary,
             layout=layout,
+            certain=certain,
         )
 
     @property
@@ -168,6 +170,13 @@ class SampleRows:
     def row_slots(self) -> Tensor:
         """[N] int64, the slot of each row."""
         return self.slots[self.request]
+
+    def by_request(self, values: Tensor) -> Tensor:
+        """values [N] of the rows -> [R, K + 1]; some row's behind those of a shorter draft."""
+        if self.layout is None:
+            return values.view(self.num_requests, -1)
+        place = torch.arange(self.max_draft_tokens + 1, device=values.device)
+        return values[(self.first_row.unsqueeze(1) + place).clamp_max(values.shape[0] - 1)]
 
     def draft_mask(self) -> Tensor:
         """[R, K] bool, which places of `draft_tokens` are in use."""

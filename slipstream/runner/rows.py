@@ -115,7 +115,7 @@ class RowLayout:
     def is_single(self) -> bool:
         """Whether every request has exactly one row."""
         count = self.num_requests
-        return len(self.token_ids) == count and (
+        return self.token_ids.shape[0] == count and (
             not self.row_starts or [*self.row_starts] == [*range(count + 1)]
         )
 
@@ -170,7 +170,7 @@ class RowLayout:
         if self.width is not None:
             return values
         num_rows = int(counts.sum())
-        if num_rows == len(values):
+        if num_rows == values.shape[0]:
             return values
         request = torch.repeat_interleave(counts, output_size=num_rows)
         place = torch.arange(num_rows, device=counts.device) - (counts.cumsum(0) - counts)[request]
@@ -190,7 +190,7 @@ class RowLayout:
         if self.places is not None:
             return self.places
         assert self.width is not None
-        row = torch.arange(len(self.token_ids), device=self.first_row.device)
+        row = torch.arange(self.token_ids.shape[0], device=self.first_row.device)
         return row // self.width, row % self.width
 
 

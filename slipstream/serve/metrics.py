@@ -198,6 +198,7 @@ class _EngineTotals(_OneModelCollector):
             ("prefix_cache_queries", "Prompt tokens looked up", blocks.num_queried_tokens),
             ("prefix_cache_hits", "Prompt tokens found", blocks.num_hit_tokens),
             ("generation_tokens", "Output tokens", metrics.num_output_tokens),
+            ("num_nonfinite_logits", "Samples whose logits were not finite", metrics.num_broken),
             ("num_preemptions", "Requests that gave their blocks back", scheduler.num_preemptions),
             ("engine_steps", "Steps of the engine", metrics.num_steps),
             ("spec_decode_num_drafts", "Drafts", spec.num_drafts),

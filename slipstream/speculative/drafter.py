@@ -48,6 +48,19 @@ class Draft:
     tree: TreeNodes | None = None
     certain: Tensor | None = None
 
+    def certain_tokens(self) -> Tensor | None:
+        """[R, K] bool, tokens whose q counts as 1, though the others of their request were sampled:
+        those of grammars, and where a drafter's logits were no numbers. None: nowhere."""
+        if self.probs is None:
+            return self.certain
+        columns = self.token_ids.clamp_min(0)
+        if self.vocabulary is not None:
+            columns = torch.searchsorted(self.vocabulary, columns)
+            columns = columns.clamp_max(self.probs.shape[2] - 1)
+        # Nothing is ever sampled with q = 0, but a row of logits that are no numbers gives zeros.
+        broken = ~(self.probs.gather(2, columns.unsqueeze(2)).squeeze(2) > 0)
+        return broken if self.certain is None else self.certain | broken
+
     def first(self, requests: int) -> "Draft":
         """The drafts of the first requests."""
         return replace(

@@ -31,6 +31,7 @@ class FakeLLM:
     """Records what it was asked; answers `reply` to everything."""
 
     reply = "Hello, wörld!\nSecond line.\n"
+    reason = "length"
     made: ClassVar[list["FakeLLM"]] = []
 
     def __init__(self, config: EngineConfig, progress_bar: Any = None) -> None:
@@ -116,8 +117,8 @@ def _sample(index: int, ids: list[int], done: bool, params: SamplingParams) -> C
         cumulative_logprob=None if logprobs is None else -0.5 * len(ids),
         logprobs=logprobs,
         from_draft=[place % STEP != STEP - 1 for place in range(len(ids))],
-        finish_reason="length" if done else None,
-        stop_reason=None,
+        finish_reason=FakeLLM.reason if done else None,
+        stop_reason="it broke" if done and FakeLLM.reason == "error" else None,
     )
 
 

@@ -46,6 +46,22 @@ def test_errors_are_one_sentence_and_an_exit_code(
     assert (ran.code, ran.out, ran.err) == (code, "", says)
 
 
+@pytest.mark.parametrize("command", ["generate", "generate --json", "chat"])
+def test_an_output_that_was_broken_off_is_an_error(
+    slipstream: CommandLine,
+    fake_llm: type[FakeLLM],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    monkeypatch.setattr(FakeLLM, "reason", "error")
+    asked = {"stdin": b"x\n"} if command == "chat" else {}
+    given = [] if command == "chat" else ["--prompt", "x"]
+    ran = slipstream(*command.split(), *given, **asked)
+    assert ran.code == 1
+    assert ran.err.endswith("slipstream: the output was broken off: it broke\n")
+    assert "Second line" in ran.out
+
+
 @pytest.mark.parametrize(
     "error",
     [
