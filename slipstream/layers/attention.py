@@ -13,7 +13,7 @@ from slipstream.kernels.table import Heads, Norm, Ops
 from slipstream.layers.layer import BuildContext, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms, rms_norm
-from slipstream.layers.parameters import InvalidSizesError, Part, require_positive
+from slipstream.layers.parameters import WHOLE, InvalidSizesError, Part, Share, require_positive
 from slipstream.layers.rope import RopeConfig
 
 
@@ -73,8 +73,9 @@ class AttentionSpec:
     def numbers_per_row(self) -> int:
         return 3 * self.query_rows + 4 * self.kv_rows
 
-    def cache(self, dtype: torch.dtype) -> KVSpec:
-        return KVSpec(self.num_kv_heads, self.head_dim, dtype)
+    def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> KVSpec:
+        num_kv_heads = share.of(self.num_kv_heads, "num_key_value_heads")
+        return KVSpec(num_kv_heads, self.head_dim, dtype)
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "Attention":
         return Attention(self, context, layer, norms)
@@ -153,7 +154,7 @@ class Attention:
         return self.output.apply(ops, mixed), stream
 
     def store(self, ops: Ops, x: Tensor, inputs: PassInputs, cache: LayerCache) -> None:
-        """Keys and values of rows x [T, columns] go to their slots, for others to see."""
+        """Store keys and values of rows x [T, columns] in their slots of `cache`."""
         rows = self.heads.num_heads * self.heads.head_dim  # of the queries
         weight, bias = self.qkv.weight.rows(rows), self.qkv.bias
         bias = None if bias is None else bias[rows:]

@@ -43,7 +43,7 @@ class BuildContext:
 
 
 class Mixer(Protocol):
-    """A built half in which rows see others, by way of a cache.
+    """A built half in which rows depend on others, through a cache.
 
     Attributes:
         norm: before it; None where it reads the stream as it is.
@@ -74,7 +74,7 @@ class Mixer(Protocol):
 
 
 class FeedForward(Protocol):
-    """A built half whose rows are computed apart; for the attributes see `Mixer`."""
+    """A built half whose rows do not depend on each other; for the attributes see `Mixer`."""
 
     @property
     def norm(self) -> Norm | None: ...
@@ -87,7 +87,7 @@ class FeedForward(Protocol):
 
 
 class HalfSpec(Protocol):
-    """What memory is planned by."""
+    """What the specs of both halves tell, for plans of memory."""
 
     def matrices(self, norms: LayerNorms, width: int) -> Sequence[MatrixShape]:
         """The shapes of its matrices beside a stream of this width."""
@@ -99,8 +99,8 @@ class HalfSpec(Protocol):
 class MixerSpec(HalfSpec, Protocol):
     """A kind of mixer with its sizes."""
 
-    def cache(self, dtype: torch.dtype) -> CacheSpec:
-        """What it keeps of the past, in this dtype."""
+    def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> CacheSpec:
+        """What a process with this share keeps of the past, in this dtype."""
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> Mixer:
         """The half with its weights, which a checkpoint has under the name `layer`."""
@@ -191,5 +191,5 @@ class Layer:
 def build_layers(
     specs: Sequence[LayerSpec], context: BuildContext, name: str = "model.layers.{}"
 ) -> list[Layer]:
-    """Layers whose names in a checkpoint have their index in the place of the braces."""
+    """Build all layers; the index of a layer takes the place of the braces in its name."""
     return [spec.build(context, name.format(index)) for index, spec in enumerate(specs)]

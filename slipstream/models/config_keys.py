@@ -1,4 +1,4 @@
-"""The keys of config.json that the Llama family shares, in the spellings of all its years."""
+"""The keys of config.json that the Llama family shares, in all their spellings."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class Defaults:
 
 @dataclass(frozen=True, kw_only=True)
 class CommonKeys:
-    """What the keys that all architectures of the family share say.
+    """What the keys say that all architectures of the family share.
 
     Attributes:
         attention: without biases, norms of heads and window.

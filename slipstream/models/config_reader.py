@@ -137,7 +137,7 @@ HARMLESS_KEYS: Final = frozenset(_BOOKKEEPING | _TOKENS | _EXECUTION | _TRAINING
 
 
 class ConfigReader:
-    """Hands out the keys of a config and remembers which nobody asked for.
+    """Reads the keys of a config and remembers which have been read.
 
     A key whose value is null is read as a key that is not there.
 
@@ -202,7 +202,7 @@ class ConfigReader:
         return ConfigReader(values, self.file, f"{self._prefix}{key}.", harmless=())
 
     def finish(self) -> None:
-        """Refuse the config if it has a key that nobody took and that may change the maths."""
+        """Raise CheckpointError for a key that was not read and may change the maths."""
         for key, value in self._config.items():
             if key in self._taken or key in self._harmless or _is_off(value):
                 continue

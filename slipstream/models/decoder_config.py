@@ -10,7 +10,7 @@ from slipstream.cache.spec import CacheLayout
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.layer import LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
-from slipstream.layers.parameters import InvalidSizesError, require_positive
+from slipstream.layers.parameters import WHOLE, InvalidSizesError, Share, require_positive
 from slipstream.layers.rope import RopeConfig
 
 __all__ = ["DecoderConfig", "InvalidSizesError", "RopeConfig"]
@@ -85,10 +85,10 @@ class DecoderConfig:
         mixers = (layer.mixer for layer in self.layers)
         return tuple(mixer.window if isinstance(mixer, AttentionSpec) else None for mixer in mixers)
 
-    def cache_layout(self, dtype: torch.dtype) -> CacheLayout:
-        """What its layers keep of the past, in this dtype."""
+    def cache_layout(self, dtype: torch.dtype, share: Share = WHOLE) -> CacheLayout:
+        """What the layers of a process with this share keep of the past, in this dtype."""
         mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
-        return CacheLayout(tuple(mixer.cache(dtype) for mixer in mixers), dtype)
+        return CacheLayout(tuple(mixer.cache(dtype, share) for mixer in mixers), dtype)
 
     @property
     def num_layer_parameters(self) -> int:

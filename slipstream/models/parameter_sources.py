@@ -89,7 +89,7 @@ class CheckpointSource:
         return parameter
 
     def _own(self, part: Part, entry: TensorEntry) -> Tensor:
-        """This rank's share of a part; of shared rows no others are read."""
+        """This rank's share of a part; where ranks share rows, only its own are read."""
         if part.split == ROWS:
             entry = entry.row_range(*self._share.span(part.rows, part.name))
         block = self._empty(entry.shape)

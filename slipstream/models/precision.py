@@ -98,7 +98,7 @@ class PreparedSource:
         return self._ops.pack(matrix)
 
     def _log_odd_columns(self, name: str, columns: int) -> None:
-        """Once for each width that no group divides."""
+        """Log once for each number of columns that no group divides."""
         if columns not in self._odd_columns:
             self._odd_columns.add(columns)
             logger.info(

@@ -7,7 +7,7 @@ of it; reading into the parameter's own memory needs no second copy.
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
@@ -21,7 +21,7 @@ from slipstream.kernels.devices import is_host_memory
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_SLICE_BYTES = 16 << 20  # of the temporary buffer between a file and another dtype or device
+_SLICE_BYTES = 16 << 20  # that are read at once, converted where needed, and checked
 _CACHED = 1 << 20  # bytes that stay in a core's cache
 _DAMAGED = "copy or download the file again"
 
@@ -63,7 +63,7 @@ class TensorEntry:
     nbytes: int
 
     def row_range(self, start: int, stop: int) -> "TensorEntry":
-        """The rows from `start` to before `stop`, which lie in a row in the file."""
+        """The entry of the rows from `start` to before `stop`, which are contiguous in the file."""
         row = self.nbytes // self.shape[0]
         shape, nbytes = (stop - start, *self.shape[1:]), (stop - start) * row
         return replace(self, shape=shape, offset=self.offset + start * row, nbytes=nbytes)
@@ -98,11 +98,7 @@ def read_into(entry: TensorEntry, destination: Tensor, *, raw: bool = False) -> 
     flat = destination.detach().view(-1)
     with _opened(entry.file) as file:
         file.seek(entry.offset)
-        if is_host_memory(destination) and destination.dtype == entry.dtype:
-            _fill(file, entry, flat)
-        else:
-            _fill_in_slices(file, entry, flat)
-    require_finite(entry, destination)
+        _read_slices(file, entry, flat)
 
 
 def require_finite(entry: TensorEntry, values: Tensor) -> None:
@@ -128,8 +124,8 @@ def _is_finite(values: Tensor) -> bool:
         return all(bool((part & 0x7F).max() < 0x7F) for part in codes if part.numel())
     if values.dtype.itemsize == 1:
         values = values.float()
-    # One pass at the speed of memory: a sum of finite numbers is finite, but for rare overflows.
-    if bool(values.sum().isfinite()) or values.numel() == 0:
+    # Faster than a look at each number: a sum of finite ones is finite, but for rare overflows.
+    if bool(values.sum().isfinite()):
         return True
     return all(bool(extreme.isfinite()) for extreme in values.aminmax())
 
@@ -290,15 +286,16 @@ def _fill(file: FileIO, entry: TensorEntry, flat: Tensor) -> None:
         done += count
 
 
-def _fill_in_slices(file: FileIO, entry: TensorEntry, flat: Tensor) -> None:
-    """Read through a small buffer, so that a conversion never holds a second whole tensor."""
-    buffer = torch.empty(min(flat.numel(), _SLICE_BYTES // entry.dtype.itemsize), dtype=entry.dtype)
-    for begin, end in _slices(flat.numel(), max(1, buffer.numel())):
-        part = buffer[: end - begin]
-        _fill(file, entry, part)
-        flat[begin:end].copy_(part)
-
-
-def _slices(total: int, step: int) -> Iterator[tuple[int, int]]:
-    for begin in range(0, total, step):
-        yield begin, min(begin + step, total)
+def _read_slices(file: FileIO, entry: TensorEntry, flat: Tensor) -> None:
+    """Read slice by slice: a conversion never holds a second whole tensor, and numbers are checked
+    while they are in the cache."""
+    size = max(1, _SLICE_BYTES // entry.dtype.itemsize)
+    is_direct = is_host_memory(flat) and flat.dtype == entry.dtype
+    buffer = flat if is_direct else torch.empty(min(flat.numel(), size), dtype=entry.dtype)
+    for part in torch.split(flat, size):
+        if is_direct:
+            _fill(file, entry, part)
+        else:
+            _fill(file, entry, buffer[: len(part)])
+            part.copy_(buffer[: len(part)])
+        require_finite(entry, part)

@@ -127,7 +127,7 @@ class Tokenizer:
                 self._backend.add_special_tokens([known])
 
     def _check_added_tokens(self) -> None:
-        """The settings repeat the added tokens; a second opinion on an id would garble prompts."""
+        """The settings repeat the added tokens; an id that differs there would garble prompts."""
         declared = self.settings.get("added_tokens_decoder")
         for index, token in declared.items() if isinstance(declared, dict) else ():
             text = token.get("content") if isinstance(token, dict) else None

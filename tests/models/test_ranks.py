@@ -210,6 +210,12 @@ def test_the_ranks_together_are_the_whole_network(tmp_path: Path, tied: bool) ->
         assert_close(own, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_caches_hold_the_heads_of_a_rank(tmp_path: Path) -> None:
+    config = read_decoder_config(Checkpoint(write_qwen3(tmp_path / "model")))
+    whole, *shares = (config.cache_layout(torch.bfloat16, it) for it in (Share(), *SHARES))
+    assert [share.bytes_per_token for share in shares] == [whole.bytes_per_token // SIZE] * SIZE
+
+
 def add_biases(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if ".self_attn." in name and "_proj.weight" in name]:

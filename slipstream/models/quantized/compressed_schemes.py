@@ -33,7 +33,7 @@ class Scheme:
 
 
 def read_scheme(group: ConfigReader, format: str) -> Scheme:
-    """CheckpointError for everything that is not supported, by its key."""
+    """Read one group of settings; CheckpointError names a key that is not supported."""
     weights = group.nested("weights")
     is_float, bits = _kind(weights), weights.take("num_bits", int, 8)
     _require_kind(weights, format, is_float, bits)
@@ -83,7 +83,7 @@ def _read_strategy(
 
 
 def _read_order(weights: ConfigReader) -> bool:
-    """Whether columns stand apart from their groups; reordering that moves no groups is nothing."""
+    """Whether the columns of a group may stand anywhere; other orders change nothing here."""
     order = weights.take_any("actorder")
     if order not in (None, True, False, "group", "dynamic", "weight", "static"):
         raise weights.error("actorder", f"is {order!r}, but must be group, weight or null")
@@ -121,6 +121,6 @@ def _read_activations(group: ConfigReader, format: str, is_float: bool) -> bool:
 
 
 def _pass_over_search(settings: ConfigReader) -> None:
-    """Keys about how scales were found, and in what they are stored."""
+    """Accept keys about how scales were found and stored."""
     for key in ("observer", "observer_kwargs", "scale_dtype", "zp_dtype"):
         settings.take_any(key)
