@@ -1,4 +1,4 @@
-"""What can never be served is refused when it comes, with the numbers and the remedy."""
+"""Refuses requests that can never be served, with the numbers and the remedy."""
 
 from slipstream.cache.block_manager import BlockManager
 from slipstream.core.errors import UsageError

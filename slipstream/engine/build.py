@@ -1,4 +1,4 @@
-"""Putting an engine together."""
+"""Loads the models of an engine and puts it together."""
 
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,6 @@ from slipstream.engine.grammar import Grammars
 from slipstream.engine.guidance import Guidance
 from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.named_target import with_named_target
-from slipstream.engine.reasons import Reasons
 from slipstream.engine.resolve import (
     Resolved,
     require_precision,
@@ -22,7 +21,7 @@ from slipstream.engine.resolve import (
     resolve_model_len,
 )
 from slipstream.engine.scheduler import Scheduler
-from slipstream.engine.sizing import WeightRoom
+from slipstream.engine.sizing import Reasons, WeightRoom
 from slipstream.engine.step import Step
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
@@ -55,7 +54,7 @@ from slipstream.speculative.options import TargetModel
 
 
 def _read_shape(checkpoint: Checkpoint) -> DecoderConfig:
-    """Of the target; a drafter in its place is told as one, not by the keys that it stumbles on."""
+    """The target's configuration; a drafter that is given in its place is refused as one."""
     try:
         return read_decoder_config(checkpoint)
     except CheckpointError as error:

@@ -33,7 +33,7 @@ class _Proposed:
 
 @dataclass
 class _Steered:
-    """What grammars made of a batch's draft, on the host.
+    """A batch's draft after grammars have changed it, on the host.
 
     Attributes:
         paths: of each request.
@@ -51,7 +51,7 @@ class _Steered:
 
 @dataclass(frozen=True, eq=False)
 class SteeredDraft:
-    """What the host made of a draft that grammars have a say in; tensors on the device.
+    """A draft after grammars have changed it, as tensors on the device.
 
     Attributes:
         token_ids: [R, K] int64, in place of the draft's.
@@ -102,7 +102,7 @@ class DraftSteering:
         return self.guidance.steer(self.batch, self.packed, draft)
 
     def buffers(self, draft: Draft) -> SteeredDraft:
-        """What a captured step reads for a draft of this shape."""
+        """The tensors that a captured step reads for a draft of this shape."""
         return self.guidance.buffers(*draft.token_ids.shape)
 
     def fill(self, draft: Draft) -> SteeredDraft:
@@ -290,7 +290,7 @@ def _as_proposed(proposed: _Proposed) -> Path:
 
 
 def _columns(paths: Sequence[Path], width: int) -> list[list[int]]:
-    """Of each path its tokens, which of them were forced, their number, and how many were kept."""
+    """One row per path: its tokens, which of them were forced, their number, how many were kept."""
     rows = []
     for path in paths:
         padding = [0] * (width - len(path.token_ids))

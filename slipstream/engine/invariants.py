@@ -1,4 +1,4 @@
-"""What must hold between two calls of the scheduler."""
+"""Invariants of the scheduler, which hold between two calls."""
 
 from collections.abc import Mapping, Sequence
 

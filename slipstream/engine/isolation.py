@@ -1,4 +1,4 @@
-"""Which request makes steps fail: behind a failure they come back one by one."""
+"""Finds the request that makes steps fail: after a failure they are tried one by one."""
 
 from collections.abc import Sequence
 

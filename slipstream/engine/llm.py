@@ -193,7 +193,7 @@ class LLM:
                 self._mail.pop(request_id, None)
 
     def _collect(self, mine: Mapping[str, Submission]) -> list[RequestOutput | Exception]:
-        """What came for these requests, by anyone's steps; steps when nothing has."""
+        """New outputs of these requests, whoever ran the steps; runs one if there are none."""
         if not any(self._mail[request_id] for request_id in mine):
             for submission in self.engine.step():
                 request_id = submission.request_id

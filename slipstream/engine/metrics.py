@@ -1,4 +1,4 @@
-"""What the engine did since it started."""
+"""Counts and times of an engine since it started."""
 
 from dataclasses import dataclass, field
 
@@ -44,7 +44,7 @@ class EngineMetrics:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of all steps, by part: drafting, the target's pass, verification, the rest."""
+        """Seconds of all steps by part: drafting, the target's pass, verification, the rest."""
         return {
             "draft": self.draft_seconds,
             "target": self.target_seconds,

@@ -11,7 +11,7 @@ from typing import Any
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CheckpointError
-from slipstream.engine.reasons import Reasons
+from slipstream.engine.sizing import Reasons
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.speculative.heads.config import is_wrapped, wrapped_target
 

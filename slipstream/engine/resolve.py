@@ -1,4 +1,4 @@
-"""From options to numbers: what the engine will really do, and why."""
+"""Resolves the options of an engine to numbers, each with the reason for it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,8 +8,7 @@ import torch
 from slipstream.core.config import EngineConfig, known_quantization
 from slipstream.core.errors import DraftTooLongError, UsageError
 from slipstream.core.limits import StepLimits
-from slipstream.engine.reasons import Reasons
-from slipstream.engine.sizing import size_cache
+from slipstream.engine.sizing import Reasons, size_cache
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import dtype_named
 from slipstream.models.quantized.module import StoredQuantization
@@ -98,14 +97,14 @@ def require_precision(config: EngineConfig, device: torch.device) -> None:
 def require_stored_precision(
     config: EngineConfig, device: torch.device, name: str, stored: StoredQuantization
 ) -> None:
-    """The same for the matrices of a quantised checkpoint."""
+    """Raise UsageError when the device cannot multiply by a quantised checkpoint as asked."""
     require_stored(device, name, stored)
     if config.batch_invariant and multiplies_float8(device):
         raise UsageError(f"{_NOT_INVARIANT}, in which {name} is stored; leave out batch_invariant")
 
 
 def _drafter_quantizations(config: EngineConfig) -> list[str]:
-    """Of the drafter, or of all members that have one."""
+    """The quantization of the drafter, or of every member of a combination."""
     options = config.drafter_options or {}
     members = options.get("drafters")
     given = [options, *(members if isinstance(members, list | tuple) else ())]
@@ -223,7 +222,7 @@ def _fit_model_len(config: EngineConfig, longest: int, capacity: int, reasons: R
     """
     if config.max_model_len is not None or longest <= capacity:
         return longest
-    reasons.add("max_model_len", capacity, f"of the model's {longest} the cache holds these")
+    reasons.add("max_model_len", capacity, f"reduced from the model's {longest}: KV cache capacity")
     return capacity
 
 

@@ -1,4 +1,4 @@
-"""What the engine keeps of a request for its user: text, logprobs, counts."""
+"""The outputs of a request: text, logprobs, counts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,11 +53,11 @@ class Sample:
         return None
 
     def mark(self) -> "SampleMark":
-        """What it is now, for a step that may have to be taken back."""
+        """The present state, for a step that may have to be undone."""
         return SampleMark(self, self.num_taken, self.request.num_steps, self.cumulative_logprob)
 
     def _take_whole(self, tokens: Sequence[int], gained: Committed) -> None:
-        """The same at once, where nothing is to be known of single tokens."""
+        """Take in all tokens at once, where neither logprobs nor stop strings need single ones."""
         drafts, accepted = gained.num_draft_tokens, gained.num_accepted
         self.origins += [token_origin(place, drafts, accepted) for place in range(len(tokens))]
         if self.detokenizer is not None and tokens:

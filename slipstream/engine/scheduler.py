@@ -12,13 +12,13 @@ from slipstream.core.limits import StepLimits
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.engine.admission import check_fits
 from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
-from slipstream.engine.endings import NOT_FINITE, append_output
 from slipstream.engine.invariants import arrival, check_gain, check_places, check_queues
+from slipstream.engine.stop_conditions import NOT_FINITE, append_output
 
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """What one request gets of the step that is being planned."""
+    """The share of one request in the step that is being planned."""
 
     request: Request
     num_new_tokens: int

@@ -1,12 +1,12 @@
-"""How large the KV cache becomes, and what must stand beside it."""
+"""The size of the KV cache and of what needs memory beside it, and the log of derived values."""
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
-from slipstream.engine.reasons import Reasons
 from slipstream.models.loading import MemoryCheck
 from slipstream.runner.memory import (
     DeviceMemory,
@@ -21,11 +21,28 @@ from slipstream.runner.memory import (
     step_items,
 )
 
+logger = logging.getLogger("slipstream")
+
 _LEAST_TOKENS = 512  # of a cache that is worth running with
 
 
+class Reasons:
+    """Collects the values that the engine derives and why, for the log and `Resolved.reasons`."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[str, str, str]] = []
+
+    def add(self, name: str, value: object, why: str) -> None:
+        self._rows.append((name, str(value), why))
+        logger.info("%s = %s (%s)", name, value, why)
+
+    @property
+    def rows(self) -> tuple[tuple[str, str, str], ...]:
+        return tuple(self._rows)
+
+
 class WeightRoom:
-    """Finds out before a model is loaded whether its weights fit."""
+    """Checks before a model is loaded whether its weights fit into memory."""
 
     def __init__(self, device: torch.device, reasons: Reasons) -> None:
         self._device, self._reasons = device, reasons
@@ -71,7 +88,7 @@ def size_cache(
 
 
 def _planned(memory: DeviceMemory, step: StepSizes, reasons: Reasons) -> Sequence[Item]:
-    """What a GPU must keep free for steps; a CPU's memory is not divided beforehand."""
+    """The memory that a GPU must keep free for steps; a CPU's is not divided beforehand."""
     if not memory.is_gpu:
         state_bytes = step.max_num_seqs * step.max_model_len * 4  # a token id each
         require_memory(memory, state_bytes, "the state of the requests", "lower max_num_seqs")
@@ -112,6 +129,6 @@ def _derived(
 
 
 def _remedies(config: EngineConfig) -> list[str]:
-    """What frees memory whatever the step takes."""
+    """Remedies that free memory, however large a step is."""
     ways = [] if config.quantization else ["quantization=fp8"]
     return [*ways, "a larger gpu_memory_utilization"]

@@ -1,4 +1,4 @@
-"""What a step gives: numbers in one tensor for one copy to the host, and the same taken apart."""
+"""Results of a step: packed into one tensor for one copy to the host, and unpacked there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _EXPONENT = 0x7F800000  # bits of a float32 that are all set where it is not fin
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What the device's part of a step gave.
+    """Results of the device's part of a step.
 
     Attributes:
         numbers: [R, 2 (K + 1) + 8] int64, for the host: the K + 1 places of the verdict's tokens,
@@ -110,7 +110,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did.
+    """Results of one step on the host.
 
     Attributes:
         committed: per scheduled request, what it gained (before stop conditions cut it).

@@ -1,4 +1,4 @@
-"""What a device can do, and what the engine's options mean on it."""
+"""Capabilities of devices, and the meaning of the engine's options on them."""
 
 import torch
 

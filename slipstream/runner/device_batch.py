@@ -154,7 +154,7 @@ class DeviceBatch:
         return PassRows(self.slots, starts, lengths, rereads=self.rereads, tree=tree)
 
     def asking_for(self, num_draft_tokens: Tensor, width: int) -> "DeviceBatch":
-        """The same requests with other numbers of draft tokens, at most `width`."""
+        """A copy with other numbers of draft tokens, at most `width`."""
         if self.exact:
             width = int(num_draft_tokens.max())
         return replace(self, num_draft_tokens=num_draft_tokens, width=width)

@@ -1,4 +1,4 @@
-"""What the device knows of every running request, indexed by slot."""
+"""The state of every running request on the device, indexed by slot."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -80,7 +80,7 @@ class DeviceState:
 
     @cached_property
     def tables(self) -> RequestTables:
-        """The same tensors, as kernels take them."""
+        """These tensors, as kernels take them."""
         return RequestTables(
             self.token_ids, self.num_tokens, self.num_computed, self.block_tables, self.block_size
         )

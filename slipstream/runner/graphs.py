@@ -51,7 +51,7 @@ class HostPart(Protocol):
         """The tensors that the rest of the function reads, which stay where they are."""
 
     def fill(self, given: Any) -> Any:
-        """The same, filled in with what the host makes of the tensors that it is given."""
+        """Fill the buffers in with what the host makes of the tensors that it is given."""
 
 
 @dataclass(frozen=True)

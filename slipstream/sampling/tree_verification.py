@@ -1,15 +1,15 @@
-"""Which way through a tree of draft tokens the target goes.
+"""Verification of drafts that are token trees: which path the target takes.
 
 A tree's tokens are no samples: the children of a node are the drafter's likeliest tokens there,
 certain each (q is 1). To accept a child with its probability under p, else to remove it from p,
 scale p to 1 and go on to its next sibling, is the same as to sample a token from p and to look for
 it among the children: either way child c is taken with p(c), and any other token t with p(t). So
-every node is judged as in plain decoding, a token is sampled behind each, and the way leads from
-the root to the child that was sampled, as long as there is one. The last token sampled on the way
+every node is judged as in plain decoding, a token is sampled behind each, and the path leads from
+the root to the child that was sampled, as long as there is one. The last token sampled on the path
 is the recovered token, or the bonus token at a leaf.
 
 The noise of these samples is that of plain decoding at the same position. Only one node of a
-position lies on the way, so what leaves has exactly the distribution p; and it is the very text
+position lies on the path, so what leaves has exactly the distribution p; and it is the very text
 that plain decoding with the same seed gives.
 """
 
@@ -34,7 +34,7 @@ class TreeNodes:
     Attributes:
         parents: [R, K + 1] int64; the root is its own.
         depths: [R, K + 1] int64, 0 of the root.
-        ancestors: [R, K + 1] int64, bit j says whether node j lies on the way from the root to a
+        ancestors: [R, K + 1] int64, bit j says whether node j lies on the path from the root to a
             node, both included.
         depth: the largest.
     """
@@ -82,7 +82,7 @@ def verify_trees(
     uses: frozenset[Uses],
     how: Verification,
 ) -> Verdict:
-    """The way through every request's tree; see `verification.verify` for what is left as it is.
+    """The path through every request's tree; see `verification.verify` for what is left as it is.
 
     Args:
         logits: [N, V] float32, the target's raw logits.
@@ -110,13 +110,13 @@ def _node_rows(trees: DraftedTrees, layout: SampleRows, uses: frozenset[Uses]) -
     request, node = layout.request, layout.offset
     depths = trees.nodes.depths[request, node]
     row = torch.arange(len(request), device=request.device)
-    ways = trees.token_ids.new_zeros((len(request), 0))
+    paths = trees.token_ids.new_zeros((len(request), 0))
     if uses & _HISTORY:
-        ways = _ways(trees)[request, node]
+        paths = _paths_to_nodes(trees)[request, node]
     return SampleRows(
         slots=trees.slots[request],
         positions=trees.positions[request] + depths,
-        draft_tokens=ways,
+        draft_tokens=paths,
         num_draft_tokens=torch.zeros_like(request),
         one_hot=torch.ones_like(request, dtype=torch.bool),
         layout=(row, depths, row),
@@ -124,22 +124,22 @@ def _node_rows(trees: DraftedTrees, layout: SampleRows, uses: frozenset[Uses]) -
     )
 
 
-def _ways(trees: DraftedTrees) -> Tensor:
+def _paths_to_nodes(trees: DraftedTrees) -> Tensor:
     """[R, K + 1, depth]: the draft tokens from below the root to each node, then zeros."""
     nodes, depth = trees.nodes, trees.nodes.depth
     width = nodes.depths.shape[1]
     node = torch.arange(1, width, device=nodes.depths.device)
-    on_way = (nodes.ancestors.unsqueeze(-1) >> node) & 1 > 0  # [R, K + 1, K]
-    place = torch.where(on_way, nodes.depths[:, None, 1:] - 1, depth)
-    ways = trees.token_ids.new_zeros((*nodes.depths.shape, depth + 1))
-    return ways.scatter_(2, place, trees.token_ids.unsqueeze(1).expand_as(place))[..., :depth]
+    on_path = (nodes.ancestors.unsqueeze(-1) >> node) & 1 > 0  # [R, K + 1, K]
+    place = torch.where(on_path, nodes.depths[:, None, 1:] - 1, depth)
+    paths = trees.token_ids.new_zeros((*nodes.depths.shape, depth + 1))
+    return paths.scatter_(2, place, trees.token_ids.unsqueeze(1).expand_as(place))[..., :depth]
 
 
 def _walk(trees: DraftedTrees, sampled: Tensor) -> Verdict:
-    """From the token behind every node, sampled [R, K + 1], to the way that they make.
+    """From the token behind every node, sampled [R, K + 1], to the path that they make.
 
     A node is on it when each of its ancestors, itself included, is what was sampled behind its
-    parent. Siblings differ, so there is one way, and its nodes rise.
+    parent. Siblings differ, so there is one path, and its nodes rise.
     """
     nodes, width = trees.nodes, sampled.shape[1]
     node = torch.arange(width, device=sampled.device)
@@ -148,11 +148,11 @@ def _walk(trees: DraftedTrees, sampled: Tensor) -> Verdict:
     follows = used & (sampled.gather(1, nodes.parents[:, 1:]) == trees.token_ids)
     bits = torch.ones_like(node[1:]) << node[1:]
     misses = torch.where(follows, 0, bits).sum(1)  # [R], a word of nodes
-    on_way = nodes.ancestors & misses.unsqueeze(1) == 0
-    # The last column takes what is off the way.
-    place = torch.where(on_way, on_way.cumsum(1) - 1, width)
+    on_path = nodes.ancestors & misses.unsqueeze(1) == 0
+    # The last column takes what is off the path.
+    place = torch.where(on_path, on_path.cumsum(1) - 1, width)
     path = node.new_zeros((len(sampled), width + 1))
     path = path.scatter_(1, place, node.expand_as(place))[:, :width]
-    num_accepted = on_way.sum(1) - 1
+    num_accepted = on_path.sum(1) - 1
     token_ids = torch.where(node <= num_accepted.unsqueeze(1), sampled.gather(1, path), PADDING)
     return Verdict(token_ids, num_accepted + 1, num_accepted, path[:, : nodes.depth + 1])

@@ -13,8 +13,8 @@ from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import Advance, StructuredOutput
 from slipstream.engine import grammar
-from slipstream.engine.endings import COMPLETE_EARLY, append_output
 from slipstream.engine.grammar import GrammarGuide, Grammars
+from slipstream.engine.stop_conditions import COMPLETE_EARLY, append_output
 from slipstream.models.tokenizer import Tokenizer
 from tests.tokenizers import write_byte_tokenizer, write_tokenizer
 

@@ -11,8 +11,7 @@ from benchmarks.geometries import GEOMETRIES
 from slipstream import LLM, UsageError
 from slipstream.core.config import EngineConfig
 from slipstream.engine import sizing
-from slipstream.engine.reasons import Reasons
-from slipstream.engine.sizing import WeightRoom, size_cache
+from slipstream.engine.sizing import Reasons, WeightRoom, size_cache
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.precision import weight_bytes
 from slipstream.runner.memory import (
