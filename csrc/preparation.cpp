@@ -1,11 +1,9 @@
 // Batch preparation: a few integers for each request, between the passes of the models. Meaning and
-// shapes: slipstream/kernels/preparation.py. Python has checked dtypes and shapes; here is checked
-// what serves as a place.
+// shapes: slipstream/kernels/preparation.py.
 #include <algorithm>
 #include <cstring>
 #include <new>
 
-#include "addresses.h"
 #include "bindings.h"
 #include "suffix_lookup.h"
 #include "tensor.h"
@@ -23,7 +21,8 @@ struct Tables {
     const int32_t* block_tables;  // [S, num_blocks]
     int64_t num_blocks, block_size;
 
-    const int64_t* checked(const int64_t* slots, int64_t requests) const {
+    const int64_t* checked(const Array& given, int64_t requests) const {
+        const int64_t* slots = dense<int64_t>(given, {requests}, "slots");
         for (int64_t request = 0; request < requests; ++request)
             require(slots[request] >= 0 && slots[request] < num_slots, "there is no such slot");
         return slots;
@@ -41,32 +40,41 @@ struct Tables {
     }
 };
 
-void make_tables(Tables* made, int64_t num_slots, Address token_ids, int64_t columns,
-                 Address num_tokens, Address num_computed, Address block_tables,
-                 int64_t num_blocks, int64_t block_size) {
+using Optional = std::optional<Array>;
+
+// The tables are kept by whoever keeps what is made.
+void make_tables(Tables* made, const Array& token_ids, const Array& num_tokens,
+                 const Array& num_computed, const Array& block_tables, int64_t block_size) {
+    const int64_t num_slots = length(token_ids, 2, 0, "token_ids"),
+                  columns = length(token_ids, 2, 1, "token_ids"),
+                  num_blocks = length(block_tables, 2, 1, "block_tables");
+    require(columns > 1 && block_size > 0, "token_ids, block_size: too small");
     new (made) Tables{num_slots,
-                      at<int32_t>(token_ids),
+                      dense<int32_t>(token_ids, {num_slots, columns}, "token_ids"),
                       columns,
-                      at<int64_t>(num_tokens),
-                      at<int64_t>(num_computed),
-                      at<const int32_t>(block_tables),
+                      dense<int64_t>(num_tokens, {num_slots}, "num_tokens"),
+                      dense<int64_t>(num_computed, {num_slots}, "num_computed"),
+                      dense<const int32_t>(block_tables, {num_slots, num_blocks}, "block_tables"),
                       num_blocks,
                       block_size};
 }
 
 // `numbers`: 2 T + 3 R + 1 int64: positions [T], slots [T], query_start [R + 1], context_lens [R],
 // last_row [R]; `blocks` [R, num_blocks]; `token_ids` [T]. A mask token of -1 is none.
-void expand_rows(const Tables& tables, int64_t requests, Address slots_at, Address starts_at,
-                 Address lengths_at, int64_t most, int64_t mask_token, Address numbers,
-                 Address blocks, Address token_ids) {
-    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests),
-               *starts = at<const int64_t>(starts_at),
-               *lengths = at<const int64_t>(lengths_at);
+void expand_rows(const Tables& tables, const Array& slots_in, const Array& starts_in,
+                 const Array& lengths_in, int64_t most, int64_t mask_token, const Array& numbers_out,
+                 const Array& blocks_out, const Array& tokens_out) {
+    const int64_t requests = length(slots_in, 1, 0, "slots");
+    require(most >= 0, "most: negative");
     const int64_t rows = requests * most, last_position = tables.columns - 2;
-    auto* positions = at<int64_t>(numbers);
+    const int64_t *slots = tables.checked(slots_in, requests),
+                  *starts = dense<int64_t>(starts_in, {requests}, "starts"),
+                  *lengths = dense<int64_t>(lengths_in, {requests}, "lengths");
+    auto* positions = dense<int64_t>(numbers_out, {2 * rows + 3 * requests + 1}, "numbers");
     int64_t *places = positions + rows, *query_start = places + rows,
             *contexts = query_start + requests + 1, *last_rows = contexts + requests;
-    auto *tokens = at<int32_t>(token_ids), *own_blocks = at<int32_t>(blocks);
+    auto *tokens = dense<int32_t>(tokens_out, {rows}, "token_ids"),
+         *own_blocks = dense<int32_t>(blocks_out, {requests, tables.num_blocks}, "blocks");
     for (int64_t request = 0; request < requests; ++request) {
         const int64_t slot = slots[request], start = starts[request], length = lengths[request];
         const int64_t first = request * most;
@@ -92,17 +100,21 @@ void expand_rows(const Tables& tables, int64_t requests, Address slots_at, Addre
 // `numbers`: 4 T + 3 R + 1 int64: positions [T], slots [T], request [T], offset [T], query_start
 // [R + 1], context_lens [R], last_row [R]; `blocks` [R, num_blocks]; `token_ids` [T]. `rereads` of 0
 // and a mask token of -1 are none.
-void place_rows(const Tables& tables, int64_t requests, Address slots_at, Address starts_at,
-                Address lengths_at, int64_t rows, Address rereads_at, int64_t mask_token,
-                Address numbers, Address blocks, Address token_ids) {
-    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests),
-               *starts = at<const int64_t>(starts_at), *lengths = at<const int64_t>(lengths_at),
-               *rereads = at<const int64_t>(rereads_at);
-    auto* positions = at<int64_t>(numbers);
+void place_rows(const Tables& tables, const Array& slots_in, const Array& starts_in,
+                const Array& lengths_in, const Optional& rereads_in, int64_t mask_token,
+                const Array& numbers_out, const Array& blocks_out, const Array& tokens_out) {
+    const int64_t requests = length(slots_in, 1, 0, "slots"),
+                  rows = length(tokens_out, 1, 0, "token_ids");
+    const int64_t *slots = tables.checked(slots_in, requests),
+                  *starts = dense<int64_t>(starts_in, {requests}, "starts"),
+                  *lengths = dense<int64_t>(lengths_in, {requests}, "lengths"),
+                  *rereads = dense<int64_t>(rereads_in, {requests}, "rereads");
+    auto* positions = dense<int64_t>(numbers_out, {4 * rows + 3 * requests + 1}, "numbers");
     int64_t *places = positions + rows, *owners = places + rows, *offsets = owners + rows,
             *query_start = offsets + rows, *contexts = query_start + requests + 1,
             *last_rows = contexts + requests;
-    auto *tokens = at<int32_t>(token_ids), *own_blocks = at<int32_t>(blocks);
+    auto *tokens = dense<int32_t>(tokens_out, {rows}, "token_ids"),
+         *own_blocks = dense<int32_t>(blocks_out, {requests, tables.num_blocks}, "blocks");
     int64_t row = 0;
     for (int64_t request = 0; request < requests; ++request) {
         const int64_t slot = slots[request], start = starts[request], length = lengths[request];
@@ -129,16 +141,21 @@ void place_rows(const Tables& tables, int64_t requests, Address slots_at, Addres
     query_start[requests] = rows;
 }
 
-// `numbers`: starts [R], lengths [R]; `tokens` [R, width]; a vocabulary of 0 is none.
-void advance_drafts(const Tables& tables, int64_t requests, Address slots_at, Address known_at,
-                    Address wanted_at, Address picked_at, Address vocabulary_at,
-                    int64_t vocabulary_size, Address tokens_at, int64_t width, int64_t index,
-                    Address numbers) {
-    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests),
-               *known = at<const int64_t>(known_at),
-               *wanted = at<const int64_t>(wanted_at), *picked = at<const int64_t>(picked_at),
-               *vocabulary = at<const int64_t>(vocabulary_at);
-    int64_t *tokens = at<int64_t>(tokens_at), *starts = at<int64_t>(numbers);
+// `numbers`: starts [R], lengths [R]; `tokens` [R, width].
+void advance_drafts(const Tables& tables, const Array& slots_in, const Array& known_in,
+                    const Array& wanted_in, const Array& picked_in, const Optional& vocabulary_in,
+                    const Array& tokens_out, int64_t index, const Array& numbers_out) {
+    const int64_t requests = length(slots_in, 1, 0, "slots"),
+                  width = length(tokens_out, 2, 1, "tokens"),
+                  vocabulary_size = vocabulary_in ? length(*vocabulary_in, 1, 0, "vocabulary") : 0;
+    require(index >= 0 && index < width, "index: not a column of tokens");
+    const int64_t *slots = tables.checked(slots_in, requests),
+                  *known = dense<int64_t>(known_in, {requests}, "known"),
+                  *wanted = dense<int64_t>(wanted_in, {requests}, "wanted"),
+                  *picked = dense<int64_t>(picked_in, {requests}, "picked"),
+                  *vocabulary = dense<int64_t>(vocabulary_in, {vocabulary_size}, "vocabulary");
+    int64_t *tokens = dense<int64_t>(tokens_out, {requests, width}, "tokens"),
+            *starts = dense<int64_t>(numbers_out, {2 * requests}, "numbers");
     for (int64_t request = 0; vocabulary && request < requests; ++request)
         require(picked[request] >= 0 && picked[request] < vocabulary_size,
                 "a picked token is none of the vocabulary's");
@@ -151,11 +168,13 @@ void advance_drafts(const Tables& tables, int64_t requests, Address slots_at, Ad
     }
 }
 
-void write_tokens(const Tables& tables, int64_t requests, Address slots_at, Address tokens_at,
-                  int64_t width, Address counts_at) {
-    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests),
-               *tokens = at<const int64_t>(tokens_at),
-               *counts = at<const int64_t>(counts_at);
+void write_tokens(const Tables& tables, const Array& slots_in, const Array& tokens_in,
+                  const Array& counts_in) {
+    const int64_t requests = length(slots_in, 1, 0, "slots"),
+                  width = length(tokens_in, 2, 1, "tokens");
+    const int64_t *slots = tables.checked(slots_in, requests),
+                  *tokens = dense<int64_t>(tokens_in, {requests, width}, "tokens"),
+                  *counts = dense<int64_t>(counts_in, {requests}, "counts");
     for (int64_t request = 0; request < requests; ++request) {
         const int64_t known = tables.num_tokens[slots[request]];
         for (int64_t i = 0; i < std::min(counts[request], width); ++i)
@@ -164,15 +183,18 @@ void write_tokens(const Tables& tables, int64_t requests, Address slots_at, Addr
 }
 
 // `gains`: tokens [R], accepted [R].
-void commit(const Tables& tables, int64_t requests, Address slots_at, Address new_at,
-            Address at_end_at, Address tokens_at, int64_t width, Address num_tokens_at,
-            Address num_accepted_at, Address gains_at) {
-    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests),
-               *num_new = at<const int64_t>(new_at),
-               *tokens = at<const int64_t>(tokens_at), *num_tokens = at<const int64_t>(num_tokens_at),
-               *num_accepted = at<const int64_t>(num_accepted_at);
-    const auto* at_end = at<const uint8_t>(at_end_at);
-    auto *gained = at<int64_t>(gains_at), *accepted = gained + requests;
+void commit(const Tables& tables, const Array& slots_in, const Array& new_in,
+            const Array& at_end_in, const Array& tokens_in, const Array& num_tokens_in,
+            const Array& num_accepted_in, const Array& gains_out) {
+    const int64_t requests = length(slots_in, 1, 0, "slots"),
+                  width = length(tokens_in, 2, 1, "tokens");
+    const int64_t *slots = tables.checked(slots_in, requests),
+                  *num_new = dense<int64_t>(new_in, {requests}, "num_new"),
+                  *tokens = dense<int64_t>(tokens_in, {requests, width}, "tokens"),
+                  *num_tokens = dense<int64_t>(num_tokens_in, {requests}, "num_tokens"),
+                  *num_accepted = dense<int64_t>(num_accepted_in, {requests}, "num_accepted");
+    const auto* at_end = dense<uint8_t>(at_end_in, {requests}, "at_end");
+    auto *gained = dense<int64_t>(gains_out, {2 * requests}, "gains"), *accepted = gained + requests;
     // All are written before any slot's counter moves: padding may have one slot twice.
     for (int64_t request = 0; request < requests; ++request) {
         gained[request] = at_end[request] ? num_tokens[request] : 0;
@@ -187,15 +209,24 @@ void commit(const Tables& tables, int64_t requests, Address slots_at, Address ne
     }
 }
 
-// `pages` [num_pages, tokens, token_bytes]. A node never stands before its new place, and its old
+// `pages` [num_pages, blocks, block_size, heads, numbers], of any type. A node never stands before its new place, and its old
 // one is read before anything is written there, as the ways rise.
-void keep_path(const Tables& tables, int64_t requests, Address slots_at, Address roots_at,
-               Address path_at, int64_t width, Address counts_at, Address pages_at,
-               int64_t num_pages, int64_t page_bytes, int64_t token_bytes) {
-    const auto *slots = tables.checked(at<const int64_t>(slots_at), requests),
-               *roots = at<const int64_t>(roots_at),
-               *path = at<const int64_t>(path_at), *counts = at<const int64_t>(counts_at);
-    char* pages = at<char>(pages_at);
+void keep_path(const Tables& tables, const Array& slots_in, const Array& roots_in,
+               const Array& path_in, const Array& counts_in, const Array& pages_in) {
+    const int64_t requests = length(slots_in, 1, 0, "slots"), width = length(path_in, 2, 1, "path"),
+                  num_pages = length(pages_in, 5, 0, "pages");
+    const int64_t *slots = tables.checked(slots_in, requests),
+                  *roots = dense<int64_t>(roots_in, {requests}, "roots"),
+                  *path = dense<int64_t>(path_in, {requests, width}, "path"),
+                  *counts = dense<int64_t>(counts_in, {requests}, "counts");
+    const Number type = number_of(pages_in);
+    char* pages = contiguous<char>(pages_in, type, "pages");
+    const int64_t size = pages_in.dtype().bits / 8;
+    require(static_cast<int64_t>(pages_in.shape(2)) == tables.block_size,
+            "pages: blocks of another size");
+    const int64_t token_bytes = static_cast<int64_t>(pages_in.shape(3) * pages_in.shape(4)) * size,
+                  page_bytes = static_cast<int64_t>(pages_in.shape(1)) * tables.block_size *
+                               token_bytes;
     for (int64_t request = 0; request < requests; ++request) {
         const int64_t slot = slots[request], root = roots[request], count = counts[request];
         for (int64_t i = 0; i <= count && i < width; ++i) {
@@ -211,19 +242,25 @@ void keep_path(const Tables& tables, int64_t requests, Address slots_at, Address
     }
 }
 
-void run_suffix_lookup(Address token_ids, int64_t num_slots, int64_t columns, int64_t requests,
-                       Address slots, Address known, int64_t width, int64_t shortest,
-                       int64_t longest, Address tokens, Address found) {
+void run_suffix_lookup(const Array& token_ids_in, const Array& slots_in, const Array& known_in,
+                       int64_t shortest, int64_t longest, const Array& tokens_out,
+                       const Array& found_out) {
+    const int64_t num_slots = length(token_ids_in, 2, 0, "token_ids"),
+                  columns = length(token_ids_in, 2, 1, "token_ids"),
+                  requests = length(slots_in, 1, 0, "slots"),
+                  width = length(tokens_out, 2, 1, "tokens");
+    const int32_t* token_ids = dense<int32_t>(token_ids_in, {num_slots, columns}, "token_ids");
+    const int64_t *slots = dense<int64_t>(slots_in, {requests}, "slots"),
+                  *known = dense<int64_t>(known_in, {requests}, "known");
+    auto* tokens = dense<int64_t>(tokens_out, {requests, width}, "tokens");
+    auto* found = dense<uint8_t>(found_out, {requests}, "found");
     for (int64_t request = 0; request < requests; ++request) {
-        const int64_t slot = at<const int64_t>(slots)[request];
-        const int64_t length = at<const int64_t>(known)[request];
-        require(slot >= 0 && slot < num_slots, "there is no such slot");
-        require(length >= 0 && length <= columns, "a text is longer than its row");
+        require(slots[request] >= 0 && slots[request] < num_slots, "there is no such slot");
+        require(known[request] >= 0 && known[request] <= columns, "a text is longer than its row");
     }
     nb::gil_scoped_release released;
-    look_up_suffixes({at<const int32_t>(token_ids), columns, requests, at<const int64_t>(slots),
-                      at<const int64_t>(known), width, shortest, longest},
-                     at<int64_t>(tokens), at<uint8_t>(found));
+    look_up_suffixes({token_ids, columns, requests, slots, known, width, shortest, longest}, tokens,
+                     found);
 }
 
 }  // namespace
@@ -231,8 +268,13 @@ void run_suffix_lookup(Address token_ids, int64_t num_slots, int64_t columns, in
 void bind_preparation(nb::module_& module) {
     nb::class_<Tables>(module, "Tables").def("__init__", make_tables);
     module.def("expand_rows", expand_rows);
-    module.def("place_rows", place_rows);
-    module.def("advance_drafts", advance_drafts);
+    module.def("place_rows", place_rows, nb::arg("tables"), nb::arg("slots"), nb::arg("starts"),
+               nb::arg("lengths"), nb::arg("rereads").none(), nb::arg("mask_token"),
+               nb::arg("numbers"), nb::arg("blocks"), nb::arg("token_ids"));
+    module.def("advance_drafts", advance_drafts, nb::arg("tables"), nb::arg("slots"),
+               nb::arg("known"), nb::arg("wanted"), nb::arg("picked"),
+               nb::arg("vocabulary").none(), nb::arg("tokens"), nb::arg("index"),
+               nb::arg("numbers"));
     module.def("write_tokens", write_tokens);
     module.def("commit", commit);
     module.def("keep_path", keep_path);

@@ -1,4 +1,4 @@
-// What followed the end of a text when it last occurred: slipstream/kernels/suffix_lookup.py.
+// What followed the end of a text when it last occurred: slipstream/kernels/preparation.py.
 #pragma once
 
 #include <cstdint>

@@ -39,6 +39,51 @@ const ExchangeTable* table_of(PyTypeObject* type) {
 
 }  // namespace
 
+namespace {
+
+std::string name_of(const Array& array) {
+    const auto type = array.dtype();
+    static const char* const kinds[] = {"int", "uint", "float", "handle", "bfloat", "complex",
+                                        "bool"};
+    const char* kind = type.code < 7 ? kinds[type.code] : "?";
+    return type.code == 6 ? kind : kind + std::to_string(type.bits);
+}
+
+const char* name_of(Number number) {
+    switch (number) {
+        case Number::f32: return "float32";
+        case Number::bf16: return "bfloat16";
+        case Number::i8: return "int8";
+        case Number::u8: return "bool or uint8";
+        case Number::i32: return "int32";
+        case Number::i64: return "int64";
+        default: return "another";
+    }
+}
+
+template <typename Axis>
+std::string list_of(size_t count, Axis axis) {
+    std::string text = "[";
+    for (size_t index = 0; index < count; ++index)
+        text += (index ? ", " : "") + std::to_string(axis(index));
+    return text + "]";
+}
+
+}  // namespace
+
+void throw_of_type(const Array& array, Number wanted, const char* name) {
+    const std::string text =
+        std::string(name) + ": dtype " + name_of(array) + ", not " + name_of(wanted);
+    throw nb::type_error(text.c_str());
+}
+
+void throw_of_shape(const Array& array, std::initializer_list<int64_t> wanted, const char* name) {
+    throw std::invalid_argument(
+        std::string(name) + ": shape " +
+        list_of(array.ndim(), [&](size_t axis) { return array.shape(axis); }) + ", not " +
+        list_of(wanted.size(), [&](size_t axis) { return wanted.begin()[axis]; }));
+}
+
 bool Array::look_at(nb::handle source) noexcept {
     const ExchangeTable* table = table_of(Py_TYPE(source.ptr()));
     nb::dlpack::dltensor found;

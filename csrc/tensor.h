@@ -5,8 +5,11 @@
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
+#include <initializer_list>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace slipstream {
 
@@ -60,14 +63,19 @@ inline void require(bool holds, const char* what) {
     if (!holds) throw std::invalid_argument(what);
 }
 
+// TypeError and ValueError that say what was given and what is wanted.
+[[noreturn]] void throw_of_type(const Array& array, Number wanted, const char* name);
+[[noreturn]] void throw_of_shape(const Array& array, std::initializer_list<int64_t> wanted,
+                                 const char* name);
+
 // The numbers of an array of this type whose last `inner` axes lie one behind the other.
 template <typename T>
 T* numbers(const Array& array, Number type, int inner, const char* name) {
-    if (number_of(array) != type) throw std::invalid_argument(std::string(name) + ": dtype");
+    if (number_of(array) != type) throw_of_type(array, type, name);
     const int axes = static_cast<int>(array.ndim());
     int64_t expected = 1;
     for (int axis = axes - 1; axis >= 0 && axis >= axes - inner; --axis) {
-        if (array.shape(axis) != 1 && array.stride(axis) != expected)
+        if (array.size() && array.shape(axis) != 1 && array.stride(axis) != expected)
             throw std::invalid_argument(std::string(name) + ": must be contiguous");
         expected *= static_cast<int64_t>(array.shape(axis));
     }
@@ -77,6 +85,49 @@ T* numbers(const Array& array, Number type, int inner, const char* name) {
 template <typename T>
 T* contiguous(const Array& array, Number type, const char* name) {
     return numbers<T>(array, type, static_cast<int>(array.ndim()), name);
+}
+
+// u8 stands for bool as well.
+template <typename T>
+constexpr Number number_type = Number::other;
+template <>
+inline constexpr Number number_type<float> = Number::f32;
+template <>
+inline constexpr Number number_type<uint8_t> = Number::u8;
+template <>
+inline constexpr Number number_type<int32_t> = Number::i32;
+template <>
+inline constexpr Number number_type<int64_t> = Number::i64;
+
+// The numbers of an array of this shape whose last `inner` axes are contiguous.
+template <typename T>
+T* shaped(const Array& array, std::initializer_list<int64_t> shape, int inner, const char* name) {
+    T* found = numbers<T>(array, number_type<std::remove_const_t<T>>, inner, name);
+    bool same = array.ndim() == shape.size();
+    for (size_t axis = 0; same && axis < shape.size(); ++axis)
+        same = static_cast<int64_t>(array.shape(axis)) == shape.begin()[axis];
+    if (!same) throw_of_shape(array, shape, name);
+    return found;
+}
+
+// The numbers of a contiguous array of this shape.
+template <typename T>
+T* dense(const Array& array, std::initializer_list<int64_t> shape, const char* name) {
+    return shaped<T>(array, shape, static_cast<int>(shape.size()), name);
+}
+
+// Null where there is no array.
+template <typename T>
+T* dense(const std::optional<Array>& array, std::initializer_list<int64_t> shape,
+         const char* name) {
+    return array ? dense<T>(*array, shape, name) : nullptr;
+}
+
+// An axis of an array that has so many.
+inline int64_t length(const Array& array, size_t axes, size_t axis, const char* name) {
+    if (array.ndim() != axes)
+        throw std::invalid_argument(std::string(name) + ": " + std::to_string(axes) + " axes");
+    return static_cast<int64_t>(array.shape(axis));
 }
 
 }  // namespace slipstream

@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_refused() -> None:
     x = torch.zeros(2, 8)
     with pytest.raises(ValueError, match="weight"):
         norm(x, torch.zeros(7), 1e-6)
-    with pytest.raises(ValueError, match="dtype"):
+    with pytest.raises(TypeError, match="dtype"):
         norm(x, torch.zeros(8, dtype=torch.bfloat16), 1e-6)
     with pytest.raises(ValueError, match="float32"):
         gated_activation(x.double())

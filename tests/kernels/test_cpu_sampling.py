@@ -400,3 +400,37 @@ def test_batches_without_requests() -> None:
         assert verify(logits, rows, state, frozenset({Uses.SAMPLING})).token_ids.shape == (0, 3)
         assert sample_draft(logits, none, none, state, frozenset(), 37).shape == (0,)
         state.commit(none, none.view(0, 3), none, frozenset())
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    """C++ checks what it reads and writes, with and without `python -O`."""
+    state = make_state(PROCESSED, 37, CPU)
+    logits, rows = make_batch(state, 2, 0, False, True)
+    tensors, needs, one = state.tensors(), needs_of(state.uses(range(5))), torch.tensor([1])
+    for error, match, name, value in (
+        (TypeError, "positions: dtype int32, not int64", "positions", rows.positions.int()),
+        (ValueError, "one_hot: shape", "one_hot", rows.one_hot[1:]),
+        (TypeError, "draft_probs: dtype float64", "draft_probs", torch.ones(5, 2, 37).double()),
+        (ValueError, "draft_probs: shape", "draft_probs", torch.ones(5, 3, 37)),
+        (ValueError, "allowed: shape", "allowed", torch.ones(15, 1, dtype=torch.int32)),
+        (ValueError, "draft_vocabulary: shape", "draft_vocabulary", torch.arange(36)),
+        (ValueError, "request: shape", "layout", (rows.slots, rows.slots, rows.slots)),
+    ):
+        with pytest.raises(error, match=match):
+            CPP.verify(logits, replace(rows, **{name: value}), tensors, needs, ())
+    with pytest.raises(ValueError, match="logits: not as many rows"):
+        CPP.verify(logits[1:], rows, tensors, needs, ())
+    with pytest.raises(ValueError, match="penalties need counts"):
+        CPP.verify(logits, rows, state.tensors(history=False), needs, ())
+    with pytest.raises(ValueError, match="bias"):
+        CPP.verify(logits, rows, replace(tensors, bias=None), needs, ())
+    with pytest.raises(TypeError, match="ints: dtype float32"):
+        CPP.verify(logits, rows, replace(tensors, ints=tensors.floats), needs, ())
+    with pytest.raises(ValueError, match="probs_out: shape"):
+        CPP.draft(logits[:1], one, one, tensors, needs, 37, torch.empty(1, 36))
+    with pytest.raises(TypeError, match="slots: dtype int32"):
+        CPP.draft(logits[:1], one.int(), one, tensors, needs, 37, torch.empty(1, 37))
+    with pytest.raises(ValueError, match="no such slot"):
+        CPP.commit(one + 9, one.view(1, 1), one, tensors)
+    with pytest.raises(TypeError, match="num_tokens: dtype bool"):
+        CPP.commit(one, one.view(1, 1), one > 0, tensors)

@@ -272,7 +272,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="sources"):
             stack(wrong, inputs, caches)
-    with pytest.raises(ValueError, match="dtype"):
+    with pytest.raises(TypeError, match="dtype"):
         stack([beside.bfloat16(), stream], inputs, caches)
     with pytest.raises(ValueError, match="cache"):
         stack([beside, stream], inputs, [*caches, *caches])

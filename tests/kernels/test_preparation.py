@@ -247,7 +247,7 @@ def test_texts_of_one_letter_repeat_themselves(length: int, column: str) -> None
 
 @pytest.mark.skipif("cpu" not in COLUMNS, reason="the C++ kernels are not built")
 def test_places_that_do_not_exist_are_refused() -> None:
-    """Where plain torch refuses them too; the kernels get bare addresses."""
+    """Where plain torch refuses them too."""
     tables = make_tables()
     ops, one = ops_of("cpu"), on_device(1).to(CPU)
     tables = replace(
@@ -264,3 +264,39 @@ def test_places_that_do_not_exist_are_refused() -> None:
             ops_of("cpu").suffix_lookup(tables.token_ids, torch.tensor([slot]), one, 2, 1, 2)
     with pytest.raises(ValueError, match="vocabulary"):
         ops.advance_drafts(tables, one, one, one, one + 7, one, one.view(1, 1).clone(), 0)
+
+
+@pytest.mark.skipif("cpu" not in COLUMNS, reason="the C++ kernels are not built")
+def test_tensors_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ checks what it reads and writes, with and without `python -O`."""
+    monkeypatch.setattr(sys.modules[__name__], "DEVICE", CPU)
+    ops, tables, one = ops_of("cpu"), make_tables(), torch.tensor([1])
+    tokens, path = one.view(1, 1).clone(), torch.zeros(1, 3, dtype=torch.int64)
+    crossed = torch.zeros(3, 2, dtype=torch.int64).T
+    pages = torch.zeros(2, SLOTS * 6, BLOCK, 1, 4)
+    with pytest.raises(TypeError, match="starts: dtype int32, not int64"):
+        ops.expand_rows(tables, one, one.int(), one, 2)
+    with pytest.raises(ValueError, match=r"lengths: shape \[2\], not \[1\]"):
+        ops.expand_rows(tables, one, one, torch.tensor([1, 1]), 2)
+    with pytest.raises(TypeError, match="rereads: dtype float32"):
+        ops.place_rows(tables, one, one, one, one.float())
+    with pytest.raises(ValueError, match="index"):
+        ops.advance_drafts(tables, one, one, one, one, None, tokens, 1)
+    with pytest.raises(TypeError, match="tokens: dtype int32"):
+        ops.advance_drafts(tables, one, one, one, one, None, tokens.int(), 0)
+    with pytest.raises(ValueError, match="tokens: must be contiguous"):
+        ops.advance_drafts(tables, *[torch.arange(2)] * 4, None, crossed, 0)
+    with pytest.raises(ValueError, match=r"tokens: shape \[2, 1\], not \[1, 1\]"):
+        ops.write_tokens(tables, one, torch.zeros(2, 1, dtype=torch.int64), one)
+    with pytest.raises(TypeError, match="at_end: dtype int64, not bool"):
+        ops.commit(tables, one, one, one, tokens, one, one)
+    with pytest.raises(ValueError, match="pages: blocks of another size"):
+        ops.keep_path(tables, one, one, path, one, pages[:, :, :4].contiguous())
+    with pytest.raises(ValueError, match="pages: must be contiguous"):
+        ops.keep_path(tables, one, one, path, one, pages.transpose(0, 1))
+    with pytest.raises(TypeError, match="token_ids: dtype int64, not int32"):
+        ops.suffix_lookup(tables.token_ids.long(), one, one, 2, 1, 2)
+    with pytest.raises(TypeError, match="num_tokens: dtype int32"):
+        ops.expand_rows(replace(tables, num_tokens=tables.num_tokens.int()), one, one, one, 2)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        ops.write_tokens(tables, one.to("meta"), tokens, one)

@@ -1,10 +1,10 @@
 """Batch preparation in C++ (`csrc/preparation.cpp`). Meanings and shapes: `kernels/preparation.py`.
 
 A call is a few microseconds, most of them for the tensors that it makes: so results of a call share
-memory, and what stays from call to call is looked at once.
+memory, and what stays from call to call is looked at once. C++ checks dtypes (`TypeError`), shapes
+and strides (`ValueError`).
 """
 
-import operator
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
@@ -12,7 +12,6 @@ import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu.addresses import address, dense
 from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
 from slipstream.kernels.reference.preparation import timestamp
@@ -31,14 +30,12 @@ def expand_rows(
 ) -> PlacedRows:
     requests = slots.shape[0]
     rows, num_blocks = requests * most, tables.block_tables.shape[1]
-    slots, starts, lengths = (_integers(it, requests) for it in (slots, starts, lengths))
     numbers = torch.empty(2 * rows + 3 * requests + 1, dtype=torch.int64)
     block_tables = torch.empty((requests, num_blocks), dtype=torch.int32)
     token_ids = torch.empty(rows, dtype=torch.int32)
     cpp.expand_rows(
-        _handle(tables), requests, slots.data_ptr(), starts.data_ptr(), lengths.data_ptr(), most,
-        NO_TOKEN if mask_token is None else mask_token, numbers.data_ptr(),
-        block_tables.data_ptr(), token_ids.data_ptr(),
+        _handle(tables), slots.contiguous(), starts.contiguous(), lengths.contiguous(), most,
+        NO_TOKEN if mask_token is None else mask_token, numbers, block_tables, token_ids,
     )  # fmt: skip
     start = 2 * rows
     query_start = _part(numbers, start, requests + 1)
@@ -61,9 +58,6 @@ def place_rows(
     mask_token: int | None = None,
 ) -> PlacedRows:
     requests = slots.shape[0]
-    slots, starts, lengths = (_integers(it, requests) for it in (slots, starts, lengths))
-    if rereads is not None:
-        rereads = _integers(rereads, requests)
     counts: list[int] = lengths.tolist()
     row_starts = [0, *accumulate(counts)]
     rows, num_blocks = row_starts[-1], tables.block_tables.shape[1]
@@ -71,9 +65,9 @@ def place_rows(
     block_tables = torch.empty((requests, num_blocks), dtype=torch.int32)
     token_ids = torch.empty(rows, dtype=torch.int32)
     cpp.place_rows(
-        _handle(tables), requests, slots.data_ptr(), starts.data_ptr(), lengths.data_ptr(), rows,
-        address(rereads), NO_TOKEN if mask_token is None else mask_token, numbers.data_ptr(),
-        block_tables.data_ptr(), token_ids.data_ptr(),
+        _handle(tables), slots.contiguous(), starts.contiguous(), lengths.contiguous(),
+        None if rereads is None else rereads.contiguous(),
+        NO_TOKEN if mask_token is None else mask_token, numbers, block_tables, token_ids,
     )  # fmt: skip
     positions, places, request, offset, starts, _, context_lens, last_row = (
         numbers.split_with_sizes([rows] * 4 + [requests, 1, requests, requests])
@@ -95,33 +89,18 @@ def advance_drafts(
     tokens: Tensor,
     index: int,
 ) -> tuple[Tensor, Tensor]:
-    requests, width = tokens.shape
-    slots, known, wanted, picked = (
-        _integers(it, requests) for it in (slots, known, wanted, picked)
-    )
-    assert tokens.dtype == torch.int64
-    assert tokens.is_contiguous()
-    assert 0 <= index < width
-    vocabulary_size = 0
-    if vocabulary is not None:
-        vocabulary_size = vocabulary.shape[0]
-        vocabulary = _integers(vocabulary, vocabulary_size)
+    requests = slots.shape[0]
     numbers = torch.empty(2 * requests, dtype=torch.int64)
     cpp.advance_drafts(
-        _handle(tables), requests, slots.data_ptr(), known.data_ptr(), wanted.data_ptr(),
-        picked.data_ptr(), address(vocabulary), vocabulary_size, tokens.data_ptr(), width, index,
-        numbers.data_ptr(),
+        _handle(tables), slots.contiguous(), known.contiguous(), wanted.contiguous(),
+        picked.contiguous(), None if vocabulary is None else vocabulary.contiguous(), tokens, index,
+        numbers,
     )  # fmt: skip
     return _part(numbers, 0, requests), _part(numbers, requests, requests)
 
 
 def write_tokens(tables: RequestTables, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
-    requests, width = tokens.shape
-    slots, counts = _integers(slots, requests), _integers(counts, requests)
-    tokens = dense(tokens, torch.int64, requests, width)
-    cpp.write_tokens(
-        _handle(tables), requests, slots.data_ptr(), tokens.data_ptr(), width, counts.data_ptr()
-    )
+    cpp.write_tokens(_handle(tables), slots.contiguous(), tokens.contiguous(), counts.contiguous())
 
 
 def commit(
@@ -133,16 +112,11 @@ def commit(
     num_tokens: Tensor,
     num_accepted: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    requests, width = tokens.shape
-    slots, num_new, num_tokens, num_accepted = (
-        _integers(it, requests) for it in (slots, num_new, num_tokens, num_accepted)
-    )
-    at_end = dense(at_end, torch.bool, requests)
-    tokens = dense(tokens, torch.int64, requests, width)
+    requests = slots.shape[0]
     gains = torch.empty(2 * requests, dtype=torch.int64)
     cpp.commit(
-        _handle(tables), requests, slots.data_ptr(), num_new.data_ptr(), at_end.data_ptr(),
-        tokens.data_ptr(), width, num_tokens.data_ptr(), num_accepted.data_ptr(), gains.data_ptr(),
+        _handle(tables), slots.contiguous(), num_new.contiguous(), at_end.contiguous(),
+        tokens.contiguous(), num_tokens.contiguous(), num_accepted.contiguous(), gains,
     )  # fmt: skip
     return _part(gains, 0, requests), _part(gains, requests, requests)
 
@@ -155,26 +129,10 @@ def keep_path(
     counts: Tensor,
     pages: Tensor,
 ) -> None:
-    requests, width = path.shape
-    slots, roots, counts = (_integers(it, requests) for it in (slots, roots, counts))
-    path = dense(path, torch.int64, requests, width)
-    assert pages.is_cpu
-    assert pages.is_contiguous()
-    assert pages.shape[2] == tables.block_size
-    token_bytes = pages.shape[3] * pages.shape[4] * pages.element_size()
     cpp.keep_path(
-        _handle(tables), requests, slots.data_ptr(), roots.data_ptr(), path.data_ptr(), width,
-        counts.data_ptr(), pages.data_ptr(), pages.shape[0],
-        pages.shape[1] * pages.shape[2] * token_bytes, token_bytes,
+        _handle(tables), slots.contiguous(), roots.contiguous(), path.contiguous(),
+        counts.contiguous(), pages,
     )  # fmt: skip
-
-
-def _integers(tensor: Tensor, count: int) -> Tensor:
-    """[count] int64, dense."""
-    assert tensor.dtype == torch.int64
-    assert tensor.shape == (count,)
-    assert tensor.is_cpu
-    return tensor.contiguous()
 
 
 def _part(numbers: Tensor, start: int, size: int) -> Tensor:
@@ -183,22 +141,12 @@ def _part(numbers: Tensor, start: int, size: int) -> Tensor:
 
 
 def _handle(tables: RequestTables) -> cpp.Tables:
-    """Their addresses, which stay what they are as long as the tables do."""
+    """The tables as C++ keeps them, for as long as they live."""
     handle = _TABLES.get(tables)
     if handle is None:
-        slots, columns = tables.token_ids.shape
-        num_blocks = tables.block_tables.shape[1]
-        token_ids, block_tables, num_tokens, num_computed = found = (
-            dense(tables.token_ids, torch.int32, slots, columns),
-            dense(tables.block_tables, torch.int32, slots, num_blocks),
-            dense(tables.num_tokens, torch.int64, slots),
-            dense(tables.num_computed, torch.int64, slots),
-        )
-        given = tables.token_ids, tables.block_tables, tables.num_tokens, tables.num_computed
-        assert all(map(operator.is_, found, given)), "tables must be dense"
         handle = _TABLES[tables] = cpp.Tables(
-            slots, token_ids.data_ptr(), columns, num_tokens.data_ptr(), num_computed.data_ptr(),
-            block_tables.data_ptr(), num_blocks, tables.block_size,
+            tables.token_ids, tables.num_tokens, tables.num_computed, tables.block_tables,
+            tables.block_size,
         )  # fmt: skip
     return handle
 
@@ -207,16 +155,11 @@ def suffix_lookup(
     token_ids: Tensor, slots: Tensor, known: Tensor, width: int, shortest: int, longest: int
 ) -> tuple[Tensor, Tensor]:
     requests = slots.shape[0]
-    assert token_ids.dtype == torch.int32
-    assert token_ids.is_cpu
-    assert token_ids.is_contiguous()
-    slots, known = dense(slots, torch.int64, requests), dense(known, torch.int64, requests)
     tokens = torch.empty((requests, width), dtype=torch.int64)
     found = torch.empty(requests, dtype=torch.bool)
     cpp.suffix_lookup(
-        token_ids.data_ptr(), *token_ids.shape, requests, slots.data_ptr(), known.data_ptr(), width,
-        shortest, longest, tokens.data_ptr(), found.data_ptr(),
-    )  # fmt: skip
+        token_ids, slots.contiguous(), known.contiguous(), shortest, longest, tokens, found
+    )
     return tokens, found
 
 

@@ -1,7 +1,6 @@
 """Sampling and verification in C++ (`csrc/sampling*.cpp`).
 
-Tensors are handed over by their addresses: to convert one takes longer than what some of these ops
-do. So dtypes, shapes and strides are checked here.
+C++ checks dtypes (`TypeError`), shapes and strides (`ValueError`).
 """
 
 from functools import cache
@@ -11,7 +10,6 @@ import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu.addresses import address, dense, lines
 from slipstream.kernels.sampling import Needs, SampleRows, SamplingOps, SamplingSlots
 
 _SLOTS: WeakKeyDictionary[SamplingSlots, cpp.SlotTensors] = WeakKeyDictionary()
@@ -25,18 +23,13 @@ def verify(
     rates: tuple[float, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     requests, most_drafts = rows.draft_tokens.shape
-    num_rows, vocab_size = logits.shape
     token_ids = torch.empty((requests, most_drafts + 1), dtype=torch.int64)
     numbers = torch.empty((2, requests), dtype=torch.int64)
     if requests:
-        judged, kept = _rows(rows, num_rows, vocab_size)  # of what is kept it has the addresses
-        logits = lines(logits, torch.float32)
         cpp.verify(
-            logits.data_ptr(), logits.stride(0), vocab_size, judged,
-            _slots(state, needs, vocab_size), _needs(needs), rates if most_drafts else (),
-            token_ids.data_ptr(), numbers.data_ptr(), numbers.data_ptr() + 8 * requests,
+            _lines(logits), _rows(rows), _slots(state), _needs(needs), rates if most_drafts else (),
+            token_ids, numbers,
         )  # fmt: skip
-        del kept
     return token_ids, numbers[0], numbers[1]
 
 
@@ -53,121 +46,53 @@ def draft(
     out = torch.empty(requests, dtype=torch.int64)
     if not requests:
         return out
-    logits = lines(logits.float(), torch.float32)
-    assert logits.shape[0] == requests
-    matrix = logits.data_ptr(), logits.stride(0), num_tokens, requests
+    logits = _lines(logits.float())
     if probs_out is None:
-        cpp.best_tokens(*matrix, out.data_ptr())
-        return out
-    slots, positions = dense(slots, torch.int64, requests), dense(positions, torch.int64, requests)
-    assert probs_out.shape == (requests, num_tokens)
-    assert probs_out.dtype == torch.float32
-    assert num_tokens <= 1 or probs_out.stride(1) == 1
-    cpp.draft(
-        *matrix, slots.data_ptr(), positions.data_ptr(), _slots(state), _needs(needs),
-        probs_out.data_ptr(), probs_out.stride(0), out.data_ptr(),
-    )  # fmt: skip
+        cpp.best_tokens(logits, num_tokens, out)
+    else:
+        cpp.draft(
+            logits, num_tokens, slots.contiguous(), positions.contiguous(), _slots(state),
+            _needs(needs), probs_out, out,
+        )  # fmt: skip
     return out
 
 
 def commit(slots: Tensor, token_ids: Tensor, num_tokens: Tensor, state: SamplingSlots) -> None:
-    requests, width = token_ids.shape
-    slots = dense(slots, torch.int64, requests)
-    num_tokens = dense(num_tokens, torch.int64, requests)
-    token_ids = dense(token_ids, torch.int64, requests, width)
     cpp.commit_sampling(
-        requests, slots.data_ptr(), token_ids.data_ptr(), width, num_tokens.data_ptr(),
-        _slots(state),
+        slots.contiguous(), token_ids.contiguous(), num_tokens.contiguous(), _slots(state)
+    )
+
+
+def _lines(matrix: Tensor) -> Tensor:
+    """A matrix with contiguous rows, between which there may be gaps."""
+    return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _rows(rows: SampleRows) -> cpp.RowTensors:
+    request, offset, first_row = rows.layout or (None, None, None)
+    return cpp.RowTensors(
+        rows.slots.contiguous(), rows.positions.contiguous(), rows.draft_tokens.contiguous(),
+        rows.num_draft_tokens.contiguous(), rows.one_hot.contiguous(), _dense(request),
+        _dense(offset), _dense(first_row),
+        None if rows.draft_probs is None else _lines(rows.draft_probs),
+        _dense(rows.draft_vocabulary), None if rows.allowed is None else _lines(rows.allowed),
+        _dense(rows.certain),
     )  # fmt: skip
 
 
-def _rows(rows: SampleRows, num_rows: int, vocab_size: int) -> tuple[cpp.DraftedRows, list[Tensor]]:
-    """The rows, and the tensors whose addresses they have."""
-    (requests, most_drafts), integers = rows.draft_tokens.shape, torch.int64
-    kept = [
-        dense(rows.slots, integers, requests),
-        dense(rows.positions, integers, requests),
-        dense(rows.draft_tokens, integers, requests, most_drafts),
-        dense(rows.num_draft_tokens, integers, requests),
-        dense(rows.one_hot, torch.bool, requests),
-    ]
-    judged = cpp.DraftedRows(num_rows, requests, most_drafts, *(it.data_ptr() for it in kept))
-    if rows.layout is None:
-        assert num_rows == requests * (most_drafts + 1)
-    else:
-        request, offset, first_row = rows.layout
-        layout = [
-            dense(request, integers, num_rows),
-            dense(offset, integers, num_rows),
-            dense(first_row, integers, requests),
-        ]
-        judged.set_layout(*(it.data_ptr() for it in layout))
-        kept += layout
-    if rows.draft_probs is not None and most_drafts:
-        kept += _set_draft(judged, rows, rows.draft_probs)
-    if rows.allowed is not None:
-        allowed = lines(rows.allowed, torch.int32)
-        assert allowed.shape == (num_rows, -(-vocab_size // 32))
-        judged.set_allowed(allowed.data_ptr(), allowed.stride(0))
-        kept.append(allowed)
-    return judged, kept
-
-
-def _set_draft(judged: cpp.DraftedRows, rows: SampleRows, probs: Tensor) -> list[Tensor]:
-    """Hands over what drafts were sampled from; of rows without it all are certain."""
-    requests, most_drafts, width = probs.shape
-    assert (requests, most_drafts) == rows.draft_tokens.shape
-    assert probs.dtype == torch.float32
-    kept = [probs if probs.stride(2) == 1 or width == 1 else probs.contiguous()]
-    vocabulary, certain = rows.draft_vocabulary, rows.certain
-    if vocabulary is not None:
-        kept.append(vocabulary := dense(vocabulary, torch.int64, width))
-    if certain is not None:
-        kept.append(certain := dense(certain, torch.bool, requests, most_drafts))
-    judged.set_probs(
-        kept[0].data_ptr(), kept[0].stride(0), kept[0].stride(1), width, address(vocabulary),
-        address(certain),
-    )  # fmt: skip
-    return kept
-
-
-def _slots(
-    state: SamplingSlots, needs: Needs | None = None, vocab_size: int | None = None
-) -> cpp.SlotTensors:
-    """The state, checked where `needs` say that processors look at it."""
-    counts, bias = state.output_counts, state.bias
-    if needs is not None and needs.penalties:
-        assert counts is not None
-        assert state.prompt_mask is not None
-        assert counts.shape[1] == state.prompt_mask.shape[1] == vocab_size
-    if needs is not None and needs.bias:
-        assert bias is not None
-        assert bias.shape[1] == vocab_size
+def _slots(state: SamplingSlots) -> cpp.SlotTensors:
+    """The state as C++ keeps it, for as long as it lives."""
     handle = _SLOTS.get(state)
     if handle is None:
-        handle = _SLOTS[state] = _slot_tensors(state)
+        handle = _SLOTS[state] = cpp.SlotTensors(
+            state.ints, state.floats, state.stop_ids, state.output_counts, state.prompt_mask,
+            state.bias,
+        )  # fmt: skip
     return handle
-
-
-def _slot_tensors(state: SamplingSlots) -> cpp.SlotTensors:
-    """Addresses, which stay what they are as long as `state` lives."""
-    ints, floats, stop_ids = state.ints, state.floats, state.stop_ids
-    assert ints.dtype == stop_ids.dtype == torch.int64
-    assert floats.dtype == torch.float32
-    assert ints.stride(1) == floats.stride(1) == 1
-    assert stop_ids.is_contiguous()
-    columns = 0
-    for tensor in (state.output_counts, state.prompt_mask, state.bias):
-        if tensor is not None:
-            assert tensor.is_contiguous()
-            columns = tensor.shape[1]
-    assert ints.is_cpu
-    assert len(ints) == len(floats) == len(stop_ids)
-    return cpp.SlotTensors(
-        len(ints), ints.data_ptr(), ints.stride(0), floats.data_ptr(), floats.stride(0),
-        stop_ids.data_ptr(), stop_ids.shape[1], address(state.output_counts),
-        address(state.prompt_mask), address(state.bias), columns,
-    )  # fmt: skip
 
 
 @cache
