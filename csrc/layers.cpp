@@ -97,12 +97,12 @@ class Stack {
         for (const Array& array : taken) streams.push_back(rows_of(array, rows.num_rows));
         const Labels labels(std::move(open_label));
         nb::gil_scoped_release released;
-        const Rooms rooms = make_rooms(rows.num_rows);
-        const PassView view{type_ == Number::bf16, rows, rooms, labels};
+        const Buffers buffers = make_buffers(rows.num_rows);
+        const PassView view{type_ == Number::bf16, rows, buffers, labels};
         const int64_t bytes = rows.num_rows * width() * number_bytes();
         const auto take = [&](int layer) {
             for (size_t i = 0; i < wanted.size(); ++i)
-                if (wanted[i] == layer) std::memcpy(streams[i], rooms.stream, bytes);
+                if (wanted[i] == layer) std::memcpy(streams[i], buffers.stream, bytes);
         };
         enter(sources, view);
         size_t cache = 0;
@@ -110,14 +110,14 @@ class Stack {
         for (size_t index = 0; index < halves_.size(); ++index) {
             const Half& half = *halves_[index];
             if (index == 0) first_norm(half, sources, view);
-            else add_and_norm(half.norm, view, rooms.normed);
+            else add_and_norm(half.norm, view, buffers.normed);
             for (; layer < num_layers && layer_starts_[layer] == index; ++layer) take(layer);
             half.run(view, half.cached() ? &caches_[cache++] : nullptr);
         }
         // Without a last norm only the sum is wanted.
         add_and_norm(last_.weight ? last_ : any_norm_, view, hidden);
         take(num_layers);
-        if (!last_.weight) std::memcpy(hidden, rooms.stream, bytes);
+        if (!last_.weight) std::memcpy(hidden, buffers.stream, bytes);
     }
 
   private:
@@ -158,7 +158,7 @@ class Stack {
         halves_.push_back(std::move(half));
     }
 
-    Rooms make_rooms(int64_t num_rows) const {
+    Buffers make_buffers(int64_t num_rows) const {
         const int64_t entered = entry_ ? entry_->product.columns() : 0;
         const int64_t widths[5] = {std::max(widths_.normed, entered), widths_.wide, widths_.narrow,
                                    width(), width()};
@@ -232,27 +232,27 @@ class Stack {
 
     // The stream that enters the first layer.
     void enter(const std::vector<Source>& sources, const PassView& pass) const {
-        const Rooms& rooms = pass.rooms;
-        if (!entry_) return put({}, sources.back(), pass, rooms.stream, width());
+        const Buffers& buffers = pass.buffers;
+        if (!entry_) return put({}, sources.back(), pass, buffers.stream, width());
         int64_t place = 0;
         for (size_t i = 0; i < sources.size(); ++i) {
-            put(entry_->norms[i], sources[i], pass, rooms.normed + place * number_bytes(),
+            put(entry_->norms[i], sources[i], pass, buffers.normed + place * number_bytes(),
                 entry_->product.columns());
             place += sources[i].columns;
         }
-        multiply(entry_->product, rooms.normed, pass, rooms.stream);
+        multiply(entry_->product, buffers.normed, pass, buffers.stream);
     }
 
     // What the first half reads.
     void first_norm(const Half& half, const std::vector<Source>& sources,
                     const PassView& pass) const {
-        const Rooms& rooms = pass.rooms;
+        const Buffers& buffers = pass.buffers;
         const int64_t columns = half.widths().normed;
-        const Source stream{rooms.stream, width(), width()};
-        if (half.beside.weight) put(half.beside, sources[0], pass, rooms.normed, columns);
-        char* normed = rooms.normed + half.beside.columns * number_bytes();
+        const Source stream{buffers.stream, width(), width()};
+        if (half.beside.weight) put(half.beside, sources[0], pass, buffers.normed, columns);
+        char* normed = buffers.normed + half.beside.columns * number_bytes();
         put(half.norm, stream, pass, normed, columns);
-        if (half.keeps_normed) put({}, {normed, width(), columns}, pass, rooms.stream, width());
+        if (half.keeps_normed) put({}, {normed, width(), columns}, pass, buffers.stream, width());
     }
 
     // stream += addend, and its norm to `out`.
@@ -262,8 +262,8 @@ class Stack {
         call.is_bf16 = pass.is_bf16;
         call.num_rows = pass.num_rows();
         call.columns = width();
-        call.x = pass.rooms.addend;
-        call.residual = call.sum = pass.rooms.stream;
+        call.x = pass.buffers.addend;
+        call.residual = call.sum = pass.buffers.stream;
         call.x_stride = call.residual_stride = call.out_stride = call.sum_stride = width();
         call.weight = weight.weight;
         call.eps = weight.eps;

@@ -39,7 +39,7 @@ struct Widths {
 };
 
 // Buffers of one pass, each of so many rows; `addend` and `stream` are as wide as the stream.
-struct Rooms {
+struct Buffers {
     char *normed, *wide, *narrow, *addend, *stream;
 };
 
@@ -47,7 +47,7 @@ struct Rooms {
 struct PassView {
     bool is_bf16;
     const AttentionRows& rows;
-    const Rooms& rooms;
+    const Buffers& buffers;
     const Labels& labels;
 
     int64_t num_rows() const { return rows.num_rows; }
@@ -103,22 +103,22 @@ class AttentionHalf final : public Half {
     const AttentionShape* cached() const override { return &shape_; }
 
     void run(const PassView& pass, const CacheView* cache) const override {
-        const Rooms& rooms = pass.rooms;
-        multiply(qkv_, rooms.normed, pass, rooms.wide);
+        const Buffers& buffers = pass.buffers;
+        multiply(qkv_, buffers.normed, pass, buffers.wide);
         {
             const Labels::Range range(pass.labels, "slipstream::attend");
             AttentionCall call{};
             call.shape = &shape_;
             call.rows = &pass.rows;
             call.cache = cache;
-            call.x = rooms.wide;
+            call.x = buffers.wide;
             call.x_is_bf16 = pass.is_bf16;
             call.x_stride = qkv_.rows();
-            call.out = rooms.narrow;
+            call.out = buffers.narrow;
             call.out_stride = output_.columns();
             attend(call);
         }
-        multiply(output_, rooms.narrow, pass, rooms.addend);
+        multiply(output_, buffers.narrow, pass, buffers.addend);
     }
 
   private:
@@ -134,24 +134,26 @@ class GatedMlpHalf final : public Half {
                 "the matrices of a feed-forward layer do not fit each other");
     }
 
-    Widths widths() const override { return {gate_up_.columns(), gate_up_.rows(), down_.columns()}; }
+    Widths widths() const override {
+        return {gate_up_.columns(), gate_up_.rows(), down_.columns()};
+    }
     int64_t stream_width() const override { return down_.rows(); }
 
     void run(const PassView& pass, const CacheView*) const override {
-        const Rooms& rooms = pass.rooms;
-        multiply(gate_up_, rooms.normed, pass, rooms.wide);
+        const Buffers& buffers = pass.buffers;
+        multiply(gate_up_, buffers.normed, pass, buffers.wide);
         {
             const Labels::Range range(pass.labels, "slipstream::silu");
             GatedCall gated{};
             gated.is_bf16 = pass.is_bf16;
             gated.num_rows = pass.num_rows();
             gated.columns = gated.out_stride = down_.columns();
-            gated.gate_up = rooms.wide;
+            gated.gate_up = buffers.wide;
             gated.gate_up_stride = gate_up_.rows();
-            gated.out = rooms.narrow;
+            gated.out = buffers.narrow;
             gated_rows(gated);
         }
-        multiply(down_, rooms.narrow, pass, rooms.addend);
+        multiply(down_, buffers.narrow, pass, buffers.addend);
     }
 
   private:
