@@ -33,7 +33,7 @@ NOTHING_LEFT = (
 
 
 @dataclass(frozen=True)
-class Path:
+class GuidedDraft:
     """A draft as a grammar leaves it.
 
     Attributes:
@@ -71,7 +71,7 @@ class GrammarGuide:
             return Advance.REFUSED
         return Advance.COMPLETE if matcher.is_stopped() else Advance.OPEN
 
-    def follow(self, guess: Sequence[int], room: int, certain: bool) -> Path:
+    def follow(self, guess: Sequence[int], room: int, certain: bool) -> GuidedDraft:
         """Where the grammar leaves a choice take the guess, elsewhere its own tokens.
 
         Whether a guess is replaced depends on the tokens before it alone. So a sampled one is
@@ -81,7 +81,7 @@ class GrammarGuide:
             room: tokens at most.
             certain: the guess was not sampled.
         """
-        path = Path([], [], 0)
+        path = GuidedDraft([], [], 0)
         tokens, own, kept, walked = path.token_ids, True, 0, 0
         while len(tokens) < room:
             forced = self.matcher.compute_ff_tokens()[: room - len(tokens)]
@@ -101,7 +101,7 @@ class GrammarGuide:
             if not allowed or self.matcher.is_stopped():
                 break
         self.matcher.rollback(walked)
-        return Path(tokens, path.forced, min(kept, len(tokens)))
+        return GuidedDraft(tokens, path.forced, min(kept, len(tokens)))
 
     def enter(self, token: int) -> bool:
         """Go one token ahead; whether there is anything to allow behind it."""

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
-from slipstream.engine.grammar import GrammarGuide, Grammars, Path
+from slipstream.engine.grammar import GrammarGuide, Grammars, GuidedDraft
 from slipstream.kernels.devices import send
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.transfer import Download, upload
@@ -40,7 +40,7 @@ class _Steered:
         rows: (request, place) of each row of `masks`.
     """
 
-    paths: list[Path]
+    paths: list[GuidedDraft]
     rows: list[tuple[int, int]]
     masks: Tensor
 
@@ -190,7 +190,7 @@ class Guidance:
     def _steered(self, batch: Batch, packed: PackedBatch, draft: Draft) -> _Steered:
         """Let every grammar walk its request's draft, and say what it allows."""
         proposed = _fetch(draft, len(batch.requests))
-        paths: list[Path] = []
+        paths: list[GuidedDraft] = []
         walks: list[_Walk] = []
         for index, (item, own) in enumerate(zip(batch.requests, proposed, strict=True)):
             guide = _guide(item.request) if item.reaches_end else None
@@ -284,12 +284,12 @@ def _fetch(draft: Draft, requests: int) -> list[_Proposed]:
     ]
 
 
-def _as_proposed(proposed: _Proposed) -> Path:
+def _as_proposed(proposed: _Proposed) -> GuidedDraft:
     tokens = proposed.token_ids
-    return Path(tokens, [False] * len(tokens), len(tokens))
+    return GuidedDraft(tokens, [False] * len(tokens), len(tokens))
 
 
-def _columns(paths: Sequence[Path], width: int) -> list[list[int]]:
+def _columns(paths: Sequence[GuidedDraft], width: int) -> list[list[int]]:
     """One row per path: its tokens, which of them were forced, their number, how many were kept."""
     rows = []
     for path in paths:

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream import LLM, RequestOutput, SamplingParams, StructuredOutput
 from slipstream.core.structured import Advance
 from slipstream.engine import guidance
-from slipstream.engine.grammar import Path
+from slipstream.engine.grammar import GuidedDraft
 from slipstream.runner.graphs import GraphRunner
 from tests.checkpoints import VOCAB_SIZE
 from tests.padded_steps import use_padded_steps
@@ -56,8 +56,8 @@ class RuleGuide:
     def leave(self) -> None:
         self.tokens.pop()
 
-    def follow(self, guess: Sequence[int], room: int, certain: bool) -> Path:
-        path, kept, own = Path([], [], 0), 0, True
+    def follow(self, guess: Sequence[int], room: int, certain: bool) -> GuidedDraft:
+        path, kept, own = GuidedDraft([], [], 0), 0, True
         while len(path.token_ids) < room:
             place = len(path.token_ids)
             only = allowed_behind([*self.tokens, *path.token_ids])
@@ -72,7 +72,7 @@ class RuleGuide:
             path.forced.append(len(only) == 1)
             if token not in only:
                 break
-        return Path(path.token_ids, path.forced, kept)
+        return GuidedDraft(path.token_ids, path.forced, kept)
 
 
 class Rules:
