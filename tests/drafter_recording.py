@@ -1,6 +1,7 @@
 """What a language model that drafts was asked, and what it answered, round by round."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -39,11 +40,11 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Recording:
     logits: list[Tensor] = []
     forward, sample = ModelRunner.forward, DraftSampling.sample
 
-    def counted(self: ModelRunner, *args: object) -> object:
+    def counted(self: ModelRunner, *args: Any) -> Any:
         recording.num_passes += recording.inside
         return forward(self, *args)
 
-    def sampled(self: DraftSampling, given: Tensor, *args: object) -> Tensor:
+    def sampled(self: DraftSampling, given: Tensor, *args: Any) -> Tensor:
         logits.append(given.clone())
         return sample(self, given, *args)
 
@@ -52,7 +53,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Recording:
     for kind in (PardDrafter, DraftModelDrafter):
         propose = kind.propose
 
-        def recorded(self: object, batch: DeviceBatch, propose: object = propose) -> Draft:
+        def recorded(self: Any, batch: DeviceBatch, propose: Any = propose) -> Draft:
             logits.clear()
             state = self._state
             known = [

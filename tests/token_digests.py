@@ -105,12 +105,21 @@ def recorded_cases() -> dict[str, Case]:
         ),
         # The noise of a node is that of plain decoding, so that the fit decides nothing.
         "tree": pairwise_cases(
-            {"drafter": ["eagle", "eagle3"], "tree": list(TREES), **_without(SHAPES, "k")}
-            | {"sampling": list(SAMPLINGS)}
+            {
+                "drafter": ["eagle", "eagle3"],
+                "tree": list(TREES),
+                **_without(SHAPES, "k"),
+                "sampling": list(SAMPLINGS),
+            }
         ),
         "architecture": pairwise_cases(
-            {"name": list(ARCHITECTURES), "drafter": ["none", "draft_model"], "k": [3]}
-            | {"sampling": list(SAMPLINGS), "rows": [512, 24]}
+            {
+                "name": list(ARCHITECTURES),
+                "drafter": ["none", "draft_model"],
+                "k": [3],
+                "sampling": list(SAMPLINGS),
+                "rows": [512, 24],
+            }
         ),
         "demo": _demo_cases(["float32"], [None]),
     }
@@ -131,8 +140,12 @@ def all_cases() -> dict[str, Case]:
             {"drafter": [*EXACT, *FITTED], **SHAPES, "sampling": ["greedy", "penalties"]}
         ),
         "format": pairwise_cases(
-            {"name": list(FORMATS), "dtype": ["float32", "bfloat16"], "k": [0, 3]}
-            | {"sampling": ["greedy", "seeded"]}
+            {
+                "name": list(FORMATS),
+                "dtype": ["float32", "bfloat16"],
+                "k": [0, 3],
+                "sampling": ["greedy", "seeded"],
+            }
         ),
         "demo": _demo_cases(
             ["bfloat16"],

@@ -1,7 +1,8 @@
 """Drafters as a user may write them, right and wrong."""
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -10,12 +11,13 @@ import torch
 class LastFollower:
     """Guesses what followed the last token when it came before, again and again."""
 
-    def guess(self, requests):
+    def guess(self, requests: Sequence[Any]) -> list[list[int]]:
         return [self.chain(request.token_ids, request.most_tokens) for request in requests]
 
-    def chain(self, tokens, count):
+    def chain(self, tokens: Sequence[int], count: int) -> list[int]:
         following = dict(pairwise(tokens))
-        guesses, token = [], tokens[-1]
+        guesses: list[int] = []
+        token = tokens[-1]
         while len(guesses) < count and token in following:
             guesses.append(token := following[token])
         return guesses
@@ -24,15 +26,15 @@ class LastFollower:
 class Scripted:
     """Answers each call with what `answer` makes of the requests; remembers what it was told."""
 
-    answer = staticmethod(lambda requests: [[] for _ in requests])
-    seen: ClassVar[list] = []
-    forgotten: ClassVar[list] = []
+    answer: Callable[[Sequence[Any]], Any] = staticmethod(lambda requests: [[] for _ in requests])
+    seen: ClassVar[list[Any]] = []
+    forgotten: ClassVar[list[str]] = []
 
-    def guess(self, requests):
+    def guess(self, requests: Sequence[Any]) -> Any:
         type(self).seen.append(requests)
         return type(self).answer(requests)
 
-    def forget(self, request_ids):
+    def forget(self, request_ids: Sequence[str]) -> None:
         type(self).forgotten.extend(request_ids)
 
 
@@ -41,16 +43,16 @@ class WithoutGuess:
 
 
 class Choosy:
-    def __init__(self, flavour):
+    def __init__(self, flavour: str) -> None:
         if flavour != "sweet":
             raise ValueError(f"no {flavour}")
 
-    def guess(self, requests):
+    def guess(self, requests: Sequence[Any]) -> Any:
         return [np.array([1, 2]) for _ in requests]
 
 
 class Tensors:
-    def guess(self, requests):
+    def guess(self, requests: Sequence[Any]) -> Any:
         return torch.tensor([[1, 2, 3]] * len(requests))
 
 

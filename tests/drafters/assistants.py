@@ -23,7 +23,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 def write_sliding_target(folder: Path, **changes: Any) -> str:
     """A target of three layers, of which the middle one sees everything."""
     kinds = [SLIDING, FULL, SLIDING]
-    shape = {"num_hidden_layers": 3, "layer_types": kinds, "max_window_layers": 0}
+    shape: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": kinds, "max_window_layers": 0}
     shape |= {"use_sliding_window": True, "sliding_window": 9, **changes}
     return str(write_qwen3(folder, seed=5, **shape))
 

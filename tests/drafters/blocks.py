@@ -153,7 +153,7 @@ class Blocks:
 
     def __init__(self, folder: Path | str, target: Target, **flags: Any) -> None:
         config, self.weights = load(folder)
-        inner = {**config, **config.pop("transformer_layer_config", {})}
+        inner = {**config, **config.get("transformer_layer_config", {})}
         self.config = {**inner, **config.get("dflash_config", {}), **flags}
         self.target, self.eps = target, inner["rms_norm_eps"]
         weights = self.weights

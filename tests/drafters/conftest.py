@@ -31,7 +31,7 @@ def _share_out(items: list[pytest.Function]) -> None:
     kinds: list[str] = []
     tests: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
-        kind = item.callspec.params["kind"]
+        kind = str(item.callspec.params["kind"])
         kinds += [kind] if kind not in kinds else []
         tests.setdefault((item.originalname, kind), []).append(item)
     for (_, kind), cases in tests.items():

@@ -167,7 +167,7 @@ class Eagle3(Head):
                 self.weights.norm(f"fc_norm.{i}", stream, self.eps)
                 for i, stream in enumerate(picked)
             ]
-        joined = torch.cat(picked, -1)
+        joined = torch.cat(list(picked), -1)
         if self.config.get("norm_before_fc"):
             joined = self.weights.norm("input_norm", joined, self.eps)
         return self.weights.linear("fc", joined)

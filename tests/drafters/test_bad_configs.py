@@ -157,8 +157,9 @@ def fresh(
 
     def copy(method: str, folder: Path) -> Path:
         if method not in written:
+            options: dict[str, dict[str, Any]]
             options = {"eagle3": {"draft_vocab": 60}, "centroids": {"centroids": (16, 4)}}
-            write = WRITERS.get(method, write_assistant)
+            write: Callable[..., Path] = WRITERS.get(method, write_assistant)
             where = tmp_path_factory.mktemp("drafter")
             written[method] = write(where, tiny_target, **options.get(method, {}))
         folder.mkdir(exist_ok=True)

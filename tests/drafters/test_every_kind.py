@@ -139,7 +139,7 @@ def test_drafting_goes_on_rightly_after_a_pause(
 def test_preempted_requests_draft_what_the_oracle_drafts(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = [{"prompt_token_ids": [*PROMPT[index:], 5, index]} for index in range(4)]
+    prompts: list[Any] = [{"prompt_token_ids": [*PROMPT[index:], 5, index]} for index in range(4)]
     llm = make(kind.target, kind.config, num_kv_blocks=18, block_size=8, max_num_seqs=4)
     drafted = record_drafts(monkeypatch)
     outputs = llm.generate(prompts, GREEDY)

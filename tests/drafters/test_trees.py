@@ -143,7 +143,7 @@ def test_a_tree_is_accepted_as_far_as_the_chain_in_it(
 ) -> None:
     """A tree that holds the chain accepts at least as much behind the same tokens; over a text
     AL is no smaller, and with more candidates it grows."""
-    prompts = [{"prompt_token_ids": PROMPT[index:]} for index in range(8)]
+    prompts: list[Any] = [{"prompt_token_ids": PROMPT[index:]} for index in range(8)]
 
     def acceptance_length(keys: dict[str, Any]) -> float:
         outputs = make(tiny_target, tiny_heads[kind], keys).generate(prompts, GREEDY)

@@ -61,7 +61,7 @@ class Engines:
     def _speculation(self, drafter: str, k: int) -> dict[str, Any] | None:
         if drafter == "plain":
             return None
-        chosen: dict[str, Any] = {
+        chosen: dict[str, dict[str, Any]] = {
             "draft_model": {"model": self._draft},
             "self": {"model": self._target},
             "subset": {"model": self._draft, "draft_vocab_size": 60},

@@ -26,8 +26,13 @@ def served_by(ops: SamplingOps, state: SamplingState) -> Iterator[None]:
 # Batches
 
 
-GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 0.8}
-PENALISED = {"presence_penalty": 0.7, "frequency_penalty": -0.4, "repetition_penalty": 1.3}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SAMPLED: dict[str, Any] = {"temperature": 0.8}
+PENALISED: dict[str, Any] = {
+    "presence_penalty": 0.7,
+    "frequency_penalty": -0.4,
+    "repetition_penalty": 1.3,
+}
 LEAN: list[dict[str, Any]] = [GREEDY, SAMPLED, {"temperature": 1.0}, GREEDY, {"temperature": 1.7}]
 TRUNCATED: list[dict[str, Any]] = [
     {"top_k": 3},
@@ -46,7 +51,7 @@ PROCESSED: list[dict[str, Any]] = [
 FULL: list[dict[str, Any]] = [
     a | b for a, b in zip(TRUNCATED, [PENALISED, {}, {"min_tokens": 4}, PENALISED, {}], strict=True)
 ]
-KINDS = {
+KINDS: dict[str, list[dict[str, Any]]] = {
     "greedy": [GREEDY] * 5,
     "lean": LEAN,
     "truncated": TRUNCATED,

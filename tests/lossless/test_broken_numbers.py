@@ -69,7 +69,12 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 def make(target: str, draft: str | None = None, **options: Any) -> LLM:
     config = None if draft is None else {"model": draft, "num_speculative_tokens": 3}
-    sizes = {"num_kv_blocks": 12, "block_size": 8, "max_model_len": 64, "max_num_seqs": 4}
+    sizes: dict[str, Any] = {
+        "num_kv_blocks": 12,
+        "block_size": 8,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+    }
     return LLM(target, speculative_config=config, skip_tokenizer_init=True, **sizes, **options)
 
 
@@ -133,7 +138,12 @@ def test_broken_drafts_are_accepted_as_often_as_the_target_samples_them(
     """Token 0, which a drafter without numbers guesses, comes as often as without drafts."""
     draft = checkpoint(tmp_path, everything, keep_layers=1)
     params = SamplingParams(temperature=1, max_tokens=3, ignore_eos=True, n=batch, seed=2)
-    sizes = {"num_kv_blocks": 600, "block_size": 8, "max_model_len": 64, "max_num_seqs": 100}
+    sizes: dict[str, Any] = {
+        "num_kv_blocks": 600,
+        "block_size": 8,
+        "max_model_len": 64,
+        "max_num_seqs": 100,
+    }
     config = {"model": draft, "num_speculative_tokens": 3}
     llm = LLM(tiny_target, speculative_config=config, skip_tokenizer_init=True, **sizes)
     (output,) = llm.generate(PROMPTS[0], params)

@@ -92,7 +92,7 @@ def test_a_seed_gives_the_same_text_whatever_else_runs(tiny_target: str, tiny_dr
     params = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True, seed=11)
     alone = run(make(tiny_target, drafts(tiny_draft)), params)
     llm = make(tiny_target, drafts(tiny_draft), max_num_batched_tokens=64)
-    crowd = [{"prompt_token_ids": ids} for ids in ([7] * 40, PROMPT, [8, 9])]
+    crowd: list[Any] = [{"prompt_token_ids": ids} for ids in ([7] * 40, PROMPT, [8, 9])]
     outputs = llm.generate(crowd, [SamplingParams(max_tokens=20), params, GREEDY])
     assert outputs[1].outputs[0].token_ids == alone.outputs[0].token_ids
 
@@ -148,7 +148,7 @@ def test_prompt_logprobs_survive_chunks_hits_and_preemption(
     expected = run(make(tiny_target), params, prompt).prompt_logprobs
     llm = make(tiny_target, drafts(tiny_draft), max_num_batched_tokens=64, num_kv_blocks=9)
     run(llm, GREEDY, prompt)  # the blocks of this prompt are in the prefix cache now
-    crowd = [{"prompt_token_ids": ids} for ids in ([7] * 40, prompt)]
+    crowd: list[Any] = [{"prompt_token_ids": ids} for ids in ([7] * 40, prompt)]
     outputs = llm.generate(crowd, [GREEDY, params])
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     assert outputs[1].metrics.num_cached_tokens == 0

@@ -96,7 +96,7 @@ def check(
 def speculative_config(
     case: Case, target: str, draft: str, heads: dict[str, str]
 ) -> dict[str, Any]:
-    drafters = {
+    drafters: dict[str, dict[str, Any]] = {
         "draft_model": {"model": draft},
         "self": {"model": target},
         "subset": {"model": draft, "draft_vocab_size": 60},

@@ -49,7 +49,7 @@ class Toy:
     drafters: dict[str, str]
 
     def llm(self, method: str | None, count: int = 4, **options: Any) -> LLM:
-        speculative = None
+        speculative: dict[str, Any] | None = None
         if method is not None:
             speculative = {"method": method, "model": self.drafters[method]}
             speculative["num_speculative_tokens"] = count

@@ -256,9 +256,9 @@ HALF_CASES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _quiet() -> Iterator[None]:
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     yield
-    transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)

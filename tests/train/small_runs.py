@@ -84,7 +84,7 @@ def run_drafting(
 ) -> tuple[list[list[int]], list[list[int]], float]:
     """Greedy outputs without and with the drafter, and its acceptance length."""
     generator = torch.Generator().manual_seed(77)
-    prompts = [
+    prompts: list[Any] = [
         {"prompt_token_ids": ids}
         for ids in torch.randint(1, 96, (4, 9), generator=generator).tolist()
     ]

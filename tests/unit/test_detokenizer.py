@@ -99,7 +99,7 @@ def test_special_tokens_are_left_out() -> None:
 
 def test_what_may_begin_a_stop_string_is_not_shown_yet() -> None:
     running = detokenizer(("return x",))
-    shown = []
+    shown: list[str] = []
     for token in TOKENIZER.encode("def f():\n    return y"):
         running.push(token)
         assert running.text.startswith(running.settled_text)

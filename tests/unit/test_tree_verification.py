@@ -107,7 +107,8 @@ def plain_walk(
     first = 0
     for request, own in enumerate(parents):
         count = int(trees.num_nodes[request])
-        node, tokens, way = 0, [], [0]
+        tokens: list[int] = []
+        node, way = 0, [0]
         while True:
             position = len(KNOWN) + len(tokens)
             one, none = torch.tensor([request]), torch.zeros((1, 0), dtype=torch.int64)
