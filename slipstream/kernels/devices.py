@@ -1,9 +1,15 @@
 """What kernels and their callers ask of devices: labels for profiles, and how tensors get there."""
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _NO_LABEL = nullcontext()
 
@@ -24,6 +30,31 @@ def is_host_memory(tensor: Tensor) -> bool:
 def label(name: str) -> AbstractContextManager[object]:
     """Names what happens in it where somebody profiles; a label costs more than a small op."""
     return torch.profiler.record_function(name) if profiling() else _NO_LABEL
+
+
+def open_range(name: str) -> Callable[[], object]:
+    """Opens a range of torch's profiler; what it gives ends the range."""
+    opened = torch.profiler.record_function(name)
+    opened.__enter__()  # type: ignore[no-untyped-call]
+    return lambda: opened.__exit__(None, None, None)
+
+
+def part_labels() -> Callable[[str], Callable[[], object]] | None:
+    """How C++ names the parts of a long call where somebody profiles; None where nobody does."""
+    return open_range if profiling() else None
+
+
+def labelled(name: str, op: Callable[P, R]) -> Callable[P, R]:
+    """`op`, under a name where somebody profiles; see `label`."""
+
+    @functools.wraps(op)
+    def named(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not profiling():
+            return op(*args, **kwargs)
+        with label(f"slipstream::{name}"):
+            return op(*args, **kwargs)
+
+    return named
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:

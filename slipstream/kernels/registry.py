@@ -67,9 +67,9 @@ def kernels_for(
         reference.REFERENCE, reference.PREPARATION, reference.SAMPLING,
     )  # fmt: skip
     if runs_cpp(device):
+        from slipstream.kernels.cpu import cpu_column
         from slipstream.kernels.cpu import preparation as cpu_preparation
         from slipstream.kernels.cpu import sampling as cpu_sampling
-        from slipstream.kernels.cpu.column import cpu_column
 
         preparation, sampling = cpu_preparation.PREPARATION, cpu_sampling.SAMPLING
         if dtype in CPP_DTYPES:

@@ -1,10 +1,15 @@
-"""The keys of a `speculative_config` that say how drafts are verified."""
+"""The keys of a `speculative_config` that say how drafts are verified.
 
+Synthetic verification forces acceptance, for benchmarks alone: with random weights no draft is ever
+accepted, so the verdict is drawn. All other work of the step is done as always; the output means
+nothing.
+"""
+
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from slipstream.core.errors import UsageError
-from slipstream.sampling.synthetic import conditional_rates, rates_for_length
 from slipstream.speculative.options import Options
 
 _LOSSLESS = ("rejection", "standard")
@@ -59,3 +64,22 @@ def _rates(length: Any, rates: Any, count: int) -> tuple[float, ...]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def rates_for_length(acceptance_length: float, num_speculative_tokens: int) -> tuple[float, ...]:
+    """Unconditional acceptance rates per position whose sum is acceptance_length - 1.
+
+    The schedule of least variance: the first positions always, one now and then, the rest never.
+    `acceptance_length` lies between 1 and num_speculative_tokens + 1.
+    """
+    left = acceptance_length - 1
+    return tuple(min(1.0, max(0.0, left - place)) for place in range(num_speculative_tokens))
+
+
+def conditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
+    """The chance that each position is accepted when all before it were.
+
+    Args:
+        rates: unconditional, so they never rise.
+    """
+    return tuple(rate / before if before > 0 else 0.0 for before, rate in pairwise((1.0, *rates)))

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 
-from slipstream.kernels.cpu.column import cpu_column
+from slipstream.kernels.cpu import cpu_column
 from slipstream.kernels.cpu.layers import FusedStack
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight

@@ -17,7 +17,7 @@ from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import Heads, Norm
 from slipstream.kernels.triton import attention as tuned
 from slipstream.kernels.triton.attention import SHORT_ROWS, Extras, attend
-from slipstream.kernels.triton.splits import SMALLEST, most_splits, split_of, split_start
+from slipstream.kernels.triton.attention_parts import SMALLEST, most_splits, split_of, split_start
 from slipstream.layers.rope import RopeConfig, rope_table
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
 from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU

@@ -22,7 +22,7 @@ from slipstream.kernels.triton import PARTS as TRITON_PARTS
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton import attention as triton_attention
 from slipstream.kernels.triton.attention import SHORT_ROWS, Extras, paged_attention
-from slipstream.kernels.triton.splits import SMALLEST, most_splits, split_of, split_start
+from slipstream.kernels.triton.attention_parts import SMALLEST, most_splits, split_of, split_start
 from tests.kernels import oracles
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
 from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU

@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.sampling.synthetic import conditional_rates, rates_for_length
+from slipstream.speculative.verification_options import conditional_rates, rates_for_length
 
 
 @pytest.mark.parametrize("length", [1.0, 1.4, 2.8, 4.0, 5.0])

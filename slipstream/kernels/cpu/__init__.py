@@ -1,1 +1,36 @@
 """The C++ kernels for CPUs. The only place that imports `_slipstream_cpu`."""
+
+from dataclasses import replace
+
+import _slipstream_cpu as cpp
+
+from slipstream.kernels.composition import Parts, compose
+from slipstream.kernels.cpu import matmul, rows
+from slipstream.kernels.cpu.attention import attend, store
+from slipstream.kernels.cpu.layers import fuse
+from slipstream.kernels.devices import labelled
+from slipstream.kernels.reference import PARTS as PLAIN
+from slipstream.kernels.table import Ops
+
+_PARTS = Parts(
+    linear=labelled("matmul", matmul.linear),
+    logits=labelled("matmul", matmul.logits),
+    norm=labelled("norm", rows.norm),
+    add_norm=labelled("norm", rows.add_norm),
+    gated_activation=labelled("silu", rows.gated_activation),
+    rotate_and_store=PLAIN.rotate_and_store,
+    paged_attention=PLAIN.paged_attention,
+)
+
+
+def cpu_column() -> Ops:
+    """With the level of instructions that is active now in its name."""
+    composed = compose(f"cpu ({cpp.level()})", _PARTS)
+    return replace(
+        composed,
+        attend=labelled("attend", attend),
+        store=labelled("attend", store),
+        pack=matmul.pack,
+        round=matmul.rounded,
+        fuse=fuse,
+    )

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.attention import layer_of, pass_of, serves
-from slipstream.kernels.cpu.labels import part_labels
 from slipstream.kernels.cpu.matmul import handle_of
+from slipstream.kernels.devices import part_labels
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.stack_parts import (
     AttentionParts,

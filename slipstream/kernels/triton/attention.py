@@ -4,11 +4,11 @@ The query heads that share a KV head and the rows of one request are folded into
 m = row * groups + head, so that keys are read once for all of them and meet the tensor cores.
 
 A request of at most `SHORT_ROWS` rows is read in splits of its context at fixed tokens
-(`splits.py`), and its queries and keys are normed and rotated by the same kernel; a longer one (a
-prompt chunk) in one go by larger tiles, behind a kernel that rotates and stores. Which of the two
-follows from the request's own rows, so a row of a decoding request has the same bits alone, in any
-batch, and with any number of draft rows beside it (up to that limit). The host looks at shapes
-only.
+(`attention_parts.py`), and its queries and keys are normed and rotated by the same kernel; a longer
+one (a prompt chunk) in one go by larger tiles, behind a kernel that rotates and stores. Which of
+the two follows from the request's own rows, so a row of a decoding request has the same bits alone,
+in any batch, and with any number of draft rows beside it (up to that limit). The host looks at
+shapes only.
 """
 
 from dataclasses import dataclass, replace
@@ -22,11 +22,10 @@ from slipstream.kernels.composition import query_key_norms, split_heads
 from slipstream.kernels.pass_inputs import PassInputs, Visibility
 from slipstream.kernels.table import Heads
 from slipstream.kernels.triton.attention_chunk_kernel import chunk_kernel
+from slipstream.kernels.triton.attention_parts import SMALLEST, most_splits
 from slipstream.kernels.triton.attention_short_kernels import combine_kernel, short_kernel
-from slipstream.kernels.triton.launch import options
+from slipstream.kernels.triton.launch import empty_rows, options
 from slipstream.kernels.triton.rope import rotate_and_store
-from slipstream.kernels.triton.spare_rows import empty_rows
-from slipstream.kernels.triton.splits import SMALLEST, most_splits
 
 SHORT_ROWS = 16
 COMBINING = 1024  # programs

@@ -1,7 +1,7 @@
 """The kernels of attention for requests of few rows. How programs meet the work: `attention.py`.
 
-The cached tokens of a request are folded split by split (`splits.py`), and the splits are added up
-in their order: by the one program that does them all, or by `combine_kernel`.
+The cached tokens of a request are folded split by split (`attention_parts.py`), and the splits are
+added up in their order: by the one program that does them all, or by `combine_kernel`.
 
 Weights stand against an exponent: the largest score seen, in units of log 2, rounded up to an
 integer. So a sum is moved from one exponent to another without rounding, and its bits follow from
@@ -23,10 +23,11 @@ from slipstream.kernels.triton.attention_parts import (
     places_of,
     rotated,
     sight,
+    split_of,
+    split_start,
     turns,
 )
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
-from slipstream.kernels.triton.splits import split_of, split_start
 
 SUM_COLUMNS = tl.constexpr(16)  # the fewest of a tile
 

@@ -15,11 +15,11 @@ from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.weight import RowScaled, Weight
 from slipstream.kernels.triton import launch, matmul_stream
+from slipstream.kernels.triton.launch import empty_rows
 from slipstream.kernels.triton.matmul_kernels import matmul_kernel
 from slipstream.kernels.triton.matmul_stream_tiles import few_rows, many_rows
 from slipstream.kernels.triton.matmul_tiles import Plan, Stream, Tiles, plan
 from slipstream.kernels.triton.norm import Rows
-from slipstream.kernels.triton.spare_rows import empty_rows
 
 SPLIT_ROWS = 64  # with more rows, a program adds up all splits itself: sums take much memory
 

@@ -7,9 +7,9 @@ import triton
 from torch import Tensor
 
 from slipstream.kernels.triton import launch
+from slipstream.kernels.triton.launch import with_spare
 from slipstream.kernels.triton.matmul_stream_tiles import STEP
 from slipstream.kernels.triton.matmul_tiles import Stream
-from slipstream.kernels.triton.spare_rows import with_spare
 
 try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -20,13 +20,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from slipstream.kernels.triton.gluon_launch import launch_dependents, wait_for_inputs
-
 # Triton 3.6 has the second names, later versions the first.
 _fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+
+
+# As in `launch.py`, in Gluon, whose language has no words for it.
+@gluon.jit
+def launch_dependents(pdl: gl.constexpr):
+    if pdl:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+            "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def wait_for_inputs(pdl: gl.constexpr):
+    if pdl:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.u32 $0, 0;",
+            "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @gluon.jit

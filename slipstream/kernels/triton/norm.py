@@ -13,8 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels.table import Norm
 from slipstream.kernels.triton import launch
-from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
-from slipstream.kernels.triton.spare_rows import empty_rows
+from slipstream.kernels.triton.launch import empty_rows, launch_dependents, wait_for_inputs
 
 FLOAT8_MAX = tl.constexpr(448.0)  # of e4m3
 # The smallest normal number: a row of zeros has a scale too.
