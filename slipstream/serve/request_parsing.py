@@ -49,7 +49,7 @@ async def read_body(request: Request, kind: type[Body], service: ModelService) -
 
 def parse_body(content: bytes, kind: type[Body], most_values: int) -> Body:
     """Parse and validate a body of at most so many values (see `count_values`)."""
-    if len(content) > most_values and count_values(content) > most_values:
+    if 2 * len(content) > most_values and count_values(content) > most_values:
         raise bad_request(
             f"the body holds more than {most_values} values; send fewer at once, or start the "
             "server with a larger --max-json-values",

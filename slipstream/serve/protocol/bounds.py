@@ -47,7 +47,7 @@ def count_values(document: bytes) -> int:
 
 def _require_few_values(value: Any) -> Any:
     document = value.encode(errors="replace") if isinstance(value, str) else to_json(value)
-    if len(document) > MOST_SCHEMA_VALUES and count_values(document) > MOST_SCHEMA_VALUES:
+    if 2 * len(document) > MOST_SCHEMA_VALUES and count_values(document) > MOST_SCHEMA_VALUES:
         raise PydanticCustomError(
             "too_many",
             "holds more than {most} values; send a smaller one",
