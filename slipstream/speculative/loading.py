@@ -77,10 +77,10 @@ class Choice:
 
 def choose(options: Options) -> Choice:
     """Take the method and what it wants to know; UsageError for an unknown method or value."""
-    found = _find(options)
-    method = _method(options, found.kind)
+    kind, num_tokens = _find(options)
+    method = _method(options, kind)
     config = _loader(method).read_options(options)
-    proposed = getattr(config, "num_speculative_tokens", found.num_speculative_tokens)
+    proposed = getattr(config, "num_speculative_tokens", num_tokens)
     return Choice(method, _num_speculative_tokens(options), proposed, config)
 
 
@@ -137,29 +137,22 @@ def _loader(method: Method) -> Loader:
     return cast(Loader, module.HEAD if method.is_head else module)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What a drafter's checkpoint says of itself: its kind, and its own K if it has one."""
-
-    kind: str = DRAFT_MODEL
-    num_speculative_tokens: int | None = None
-
-
-def _find(options: Options) -> _Found:
-    """Looked at only where there is a checkpoint that will be loaded."""
+def _find(options: Options) -> tuple[str, int | None]:
+    """The kind of the drafter's checkpoint and the K that it proposes, if it does; only where there
+    is a checkpoint that will be loaded."""
     model, revision, given = map(options.peek, ("model", "revision", "method"))
     if not isinstance(model, str) or model in METHODS:
-        return _Found()
+        return DRAFT_MODEL, None
     if options.peek("num_speculative_tokens") == 0 or not isinstance(revision, str | None):
-        return _Found()
+        return DRAFT_MODEL, None
     method = method_named(given) if isinstance(given, str) else None
     if given is not None and (method is None or not (method.is_head or method.name == DRAFT_MODEL)):
-        return _Found()
+        return DRAFT_MODEL, None
     checkpoint = HeadCheckpoint(resolve_checkpoint(model, revision, pickled=True))
     kind = recognise(checkpoint.config, checkpoint.tensor_names)
     count = wrapped_num_tokens(checkpoint.config)
     head = describe_head(kind, checkpoint) if count is None else None
-    return _Found(kind, count if head is None else head.num_tokens)
+    return kind, count if head is None else head.num_tokens
 
 
 def _method(options: Options, kind: str) -> Method:

@@ -36,6 +36,7 @@ class Method:
         module: where its options are read and its drafter is loaded; imported when it is used.
         spellings: other values of `method` that mean it.
         recognise: whether a checkpoint is one for it, or as which of `variants`.
+        weight_files: names of files that hold weights of no other method.
         library_names: what the speculators library calls its checkpoints.
         is_head: its checkpoints are drafting heads; the module says in `HEAD` how they are loaded.
         drafts_trees: it can draft trees of tokens.
@@ -52,6 +53,7 @@ class Method:
     spellings: tuple[str, ...] = ()
     recognise: Callable[[CheckpointSigns], bool | str] = lambda signs: False
     variants: tuple[str, ...] = ()
+    weight_files: tuple[str, ...] = ()
     library_names: tuple[str, ...] = ()
     is_head: bool = False
     drafts_trees: bool = False

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +93,15 @@ def test_device_kinds_are_asked_for_in_kernels_and_runner_only() -> None:
         and re.search(r"\bdevice(\.type)?\s*[!=]=", file.read_text())
     ]
     assert named(asking) == []
+
+
+def test_methods_are_known_without_torch() -> None:
+    """The command line asks for methods before it knows whether it needs a model."""
+    code = (
+        "import sys; from slipstream.speculative.catalogue import METHODS; "
+        "assert METHODS and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
 
 
 def test_no_file_is_called_utils() -> None:

@@ -28,10 +28,11 @@ from slipstream.models.safetensors_file import (
     read_into,
     require_finite,
 )
+from slipstream.speculative.catalogue import METHODS
 
 _PICKLED = "pytorch_model*.bin"
 # Files that only one kind of head has, which come before all others.
-_OWN_NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+_OWN_NAMES = [name for method in METHODS.values() for name in method.weight_files]
 # Only training reads these; speculators' copies of the target are the target's own.
 _NOT_READ = ("t2d", "verifier_lm_head.", "verifier_norm.")
 _FIRST_LAYER = ("midlayer.", "transformer.")

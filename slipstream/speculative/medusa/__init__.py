@@ -10,6 +10,7 @@ METHOD = Method(
     name="medusa",
     module="slipstream.speculative.medusa.network",
     recognise=lambda signs: names_medusa(signs.config, signs.names),
+    weight_files=("medusa_lm_head.safetensors", "medusa_lm_head.pt"),
     library_names=("medusa",),
     is_head=True,
 )

@@ -2,7 +2,7 @@
 alone; and what each publisher calls their tensors."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -23,14 +23,31 @@ _ZERO_CENTRED = ("qwen3_next", "qwen3_5")  # families whose every norm multiplie
 
 
 @dataclass(frozen=True)
+class ModuleNames:
+    """What the tensors of one module are called, without `.weight`.
+
+    In a style they are templates: {i} is the module, {n} its layer's number in the model.
+    """
+
+    embedding_norm: str
+    feature_norm: str
+    projection: str
+    final_norm: str
+    layer: str
+    embedding: str = EMBEDDING
+    head: str = HEAD
+
+    def filled(self, index: int | str, layer: int | str) -> "ModuleNames":
+        """The names of one module."""
+        return ModuleNames(*(name.format(i=index, n=layer) for name in astuple(self)))
+
+
+@dataclass(frozen=True)
 class MtpStyle:
     """How a publisher's module puts token and feature together.
 
     Attributes:
         name: whose it is.
-        names: of the norm of the embedding, that of the feature, the projection, and the norm
-            behind the layer; {i} is the module, {n} its layer's number in the model.
-        layer, embedding, head: of the decoder layer, and of an embedding and a head of its own.
         feature_first: the projection reads [feature, embedding] and not [embedding, feature].
         blanks_first: the first row of a text is shown zeros in place of its token's embedding.
         zero_centred: norms multiply by 1 + weight.
@@ -38,10 +55,7 @@ class MtpStyle:
     """
 
     name: str
-    names: tuple[str, ...]
-    layer: str
-    embedding: str = EMBEDDING
-    head: str = HEAD
+    templates: ModuleNames
     feature_first: bool = False
     blanks_first: bool = False
     zero_centred: bool = False
@@ -58,50 +72,40 @@ class MtpStyle:
         return f"{self.prefix}{name}", values - 1 if is_centred else values
 
 
+_PLAIN_NAMES = ModuleNames(
+    "mtp_layers.{i}.token_layernorm",
+    "mtp_layers.{i}.hidden_layernorm",
+    "mtp_layers.{i}.input_proj",
+    "mtp_layers.{i}.final_layernorm",
+    "mtp_layers.{i}",
+)
+MIMO = MtpStyle("MiMo", _PLAIN_NAMES, feature_first=True, blanks_first=True, prefix="model.")
+SPECULATORS = MtpStyle("speculators", _PLAIN_NAMES)
+SPECULATORS_ZERO_CENTRED = MtpStyle("speculators", _PLAIN_NAMES, zero_centred=True)
 QWEN = MtpStyle(
     "Qwen3-Next",
-    ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
-    "mtp.layers.{i}",
+    ModuleNames(
+        "mtp.pre_fc_norm_embedding",
+        "mtp.pre_fc_norm_hidden",
+        "mtp.fc",
+        "mtp.norm",
+        "mtp.layers.{i}",
+    ),
     zero_centred=True,
 )
-_PLAIN_NAMES = tuple(
-    f"mtp_layers.{{i}}.{part}"
-    for part in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-)
-MIMO = MtpStyle(
-    "MiMo",
-    _PLAIN_NAMES,
-    "mtp_layers.{i}",
-    feature_first=True,
-    blanks_first=True,
-    prefix="model.",
-)
-SPECULATORS = MtpStyle("speculators", _PLAIN_NAMES, "mtp_layers.{i}")
-SPECULATORS_ZERO_CENTRED = MtpStyle(
-    "speculators", _PLAIN_NAMES, "mtp_layers.{i}", zero_centred=True
-)
-_APPENDED = "model.layers.{n}"
 DEEPSEEK = MtpStyle(
     "DeepSeek-V3",
-    tuple(f"{_APPENDED}.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
-    _APPENDED,
-    embedding=f"{_APPENDED}.embed_tokens",
-    head=f"{_APPENDED}.shared_head.head",
+    ModuleNames(
+        "model.layers.{n}.enorm",
+        "model.layers.{n}.hnorm",
+        "model.layers.{n}.eh_proj",
+        "model.layers.{n}.shared_head.norm",
+        "model.layers.{n}",
+        "model.layers.{n}.embed_tokens",
+        "model.layers.{n}.shared_head.head",
+    ),
     blanks_first=True,
 )
-
-
-@dataclass(frozen=True)
-class ModuleNames:
-    """What the tensors of one module are called, without `.weight`."""
-
-    embedding_norm: str
-    feature_norm: str
-    projection: str
-    final_norm: str
-    layer: str
-    embedding: str
-    head: str
 
 
 class MtpCheckpoint(HeadCheckpoint):
@@ -148,10 +152,10 @@ class MtpCheckpoint(HeadCheckpoint):
         if not layers:
             first = self.config.get("num_hidden_layers", 0) if style is DEEPSEEK else 0
             layers = tuple(range(first, first + self._count()))
-        return tuple(_names_of(style, index, layer) for index, layer in enumerate(layers))
+        return tuple(style.templates.filled(index, layer) for index, layer in enumerate(layers))
 
     def _count(self) -> int:
-        prefix = self.style.layer.format(i="", n="")
+        prefix = self.style.templates.filled("", "").layer
         if self.has_weights:
             found = {
                 name.removeprefix(prefix).split(".")[0]
@@ -178,19 +182,3 @@ def _style_of_tensors(names: Collection[str]) -> MtpStyle | None:
     if any(name.startswith("mtp_layers.") for name in names):
         return MIMO
     return QWEN if any(name.startswith("mtp.") for name in names) else None
-
-
-def _names_of(style: MtpStyle, index: int, layer: int) -> ModuleNames:
-    def filled(name: str) -> str:
-        return name.format(i=index, n=layer)
-
-    embedding_norm, feature_norm, projection, final_norm = map(filled, style.names)
-    return ModuleNames(
-        embedding_norm,
-        feature_norm,
-        projection,
-        final_norm,
-        filled(style.layer),
-        filled(style.embedding),
-        filled(style.head),
-    )
