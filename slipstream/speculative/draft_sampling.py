@@ -1,14 +1,16 @@
 """How the logits of a drafter's network become draft tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slipstream.runner.device_batch import DeviceBatch
+from slipstream.runner.rows import PassRows
 from slipstream.sampling.state import Uses
 from slipstream.sampling.verification import sample_draft
-from slipstream.speculative.drafter import DrafterResources
+from slipstream.speculative.drafter import Draft, DrafterResources
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,39 @@ class DraftSampling:
             return None
         shape = (batch.num_requests, batch.width, self.num_legal_tokens)
         return torch.empty(shape, dtype=torch.float32, device=batch.slots.device)
+
+    def draft_chain(
+        self,
+        batch: DeviceBatch,
+        resources: DrafterResources,
+        known: Tensor,
+        starts: Tensor,
+        wanted: Tensor,
+        most: int,
+        forward: Callable[[PassRows, int], Tensor],
+    ) -> Draft:
+        """K draft tokens from K passes, which are written behind the known tokens.
+
+        Args:
+            known, starts: [R] int64, known tokens, and those that the drafter has computed.
+            wanted: [R] int64, draft tokens; a request that wants none has no rows.
+            most: known tokens of a request that the first pass reads at most.
+            forward: computes the rows of draft token `index` and returns the logits [R, V] behind
+                each request's last; from index 1 on every request has one row.
+        """
+        state, slots = resources.state, batch.slots
+        tokens = slots.new_zeros((batch.num_requests, batch.width))
+        probs = self.probabilities(batch)
+        lengths = torch.where(wanted > 0, known - starts, 0)
+        for index in range(batch.width):
+            logits = forward(batch.rows(starts, lengths, 1 if index else most), index)
+            probs_out = None if probs is None else probs[:, index]
+            picked = self.sample(logits, slots, known + index, batch, resources, probs_out)
+            starts, lengths = state.ops.advance_drafts(
+                state.tables, slots, known, wanted, picked, self.vocabulary, tokens, index
+            )
+        one_hot = self.one_hot(batch, resources)
+        return Draft(tokens, wanted, one_hot, probs, self.vocabulary, written=True)
 
     def sample(
         self,

@@ -8,12 +8,12 @@ that both have (`vocabularies.py`).
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from slipstream.core.batch import Batch
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward
+from slipstream.runner.rows import PassRows
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.draft_model.context import DraftContext
 from slipstream.speculative.draft_model.network import DraftNetwork, load_network
@@ -60,37 +60,25 @@ class DraftModelDrafter(Drafter):
             self._most_missing,
             resources.captured,
         )
-        self._advance = self._state.ops.advance_drafts
 
     def prepare(self, batch: Batch) -> None:
         self._context.prepare(batch, self._most_missing)
 
     def propose(self, batch: DeviceBatch) -> Draft:
         """One ragged pass over what is missing, then single rows."""
-        state, slots, drafting = self._state, batch.slots, self._network.drafting
-        known, wanted = state.num_tokens[slots], batch.num_draft_tokens
-        tokens = slots.new_zeros((batch.num_requests, batch.width))
-        probs = drafting.probabilities(batch)
-        starts = self._context.computed[slots]
-        lengths = torch.where(wanted > 0, known - starts, 0)
-        most = self._most_missing
-        for index in range(batch.width):
-            forward = self._runner.forward(batch.rows(starts, lengths, most))
-            picked = drafting.sample(
-                self._runner.logits(forward.layout.last(forward.hidden)),
-                slots,
-                known + index,
-                batch,
-                self._resources,
-                None if probs is None else probs[:, index],
-            )
-            starts, lengths = self._advance(
-                state.tables, slots, known, wanted, picked, drafting.vocabulary, tokens, index
-            )
-            most = 1
+        slots, wanted = batch.slots, batch.num_draft_tokens
+        known, starts = self._state.num_tokens[slots], self._context.computed[slots]
+        runner = self._runner
+
+        def logits(rows: PassRows, index: int) -> Tensor:
+            forward = runner.forward(rows)
+            return runner.logits(forward.layout.last(forward.hidden))
+
+        draft = self._network.drafting.draft_chain(
+            batch, self._resources, known, starts, wanted, self._most_missing, logits
+        )
         self._context.advance(slots, wanted, known + wanted - 1)
-        one_hot = drafting.one_hot(batch, self._resources)
-        return Draft(tokens, wanted, one_hot, probs, drafting.vocabulary, written=True)
+        return draft
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         self._context.settle(batch, verdict.num_tokens)

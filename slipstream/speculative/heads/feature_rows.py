@@ -90,7 +90,6 @@ class FeatureRowsDrafter(Drafter):
         for pages in (pages for layer in self._cache.layers for pages in layer):
             pages.zero_()  # a masked slot may be read, and must hold numbers
         self._max_model_len = head.max_model_len or state.max_model_len
-        self._advance = state.ops.advance_drafts
         self._computed = torch.full_like(state.num_computed, FIRST_ROW)
         self._most = (most_accepted or resources.num_speculative_tokens) + 1  # rows that wait
         shape = (state.num_slots, self._most + 1, self._network.feature_size)
@@ -105,32 +104,22 @@ class FeatureRowsDrafter(Drafter):
 
     def propose(self, batch: DeviceBatch) -> Draft:
         """One pass over the rows that wait, then single rows."""
-        state, slots, drafting = self._state, batch.slots, self._drafting
-        known = state.num_tokens[slots]
-        wanted = batch.num_featured_drafts
-        tokens = slots.new_zeros((batch.num_requests, batch.width))
-        probs = drafting.probabilities(batch)
-        starts = self._computed[slots]
-        lengths, most = torch.where(wanted > 0, known - starts, 0), self._most
+        slots, wanted = batch.slots, batch.num_featured_drafts
+        known, starts = self._state.num_tokens[slots], self._computed[slots]
         features = self._features[slots, : self._most]
-        for index in range(batch.width):
-            hidden, last = self._forward(batch.rows(starts, lengths, most), features, index)
-            picked = drafting.sample(
-                self._network.head(hidden),
-                slots,
-                known + index,
-                batch,
-                self._resources,
-                None if probs is None else probs[:, index],
-            )
-            starts, lengths = self._advance(
-                state.tables, slots, known, wanted, picked, drafting.vocabulary, tokens, index
-            )
-            features, most = last.unsqueeze(1), 1
-        computed = torch.where(wanted > 0, known, self._computed[slots])
+
+        def forward(rows: PassRows, index: int) -> Tensor:
+            nonlocal features
+            hidden, last = self._forward(rows, features, index)
+            features = last.unsqueeze(1)
+            return self._network.head(hidden)
+
+        draft = self._drafting.draft_chain(
+            batch, self._resources, known, starts, wanted, self._most, forward
+        )
+        computed = torch.where(wanted > 0, known, starts)
         self._computed.index_copy_(0, slots, computed)
-        one_hot = drafting.one_hot(batch, self._resources)
-        return Draft(tokens, wanted, one_hot, probs, drafting.vocabulary, written=True)
+        return draft
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         """Keep the features of the rows that were accepted; those of prompt chunks wait for
