@@ -123,10 +123,7 @@ def test_every_module_says_what_it_is_for() -> None:
 
 # Docstrings that begin in the middle of a thought. What is left of them, by room: only less.
 OPENINGS = ("The same", "Of ", "By ")
-OPENINGS_LEFT = {
-    **{"core": 1, "engine": 6, "kernels": 1, "runner": 5},
-    **{"serve": 11, "speculative": 14},
-}
+OPENINGS_LEFT = {"core": 1, "runner": 2, "speculative": 11}
 
 
 def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
@@ -145,7 +142,7 @@ def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
 
 
 # Modules that import each other in a circle, by package. What is left of them: only less.
-CIRCULAR_LEFT = {"slipstream.kernels": 20}
+CIRCULAR_LEFT = {"slipstream.kernels": 2}
 
 
 def test_imports_have_no_circles() -> None:
@@ -158,7 +155,8 @@ def test_imports_have_no_circles() -> None:
     assert more == {}
 
 
-# Files that ask for the class of a weight, although they are no format. What is left: only less.
+# Files that ask for the class of a weight, although they are no format: the C++ column does so for
+# the class that it packs weights into. Only less.
 ASKING_LEFT = {"kernels/cpu/matmul.py"}
 
 
