@@ -48,7 +48,7 @@ void make_tables(Tables* made, const Array& token_ids, const Array& num_tokens,
     const int64_t num_slots = length(token_ids, 2, 0, "token_ids"),
                   columns = length(token_ids, 2, 1, "token_ids"),
                   num_blocks = length(block_tables, 2, 1, "block_tables");
-    require(columns > 1 && block_size > 0, "token_ids, block_size: too small");
+    require(columns > 0 && block_size > 0, "token_ids, block_size: too small");
     new (made) Tables{num_slots,
                       dense<int32_t>(token_ids, {num_slots, columns}, "token_ids"),
                       columns,
