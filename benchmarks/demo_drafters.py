@@ -108,7 +108,7 @@ def main() -> None:
     engines = [Measured(name=name, llm=_open(name, options.dtype)) for name in names]
     _run(engines, _chats(options.prompts), options.tokens, options.rounds)
     rows = [engine.row(engines[0]) for engine in engines]
-    kernels = kernels_for(torch.device("cpu"), dtype_named(options.dtype)).network.column
+    kernels = kernels_for(torch.device("cpu"), dtype_named(options.dtype)).network.backend
     print(f"Kernels: {kernels}\n\n{_table(rows)}\n")
     print(json.dumps({"dtype": options.dtype, "kernels": kernels, "rows": rows}))
     if any(row["differing"] for row in rows):

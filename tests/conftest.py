@@ -31,7 +31,7 @@ else:
 
 def pytest_report_header() -> str:
     """Which kernels are tested."""
-    return f"kernels: {kernels_for(torch.device('cpu')).network.column}"
+    return f"kernels: {kernels_for(torch.device('cpu')).network.backend}"
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ class Ours:
 
 def _kernels() -> str:
     """The column that serves the CPU, and of the C++ one its level of instructions."""
-    column = kernels_for(torch.device("cpu")).network.column
+    column = kernels_for(torch.device("cpu")).network.backend
     if column != "cpu":
         return column
     return f"{column} ({importlib.import_module('_slipstream_cpu').level()})"

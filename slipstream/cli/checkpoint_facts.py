@@ -157,7 +157,7 @@ def kernel_column() -> str:
     from slipstream.kernels.registry import kernels_for
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return kernels_for(device).network.column
+    return kernels_for(device).network.backend
 
 
 def _has_chat_template(checkpoint: "Checkpoint") -> bool:

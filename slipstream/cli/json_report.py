@@ -31,7 +31,7 @@ def _engine(llm: "LLM", model: str, load_seconds: float) -> dict[str, Any]:
             "max_model_len": resolved.limits.max_model_len,
             "device": str(resolved.device),
             "dtype": str(resolved.dtype).removeprefix("torch."),
-            "kernels": kernels_for(resolved.device).network.column,
+            "kernels": kernels_for(resolved.device).network.backend,
             "load_time_s": load_seconds,
             "time_shares": llm.metrics.time_shares,
         }

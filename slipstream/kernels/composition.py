@@ -1,4 +1,4 @@
-"""A column of the table from its smallest parts, for columns that do not fuse them."""
+"""Network ops from their smallest parts, for backends that do not fuse them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ PagedAttention = Callable[[Tensor, tuple[Tensor, Tensor], PassInputs, float, int
 
 @dataclass(frozen=True)
 class Parts:
-    """What a column is made of.
+    """What the ops of a backend are made of.
 
     Attributes:
         linear: x [T, K], weight [N, K], bias [N] or None -> [T, N] in the dtype of x.
@@ -52,7 +52,7 @@ class Parts:
     paged_attention: PagedAttention
 
 
-def compose(column: str, parts: Parts) -> Ops:
+def compose(backend: str, parts: Parts) -> Ops:
     """Every op as a chain of parts."""
     smaller = parts
 
@@ -93,7 +93,7 @@ def compose(column: str, parts: Parts) -> Ops:
         return parts.paged_attention(query, cache, inputs, heads.scale, heads.window).flatten(-2)
 
     return Ops(
-        column=column,
+        backend=backend,
         linear=parts.linear,
         norm_linear=norm_linear,
         norm_gated_linear=norm_gated_linear,

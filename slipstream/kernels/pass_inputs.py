@@ -86,8 +86,8 @@ class PassInputs:
 
     Attributes:
         adapters: [T] int64, the adapter of each row. No backend applies adapters yet.
-        prepared: what a column made of these inputs for its first layer, by the column's name: the
-            others need not do so again.
+        prepared: what a backend made of these inputs for its first layer, by the backend's name:
+            the others need not do so again.
 
     Raises:
         UsageError: there are adapters.

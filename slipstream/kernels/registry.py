@@ -67,13 +67,13 @@ def kernels_for(
         reference.REFERENCE, reference.PREPARATION, reference.SAMPLING,
     )  # fmt: skip
     if runs_cpp(device):
-        from slipstream.kernels.cpu import cpu_column
+        from slipstream.kernels.cpu import cpu_backend
         from slipstream.kernels.cpu import preparation as cpu_preparation
         from slipstream.kernels.cpu import sampling as cpu_sampling
 
         preparation, sampling = cpu_preparation.PREPARATION, cpu_sampling.SAMPLING
         if dtype in CPP_DTYPES:
-            network = cpu_column()
+            network = cpu_backend()
     elif runs_triton(device):
         from slipstream.kernels import triton
         from slipstream.kernels.triton import preparation as triton_preparation

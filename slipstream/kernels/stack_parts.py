@@ -1,4 +1,4 @@
-"""What decoder layers are made of, for columns that run several of them in one op."""
+"""What decoder layers are made of, for backends that run several of them in one op."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -52,8 +52,8 @@ class Heads:
 class LinearOp(Protocol):
     """x [T, K], weight [N, K], bias [N] or None -> [T, N].
 
-    What comes out is only for the ops of the same column that take an `addend`: a column may leave
-    the sum over parts of K to them, and return [parts, T, N] float32.
+    What comes out is only for the ops of the same backend that take an `addend`: a backend may
+    leave the sum over parts of K to them, and return [parts, T, N] float32.
     """
 
     def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor: ...
@@ -146,27 +146,27 @@ class StoreOp(Protocol):
 
 
 def as_it_is(weight: Weight) -> Weight:
-    """For columns that read weights as they are loaded."""
+    """For backends that read weights as they are loaded."""
     return weight
 
 
 def in_plain_torch(matrix: Tensor, form: Rounding) -> Weight:
-    """For columns that round as the reference does."""
+    """For backends that round as the reference does."""
     return form.round(matrix)
 
 
 def one_by_one(parts: "StackParts") -> "FusedOp | None":
-    """For columns that have no op of several layers."""
+    """For backends that have no op of several layers."""
     del parts
     return None
 
 
 @dataclass(frozen=True)
 class Ops:
-    """One column of the table.
+    """What one backend has of them.
 
     Attributes:
-        column: its name.
+        backend: its name.
         linear: a matmul.
         norm_linear: a matmul behind a norm.
         norm_gated_linear: the same; of what comes out, [T, 2I] with the gate first, it returns
@@ -177,13 +177,13 @@ class Ops:
         attend: attention.
         store: its first half alone.
         logits: the head's matmul.
-        pack: a weight as the column reads it, made once, when it is loaded.
+        pack: a weight as the backend reads it, made once, when it is loaded.
         round: a matrix [N, K] in fewer bits, packed or to be packed.
         fuse: an op of the first layers of a stack, as many as there is one for; None leaves the
             first to the other ops.
     """
 
-    column: str
+    backend: str
     linear: LinearOp
     norm_linear: NormLinearOp
     norm_gated_linear: NormLinearOp

@@ -47,7 +47,7 @@ class Mixer(Protocol):
 
     Attributes:
         norm: before it; None where it reads the stream as it is.
-        parts: what a column may fuse, told apart by its class (`kernels/stack_parts.py`); a kind
+        parts: what a backend may fuse, told apart by its class (`kernels/stack_parts.py`); a kind
             that no column fuses gives anything else.
     """
 

@@ -29,7 +29,7 @@ class Linear:
         return self.weight, self.bias
 
     def apply(self, ops: Ops, x: Tensor) -> Tensor:
-        """x [T, columns] -> y as an addend of the column's ops (see `LinearOp`)."""
+        """x [T, columns] -> y as an addend of the backend's ops (see `LinearOp`)."""
         if self.reduce is None:
             return ops.linear(x, *self.product)
         return self.reduce(ops.joined_linear([(x, None)], *self.product))

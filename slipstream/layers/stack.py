@@ -34,7 +34,7 @@ class _Segment:
 
 
 class Stack:
-    """Runs layers of any kinds: in one op where the column has one, and by single ops elsewhere.
+    """Runs layers of any kinds: in one op where the backend has one, and by single ops elsewhere.
 
     Args:
         layers: at least one.
@@ -79,7 +79,7 @@ class Stack:
         return hidden, [found[layer] for layer in wanted]
 
     def _cut(self) -> list[_Segment]:
-        """Segments: runs of layers that the column fuses, and runs of those that it does not."""
+        """Segments: runs of layers that the backend fuses, and runs of those that it does not."""
         segments: list[_Segment] = []
         start, count = 0, len(self._layers)
         while start < count:

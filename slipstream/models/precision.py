@@ -55,7 +55,7 @@ PRECISIONS: Final = {
 
 
 class PreparedSource:
-    """Parameters as a column of kernels reads them, rounded first where a precision is given.
+    """Parameters as a backend reads them, rounded first where a precision is given.
 
     Each matrix is prepared as soon as it is read, so that only one at a time is in memory in two
     forms. Tables and vectors stay as they are, and so do matrices that are stored in fewer bits
@@ -111,7 +111,7 @@ class PreparedSource:
 
 
 def in_precision(tensors: TensorSource, quantization: str | None, ops: Ops) -> ParameterSource:
-    """Parameters made of these tensors for a column of kernels.
+    """Parameters made of these tensors for a backend.
 
     Args:
         quantization: a key of `PRECISIONS`; None: nothing is rounded.

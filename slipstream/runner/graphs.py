@@ -34,7 +34,7 @@ def captures_graphs(device: torch.device, enforce_eager: bool) -> bool:
     """Whether steps are captured on this device."""
     if device.type != "cuda" or enforce_eager:
         return False
-    return kernels_for(device).network.column != "reference"
+    return kernels_for(device).network.backend != "reference"
 
 
 def bucket_sizes(most: int) -> list[int]:

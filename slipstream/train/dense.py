@@ -1,8 +1,8 @@
-"""Ops for training: a column of the table in plain torch that can be differentiated.
+"""Ops for training: a backend in plain torch that can be differentiated.
 
 Training uses the networks that serve. Where the engine gives them ragged rows and paged caches,
 training gives them whole sequences of one length (`DenseRows`) and a `LayerContext` for each layer.
-The networks pass both on to the ops of this column.
+The networks pass both on to the ops of this backend.
 """
 
 from dataclasses import dataclass, field, replace

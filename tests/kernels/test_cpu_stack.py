@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 
-from slipstream.kernels.cpu import cpu_column
+from slipstream.kernels.cpu import cpu_backend
 from slipstream.kernels.cpu.layers import FusedStack
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
@@ -188,7 +188,7 @@ def run(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_stack_is_its_ops_one_by_one(name: str, dtype: torch.dtype) -> None:
-    column, count = cpu_column(), len(KINDS[name].layers)
+    column, count = cpu_backend(), len(KINDS[name].layers)
     for wanted in ((), (0,), (count, 0), tuple(range(count + 1))):
         fused = run(column, dtype, name, wanted)
         single = run(replace(column, fuse=one_by_one), dtype, name, wanted)
@@ -200,14 +200,14 @@ def test_a_stack_is_its_ops_one_by_one(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_stack_agrees_with_plain_torch(name: str) -> None:
     wanted = (0, len(KINDS[name].layers))
-    ours, theirs = (run(ops, torch.float32, name, wanted)[0] for ops in (cpu_column(), REFERENCE))
+    ours, theirs = (run(ops, torch.float32, name, wanted)[0] for ops in (cpu_backend(), REFERENCE))
     for one, two in zip(ours, theirs, strict=True):
         assert_close(one, two, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_all_layers_that_can_be_are_fused(name: str) -> None:
-    column = cpu_column()
+    column = cpu_backend()
     found: list[FusedOp] = []
 
     def fuse(parts: StackParts) -> FusedOp | None:
@@ -230,9 +230,9 @@ def test_a_profile_measures_the_op_that_serves(monkeypatch: pytest.MonkeyPatch) 
         return serve(self, *args)
 
     monkeypatch.setattr(FusedStack, "__call__", counted)
-    plain = run(cpu_column(), torch.float32, "plain", (1,))
+    plain = run(cpu_backend(), torch.float32, "plain", (1,))
     with torch.profiler.profile() as profiler:
-        profiled = run(cpu_column(), torch.float32, "plain", (1,))
+        profiled = run(cpu_backend(), torch.float32, "plain", (1,))
     assert calls == [False, True]
     for ours, theirs in zip([*profiled[0], *profiled[1]], [*plain[0], *plain[1]], strict=True):
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
@@ -243,7 +243,7 @@ def test_a_profile_measures_the_op_that_serves(monkeypatch: pytest.MonkeyPatch) 
 
 def test_caches_may_change_between_passes() -> None:
     """Others of the same number, and the same ones in another list."""
-    column, kind = cpu_column(), KINDS["made-up between"]
+    column, kind = cpu_backend(), KINDS["made-up between"]
     inputs, stack = (
         attention_inputs(REQUESTS, SHAPE.block_size),
         Drawn(torch.float32, column).stack(kind),
@@ -259,7 +259,7 @@ def test_caches_may_change_between_passes() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    column, kind = cpu_column(), Kind((BESIDE,))
+    column, kind = cpu_backend(), Kind((BESIDE,))
     inputs = attention_inputs(REQUESTS, SHAPE.block_size)
     caches = caches_of(kind, torch.float32)
     beside, stream = sources_of(kind, torch.float32)
@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_weights_of_another_type_are_refused() -> None:
     """Their bytes would be read as something else."""
-    column = cpu_column()
+    column = cpu_backend()
     drawn, other = Drawn(torch.bfloat16, column), Drawn(torch.float32, column)
     (layer,) = drawn.layers([WHOLE])
     parts = layer.parts

@@ -121,7 +121,7 @@ def test_both_columns_attend_alike_where_rows_see_each_other(requests: Requests)
     assert_close(caches[0], caches[1], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("column", [REFERENCE, TRITON], ids=lambda ops: ops.column)
+@pytest.mark.parametrize("column", [REFERENCE, TRITON], ids=lambda ops: ops.backend)
 @pytest.mark.parametrize("requests", BATCHES[1:], ids=str)
 def test_store_is_the_first_half_of_attend(requests: Requests, column: Ops) -> None:
     qkv, heads, inputs, pages = layer_inputs(requests)
@@ -136,7 +136,7 @@ def test_store_is_the_first_half_of_attend(requests: Requests, column: Ops) -> N
 
 
 @pytest.mark.parametrize("window", [None, 6, 7, 40])
-@pytest.mark.parametrize("column", [REFERENCE, TRITON], ids=lambda ops: ops.column)
+@pytest.mark.parametrize("column", [REFERENCE, TRITON], ids=lambda ops: ops.backend)
 def test_rows_behind_the_cache_see_it_and_store_nothing(column: Ops, window: int | None) -> None:
     """As a drafter that has queries only asks: one row at the position of a token to come."""
     requests = Requests([6, 7, 40, 130], [1, 1, 1, 1])
@@ -172,7 +172,7 @@ def test_rows_behind_the_cache_see_it_and_store_nothing(column: Ops, window: int
 
 
 @pytest.mark.parametrize("float8", [False, True])
-@pytest.mark.parametrize("column", [REFERENCE, TRITON], ids=lambda ops: ops.column)
+@pytest.mark.parametrize("column", [REFERENCE, TRITON], ids=lambda ops: ops.backend)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_joined_linear(dtype: torch.dtype, column: Ops, float8: bool) -> None:
     """Against the same in two steps."""
@@ -190,7 +190,7 @@ def test_joined_linear(dtype: torch.dtype, column: Ops, float8: bool) -> None:
     assert_close(out.double().cpu(), truth, rtol=0.0, atol=0.2 if float8 else 4e-3)
 
 
-@pytest.mark.parametrize("column", [REFERENCE, TRITON], ids=lambda ops: ops.column)
+@pytest.mark.parametrize("column", [REFERENCE, TRITON], ids=lambda ops: ops.backend)
 def test_norm_gives_the_sum_too(column: Ops) -> None:
     addend, residual = randn(5, 64), 2 * randn(5, 64, seed=1)
     norm = Norm(1 + 0.3 * randn(64, seed=4), 1e-3)

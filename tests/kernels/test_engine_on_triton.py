@@ -63,7 +63,7 @@ def test_one_sampled_request(
 ) -> None:
     expected = generate(tiny_target, tiny_heads[method], k)
     with triton_serves_the_cpu():
-        assert kernels_for(torch.device("cpu")).network.column == "triton"
+        assert kernels_for(torch.device("cpu")).network.backend == "triton"
         assert generate(tiny_target, tiny_heads[method], k) == expected
-    assert kernels_for(torch.device("cpu")).network.column != "triton"
+    assert kernels_for(torch.device("cpu")).network.backend != "triton"
     assert len(expected) == SAMPLED.max_tokens

@@ -46,7 +46,7 @@ def assert_near(out: Tensor, truth: Tensor, roundings: int = 1) -> None:
 
 
 def test_this_column_serves_what_no_faster_one_does() -> None:
-    assert REFERENCE.column == "reference"
+    assert REFERENCE.backend == "reference"
     assert kernels_for(CPU, torch.float16).network is REFERENCE
 
 

@@ -83,7 +83,7 @@ def assert_same_sums(out: Tensor, other: Tensor) -> None:
 
 
 @pytest.mark.parametrize("biased", BIASED)
-@pytest.mark.parametrize("column", COLUMNS, ids=lambda ops: ops.column)
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda ops: ops.backend)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_linear(sizes: tuple[int, int, int], dtype: torch.dtype, column: Ops, biased: bool) -> None:
@@ -108,7 +108,7 @@ def test_logits_stay_in_float32(sizes: tuple[int, int, int], dtype: torch.dtype)
         assert_near(out, oracles.product(x.cpu(), weight.values.cpu()))
 
 
-@pytest.mark.parametrize("column", COLUMNS, ids=lambda ops: ops.column)
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda ops: ops.backend)
 def test_no_rows(column: Ops) -> None:
     dtype = HALVES[-1]
     for weight in (matrix(6, 10, dtype), float8(6, 10)):
@@ -147,7 +147,7 @@ if ON_GPU:
 
 
 @pytest.mark.parametrize("biased", BIASED)
-@pytest.mark.parametrize("column", COLUMNS, ids=lambda ops: ops.column)
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda ops: ops.backend)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", NORMED, ids=str)
 def test_norm_linears(
@@ -213,7 +213,7 @@ def test_rounding_of_rows(dtype: torch.dtype) -> None:
     assert_same(normed.values.float(), again.values.float())
 
 
-@pytest.mark.parametrize("column", COLUMNS, ids=lambda ops: ops.column)
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda ops: ops.backend)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 1), (5, 70, 136), *([(66, 12, 40), (70, 48, 96)] if ON_GPU else [])], ids=str

@@ -63,10 +63,10 @@ def assert_same(out: Tensor, other: Tensor) -> None:
 
 
 def test_the_column_serves_cuda_devices_only() -> None:
-    assert TRITON.column == "triton"
+    assert TRITON.backend == "triton"
     assert kernels_for(torch.device("cuda")).network is TRITON
     assert kernels_for(torch.device("cuda:1")).network is TRITON
-    assert kernels_for(torch.device("cpu")).network.column != "triton"
+    assert kernels_for(torch.device("cpu")).network.backend != "triton"
 
 
 # Norms and activations

@@ -23,7 +23,7 @@ _PARTS = Parts(
 )
 
 
-def cpu_column() -> Ops:
+def cpu_backend() -> Ops:
     """With the level of instructions that is active now in its name."""
     composed = compose(f"cpu ({cpp.level()})", _PARTS)
     return replace(

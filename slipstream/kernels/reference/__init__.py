@@ -1,4 +1,4 @@
-"""Plain torch, written to be read. Every fast column is compared with this one."""
+"""Plain torch, written to be read. Every fast backend is compared with this one."""
 
 from slipstream.kernels.composition import Parts, compose
 from slipstream.kernels.reference.attention import paged_attention, rotate_and_store

@@ -1,4 +1,4 @@
-"""The matmul ops of the column: kernels of our own for few rows, the library for most others.
+"""The matmul ops of the backend: kernels of our own for few rows, the library for most others.
 
 `Linears(invariant=True)` keeps to our kernels for any number of rows, so that the bits of a row
 never depend on the rows beside it; the library chooses its kernels by the number of rows.
