@@ -3,7 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream.core.errors import CheckpointError, SlipstreamError, UsageError
+    from slipstream.core.errors import (
+        CheckpointError,
+        GenerationError,
+        SlipstreamError,
+        UsageError,
+    )
     from slipstream.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from slipstream.core.sampling_params import SamplingParams
     from slipstream.core.structured import StructuredOutput
@@ -16,6 +21,7 @@ _HOMES = {
     "LLM": "slipstream.engine.llm",
     "CheckpointError": "slipstream.core.errors",
     "CompletionOutput": "slipstream.core.outputs",
+    "GenerationError": "slipstream.core.errors",
     "RequestMetrics": "slipstream.core.outputs",
     "RequestOutput": "slipstream.core.outputs",
     "SamplingParams": "slipstream.core.sampling_params",
@@ -28,6 +34,7 @@ __all__ = [
     "LLM",
     "CheckpointError",
     "CompletionOutput",
+    "GenerationError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

@@ -28,7 +28,7 @@ _PROBE = "probe"  # no request of a user has this id: those have numbers
 
 
 class Engine:
-    """Owns the live requests and turns the crank.
+    """Owns the live requests and runs steps for them.
 
     Not thread-safe: one thread adds, steps and aborts.
     """
@@ -62,7 +62,7 @@ class Engine:
         return self._scheduler
 
     def compile(self, structured: StructuredOutput) -> None:
-        """Have a grammar ready for `add`, which then waits for nothing. From any thread.
+        """Compile a grammar before `add` needs it. May be called from any thread.
 
         Raises:
             UsageError: it cannot be used, or this engine has no use for it.
@@ -121,7 +121,7 @@ class Engine:
         return submission
 
     def step(self) -> list[Submission]:
-        """Take in one step; the requests that gained tokens or ended, each once.
+        """Run one step; returns the requests that gained tokens or ended, each once.
 
         On a GPU the step after it may be under way already when this returns. A request whose own
         share of the results cannot be taken in ends with `Submission.error`. A step that raises is
@@ -145,8 +145,8 @@ class Engine:
 
     def _run_step(self) -> list[Submission]:
         launched, self._launched = self._launched, None
-        # What ran ahead for requests that all ended since is of use to nobody; the device does it
-        # before whatever is launched next.
+        # A step that ran ahead for requests that have all ended since is dropped. The device runs
+        # it before the next one.
         if launched is not None and all(it.request.finished for it in launched.batch.requests):
             launched = None
         if launched is None:
@@ -214,7 +214,7 @@ class Engine:
         return ended
 
     def _take_back(self) -> list[Request]:
-        """Undo the step that was broken off, wherever that was; the requests that took part.
+        """Undo the step that was broken off, wherever that was; returns the requests in it.
 
         Afterwards no unfinished request has anything on the device.
         """

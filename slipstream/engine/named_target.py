@@ -19,7 +19,8 @@ _REMEDY = "give the target as the model, and this drafter as the model of specul
 
 
 def with_named_target(config: EngineConfig, reasons: Reasons) -> EngineConfig:
-    """The config with target and drafter in their places; as it is, for a model of any other kind.
+    """A config in which the target is the model and the drafter drafts for it; unchanged where
+    the model is no drafter.
 
     What `speculative_config` says besides stays: another drafter, or another number of tokens.
 

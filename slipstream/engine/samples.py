@@ -32,7 +32,8 @@ class Sample:
     cumulative_logprob: float = 0.0
 
     def take(self, gained: Committed, candidates: Sequence[Candidates] | None) -> str | None:
-        """Take in the tokens that the scheduler kept of a step; the stop string they completed.
+        """Take in the tokens that the scheduler kept of a step; returns the stop string that they
+        completed.
 
         After a stop string `num_taken` tells how many output tokens are left.
         """
@@ -106,7 +107,7 @@ class SampleMark:
     cumulative_logprob: float
 
     def restore(self, detokenizer: Detokenizer | None) -> None:
-        """Make the sample what it was; it is running.
+        """Give the sample its state back; it is running.
 
         Args:
             detokenizer: a new one, which takes the place of the sample's.

@@ -1,7 +1,7 @@
 """One step of the engine: schedule, propose, forward, verify, commit.
 
     batch = scheduler.schedule()        which requests, with how many tokens each
-    Step.launch(batch)                  loads new requests and puts the device's part on its way
+    Step.launch(batch)                  loads new requests and starts the device's part
         Step.run                        propose, forward, verify, commit: no host decisions
     Step.finish                         waits for the results; the scheduler takes them in
 
@@ -225,7 +225,7 @@ class Step:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
-        """Put the step's work on the device."""
+        """Start the step's work on the device."""
         began = perf_counter()
         self._drafter.forget(batch.preempted)
         self._state.apply(batch)
