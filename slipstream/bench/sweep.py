@@ -11,8 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from slipstream.bench.workload import OfflineRun
-from slipstream.core.errors import DraftTooLongError, SlipstreamError, UsageError
-from slipstream.core.wording import counted
+from slipstream.core.errors import DraftTooLongError, SlipstreamError, UsageError, counted
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM

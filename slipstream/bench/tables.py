@@ -18,7 +18,7 @@ from slipstream.bench.summary import (
 )
 from slipstream.bench.sweep import Failure, Point, best
 from slipstream.bench.workload import PARTS
-from slipstream.core.wording import counted
+from slipstream.core.errors import counted
 
 _METRICS = {
     TTFT: "TTFT",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.bench.datasets import BenchPrompt
 from slipstream.bench.speculation import SpeculationCounts, from_outputs
+from slipstream.core.errors import counted
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.wording import counted
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM

@@ -22,9 +22,8 @@ from slipstream.cli.flags import RunFlags
 from slipstream.cli.open_llm import open_llm
 from slipstream.cli.terminal import interrupt_noted
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import UsageError, counted
 from slipstream.core.flags import flag, parse_object
-from slipstream.core.wording import counted
 
 if TYPE_CHECKING:
     from slipstream.bench.sweep import Cell, Failure, Open, Point, Sweep

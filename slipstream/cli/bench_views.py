@@ -12,7 +12,7 @@ from rich.table import Table
 
 from slipstream import __version__
 from slipstream.cli.terminal import QUIET_STYLE, stderr_console, stdout_console
-from slipstream.core.wording import counted
+from slipstream.core.errors import counted
 
 if TYPE_CHECKING:
     from slipstream.bench.tables import ReportTable

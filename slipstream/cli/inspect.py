@@ -14,9 +14,8 @@ from slipstream.cli.drafter_fit import Fit, check_fit
 from slipstream.cli.drafter_flags import is_method
 from slipstream.cli.errors import FAILED
 from slipstream.cli.terminal import QUIET_STYLE, stdout_console
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import UsageError, counted
 from slipstream.core.flags import REQUIRED, flag
-from slipstream.core.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)

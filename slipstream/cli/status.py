@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from slipstream.core.errors import counted
 from slipstream.core.outputs import RequestMetrics
-from slipstream.core.wording import counted
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM

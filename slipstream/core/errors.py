@@ -7,8 +7,6 @@ SlipstreamError
 └── GenerationError   an output ended with an error (it exits with 1)
 """
 
-from slipstream.core.wording import counted
-
 
 class SlipstreamError(Exception):
     """Base of every error that is the user's to mend. Its message is one clear sentence."""
@@ -36,3 +34,8 @@ class CheckpointError(SlipstreamError):
 class GenerationError(SlipstreamError):
     """An output ended with an error: logits that are not finite, or nothing that its grammar
     allows."""
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 token`, `2 tokens`: for messages."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,10 +1,9 @@
 """Refuses requests that can never be served, with the numbers and the remedy."""
 
 from slipstream.cache.block_manager import BlockManager
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import UsageError, counted
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
-from slipstream.core.wording import counted
 
 
 def check_fits(request: Request, limits: StepLimits, blocks: BlockManager) -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from slipstream.core.errors import UsageError
-from slipstream.core.wording import counted
+from slipstream.core.errors import UsageError, counted
 from slipstream.kernels.registry import use_threads
 
 logger = logging.getLogger("slipstream")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from slipstream.core.errors import counted
 from slipstream.core.flags import check_fields, flag, parse_bytes
-from slipstream.core.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)

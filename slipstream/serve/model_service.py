@@ -10,8 +10,8 @@ from time import time
 from typing import ParamSpec, TypeVar
 
 from slipstream.core.config import EngineConfig
+from slipstream.core.errors import counted
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.wording import counted
 from slipstream.engine.engine import Engine
 from slipstream.engine.prompts import EncodedPrompt, Prompt, PromptEncoder
 from slipstream.models.chat_template import ChatTemplate

@@ -8,9 +8,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import UsageError, counted
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.wording import counted
 from slipstream.engine.llm import LLM
 from slipstream.engine.prompts import TokensPrompt
 from slipstream.models.chat_template import ChatTemplate

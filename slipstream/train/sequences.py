@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.core.wording import counted
+from slipstream.core.errors import CheckpointError, UsageError, counted
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.train.files import read_metadata, read_tensors, write_tensors

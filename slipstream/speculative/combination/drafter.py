@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.core.batch import Batch
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import UsageError, counted
 from slipstream.core.request import Request
-from slipstream.core.wording import counted
 from slipstream.runner.device_batch import DeviceBatch, Guesses
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward

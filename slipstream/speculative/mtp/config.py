@@ -7,8 +7,7 @@ from typing import Self
 import torch
 
 from slipstream.cache.spec import CacheLayout
-from slipstream.core.errors import CheckpointError
-from slipstream.core.wording import counted
+from slipstream.core.errors import CheckpointError, counted
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder_config import DecoderConfig
