@@ -8,8 +8,7 @@ from torch import Tensor
 from slipstream.cache.paged import KVSpec
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.stack_parts import AttentionParts
-from slipstream.kernels.table import Heads, Norm, Ops
+from slipstream.kernels.table import AttentionParts, Heads, Norm, Ops
 from slipstream.layers.layer import BuildContext, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms, rms_norm

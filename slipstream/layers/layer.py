@@ -18,8 +18,7 @@ from torch import Tensor
 
 from slipstream.cache.spec import CacheSpec, LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.stack_parts import LayerParts
-from slipstream.kernels.table import Norm, Ops
+from slipstream.kernels.table import LayerParts, Norm, Ops
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import WHOLE, ParameterSource, Share
 from slipstream.layers.rope import RopeTables
@@ -47,7 +46,7 @@ class Mixer(Protocol):
 
     Attributes:
         norm: before it; None where it reads the stream as it is.
-        parts: what a backend may fuse, told apart by its class (`kernels/stack_parts.py`); a kind
+        parts: what a backend may fuse, told apart by its class (`kernels/table.py`); a kind
             that no column fuses gives anything else.
     """
 

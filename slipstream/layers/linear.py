@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from slipstream.kernels.formats.weight import Weight
-from slipstream.kernels.stack_parts import Product
-from slipstream.kernels.table import Ops
+from slipstream.kernels.table import Ops, Product
 from slipstream.layers.parameters import COLUMNS, ROWS, WHOLE, ParameterSource, Part, Share
 
 

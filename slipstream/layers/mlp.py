@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.stack_parts import GatedMLPParts
-from slipstream.kernels.table import Ops
+from slipstream.kernels.table import GatedMLPParts, Ops
 from slipstream.layers.layer import BuildContext, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms, rms_norm

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.stack_parts import FusedOp, Product, StackOp, StackParts
-from slipstream.kernels.table import Norm, Ops
+from slipstream.kernels.table import FusedOp, Norm, Ops, Product, StackOp, StackParts
 from slipstream.layers.layer import Layer
 
 

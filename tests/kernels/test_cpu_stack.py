@@ -16,8 +16,7 @@ from slipstream.kernels.cpu.layers import FusedStack
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.stack_parts import FusedOp, Product, StackParts
-from slipstream.kernels.table import Norm, Ops, one_by_one
+from slipstream.kernels.table import FusedOp, Norm, Ops, Product, StackParts, one_by_one
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.layer import BuildContext, Layer, LayerCache, LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec

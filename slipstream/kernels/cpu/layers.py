@@ -10,14 +10,14 @@ from slipstream.kernels.cpu.attention import layer_of, pass_of, serves
 from slipstream.kernels.cpu.matmul import handle_of
 from slipstream.kernels.devices import part_labels
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.stack_parts import (
+from slipstream.kernels.table import (
     AttentionParts,
     FusedOp,
     GatedMLPParts,
+    Norm,
     Product,
     StackParts,
 )
-from slipstream.kernels.table import Norm
 
 Cache = tuple[Tensor, Tensor]
 
