@@ -158,7 +158,7 @@ def test_a_node_sees_what_the_end_of_a_chain_sees(
     cache = empty_cache(3)
     before = [rows_of(count, request) for request, count in enumerate(known)]
     for request, count in enumerate(known):
-        ops.attend(before[request], heads, chain_inputs(0, count, tables[request]), cache)
+        REFERENCE.attend(before[request], heads, chain_inputs(0, count, tables[request]), cache)
     words = [sum(1 << node for node in way) for way in ways]
     depths = [len(way) - 1 for way in ways]
     trees = [(start, [start + depth for depth in depths], words) for start in known[:2]]
@@ -192,7 +192,7 @@ def test_levels_that_are_read_one_after_the_other(column: str) -> None:
     for pages in cache:
         pages.zero_()
     before = rows_of(known, 0)
-    ops.attend(before, heads, chain_inputs(0, known, table), cache)
+    REFERENCE.attend(before, heads, chain_inputs(0, known, table), cache)
     rows = rows_of(len(parents), 7)
     depths = [len(way) - 1 for way in ways]
     for depth in range(1, max(depths) + 1):
