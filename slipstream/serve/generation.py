@@ -7,6 +7,7 @@ from contextlib import aclosing
 from slipstream.core.outputs import RequestMetrics
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.prompts import EncodedPrompt
+from slipstream.engine.stop_conditions import NOT_FINITE
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.errors import ApiError, bad_request, generation_failed
 from slipstream.serve.logs import current_request_id
@@ -69,7 +70,7 @@ class Generation:
 
     def _output_error(self, message: str) -> ApiError:
         """No token fits the request's grammar, or the model's logits are not finite."""
-        if self._has_grammar and message.startswith("the grammar"):
+        if self._has_grammar and message != NOT_FINITE:
             return bad_request(message, "structured_outputs", "grammar_failed")
         return generation_failed(message)
 

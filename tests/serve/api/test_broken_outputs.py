@@ -9,13 +9,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.core.request import FinishReason
 from slipstream.engine import scheduler
+from slipstream.engine.stop_conditions import NOT_FINITE
 from slipstream.serve.errors import ApiError
 from slipstream.serve.logprobs_format import finite
 from slipstream.serve.metrics import ServerMetrics
 from slipstream.serve.sse import ChunkWriter
 from tests.serve.api.live import Live
 
-MESSAGE = "the model's logits are not finite at token 4; check its weights"
 USER = {"role": "user", "content": "hi"}
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
@@ -31,7 +31,7 @@ def broken(live: Live, monkeypatch: pytest.MonkeyPatch) -> Live:
     def end(request: Any, *arguments: Any) -> Any:
         ending = append(request, *arguments)
         if request.num_output_tokens >= 4:
-            return FinishReason.ERROR, MESSAGE
+            return FinishReason.ERROR, NOT_FINITE
         return ending
 
     monkeypatch.setattr(scheduler, "append_output", end)
@@ -47,7 +47,7 @@ def test_a_broken_output_is_answered_with_500(
     answer = httpx.post(f"{broken.url}{path}", json=body, timeout=60)
     assert answer.status_code == 500
     error = answer.json()["error"]
-    assert (error["message"], error["code"]) == (MESSAGE, "generation_failed")
+    assert (error["message"], error["code"]) == (NOT_FINITE, "generation_failed")
     assert error["type"] == "server_error"
 
 
@@ -61,7 +61,7 @@ def test_a_broken_stream_ends_with_the_error(broken: Live, path: str) -> None:
         event.removeprefix("data: ") for event in answer.text.strip().split("\n\n")
     ]
     assert done == "[DONE]"
-    assert json.loads(failure)["error"]["message"] == MESSAGE
+    assert json.loads(failure)["error"]["message"] == NOT_FINITE
     for chunk in chunks:
         json.loads(chunk, parse_constant=pytest.fail)
 
