@@ -137,10 +137,10 @@ def resolve(
     """Size the cache and fix the limits; the weights are in memory."""
     cache_dtype = resolve_cache_dtype(config, dtype, device)
     drafter = speculation.drafter
-    bytes_per_token = shape.cache_layout(cache_dtype).bytes_per_token
+    layouts = [shape.cache_layout(cache_dtype)]
     if drafter.layout is not None:
-        bytes_per_token += drafter.layout.bytes_per_token
-    bytes_per_block = config.block_size * bytes_per_token
+        layouts.append(drafter.layout)
+    bytes_per_block = config.block_size * sum(layout.bytes_per_token for layout in layouts)
     longest = resolve_model_len(config, shape)
     rows = _max_num_batched_tokens(config, device, reasons)
     captures = captures_graphs(device, bool(config.enforce_eager) or speculation.enforce_eager)
@@ -154,24 +154,15 @@ def resolve(
         draft_probabilities=drafter.layout is not None or drafter.limits.keeps_probabilities,
         graphs=captures,
         max_draft_rows=drafter.limits.draft_rows(speculation.num_speculative_tokens),
+        layer_state=sum(layout.bytes_per_request for layout in layouts),
     )
     num_blocks = size_cache(config, device_memory(device), step, bytes_per_block, reasons)
     max_model_len = _fit_model_len(config, longest, num_blocks * config.block_size, reasons)
     _note_precision(config, device, reasons)
     _note_accepted_flags(config, device, captures, reasons)
     _require_width(speculation)
-    limits = StepLimits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=rows,
-        max_model_len=max_model_len,
-        drafter_max_model_len=drafter.limits.max_model_len or max_model_len,
-        num_speculative_tokens=speculation.num_speculative_tokens,
-        drafts_at_prefill=drafter.limits.drafts_at_prefill,
-        cache_identity=drafter.limits.cache_identity,
-        tree_depth=drafter.limits.tree_depth,
-    )
     return Resolved(
-        limits=limits,
+        limits=_step_limits(config.max_num_seqs, rows, max_model_len, speculation),
         num_blocks=num_blocks,
         bytes_per_block=bytes_per_block,
         dtype=dtype,
@@ -184,6 +175,22 @@ def resolve(
         seed=config.seed,
         captures=captures,
         reasons=reasons.rows,
+    )
+
+
+def _step_limits(
+    max_num_seqs: int, rows: int, max_model_len: int, speculation: Speculation
+) -> StepLimits:
+    drafter = speculation.drafter.limits
+    return StepLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=rows,
+        max_model_len=max_model_len,
+        drafter_max_model_len=drafter.max_model_len or max_model_len,
+        num_speculative_tokens=speculation.num_speculative_tokens,
+        drafts_at_prefill=drafter.drafts_at_prefill,
+        cache_identity=drafter.cache_identity,
+        tree_depth=drafter.tree_depth,
     )
 
 

@@ -90,8 +90,8 @@ def size_cache(
 def _planned(memory: DeviceMemory, step: StepSizes, reasons: Reasons) -> Sequence[Item]:
     """The memory that a GPU must keep free for steps; a CPU's is not divided beforehand."""
     if not memory.is_gpu:
-        state_bytes = step.max_num_seqs * step.max_model_len * 4  # a token id each
-        require_memory(memory, state_bytes, "the state of the requests", "lower max_num_seqs")
+        what = "the state of the requests"
+        require_memory(memory, step.request_state, what, "lower max_num_seqs")
         return ()
     items = step_items(step)
     for item in items:

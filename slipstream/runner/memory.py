@@ -19,7 +19,7 @@ GRAPH_BYTES = 768 << 20
 # Splits of long contexts and matmuls, libraries' workspaces, and what the allocator cannot join:
 # with GRAPH_BYTES, what an H200 took beyond the other items at 64 requests of Qwen3-8B's geometry.
 WORKSPACE_BYTES = 1 << 30
-_FLOAT32 = 4
+_FLOAT32, _TOKEN_ID = 4, 4
 # Of a request that penalties, logit_bias or allowed_token_ids act on, per token of the vocabulary.
 _SAMPLING_STATE = 4 + 1 + 4
 
@@ -71,6 +71,8 @@ class StepSizes:
         num_speculative_tokens: K.
         draft_probabilities: whether the drafter says what it sampled from.
         graphs: whether steps are captured.
+        layer_state: bytes that layers keep of each request, however long it is; 0 where all caches
+            are paged.
     """
 
     network: DecoderConfig
@@ -82,6 +84,12 @@ class StepSizes:
     draft_probabilities: bool
     graphs: bool
     max_draft_rows: int = 0
+    layer_state: int = 0
+
+    @property
+    def request_state(self) -> int:
+        """Bytes of the tokens and of the layers' states of all requests."""
+        return self.max_num_seqs * (self.max_model_len * _TOKEN_ID + self.layer_state)
 
     @property
     def most_rows(self) -> int:
@@ -122,7 +130,7 @@ def step_items(sizes: StepSizes) -> tuple[Item, ...]:
         ),
         Item(
             "request state",
-            requests * (sizes.max_model_len * _FLOAT32 + vocabulary * _SAMPLING_STATE),
+            sizes.request_state + requests * vocabulary * _SAMPLING_STATE,
             f"of {requests} requests of {sizes.max_model_len} tokens",
             fewer,
         ),

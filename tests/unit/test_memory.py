@@ -63,6 +63,11 @@ def test_a_step_takes_what_its_tensors_take() -> None:
     assert found["graphs"] == GRAPH_BYTES + found["logits"]
 
 
+def test_states_of_layers_are_kept_for_every_request() -> None:
+    with_states = sizes(replace(STEP, layer_state=2 << 20))
+    assert with_states["request state"] - sizes(STEP)["request state"] == 64 * (2 << 20)
+
+
 def test_what_is_not_used_takes_nothing() -> None:
     plain = sizes(replace(STEP, num_speculative_tokens=0, graphs=False))
     assert "draft probabilities" not in plain
