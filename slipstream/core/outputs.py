@@ -35,7 +35,7 @@ class TokenOrigin(NamedTuple):
 
 @cache
 def token_origin(place: int, num_draft_tokens: int, num_accepted: int) -> TokenOrigin:
-    """Of the token at `place` among those that one step gave a request."""
+    """How the token at `place` of those that one step gave a request came about."""
     if place < num_accepted:
         return TokenOrigin("accepted", place)
     if not num_draft_tokens:

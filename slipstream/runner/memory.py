@@ -149,7 +149,7 @@ def step_items(sizes: StepSizes) -> tuple[Item, ...]:
 
 
 def _numbers_per_row(network: DecoderConfig) -> int:
-    """Of one layer, all of whose tensors may live at once, and of the residual stream."""
+    """Numbers of one layer, whose tensors may all live at once, and of the residual stream."""
     return max(layer.numbers_per_row() for layer in network.layers) + 4 * network.hidden_size
 
 

@@ -76,7 +76,7 @@ class ModelRunner:
         self._cache.begin(slots)
 
     def commit(self, slots: Tensor, num_rows: Tensor) -> None:
-        """Of each request's rows in the last pass, the first num_rows[r] stand; [R] int64 each."""
+        """Keep the first num_rows[r] rows of each request in the last pass; [R] int64 each."""
         self._cache.commit(slots, num_rows)
 
     def logits(self, hidden: Tensor) -> Tensor:

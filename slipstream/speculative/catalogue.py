@@ -37,7 +37,7 @@ DRAFT_MODEL: Final = "draft_model"  # the kind of any language model
 
 
 def method_named(name: str) -> Method | None:
-    """By its name or another spelling of it."""
+    """The method of this name or spelling; None where there is none."""
     found = (it for it in METHODS.values() if name == it.name or name in it.spellings)
     return next(found, None)
 
@@ -64,6 +64,6 @@ def recognise(config: Mapping[str, Any], tensor_names: Collection[str]) -> str:
 
 
 def kind_of_drafter(config: Mapping[str, Any]) -> str | None:
-    """By config.json alone: the kind of a checkpoint that only drafts, None for any other."""
+    """The kind of a checkpoint that only drafts, from config.json alone; None for any other."""
     kind = recognise(config, ())
     return None if kind == DRAFT_MODEL else kind

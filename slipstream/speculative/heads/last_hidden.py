@@ -33,8 +33,8 @@ class LastHiddenNetwork(Protocol):
         """hidden [R, H] -> the state before the first of `count` tokens."""
 
     def logits(self, index: int, state: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Of draft token `index`, behind `last_tokens` [R] (the target's ids): [R, V] float32, and
-        the next state."""
+        """Logits [R, V] float32 of draft token `index`, behind `last_tokens` [R] (the target's
+        ids), and the next state."""
 
 
 class LastHidden:

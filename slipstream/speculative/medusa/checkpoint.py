@@ -159,7 +159,7 @@ class MedusaCheckpoint(HeadCheckpoint):
         return len(_blocks(self))
 
     def num_rows(self) -> int | None:
-        """Of an lm_head; None where it is the target's."""
+        """Rows of an lm_head; None where it is the target's."""
         name = _stored_head(self)
         return None if name is None else self.entries[name].shape[0]
 

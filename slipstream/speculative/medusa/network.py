@@ -91,7 +91,7 @@ class MedusaHeads:
         return logits.view(count, len(hidden), -1)
 
     def logits(self, index: int, state: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Of draft token `index`, [R, Vq] float32, and the state again."""
+        """Logits [R, Vq] float32 of draft token `index`, and the state again."""
         del last_tokens
         if self._shape.heads == "own":
             return self._heads[index](state[index]), state

@@ -186,7 +186,7 @@ class MLPSpeculator:
         return scaled.to(self._dtype)
 
     def logits(self, index: int, state: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Of draft token `index` behind `last_tokens` [R]: [R, V] float32, and the next state."""
+        """Logits [R, V] float32 of draft token `index` behind `last_tokens` [R]; the next state."""
         step = self._steps[index]
         mixed = self._ops.logits(state, step.projection) * self._state_weight
         mixed = mixed + step.embedding(last_tokens).float() * self._token_weight

@@ -63,7 +63,7 @@ class MtpStyle:
 
     @property
     def plain(self) -> "MtpStyle":
-        """The same with norms that multiply by their weight, as a network in training has them."""
+        """This style with norms that multiply by their weight, as networks in training have."""
         return replace(self, zero_centred=False)
 
     def published(self, name: str, values: Tensor) -> tuple[str, Tensor]:
@@ -133,7 +133,7 @@ class MtpCheckpoint(HeadCheckpoint):
 
     @cached_property
     def style(self) -> MtpStyle:
-        """By the tensors; without weights, by what the config says of its model."""
+        """Read off the tensors; without weights, off what the config says of its model."""
         if is_wrapped(self.config):
             inner = self.config.get("transformer_layer_config")
             kind = str(inner.get("model_type")) if isinstance(inner, Mapping) else ""

@@ -26,7 +26,7 @@ class NgramConfig:
 
 
 def read_options(options: Options) -> NgramConfig:
-    """By default n-grams of 2 to 5 tokens; a bound that is given moves the other's default."""
+    """N-grams of 2 to 5 tokens unless bounds are given; one that is given moves the other."""
     options.take_only("model", "ngram", "leave it out: n-gram drafting has no model")
     largest = options.take_int("prompt_lookup_max", None)
     smallest = options.take_int("prompt_lookup_min", None)

@@ -26,7 +26,7 @@ class GuessLimits:
     min_match: int = 1
 
     def most_tokens(self) -> list[int]:
-        """By the length of the match, from 0 to `depth`."""
+        """Most draft tokens behind a match of each length, from 0 to `depth`."""
         return [
             min(int(self.spec_factor * matched + 1e-6), self.depth - matched)
             if matched >= self.min_match

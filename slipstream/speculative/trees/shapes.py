@@ -46,7 +46,7 @@ class StaticTree:
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """Of every node, the root among them, which is its own."""
+        """The parent of every node; the root is its own."""
         number = {(): 0, **{path: node for node, path in enumerate(self.paths, 1)}}
         return (0, *(number[path[:-1]] for path in self.paths))
 
