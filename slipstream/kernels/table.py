@@ -105,19 +105,29 @@ class LayerParts:
 
 
 @dataclass(frozen=True, eq=False)
+class Entry:
+    """Makes the stream of several sources side by side.
+
+    Attributes:
+        norms: of each source; None for those that are taken as they are.
+    """
+
+    product: Product
+    norms: tuple[Norm | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class StackParts:
     """Layers in a row, at least one, and what stands before and behind them.
 
     Attributes:
         last: norm behind the layers; None: what leaves is the stream.
-        entry: makes the stream of the sources side by side; None: the last source is the stream.
-        entry_norms: of each source; None for those that are taken as they are.
+        entry: None: the last source is the stream.
     """
 
     layers: Sequence[LayerParts]
     last: Norm | None
-    entry: Product | None = None
-    entry_norms: tuple[Norm | None, ...] = ()
+    entry: Entry | None = None
 
 
 class LinearOp(Protocol):

@@ -41,13 +41,13 @@ class BuildContext:
     share: Share = WHOLE
 
 
-class Mixer(Protocol):
-    """A built half in which rows depend on others, through a cache.
+class Half(Protocol):
+    """What both halves of a built layer have.
 
     Attributes:
         norm: before it; None where it reads the stream as it is.
         parts: what a backend may fuse, told apart by its class (`kernels/table.py`); a kind
-            that no column fuses gives anything else.
+            that no backend fuses gives anything else.
     """
 
     @property
@@ -55,6 +55,10 @@ class Mixer(Protocol):
 
     @property
     def parts(self) -> object: ...
+
+
+class Mixer(Half, Protocol):
+    """A built half in which rows depend on others, through a cache."""
 
     def apply(
         self,
@@ -72,14 +76,8 @@ class Mixer(Protocol):
         """
 
 
-class FeedForward(Protocol):
-    """A built half whose rows do not depend on each other; for the attributes see `Mixer`."""
-
-    @property
-    def norm(self) -> Norm | None: ...
-
-    @property
-    def parts(self) -> object: ...
+class FeedForward(Half, Protocol):
+    """A built half whose rows do not depend on each other."""
 
     def apply(self, ops: Ops, addend: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Run by single ops -> (its own addend, the stream that it is to be added to), [T, H]."""
@@ -119,6 +117,9 @@ class LayerSpec:
     mixer: MixerSpec | None
     feed_forward: FeedForwardSpec | None
     norms: LayerNorms
+
+    def __post_init__(self) -> None:
+        assert self._halves, "a layer has a half"
 
     @property
     def _halves(self) -> tuple[HalfSpec, ...]:

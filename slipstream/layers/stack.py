@@ -7,20 +7,8 @@ from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import FusedOp, Norm, Ops, Product, StackOp, StackParts
+from slipstream.kernels.table import Entry, FusedOp, Norm, Ops, StackOp, StackParts
 from slipstream.layers.layer import Layer
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """Makes the stream of several sources side by side.
-
-    Attributes:
-        norms: of each source; None for those that are taken as they are.
-    """
-
-    product: Product
-    norms: tuple[Norm | None, ...]
 
 
 @dataclass(frozen=True)
@@ -97,9 +85,7 @@ class Stack:
     def _fused_from(self, start: int) -> FusedOp | None:
         entry = self._entry if start == 0 else None
         parts = [layer.parts for layer in self._layers[start:]]
-        if entry is None:
-            return self._ops.fuse(StackParts(parts, self._last))
-        return self._ops.fuse(StackParts(parts, self._last, entry.product, entry.norms))
+        return self._ops.fuse(StackParts(parts, self._last, entry))
 
     def _by_single_ops(self, start: int, stop: int) -> "_SingleOps":
         is_end = stop == len(self._layers)

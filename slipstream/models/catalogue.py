@@ -5,9 +5,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, cast
 
 from slipstream.core.errors import CheckpointError
+from slipstream.layers.parameters import InvalidSizesError
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
-from slipstream.models.decoder_config import DecoderConfig, InvalidSizesError
+from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.modules_beside import OWN_DRAFTER_KEYS
 from slipstream.models.quantized.catalogue import QUANTIZATION_KEYS, read_quantization
 

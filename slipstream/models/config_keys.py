@@ -1,6 +1,6 @@
 """The keys of config.json that the Llama family shares, in all their spellings."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,8 +10,9 @@ from slipstream.layers.layer import LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import require_positive
+from slipstream.layers.rope import RopeConfig
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.decoder_config import DecoderConfig, RopeConfig
+from slipstream.models.decoder_config import DecoderConfig
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _LAYER_TYPES = {
@@ -62,15 +63,12 @@ class CommonKeys:
         windows: Sequence[int | None] | None = None,
         feed_forward: GatedMLPSpec | None = None,
     ) -> DecoderConfig:
-        """Layers that differ in their windows alone; None: no layer has one."""
+        """A decoder whose layers differ in their windows alone; None: no layer has one."""
         dense = feed_forward or self.feed_forward
-        windows = windows or [None] * self.num_layers
-        return self.of_layers(
-            LayerSpec(replace(attention, window=window), dense, self.norms) for window in windows
-        )
-
-    def of_layers(self, layers: Iterable[LayerSpec]) -> DecoderConfig:
-        """A decoder of these layers."""
+        layers = [
+            LayerSpec(replace(attention, window=window), dense, self.norms)
+            for window in windows or [None] * self.num_layers
+        ]
         return DecoderConfig(
             architecture=self.architecture,
             vocab_size=self.vocab_size,

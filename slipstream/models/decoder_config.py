@@ -10,10 +10,8 @@ from slipstream.cache.spec import CacheLayout
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.layer import LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
-from slipstream.layers.parameters import WHOLE, InvalidSizesError, Share, require_positive
+from slipstream.layers.parameters import WHOLE, Share, require_positive
 from slipstream.layers.rope import RopeConfig
-
-__all__ = ["DecoderConfig", "InvalidSizesError", "RopeConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)

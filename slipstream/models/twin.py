@@ -9,7 +9,7 @@ the number of layers of either. Text means nothing.
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -18,8 +18,6 @@ from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
 from slipstream.layers.attention import AttentionSpec
-from slipstream.layers.layer import LayerSpec
-from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.parameters import WHOLE, Part, Share
 from slipstream.models.decoder_config import DecoderConfig
 
@@ -128,14 +126,14 @@ def require_twin(draft: DecoderConfig, target: DecoderConfig, file: Path) -> Non
 
 
 def _difference(ours: object, theirs: object) -> tuple[str, object, object] | None:
-    """The first field, of the layers and their halves too, in which two configs differ."""
+    """The first field, of configs within them too, in which two configs differ."""
     for field in fields(ours):  # type: ignore[arg-type]
         one, two = getattr(ours, field.name), getattr(theirs, field.name)
         if one == two:
             continue
         if field.name == "layers":
             one, two = next(pair for pair in zip(one, two, strict=True) if pair[0] != pair[1])
-        if isinstance(one, LayerSpec | AttentionSpec | GatedMLPSpec) and type(one) is type(two):
+        if is_dataclass(one) and type(one) is type(two):
             return _difference(one, two)
         return field.name, one, two
     return None

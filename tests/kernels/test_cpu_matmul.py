@@ -38,7 +38,7 @@ def weight(form: str, rows: int, columns: int, dtype: torch.dtype) -> Weight | N
 
 
 def product(x: Tensor, packed: Weight) -> Tensor:
-    return matmul.logits(x, packed)
+    return packed.logits(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
@@ -121,11 +121,11 @@ def test_results_are_rounded_and_biased_as_the_reference_does_it(level: str) -> 
     whole = DenseMatrix(torch.randn(100, 72).bfloat16())
     bias = torch.randn(100).bfloat16()
     x = torch.randn(3, 144).bfloat16()[:, ::2].contiguous()
-    found = matmul.linear(x, matmul.pack(whole), bias)
+    found = matmul.pack(whole).linear(x, bias)
     expected = x.float() @ whole.dequantised().T + bias.float()
     assert found.dtype == torch.bfloat16
     assert torch.allclose(found.float(), expected, rtol=2.0**-8, atol=1e-2)
-    empty = matmul.linear(x[:0], matmul.pack(whole), bias)
+    empty = matmul.pack(whole).linear(x[:0], bias)
     assert empty.shape == (0, 100)
 
 

@@ -16,14 +16,14 @@ from slipstream.kernels.cpu.layers import FusedStack
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import FusedOp, Norm, Ops, Product, StackParts, one_by_one
+from slipstream.kernels.table import Entry, FusedOp, Norm, Ops, Product, StackParts, one_by_one
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.layer import BuildContext, Layer, LayerCache, LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.norm import LayerNorms, rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import RopeConfig, RopeTables
-from slipstream.layers.stack import Entry, Stack
+from slipstream.layers.stack import Stack
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, seeded
 from tests.pass_inputs import changed
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
-from slipstream.kernels.formats import int4, int8
+from slipstream.kernels.formats import int8
+from slipstream.kernels.formats import weight as weight_formats
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix, ToFloat8
 from slipstream.kernels.formats.int4 import Int4Matrix, ToInt4, unpacked
@@ -107,7 +108,7 @@ def test_products_do_not_depend_on_the_slices(monkeypatch: pytest.MonkeyPatch) -
     }
     x = numbers(ROWS, K, seed=1).round()
     whole = {kind: REFERENCE.logits(x, weight) for kind, weight in kinds.items()}
-    for module in (int4, int8):
+    for module in (weight_formats, int8):
         monkeypatch.setattr(module, "PRODUCT_SLICE", 3 * K)
     for kind, weight in kinds.items():
         assert torch.equal(REFERENCE.logits(x, weight), whole[kind]), kind
@@ -136,6 +137,17 @@ def test_rows_of_every_kind(kind: str) -> None:
     torch.testing.assert_close(
         REFERENCE.logits(x, tail), REFERENCE.logits(x, weight)[:, 30:], rtol=1e-5, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_of_a_matrix_moves(kind: str) -> None:
+    moved = every_kind()[kind].to(torch.device("meta"))
+    assert moved.dequantised().device.type == "meta"
+
+
+def test_matrices_of_several_dtypes_are_not_stacked() -> None:
+    matrix = numbers(N, K)
+    assert stacked([DenseMatrix(matrix.bfloat16()), DenseMatrix(matrix)]) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,8 +22,7 @@ from slipstream.kernels.table import Heads, Norm
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton import attention as tuned
 from slipstream.kernels.triton.preparation import PREPARATION as TRITON_PREPARATION
-from slipstream.layers.rope import rope_table
-from slipstream.models.decoder_config import RopeConfig
+from slipstream.layers.rope import RopeConfig, rope_table
 from tests.kernels.batches import seeded
 from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU
 from tests.pass_inputs import changed, moved, pass_inputs

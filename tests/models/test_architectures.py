@@ -16,11 +16,12 @@ from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.layer import LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.norm import LayerNorms
-from slipstream.layers.rope import rope_table
+from slipstream.layers.parameters import InvalidSizesError
+from slipstream.layers.rope import RopeConfig, rope_table
 from slipstream.models.catalogue import ARCHITECTURES, read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.decoder_config import DecoderConfig, InvalidSizesError, RopeConfig
+from slipstream.models.decoder_config import DecoderConfig
 
 Json = dict[str, Any]
 

@@ -104,7 +104,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 32}, "hidden_size is 32 here and 64 in the target"),
     ({"num_hidden_layers": 6}, "num_hidden_layers is 6 here and 5"),
     ({"tie_word_embeddings": False}, "tie_word_embeddings is False here and True"),
-    ({"rope_theta": 5.0}, "rope is "),
+    ({"rope_theta": 5.0}, "theta is 5.0 here"),
+    ({"rms_norm_eps": 0.5}, "eps is 0.5 here"),
 ]
 
 

@@ -13,8 +13,8 @@ from slipstream.kernels.reference import PARTS as PLAIN
 from slipstream.kernels.table import Ops
 
 _PARTS = Parts(
-    linear=labelled("matmul", matmul.linear),
-    logits=labelled("matmul", matmul.logits),
+    linear=labelled("matmul", PLAIN.linear),
+    logits=labelled("matmul", PLAIN.logits),
     norm=labelled("norm", rows.norm),
     add_norm=labelled("norm", rows.add_norm),
     gated_activation=labelled("silu", rows.gated_activation),

@@ -33,14 +33,13 @@ class FusedStack:
         self.num_layers = num_layers
         layers = parts.layers[:num_layers]
         halves = [half for layer in layers for half in layer.halves]
-        norms = [half.norm for half in halves if isinstance(half, AttentionParts | GatedMLPParts)]
-        norm = next(norm for norm in norms if norm is not None).weight
-        self._width, self._dtype = len(norm), norm.dtype
-        self._stack = cpp.Stack(norm.dtype == torch.bfloat16)
+        kinds = [half for half in halves if isinstance(half, AttentionParts | GatedMLPParts)]
+        weight = next(half.norm.weight for half in kinds if half.norm is not None)
+        self._width, self._dtype = len(weight), weight.dtype
+        self._stack = cpp.Stack(weight.dtype == torch.bfloat16)
         if parts.entry is not None:
-            self._stack.set_entry(
-                [_norm(norm) for norm in parts.entry_norms], *_product(parts.entry)
-            )
+            norms = [_norm(norm) for norm in parts.entry.norms]
+            self._stack.set_entry(norms, *_product(parts.entry.product))
         for layer in layers:
             self._stack.add_layer()
             for half in layer.halves:
@@ -122,7 +121,7 @@ def _product(product: Product) -> tuple[object, Tensor | None]:
 
 def fuse(parts: StackParts) -> FusedOp | None:
     """One op of as many layers as there is one for; None where not even the first is fused."""
-    if parts.entry is not None and handle_of(parts.entry[0]) is None:
+    if parts.entry is not None and handle_of(parts.entry.product[0]) is None:
         return None
     count, begins = 0, True
     for layer in parts.layers:

@@ -143,11 +143,3 @@ def _give_back_memory(nbytes: int) -> None:
     """Return what was packed before to the system, where a large weight comes."""
     if nbytes >= _LARGE:
         cpp.give_back_memory()
-
-
-def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    return weight.linear(x, bias)
-
-
-def logits(x: Tensor, weight: Weight) -> Tensor:
-    return weight.logits(x)

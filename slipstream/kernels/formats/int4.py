@@ -1,15 +1,14 @@
 """Four-bit integers with a scale, and where asked for a zero, for each group of columns."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from slipstream.core.errors import UsageError
-from slipstream.kernels.formats.int8 import CACHED_SLICE, PRODUCT_SLICE, ToInt8, to_nearest
+from slipstream.kernels.formats.int8 import CACHED_SLICE, ToInt8, to_nearest
 from slipstream.kernels.formats.weight import Rounding, Weight, row_slices
 
 GROUPS = (128, 32)  # columns that may share a scale, the larger first
@@ -50,10 +49,13 @@ class Int4Matrix(Weight):
         return self.values.nbytes + self.scales.nbytes + zeros
 
     def select(self, index: Tensor) -> "Int4Matrix":
-        return self._part(index)
+        return self._each(lambda tensor: tensor[index])
 
     def rows(self, start: int, stop: int | None = None) -> "Int4Matrix":
-        return self._part(slice(start, stop))
+        return self._each(lambda tensor: tensor[start:stop])
+
+    def to(self, device: torch.device) -> "Int4Matrix":
+        return self._each(lambda tensor: tensor.to(device))
 
     def columns(self, start: int, stop: int) -> "Int4Matrix":
         if start % self.group or stop % self.group:
@@ -69,9 +71,9 @@ class Int4Matrix(Weight):
             self.group,
         )
 
-    def _part(self, rows: slice | Tensor) -> "Int4Matrix":
-        zeros = None if self.zeros is None else self.zeros[rows]
-        return Int4Matrix(self.values[rows], self.scales[rows], zeros, self.group)
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Int4Matrix":
+        zeros = None if self.zeros is None else change(self.zeros)
+        return Int4Matrix(change(self.values), change(self.scales), zeros, self.group)
 
     @classmethod
     def stack(cls, weights: Sequence[Self]) -> "Int4Matrix":
@@ -103,13 +105,6 @@ class Int4Matrix(Weight):
         grouped = unpacked(self.values).float().view(*self.scales.shape, self.group)
         zeros = float(_MIDDLE) if self.zeros is None else self.zeros.float().unsqueeze(-1)
         return ((grouped - zeros) * self.scales.unsqueeze(-1)).flatten(1)
-
-    def logits(self, x: Tensor) -> Tensor:
-        x = x.float()
-        out = torch.empty(x.shape[0], self.shape[0], device=x.device)
-        for part in row_slices(*self.shape, PRODUCT_SLICE):
-            out[:, part] = F.linear(x, self.rows(part.start, part.stop).dequantised())
-        return out
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.formats.weight import Rounding, RowScaled, row_slices
+from slipstream.kernels.formats.weight import PRODUCT_SLICE, Rounding, RowScaled, row_slices
 
 INT8_MAX = 127
-# Weights that become float32 or float64 at a time: few enough for a core's cache.
-PRODUCT_SLICE = 1 << 19
 # Numbers that are rounded at a time. Torch does not share so few among threads, which would wait
 # for each other far longer than they work where others keep the machine busy.
 CACHED_SLICE = (1 << 15) - 1
@@ -44,13 +42,7 @@ class Int8Matrix(RowScaled):
         return super().stack(weights)
 
     def logits(self, x: Tensor) -> Tensor:
-        if self.rounds_input:
-            return self._exact_product(x)
-        x = x.float()
-        out = torch.empty(x.shape[0], self.shape[0], device=x.device)
-        for part in row_slices(*self.shape, PRODUCT_SLICE):
-            out[:, part] = F.linear(x, self.rows(part.start, part.stop).dequantised())
-        return out
+        return self._exact_product(x) if self.rounds_input else super().logits(x)
 
     def _exact_product(self, x: Tensor) -> Tensor:
         """Integers on both sides; float64 holds every sum of such products exactly."""

@@ -1,7 +1,7 @@
 """What every weight format offers. A new format is one file beside this one.
 
-The products here are plain torch and define what is right. A column of kernels that has its own
-packs the matrix (`Ops.pack`) or reads its tensors; nobody else asks what a weight is stored as.
+The products here are plain torch and define what is right. A backend that has its own packs the
+matrix (`Ops.pack`) or reads its tensors; nobody else asks what a weight is stored as.
 """
 
 from abc import ABC, abstractmethod
@@ -10,8 +10,12 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from slipstream.core.errors import UsageError
+
+# Weights that become float32 or float64 at a time: few enough for a core's cache.
+PRODUCT_SLICE = 1 << 19
 
 
 class Weight(ABC):
@@ -62,11 +66,15 @@ class Weight(ABC):
 
     def to(self, device: torch.device) -> "Weight":
         """The matrix on `device`."""
-        return self
+        raise TypeError(f"{type(self).__name__} stays on its device")
 
-    @abstractmethod
     def logits(self, x: Tensor) -> Tensor:
         """x [T, K] -> x W^T [T, N] in float32, never rounded below the accumulator."""
+        x = x.float()
+        out = torch.empty(x.shape[0], self.shape[0], device=x.device)
+        for part in row_slices(*self.shape, PRODUCT_SLICE):
+            out[:, part] = F.linear(x, self.rows(part.start, part.stop).dequantised())
+        return out
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, K], bias [N] or None -> x W^T + bias, [T, N] in the dtype of x."""
@@ -115,6 +123,8 @@ class RowScaled(Weight):
     @classmethod
     def stack(cls, weights: Sequence[Self]) -> Self | None:
         first = weights[0]
+        if any(weight.values.dtype != first.values.dtype for weight in weights):
+            return None
         values = torch.cat([_bytes(weight.values) for weight in weights]).view(first.values.dtype)
         scales = [weight.scales for weight in weights if weight.scales is not None]
         return first._like(values, torch.cat(scales) if scales else None)

@@ -11,7 +11,6 @@ Which modules have which scheme is told by groups of settings, each with names, 
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +23,7 @@ from slipstream.models.quantized.compressed_schemes import FORMATS, Scheme, read
 from slipstream.models.quantized.float8 import read_float8
 from slipstream.models.quantized.gptq import described
 from slipstream.models.quantized.grouped import as_bytes, grouped_matrix
-from slipstream.models.quantized.module import StoredModule
+from slipstream.models.quantized.module import StoredModule, row_scale_shapes
 
 HARMLESS = {
     "global_compression_ratio",
@@ -137,15 +136,14 @@ def _read_packed(module: StoredModule, rows: int, columns: int, scheme: Scheme) 
 
 def _read_int8(module: StoredModule, rows: int, columns: int, scheme: Scheme) -> Weight:
     values = module.take("weight", (torch.int8,), (rows, columns))
-    shapes: Sequence[tuple[int, ...]] = ((), (1,), (1, 1), (rows,), (rows, 1))
-    scales = module.take_scales("weight_scale", *shapes).flatten().expand(rows)
+    scales = module.take_row_scales("weight_scale", rows)
     if "weight_zero_point" in module:
-        zeros = module.take("weight_zero_point", (torch.int8, torch.int32), *shapes)
+        zeros = module.take("weight_zero_point", (torch.int8, torch.int32), *row_scale_shapes(rows))
         if bool(zeros.any()):
             raise module.error(
                 f"holds {module.name}.weight_zero_point other than 0 for symmetric weights"
             )
-    return Int8Matrix(values, scales.contiguous(), scheme.rounds_input)
+    return Int8Matrix(values, scales, scheme.rounds_input)
 
 
 def read_settings(reader: ConfigReader) -> CompressedTensors:

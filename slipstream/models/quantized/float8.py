@@ -7,7 +7,6 @@ weight = stored * scale, whatever the scale is called. Kernels for FP8 round act
 time ("dynamic") or by input_scale ("static").
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,8 @@ from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.quantized.module import FLOATS, StoredModule
+from slipstream.models.quantized.module import StoredModule
+from slipstream.models.safetensors_file import WEIGHT_DTYPES
 
 HARMLESS = {
     "dequantize",
@@ -26,7 +26,7 @@ HARMLESS = {
     "quant_method",
 }
 STATIC_SCALES = ("input_scale", "activation_scale", "output_scale")
-_SCALES = (*FLOATS, torch.float8_e8m0fnu)
+_SCALES = (*WEIGHT_DTYPES, torch.float8_e8m0fnu)
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,7 @@ def read_float8(
     values = module.take("weight", (torch.float8_e4m3fn,), (rows, columns))
     module.pass_over(*STATIC_SCALES)
     if block is None:
-        shapes: Sequence[tuple[int, ...]] = ((), (1,), (1, 1), (rows,), (rows, 1))
-        scales = module.take_scales(scale, *shapes, dtypes=_SCALES)
-        return Float8Matrix(values, scales.flatten().expand(rows).contiguous())
+        return Float8Matrix(values, module.take_row_scales(scale, rows, _SCALES))
     shape = (-(-rows // block[0]), -(-columns // block[1]))
     scales = module.take_scales(scale, shape, dtypes=_SCALES)
     return DenseMatrix(_by_blocks(values, scales, block))

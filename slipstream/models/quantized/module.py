@@ -11,8 +11,6 @@ from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_into
 
-FLOATS = WEIGHT_DTYPES
-
 
 class StoredModule:
     """The tensors of one quantised matrix, each to be taken once.
@@ -65,10 +63,17 @@ class StoredModule:
         self,
         ending: str,
         *shapes: tuple[int, ...],
-        dtypes: Collection[torch.dtype] = FLOATS,
+        dtypes: Collection[torch.dtype] = WEIGHT_DTYPES,
     ) -> Tensor:
         """Scales in float32, in one of these shapes; errors as `take`."""
         return self.take(ending, dtypes, *shapes).float()
+
+    def take_row_scales(
+        self, ending: str, rows: int, dtypes: Collection[torch.dtype] = WEIGHT_DTYPES
+    ) -> Tensor:
+        """[rows] float32, stored for each row or once for all of them; errors as `take`."""
+        scales = self.take_scales(ending, *row_scale_shapes(rows), dtypes=dtypes)
+        return scales.flatten().expand(rows).contiguous()
 
     def take_groups(self, ending: str, columns: int, num_groups: int) -> Tensor:
         """[columns] int64, the group of each column.
@@ -114,7 +119,7 @@ class StoredQuantization(Protocol):
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
         """The matrix [rows, columns] with the numbers that are stored.
 
-        A tensor is float32: the numbers that no matrix of integers has a form for.
+        Numbers that no format of fewer bits can have are a float32 matrix.
         """
 
     def bits(self, module: str) -> int:
@@ -122,6 +127,11 @@ class StoredQuantization(Protocol):
 
     def keeps(self, module: str) -> bool:
         """Whether `read` finds a form with as few bits for a module of this name."""
+
+
+def row_scale_shapes(rows: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes in which checkpoints store one number for a matrix, or one for each row."""
+    return (), (1,), (1, 1), (rows,), (rows, 1)
 
 
 def _word(dtype: torch.dtype) -> str:

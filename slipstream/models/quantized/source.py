@@ -26,8 +26,8 @@ class QuantizedSource(CheckpointSource):
     """Reads matrices as they are stored, and what is not quantised like `CheckpointSource`.
 
     Args:
-        keeps_float8: matrices of e4m3 stay what they are; false: they become tensors.
-        whole_dtype: of matrices that become tensors.
+        keeps_float8: matrices of e4m3 stay what they are; false: they become floats.
+        whole_dtype: of matrices that become floats.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class QuantizedSource(CheckpointSource):
     def weight(self, parts: Sequence[Part], columns: int) -> Weight:
         """[sum of rows, columns], a factor of products, as few bits as are stored.
 
-        Parts that are stored in ways that do not go together become one tensor.
+        Parts that are stored in ways that do not go together become one matrix of floats.
         """
         if not any(self._is_quantised(part.name) for part in parts):
             return DenseMatrix(self.matrix(parts, columns))
@@ -108,7 +108,7 @@ class QuantizedSource(CheckpointSource):
         return weight.rows(*span) if part.split == ROWS else weight.columns(*span)
 
     def _whole(self, weight: Weight) -> DenseMatrix:
-        numbers = weight.dequantised()
+        numbers = weight.dequantised() if weight.floats is None else weight.floats
         return DenseMatrix(numbers.to(device=self._device, dtype=self._whole_dtype))
 
     def _take(self, entry: TensorEntry) -> None:

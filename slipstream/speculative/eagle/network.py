@@ -16,12 +16,12 @@ from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Ops
+from slipstream.kernels.table import Entry, Ops
 from slipstream.layers.layer import BuildContext, build_layers
 from slipstream.layers.linear import column_linear
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import RopeTables
-from slipstream.layers.stack import Entry, Stack
+from slipstream.layers.stack import Stack
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.config import head_reader, read_layers, wrapped_num_tokens

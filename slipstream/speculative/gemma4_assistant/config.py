@@ -11,8 +11,10 @@ from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.layer import LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.norm import LayerNorms
+from slipstream.layers.parameters import InvalidSizesError
+from slipstream.layers.rope import RopeConfig
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
-from slipstream.models.decoder_config import DecoderConfig, InvalidSizesError, RopeConfig
+from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.kinds import HeadConfig, vocabulary_problem, width_problem

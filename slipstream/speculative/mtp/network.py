@@ -19,14 +19,14 @@ from torch import Tensor
 from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Norm, Ops
+from slipstream.kernels.table import Entry, Norm, Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.layer import BuildContext
 from slipstream.layers.linear import Linear, column_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import RopeTables
-from slipstream.layers.stack import Entry, Stack
+from slipstream.layers.stack import Stack
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.heads.loading import HeadNetwork, load_head
