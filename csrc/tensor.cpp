@@ -37,10 +37,6 @@ const ExchangeTable* table_of(PyTypeObject* type) {
     return last_table = table;
 }
 
-}  // namespace
-
-namespace {
-
 std::string name_of(const Array& array) {
     const auto type = array.dtype();
     static const char* const kinds[] = {"int", "uint", "float", "handle", "bfloat", "complex",
