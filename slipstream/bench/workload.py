@@ -162,16 +162,17 @@ def run_offline(
 
     Args:
         advance: called after steps with the numbers of finished requests and of tokens so far.
+
+    Raises GenerationError for an output that ended with an error.
     """
     run = OfflineRun()
     clock = _Clock(llm)
-    first: int | None = None
     done = tokens = 0
     began = perf_counter()
     with closing(workload.stream(llm)) as outputs:  # type: ignore[type-var]
         for output in outputs:
+            output.require_sound()
             number = int(output.request_id)
-            first = number if first is None else min(first, number)
             before = run.latest.get(number)
             tokens += _length(output) - (0 if before is None else _length(before))
             run.latest[number] = output

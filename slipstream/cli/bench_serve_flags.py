@@ -52,7 +52,7 @@ class ServerFlags:
         "does not, draws random prompts, and renders chats as prompts.",
     )
     request_timeout: float = flag(600.0, "Seconds that one request may take in all.", above=0)
-    ready_timeout: float = flag(0.0, "Seconds to wait for the server to start.")
+    ready_timeout: float = flag(0.0, "Seconds to wait for the server to start.", at_least=0)
 
     def server(self) -> "Server":
         """Where to send requests; raises UsageError for a bad address or header."""

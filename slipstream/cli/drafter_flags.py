@@ -1,5 +1,6 @@
 """The flags of the drafter, for the commands that run an engine."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,6 @@ def _may_wrap_target(model: str) -> bool:
 
 def _read_speculative(text: str) -> dict[str, Any] | None:
     """An object, or a list of drafters."""
-    if text.lstrip().startswith("[{"):
+    if re.match(r"\s*\[\s*\{", text):
         text = f'{{"drafters": {text}}}'
     return parse_object("--speculative-config", text)

@@ -110,5 +110,5 @@ def _log_to(console: Console, verbose: bool) -> None:
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     handler = RichHandler(console=console, show_time=False, show_path=False)
     # The table shows the reasons, in a better order.
-    handler.addFilter(lambda record: record.module != "reasons")
+    handler.addFilter(lambda record: record.module != "sizing")
     logger.handlers = [handler]

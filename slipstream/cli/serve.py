@@ -20,7 +20,7 @@ from slipstream.serve.limits import ServeLimits
 if TYPE_CHECKING:
     from slipstream.serve.run import ServerOptions
 
-_LOOPBACK = ("127.", "::1", "localhost")
+_LOOPBACK = ("127.", "::1")
 
 
 class MissingPackagesError(SlipstreamError):

@@ -61,6 +61,11 @@ class Batch:
         return moved.flatten()
 
 
+def numbered_generator(seed: int, number: int) -> torch.Generator:
+    """Random numbers of one epoch, or of one batch, of a run with this seed."""
+    return torch.Generator().manual_seed((seed * 1_000_003 + number) % (1 << 64))
+
+
 class FeatureSource(Protocol):
     """Sequences, and the target's pass over them."""
 
@@ -105,8 +110,7 @@ class Batches:
         """Batch `number` of the run, whatever was read before; an epoch has only whole batches."""
         count = len(self._source.sequences)
         epoch, index = divmod(number, count // self._size)
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-        order = torch.randperm(count, generator=generator)
+        order = torch.randperm(count, generator=numbered_generator(self._seed, epoch))
         return self._batch(order[index * self._size : (index + 1) * self._size])
 
     def in_order(self) -> Iterator[Batch]:

@@ -111,6 +111,7 @@ def _answers(
         done: dict[int, list[int]] = {}
         for output in llm.stream([TokensPrompt(prompt_token_ids=ids) for ids in part], params):
             if output.finished:
+                output.require_sound()
                 # The engine counts its requests from 0.
                 done[num_kept + int(output.request_id)] = list(output.outputs[0].token_ids)
                 while following in done:

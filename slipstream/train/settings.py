@@ -117,6 +117,8 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         check_fields(type(self), vars(self), spelled)
+        signed = -(1 << 63) <= self.seed < 1 << 63
+        _require(signed, "seed", f"must be a signed 64-bit integer, not {self.seed}")
         found = self.temperatures
         valid = found is None or (bool(found) and all(0 <= value < math.inf for value in found))
         _require(valid, "temperatures", "must be numbers from 0 up")

@@ -74,7 +74,8 @@ def _entries(file: Path) -> Iterator[Entry]:
             "leave it out of --data"
         ) from error
     if file.suffix == _LINES:
-        for number, line in enumerate(content.splitlines(), 1):
+        # Not splitlines: JSON may hold U+2028 and other line ends of Unicode as they are.
+        for number, line in enumerate(content.split("\n"), 1):
             if line.strip():
                 yield _from_line(line, f"{file}, line {number}")
     elif content.strip():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.train.batches import Batches
+from slipstream.train.batches import Batches, numbered_generator
 from slipstream.train.losses import ChainAcceptance
 from slipstream.train.metrics import MetricsLog
 from slipstream.train.parameters import Trainable
@@ -143,7 +143,7 @@ class Trainer:
         results = []
         for index in range(settings.accumulate):
             number = self._progress.step * settings.accumulate + index
-            generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + number)
+            generator = numbered_generator(settings.seed, number)
             batch = self._training.at(number)
             with self._precision():
                 result = self._recipe.training_loss(batch, generator)

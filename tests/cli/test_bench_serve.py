@@ -311,6 +311,7 @@ def test_chats_become_prompts_where_a_tokenizer_is_named(
         (("--extra-body", '{"stream": false}'), "--extra-body may not have stream"),
         (("--extra-body", "3"), "--extra-body must be a JSON object"),
         (("--request-rate", "0"), "--request-rate must be above 0"),
+        (("--ready-timeout", "nan"), "--ready-timeout must be a number of at least 0"),
         (("--burstiness", "-1", "--request-rate", "3"), "--burstiness must be a number above 0"),
         (("--request-timeout", "0"), "--request-timeout must be a number above 0"),
         (("--goodput", "itl:3"), "--goodput must be such as ttft:200"),

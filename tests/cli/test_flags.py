@@ -272,6 +272,11 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_bytes("--size", text) == size
 
 
+def test_a_list_of_drafters_may_have_spaces() -> None:
+    flags = DrafterFlags(speculative_config=' [ {"method": "ngram"} ]')
+    assert flags.config("demo") == {"drafters": [{"method": "ngram"}]}
+
+
 def test_a_given_method_is_not_overruled_by_the_demo() -> None:
     assert DrafterFlags(spec_method="ngram").config("demo") == {"method": "ngram"}
     with pytest.raises(UsageError, match="-k"):

@@ -156,6 +156,11 @@ def test_verbose_shows_numbers_and_reasons(
     assert ["max_model_len", "64"] in rows
 
 
+def test_verbose_tells_each_reason_once(slipstream: CommandLine) -> None:
+    ran = slipstream("generate", "--prompt", "x", "--max-tokens", "1", "--verbose")
+    assert ran.err.count("num_kv_blocks") == 1
+
+
 def test_the_demo_speaks_the_same_with_and_without_its_draft(slipstream: CommandLine) -> None:
     line = ["generate", "--prompt", "import os\n", "--max-tokens", "12", "--json"]
     fast, plain = slipstream(*line), slipstream(*line, "--no-speculation")

@@ -100,6 +100,7 @@ def test_every_flag_arrives(slipstream: CommandLine, asked: list[TrainSettings])
         ("--steps 1 --weight-decay -1", "--weight-decay must be a number of at least 0"),
         ("--steps 1 --generate --temperatures -1", "--temperatures must be numbers from 0 up"),
         ("--steps 1 --generate-tokens 9", "says how the target answers; give --generate as well"),
+        (f"--steps 1 --seed {1 << 63}", "--seed must be a signed 64-bit integer"),
         ("--steps 1 --features online --max-feature-gb 2", "leave --features online out"),
     ],
 )

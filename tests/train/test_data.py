@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from slipstream import LLM
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import GenerationError, UsageError
 from slipstream.core.outputs import RequestOutput
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.train.batches import numbered_generator
 from slipstream.train.features import DiskFeatures, count_that_fits
 from slipstream.train.plan import WORK
 from slipstream.train.run import run_training
@@ -63,6 +65,12 @@ def test_texts_are_read_from_files_and_folders(tmp_path: Path) -> None:
         ("w8", True),
         ("w5 w6", False),
     ]
+
+
+def test_a_line_may_hold_line_separators_of_unicode(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "w1\u2028w2"}\r\n{"text": "w3"}\n', "utf-8", newline="")
+    assert [entry.text for entry in read_entries([file])] == ["w1\u2028w2", "w3"]
 
 
 @pytest.mark.parametrize(
@@ -134,6 +142,26 @@ def test_answers_are_kept_as_soon_as_they_are_known(
         with pytest.raises(KeyboardInterrupt):
             prepared(given, tmp_path / "one.safetensors", answers)
         assert len(answers.read_text().splitlines()) > number
+
+
+def test_an_answer_that_ended_with_an_error_ends_the_run(
+    taught_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: LLM, *arguments: Any) -> Iterator[RequestOutput]:
+        for output in stream(self, *arguments):
+            sample = replace(output.outputs[0], finish_reason="error", stop_reason="not finite")
+            yield replace(output, outputs=[sample]) if output.finished else output
+
+    stream, answers = LLM.stream, tmp_path / "answers.jsonl"
+    monkeypatch.setattr(LLM, "stream", broken)
+    data = lines(tmp_path / "prompts.jsonl", {"prompt": "w5 w6"}, {"prompt": "w7"})
+    given = settings("eagle3", taught_target, data, tmp_path, generate=True, max_length=16)
+    with pytest.raises(GenerationError, match="not finite"):
+        prepared(given, tmp_path / "one.safetensors", answers)
+
+
+def test_random_numbers_of_a_run_with_a_large_seed() -> None:
+    assert numbered_generator(1 << 62, 3).initial_seed() != numbered_generator(7, 3).initial_seed()
 
 
 def test_other_data_is_not_taken_for_that_of_an_earlier_run(
