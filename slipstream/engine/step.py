@@ -132,7 +132,7 @@ class Step:
             # have planned as many as are left here: a seed's text must not depend on when it did.
             room = torch.minimum(batch.num_draft_tokens, self._room(batch.slots))
             batch = replace(batch, num_draft_tokens=room)
-        draft = self._drafter.propose(batch)
+        draft = self._drafter.propose(batch) if batch.width else Draft.empty(batch)
         if not draft.written:
             self._write(batch, draft)
         return Proposal(draft, began, self._now())

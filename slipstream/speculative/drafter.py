@@ -53,10 +53,11 @@ class Draft:
         those of grammars, and where a drafter's logits were no numbers. None: nowhere."""
         if self.probs is None:
             return self.certain
-        columns = self.token_ids.clamp_min(0)
+        columns = self.token_ids
         if self.vocabulary is not None:
             columns = torch.searchsorted(self.vocabulary, columns)
-            columns = columns.clamp_max(self.probs.shape[2] - 1)
+        # Another drafter's guess may have no column; it is one-hot, so any will do.
+        columns = columns.clamp(0, self.probs.shape[2] - 1)
         # Nothing is ever sampled with q = 0, but a row of logits that are no numbers gives zeros.
         broken = ~(self.probs.gather(2, columns.unsqueeze(2)).squeeze(2) > 0)
         return broken if self.certain is None else self.certain | broken
@@ -146,7 +147,8 @@ class Drafter:
         return None
 
     def propose(self, batch: DeviceBatch) -> Draft:
-        """Guess at most `num_draft_tokens` tokens for each request of the batch."""
+        """Guess at most `num_draft_tokens` tokens for each request of the batch, whose `width` is 1
+        or more."""
         raise NotImplementedError
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:

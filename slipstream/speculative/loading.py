@@ -169,7 +169,7 @@ def _method(options: Options, kind: str) -> Method:
             f"speculative_config needs method (one of {', '.join(sorted(METHODS))}) or model, the "
             "drafter's checkpoint (--drafter)"
         )
-    method = method or METHODS.get(model) or _method_of(options, kind)
+    method = method or METHODS.get(str(model)) or _method_of(options, kind)
     if options.peek("parallel_drafting") is True:  # engines that have it as a flag beside a method
         for other in METHODS.values():
             if other.parallel_of == method.name and (kind == other.name or not other.is_head):

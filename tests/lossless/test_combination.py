@@ -277,6 +277,22 @@ def test_each_request_keeps_who_drafted_for_it() -> None:
     assert not both.written
 
 
+@pytest.mark.parametrize("vocabulary", [None, torch.tensor([1, 5, 6, 8])], ids=["ids", "some"])
+def test_a_guess_may_be_a_token_that_the_last_drafter_cannot_draft(
+    vocabulary: torch.Tensor | None,
+) -> None:
+    draft = Draft(
+        token_ids=torch.tensor([[3, 90], [1, 1]]),
+        num_tokens=torch.tensor([2, 2]),
+        one_hot=torch.tensor([True, False]),
+        probs=torch.tensor([[[0.0] * 4] * 2, [[0.5, 0.5, 0, 0], [0.0] * 4]]),
+        vocabulary=vocabulary,
+    )
+    certain = draft.certain_tokens()
+    assert certain is not None
+    assert certain[1].tolist() == [False, True]
+
+
 # ---------------------------------------------------------------------- options
 
 

@@ -64,6 +64,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5]}, "must be 4 numbers"),
     ({"model": "DRAFT", "enforce_eager": "yes"}, "true or false"),
     ({"model": 3}, "model must be a string"),
+    ({"model": ["demo/draft"]}, "model must be a string"),
 ]
 
 

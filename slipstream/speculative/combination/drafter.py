@@ -214,8 +214,6 @@ class CombinedDrafter(Drafter):
         return [guess or None for guess in found]
 
     def propose(self, batch: DeviceBatch) -> Draft:
-        if not batch.width:
-            return Draft.empty(batch)
         # What waits for a drafter that reads features has room for so many rows and one more: one
         # that is read again takes the place of a draft token, which a look-up might have accepted.
         most = self._count - batch.rereads

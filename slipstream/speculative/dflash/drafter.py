@@ -44,8 +44,6 @@ class DFlashDrafter(Drafter):
 
     def propose(self, batch: DeviceBatch) -> Draft:
         """One pass over the draft blocks."""
-        if not batch.width:
-            return Draft.empty(batch)
         wanted = batch.num_draft_tokens
         known = self._state.num_tokens[batch.slots]
         hidden = self._hidden(batch, (known - 1).clamp_min(0), wanted)

@@ -85,8 +85,6 @@ class LastHiddenDrafter(Drafter):
         self._last.drop([item.request.slot for item in batch.requests if item.admitted])
 
     def propose(self, batch: DeviceBatch) -> Draft:
-        if not batch.width:
-            return Draft.empty(batch)
         slots, drafting = batch.slots, self._drafting
         known = self._state.num_tokens[slots]
         wanted = torch.where(self._last.is_there(slots), batch.num_draft_tokens, 0)

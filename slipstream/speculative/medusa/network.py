@@ -53,7 +53,6 @@ class MedusaHeads:
     """One hidden state to the logits of several tokens.
 
     Attributes:
-        num_heads: the most tokens that it guesses.
         vocabulary: [Vq] int64, rising, the token id of each logit; None: they are those from 0 on.
         num_legal_tokens: Vq.
     """
@@ -62,7 +61,6 @@ class MedusaHeads:
         self, ops: Ops, source: ParameterSource, shape: MedusaShape, options: LoadOptions
     ) -> None:
         self._ops, self._shape, self._dtype = ops, shape, options.dtype
-        self.num_heads = shape.num_heads
         self.vocabulary = _on(shape.vocabulary, options.device)
         self._head_rows = _on(shape.head_rows, options.device)
         self.num_legal_tokens = shape.num_legal_tokens

@@ -36,8 +36,6 @@ class PEagleDrafter(FeatureRowsDrafter):
 
     def propose(self, batch: DeviceBatch) -> Draft:
         """One ragged pass over the rows that wait and the masks."""
-        if not batch.width:
-            return Draft.empty(batch)
         state, slots = self._state, batch.slots
         # Behind a prefix hit the first feature comes with this step.
         wanted = batch.num_featured_drafts

@@ -114,8 +114,6 @@ class PardDrafter(Drafter):
 
     def propose(self, batch: DeviceBatch) -> Draft:
         """One ragged pass over what is missing and the masks."""
-        if not batch.width:
-            return Draft.empty(batch)
         state, slots, wanted = self._state, batch.slots, batch.num_draft_tokens
         starts = self._context.computed[slots]
         rows = parallel_rows(state, batch, starts, wanted, self._most_rows, self._mask_token)

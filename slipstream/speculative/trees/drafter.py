@@ -34,8 +34,6 @@ class TreeDrafter(FeatureRowsDrafter):
 
     def propose(self, batch: DeviceBatch) -> Draft:
         """One pass over the rows that wait, then one for each level that has children."""
-        if not batch.width:
-            return super().propose(batch)
         state, slots = self._state, batch.slots
         known = state.num_tokens[slots]
         wanted = batch.num_featured_drafts
