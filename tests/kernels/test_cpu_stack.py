@@ -94,6 +94,7 @@ class Kind:
 BESIDE = starting(beside="beside")
 KEPT = starting(beside="beside", keeps_normed=True)
 UNNORMED = starting(mixer=None)
+UNNORMED_MIXER = replace(UNNORMED, feed_forward=None)
 KINDS = {
     "plain": Kind((WHOLE,) * 3, fused=(3,)),
     "one layer": Kind((WHOLE,), has_last=False, fused=(1,)),
@@ -101,6 +102,8 @@ KINDS = {
     "second input, norm kept": Kind((KEPT,), fused=(1,)),
     "norm kept": Kind((starting(keeps_normed=True), WHOLE), has_last=False, fused=(2,)),
     "no first norm": Kind((UNNORMED, WHOLE), (OTHER, WIDTH), has_last=False, fused=(2,)),
+    "no norm but the last": Kind((UNNORMED_MIXER,), fused=(1,)),
+    "no norm in C++": Kind((UNNORMED_MIXER, ONLY_SQUARED)),
     "two joined": Kind((WHOLE,), (OTHER, WIDTH), fused=(1,)),
     "one of three joined as it is": Kind((WHOLE,) * 2, (OTHER, WIDTH, WIDTH), fused=(2,)),
     "no feed-forward part": Kind((WHOLE, MIXER, WHOLE, MIXER), fused=(4,)),

@@ -31,12 +31,10 @@ class FusedStack:
 
     def __init__(self, parts: StackParts, num_layers: int) -> None:
         self.num_layers = num_layers
-        layers = parts.layers[:num_layers]
-        halves = [half for layer in layers for half in layer.halves]
-        kinds = [half for half in halves if isinstance(half, AttentionParts | GatedMLPParts)]
-        weight = next(half.norm.weight for half in kinds if half.norm is not None)
-        self._width, self._dtype = len(weight), weight.dtype
-        self._stack = cpp.Stack(weight.dtype == torch.bfloat16)
+        layers, norm = parts.layers[:num_layers], _any_norm(parts, num_layers)
+        assert norm is not None, "a stack has a norm"
+        self._width, self._dtype = len(norm.weight), norm.weight.dtype
+        self._stack = cpp.Stack(norm.weight.dtype == torch.bfloat16)
         if parts.entry is not None:
             norms = [_norm(norm) for norm in parts.entry.norms]
             self._stack.set_entry(norms, *_product(parts.entry.product))
@@ -110,6 +108,14 @@ def _runs(half: object, begins: bool) -> bool:
     return fits and all(handle_of(weight) is not None for weight, _ in half.products)
 
 
+def _any_norm(parts: StackParts, num_layers: int) -> Norm | None:
+    """A norm of the stream in these layers or behind the last one."""
+    halves = [half for layer in parts.layers[:num_layers] for half in layer.halves]
+    norms = [half.norm for half in halves if isinstance(half, AttentionParts | GatedMLPParts)]
+    norms += [parts.last] if num_layers == len(parts.layers) else []
+    return next((norm for norm in norms if norm is not None), None)
+
+
 def _norm(norm: Norm | None) -> tuple[Tensor, float] | None:
     return None if norm is None else (norm.weight, norm.eps)
 
@@ -125,9 +131,8 @@ def fuse(parts: StackParts) -> FusedOp | None:
         return None
     count, begins = 0, True
     for layer in parts.layers:
-        for half in layer.halves:
-            if not _runs(half, begins):
-                return FusedStack(parts, count) if count else None
-            begins = False
-        count += 1
-    return FusedStack(parts, count)
+        if not all(_runs(half, begins and half is layer.halves[0]) for half in layer.halves):
+            break
+        count, begins = count + 1, False
+    # C++ adds to the stream together with a norm only.
+    return None if _any_norm(parts, count) is None else FusedStack(parts, count)
