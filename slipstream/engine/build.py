@@ -154,7 +154,7 @@ def assemble(
         drafter,
         state,
         sampling,
-        resolved.verification,
+        resolved.synthetic_rates,
         Guidance(grammars, sampling, limits.num_speculative_tokens),
         graphs,
         runs_ahead=on_device and config.async_scheduling is not False,

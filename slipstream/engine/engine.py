@@ -67,7 +67,7 @@ class Engine:
         Raises:
             UsageError: it cannot be used, or this engine has no use for it.
         """
-        if self.resolved.verification.synthetic_rates is not None:
+        if self.resolved.synthetic_rates:
             raise UsageError(
                 "structured output needs drafts that are judged by the target; leave out "
                 "rejection_sample_method synthetic"

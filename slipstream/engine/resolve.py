@@ -22,7 +22,6 @@ from slipstream.runner.capability import (
 )
 from slipstream.runner.graphs import captures_graphs
 from slipstream.runner.memory import StepSizes, device_memory, uses_gpu_memory
-from slipstream.sampling.verification import Verification
 from slipstream.speculative.loading import Speculation
 
 _NOT_INVARIANT = (
@@ -51,7 +50,7 @@ class Resolved:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     method: str | None
-    verification: Verification
+    synthetic_rates: tuple[float, ...]
     seed: int
     captures: bool
     reasons: tuple[tuple[str, str, str], ...] = field(default=())
@@ -171,7 +170,7 @@ def resolve(
         vocab_size=shape.vocab_size,
         eos_token_ids=eos_token_ids,
         method=speculation.method,
-        verification=Verification(speculation.synthetic_rates),
+        synthetic_rates=speculation.synthetic_rates,
         seed=config.seed,
         captures=captures,
         reasons=reasons.rows,

@@ -36,7 +36,7 @@ from slipstream.runner.rows import TreeRows
 from slipstream.runner.transfer import Download, upload
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.tree_verification import DraftedTrees, verify_trees
-from slipstream.sampling.verification import Verdict, Verification, verify
+from slipstream.sampling.verification import Verdict, verify
 from slipstream.speculative.drafter import Draft, Drafter
 
 # What a profiler's trace calls the parts of a step.
@@ -74,7 +74,7 @@ class Step:
         drafter: Drafter,
         state: DeviceState,
         sampling: SamplingState,
-        verification: Verification,
+        synthetic_rates: tuple[float, ...],
         guidance: Guidance,
         graphs: GraphRunner | None,
         runs_ahead: bool,
@@ -82,7 +82,7 @@ class Step:
     ) -> None:
         self._scheduler, self._runner, self._drafter = scheduler, runner, drafter
         self._state, self._sampling = state, sampling
-        self._verification, self._guidance, self._graphs = verification, guidance, graphs
+        self._synthetic_rates, self._guidance, self._graphs = synthetic_rates, guidance, graphs
         self._limits: StepLimits = scheduler.limits
         self._runs_ahead, self._rereads = runs_ahead, rereads
         self._now = partial(state.ops.timestamp, state.device)
@@ -172,7 +172,7 @@ class Step:
             allowed.index_copy_(0, rows.first_row, self._sampling.allowed_next[batch.slots])
             rows = replace(rows, allowed=allowed)
         if draft.tree is None:
-            verdict = verify(logits, rows, self._sampling, batch.uses, self._verification)
+            verdict = verify(logits, rows, self._sampling, batch.uses, self._synthetic_rates)
             return verdict, largest
         trees = DraftedTrees(
             nodes=draft.tree,
@@ -184,7 +184,7 @@ class Step:
             num_rows=logits.shape[0],
             allowed=allowed,
         )
-        verdict = verify_trees(logits, trees, self._sampling, batch.uses, self._verification)
+        verdict = verify_trees(logits, trees, self._sampling, batch.uses)
         assert verdict.path is not None
         self._runner.keep_path(batch.slots, verdict.path, verdict.num_accepted)
         largest = largest.gather(1, verdict.path)

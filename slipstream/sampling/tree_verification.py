@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.kernels.sampling import PADDING, SampleRows
 from slipstream.sampling.state import SamplingState, Uses
-from slipstream.sampling.verification import Verdict, Verification, verify
+from slipstream.sampling.verification import Verdict, verify
 
 # What looks at the tokens between the root and a node.
 _HISTORY = frozenset((Uses.PENALTIES, Uses.BAD_WORDS))
@@ -80,7 +80,6 @@ def verify_trees(
     trees: DraftedTrees,
     state: SamplingState,
     uses: frozenset[Uses],
-    how: Verification,
 ) -> Verdict:
     """The path through every request's tree; see `verification.verify` for what is left as it is.
 
@@ -99,7 +98,7 @@ def verify_trees(
         torch.ones_like(trees.slots, dtype=torch.bool),
         num_rows=trees.num_rows,
     )
-    sampled = verify(logits, _node_rows(trees, layout, uses), state, uses, how).token_ids[:, 0]
+    sampled = verify(logits, _node_rows(trees, layout, uses), state, uses).token_ids[:, 0]
     node = torch.arange(width, device=logits.device)
     row = layout.first_row.unsqueeze(1) + torch.minimum(node, trees.num_nodes.unsqueeze(1))
     return _walk(trees, sampled[row])

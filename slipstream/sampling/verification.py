@@ -29,27 +29,12 @@ class Verdict:
     path: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Verification:
-    """How drafts are judged.
-
-    Attributes:
-        synthetic_rates: for benchmarks only: the chance that each position is accepted when all
-            before it were, whatever the target says; None judges by the target.
-    """
-
-    synthetic_rates: tuple[float, ...] | None = None
-
-
-LOSSLESS = Verification()
-
-
 def verify(
     logits: Tensor,
     rows: SampleRows,
     state: SamplingState,
     uses: frozenset[Uses],
-    how: Verification = LOSSLESS,
+    rates: tuple[float, ...] = (),
 ) -> Verdict:
     """Judge every request's draft, greedy and sampled requests side by side.
 
@@ -62,14 +47,15 @@ def verify(
         rows: whose rows these are, and the drafts.
         state: parameters, seeds and step counters of the requests.
         uses: of these requests; with `Uses.BAD_WORDS` the host waits for the device, else never.
-        how: exactly, unless a benchmark says otherwise.
+        rates: for benchmarks only: the chance that each position is accepted when all before it
+            were, whatever the target says; empty: the target decides.
 
     Returns:
         The verdict for the R requests of `rows`.
     """
     if Uses.BAD_WORDS in uses:
         logits = ban_words(logits, rows, state)
-    rates = (how.synthetic_rates or ())[: rows.max_draft_tokens]
+    rates = rates[: rows.max_draft_tokens]
     return Verdict(*state.ops.verify(logits, rows, state.tensors(), needs_of(uses), rates))
 
 

@@ -36,14 +36,14 @@ class Loader(Protocol):
 class Speculation:
     """A resolved `speculative_config`: the drafter and the most tokens it guesses a step.
 
-    `synthetic_rates` are a benchmark's conditional acceptance rates; None verifies for real.
+    `synthetic_rates` are a benchmark's conditional acceptance rates; empty verifies for real.
     `enforce_eager`: no step is to be captured, since target and drafter are captured together.
     """
 
     method: str | None
     num_speculative_tokens: int
     drafter: LoadedDrafter
-    synthetic_rates: tuple[float, ...] | None = None
+    synthetic_rates: tuple[float, ...] = ()
     enforce_eager: bool = False
 
 
@@ -215,7 +215,7 @@ def _num_speculative_tokens(options: Options) -> int | None:
     return count
 
 
-def _require_trees(method: Method, rates: tuple[float, ...] | None) -> None:
+def _require_trees(method: Method, rates: tuple[float, ...]) -> None:
     """Raise UsageError where there are no trees."""
     if not method.drafts_trees:
         names = " and ".join(sorted(it.name for it in METHODS.values() if it.drafts_trees))
@@ -223,7 +223,7 @@ def _require_trees(method: Method, rates: tuple[float, ...] | None) -> None:
             f"speculative_config: {method.name} drafts no trees, {names} do; leave out the keys of "
             "the tree"
         )
-    if rates is not None:
+    if rates:
         raise UsageError(
             "speculative_config: forced acceptance is along a chain; leave out either the tree or "
             'rejection_sample_method "synthetic"'

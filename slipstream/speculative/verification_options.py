@@ -16,8 +16,8 @@ _LOSSLESS = ("rejection", "standard")
 _SYNTHETIC = "synthetic"
 
 
-def read_verification(options: Options, count: int) -> tuple[float, ...] | None:
-    """None for lossless verification, or a benchmark's conditional rates for `count` positions."""
+def read_verification(options: Options, count: int) -> tuple[float, ...]:
+    """Conditional rates of a benchmark for `count` positions; nothing for lossless verification."""
     method = options.take_str("rejection_sample_method", _LOSSLESS[0])
     length = options.take("synthetic_acceptance_length")
     rates = options.take("synthetic_acceptance_rates")
@@ -33,7 +33,7 @@ def read_verification(options: Options, count: int) -> tuple[float, ...] | None:
             "speculative_config: synthetic_acceptance_length and synthetic_acceptance_rates need "
             f'rejection_sample_method "{_SYNTHETIC}", which makes the output meaningless'
         )
-    return None
+    return ()
 
 
 def _rates(length: Any, rates: Any, count: int) -> tuple[float, ...]:

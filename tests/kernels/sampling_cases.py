@@ -11,7 +11,7 @@ from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.kernels.sampling import SampleRows, SamplingOps
 from slipstream.sampling.state import SamplingState
-from slipstream.sampling.verification import LOSSLESS, Verification, verify
+from slipstream.sampling.verification import verify
 from tests.kernels.device import DEVICE
 
 
@@ -124,11 +124,11 @@ def judge(
     logits: Tensor,
     rows: SampleRows,
     state: SamplingState,
-    how: Verification = LOSSLESS,
+    rates: tuple[float, ...] = (),
 ) -> tuple[list[Any], ...]:
     with served_by(ops, state):
         uses = state.uses(rows.slots.tolist())
-        verdict = verify(logits, rows, state, uses, how)
+        verdict = verify(logits, rows, state, uses, rates)
     return tuple(
         part.tolist() for part in (verdict.token_ids, verdict.num_tokens, verdict.num_accepted)
     )

@@ -24,7 +24,7 @@ from slipstream.kernels.reference.noise import NoiseKeys, Purpose
 from slipstream.kernels.reference.processors import TRUNCATIONS, probabilities, process
 from slipstream.kernels.sampling import SampleRows, SamplingOps
 from slipstream.sampling.state import SamplingState, Uses
-from slipstream.sampling.verification import Verification, needs_of, sample_draft, verify
+from slipstream.sampling.verification import needs_of, sample_draft, verify
 from tests.kernels.sampling_cases import (
     FULL,
     GREEDY,
@@ -103,8 +103,7 @@ def test_synthetic_rates(rates: tuple[float, ...], most_drafts: int) -> None:
     rates = (*rates, *[0.0] * 4)[:4]
     for seed in range(3):
         batch = make_batch(state, most_drafts, seed, False, True)
-        how = Verification(synthetic_rates=rates)
-        assert judge(CPP, *batch, state, how) == judge(PLAIN, *batch, state, how)
+        assert judge(CPP, *batch, state, rates) == judge(PLAIN, *batch, state, rates)
 
 
 @pytest.mark.parametrize(("name", "vocab_size"), [("lean", 151), ("full", 37), ("full", 4100)])

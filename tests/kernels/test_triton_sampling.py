@@ -28,7 +28,7 @@ from slipstream.kernels.triton import sampling as fused
 from slipstream.kernels.triton.launch import options
 from slipstream.kernels.triton.philox import noise_words, token_noise, uniform
 from slipstream.sampling.state import SamplingState, Uses
-from slipstream.sampling.verification import Verification, needs_of, sample_draft, verify
+from slipstream.sampling.verification import needs_of, sample_draft, verify
 from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU
 from tests.kernels.sampling_cases import (
     FULL,
@@ -153,8 +153,7 @@ def test_synthetic_rates(rates: tuple[float, ...], most_drafts: int) -> None:
     rates = (*rates, *[0.0] * 4)[:4]
     for seed in range(3):
         batch = make_batch(state, most_drafts, seed, False, True)
-        how = Verification(synthetic_rates=rates)
-        assert judge(fused.SAMPLING, *batch, state, how) == judge(PLAIN, *batch, state, how)
+        assert judge(fused.SAMPLING, *batch, state, rates) == judge(PLAIN, *batch, state, rates)
 
 
 def test_a_grammar_forbids_tokens() -> None:

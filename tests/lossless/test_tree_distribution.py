@@ -17,7 +17,7 @@ from slipstream.kernels.sampling import SampleRows
 from slipstream.sampling import tree_verification
 from slipstream.sampling.state import SamplingState
 from slipstream.sampling.tree_verification import DraftedTrees, TreeNodes, verify_trees
-from slipstream.sampling.verification import LOSSLESS, Verdict
+from slipstream.sampling.verification import Verdict
 from tests.lossless.test_verifier_distribution import (
     BIAS,
     DEVICE,
@@ -100,7 +100,7 @@ def step(case: Case, state: SamplingState, last: Tensor, positions: Tensor) -> V
     )
     behind = torch.stack(tokens, 1)[layout.request, layout.offset]
     uses = state.uses([0])
-    verdict = verify_trees(TARGET[behind], trees, state, uses, LOSSLESS)
+    verdict = verify_trees(TARGET[behind], trees, state, uses)
     state.commit(slots, verdict.token_ids, verdict.num_tokens, uses)
     return verdict
 

@@ -16,7 +16,7 @@ from slipstream.kernels.reference import SAMPLING, thresholds
 from slipstream.kernels.sampling import SampleRows, SamplingOps
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.tree_verification import DraftedTrees, TreeNodes, verify_trees
-from slipstream.sampling.verification import LOSSLESS, Verdict, verify
+from slipstream.sampling.verification import Verdict, verify
 from slipstream.speculative.trees.growth import growth_of
 from slipstream.speculative.trees.shapes import DynamicTree
 
@@ -149,7 +149,7 @@ def test_the_way_is_that_of_plain_steps(seed: int, ragged: bool) -> None:
     trees, parents = make_trees(seed, ragged)
     logits = logits_of(trees, parents, seed)
     uses = make_state().uses(range(len(PARAMS)))
-    verdict = verify_trees(logits, trees, make_state(), uses, LOSSLESS)
+    verdict = verify_trees(logits, trees, make_state(), uses)
     assert verdict.token_ids.shape == (len(PARAMS), trees.token_ids.shape[1] + 1)
     check(verdict, plain_walk(logits, trees, parents, make_state()))
 
@@ -161,9 +161,9 @@ def test_some_ways_are_long_and_some_are_cut() -> None:
         trees, parents = make_trees(seed, True)
         logits = logits_of(trees, parents, seed)
         uses = make_state().uses(range(len(PARAMS)))
-        verdict = verify_trees(logits, trees, make_state(), uses, LOSSLESS)
+        verdict = verify_trees(logits, trees, make_state(), uses)
         free = replace(trees, most_accepted=trees.most_accepted + 99)
-        further = verify_trees(logits, free, make_state(), uses, LOSSLESS)
+        further = verify_trees(logits, free, make_state(), uses)
         accepted.extend(verdict.num_accepted.tolist())
         cut += int((further.num_accepted > verdict.num_accepted).sum())
     assert max(accepted) >= 3
@@ -183,10 +183,10 @@ def test_fused_ops_go_the_same_way(
     trees, parents = make_trees(3, ragged, width=6)
     logits = logits_of(trees, parents, 3)
     uses = make_state().uses(range(len(PARAMS)))
-    expected = verify_trees(logits, trees, make_state(), uses, LOSSLESS)
+    expected = verify_trees(logits, trees, make_state(), uses)
     if column == "triton":
         monkeypatch.setattr(fused, "TILES", fused.Tiles(block=32, group=16))
-    found = verify_trees(logits, trees, make_state(fused.SAMPLING), uses, LOSSLESS)
+    found = verify_trees(logits, trees, make_state(fused.SAMPLING), uses)
     for ours, theirs in zip(
         (found.token_ids, found.num_tokens, found.num_accepted),
         (expected.token_ids, expected.num_tokens, expected.num_accepted),
@@ -211,7 +211,7 @@ def test_nothing_looks_at_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         trees = DraftedTrees(nodes, slots, slots, tokens, slots, slots, None)
         state.allocate_all()
         uses = frozenset(Uses) - {Uses.BAD_WORDS}
-        verdict = verify_trees(torch.empty(27, VOCAB), trees, state, uses, LOSSLESS)
+        verdict = verify_trees(torch.empty(27, VOCAB), trees, state, uses)
     assert verdict.token_ids.shape == (3, 9)
     assert verdict.path is not None
     assert verdict.path.shape == (3, 4)

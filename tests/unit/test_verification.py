@@ -18,9 +18,7 @@ from slipstream.kernels.reference.sampling import _distribution
 from slipstream.kernels.sampling import SampleRows
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.verification import (
-    LOSSLESS,
     Verdict,
-    Verification,
     needs_of,
     sample_draft,
     verify,
@@ -77,9 +75,9 @@ def make_rows(
 
 
 def judge(
-    logits: Tensor, rows: SampleRows, state: SamplingState, how: Verification = LOSSLESS
+    logits: Tensor, rows: SampleRows, state: SamplingState, rates: tuple[float, ...] = ()
 ) -> Verdict:
-    return verify(logits, rows, state, state.uses(rows.slots.tolist()), how)
+    return verify(logits, rows, state, state.uses(rows.slots.tolist()), rates)
 
 
 def certain(*tokens: int, vocab_size: int = VOCAB) -> Tensor:
@@ -381,7 +379,9 @@ KINDS: list[dict[str, Any]] = [
 CHOICES = (KINDS, KINDS[:1], KINDS[1:2], KINDS[2:4], KINDS[5:6])
 
 
-def take_a_step(state: SamplingState, vocab_size: int, how: Verification, one_row: bool) -> Verdict:
+def take_a_step(
+    state: SamplingState, vocab_size: int, rates: tuple[float, ...], one_row: bool
+) -> Verdict:
     """Build, draft, verify, commit: all that a captured step does."""
     num, device = state.max_num_seqs, state.device
     uses = state.uses(range(num))
@@ -401,7 +401,7 @@ def take_a_step(state: SamplingState, vocab_size: int, how: Verification, one_ro
     for index in range(rows.max_draft_tokens):
         out = probs[:, index, :5] if Uses.SAMPLING in uses else None
         sample_draft(logits[rows.first_row], slots, rows.positions, state, uses, 5, probs_out=out)
-    verdict = verify(logits, rows, state, uses, how)
+    verdict = verify(logits, rows, state, uses, rates)
     state.commit(slots, verdict.token_ids, verdict.num_tokens, uses)
     uniform_rows = SampleRows.build(
         slots, slots + 3, rows.draft_tokens, lengths, rows.one_hot, rows.draft_probs
@@ -411,13 +411,13 @@ def take_a_step(state: SamplingState, vocab_size: int, how: Verification, one_ro
     )
 
 
-HOWS = [(LOSSLESS, False), (LOSSLESS, True), (Verification((0.5, 0.2)), False)]
+HOWS = [((), False), ((), True), ((0.5, 0.2), False)]
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB, 40_000])  # two ways to search for thresholds
-@pytest.mark.parametrize(("how", "fp64"), HOWS, ids=["lossless", "fp64", "synthetic"])
+@pytest.mark.parametrize(("rates", "fp64"), HOWS, ids=["lossless", "fp64", "synthetic"])
 def test_nothing_waits_for_the_device(
-    monkeypatch: pytest.MonkeyPatch, vocab_size: int, how: Verification, fp64: bool
+    monkeypatch: pytest.MonkeyPatch, vocab_size: int, rates: tuple[float, ...], fp64: bool
 ) -> None:
     """Fake tensors have no values: whatever asks for one, or for a shape that needs one, fails."""
     monkeypatch.setattr(thresholds, "reads_are_free", lambda device: False)
@@ -425,7 +425,7 @@ def test_nothing_waits_for_the_device(
         for one_row in (False, True):
             state = make_state(chosen, vocab_size, fp64)
             with FakeTensorMode(allow_non_fake_inputs=True):
-                verdict = take_a_step(state, vocab_size, how, one_row)
+                verdict = take_a_step(state, vocab_size, rates, one_row)
             assert verdict.token_ids.shape == (len(chosen), 2 if one_row else 3)
 
 
@@ -433,9 +433,9 @@ def test_nothing_waits_for_the_device(
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("vocab_size", [VOCAB, 40_000])
-@pytest.mark.parametrize(("how", "fp64"), HOWS, ids=["lossless", "fp64", "synthetic"])
+@pytest.mark.parametrize(("rates", "fp64"), HOWS, ids=["lossless", "fp64", "synthetic"])
 def test_nothing_waits_for_a_real_device(
-    vocab_size: int, how: Verification, fp64: bool, fused: bool
+    vocab_size: int, rates: tuple[float, ...], fp64: bool, fused: bool
 ) -> None:
     """Neither eager nor captured; and a graph does what an eager step does."""
     for chosen in CHOICES:
@@ -450,16 +450,16 @@ def test_nothing_waits_for_a_real_device(
 
         for one_row in (False, True):
             admit()
-            take_a_step(state, vocab_size, how, one_row)  # compiles kernels
+            take_a_step(state, vocab_size, rates, one_row)  # compiles kernels
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
             try:
                 admit()
-                eager = take_a_step(state, vocab_size, how, one_row)
+                eager = take_a_step(state, vocab_size, rates, one_row)
                 after = state.ints.clone()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
-                    captured = take_a_step(state, vocab_size, how, one_row)
+                    captured = take_a_step(state, vocab_size, rates, one_row)
                 admit()
                 graph.replay()
             finally:
