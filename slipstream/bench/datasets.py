@@ -195,7 +195,7 @@ def draw_random(
         as_text: decode them to chats, whose lengths in tokens are only close to those asked for.
 
     Raises:
-        UsageError: the vocabulary is unknown.
+        UsageError: the vocabulary is unknown, or has special tokens only.
     """
     import numpy
 
@@ -208,6 +208,10 @@ def draw_random(
     special = frozenset[int]() if encoder is None else frozenset(encoder.special_token_ids)
     size = shape.vocabulary or (encoder.vocab_size if encoder is not None else 0)
     ids = numpy.array([token for token in range(size) if token not in special])
+    if not len(ids):
+        raise UsageError(
+            f"the first {size} token ids are all special ones; raise --random-vocab-size"
+        )
 
     def length(named: int) -> int:
         low, high = named * (1 - shape.spread), named * (1 + shape.spread)

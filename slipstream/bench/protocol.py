@@ -86,11 +86,6 @@ class EventStream:
     def __init__(self) -> None:
         self._rest = b""
 
-    @property
-    def is_between_events(self) -> bool:
-        """Whether no event is incomplete."""
-        return not self._rest.strip()
-
     def feed(self, data: bytes) -> Iterator[str]:
         """Yield the data of the events that these bytes complete.
 

@@ -146,14 +146,14 @@ def profile_table(profile: Profile) -> ReportTable:
 
 
 def _requests(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    counted = "; ".join(_COUNTED[how] for how in summary["output_tokens_counted_by"])
+    methods = "; ".join(_COUNTED[how] for how in summary["output_tokens_counted_by"])
     rows = [
         ("completed", f"{summary['completed']:,}"),
         ("failed", f"{summary['failed']:,}"),
         ("duration", f"{summary['duration']:.2f} s"),
         ("input tokens", f"{summary['total_input_tokens']:,}"),
         ("output tokens", f"{summary['total_output_tokens']:,}"),
-        ("tokens counted by", counted or "-"),
+        ("tokens counted by", methods or "-"),
         ("requests/s", f"{summary['request_throughput']:.2f}"),
         ("output tokens/s", f"{summary['output_throughput']:.1f}"),
         ("all tokens/s", f"{summary['total_token_throughput']:.1f}"),

@@ -173,6 +173,8 @@ def test_random_prompts_have_the_lengths_asked_and_are_drawn_by_seed() -> None:
     assert {token < 9 for prompt in blind for token in prompt.token_ids or ()} == {True}
     with pytest.raises(UsageError, match="name the model's directory with --tokenizer"):
         draw_random(1, RandomShape(), 0, None, as_text=False)
+    with pytest.raises(UsageError, match="are all special ones; raise --random-vocab-size"):
+        draw_random(1, RandomShape(vocabulary=2), 0, Letters(), as_text=False)
 
 
 def test_prompts_are_spread_over_the_file_or_come_again() -> None:

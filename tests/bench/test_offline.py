@@ -3,22 +3,40 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from slipstream.bench.datasets import BenchPrompt
 from slipstream.bench.page import PageChart, write_page
 from slipstream.bench.profile import GROUPS, group_of, read_trace
 from slipstream.bench.sweep import PLAIN, Point, best
 from slipstream.bench.tables import ReportTable, by_position, sweep_table
+from slipstream.bench.workload import Workload, run_offline
+from slipstream.core.errors import GenerationError
+from slipstream.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.metrics import EngineMetrics
 
 ROOT = Path(__file__).parents[2]
 
 
 def event(name: str, begin: float, length: float, kind: str = "cpu_op", **more: Any) -> Any:
     return {"ph": "X", "cat": kind, "name": name, "ts": begin, "dur": length, "tid": 1, **more}
+
+
+def test_an_output_that_ended_with_an_error_ends_the_run() -> None:
+    def stream(*_: Any) -> Iterator[RequestOutput]:
+        sample = CompletionOutput(0, "", [], None, None, [], "error", "not finite")
+        yield RequestOutput("0", "x", [1], None, [sample], True, RequestMetrics())
+
+    llm: Any = SimpleNamespace(metrics=EngineMetrics(), stream=stream)
+    with pytest.raises(GenerationError, match="not finite"):
+        run_offline(llm, Workload([BenchPrompt(id="a", text="x")], SamplingParams()))
 
 
 def test_ops_count_their_own_time_in_the_range_that_they_lie_in() -> None:

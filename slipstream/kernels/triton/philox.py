@@ -1,4 +1,4 @@
-"""The noise of `sampling/noise.py` inside kernels: the same words, bit for bit."""
+"""The noise of `kernels/reference/noise.py` inside kernels: the same words, bit for bit."""
 
 import triton
 import triton.language as tl
