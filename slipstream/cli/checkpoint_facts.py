@@ -90,7 +90,7 @@ class CheckpointFacts:
             "eos_token_ids": list(self.checkpoint.eos_token_ids),
             "has_chat_template": self.has_chat_template,
             **self._cache_sizes(),
-            "kernels": kernel_column(),
+            "kernels": kernel_backend(),
         }
 
     def _sizes(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def read_facts(name: str) -> CheckpointFacts:
     )
 
 
-def kernel_column() -> str:
+def kernel_backend() -> str:
     """The name of the kernels that this machine uses."""
     import torch
 

@@ -123,7 +123,7 @@ class EngineConfig:
                 "step; raise it, or lower max_num_seqs (--max-num-seqs)"
             )
         if not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 64:
-            raise UsageError(f"seed must be a 64-bit integer, not {self.seed!r}")
+            raise UsageError(f"seed (--engine-seed) must be a 64-bit integer, not {self.seed!r}")
         if self.tensor_parallel_size != 1:
             raise UsageError(
                 f"tensor_parallel_size={self.tensor_parallel_size!r} is not supported; use 1"

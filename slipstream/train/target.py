@@ -55,7 +55,7 @@ class Target:
 
     Attributes:
         path: its directory.
-        network: over the dense column of ops.
+        network: over the dense backend of ops.
     """
 
     def __init__(
