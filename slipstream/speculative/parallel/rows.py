@@ -58,7 +58,7 @@ def parallel_draft(
     drafting: DraftSampling,
     resources: DrafterResources,
 ) -> Draft:
-    """The draft from the logits [R * K, V] of each request's last rows (`Forward.tails`)."""
+    """The draft from the logits [R * K, V] of each request's last rows (`RowLayout.tails`)."""
     slots, width = batch.slots, batch.width
     place = torch.arange(width, device=slots.device)
     probs = drafting.probabilities(batch)

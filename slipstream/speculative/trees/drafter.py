@@ -84,7 +84,7 @@ class TreeDrafter(FeatureRowsDrafter):
         return layout.collect(hidden, width), layout.collect(following, width)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H] -> of the columns that are tokens."""
+        """hidden [n, H] -> [n, num_legal_tokens], without the columns that are padding."""
         return self._network.head(hidden)[:, : self._drafting.num_legal_tokens]
 
     def _next_logits(self, hidden: Tensor, batch: DeviceBatch, known: Tensor) -> Tensor:
