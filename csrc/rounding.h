@@ -1,4 +1,4 @@
-// Rounding rows of a weight to integers: the numbers of slipstream/kernels/reference/rounding.py,
+// Rounding rows of a weight to integers: the numbers of slipstream/kernels/formats,
 // bit for bit, at every level.
 #pragma once
 

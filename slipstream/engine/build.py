@@ -6,7 +6,7 @@ from functools import partial
 from slipstream.cache.block_manager import BlockManager
 from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import CheckpointError
+from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.guidance import Guidance
@@ -139,6 +139,11 @@ def assemble(
         captured=resolved.captures,
         target_cache=cache,
     )
+    if loaded_drafter.layout is not None and not loaded_drafter.layout.blocks_resume:
+        raise UsageError(
+            "drafters whose layers keep a state of each request are not supported; use a draft "
+            "model with attention alone"
+        )
     drafter = loaded_drafter.build(resources)
     shares_prefixes = config.enable_prefix_caching and layout.blocks_resume
     blocks = BlockManager(resolved.num_blocks, config.block_size, shares_prefixes)

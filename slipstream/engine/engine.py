@@ -190,7 +190,8 @@ class Engine:
         """A step raised `error`: end the request whose fault that is, so that others can go on.
 
         As long as that is not known, those that took part are tried one by one; they lose the work
-        of this step, and nothing in what they say.
+        of this step. Greedy text stays what it is; sampled text keeps its distribution, but where
+        steps begin anew a draft may be cut elsewhere, so that a seed gives other tokens.
 
         Returns:
             What ended.

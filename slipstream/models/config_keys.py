@@ -37,6 +37,9 @@ class Defaults:
     rope_theta: float = 10_000.0
 
 
+_MOST_LAYERS = 4096  # far beyond any model: a spec is made of each before a tensor is looked at
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommonKeys:
     """What the keys say that all architectures of the family share.
@@ -89,6 +92,8 @@ def read_common(reader: ConfigReader, architecture: str, defaults: Defaults) -> 
     num_heads = reader.take("num_attention_heads", int)
     num_layers = reader.take("num_hidden_layers", int)
     require_positive(num_hidden_layers=num_layers)
+    if num_layers > _MOST_LAYERS:
+        raise reader.error("num_hidden_layers", f"is {num_layers}, but at most {_MOST_LAYERS} work")
     kv_heads = reader.take_optional("num_key_value_heads", int, defaults.num_kv_heads)
     head_dim = reader.take_optional("head_dim", int, defaults.head_dim)
     positions = reader.take("max_position_embeddings", int, defaults.max_position_embeddings)

@@ -67,8 +67,14 @@ def ban_words(logits: Tensor, rows: SampleRows, state: SamplingState) -> Tensor:
     return logits.index_put((cells[0], cells[1]), logits.new_tensor(-torch.inf))
 
 
-def _completions(context: Sequence[int], words: Sequence[Sequence[int]]) -> Iterator[int]:
+def _completions(context: tuple[int, ...], words: Sequence[tuple[int, ...]]) -> Iterator[int]:
     """The tokens that would complete a word behind `context`."""
-    for *start, last in words:
-        if not start or tuple(context[-len(start) :]) == tuple(start):
-            yield last
+    for word in words:
+        start = len(word) - 1
+        # The last token is compared first: there may be many long words.
+        if not start or (
+            start <= len(context)
+            and context[-1] == word[start - 1]
+            and context[-start:] == word[:start]
+        ):
+            yield word[start]

@@ -362,6 +362,13 @@ def test_a_decoder_has_layers() -> None:
         replace(config, layers=())
 
 
+def test_a_config_of_absurdly_many_layers_is_refused_at_once() -> None:
+    with pytest.raises(
+        CheckpointError, match=r'"num_hidden_layers" is 1000000000, but at most 4096'
+    ):
+        read_decoder_config(tiny("LlamaForCausalLM", num_hidden_layers=1_000_000_000))
+
+
 # Checkpoints
 
 

@@ -202,6 +202,12 @@ def test_bad_words_beyond_the_vocabulary() -> None:
     assert out[0].tolist() == [0.0] * 3 + [-INF] + [0.0] * (VOCAB - 4)
 
 
+def test_bad_words_longer_than_the_text_ban_nothing() -> None:
+    state, rows = make_batch([make_request([1, 2], bad_words=[[3, 1, 2, 4], [1, 2, 5]])], [[]])
+    out = processed(torch.zeros(1, VOCAB), rows, state)
+    assert out[0].isneginf().nonzero().flatten().tolist() == [5]
+
+
 def test_committed_tokens_equal_a_fresh_admission() -> None:
     params = PROCESSED["everything"]
     old = [make_request([3, 1], [1], **params), make_request([2], **params), make_request([4])]
