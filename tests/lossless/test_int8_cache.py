@@ -12,8 +12,10 @@ PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 def make(target: str, speculative: dict[str, Any] | None, **options: Any) -> LLM:
-    options = {"num_kv_blocks": 400, "block_size": 8, "kv_cache_dtype": "int8", **options}
-    return LLM(target, speculative_config=speculative, skip_tokenizer_init=True, **options)
+    # On a GPU such a cache is refused, so the CPU serves these there too.
+    options = {"device": "cpu", "num_kv_blocks": 400, "block_size": 8, **options}
+    options |= {"kv_cache_dtype": "int8", "skip_tokenizer_init": True}
+    return LLM(target, speculative_config=speculative, **options)
 
 
 @pytest.mark.parametrize(
