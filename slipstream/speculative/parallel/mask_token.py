@@ -24,7 +24,7 @@ MASK_HEAD_KEYS = (
     "num_draft_layers",
     "parallel_drafting",
 )
-"""The same for drafting heads, with what their trainers note of the training."""
+"""Mask tokens of drafting heads, and what trainers note of the training."""
 
 logger = logging.getLogger("slipstream")
 
