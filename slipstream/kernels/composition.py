@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Heads, LinearOp, LogitsOp, Norm, Ops
+from slipstream.kernels.table import ExpertsParts, Heads, LinearOp, LogitsOp, Norm, Ops
 
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 QueryKeyNorms = tuple[Tensor, Tensor, float]
@@ -38,6 +38,7 @@ class Parts:
         norm: RMS norm, computed in float32: x [..., H], weight [H] -> like x.
         add_norm: x, residual [T, H] -> (norm(x + residual), x + residual).
         gated_activation: gate_up [T, 2I], gate first -> silu(gate) * up, [T, I].
+        experts: x [T, H], normed -> the sum over each row's experts, [T, H].
         rotate_and_store: query [T, Hq, D], key and value [T, Hk, D] -> the rotated query; keys and
             values are stored.
         paged_attention: query [T, Hq, D] over the cache, scale, window -> [T, Hq, D].
@@ -48,6 +49,7 @@ class Parts:
     norm: Callable[[Tensor, Tensor, float], Tensor]
     add_norm: AddNorm
     gated_activation: Callable[[Tensor], Tensor]
+    experts: Callable[[Tensor, ExpertsParts], Tensor]
     rotate_and_store: RotateAndStore
     paged_attention: PagedAttention
 
@@ -73,6 +75,12 @@ def compose(backend: str, parts: Parts) -> Ops:
         normed, residual = added(addend, residual, norm)
         return parts.gated_activation(parts.linear(normed, weight, bias)), residual
 
+    def experts(
+        addend: Tensor, residual: Tensor | None, parts: ExpertsParts
+    ) -> tuple[Tensor, Tensor]:
+        normed, residual = added(addend, residual, parts.norm)
+        return smaller.experts(normed, parts), residual
+
     def add_norm(addend: Tensor, residual: Tensor, norm: Norm) -> Tensor:
         return added(addend, residual, norm)[0]
 
@@ -97,6 +105,7 @@ def compose(backend: str, parts: Parts) -> Ops:
         linear=parts.linear,
         norm_linear=norm_linear,
         norm_gated_linear=norm_gated_linear,
+        experts=experts,
         add_norm=add_norm,
         norm=added,
         joined_linear=joined_linear,

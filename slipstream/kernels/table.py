@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from slipstream.kernels.experts import ClampedGate, Router
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.kernels.pass_inputs import PassInputs
 
@@ -88,6 +89,49 @@ class GatedMLPParts:
 
 
 @dataclass(frozen=True, eq=False)
+class SharedExpert:
+    """A gated feed-forward part that all rows pass beside the experts that they choose.
+
+    Attributes:
+        gate: [1, H] in the model's dtype: what comes out is multiplied by sigmoid(x gate^T); None:
+            it is taken as it is.
+    """
+
+    gate_up: Product
+    down: Product
+    gate: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsParts:
+    """A mixture of E gated experts as a feed-forward part; see `layers/experts.py`.
+
+    Router logits, scores and weights are float32, and so are all sums. What an expert's gate and up
+    make is rounded once to the dtype of the rows; its output, with its bias, is multiplied by the
+    row's weight; outputs are added up in the order of choice, then the shared expert's, and rounded
+    once. Nothing of a row depends on the rows beside it.
+
+    Attributes:
+        gate_up: [E 2I, H], expert by expert: its I rows of the gate, then its I rows that the gate
+            multiplies.
+        gate_up_bias: [E, 2I], in the same order; None without one.
+        down: [E H, I], expert by expert.
+        down_bias: [E, H]; None without one.
+        clamp: None: the activation is silu(gate) * up.
+        shared: None where there is no shared expert.
+    """
+
+    norm: Norm
+    router: Router
+    gate_up: Weight
+    gate_up_bias: Tensor | None
+    down: Weight
+    down_bias: Tensor | None
+    clamp: ClampedGate | None = None
+    shared: SharedExpert | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class LayerParts:
     """One decoder layer. A backend knows kinds of halves by the classes of their parts.
 
@@ -153,6 +197,17 @@ class NormLinearOp(Protocol):
         norm: Norm,
         weight: Weight,
         bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class ExpertsOp(Protocol):
+    """addend, residual [T, H] -> (experts(norm(residual + addend)), residual + addend).
+
+    Without a residual the addend [T, H] is the sum. The first result is an addend as of `LinearOp`.
+    """
+
+    def __call__(
+        self, addend: Tensor, residual: Tensor | None, parts: ExpertsParts
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -277,6 +332,7 @@ class Ops:
         norm_linear: a matmul behind a norm.
         norm_gated_linear: the same; of what comes out, [T, 2I] with the gate first, it returns
             silu(gate) * up, [T, I].
+        experts: a mixture of experts behind a norm.
         add_norm: a norm that no matmul of a layer follows.
         norm: the same, together with the sum that was normed.
         joined_linear: a matmul of several inputs side by side, each normed or not.
@@ -293,6 +349,7 @@ class Ops:
     linear: LinearOp
     norm_linear: NormLinearOp
     norm_gated_linear: NormLinearOp
+    experts: ExpertsOp
     add_norm: AddNormOp
     norm: NormOp
     joined_linear: JoinedLinearOp

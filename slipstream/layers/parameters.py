@@ -16,17 +16,40 @@ ROWS, COLUMNS = 0, 1
 
 
 @dataclass(frozen=True)
+class Fused:
+    """One tensor in which a checkpoint may have what all experts of a layer have.
+
+    Attributes:
+        name: of the tensor, whose first dimension counts experts.
+        experts: how many.
+        alternating: an expert's rows are one row of each of its parts in turn, and not all rows of
+            one part before those of the next.
+        transposed: matrices of floats are [experts, columns, rows].
+    """
+
+    name: str
+    experts: int
+    alternating: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
 class Part:
     """Some rows of a parameter, as a checkpoint has them.
 
     Attributes:
         rows: how many, before they are split.
         split: the dimension, `ROWS` or `COLUMNS`, that ranks share; None: each rank has all of it.
+        fused: where else the rows may be, together with all other parts of the parameter, which
+            are in the order of experts.
+        dtype: that checkpoints are read in; None: the model's.
     """
 
     name: str
     rows: int
     split: int | None = None
+    fused: Fused | None = None
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

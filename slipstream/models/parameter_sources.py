@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
-from slipstream.layers.parameters import ROWS, WHOLE, Part, Share
+from slipstream.layers.parameters import ROWS, WHOLE, Fused, Part, Share
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.safetensors_file import TensorEntry, read_into
 
@@ -76,11 +76,14 @@ class CheckpointSource:
             )
 
     def _fill(self, parts: Sequence[Part], tail: tuple[int, ...]) -> Tensor:
+        fused = parts[0].fused
+        if fused is not None and fused.name in self._checkpoint.entries:
+            return self._share.cut(self._fused(fused, parts, tail), parts)
         entries = [self._entry(part.name, (part.rows, *tail)) for part in parts]
         if self._share.size > 1:
             return torch.cat([self._own(*pair) for pair in zip(parts, entries, strict=True)])
         rows = sum(part.rows for part in parts)
-        parameter = self._empty((rows, *tail))
+        parameter = self._empty((rows, *tail), parts[0].dtype)
         start = 0
         for part, entry in zip(parts, entries, strict=True):
             self._read(entry, parameter[start : start + part.rows])
@@ -88,17 +91,33 @@ class CheckpointSource:
             start += part.rows
         return parameter
 
+    def _fused(self, fused: Fused, parts: Sequence[Part], tail: tuple[int, ...]) -> Tensor:
+        """[sum of rows, *tail], expert by expert, of one tensor for all experts."""
+        rows = sum(part.rows for part in parts) // fused.experts
+        swapped = fused.transposed and bool(tail)
+        shape = (fused.experts, *tail, rows) if swapped else (fused.experts, rows, *tail)
+        entry = self._entry(fused.name, shape)
+        stacked = self._empty(shape)
+        self._read(entry, stacked)
+        self._progress(entry.nbytes)
+        if swapped:
+            stacked = stacked.transpose(1, 2)
+        if fused.alternating:
+            names = len(parts) // fused.experts
+            stacked = stacked.view(fused.experts, rows // names, names, *tail).transpose(1, 2)
+        return stacked.reshape(-1, *tail)
+
     def _own(self, part: Part, entry: TensorEntry) -> Tensor:
         """This rank's share of a part; where ranks share rows, only its own are read."""
         if part.split == ROWS:
             entry = entry.row_range(*self._share.span(part.rows, part.name))
-        block = self._empty(entry.shape)
+        block = self._empty(entry.shape, part.dtype)
         self._read(entry, block)
         self._progress(entry.nbytes)
         return block if part.split == ROWS else self._share.cut(block, [part])
 
-    def _empty(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
 
     def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
         entry = self._checkpoint.entries.get(name)

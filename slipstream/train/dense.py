@@ -16,6 +16,7 @@ from slipstream.kernels.composition import Parts, compose, split_heads
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.pass_inputs import CAUSAL, PassInputs, RowPlaces, Visibility
 from slipstream.kernels.reference.dense import add_norm, gated_activation
+from slipstream.kernels.reference.experts import experts
 from slipstream.kernels.table import Heads, Norm, Ops
 
 KeysValues = tuple[Tensor, Tensor]
@@ -209,6 +210,7 @@ DENSE: Ops = replace(
             norm=_norm,
             add_norm=_add_norm,
             gated_activation=gated_activation,
+            experts=experts,
             rotate_and_store=_unused,
             paged_attention=_unused,
         ),

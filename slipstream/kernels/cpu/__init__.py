@@ -18,6 +18,7 @@ _PARTS = Parts(
     norm=labelled("norm", rows.norm),
     add_norm=labelled("norm", rows.add_norm),
     gated_activation=labelled("silu", rows.gated_activation),
+    experts=labelled("experts", PLAIN.experts),
     rotate_and_store=PLAIN.rotate_and_store,
     paged_attention=PLAIN.paged_attention,
 )

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from slipstream.kernels.composition import Parts, compose
 from slipstream.kernels.reference import dense
+from slipstream.kernels.reference.experts import experts
 from slipstream.kernels.table import Ops
 from slipstream.kernels.triton.activation import gated_activation
 from slipstream.kernels.triton.attention import attend, paged_attention
@@ -21,6 +22,7 @@ PARTS = Parts(
     norm=norm,
     add_norm=add_norm,
     gated_activation=gated_activation,
+    experts=experts,
     rotate_and_store=rotate_and_store,
     paged_attention=paged_attention,
 )

@@ -1,0 +1,224 @@
+"""Mixtures of experts: feed-forward parts of which a row passes those that a router chooses."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.experts import ClampedGate, Router, Routing
+from slipstream.kernels.table import ExpertsParts, Ops, SharedExpert
+from slipstream.layers.layer import BuildContext, MatrixShape
+from slipstream.layers.linear import column_linear, row_linear
+from slipstream.layers.norm import LayerNorms, rms_norm
+from slipstream.layers.parameters import (
+    COLUMNS,
+    ROWS,
+    Fused,
+    InvalidSizesError,
+    Part,
+    require_positive,
+)
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a checkpoint calls the parts of a mixture, within its layer.
+
+    Attributes:
+        router: the module of the router.
+        correction: the tensor that is added to the router's scores.
+        experts: the module with one module for each expert, or with fused tensors.
+        projections: an expert's gate, up and down.
+        fused: tensors of all experts: gate and up together, and down.
+        alternating, transposed: how those lie; see `Fused`.
+        shared, shared_gate: the shared expert, and its own gate.
+    """
+
+    router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    experts: str = "mlp.experts"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    fused: tuple[str, str] = ("gate_up_proj", "down_proj")
+    alternating: bool = False
+    transposed: bool = False
+    shared: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """Gated experts of one size, the router that chooses among them, and a shared expert.
+
+    Attributes:
+        intermediate_size: of one expert.
+        router_bias, expert_bias: whether the router and both projections of experts have one.
+        corrected: whether scores are corrected before experts are chosen.
+        clamp: None: experts are gated by SiLU.
+        shared_size: of the shared expert; None without one.
+        shared_gate: whether the shared expert has a gate.
+    """
+
+    routing: Routing
+    intermediate_size: int
+    router_bias: bool = False
+    expert_bias: bool = False
+    corrected: bool = False
+    clamp: ClampedGate | None = None
+    shared_size: int | None = None
+    shared_gate: bool = False
+    names: ExpertNames = ExpertNames()
+
+    def __post_init__(self) -> None:
+        routing = self.routing
+        require_positive(
+            num_experts=routing.num_experts,
+            num_experts_per_tok=routing.num_chosen,
+            moe_intermediate_size=self.intermediate_size,
+            n_group=routing.num_groups,
+            topk_group=routing.kept_groups,
+        )
+        if self.shared_size is not None:
+            require_positive(shared_expert_intermediate_size=self.shared_size)
+        in_group, rest = divmod(routing.num_experts, routing.num_groups)
+        if rest or (routing.num_groups > 1 and in_group < 2):
+            raise InvalidSizesError(
+                f'"n_group" ({routing.num_groups}) must divide the experts '
+                f"({routing.num_experts}) into groups of two or more"
+            )
+        if routing.kept_groups > routing.num_groups:
+            raise InvalidSizesError(
+                f'"topk_group" ({routing.kept_groups}) must not be above "n_group" '
+                f"({routing.num_groups})"
+            )
+        if routing.num_chosen > in_group * routing.kept_groups:
+            raise InvalidSizesError(
+                f'"num_experts_per_tok" ({routing.num_chosen}) is more than the '
+                f"{in_group * routing.kept_groups} experts that a token can choose from"
+            )
+
+    def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
+        del norms
+        count, inner = self.routing.num_experts, self.intermediate_size
+        shapes = [(count, width), (count * 2 * inner, width), (count * width, inner)]
+        if self.shared_size is not None:
+            shapes += [(2 * self.shared_size, width), (width, self.shared_size)]
+        return tuple(shapes)
+
+    def numbers_per_row(self) -> int:
+        return 3 * (self.routing.num_chosen * self.intermediate_size + (self.shared_size or 0))
+
+    def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "Experts":
+        return Experts(self, context, layer, norms)
+
+
+class Experts:
+    """Router, the matrices of all experts stacked into two, and the shared expert."""
+
+    def __init__(
+        self, spec: ExpertsSpec, context: BuildContext, layer: str, norms: LayerNorms
+    ) -> None:
+        source, width, inner = context.source, context.width, spec.intermediate_size
+        self._reduce = context.share.reduce
+        gate_up, down = _stacks(spec, layer, width)
+        biases: list[Tensor | None] = [None, None]
+        if spec.expert_bias:
+            count = spec.routing.num_experts
+            biases = [source.vector(stack.biases()).view(count, -1) for stack in (gate_up, down)]
+        self._parts = ExpertsParts(
+            norm=rms_norm(source, f"{layer}.{norms.feed_forward}", width, norms.eps),
+            router=_router(spec, context, layer),
+            gate_up=source.matrix(gate_up.weights(), width),
+            gate_up_bias=biases[0],
+            down=source.matrix(down.weights(), inner),
+            # What ranks make is summed: the first one adds the bias.
+            down_bias=biases[1] if context.share.rank == 0 else None,
+            clamp=spec.clamp,
+            shared=_shared_expert(spec, context, layer),
+        )
+        self.norm = self._parts.norm
+
+    @property
+    def parts(self) -> object:
+        return self._parts if self._reduce is None else self
+
+    def apply(self, ops: Ops, addend: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `FeedForward`."""
+        addend, stream = ops.experts(addend, residual, self._parts)
+        if self._reduce is not None:
+            whole = addend if addend.ndim == stream.ndim else addend.sum(0).to(stream.dtype)
+            addend = self._reduce(whole)
+        return addend, stream
+
+
+def _router(spec: ExpertsSpec, context: BuildContext, layer: str) -> Router:
+    source, names, count = context.source, spec.names, spec.routing.num_experts
+    name = f"{layer}.{names.router}"
+    correction: Tensor | None = None
+    if spec.corrected:
+        part = Part(f"{layer}.{names.correction}", count, dtype=torch.float32)
+        correction = source.vector([part]).float()
+    return Router(
+        spec.routing,
+        source.table([Part(f"{name}.weight", count)], context.width).values,
+        source.vector([Part(f"{name}.bias", count)]) if spec.router_bias else None,
+        correction,
+    )
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """What all experts of a layer have under some names, expert by expert.
+
+    Attributes:
+        singles: modules of an expert, with braces in the place of its number.
+        fused: the one tensor for all experts, without the ending of a bias.
+        rows: of each of an expert's modules.
+        split: of the matrices' parts.
+    """
+
+    singles: tuple[str, ...]
+    fused: Fused
+    rows: int
+    split: int
+
+    def weights(self) -> list[Part]:
+        return self._parts("weight", self.fused, self.split)
+
+    def biases(self) -> list[Part]:
+        """A bias is split with the rows that it belongs to, or not at all."""
+        fused = replace(self.fused, name=f"{self.fused.name}_bias")
+        return self._parts("bias", fused, ROWS if self.split == ROWS else None)
+
+    def _parts(self, ending: str, fused: Fused, split: int | None) -> list[Part]:
+        return [
+            Part(f"{name.format(expert)}.{ending}", self.rows, split, fused)
+            for expert in range(fused.experts)
+            for name in self.singles
+        ]
+
+
+def _stacks(spec: ExpertsSpec, layer: str, width: int) -> tuple[_Stack, _Stack]:
+    """Gate and up of all experts, and down."""
+    names, count = spec.names, spec.routing.num_experts
+    module = f"{layer}.{names.experts}"
+    gate, up, down = (f"{module}.{{}}.{projection}" for projection in names.projections)
+    of_gate_up, of_down = (f"{module}.{fused}" for fused in names.fused)
+    gate_up_fused = Fused(of_gate_up, count, names.alternating, names.transposed)
+    down_fused = Fused(of_down, count, transposed=names.transposed)
+    return (
+        _Stack((gate, up), gate_up_fused, spec.intermediate_size, ROWS),
+        _Stack((down,), down_fused, width, COLUMNS),
+    )
+
+
+def _shared_expert(spec: ExpertsSpec, context: BuildContext, layer: str) -> SharedExpert | None:
+    if spec.shared_size is None:
+        return None
+    source, width, inner = context.source, context.width, spec.shared_size
+    name, gate_name = f"{layer}.{spec.names.shared}", f"{layer}.{spec.names.shared_gate}.weight"
+    parts = [Part(f"{name}.gate_proj", inner), Part(f"{name}.up_proj", inner)]
+    return SharedExpert(
+        column_linear(source, parts, width, bias=False).product,
+        row_linear(source, f"{name}.down_proj", width, inner, bias=False).product,
+        source.table([Part(gate_name, 1)], width).values if spec.shared_gate else None,
+    )
