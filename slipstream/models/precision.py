@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import ToFloat8
-from slipstream.kernels.formats.int4 import GROUPS, ToInt4
+from slipstream.kernels.formats.int4 import ToInt4
 from slipstream.kernels.formats.int8 import ToInt8
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.kernels.table import Ops
@@ -71,8 +71,9 @@ class PreparedSource:
         if self._precision is None:
             return self._ops.pack(found)
         form = self._precision.matrix.for_columns(found.shape[1])
-        if found.floats is not None and form.bits != self._precision.matrix.bits:
-            self._log_odd_columns(parts[0].name, found.shape[1])
+        bits = None if form is None else form.bits
+        if found.floats is not None and bits != self._precision.matrix.bits:
+            self._log_odd_columns(parts[0].name, found.shape[1], bits)
         return self._prepared(found, form)
 
     def head(self, parts: Sequence[Part], columns: int) -> Weight:
@@ -97,16 +98,16 @@ class PreparedSource:
             matrix = self._ops.round(matrix.floats, form)
         return self._ops.pack(matrix)
 
-    def _log_odd_columns(self, name: str, columns: int) -> None:
+    def _log_odd_columns(self, name: str, columns: int, bits: int | None) -> None:
         """Log once for each number of columns that no group divides."""
         if columns not in self._odd_columns:
             self._odd_columns.add(columns)
             logger.info(
-                "%s has %d columns, no multiple of %d: rounded to int8 in place of four bits, as "
-                "are all matrices of this width",
+                "%s has %d columns, which no group divides: %s in place of four bits, as are all "
+                "matrices of this width",
                 name,
                 columns,
-                GROUPS[-1],
+                "left as it is" if bits is None else f"rounded to int{bits}",
             )
 
 

@@ -324,7 +324,7 @@ def test_matrices_that_no_group_divides_are_rounded_to_int8(
     kinds = {name: type(weight) for name, weight in found.items()}
     assert kinds["0.qkv"] is kinds["0.gate_up"] is kinds["0.down"] is Int8Matrix
     assert kinds["0.output"] is Int4Matrix
-    assert caplog.text.count("no multiple of 32: rounded to int8 in place of four bits") == 2
+    assert caplog.text.count("which no group divides: rounded to int8 in place of four bits") == 2
     assert "model.layers.0.self_attn.q_proj.weight has 48 columns" in caplog.text
     assert "model.layers.0.mlp.down_proj.weight has 80 columns" in caplog.text
 

@@ -110,7 +110,7 @@ class RowScaled(Weight):
         return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def select(self, index: Tensor) -> Self:
-        values = _bytes(self.values)[index].view(self.values.dtype)
+        values = chosen_rows(self.values, index)
         return self._like(values, None if self.scales is None else self.scales[index])
 
     def rows(self, start: int, stop: int | None = None) -> Self:
@@ -125,7 +125,7 @@ class RowScaled(Weight):
         first = weights[0]
         if any(weight.values.dtype != first.values.dtype for weight in weights):
             return None
-        values = torch.cat([_bytes(weight.values) for weight in weights]).view(first.values.dtype)
+        values = joined_rows([weight.values for weight in weights])
         scales = [weight.scales for weight in weights if weight.scales is not None]
         return first._like(values, torch.cat(scales) if scales else None)
 
@@ -136,6 +136,16 @@ class RowScaled(Weight):
     def to(self, device: torch.device) -> Self:
         scales = None if self.scales is None else self.scales.to(device)
         return self._like(self.values.to(device), scales)
+
+
+def chosen_rows(tensor: Tensor, index: Tensor) -> Tensor:
+    """tensor [N, ...] of any dtype -> a copy of its rows `index` [n]."""
+    return _bytes(tensor)[index].view(tensor.dtype)
+
+
+def joined_rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one dtype, each [N, ...], one below the other."""
+    return torch.cat([_bytes(tensor) for tensor in tensors]).view(tensors[0].dtype)
 
 
 def _bytes(values: Tensor) -> Tensor:
@@ -161,8 +171,11 @@ class Rounding(ABC):
     def round(self, matrix: Tensor) -> Weight:
         """matrix [N, K] float in this format."""
 
-    def for_columns(self, columns: int) -> "Rounding":
-        """This rounding, or what serves in its place where it does not fit so many columns."""
+    def for_columns(self, columns: int) -> "Rounding | None":
+        """This rounding, or what serves in its place where it does not fit so many columns.
+
+        None: a matrix of so many columns stays as it is.
+        """
         del columns
         return self
 

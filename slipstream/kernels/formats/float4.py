@@ -1,0 +1,128 @@
+"""Four-bit floats, e2m1, with a scale for every few columns: what the formats of them share.
+
+The low three bits of a code are the index of a magnitude, the fourth is the sign.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Final, Self
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import UsageError
+from slipstream.kernels.formats.int4 import packed, unpacked
+from slipstream.kernels.formats.weight import Weight, chosen_rows, joined_rows, row_slices
+
+MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FLOAT4_MAX = MAGNITUDES[-1]
+_ODD_ABOVE = (0.25, 1.25, 2.5, 5.0)  # the middles, of which each goes to the even code
+_EVEN_FROM = (0.75, 1.75, 3.5)
+_SLICE = 1 << 24  # numbers that are in float32 at once while they are rounded
+
+
+@dataclass(frozen=True, eq=False)
+class Float4Matrix(Weight):
+    """A weight [N, K] of e2m1 numbers with a scale for each `group` columns of a row.
+
+    Attributes:
+        values: [N, K / 2] uint8, two columns a byte, the even one in the lower half.
+        scales: [N, K / group], one byte each; what it stands for is the format's own.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    group: ClassVar[int]
+
+    def group_scales(self) -> Tensor:
+        """[N, K / group] float32, what the numbers of each group are multiplied by."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], 2 * self.values.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def select(self, index: Tensor) -> Self:
+        return self._each(lambda tensor: chosen_rows(tensor, index))
+
+    def rows(self, start: int, stop: int | None = None) -> Self:
+        return self._each(lambda tensor: tensor[start:stop])
+
+    def to(self, device: torch.device) -> Self:
+        return self._each(lambda tensor: tensor.to(device))
+
+    def columns(self, start: int, stop: int) -> Self:
+        if start % self.group or stop % self.group:
+            raise UsageError(
+                f"four-bit floats in groups of {self.group} columns cannot be cut between columns "
+                f"{start} and {stop}; use a number of ranks whose shares are whole groups"
+            )
+        groups = slice(start // self.group, stop // self.group)
+        return replace(
+            self,
+            values=self.values[:, start // 2 : stop // 2].contiguous(),
+            scales=self.scales[:, groups].contiguous(),
+        )
+
+    @classmethod
+    def stack(cls, weights: Sequence[Self]) -> Self:
+        tensors = [weight._tensors() for weight in weights]
+        return cls(**{name: joined_rows([of[name] for of in tensors]) for name in tensors[0]})
+
+    def dequantised(self) -> Tensor:
+        codes = unpacked(self.values).int()
+        magnitudes = torch.tensor(MAGNITUDES, device=codes.device)
+        table = torch.cat([magnitudes, -magnitudes])
+        grouped = table[codes].view(*self.scales.shape, self.group)
+        return grouped.mul_(self.group_scales().unsqueeze(-1)).flatten(1)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All fields, each with a first dimension of N."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(**{name: change(tensor) for name, tensor in self._tensors().items()})
+
+
+def round_groups(
+    matrix: Tensor,
+    group: int,
+    scale_dtype: torch.dtype,
+    choose: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Round to the nearest e2m1 numbers, some rows in float32 at a time.
+
+    Args:
+        matrix: [N, K] float.
+        choose: the largest magnitude of each group [n, K / group] float32 -> its scale as it is
+            stored, in `scale_dtype`, and what numbers are multiplied by to be rounded, float32.
+
+    Returns:
+        values and scales, as a `Float4Matrix` has them.
+    """
+    rows, columns = matrix.shape
+    values = torch.empty((rows, columns // 2), dtype=torch.uint8, device=matrix.device)
+    scales = torch.empty((rows, columns // group), dtype=scale_dtype, device=matrix.device)
+    for part in row_slices(rows, columns, _SLICE):
+        groups = matrix[part].float().view(-1, columns // group, group)
+        low, high = groups.aminmax(dim=-1)
+        stored, inverse = choose(torch.maximum(-low, high))
+        scales[part] = stored
+        values[part] = packed(_codes((groups * inverse.unsqueeze(-1)).flatten(1)))
+    return values, scales
+
+
+def _codes(scaled: Tensor) -> Tensor:
+    """[N, K] float32 -> [N, K] int8, the codes from 0 to 15 of the nearest e2m1 numbers.
+
+    Numbers in the middle of two go to the even code, and those beyond the largest to the largest.
+    """
+    below = torch.nextafter(torch.tensor(_EVEN_FROM), torch.zeros(()))
+    middles = torch.cat([torch.tensor(_ODD_ABOVE), below]).sort().values.to(scaled.device)
+    codes = torch.bucketize(scaled.abs(), middles, out_int32=True).to(torch.int8)
+    return codes.add_(torch.signbit(scaled), alpha=8)

@@ -1,0 +1,58 @@
+"""MXFP4: four-bit floats in groups of 32 columns, whose scale is a power of two.
+
+Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3 and 6.3.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.formats.float4 import Float4Matrix, round_groups
+from slipstream.kernels.formats.weight import Rounding
+
+SCALE_BIAS = 127  # a stored scale s stands for 2 ** (s - 127)
+_LARGEST_EXPONENT = 2  # of e2m1
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4Matrix(Float4Matrix):
+    """A weight [N, K] of e2m1 numbers times powers of two.
+
+    Attributes:
+        values: [N, K / 2] uint8, two columns a byte, the even one in the lower half.
+        scales: [N, K / 32] uint8, e8m0: s stands for 2 ** (s - 127); never 255, which is NaN.
+    """
+
+    group: ClassVar[int] = 32
+
+    def group_scales(self) -> Tensor:
+        return self.scales.view(torch.float8_e8m0fnu).float()
+
+
+@dataclass(frozen=True)
+class ToMxfp4(Rounding):
+    """Rounding to an `Mxfp4Matrix`.
+
+    The largest number of a group has the exponent of the largest e2m1 numbers, 4 and 6; what is
+    then beyond 6 becomes 6.
+    """
+
+    bits = 4
+
+    @property
+    def bytes_per_number(self) -> float:
+        return 0.5 + 1 / Mxfp4Matrix.group
+
+    def for_columns(self, columns: int) -> Rounding | None:
+        return None if columns % Mxfp4Matrix.group else self
+
+    def round(self, matrix: Tensor) -> Mxfp4Matrix:
+        return Mxfp4Matrix(*round_groups(matrix, Mxfp4Matrix.group, torch.uint8, _power_of_two))
+
+
+def _power_of_two(largest: Tensor) -> tuple[Tensor, Tensor]:
+    # Above the least power, since that one is no normal float32 or bfloat16.
+    exponent = (torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT).clamp_min(1 - SCALE_BIAS)
+    return exponent + SCALE_BIAS, torch.ldexp(torch.ones_like(largest), -exponent)

@@ -1,0 +1,71 @@
+"""NVFP4: four-bit floats in groups of 16 columns, whose scale is e4m3, and a scale of the whole."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.formats.float4 import FLOAT4_MAX, Float4Matrix, round_groups
+from slipstream.kernels.formats.float8 import FLOAT8_MAX
+from slipstream.kernels.formats.weight import Rounding, row_slices
+
+_SLICE = 1 << 24  # numbers whose magnitudes are looked at at once
+
+
+@dataclass(frozen=True, eq=False)
+class Nvfp4Matrix(Float4Matrix):
+    """A weight [N, K] of e2m1 numbers times scales of groups and of whole matrices.
+
+    Matrices of a model that are multiplied as one have each its own global scale, so there is one
+    for every row.
+
+    Attributes:
+        values: [N, K / 2] uint8, two columns a byte, the even one in the lower half.
+        scales: [N, K / 16] float8_e4m3fn.
+        global_scales: [N] float32; a group is multiplied by its scale times that of its row.
+    """
+
+    global_scales: Tensor
+
+    group: ClassVar[int] = 16
+
+    def group_scales(self) -> Tensor:
+        return self.scales.float() * self.global_scales.unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class ToNvfp4(Rounding):
+    """Rounding to an `Nvfp4Matrix` with one global scale.
+
+    The largest number of the matrix becomes the largest that there is, 6 * 448; the largest of each
+    group becomes about 6.
+    """
+
+    bits = 4
+
+    @property
+    def bytes_per_number(self) -> float:
+        return 0.5 + 1 / Nvfp4Matrix.group
+
+    def for_columns(self, columns: int) -> Rounding | None:
+        return None if columns % Nvfp4Matrix.group else self
+
+    def round(self, matrix: Tensor) -> Nvfp4Matrix:
+        whole = (_largest(matrix) / (FLOAT4_MAX * FLOAT8_MAX)).clamp_min(
+            torch.finfo(torch.float32).tiny
+        )
+
+        def scale(largest: Tensor) -> tuple[Tensor, Tensor]:
+            stored = (largest / FLOAT4_MAX / whole).clamp_max(FLOAT8_MAX).to(torch.float8_e4m3fn)
+            inverse = (stored.float() * whole).reciprocal()
+            return stored, inverse.where(stored.float() > 0, 0)
+
+        values, scales = round_groups(matrix, Nvfp4Matrix.group, torch.float8_e4m3fn, scale)
+        return Nvfp4Matrix(values, scales, whole.expand(len(matrix)).contiguous())
+
+
+def _largest(matrix: Tensor) -> Tensor:
+    """The largest magnitude, a float32 number."""
+    parts = row_slices(len(matrix), matrix.shape[1], _SLICE)
+    return torch.stack([matrix[part].float().abs().amax() for part in parts]).amax()
