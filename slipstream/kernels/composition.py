@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +26,20 @@ RotateAndStore = Callable[
     ],
     Tensor,
 ]
-PagedAttention = Callable[[Tensor, tuple[Tensor, Tensor], PassInputs, float, int | None], Tensor]
+
+
+class PagedAttention(Protocol):
+    """See `Parts`."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        cache: tuple[Tensor, Tensor],
+        inputs: PassInputs,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -41,7 +55,7 @@ class Parts:
         experts: x [T, H], normed -> the sum over each row's experts, [T, H].
         rotate_and_store: query [T, Hq, D], key and value [T, Hk, D] -> the rotated query; keys and
             values are stored.
-        paged_attention: query [T, Hq, D] over the cache, scale, window -> [T, Hq, D].
+        paged_attention: query [T, Hq, D] over the cache, scale, window, sinks -> [T, Hq, D].
     """
 
     linear: LinearOp
@@ -98,7 +112,8 @@ def compose(backend: str, parts: Parts) -> Ops:
         query, key, value = split_heads(qkv, heads)
         norms = query_key_norms(heads)
         query = parts.rotate_and_store(query, key, value, norms, heads.cos_sin, inputs, cache)
-        return parts.paged_attention(query, cache, inputs, heads.scale, heads.window).flatten(-2)
+        out = parts.paged_attention(query, cache, inputs, heads.scale, heads.window, heads.sinks)
+        return out.flatten(-2)
 
     return Ops(
         backend=backend,

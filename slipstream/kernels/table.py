@@ -33,9 +33,13 @@ class Heads:
     Attributes:
         num_heads, num_kv_heads, head_dim: Hq, Hk and D.
         norms: of queries and keys, over D; None where there are none.
-        cos_sin: [max_positions, D] float32: D/2 cosines, then D/2 sines, for the half-split layout.
+        cos_sin: [max_positions, R] float32: R/2 cosines, then R/2 sines, for the half-split layout
+            of the first R numbers of a head; those behind them are not rotated. R is even and at
+            most D.
         scale: of the scores.
         window: tokens a row sees, itself included; None sees all.
+        sinks: [Hq], a score of each query head that takes part in the softmax, as it is, and has no
+            value.
     """
 
     num_heads: int
@@ -45,6 +49,12 @@ class Heads:
     cos_sin: Tensor
     scale: float
     window: int | None
+    sinks: Tensor | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """R of `cos_sin`."""
+        return self.cos_sin.shape[1]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,14 @@ from slipstream.kernels.table import AttentionParts, Heads, Norm, Ops
 from slipstream.layers.layer import BuildContext, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms, rms_norm
-from slipstream.layers.parameters import WHOLE, InvalidSizesError, Part, Share, require_positive
+from slipstream.layers.parameters import (
+    ROWS,
+    WHOLE,
+    InvalidSizesError,
+    Part,
+    Share,
+    require_positive,
+)
 from slipstream.layers.rope import RopeConfig
 
 
@@ -27,6 +34,7 @@ class AttentionSpec:
         output_bias: of the output projection.
         qk_norm: query and key heads are normed, each with a weight [head_dim], before they are
             rotated.
+        sinks: a score per query head takes part in the softmax and has no value.
         name: of the module within its layer, in a checkpoint.
     """
 
@@ -38,6 +46,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
     name: str = "self_attn"
 
     def __post_init__(self) -> None:
@@ -53,6 +62,12 @@ class AttentionSpec:
             )
         if self.head_dim % 2:
             raise InvalidSizesError(f'"head_dim" must be even to be rotated, not {self.head_dim}')
+        rotated = self.rope.rotary_dim(self.head_dim)
+        if rotated % 2 or not rotated:
+            raise InvalidSizesError(
+                f'"partial_rotary_factor" ({self.rope.rotated}) must leave an even number of '
+                f'"head_dim" ({self.head_dim}) to be rotated'
+            )
         if self.window is not None:
             require_positive(sliding_window=self.window)
 
@@ -120,6 +135,9 @@ class Attention:
             cos_sin=context.ropes.table(spec.rope, spec.head_dim),
             scale=spec.head_dim**-0.5,
             window=spec.window,
+            sinks=source.vector([Part(f"{name}.sinks", spec.num_heads, ROWS)])
+            if spec.sinks
+            else None,
         )
         self._parts = AttentionParts(
             norm=self.norm,

@@ -13,9 +13,17 @@ from slipstream.layers.parameters import InvalidSizesError, require_positive
 class RopeConfig:
     """The base of a rotary embedding and how its frequencies are stretched.
 
-    kind "default" leaves them; "linear" divides all by `factor`; "llama3" divides the low ones by
-    `factor`, keeps the high ones and blends between; "proportional" does as "linear" and turns the
-    first `rotated` of all pairs only.
+    kind "default" leaves them; "linear" divides all by `factor`; "llama3" and "yarn" (Peng et al.
+    2023) divide the low ones by `factor`, keep the high ones and blend between; "proportional" does
+    as "linear" and turns the first `rotated` of all pairs only.
+
+    Attributes:
+        rotated: the share of a head's numbers that turn, which are its first ones, in pairs as if
+            they were the whole head; "proportional" has the pairs of the whole head.
+        beta_fast, beta_slow: of yarn; frequencies that turn so often within the original context,
+            or more often, are kept, and those that turn so rarely are divided.
+        truncate: of yarn; the blend begins and ends at whole pairs.
+        attention_factor: cosines and sines are multiplied by it.
     """
 
     theta: float
@@ -25,10 +33,18 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
     rotated: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
         require_positive(
             rope_theta=self.theta,
+            partial_rotary_factor=self.rotated,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+            attention_factor=self.attention_factor,
             factor=self.factor,
             low_freq_factor=self.low_freq_factor,
             high_freq_factor=self.high_freq_factor,
@@ -39,6 +55,20 @@ class RopeConfig:
                 f'"high_freq_factor" ({self.high_freq_factor}) must be above '
                 f'"low_freq_factor" ({self.low_freq_factor})'
             )
+        if self.rotated > 1.0:
+            raise InvalidSizesError(
+                f'"partial_rotary_factor" must be at most 1, not {self.rotated}'
+            )
+        if self.kind == "yarn" and self.theta == 1.0:
+            raise InvalidSizesError('"rope_theta" must not be 1 for yarn')
+        if self.kind == "yarn" and self.beta_fast < self.beta_slow:
+            raise InvalidSizesError(
+                f'"beta_fast" ({self.beta_fast}) must not be below "beta_slow" ({self.beta_slow})'
+            )
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many numbers of a head have an angle, two of them each."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.rotated)
 
 
 class RopeTables:
@@ -65,11 +95,13 @@ class RopeTables:
 def rope_table(
     head_dim: int, config: RopeConfig, max_positions: int, device: torch.device
 ) -> Tensor:
-    """[max_positions, head_dim] float32: head_dim/2 cosines, then head_dim/2 sines."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    """[max_positions, D] float32: D/2 cosines, then D/2 sines; D is `config.rotary_dim`."""
+    size = config.rotary_dim(head_dim)
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     frequencies = _stretched(1.0 / (config.theta**exponents), config)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return (table * config.attention_factor).to(device)
 
 
 def _stretched(frequencies: Tensor, config: RopeConfig) -> Tensor:
@@ -80,9 +112,28 @@ def _stretched(frequencies: Tensor, config: RopeConfig) -> Tensor:
     if config.kind == "proportional":
         turning = torch.arange(len(frequencies)) < int(config.rotated * len(frequencies))
         return torch.where(turning, frequencies / config.factor, 0.0)
+    if config.kind == "yarn":
+        divided = _divided_by_yarn(len(frequencies), config)
+        return frequencies * (1.0 - divided) + frequencies / config.factor * divided
     assert config.kind == "llama3", config.kind
     original = config.original_max_position_embeddings
     turns = original * frequencies / (2 * math.pi)  # turns within the original context
     low, high = config.low_freq_factor, config.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (kept + (1.0 - kept) / config.factor)
+
+
+def _divided_by_yarn(num_pairs: int, config: RopeConfig) -> Tensor:
+    """[num_pairs]: 0 where yarn keeps a frequency, 1 where it divides it, a ramp between."""
+
+    def pair_of(turns: float) -> float:
+        """The pair that turns so often within the original context."""
+        wavelength = config.original_max_position_embeddings / (2 * math.pi * turns)
+        return num_pairs * math.log(wavelength) / math.log(config.theta)
+
+    low, high = pair_of(config.beta_fast), pair_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0.0), min(high, 2 * num_pairs - 1.0)
+    width = high - low or 0.001
+    return ((torch.arange(num_pairs, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)

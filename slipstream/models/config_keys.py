@@ -10,9 +10,9 @@ from slipstream.layers.layer import LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import require_positive
-from slipstream.layers.rope import RopeConfig
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.rope_keys import read_rope
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _LAYER_TYPES = {
@@ -28,6 +28,7 @@ class Defaults:
 
     Attributes:
         num_kv_heads, head_dim: None stands for num_heads and hidden_size / num_heads.
+        rotated: the share of a head that is rotated; None: whole heads are, in every checkpoint.
     """
 
     max_position_embeddings: int
@@ -35,6 +36,7 @@ class Defaults:
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    rotated: float | None = None
 
 
 _MOST_LAYERS = 4096  # far beyond any model: a spec is made of each before a tensor is looked at
@@ -106,7 +108,7 @@ def read_common(reader: ConfigReader, architecture: str, defaults: Defaults) -> 
             num_heads=num_heads,
             num_kv_heads=num_heads if kv_heads is None else kv_heads,
             head_dim=_even_share(reader, hidden_size, num_heads) if head_dim is None else head_dim,
-            rope=_read_rope(reader, positions, defaults.rope_theta),
+            rope=read_rope(reader, positions, defaults.rope_theta, defaults.rotated),
         ),
         feed_forward=GatedMLPSpec(reader.take("intermediate_size", int)),
         norms=LayerNorms(reader.take("rms_norm_eps", float, defaults.rms_norm_eps)),
@@ -173,48 +175,3 @@ def _read_dtype(reader: ConfigReader) -> torch.dtype:
             f"is {name!r}, but must be one of {', '.join(DTYPES)}; convert the checkpoint",
         )
     return DTYPES[name]
-
-
-def _read_rope(reader: ConfigReader, max_positions: int, default_theta: float) -> RopeConfig:
-    """Theta beside `rope_scaling` as until transformers 4, or all within `rope_parameters`."""
-    reader.expect("partial_rotary_factor", 1.0)
-    theta = reader.take("rope_theta", float, default_theta)
-    inner = _rope_reader(reader)
-    inner.expect("partial_rotary_factor", 1.0)
-    rope = _rope_of_kind(inner, inner.take("rope_theta", float, theta), max_positions)
-    inner.finish()
-    return rope
-
-
-def _rope_reader(reader: ConfigReader) -> ConfigReader:
-    old = reader.take("rope_scaling", dict, {})
-    new = reader.take("rope_parameters", dict, {})
-    if old and new and old != new:
-        raise reader.error(
-            "rope_scaling", 'and "rope_parameters" say different things; remove one of them'
-        )
-    return reader.nested("rope_scaling" if old else "rope_parameters")
-
-
-def _rope_of_kind(inner: ConfigReader, theta: float, max_positions: int) -> RopeConfig:
-    old_kind, new_kind = (inner.take(key, str, "") for key in ("type", "rope_type"))
-    kind = new_kind or old_kind or "default"
-    if old_kind not in ("", kind):
-        raise inner.error("type", f'is {old_kind!r}, but "rope_type" is {kind!r}; remove one')
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, kind, inner.take("factor", float))
-    if kind == "llama3":
-        return RopeConfig(
-            theta,
-            kind,
-            inner.take("factor", float),
-            inner.take("low_freq_factor", float),
-            inner.take("high_freq_factor", float),
-            inner.take("original_max_position_embeddings", int, max_positions),
-        )
-    raise inner.error(
-        "rope_type" if new_kind else "type",
-        f"is {kind!r}, but only default, linear and llama3 are supported",
-    )

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from slipstream.kernels.composition import Parts, compose, split_heads
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.pass_inputs import CAUSAL, PassInputs, RowPlaces, Visibility
+from slipstream.kernels.reference.attention import rotate
 from slipstream.kernels.reference.dense import add_norm, gated_activation
 from slipstream.kernels.reference.experts import experts
 from slipstream.kernels.table import Heads, Norm, Ops
@@ -101,16 +102,11 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[
 
 
 def _rotated(x: Tensor, norm: Norm | None, heads: Heads, rows: DenseRows) -> Tensor:
-    """Normed and rotated: [T, heads, D] -> [B, heads, Q, D].
-
-    The rotary embedding has the half-split layout and is computed in float32.
-    """
+    """Normed and rotated: [T, heads, D] -> [B, heads, Q, D]."""
     if norm is not None:
         x = _norm(x, norm.weight, norm.eps).to(x.dtype)
     cos, sin = heads.cos_sin[rows.rows.positions].unsqueeze(1).chunk(2, -1)
-    first, second = x.float().chunk(2, -1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    return _by_sequence(rotated.to(x.dtype), rows)
+    return _by_sequence(rotate(x, cos, sin), rows)
 
 
 def _by_sequence(x: Tensor, rows: DenseRows) -> Tensor:
@@ -122,6 +118,7 @@ def _attend(qkv: Tensor, heads: Heads, inputs: object, cache: object) -> Tensor:
     """See `AttendOp`; keys and values are kept only for the later passes of a chain."""
     assert isinstance(inputs, DenseRows)
     assert isinstance(cache, LayerContext)
+    assert heads.sinks is None, "no layer that is trained has sinks"
     query, key, value = split_heads(qkv, heads)
     query_norm, key_norm = heads.norms or (None, None)
     query = _rotated(query, query_norm, heads, inputs)
@@ -197,7 +194,7 @@ def _continued(
     return out.reshape(batch, num_heads, rows, width)
 
 
-def _unused(*_: object) -> Tensor:
+def _unused(*_: object, **__: object) -> Tensor:
     raise AssertionError("training attends through `_attend` and stores through `_store`")
 
 

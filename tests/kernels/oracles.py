@@ -43,6 +43,7 @@ def attention(
     inputs: PassInputs,
     scale: float,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Row by row and head by head."""
     keys, values = cache
@@ -64,5 +65,8 @@ def attention(
                 )
                 scores = own_keys.double() @ query[row, head].double() * scale
                 weights = (scores - scores.max()).exp()
-                out[row, head] = weights @ own_values.double() / weights.sum()
+                total = weights.sum()
+                if sinks is not None:
+                    total += (sinks[head].double() - scores.max()).exp()
+                out[row, head] = weights @ own_values.double() / total
     return out

@@ -352,6 +352,15 @@ def test_attention_of_any_ragged_batch(
     assert_attention(shape, Requests(computed, rows), window, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("shape", SHAPES[1:4], ids=str)
+def test_attention_with_sinks(shape: Shape, window: int | None, dtype: torch.dtype) -> None:
+    sinks = 2 * randn(shape.heads, seed=4, dtype=dtype)
+    for name in ("decoding", "all of it"):
+        assert_attention(shape, BATCHES[name], window, dtype, sinks)
+
+
 def test_a_request_without_rows_is_passed_over() -> None:
     shape, requests = Shape(6, 2, 10, 4), Requests([5, 7, 2], [2, 0, 3])
     assert_attention(shape, requests, None, torch.float32)
@@ -359,15 +368,19 @@ def test_a_request_without_rows_is_passed_over() -> None:
 
 
 def assert_attention(
-    shape: Shape, requests: Requests, window: int | None, dtype: torch.dtype
+    shape: Shape,
+    requests: Requests,
+    window: int | None,
+    dtype: torch.dtype,
+    sinks: Tensor | None = None,
 ) -> None:
     """Against the oracle; whatever is read outside of a request's own tokens is NaN."""
     inputs, query, cache = attention_case(shape, requests, dtype)
     scale = 0.8 / shape.head_dim**0.5
-    out = REFERENCE_PARTS.paged_attention(query, cache, inputs, scale, window)
+    out = REFERENCE_PARTS.paged_attention(query, cache, inputs, scale, window, sinks)
     assert out.dtype == dtype
     assert out.shape == query.shape
-    truth = oracles.attention(query, cache, inputs, scale, window)
+    truth = oracles.attention(query, cache, inputs, scale, window, sinks)
     if dtype == torch.float32:
         assert_close(out.double(), truth, rtol=2e-6, atol=2e-6)
     else:  # weights may be rounded before they are multiplied with the values

@@ -16,7 +16,7 @@ from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import Heads, Norm
 from slipstream.kernels.triton import attention as tuned
-from slipstream.kernels.triton.attention import SHORT_ROWS, Extras, attend
+from slipstream.kernels.triton.attention import SHORT_ROWS, attend
 from slipstream.kernels.triton.attention_parts import SMALLEST, most_splits, split_of, split_start
 from slipstream.layers.rope import RopeConfig, rope_table
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
@@ -81,11 +81,11 @@ def truth(given: Case) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     return out, (keys, values)
 
 
-def run(given: Case, extras: Extras | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def run(given: Case) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """The op on a copy of the cache."""
     qkv, heads, inputs, (keys, values) = given
     cache = keys.clone(), values.clone()
-    return attend(qkv, heads, inputs, cache, extras or Extras()), cache
+    return attend(qkv, heads, inputs, cache), cache
 
 
 def assert_same(out: Tensor, other: Tensor) -> None:

@@ -21,7 +21,7 @@ from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.triton import PARTS as TRITON_PARTS
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton import attention as triton_attention
-from slipstream.kernels.triton.attention import SHORT_ROWS, Extras, paged_attention
+from slipstream.kernels.triton.attention import SHORT_ROWS, paged_attention
 from slipstream.kernels.triton.attention_parts import SMALLEST, most_splits, split_of, split_start
 from tests.kernels import oracles
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
@@ -426,12 +426,10 @@ def test_extras(kind: str, window: int | None, dtype: torch.dtype) -> None:
     inputs, query, cache = attention_case(shape, EXTRA, dtype)
     if kind in ("tree", "all"):
         inputs = changed(inputs, tree=random_tree(inputs))
-    extras = Extras(
-        softcap=1.7 if kind in ("softcap", "all") else None,
-        sinks=randn(6, seed=3) if kind in ("sinks", "all") else None,
-    )
-    out = paged_attention(query, cache, inputs, 0.4, window, extras)
-    assert_weighted(out, with_extras(query, cache, inputs, 0.4, window, extras))
+    softcap = 1.7 if kind in ("softcap", "all") else None
+    sinks = randn(6, seed=3) if kind in ("sinks", "all") else None
+    out = paged_attention(query, cache, inputs, 0.4, window, sinks, softcap)
+    assert_weighted(out, with_extras(query, cache, inputs, 0.4, window, sinks, softcap))
 
 
 def random_tree(inputs: PassInputs) -> TreeInputs:
@@ -468,7 +466,8 @@ def with_extras(
     inputs: PassInputs,
     scale: float,
     window: int | None,
-    extras: Extras,
+    sinks: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
     """Row by row, in float64."""
     keys, values = (pages.double().cpu().flatten(0, 1) for pages in cache)
@@ -495,11 +494,11 @@ def with_extras(
             if window is not None:
                 seen &= token > position - window
             score = torch.einsum("hd,nhd->hn", query[row].double().cpu(), own_keys) * scale
-            if extras.softcap is not None:
-                score = extras.softcap * (score / extras.softcap).tanh()
+            if softcap is not None:
+                score = softcap * (score / softcap).tanh()
             weight = score.masked_fill(~seen, -torch.inf)
-            if extras.sinks is not None:
-                weight = torch.cat((weight, extras.sinks.double().cpu()[:, None]), 1)
+            if sinks is not None:
+                weight = torch.cat((weight, sinks.double().cpu()[:, None]), 1)
             weight = weight.softmax(1)[:, :context]
             out[row] = torch.einsum("hn,nhd->hd", weight, own_values)
     return out

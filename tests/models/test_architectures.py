@@ -48,6 +48,8 @@ LLAMA3: Json = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+ORIGINAL: Json = {"original_max_position_embeddings": 16}
+YARN: Json = {"factor": 32.0, "beta_fast": 3.0, "beta_slow": 0.5, "truncate": False, **ORIGINAL}
 SLIDES = ["full_attention", "sliding_attention", "full_attention"]
 
 ROPES: list[Json] = [
@@ -63,6 +65,8 @@ ROPES: list[Json] = [
     {"rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3", **LLAMA3}},
     {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
     {"rope_scaling": {"rope_theta": 1e6, "rope_type": "default"}, "rope_parameters": None},
+    {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0, **ORIGINAL}},
+    {"rope_parameters": {"rope_type": "yarn", "rope_theta": 150.0, **YARN}},
 ]
 VARIANTS: dict[str, list[Json]] = {
     "LlamaForCausalLM": [
@@ -227,10 +231,11 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("model_type", "other"),
     ("is_encoder_decoder", True),
     ("partial_rotary_factor", 0.5),
-    ("rope_scaling", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
+    ("rope_scaling", {"type": "yarn", "factor": 4.0, "ramp": 2.0, **ORIGINAL}),
+    ("rope_scaling", {"type": "yarn"}),
     ("rope_scaling", {"type": "dynamic", "factor": 4.0}),
     ("rope_scaling", {"type": "longrope", "factor": 4.0}),
-    ("rope_parameters", {"rope_type": "yarn", "factor": 4.0}),
+    ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5}),
     ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
     ("rope_parameters", {"rope_type": "default", "mrope_section": [1, 2]}),
     ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
@@ -328,6 +333,14 @@ def test_sizes_are_needed_and_sane(architecture: str, key: str) -> None:
         (
             {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
             '"high_freq_factor" .* must be above "low_freq_factor"',
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 40.0}},
+            '"beta_fast" .* must not be below "beta_slow"',
+        ),
+        (
+            {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            '"rope_theta" must not be 1',
         ),
         (
             {

@@ -44,6 +44,12 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}
 DEFAULT = {"rope_type": "default", "rope_theta": 3000.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
 
 
 @dataclass(frozen=True)
@@ -206,7 +212,7 @@ QWEN3 = [
         },
         "9KB",
     ),
-    Case("Qwen3", "default-head-dim", {**shape(2, 1, 32), "rope_parameters": LLAMA3}),
+    Case("Qwen3", "default-head-dim-yarn", {**shape(2, 1, 32), "rope_parameters": YARN}),
 ]
 
 MISTRAL = [
@@ -228,8 +234,8 @@ MISTRAL = [
     ),
     Case(
         "Mistral",
-        "gqa7-llama3-window",
-        {**shape(14, 2, 56, 6), "rope_parameters": LLAMA3, "sliding_window": 5},
+        "gqa7-yarn-window",
+        {**shape(14, 2, 56, 6), "rope_parameters": YARN, "sliding_window": 5},
         seed=4,
     ),
     Case(

@@ -39,7 +39,8 @@ def store(kv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Ten
 
 def serves(heads: Heads) -> bool:
     """Whether the kernels take heads of this size."""
-    return heads.head_dim % 4 == 0 and heads.head_dim <= MOST_HEAD_DIM
+    fits = heads.head_dim % 4 == 0 and heads.head_dim <= MOST_HEAD_DIM
+    return fits and heads.sinks is None and heads.rotary_dim == heads.head_dim
 
 
 def _dense_rows(x: Tensor) -> Tensor:

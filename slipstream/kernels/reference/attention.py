@@ -24,8 +24,8 @@ def rotate_and_store(
         query_weight, key_weight, eps = norms
         query, key = norm(query, query_weight, eps), norm(key, key_weight, eps)
     cos, sin = cos_sin[inputs.rows.positions].unsqueeze(1).chunk(2, dim=-1)
-    store(_rotate(key, cos, sin), value, inputs.paging.slots, cache)
-    return _rotate(query, cos, sin)
+    store(rotate(key, cos, sin), value, inputs.paging.slots, cache)
+    return rotate(query, cos, sin)
 
 
 def store(key: Tensor, value: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]) -> None:
@@ -51,10 +51,17 @@ def _as_floats(stored: Tensor) -> Tensor:
     return numbers.float() * scales.contiguous().view(torch.float32)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, half-split layout (Su et al. 2021), in float32."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, half-split layout (Su et al. 2021), in float32.
+
+    Args:
+        x: heads [..., D], of which the first R numbers turn.
+        cos, sin: [..., R/2].
+    """
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+    return torch.cat((turned, x[..., 2 * half :]), -1) if 2 * half < x.shape[-1] else turned
 
 
 def paged_attention(
@@ -63,6 +70,7 @@ def paged_attention(
     inputs: PassInputs,
     scale: float,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(query)
     paging, sees = inputs.paging, inputs.sees
@@ -81,7 +89,7 @@ def paged_attention(
         own = query[rows]
         if keys.dtype == torch.int8:
             own, keys, values = own.float(), _as_floats(keys), _as_floats(values)
-        out[rows] = _attend(own, keys, values, mask, scale)
+        out[rows] = _attend(own, keys, values, mask, scale, sinks)
     return out
 
 
@@ -121,7 +129,12 @@ def _tree_mask(
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Query [rows, Hq, D] over keys and values [Hk, length, D].
 
@@ -135,7 +148,11 @@ def _attend(
         .permute(1, 2, 0, 3)
         .reshape(kv_heads, groups * rows, head_dim)
     )
-    if mask is not None:
+    if sinks is not None:
+        # A key of zeros whose score the mask gives, and a value of zeros.
+        keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
+        mask = _mask_with_sinks(mask, sinks.view(kv_heads, groups), rows, keys.shape[1], query)
+    elif mask is not None:
         mask = mask.repeat(groups, 1)
     out = F.scaled_dot_product_attention(
         folded.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale
@@ -145,3 +162,14 @@ def _attend(
         .permute(2, 0, 1, 3)
         .reshape(rows, heads, head_dim)
     )
+
+
+def _mask_with_sinks(
+    mask: Tensor | None, sinks: Tensor, rows: int, length: int, query: Tensor
+) -> Tensor:
+    """Addends [Hk, groups * rows, length] of scores, the last of each row its sink [Hk, groups]."""
+    addends = query.new_zeros(*sinks.shape, rows, length)
+    if mask is not None:
+        addends[..., :-1].masked_fill_(~mask, float("-inf"))
+    addends[..., -1] = sinks.unsqueeze(-1)
+    return addends.flatten(1, 2)

@@ -49,28 +49,21 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Extras:
-    """What some models add to attention.
+class Layer:
+    """Shapes of a layer, and what its scores go through.
 
     Attributes:
+        sinks: see `Heads`.
         softcap: scores become softcap * tanh(score / softcap).
-        sinks: [Hq], a score per head that takes weight and has no value.
     """
-
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Shapes of a layer, and what its scores go through."""
 
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
     window: int | None
-    extras: Extras
+    sinks: Tensor | None
+    softcap: float | None = None
 
     @property
     def groups(self) -> int:
@@ -80,9 +73,6 @@ class Layer:
     def block_d(self) -> int:
         """The tensor cores take 16 columns of either half at a time."""
         return int(max(32, triton.next_power_of_2(self.head_dim)))
-
-
-PLAIN = Extras()
 
 
 def short_lines(lines: int) -> int:
@@ -122,16 +112,15 @@ def chunk_tiles(block_d: int, dtype: torch.dtype) -> Tiles:
     return Tiles(128, 64, 8, 2, 128)
 
 
-def attend(
-    qkv: Tensor,
-    heads: Heads,
-    inputs: PassInputs,
-    cache: tuple[Tensor, Tensor],
-    extras: Extras = PLAIN,
-) -> Tensor:
+def attend(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]) -> Tensor:
     """See `AttendOp`."""
     layer = Layer(
-        heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale, heads.window, extras
+        heads.num_heads,
+        heads.num_kv_heads,
+        heads.head_dim,
+        heads.scale,
+        heads.window,
+        heads.sinks,
     )
     query = None
     if _most_rows(qkv, inputs) > SHORT_ROWS:
@@ -148,11 +137,12 @@ def paged_attention(
     inputs: PassInputs,
     scale: float,
     window: int | None,
-    extras: Extras = PLAIN,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of rotated queries [T, Hq, D] over keys and values that have been stored."""
     heads, head_dim = query.shape[1:]
-    layer = Layer(heads, cache[0].shape[2], head_dim, scale, window, extras)
+    layer = Layer(heads, cache[0].shape[2], head_dim, scale, window, sinks, softcap)
     assert query[0].is_contiguous()
     flat = query.flatten(-2)
     return _attention(flat, flat, None, layer, inputs, cache).view(query.shape)
@@ -205,21 +195,21 @@ def _short(
         sizes = (len(source), layer.heads, splits)
         part = torch.empty((*sizes, layer.head_dim), dtype=torch.float32, device=source.device)
         part_exponent, part_total = part.new_empty((2, *sizes))
-    window, extras = layer.window, layer.extras
+    window = layer.window
     launched = options(source.device)
     early = EARLY and launched["pdl"]
     short_kernel[(pairs, requests, lanes)](
         source, *cache, out, part, part_exponent, part_total, rows.query_start,
         paging.context_lens, paging.block_tables, rows.positions, paging.slots, *_tree(sees),
-        extras.sinks, *_turn(turn), source.stride(0), paging.block_tables.stride(0), layer.scale,
-        extras.softcap, window, most_rows, splits, early=early, first_seen=sees.first_seen,
+        layer.sinks, *_turn(turn), source.stride(0), paging.block_tables.stride(0), layer.scale,
+        layer.softcap, window, most_rows, splits, early=early, first_seen=sees.first_seen,
         causal=sees.causal, new_rows=max(4, triton.next_power_of_2(most_rows)),
         **_built(layer, block_size, tiles), **launched,
     )  # fmt: skip
     if lanes > 1:
         combine_kernel[(min(most_rows * layer.heads, triton.cdiv(COMBINING, requests)), requests)](
             part, part_exponent, part_total, out, rows.query_start, paging.context_lens,
-            extras.sinks, window, most_rows, splits, heads=layer.heads, head_dim=layer.head_dim,
+            layer.sinks, window, most_rows, splits, heads=layer.heads, head_dim=layer.head_dim,
             block_d=layer.block_d, block_s=64, at_once=COMBINED_AT_ONCE, num_warps=1, early=early,
             **launched,
         )  # fmt: skip
@@ -239,11 +229,10 @@ def _chunks(
     if sees.tree is not None:
         tiles = replace(tiles, registers=None)  # many would be spilled
     most = triton.cdiv(count * layer.groups, tiles.lines) + min(requests, count // SHORT_ROWS)
-    extras = layer.extras
     chunk_kernel[(layer.kv_heads, most)](
         query, *cache, out, rows.query_start, paging.context_lens, paging.block_tables,
-        rows.positions, *_tree(sees), extras.sinks, query.stride(0),
-        paging.block_tables.stride(0), layer.scale, extras.softcap, layer.window, requests,
+        rows.positions, *_tree(sees), layer.sinks, query.stride(0),
+        paging.block_tables.stride(0), layer.scale, layer.softcap, layer.window, requests,
         SHORT_ROWS, block_r=triton.next_power_of_2(requests), first_seen=sees.first_seen,
         causal=sees.causal, **_built(layer, cache[0].shape[1], tiles),
         **options(query.device),

@@ -1,0 +1,102 @@
+"""The keys of config.json that say how queries and keys are rotated, in all their spellings."""
+
+import math
+
+from slipstream.layers.rope import RopeConfig
+from slipstream.models.config_reader import ConfigReader
+
+_ROTATED = "partial_rotary_factor"
+
+
+def read_rope(
+    reader: ConfigReader, max_positions: int, default_theta: float, rotated: float | None = None
+) -> RopeConfig:
+    """Theta beside `rope_scaling` as until transformers 4, or all within `rope_parameters`.
+
+    Args:
+        max_positions: `max_position_embeddings`, from which missing keys follow.
+        rotated: the share of a head that turns where the config does not say; None: a config that
+            asks for less than all of it is refused.
+    """
+    theta = reader.take("rope_theta", float, default_theta)
+    outer = _read_rotated(reader, rotated)
+    inner = _rope_reader(reader)
+    theta = inner.take("rope_theta", float, theta)
+    share = _read_rotated(inner, None if rotated is None else outer)
+    rope = _rope_of_kind(inner, theta, max_positions, share)
+    inner.finish()
+    return rope
+
+
+def _read_rotated(reader: ConfigReader, default: float | None) -> float:
+    if default is None:
+        reader.expect(_ROTATED, 1.0)
+        return 1.0
+    return reader.take(_ROTATED, float, default)
+
+
+def _rope_reader(reader: ConfigReader) -> ConfigReader:
+    old = reader.take("rope_scaling", dict, {})
+    new = reader.take("rope_parameters", dict, {})
+    if old and new and old != new:
+        raise reader.error(
+            "rope_scaling", 'and "rope_parameters" say different things; remove one of them'
+        )
+    return reader.nested("rope_scaling" if old else "rope_parameters")
+
+
+def _rope_of_kind(
+    inner: ConfigReader, theta: float, max_positions: int, rotated: float
+) -> RopeConfig:
+    old_kind, new_kind = (inner.take(key, str, "") for key in ("type", "rope_type"))
+    kind = new_kind or old_kind or "default"
+    if old_kind not in ("", kind):
+        raise inner.error("type", f'is {old_kind!r}, but "rope_type" is {kind!r}; remove one')
+    if kind == "default":
+        return RopeConfig(theta, rotated=rotated)
+    if kind == "linear":
+        return RopeConfig(theta, kind, inner.take("factor", float), rotated=rotated)
+    if kind == "yarn":
+        return _yarn(inner, theta, max_positions, rotated)
+    if kind == "llama3":
+        return RopeConfig(
+            theta,
+            kind,
+            inner.take("factor", float),
+            inner.take("low_freq_factor", float),
+            inner.take("high_freq_factor", float),
+            inner.take("original_max_position_embeddings", int, max_positions),
+            rotated,
+        )
+    raise inner.error(
+        "rope_type" if new_kind else "type",
+        f"is {kind!r}, but only default, linear, llama3 and yarn are supported",
+    )
+
+
+def _yarn(inner: ConfigReader, theta: float, max_positions: int, rotated: float) -> RopeConfig:
+    """YaRN with what follows from other keys: the stretch, and what cosines are multiplied by."""
+    original = inner.take_optional("original_max_position_embeddings", int)
+    factor = inner.take_optional("factor", float)
+    if factor is None:
+        if not original:
+            raise inner.error("factor", "is missing; add it, or original_max_position_embeddings")
+        factor = max_positions / original
+    one, other = (inner.take(key, float, 0.0) for key in ("mscale", "mscale_all_dim"))
+    weight = _mscale(factor, one) / _mscale(factor, other) if one and other else _mscale(factor)
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        original_max_position_embeddings=max_positions if original is None else original,
+        rotated=rotated,
+        beta_fast=inner.take("beta_fast", float, 0.0) or 32.0,
+        beta_slow=inner.take("beta_slow", float, 0.0) or 1.0,
+        truncate=inner.take("truncate", bool, True),
+        attention_factor=inner.take("attention_factor", float, weight),
+    )
+
+
+def _mscale(factor: float, mscale: float = 1.0) -> float:
+    """The factor of cosines and sines where a context is stretched (Peng et al. 2023)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
