@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
-from slipstream.kernels.formats import float4, float8_blocks
+from slipstream.kernels.formats import weight as weights
 from slipstream.kernels.formats.float4 import MAGNITUDES
 from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix, ToFloat8Blocks
 from slipstream.kernels.formats.int4 import unpacked
@@ -119,8 +119,7 @@ def test_rounding_what_was_rounded_changes_nothing(form: Rounding) -> None:
 def test_rounding_in_slices(form: Rounding, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = numbers(300, 96)
     expected = form.round(whole).dequantised()
-    monkeypatch.setattr(float4, "_SLICE", 7 * 96)
-    monkeypatch.setattr(float8_blocks, "_SLICE", 128 * 96)
+    monkeypatch.setattr(weights, "_ROUNDED_ON_CPU", 7 * 96)
     assert torch.equal(form.round(whole).dequantised(), expected)
 
 

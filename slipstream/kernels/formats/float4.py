@@ -9,16 +9,16 @@ from typing import ClassVar, Final, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from slipstream.core.errors import UsageError
-from slipstream.kernels.formats.int4 import packed, unpacked
-from slipstream.kernels.formats.weight import Weight, chosen_rows, joined_rows, row_slices
+from slipstream.kernels.formats.int4 import packed
+from slipstream.kernels.formats.weight import Weight, chosen_rows, joined_rows, rounding_slices
 
 MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FLOAT4_MAX = MAGNITUDES[-1]
 _ODD_ABOVE = (0.25, 1.25, 2.5, 5.0)  # the middles, of which each goes to the even code
 _EVEN_FROM = (0.75, 1.75, 3.5)
-_SLICE = 1 << 24  # numbers that are in float32 at once while they are rounded
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,11 +75,11 @@ class Float4Matrix(Weight):
         return cls(**{name: joined_rows([of[name] for of in tensors]) for name in tensors[0]})
 
     def dequantised(self) -> Tensor:
-        codes = unpacked(self.values).int()
-        magnitudes = torch.tensor(MAGNITUDES, device=codes.device)
+        magnitudes = torch.tensor(MAGNITUDES, device=self.values.device)
         table = torch.cat([magnitudes, -magnitudes])
-        grouped = table[codes].view(*self.scales.shape, self.group)
-        return grouped.mul_(self.group_scales().unsqueeze(-1)).flatten(1)
+        pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], -1)  # [256, 2]
+        numbers = F.embedding(self.values.int(), pairs).view(*self.scales.shape, self.group)
+        return numbers.mul_(self.group_scales().unsqueeze(-1)).flatten(1)
 
     def _tensors(self) -> dict[str, Tensor]:
         """All fields, each with a first dimension of N."""
@@ -108,10 +108,9 @@ def round_groups(
     rows, columns = matrix.shape
     values = torch.empty((rows, columns // 2), dtype=torch.uint8, device=matrix.device)
     scales = torch.empty((rows, columns // group), dtype=scale_dtype, device=matrix.device)
-    for part in row_slices(rows, columns, _SLICE):
+    for part in rounding_slices(rows, columns, matrix.device):
         groups = matrix[part].float().view(-1, columns // group, group)
-        low, high = groups.aminmax(dim=-1)
-        stored, inverse = choose(torch.maximum(-low, high))
+        stored, inverse = choose(groups.abs().amax(-1))
         scales[part] = stored
         values[part] = packed(_codes((groups * inverse.unsqueeze(-1)).flatten(1)))
     return values, scales
@@ -122,7 +121,11 @@ def _codes(scaled: Tensor) -> Tensor:
 
     Numbers in the middle of two go to the even code, and those beyond the largest to the largest.
     """
-    below = torch.nextafter(torch.tensor(_EVEN_FROM), torch.zeros(()))
-    middles = torch.cat([torch.tensor(_ODD_ABOVE), below]).sort().values.to(scaled.device)
-    codes = torch.bucketize(scaled.abs(), middles, out_int32=True).to(torch.int8)
-    return codes.add_(torch.signbit(scaled), alpha=8)
+    magnitudes = scaled.abs()
+    codes = torch.signbit(scaled).view(torch.int8) * 8
+    # Seven comparisons take a fraction of the time of a search among seven numbers.
+    for middle in _ODD_ABOVE:
+        codes += (magnitudes > middle).view(torch.int8)
+    for middle in _EVEN_FROM:
+        codes += (magnitudes >= middle).view(torch.int8)
+    return codes

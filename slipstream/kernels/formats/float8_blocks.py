@@ -17,11 +17,11 @@ from slipstream.kernels.formats.weight import (
     Weight,
     chosen_rows,
     joined_rows,
+    rounding_slices,
     row_slices,
 )
 
 BLOCK = 128  # rows and columns that share a scale, where nothing else is said
-_SLICE = 1 << 24  # numbers that are in float32 at once while they are rounded
 _TINY = torch.finfo(torch.float32).tiny * FLOAT8_MAX
 
 
@@ -122,7 +122,7 @@ class ToFloat8Blocks(Rounding):
         rows, columns = matrix.shape
         values = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
         scales = []
-        for part in row_slices(-(-rows // BLOCK), columns * BLOCK, _SLICE):
+        for part in rounding_slices(-(-rows // BLOCK), columns * BLOCK, matrix.device):
             of_rows = slice(part.start * BLOCK, part.stop * BLOCK)
             numbers = matrix[of_rows].float()
             blocks = _in_blocks(numbers)

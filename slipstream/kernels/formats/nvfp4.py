@@ -8,9 +8,7 @@ from torch import Tensor
 
 from slipstream.kernels.formats.float4 import FLOAT4_MAX, Float4Matrix, round_groups
 from slipstream.kernels.formats.float8 import FLOAT8_MAX
-from slipstream.kernels.formats.weight import Rounding, row_slices
-
-_SLICE = 1 << 24  # numbers whose magnitudes are looked at at once
+from slipstream.kernels.formats.weight import Rounding, rounding_slices
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,5 +65,5 @@ class ToNvfp4(Rounding):
 
 def _largest(matrix: Tensor) -> Tensor:
     """The largest magnitude, a float32 number."""
-    parts = row_slices(len(matrix), matrix.shape[1], _SLICE)
-    return torch.stack([matrix[part].float().abs().amax() for part in parts]).amax()
+    parts = [matrix[part] for part in rounding_slices(len(matrix), matrix.shape[1], matrix.device)]
+    return torch.stack([part.abs().amax() for part in parts]).amax().float()

@@ -16,6 +16,9 @@ from slipstream.core.errors import UsageError
 
 # Weights that become float32 or float64 at a time: few enough for a core's cache.
 PRODUCT_SLICE = 1 << 19
+# Numbers that are in float32 at once while they are rounded: on a CPU few enough for a core's
+# cache, on others many enough to keep them busy.
+_ROUNDED_ON_CPU, _ROUNDED = 1 << 17, 1 << 24
 
 
 class Weight(ABC):
@@ -194,3 +197,9 @@ def row_slices(num_rows: int, columns: int, size: int) -> list[slice]:
     """Slices of rows that hold about `size` numbers each."""
     step = max(1, size // columns)
     return [slice(start, start + step) for start in range(0, num_rows, step)]
+
+
+def rounding_slices(num_rows: int, columns: int, device: torch.device) -> list[slice]:
+    """Slices of rows of a matrix that are rounded at a time."""
+    size = _ROUNDED_ON_CPU if device.type == "cpu" else _ROUNDED
+    return row_slices(num_rows, columns, size)
