@@ -61,6 +61,34 @@ std::unique_ptr<Matrix> pack_i4(const Array& values, const Array& scales,
     return pack_int4(from, by, zero, rows, columns, group);
 }
 
+// Of e2m1 numbers, two a byte, with `group` columns a scale: (rows, columns).
+std::pair<int64_t, int64_t> e2m1_shape(const Array& values, const Array& scales, int64_t group) {
+    require(values.ndim() == 2 && scales.ndim() == 2, "values and scales have two axes");
+    const int64_t rows = values.shape(0), columns = 2 * static_cast<int64_t>(values.shape(1));
+    require(columns % group == 0 && static_cast<int64_t>(scales.shape(0)) == rows &&
+                static_cast<int64_t>(scales.shape(1)) == columns / group,
+            "values [N, K / 2], scales [N, K / group]");
+    return {rows, columns};
+}
+
+std::unique_ptr<Matrix> pack_mx(const Array& values, const Array& scales) {
+    const auto [rows, columns] = e2m1_shape(values, scales, 32);
+    const auto* from = contiguous<const uint8_t>(values, Number::u8, "values");
+    const auto* by = contiguous<const uint8_t>(scales, Number::u8, "scales");
+    nb::gil_scoped_release released;
+    return pack_mxfp4(from, by, rows, columns);
+}
+
+std::unique_ptr<Matrix> pack_nv(const Array& values, const Array& scales, const Array& factors) {
+    const auto [rows, columns] = e2m1_shape(values, scales, 16);
+    require(static_cast<int64_t>(factors.size()) == rows, "factors [N]");
+    const auto* from = contiguous<const uint8_t>(values, Number::u8, "values");
+    const auto* by = contiguous<const float>(scales, Number::f32, "scales");
+    const auto* factor = contiguous<const float>(factors, Number::f32, "factors");
+    nb::gil_scoped_release released;
+    return pack_nvfp4(from, by, factor, rows, columns);
+}
+
 std::unique_ptr<Matrix> round_i8(const Array& values, bool one_digit) {
     const Floats from = floats(values);
     require(from.columns <= most_int8_columns, "sums of so many int8 columns may overflow");
@@ -149,6 +177,8 @@ void bind_matmul(nb::module_& module) {
     module.def("pack_int8", pack_i8, nb::arg("values"), nb::arg("scales"), nb::arg("one_digit"));
     module.def("pack_int4", pack_i4, nb::arg("values"), nb::arg("scales"),
                nb::arg("zeros").none(), nb::arg("group"));
+    module.def("pack_mxfp4", pack_mx, nb::arg("values"), nb::arg("scales"));
+    module.def("pack_nvfp4", pack_nv, nb::arg("values"), nb::arg("scales"), nb::arg("factors"));
     module.def("round_to_int8", round_i8, nb::arg("values"), nb::arg("one_digit"));
     module.def("round_to_int4", round_i4, nb::arg("values"), nb::arg("group"),
                nb::arg("has_zeros"));

@@ -16,10 +16,19 @@ namespace slipstream {
 // How a weight's numbers are stored. Integers are unsigned, and stand for (q - zero) * scale: of i8
 // zero is 128 and each row has a scale; of i4 groups of columns of a row have a scale and a zero.
 //
-// Rows that meet integers are integers themselves: divided by a scale of the row's own, rounded,
-// and written in one to three digits of base 128, each a row of signed bytes. All sums of a group
-// are then exact.
-enum class Storage { f32, bf16, i8, i4 };
+// mxfp4 and nvfp4 are e2m1 floats, whose sixteen values are halves of integers from -12 to 12: a
+// table makes integers with a zero of 12 of them. Groups of 32 columns have a power of two (e8m0),
+// groups of 16 a float16, as scale.
+//
+// Rows that meet integers are integers themselves: divided by a scale, rounded, and written in one
+// to three digits of base 128, each a row of signed bytes. All sums of a group are then exact. The
+// scale is a row's own; where the weight is e2m1, a power of two for each group, so that what is not
+// much smaller than the group's largest number stays what it is.
+enum class Storage { f32, bf16, i8, i4, mxfp4, nvfp4 };
+
+constexpr bool is_e2m1(Storage storage) {
+    return storage == Storage::mxfp4 || storage == Storage::nvfp4;
+}
 
 // Rows of the weight are taken 64 at a time (a block: 4 panels of 16), and K in tiles. A block is
 // contiguous: for each tile, 4 panels; a panel's tile is steps of 16 lanes, one a row, so that
@@ -34,19 +43,27 @@ struct TileShape {
     constexpr int block_bytes() const { return panel_bytes() * block_panels; }
 };
 
-// A step is one column of f32, two of bf16, four of i8, and eight of i4: four in the low halves of
-// a lane's bytes, the next four in the high halves.
+// A step is one column of f32, two of bf16, four of i8, and eight of four bits: four in the low
+// halves of a lane's bytes, the next four in the high halves.
 constexpr TileShape tile_shape(Storage storage) {
     switch (storage) {
         case Storage::f32: return {16, 16, 4};
         case Storage::bf16: return {32, 16, 4};
         case Storage::i8: return {64, 16, 4};
-        case Storage::i4: return {32, 4, 4};
+        case Storage::i4:
+        case Storage::mxfp4: return {32, 4, 4};
+        case Storage::nvfp4: return {16, 2, 4};
     }
     return {};
 }
 
-constexpr int int8_zero = 128, int4_zero = 8;
+// The integer that stands for 0 where no group has a zero of its own.
+constexpr int zero_of(Storage storage) {
+    return storage == Storage::i8 ? 128 : storage == Storage::i4 ? 8 : 12;
+}
+
+// Of a group's scale: float16, or e8m0.
+constexpr int scale_bytes(Storage storage) { return storage == Storage::mxfp4 ? 1 : 2; }
 
 struct Matrix {
     Storage storage;
@@ -55,7 +72,8 @@ struct Matrix {
     bool has_zeros = false;     // groups have zeros of their own
     bool one_digit = false;     // rows that it meets are rounded to int8
     std::shared_ptr<Buffer> values;  // shared with parts of the weight
-    std::shared_ptr<Buffer> scales;  // float32 [rows, padded]: of i8; of i4 powers of two; or null
+    std::shared_ptr<Buffer> scales;  // float32 [rows, padded]: of i8; of i4 powers of two; of nvfp4
+                                     // another factor of a row; or null
     int64_t first_block = 0;         // of `values`
 
     // Whether it meets rows of this type: floats meet their own, integers both.
@@ -72,9 +90,9 @@ struct Matrix {
         return group ? group / tile_shape(storage).columns : num_tiles();
     }
     int64_t num_groups() const { return num_tiles() / tiles_per_group(); }
-    // Behind the tiles of each group of a block: 64 scales (float16), then 64 zeros (bytes).
+    // Behind the tiles of each group of a block: 64 scales, then 64 zeros (bytes).
     int64_t group_tail_bytes() const {
-        return group ? block_rows * 2 + (has_zeros ? block_rows : 0) : 0;
+        return group ? block_rows * (scale_bytes(storage) + has_zeros) : 0;
     }
     int64_t group_bytes() const {
         return tiles_per_group() * tile_shape(storage).block_bytes() + group_tail_bytes();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "matmul.h"
+#include "matmul_quads.h"
 #include "matmul_rows.h"
 #include "simd.h"
 
@@ -23,7 +24,7 @@ inline F16 join_digits(const int32_t* sums, const int32_t* x_sums, int digits) {
     F16 value = zero();
     for (int digit = 0; digit < digits; ++digit) {
         const F16 part =
-            floats(load(sums + digit * block_rows) - integers(int8_zero * x_sums[digit]));
+            floats(load(sums + digit * block_rows) - integers(zero_of(Storage::i8) * x_sums[digit]));
         value = digit ? fma(value, broadcast(128.0f), part) : part;
     }
     return value;
@@ -41,24 +42,43 @@ struct GroupZeros {
     }
 };
 
-// A block of i4: groups of `tiles` tiles of 32 columns, each with its scales and zeros behind it.
-struct Int4Block {
+// Twice the numbers of e2m1, of which the upper eight are negative, plus their zero.
+inline constexpr uint8_t e2m1_integers[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                              12, 11, 10, 9,  8,  6,  4,  0};
+
+// Four bits of each byte, below or above, as unsigned integers.
+template <Storage storage>
+inline Quads as_integers(Quads halves) {
+    return is_e2m1(storage) ? look_up(e2m1_integers, halves) : halves;
+}
+
+// A block of a weight in four bits: groups of `tiles` tiles, each with its scales and zeros behind it.
+template <Storage storage>
+struct FourBitBlock {
+    static constexpr TileShape shape = tile_shape(storage);
+
     const char* data;
     int64_t groups, tiles, group_bytes, tail;
     bool has_zeros;
 
-    Int4Block(const Matrix& weight, int64_t block)
+    FourBitBlock(const Matrix& weight, int64_t block)
         : data(weight.block(block)), groups(weight.num_groups()), tiles(weight.tiles_per_group()),
           group_bytes(weight.group_bytes()), tail(group_bytes - weight.group_tail_bytes()),
           has_zeros(weight.has_zeros) {}
 
     const char* group(int64_t index) const { return data + index * group_bytes; }
     const char* tile(int64_t index, int64_t tile, int panel) const {
-        return group(index) + (tile * block_panels + panel) * 256;
+        return group(index) + (tile * block_panels + panel) * shape.panel_bytes();
     }
 
     // Of rows n .. n + 16.
     F16 scales(int64_t index, int n) const {
+        if constexpr (storage == Storage::mxfp4) {
+            // The byte is the exponent of a float32, but 2^-127 is below the normal ones.
+            const char* bytes = group(index) + tail + n;
+            const I16 exponents = load_bytes(reinterpret_cast<const uint8_t*>(bytes));
+            return as_floats(maximum(shift_left<23>(exponents), integers(0x400000)));
+        }
         const char* halves = group(index) + tail + n * 2;
 #if defined(__AVX512F__)
         return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)))};
@@ -79,18 +99,23 @@ struct Int4Block {
     }
 };
 
-// What the sums of a row's digits with a group stand for, but for scales. Two digits and their zeros
-// fit into 32 bits, exactly; a third joins in floats.
-template <int digits>
+// What the sums of a row's digits with a group stand for, but for the weight's scales and those of
+// whole rows. Two digits and their zeros fit into 32 bits, exactly; a third joins in floats.
+template <Storage storage, int digits>
 inline F16 join_group(I16 first, I16 second, I16 third, const GroupZeros& zeros,
                       const Rounded& rows, int64_t row, int64_t index) {
     I16 whole = first;
     if constexpr (digits > 1) whole = shift_left<7>(first) + second;
-    const F16 joined = floats(whole - zeros.times(rows.offsets[row * rows.groups + index]));
-    if constexpr (digits < 3) return joined;
-    const int32_t last = rows.sums[(row * digits + 2) * rows.groups + index];
-    const F16 rest = floats(third - zeros.times(zeros.are_own ? last : int4_zero * last));
-    return fma(joined, broadcast(128.0f), rest);
+    F16 joined = floats(whole - zeros.times(rows.offsets[row * rows.groups + index]));
+    if constexpr (digits == 3) {
+        const int32_t last = rows.sums[(row * digits + 2) * rows.groups + index];
+        const F16 rest =
+            floats(third - zeros.times(zeros.are_own ? last : zero_of(storage) * last));
+        joined = fma(joined, broadcast(128.0f), rest);
+    }
+    if constexpr (is_e2m1(storage))
+        joined = joined * broadcast(rows.scales[row * rows.groups + index]);
+    return joined;
 }
 
 }  // namespace slipstream::SLIPSTREAM_LEVEL

@@ -1,12 +1,12 @@
 // Products with packed weights. Compiled once for each level of instructions.
 #include "matmul.h"
-#include "matmul_int4.h"
+#include "matmul_four_bits.h"
 #include "matmul_integers.h"
 #include "matmul_rows.h"
 #include "simd.h"
 #include "threads.h"
 #if defined(__AMX_BF16__)
-#include "matmul_int4_tiles.h"
+#include "matmul_four_bits_tiles.h"
 #include "matmul_tiles.h"
 #else
 #include "matmul_dot.h"
@@ -62,6 +62,12 @@ void finish_rounded(const MatmulCall& call, const Rounded& rows, int64_t block, 
     finish_row(call, block, row, values, scales + block * block_rows);
 }
 
+// values [64] of a row that meets e2m1, whose scales are in it.
+void finish_by_groups(const MatmulCall& call, int64_t block, int64_t row, const float* values) {
+    const float* factors = call.weight->row_scales();
+    finish_row(call, block, row, values, factors ? factors + block * block_rows : nullptr);
+}
+
 void run_int8(const MatmulCall& call) {
     const Matrix& weight = *call.weight;
     const Rounded rows = round_rows(call);
@@ -80,33 +86,37 @@ void run_int8(const MatmulCall& call) {
     });
 }
 
-template <int digits>
-void run_int4(const MatmulCall& call, const Rounded& rows) {
+template <Storage storage, int digits>
+void run_four_bits(const MatmulCall& call, const Rounded& rows) {
     const Matrix& weight = *call.weight;
     for_parts(weight, rows.lines, [&]([[maybe_unused]] ProductUnit& unit, int64_t index,
                                       int64_t first, int64_t count) {
         const int64_t row = first / digits, num_rows = count / digits;
-        const Int4Block block(weight, index);
+        const FourBitBlock<storage> block(weight, index);
         auto* values = static_cast<float*>(
             scratch(Scratch::values, num_rows * block_rows * sizeof(float)));
         // Sums are exact, so the way to them does not show in the result.
 #if defined(__AMX_BF16__)
         if (rows.lines.count > most_direct_lines)
-            Int4Tiles<digits>(block, rows, unit).multiply(row, num_rows, values);
+            FourBitTiles<storage, digits>(block, rows, unit).multiply(row, num_rows, values);
         else
 #endif
-            Int4Rows<digits>(block, rows).multiply(row, num_rows, values);
-        for (int64_t i = 0; i < num_rows; ++i)
-            finish_rounded(call, rows, index, row + i, values + i * block_rows);
+            FourBitRows<storage, digits>(block, rows).multiply(row, num_rows, values);
+        for (int64_t i = 0; i < num_rows; ++i) {
+            float* of_row = values + i * block_rows;
+            if constexpr (is_e2m1(storage)) finish_by_groups(call, index, row + i, of_row);
+            else finish_rounded(call, rows, index, row + i, of_row);
+        }
     });
 }
 
-void run_int4(const MatmulCall& call) {
+template <Storage storage>
+void run_four_bits(const MatmulCall& call) {
     const Rounded rows = round_rows(call);
     switch (rows.digits) {
-        case 1: run_int4<1>(call, rows); break;
-        case 2: run_int4<2>(call, rows); break;
-        case 3: run_int4<3>(call, rows); break;
+        case 1: run_four_bits<storage, 1>(call, rows); break;
+        case 2: run_four_bits<storage, 2>(call, rows); break;
+        case 3: run_four_bits<storage, 3>(call, rows); break;
     }
 }
 
@@ -160,7 +170,9 @@ void run(const MatmulCall& call) {
         case Storage::f32: run_f32(call); break;
         case Storage::bf16: run_bf16(call); break;
         case Storage::i8: run_int8(call); break;
-        case Storage::i4: run_int4(call); break;
+        case Storage::i4: run_four_bits<Storage::i4>(call); break;
+        case Storage::mxfp4: run_four_bits<Storage::mxfp4>(call); break;
+        case Storage::nvfp4: run_four_bits<Storage::nvfp4>(call); break;
     }
 }
 

@@ -68,6 +68,20 @@ void put_scales(const Matrix& matrix, int64_t row, const float* scales, const ui
     }
 }
 
+// A panel's numbers of four bits: values [rows, columns / 2], the even column in the low half.
+void put_halves(const Matrix& matrix, const PanelRows& rows, const uint8_t* values) {
+    const TileShape shape = tile_shape(matrix.storage);
+    for_tiles(matrix, rows, [&](int64_t index, int64_t tile, char* lane) {
+        const uint8_t* from = values + index * (matrix.columns / 2) + tile * (shape.columns / 2);
+        for (int step = 0; step < shape.steps; ++step) {
+            uint32_t eight;  // columns, four bits each
+            std::memcpy(&eight, from + step * 4, 4);
+            const uint32_t word = spread(eight & 0xffff) | spread(eight >> 16) << 4;
+            std::memcpy(lane + step * panel_rows * 4, &word, 4);
+        }
+    });
+}
+
 // Of a weight to one of the same form.
 void copy_row(const Matrix& from, int64_t source, const Matrix& to, int64_t goal) {
     const TileShape shape = tile_shape(from.storage);
@@ -83,8 +97,9 @@ void copy_row(const Matrix& from, int64_t source, const Matrix& to, int64_t goal
         const char* old = group_tail(from, source, group);
         char* copy = group_tail(to, goal, group);
         const int64_t old_place = source % block_rows, place = goal % block_rows;
-        std::memcpy(copy + place * 2, old + old_place * 2, 2);
-        if (from.has_zeros) copy[block_rows * 2 + place] = old[block_rows * 2 + old_place];
+        const int64_t size = scale_bytes(from.storage);
+        std::memcpy(copy + place * size, old + old_place * size, size);
+        if (from.has_zeros) copy[block_rows * size + place] = old[block_rows * size + old_place];
     }
     if (from.scales) to.row_scales()[goal] = from.row_scales()[source];
 }
@@ -100,7 +115,7 @@ std::unique_ptr<Matrix> empty_matrix(Storage storage, int64_t rows, int64_t colu
     matrix->group = group;
     matrix->has_zeros = has_zeros;
     matrix->values = std::make_shared<Buffer>(matrix->num_blocks() * matrix->block_bytes());
-    if (storage == Storage::i8 || storage == Storage::i4)
+    if (storage == Storage::i8 || storage == Storage::i4 || storage == Storage::nvfp4)
         matrix->scales = std::make_shared<Buffer>(padded(rows) * sizeof(float));
     return matrix;
 }
@@ -126,15 +141,7 @@ void put_int4(const Matrix& matrix, const PanelRows& rows, const uint8_t* values
     for (int64_t index = 0; index < rows.count; ++index)
         put_scales(matrix, rows.first + index, scales + index * num_groups,
                    zeros ? zeros + index * num_groups : nullptr);
-    for_tiles(matrix, rows, [&](int64_t index, int64_t tile, char* lane) {
-        const uint8_t* from = values + index * (matrix.columns / 2) + tile * 16;
-        for (int step = 0; step < 4; ++step) {
-            uint32_t eight;  // columns, four bits each
-            std::memcpy(&eight, from + step * 4, 4);
-            const uint32_t word = spread(eight & 0xffff) | spread(eight >> 16) << 4;
-            std::memcpy(lane + step * panel_rows * 4, &word, 4);
-        }
-    });
+    put_halves(matrix, rows, values);
 }
 
 std::unique_ptr<Matrix> pack_floats(Storage storage, const void* values, int64_t rows,
@@ -166,6 +173,34 @@ std::unique_ptr<Matrix> pack_int4(const uint8_t* values, const float* scales, co
         const int64_t first = panel.first * num_groups;
         put_int4(*matrix, panel, values + panel.first * (columns / 2), scales + first,
                  zeros ? zeros + first : nullptr);
+    });
+    return matrix;
+}
+
+std::unique_ptr<Matrix> pack_mxfp4(const uint8_t* values, const uint8_t* scales, int64_t rows,
+                                   int64_t columns) {
+    auto matrix = empty_matrix(Storage::mxfp4, rows, columns, 32);
+    const int64_t num_groups = matrix->num_groups();
+    for_panels(*matrix, [&](const PanelRows& panel) {
+        put_halves(*matrix, panel, values + panel.first * (columns / 2));
+        for (int64_t row = panel.first; row < panel.first + panel.count; ++row)
+            for (int64_t group = 0; group < num_groups; ++group)
+                group_tail(*matrix, row, group)[row % block_rows] =
+                    static_cast<char>(scales[row * num_groups + group]);
+    });
+    return matrix;
+}
+
+std::unique_ptr<Matrix> pack_nvfp4(const uint8_t* values, const float* scales, const float* factors,
+                                   int64_t rows, int64_t columns) {
+    auto matrix = empty_matrix(Storage::nvfp4, rows, columns, 16);
+    const int64_t num_groups = matrix->num_groups();
+    for_panels(*matrix, [&](const PanelRows& panel) {
+        put_halves(*matrix, panel, values + panel.first * (columns / 2));
+        for (int64_t row = panel.first; row < panel.first + panel.count; ++row) {
+            put_scales(*matrix, row, scales + row * num_groups, nullptr);
+            matrix->row_scales()[row] *= factors[row];
+        }
     });
     return matrix;
 }

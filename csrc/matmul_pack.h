@@ -49,6 +49,14 @@ std::unique_ptr<Matrix> pack_int8(const int8_t* values, const float* scales, int
 std::unique_ptr<Matrix> pack_int4(const uint8_t* values, const float* scales, const uint8_t* zeros,
                                   int64_t rows, int64_t columns, int64_t group);
 
+// values as above; scales [rows, columns / 32], each the exponent of a power of two plus 127.
+std::unique_ptr<Matrix> pack_mxfp4(const uint8_t* values, const uint8_t* scales, int64_t rows,
+                                   int64_t columns);
+
+// values as above; scales [rows, columns / 16], numbers of e4m3, and a factor of each row.
+std::unique_ptr<Matrix> pack_nvfp4(const uint8_t* values, const float* scales, const float* factors,
+                                   int64_t rows, int64_t columns);
+
 // The rows ids[0..count) of a packed weight, packed.
 std::unique_ptr<Matrix> select_rows(const Matrix& weight, const int64_t* ids, int64_t count);
 

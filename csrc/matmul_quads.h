@@ -21,7 +21,12 @@ struct Quads {
 inline Quads load_quads(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline Quads low_halves(Quads x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
 inline Quads high_halves(Quads x) { return low_halves({_mm512_srli_epi16(x.v, 4)}); }
-// sum += lanes' bytes times the four signed bytes of `x`. The bytes of halves are below 16.
+// Bytes of a table of sixteen, by indices below 16.
+inline Quads look_up(const uint8_t* table, Quads indices) {
+    const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), indices.v)};
+}
+// sum += lanes' bytes times the four signed bytes of `x`. The bytes of halves are below 32.
 template <bool are_halves>
 inline I16 add_quads(I16 sum, Quads quads, int32_t x) {
     return {_mm512_dpbusd_epi32(sum.v, quads.v, _mm512_set1_epi32(x))};
@@ -40,7 +45,12 @@ inline __m256i low_halves(__m256i x) { return _mm256_and_si256(x, _mm256_set1_ep
 inline __m256i high_halves(__m256i x) { return low_halves(_mm256_srli_epi16(x, 4)); }
 inline Quads low_halves(Quads x) { return {low_halves(x.a), low_halves(x.b)}; }
 inline Quads high_halves(Quads x) { return {high_halves(x.a), high_halves(x.b)}; }
-// Pairs of products fit into 16 bits while one factor has four.
+inline Quads look_up(const uint8_t* table, Quads indices) {
+    const __m256i entries =
+        _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return {_mm256_shuffle_epi8(entries, indices.a), _mm256_shuffle_epi8(entries, indices.b)};
+}
+// Pairs of products fit into 16 bits while one factor has five.
 inline __m256i add_halves(__m256i sum, __m256i halves, __m256i x, int16_t unit) {
     const __m256i pairs = _mm256_maddubs_epi16(halves, x);
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(unit)));
@@ -75,6 +85,9 @@ inline Quads low_halves(Quads x) {
 }
 inline Quads high_halves(Quads x) {
     return each_byte([&](int i) { return x.v[i] >> 4; });
+}
+inline Quads look_up(const uint8_t* table, Quads indices) {
+    return each_byte([&](int i) { return table[indices.v[i]]; });
 }
 template <bool are_halves>
 inline I16 add_quads(I16 sum, Quads quads, int32_t x) {

@@ -99,12 +99,14 @@ inline Lines<Factor> pack_rows(const MatmulCall& call) {
     return lines;
 }
 
-// Rows as integers: x = scale * (.. + 128 * digit + last digit).
+// Rows as integers: x = scale * (.. + 128 * digit + last digit). Rows that meet e2m1 have a scale
+// for each group, which halves the table's numbers as well, and no more than one digit's last step
+// is lost of a group.
 struct Rounded {
     Lines<int8_t> lines;  // digit d of row r is line r * digits + d, the highest first
     int digits;
     int64_t groups;
-    const float* scales;     // [rows]
+    const float* scales;     // [rows], or [rows, groups]
     const int32_t* sums;     // [lines, groups], of the numbers of a group
     const int32_t* offsets;  // [rows, groups] of i4: of the first one or two digits joined, times the
                              // zero that all weights have, if they do
@@ -150,32 +152,65 @@ inline F16 numbers_at(const MatmulCall& call, int64_t row, int64_t k) {
     return left >= lanes ? load(x) : load_first(x, static_cast<int>(left));
 }
 
-inline float largest_of(const MatmulCall& call, int64_t row) {
+// The largest magnitude in columns first .. last of a row.
+inline float largest_of(const MatmulCall& call, int64_t row, int64_t first, int64_t last) {
     F16 most = zero();
-    for (int64_t k = 0; k < call.weight->columns; k += lanes) {
+    for (int64_t k = first; k < last; k += lanes) {
         const F16 x = numbers_at(call, row, k);
         most = maximum(most, maximum(x, zero() - x));
     }
     return largest(most);
 }
 
-// Fills what `rounded` says of a row.
-inline void round_row(const MatmulCall& call, const Rounded& rounded, int64_t row, float* scales,
-                      int32_t* sums, int32_t* offsets) {
-    const int64_t depth = rounded.lines.depth, groups = rounded.groups;
-    const int64_t in_group = rounded.lines.columns / groups;
-    const int digits = rounded.digits;
-    const float most = largest_of(call, row), bound = most > 1e-30f ? most : 1e-30f;
-    const float steps = digits == 1 ? 127.0f : digits == 2 ? 127.0f * 128 : 127.0f * 128 * 128;
-    scales[row] = bound / steps;
-    const F16 scale = broadcast(scales[row]);
-    int32_t* line_sums = sums + row * digits * groups;
-    const int32_t zero_of_all = call.weight->has_zeros ? 1 : int4_zero;
-    for (int64_t group = 0; group < groups; ++group) {
+// A row of `Rounded` on its way: where its scales and sums go.
+struct RowToRound {
+    const MatmulCall& call;
+    const Rounded& rounded;
+    int64_t row;
+    float* scales;
+    int32_t *sums, *offsets;
+
+    // By one scale.
+    void whole() const {
+        const float most = largest_of(call, row, 0, call.weight->columns);
+        const float bound = most > 1e-30f ? most : 1e-30f;
+        const float steps = rounded.digits == 1   ? 127.0f
+                            : rounded.digits == 2 ? 127.0f * 128
+                                                  : 127.0f * 128 * 128;
+        scales[row] = bound / steps;
+        const F16 scale = broadcast(scales[row]);
+        for (int64_t group = 0; group < rounded.groups; ++group)
+            write(group, [&](F16 x) { return x / scale; });
+    }
+
+    // By a power of two for each group: the least whose digits hold the largest number.
+    void by_groups() const {
+        const int64_t size = rounded.lines.columns / rounded.groups;
+        for (int64_t group = 0; group < rounded.groups; ++group) {
+            const float most = largest_of(call, row, group * size, (group + 1) * size);
+            // Digits go to 127.5 steps of the first.
+            const float bound = (most > 0x1p-100f ? most : 0x1p-100f) * (128.0f / 127.25f);
+            uint32_t bits;
+            std::memcpy(&bits, &bound, 4);
+            const int power = static_cast<int>(bits >> 23) - 126 - 7 * rounded.digits;
+            const F16 inverse = scale_by_power(broadcast(1.0f), broadcast(static_cast<float>(-power)));
+            scales[row * rounded.groups + group] =
+                bits >> 23 == 255 ? bound : __builtin_ldexpf(1.0f, power - 1);
+            write(group, [&](F16 x) { return x * inverse; });
+        }
+    }
+
+  private:
+    template <typename Divide>
+    void write(int64_t group, Divide&& divide) const {
+        const int64_t depth = rounded.lines.depth, groups = rounded.groups;
+        const int64_t in_group = rounded.lines.columns / groups;
+        const int digits = rounded.digits;
+        const int32_t zero_of_all = call.weight->has_zeros ? 1 : zero_of(call.weight->storage);
         int32_t total[3] = {};
         for (int64_t k = group * in_group; k < (group + 1) * in_group; k += lanes) {
             int8_t parts[3][lanes];
-            write_digits(round(numbers_at(call, row, k) / scale), digits, parts);
+            write_digits(round(divide(numbers_at(call, row, k))), digits, parts);
             for (int digit = 0; digit < digits; ++digit) {
                 int8_t* to = rounded.lines.at(row * digits + digit, k / depth) + k % depth;
                 std::memcpy(to, parts[digit], lanes);
@@ -183,30 +218,35 @@ inline void round_row(const MatmulCall& call, const Rounded& rounded, int64_t ro
             }
         }
         for (int digit = 0; digit < digits; ++digit)
-            line_sums[digit * groups + group] = total[digit];
+            sums[(row * digits + digit) * groups + group] = total[digit];
         if (call.weight->group)
             offsets[row * groups + group] =
                 zero_of_all * (digits == 1 ? total[0] : total[0] * 128 + total[1]);
     }
-}
+};
 
 inline Rounded round_rows(const MatmulCall& call) {
     const Matrix& weight = *call.weight;
     const int digits = weight.one_digit ? 1 : call.x_is_bf16 ? 2 : 3;
-    // Groups of int4 that are no whole number of 64 columns are multiplied in tiles of 32.
-    const int depth = weight.group % 64 ? 32 : 64;
+    // Groups that are no whole number of 64 columns are multiplied in tiles of the weight's size.
+    const int depth = weight.group % 64 ? tile_shape(weight.storage).columns : 64;
+    const bool by_groups = is_e2m1(weight.storage);
     const int64_t columns = (weight.padded_columns() + depth - 1) / depth * depth;
     const int64_t count = call.num_rows * digits, groups = weight.num_groups();
     const int64_t value_bytes = (count * columns + 63) / 64 * 64;
-    const int64_t numbers = call.num_rows + (count + call.num_rows) * groups;
+    const int64_t num_scales = call.num_rows * (by_groups ? groups : 1);
+    const int64_t numbers = num_scales + (count + call.num_rows) * groups;
     char* memory = static_cast<char*>(scratch(Scratch::input, value_bytes + numbers * 4));
     auto* scales = reinterpret_cast<float*>(memory + value_bytes);
-    auto* sums = reinterpret_cast<int32_t*>(scales + call.num_rows);
+    auto* sums = reinterpret_cast<int32_t*>(scales + num_scales);
     int32_t* offsets = sums + count * groups;
     const Rounded rounded{{reinterpret_cast<int8_t*>(memory), columns, count, depth},
                           digits, groups, scales, sums, offsets};
-    for_rows(call.num_rows,
-             [&](int64_t row) { round_row(call, rounded, row, scales, sums, offsets); });
+    for_rows(call.num_rows, [&](int64_t row) {
+        const RowToRound one{call, rounded, row, scales, sums, offsets};
+        if (by_groups) one.by_groups();
+        else one.whole();
+    });
     return rounded;
 }
 

@@ -222,7 +222,10 @@ template <int bits>
 inline I16 shift_left(I16 x) {
     return {_mm512_slli_epi32(x.v, bits)};
 }
+inline I16 maximum(I16 a, I16 b) { return {_mm512_max_epi32(a.v, b.v)}; }
 inline F16 floats(I16 x) { return {_mm512_cvtepi32_ps(x.v)}; }
+// The floats that have these bits.
+inline F16 as_floats(I16 x) { return {_mm512_castsi512_ps(x.v)}; }
 
 #elif defined(__AVX2__)
 
@@ -256,7 +259,11 @@ template <int bits>
 inline I16 shift_left(I16 x) {
     return {_mm256_slli_epi32(x.a, bits), _mm256_slli_epi32(x.b, bits)};
 }
+inline I16 maximum(I16 x, I16 y) {
+    return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)};
+}
 inline F16 floats(I16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline F16 as_floats(I16 x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 
 #else
 
@@ -280,10 +287,18 @@ template <int bits>
 inline I16 shift_left(I16 x) {
     return each_integer([&](int i) { return x.v[i] * (1 << bits); });
 }
+inline I16 maximum(I16 a, I16 b) {
+    return each_integer([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
 inline F16 floats(I16 x) {
     float values[lanes];
     for (int i = 0; i < lanes; ++i) values[i] = static_cast<float>(x.v[i]);
     return load(values);
+}
+inline F16 as_floats(I16 x) {
+    F16 out;
+    std::memcpy(out.v, x.v, sizeof out.v);
+    return out;
 }
 
 #endif

@@ -7,6 +7,8 @@ from torch import Tensor
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.int4 import Int4Matrix
 from slipstream.kernels.formats.int8 import Int8Matrix
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
+from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.reference import REFERENCE
 
@@ -16,6 +18,7 @@ from slipstream.kernels.cpu import matmul  # noqa: E402
 SHAPES = [(64, 32), (100, 48), (256, 1024), (17, 33), (192, 640), (1, 1), (65, 128)]
 ROWS = [1, 2, 5, 16, 17, 33, 70]
 FORMS = ["float", "int8", "int8 twice", "int4 of 32", "int4 of 128", "int4 of 32 with zeros"]
+FORMS += ["mxfp4", "nvfp4"]
 
 
 def weight(form: str, rows: int, columns: int, dtype: torch.dtype) -> Weight | None:
@@ -27,11 +30,17 @@ def weight(form: str, rows: int, columns: int, dtype: torch.dtype) -> Weight | N
     if form.startswith("int8"):
         values = torch.randint(-127, 128, (rows, columns), generator=generator)
         return Int8Matrix(values.to(torch.int8), scales, form.endswith("twice"))
-    group = 128 if "128" in form else 32
+    group = 128 if "128" in form else 16 if form == "nvfp4" else 32
     if columns % group:
         return None
     shape = rows, columns // group
     halves = torch.randint(0, 256, (rows, columns // 2), generator=generator).to(torch.uint8)
+    if form == "mxfp4":
+        powers = torch.randint(110, 130, shape, generator=generator).to(torch.uint8)
+        return Mxfp4Matrix(halves, powers)
+    if form == "nvfp4":
+        eighths = (torch.rand(shape, generator=generator) * 400).to(torch.float8_e4m3fn)
+        return Nvfp4Matrix(halves, eighths, scales)
     zeros = torch.randint(0, 16, shape, generator=generator).to(torch.uint8)
     by = torch.rand(shape, generator=generator).half().float() * 2.0**-6
     return Int4Matrix(halves, by, zeros if "zeros" in form else None, group)
@@ -117,6 +126,33 @@ def test_a_group_may_be_a_whole_row(level: str, columns: int, has_zeros: bool) -
         assert torch.allclose(found.double(), expected[: len(rows)], rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_every_power_of_two_of_mxfp4_is_exact(level: str, dtype: torch.dtype) -> None:
+    powers = torch.arange(255).to(torch.uint8).unsqueeze(1)
+    whole = Mxfp4Matrix(torch.full((255, 16), 0xB3, dtype=torch.uint8), powers)  # 1.5, -1.5
+    x = torch.zeros(3, 32, dtype=dtype)
+    x[0, 4] = x[1, 31] = 1
+    # As large as numbers get, and as small, beside ordinary ones.
+    x[2, 0], x[2, 2] = 2.0**100, -(2.0**100)
+    expected = torch.zeros(3, 255)
+    expected[0] = torch.ldexp(torch.tensor(1.5, dtype=torch.float64), powers[:, 0] - 127.0).float()
+    expected[1] = -expected[0]
+    assert torch.equal(product(x, matmul.pack(whole)), expected)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+def test_what_meets_e2m1_keeps_its_numbers_beside_large_ones(level: str, form: str) -> None:
+    whole = weight(form, 100, 256, torch.bfloat16)
+    assert isinstance(whole, Mxfp4Matrix | Nvfp4Matrix)
+    whole.values[:, :16] = 0
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = x.sign() * x.abs().clamp(0.1, 3)  # of one group none is much larger than the others
+    expected = x.double() @ whole.dequantised().double().T
+    x[:, :32] = 30000.0
+    size = x[:, 32:].double().abs() @ whole.dequantised()[:, 32:].double().abs().T
+    assert ((product(x, matmul.pack(whole)) - expected).abs() <= size * 2.0**-22).all()
+
+
 def test_results_are_rounded_and_biased_as_the_reference_does_it(level: str) -> None:
     whole = DenseMatrix(torch.randn(100, 72).bfloat16())
     bias = torch.randn(100).bfloat16()
@@ -190,3 +226,7 @@ def test_integers_that_do_not_fit_are_refused() -> None:
         cpp.pack_int4(values, scales, torch.zeros(8, 4, dtype=torch.uint8), 32)
     with pytest.raises(ValueError, match="two axes"):
         cpp.pack_int4(values[0], scales, None, 32)
+    with pytest.raises(ValueError, match=r"scales \[N, K / group"):
+        cpp.pack_mxfp4(values, torch.zeros(8, 16, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="factors"):
+        cpp.pack_nvfp4(values, torch.zeros(8, 16), torch.zeros(4))

@@ -11,6 +11,8 @@ from slipstream.kernels.devices import CPP_DTYPES
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.int4 import Int4Matrix, ToInt4
 from slipstream.kernels.formats.int8 import Int8Matrix, ToInt8
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
+from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Rounding, Weight
 
 _LARGE = 1 << 21  # bytes
@@ -110,6 +112,17 @@ def _(weight: Int4Matrix) -> Weight:
     weight = weight if parts == 1 else weight.regrouped(weight.group // parts)
     values = weight.values.contiguous()
     return CpuMatrix(cpp.pack_int4(values, weight.scales, weight.zeros, weight.group), None)
+
+
+@_packed.register
+def _(weight: Mxfp4Matrix) -> Weight:
+    return CpuMatrix(cpp.pack_mxfp4(weight.values.contiguous(), weight.scales.contiguous()), None)
+
+
+@_packed.register
+def _(weight: Nvfp4Matrix) -> Weight:
+    values, scales = weight.values.contiguous(), weight.scales.float()
+    return CpuMatrix(cpp.pack_nvfp4(values, scales, weight.global_scales.contiguous()), None)
 
 
 def rounded(matrix: Tensor, form: Rounding) -> Weight:

@@ -7,10 +7,10 @@
 
 namespace slipstream::SLIPSTREAM_LEVEL {
 
-template <int digits>
-class Int4Rows {
+template <Storage storage, int digits>
+class FourBitRows {
   public:
-    Int4Rows(const Int4Block& block, const Rounded& rows)
+    FourBitRows(const FourBitBlock<storage>& block, const Rounded& rows)
         : block_(block), rows_(rows), is_deep_(rows.lines.depth == 64),
           line_step_(in_tiles ? rows.lines.depth : rows.lines.columns),
           tile_step_(in_tiles ? rows.lines.count * rows.lines.depth : rows.lines.depth) {}
@@ -18,13 +18,15 @@ class Int4Rows {
     // values [count][64] = rows first .. first + count times the block, but for the rows' scales.
     void multiply(int64_t first, int64_t count, float* values) const {
         for (int64_t group = 0; group < block_.groups; ++group) {
-            look_ahead<block_rows * 2>(block_.group(group) + block_.tail);
+            look_ahead<block_rows * scale_bytes(storage)>(block_.group(group) + block_.tail);
             for (int64_t row = 0; row < count; row += most_rows)
                 some_rows(group, first + row, count - row, values + row * block_rows);
         }
     }
 
   private:
+    static constexpr TileShape shape = tile_shape(storage);
+
     // Rows whose sums, of each digit, fit into the registers beside what they meet.
 #if defined(__AVX512F__)
     static constexpr int most_rows = 6 / digits, panels = 2;
@@ -60,11 +62,12 @@ class Int4Rows {
             const int8_t* x = line_at(row * digits, group * block_.tiles + tile);
             const char* from = block_.tile(group, tile, panel);
             // What the first rows asked for is there for the others.
-            look_ahead<panels * 256>(from);
-            for (int step = 0; step < 4; ++step)
+            look_ahead<panels * shape.panel_bytes()>(from);
+            for (int step = 0; step < shape.steps; ++step)
                 for (int p = 0; p < panels; ++p) {
-                    const Quads both = load_quads(from + (p * 4 + step) * 64);
-                    const Quads first = low_halves(both), second = high_halves(both);
+                    const Quads both = load_quads(from + (p * shape.steps + step) * 64);
+                    const Quads first = as_integers<storage>(low_halves(both));
+                    const Quads second = as_integers<storage>(high_halves(both));
                     for (int line = 0; line < num_lines; ++line) {
                         const int8_t* quads = x + line * line_step_ + step * 8;
                         sums[line][p] = add_quads<true>(sums[line][p], first, quad_at(quads));
@@ -79,7 +82,7 @@ class Int4Rows {
             for (int r = 0; r < R; ++r) {
                 const int line = r * digits;
                 const F16 joined =
-                    join_group<digits>(sums[line][p], sums[line + (digits > 1)][p],
+                    join_group<storage, digits>(sums[line][p], sums[line + (digits > 1)][p],
                                        sums[line + digits - 1][p], zeros, rows_, row + r, group);
                 float* value = values + r * block_rows + n;
                 store(value, fma(scales, joined, group ? load(value) : zero()));
@@ -87,14 +90,14 @@ class Int4Rows {
         }
     }
 
-    // Where a tile of 32 columns of a line begins; in tiles of the matrix unit, of the first 16 lines.
+    // Where a tile of a line begins; where tiles of the line have two of the weight, in tiles of the matrix unit, of the first 16 lines.
     const int8_t* line_at(int64_t line, int64_t tile) const {
         const int64_t column = is_deep_ ? (tile >> 1) * tile_step_ + (tile & 1) * 32
                                         : tile * tile_step_;
         return rows_.lines.values + line * line_step_ + column;
     }
 
-    const Int4Block& block_;
+    const FourBitBlock<storage>& block_;
     const Rounded& rows_;
     const bool is_deep_;
     const int64_t line_step_, tile_step_;

@@ -6,13 +6,13 @@
 
 namespace slipstream::SLIPSTREAM_LEVEL {
 
-// So many lines are done sooner by `Int4Rows`.
+// So many lines are done sooner by `FourBitRows`.
 constexpr int64_t most_direct_lines = 10;
 
-template <int digits>
-class Int4Tiles {
+template <Storage storage, int digits>
+class FourBitTiles {
   public:
-    Int4Tiles(const Int4Block& block, const Rounded& rows, ProductUnit& unit)
+    FourBitTiles(const FourBitBlock<storage>& block, const Rounded& rows, ProductUnit& unit)
         : block_(block), rows_(rows), unit_(unit) {}
 
     // values [count][64] = rows first .. first + count times the block, but for the rows' scales.
@@ -20,8 +20,8 @@ class Int4Tiles {
     // folded into the values while the next are multiplied: what was just stored cannot be loaded as
     // a tile, or from one, before it is in the cache.
     void multiply(int64_t first, int64_t count, float* values) const {
-        const int64_t tiles = block_.tiles * 32 / rows_.lines.depth;
-        const int64_t bytes = block_.tiles * 32 * block_rows;
+        const int64_t tiles = block_.tiles * shape.columns / rows_.lines.depth;
+        const int64_t bytes = block_.tiles * shape.columns * block_rows;
         auto* unpacked = static_cast<uint8_t*>(scratch(Scratch::weights, 2 * bytes));
         constexpr int64_t part_size = (rows_at_once * digits + spare_lines) * block_rows;
         auto* sums = sums_of<int32_t>(2 * part_size / block_rows);
@@ -43,6 +43,8 @@ class Int4Tiles {
     }
 
   private:
+    static constexpr TileShape shape = tile_shape(storage);
+
     // Of whole tiles of lines, whose sums stay in the first cache.
     static constexpr int64_t rows_at_once = digits == 1 ? 32 : digits == 2 ? 16 : 32;
 
@@ -55,19 +57,19 @@ class Int4Tiles {
 
     // A group as bytes: [tile of the lines' depth][4 panels][steps of 4 columns][16][4].
     void unpack(int64_t group, uint8_t* to) const {
-        const int halves = rows_.lines.depth / 32;
-        const __m512i low = _mm512_set1_epi8(15);
-        look_ahead<block_rows * 2>(block_.group(group) + block_.tail);
+        const int halves = rows_.lines.depth / shape.columns;
+        look_ahead<block_rows * scale_bytes(storage)>(block_.group(group) + block_.tail);
         for (int64_t tile = 0; tile < block_.tiles; tile += halves)
             for (int panel = 0; panel < block_panels; ++panel)
                 for (int half = 0; half < halves; ++half) {
                     const char* from = block_.tile(group, tile + half, panel);
-                    look_ahead<256>(from);
-                    for (int step = 0; step < 4; ++step, from += 64, to += 128) {
-                        const __m512i both = _mm512_loadu_si512(from);
-                        _mm512_storeu_si512(to, _mm512_and_si512(both, low));
-                        _mm512_storeu_si512(to + 64,
-                                            _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
+                    look_ahead<shape.panel_bytes()>(from);
+                    for (int step = 0; step < shape.steps; ++step, from += 64, to += 128) {
+                        const Quads both = load_quads(from);
+                        const Quads first = as_integers<storage>(low_halves(both));
+                        const Quads second = as_integers<storage>(high_halves(both));
+                        _mm512_storeu_si512(to, first.v);
+                        _mm512_storeu_si512(to + 64, second.v);
                     }
                 }
     }
@@ -80,7 +82,7 @@ class Int4Tiles {
             for (int64_t row = 0; row < part.count; ++row) {
                 const int32_t* of = part.sums + row * digits * block_rows + n;
                 const F16 joined =
-                    join_group<digits>(load(of), load(of + (digits > 1) * block_rows),
+                    join_group<storage, digits>(load(of), load(of + (digits > 1) * block_rows),
                                        load(of + (digits - 1) * block_rows), zeros, rows_,
                                        part.first + row, part.group);
                 float* value = part.values + row * block_rows + n;
@@ -89,7 +91,7 @@ class Int4Tiles {
         }
     }
 
-    const Int4Block& block_;
+    const FourBitBlock<storage>& block_;
     const Rounded& rows_;
     ProductUnit& unit_;
 };
