@@ -33,23 +33,22 @@ def write_eagle3(
     fit: bool = True,
     **changes: Any,
 ) -> Path:
-    """An EAGLE-3 head; `changes` go to its config.json.
+    """An EAGLE-3 head; `changes` go to its config.json, `hidden_size` among them.
 
     Args:
         draft_vocab: every so many-th token of the target's vocabulary, none twice.
     """
     shape = _config(target)
-    vocab, width = shape["vocab_size"], shape["hidden_size"]
-    layers = shape["num_hidden_layers"]
+    vocab, layers = shape["vocab_size"], shape["num_hidden_layers"]
     config = {
         **_layers_config(shape),
         "draft_vocab_size": draft_vocab or vocab,
         "eagle_aux_hidden_state_layer_ids": [0, layers - 1, layers],
         **changes,
     }
-    matrix = _matrices(seed)
+    matrix, width = _matrices(seed), config["hidden_size"]
     weights = _eagle3_layers(matrix, config, naming, width, qk_norm) | _fusion(
-        matrix, config, width
+        matrix, config, shape["hidden_size"]
     )
     if own_embedding:
         weights["embed_tokens.weight"] = matrix(vocab, width, 2.0)
@@ -87,7 +86,8 @@ def write_p_eagle(
     config, file = _config(folder), folder / "model.safetensors"
     weights = load_file(file)
     count = len(config["eagle_aux_hidden_state_layer_ids"])
-    width = config["hidden_size"] * (count if config.get("use_aux_hidden_state", True) else 1)
+    count = count if config.get("use_aux_hidden_state", True) else 1
+    width = _config(target)["hidden_size"] * count
     vector = _matrices(seed + 1)(1, width).flatten() * width**0.5
     shape = {"[1, 1, N]": (1, 1, width), "[1, N]": (1, width), "[N]": (width,)}[mask_shape]
     _save(folder, config, weights | {"mask_hidden": vector.view(shape)})
@@ -211,7 +211,12 @@ def _layer(
         config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
     inner = config["intermediate_size"]
+    biases = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim, "o": width}
     return {
+        f"{name}self_attn.{part}_proj.bias": matrix(1, rows).flatten()
+        for part, rows in biases.items()
+        if config.get("attention_bias")
+    } | {
         f"{name}self_attn.q_proj.weight": matrix(heads * head_dim, columns, 2.0),
         f"{name}self_attn.k_proj.weight": matrix(kv_heads * head_dim, columns, 2.0),
         f"{name}self_attn.v_proj.weight": matrix(kv_heads * head_dim, columns),
@@ -242,10 +247,11 @@ def _eagle3_layers(
 
 
 def _fusion(matrix: Matrix, config: dict[str, Any], width: int) -> dict[str, Tensor]:
+    """What stands before the layers; `width` is the target's."""
     count = len(config["eagle_aux_hidden_state_layer_ids"])
     weights = {}
     if config.get("use_aux_hidden_state", True):
-        weights["fc.weight"] = matrix(width, count * width)
+        weights["fc.weight"] = matrix(config["hidden_size"], count * width)
     if config.get("norm_before_fc"):
         weights["input_norm.weight"] = _gains(matrix, count * width)
     if config.get("fc_norm"):

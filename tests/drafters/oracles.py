@@ -5,6 +5,7 @@ have the names of the files; `Weights` forgives a leading `model.` and the two n
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,13 +74,35 @@ def attention(weights: Weights, name: str, x: Tensor, config: Config) -> Tensor:
 
 
 def rotate(x: Tensor, head_dim: int, config: Config) -> Tensor:
-    """Half-split rotary embedding; a missing theta is 10000."""
-    theta = config.get("rope_theta", 10000.0)
-    frequencies = theta ** -(torch.arange(0, head_dim, 2).float() / head_dim)
+    """Half-split rotary embedding of the first part of a head; a missing theta is 10000."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta: float = rope.get("rope_theta") or config.get("rope_theta", 10000.0)
+    size = int(head_dim * config.get("partial_rotary_factor", 1.0))
+    frequencies, weight = theta ** -(torch.arange(0, size, 2).float() / size), 1.0
+    if rope.get("rope_type") == "yarn":
+        frequencies, weight = yarn(frequencies, theta, rope)
     angles = torch.outer(torch.arange(len(x)).float(), frequencies).unsqueeze(1)
-    one, two = x.chunk(2, -1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
+    one, two = x[..., :size].chunk(2, -1)
+    cos, sin = angles.cos() * weight, angles.sin() * weight
+    return torch.cat((one * cos - two * sin, two * cos + one * sin, x[..., size:]), -1)
+
+
+def yarn(frequencies: Tensor, theta: float, rope: Config) -> tuple[Tensor, float]:
+    """Section 1.4 of the reference of models: frequencies, and the factor of cosines and sines."""
+    factor, original = rope["factor"], rope["original_max_position_embeddings"]
+    size = 2 * len(frequencies)
+
+    def dim(beta: float) -> float:
+        return size * math.log(original / (2 * math.pi * beta)) / (2 * math.log(theta))
+
+    low, high = dim(rope.get("beta_fast", 32.0)), dim(rope.get("beta_slow", 1.0))
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    high += 0.001 if low == high else 0
+    ramp = ((torch.arange(size // 2) - low) / (high - low)).clamp(0, 1)
+    mixed = frequencies / factor * ramp + frequencies * (1 - ramp)
+    return mixed, 0.1 * math.log(factor) + 1
 
 
 def mlp(weights: Weights, name: str, x: Tensor) -> Tensor:

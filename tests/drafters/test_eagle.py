@@ -35,6 +35,46 @@ THREE: dict[str, dict[str, Any]] = {
     "norm_output": {"norm_output": True},
     "eagle3.1": {"fc_norm": True, "norm_output": True, "draft_vocab": 60},
     "no_aux": {"use_aux_hidden_state": False},
+    # Of heads for gpt-oss: what speculators writes, what Model-Optimizer writes, and a narrow one.
+    "of_speculators": {
+        "naming": "layers.0.",
+        "num_hidden_layers": 2,
+        "norm_before_fc": True,
+        "norm_before_residual": True,
+        "norm_output": True,
+        "draft_vocab": 60,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "beta_fast": 8.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention"] * 2,
+    },
+    "of_model_optimizer": {
+        "draft_vocab": 60,
+        "rope_theta": 100.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 128,
+        },
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            "parallel_draft_heads_num_layers": 1,
+        },
+    },
+    "narrow": {"hidden_size": 32, "own_embedding": True, "attention_bias": True},
     "two_layers_read": {"eagle_aux_hidden_state_layer_ids": [1, 2]},
 }
 FLAGS = ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"]
@@ -48,14 +88,20 @@ def test_eagle3_drafts_what_the_oracle_drafts(
     check_drafts(tiny_target, folder, Eagle3(folder, Target(tiny_target)), monkeypatch)
 
 
-@pytest.mark.parametrize("flag", [*FLAGS, "rope_theta"])
+WITH_AND_WITHOUT: dict[str, tuple[Any, Any]] = {
+    **dict.fromkeys(FLAGS, (True, False)),
+    "rope_theta": (500.0, 10000.0),
+    "rope_scaling": (THREE["of_model_optimizer"]["rope_scaling"], None),
+    "use_sliding_window": (True, False),
+}
+
+
+@pytest.mark.parametrize("flag", WITH_AND_WITHOUT)
 def test_every_flag_changes_the_drafts(flag: str, tiny_target: str, tmp_path: Path) -> None:
-    value = 500.0 if flag == "rope_theta" else True
-    folder = write_eagle3(tmp_path, tiny_target, **{flag: value})
+    given, other = WITH_AND_WITHOUT[flag]
+    folder = write_eagle3(tmp_path, tiny_target, **{"sliding_window": 6, flag: given})
     with_flag = Eagle3(folder, Target(tiny_target))
-    without = Eagle3(
-        folder, Target(tiny_target), **{flag: 10000.0 if flag == "rope_theta" else False}
-    )
+    without = Eagle3(folder, Target(tiny_target), **{flag: other})
     ours, theirs = (head.drafts(PROMPT, 2)[1][1] for head in (with_flag, without))
     assert (ours - theirs).abs().max() > 1e-2
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,17 @@ def test_a_wrapper_leaves_out_what_transformers_has_by_default(tmp_path: Path) -
     assert shape.attention.qk_norm
     assert config.fc_norm
     assert config.norm_output
+
+
+def test_windows_that_are_written_and_not_used(tiny_target: str, tmp_path: Path) -> None:
+    """The speculators library writes a size for every head; the types of layers say what counts."""
+    windows: dict[str, Any] = {"use_sliding_window": False, "sliding_window": 2048}
+    head = write_eagle3(tmp_path, tiny_target, fit=False, **windows)
+    write_config(head, layer_types=["full_attention"])
+    assert read_eagle3_config(HeadCheckpoint(as_wrapper(head))).layers.sliding_windows == (None,)
+    write_config(head, transformer_layer_config={"layer_types": ["sliding_attention"]})
+    with pytest.raises(CheckpointError, match='"layer_types" has sliding_attention, but'):
+        read_eagle3_config(HeadCheckpoint(head))
 
 
 @pytest.mark.parametrize("form", ["nested", "mixtral"])

@@ -39,6 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "norm_output": {"norm_output": True},
     "no_aux": {"use_aux_hidden_state": False},
     "two_layers_read": {"eagle_aux_hidden_state_layer_ids": [1, 2]},
+    "narrow": {"hidden_size": 32, "norm_before_fc": True},
     "specforge": {"architectures": ["PEagleDraftModel"], "norm_before_residual": True},
     "nemo": {
         "architectures": ["LlamaEagle3DraftModel"],

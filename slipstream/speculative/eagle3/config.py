@@ -139,7 +139,10 @@ def _expect_usual(reader: ConfigReader, inner: ConfigReader) -> None:
         ("use_input_layernorm_in_first_layer", True),
         ("use_last_layernorm", True),
         ("use_mtp_layernorm", False),
+        ("next_layer_regular", True),
         ("parallel_draft_step", 1),
     ):
         reader.expect(key, value)
         inner.expect(key, value)
+    for keys in (reader, inner):  # of heads that a parallel_draft_step of 1 has none of
+        keys.take_optional("parallel_draft_heads_num_layers", int)

@@ -5,10 +5,14 @@ library wraps the former in `transformer_layer_config`, old vLLM conversions in 
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from slipstream.core.errors import CheckpointError
+from slipstream.layers.attention import AttentionSpec
+from slipstream.layers.layer import LayerSpec
 from slipstream.models.catalogue import decoder_config
+from slipstream.models.config_keys import read_switched_windows
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.modules_beside import OWN_DRAFTER_KEYS
@@ -51,6 +55,7 @@ _HARMLESS = HARMLESS_KEYS | {
     "transformer_layer_architecture",
     WRAPPER_KEY,
 }
+_WINDOW_KEYS = ("use_sliding_window", "sliding_window", "layer_types")
 
 
 def is_wrapped(config: Mapping[str, Any]) -> bool:
@@ -76,7 +81,17 @@ def wrapped_num_tokens(config: Mapping[str, Any]) -> int | None:
     return count if type(count) is int and count > 0 else None
 
 
-def head_reader(checkpoint: HeadCheckpoint, read_elsewhere: Collection[str] = ()) -> ConfigReader:
+class HeadReader(ConfigReader):
+    """The keys of a head. Layers of the llama kind may have windows in heads, and nowhere else.
+
+    Attributes:
+        windows: keys about them that the architecture does not read.
+    """
+
+    windows: ConfigReader | None = None
+
+
+def head_reader(checkpoint: HeadCheckpoint, read_elsewhere: Collection[str] = ()) -> HeadReader:
     """The keys of a head, unwrapped, under the architecture of its layers.
 
     Args:
@@ -97,15 +112,29 @@ def head_reader(checkpoint: HeadCheckpoint, read_elsewhere: Collection[str] = ()
     # Whether a head has an own lm_head is read from its tensors.
     effective["tie_word_embeddings"] = False
     refuse_quantized(effective, checkpoint.config_file)
+    windows: ConfigReader | None = None
+    if kind == "llama":
+        found = {key: effective.pop(key) for key in _WINDOW_KEYS if key in effective}
+        windows = ConfigReader(found, checkpoint.config_file)
     harmless = (_HARMLESS | OWN_DRAFTER_KEYS).union(read_elsewhere)
-    return ConfigReader(effective, checkpoint.config_file, harmless=harmless)
+    reader = HeadReader(effective, checkpoint.config_file, harmless=harmless)
+    reader.windows = windows
+    return reader
 
 
-def read_layers(reader: ConfigReader, names: Collection[str]) -> DecoderConfig:
+def read_layers(reader: HeadReader, names: Collection[str]) -> DecoderConfig:
     """The layers of the head; q/k norms and biases are what its tensors say, beside its config."""
     config = decoder_config(reader)
     reader.finish()
+    if reader.windows is not None:
+        windows = read_switched_windows(reader.windows, config.num_layers)
+        config = replace(config, layers=tuple(map(_with_window, config.layers, windows)))
     return with_stored_parts(config, names)
+
+
+def _with_window(layer: LayerSpec, window: int | None) -> LayerSpec:
+    assert isinstance(layer.mixer, AttentionSpec), "layers of the llama kind attend"
+    return replace(layer, mixer=replace(layer.mixer, window=window))
 
 
 def with_stored_parts(
