@@ -53,7 +53,12 @@ class ListenFlags:
         metavar="<origin>",
     )
     tool_call_parser: str | None = flag(
-        None, "hermes, llama3_json or mistral. [found from the checkpoint]"
+        None, "hermes, llama3_json, mistral or openai. [found from the checkpoint]"
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "openai_gptoss, or none to leave a model's reasoning in the content. [found from the "
+        "checkpoint]",
     )
     chat_template: str | None = flag(
         None,
@@ -77,7 +82,6 @@ class ListenFlags:
         "to this folder.",
         metavar="<folder>",
     )
-    reasoning_parser: str | None = flag(None, hidden=True)
     enable_auto_tool_choice: bool = flag(False, hidden=True)  # of other servers; always on here
     allow_synthetic: bool = flag(
         False,
@@ -102,14 +106,20 @@ class ListenFlags:
             ) from None
         return text
 
-    def refuse_reasoning(self) -> None:
-        """Raise UsageError for --reasoning-parser, a flag of other servers."""
-        if self.reasoning_parser is not None:
-            raise UsageError(
-                "--reasoning-parser is not supported: a model's reasoning stays in the content, "
-                "between its own tags; leave it out (chat_template_kwargs such as "
-                '{"enable_thinking": false} ask a model not to think)'
-            )
+    def require_parsers(self) -> None:
+        """Raise UsageError for names that no parser has."""
+        from slipstream.serve.output.formats import CALLS_WITHIN, OFF, OUTPUT_FORMATS
+        from slipstream.serve.tools.formats import FORMATS
+
+        for name, given, known in (
+            ("--tool-call-parser", self.tool_call_parser, (*FORMATS, *CALLS_WITHIN)),
+            ("--reasoning-parser", self.reasoning_parser, (*OUTPUT_FORMATS, OFF)),
+        ):
+            if given is not None and given not in known:
+                raise UsageError(
+                    f"{name} must be one of {', '.join(known)}, not {given!r}; leave it out to "
+                    "take what the checkpoint shows"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,22 +175,16 @@ def _options(
     model: str, listen: ListenFlags, limits: ServeLimits, log: LogFlags
 ) -> "ServerOptions":
     """Check the flags before a model is loaded."""
-    listen.refuse_reasoning()
     if listen.enable_profiling is not None:
         make_folder("--enable-profiling", listen.enable_profiling)
     try:
         from slipstream.serve.run import Access, ServerOptions
-        from slipstream.serve.tools.formats import FORMATS
     except ModuleNotFoundError as error:
         raise MissingPackagesError(
             f"the server needs the package {error.name}; install it with: pip install "
             "'slipstream[serve]'"
         ) from error
-    if listen.tool_call_parser is not None and listen.tool_call_parser not in FORMATS:
-        raise UsageError(
-            f"--tool-call-parser must be one of {', '.join(FORMATS)}, not "
-            f"{listen.tool_call_parser!r}"
-        )
+    listen.require_parsers()
     return ServerOptions(
         names=listen.served_model_name or (model,),
         limits=limits,
@@ -189,6 +193,7 @@ def _options(
         key=listen.ssl_keyfile,
         root_path=listen.root_path,
         tool_call_parser=listen.tool_call_parser,
+        reasoning_parser=listen.reasoning_parser,
         chat_template=listen.template(),
         profiles=listen.enable_profiling,
         log_prompts=log.log_prompts,

@@ -13,7 +13,7 @@ KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutput:
-    """What an output must be, whole: exactly one of these is given.
+    """What an output must be: exactly one of these is given, the frame aside.
 
     Args:
         json_schema: a JSON document that satisfies this schema (an object or its JSON text).
@@ -21,6 +21,8 @@ class StructuredOutput:
         regex: a text that this regular expression (of Rust's kind) matches as a whole.
         choice: one of these texts.
         grammar: a text of this grammar, in the Lark syntax of llguidance.
+        frame: Lark rules (`start` and others) of what the output is around it; the rule `body`,
+            which they lack, stands for it. By default it is the whole output.
     """
 
     json_schema: str | Mapping[str, Any] | bool | None = None
@@ -28,6 +30,7 @@ class StructuredOutput:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    frame: str | None = None
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]

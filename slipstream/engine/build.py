@@ -27,6 +27,7 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.harmony import find_harmony
 from slipstream.models.loading import (
     LoadOptions,
     ProgressBar,
@@ -107,9 +108,9 @@ def build_engine(config: EngineConfig, progress_bar: ProgressBar = no_progress_b
     target = TargetModel(checkpoint.path, shape.vocab_size, beside)
     speculation = load_drafter(config.drafter_options, target)
     network = load_decoder(checkpoint, options)
-    eos = checkpoint.eos_token_ids
-    resolved = resolve(config, shape, eos, dtype, device, speculation, reasons)
     tokenizer = _tokenizer(config, checkpoint)
+    eos = _eos_token_ids(checkpoint, tokenizer)
+    resolved = resolve(config, shape, eos, dtype, device, speculation, reasons)
     return assemble(resolved, config, network, speculation.drafter, tokenizer, progress_bar)
 
 
@@ -169,6 +170,16 @@ def assemble(
         with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
             graphs.capture_all("step", step.run, not on_device, progress)
     return Engine(resolved, scheduler, step, LogprobReader(runner, tokenizer), tokenizer, grammars)
+
+
+def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """What ends an output: without a list in generation_config.json also the tokens that end one
+    in the harmony format, since config.json has room for one of them only."""
+    known = checkpoint.eos_token_ids
+    if tokenizer is None or "eos_token_id" in checkpoint.generation_config:
+        return known
+    harmony = find_harmony(tokenizer)
+    return known if harmony is None else tuple(dict.fromkeys((*known, *harmony.stops)))
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

@@ -5,6 +5,7 @@ where in the grammar the sample's output stands. Guides look ahead along drafts,
 """
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ MOST_COMPILED = 128
 WORD_BITS = 32
 # Nothing is lost to a JSON document, but a model that would write spaces for ever has to go on.
 WHITESPACE = r"\x20|\n[\x20\t]{0,16}"
+_ESCAPED = re.compile(r"\\.|/|\n", re.DOTALL)
+_IN_SLASHES = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 NOTHING_LEFT = (
     "the grammar, with what logit_bias, allowed_token_ids, bad_words and min_tokens rule out, left "
     "no token to go on with"
@@ -138,7 +141,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._backend: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
-        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str, str | None], LLMatcher] = OrderedDict()
         self._lock = Lock()
 
     def compile(self, structured: StructuredOutput) -> None:
@@ -186,7 +189,7 @@ class Grammars:
 
     def _matcher(self, structured: StructuredOutput) -> "LLMatcher":
         """The compiled grammar, which nobody moves along."""
-        key = (structured.kind, structured.text)
+        key = (structured.kind, structured.text, structured.frame)
         with self._lock:
             backend = self._load()
             found = self._compiled.get(key)
@@ -231,6 +234,23 @@ def _one_of(texts: Sequence[str]) -> str:
     return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, texts))
 
 
+def _body(structured: StructuredOutput) -> str:
+    """The rule `body` of a frame."""
+    kind, text = structured.kind, structured.text
+    if kind in ("json_schema", "json_object"):
+        schema = json.loads(text) if kind == "json_schema" else {"type": "object"}
+        own = {} if schema is True else schema
+        spaced = {"x-guidance": {"whitespace_pattern": WHITESPACE}, **own}
+        return f"body: %json {json.dumps(spaced)}"
+    if kind == "regex":
+        # Within slashes a slash and a line break are escaped; what is escaped already stays.
+        inner = _ESCAPED.sub(lambda found: _IN_SLASHES.get(found[0], found[0]), text)
+        return f"body: /{inner}/"
+    if kind == "choice":
+        return _one_of(structured.choice or ()).replace("start:", "body:", 1)
+    return f"body: %lark {{\n{text}\n}}"
+
+
 def _compile(backend: "LLTokenizer", structured: StructuredOutput) -> "LLMatcher":
     from llguidance import LLMatcher, grammar_from
 
@@ -238,7 +258,10 @@ def _compile(backend: "LLTokenizer", structured: StructuredOutput) -> "LLMatcher
     if kind == "json_schema":
         _refuse_endless(text)
     try:
-        if kind in ("json_schema", "json_object"):
+        if structured.frame is not None:
+            rules = f"{structured.frame}\n{_body(structured)}"
+            source = LLMatcher.grammar_from_lark(rules)
+        elif kind in ("json_schema", "json_object"):
             schema = text if kind == "json_schema" else '{"type": "object"}'
             source = LLMatcher.grammar_from_json_schema(
                 schema, defaults={"whitespace_pattern": WHITESPACE}

@@ -14,6 +14,7 @@ from slipstream.serve.generation import Generation
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol.base import ResponseBody
 from slipstream.serve.protocol.sampling import SamplingFields
+from slipstream.serve.protocol.usage import Usage
 from slipstream.serve.sse import DONE, ChunkWriter, EventStream, error_event
 from slipstream.serve.updates import Delta, RequestUpdate
 
@@ -87,7 +88,7 @@ class Answer(Generic[Choice]):
         answer = self.form.answer(
             **self._common(self.form.kind),
             choices=[self.form.choice(**choice.whole()) for choice in self._choices],
-            usage=self._generation.usage(),
+            usage=self._usage(),
             **self._extra_fields(),
         )
         return answer.model_dump_json(exclude_unset=True)
@@ -100,16 +101,16 @@ class Answer(Generic[Choice]):
         try:
             async with aclosing(self._updates()) as updates:
                 async for place, update in updates:
-                    usage = self._generation.usage() if continuous else None
-                    chunks = [
-                        writer.chunk([piece], usage)
+                    pieces = [
+                        piece
                         for choice, delta in self._deltas(place, update)
                         for piece in choice.pieces(delta)
                     ]
-                    if chunks:
-                        yield b"".join(chunks)
+                    if pieces:
+                        usage = self._usage() if continuous else None
+                        yield b"".join(writer.chunk([piece], usage) for piece in pieces)
             if wants_usage:
-                yield writer.chunk([], self._generation.usage())
+                yield writer.chunk([], self._usage())
             yield DONE
         except Exception as error:
             yield error_event(error)
@@ -126,6 +127,10 @@ class Answer(Generic[Choice]):
         """The deltas of a prompt's samples, each with its choice."""
         for delta in update.deltas:
             yield self._choices[delta.index], delta
+
+    def _usage(self) -> Usage:
+        """Token counts so far."""
+        return self._generation.usage()
 
     def _extra_fields(self) -> dict[str, Any]:
         """Further fields of a whole answer."""

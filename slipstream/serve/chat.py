@@ -17,6 +17,7 @@ from slipstream.serve.generation import Generation
 from slipstream.serve.logprobs_format import prompt_logprobs
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol.chat import ChatChoice, ChatCompletion, ChatRequest
+from slipstream.serve.protocol.usage import CompletionTokensDetails, Usage
 from slipstream.serve.request_parsing import read_body
 from slipstream.serve.sampling import sampling_params, structured_output
 from slipstream.serve.sse import cancel_on_disconnect
@@ -41,7 +42,10 @@ class ChatEndpoint:
         tools, params, prompt = await service.aside(self._prepare, body)
         await service.compile(params)
         generation = Generation([prompt], bool(body.return_speculation))
-        choices = [ChatAnswerChoice(service, body, tools, index) for index in range(body.n or 1)]
+        choices = [
+            ChatAnswerChoice(service, body, tools, prompt.token_ids, index)
+            for index in range(body.n or 1)
+        ]
         answer = _ChatAnswer(service, body, generation, choices)
         await generation.start(service.thread, params)
         return await answer.response()
@@ -53,9 +57,16 @@ class ChatEndpoint:
         require_template(service.template)
         tools = choose_tools(body, service)
         params = _params(body, tools, service)
-        text = render(service.template, body.messages, body, tools.in_prompt)
+        text = render(service, body.messages, body, tools.in_prompt)
         [prompt] = service.encode([text], params, body.add_special_tokens is True, "messages")
         service.require_room([prompt], *_max_tokens(body), "messages")
+        format = service.output_format
+        if format and params.structured and not format.begins_anew(prompt.token_ids):
+            raise bad_request(
+                "structured output and tools that are strict, required or named begin with a new "
+                "message; leave continue_final_message and add_generation_prompt out",
+                "messages",
+            )
         return tools, params, prompt
 
 
@@ -71,6 +82,14 @@ class _ChatAnswer(Answer[ChatAnswerChoice]):
         if update.prompt_logprobs is not None:
             self._prompt_logprobs = update.prompt_logprobs
         return super()._deltas(place, update)
+
+    def _usage(self) -> Usage:
+        usage = super()._usage()
+        if self._service.output_format is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(
+                reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices)
+            )
+        return usage
 
     def _extra_fields(self) -> dict[str, Any]:
         num_top = self._body.prompt_logprobs
@@ -97,13 +116,17 @@ def _check(body: ChatRequest) -> None:
 
 
 def _params(body: ChatRequest, tools: ToolUse, service: ModelService) -> SamplingParams:
-    structured = structured_output(body, body.response_format)
+    structured, format = structured_output(body, body.response_format), service.output_format
     if tools.grammar is not None:
         _refuse(structured, "tools that are strict, required or named say what the answer must be")
         structured = StructuredOutput(grammar=tools.grammar)
+    elif structured is not None and format is not None:
+        structured = format.framed(structured, {name: {} for name in tools.functions})
     elif tools.format is not None and structured and structured.kind not in ("regex", "grammar"):
         _refuse(structured, "JSON and choices leave no room for tool calls")
     overrides: dict[str, Any] = {}
+    if format is not None:  # whose parser finds stop strings, in the content alone
+        overrides["stop"] = ()
     if tools.keeps_special(service.tokenizer):
         overrides["skip_special_tokens"] = False
     return sampling_params(

@@ -8,6 +8,7 @@ from pydantic_core import from_json
 
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.serve.errors import bad_request
+from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol.bounds import MOST_SCHEMA_VALUES, count_values
 from slipstream.serve.protocol.chat import Message, TemplateFields, Tool
 from slipstream.serve.template_coverage import require_coverage
@@ -17,7 +18,7 @@ _OWN = ("messages", "tools", "add_generation_prompt")
 
 
 def render(
-    template: ChatTemplate,
+    service: ModelService,
     messages: Sequence[Message],
     fields: TemplateFields,
     tools: Sequence[Tool] | None,
@@ -31,9 +32,9 @@ def render(
         ApiError: the template cannot do what the request asks for, or leaves out a part of it.
         UsageError: the template refuses the messages.
     """
+    template = service.template
     require_template(template)
-    options = fields.chat_template_kwargs or {}
-    _check_options(template, options)
+    options = _options(template, fields)
     continues = bool(fields.continue_final_message)
     if continues and fields.add_generation_prompt:
         raise bad_request(
@@ -52,7 +53,7 @@ def render(
         )
 
     _check_arguments(messages)
-    plain = [_message(place, message) for place, message in enumerate(messages)]
+    plain = [_message(place, message, service) for place, message in enumerate(messages)]
     text = write(plain)
     require_coverage(write, plain, text)
     return _cut(text, messages[-1]) if continues else text
@@ -78,8 +79,15 @@ def require_tools(template: ChatTemplate) -> None:
         )
 
 
-def _check_options(template: ChatTemplate, options: Mapping[str, Any]) -> None:
-    """Refuse variables that the template does not read, and would silently ignore."""
+def _options(template: ChatTemplate, fields: TemplateFields) -> Mapping[str, Any]:
+    """Further variables; ApiError for those that the template does not read, and would silently
+    ignore."""
+    options, effort = dict(fields.chat_template_kwargs or {}), fields.reasoning_effort
+    if effort is not None and options.setdefault("reasoning_effort", effort) != effort:
+        raise bad_request(
+            "reasoning_effort and chat_template_kwargs contradict each other; give one of them",
+            "reasoning_effort",
+        )
     for name in options:
         if name in _OWN:
             raise bad_request(f"give {name} as a field of its own", "chat_template_kwargs")
@@ -88,8 +96,9 @@ def _check_options(template: ChatTemplate, options: Mapping[str, Any]) -> None:
             raise bad_request(
                 f"the chat template of this model does not read {name}; it reads "
                 f"{', '.join(read) or 'nothing else'}",
-                "chat_template_kwargs",
+                name if name == "reasoning_effort" else "chat_template_kwargs",
             )
+    return options
 
 
 def _check_arguments(messages: Sequence[Message]) -> None:
@@ -104,8 +113,23 @@ def _check_arguments(messages: Sequence[Message]) -> None:
         )
 
 
-def _message(place: int, message: Message) -> dict[str, Any]:
+def _message(place: int, message: Message, service: ModelService) -> dict[str, Any]:
+    """A message as templates expect it."""
     plain = message.model_dump(exclude_none=True)
+    older = plain.pop("reasoning_content", None)
+    reasoning = plain.pop("reasoning", None) or older
+    if reasoning:
+        if service.output_format is None:
+            key = "reasoning_content"
+            plain[key] = reasoning
+        else:
+            key = service.output_format.remember(plain, reasoning)
+        if not service.template.mentions(key):
+            raise bad_request(
+                f"messages[{place}].reasoning would be ignored: the chat template of this model "
+                "does not read it; leave it out",
+                "messages",
+            )
     if plain["role"] == "developer":  # the newer name; templates know the older one
         plain["role"] = "system"
     for call in plain.get("tool_calls", ()):

@@ -79,15 +79,16 @@ class Generation:
         metrics = [it for it in self._metrics if it is not None]
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         cached = sum(it.num_cached_tokens for it in metrics)
-        details = {"speculation": _speculation(metrics)} if self._return_speculation else {}
-        return Usage(
+        usage = Usage(
             prompt_tokens=num_prompt_tokens,
             completion_tokens=self._num_output_tokens,
             total_tokens=num_prompt_tokens + self._num_output_tokens,
             # Each sample counts the tokens that it found; the prompt counts once.
             prompt_tokens_details=PromptTokensDetails(cached_tokens=min(cached, num_prompt_tokens)),
-            **details,
         )
+        if self._return_speculation:
+            usage.speculation = _speculation(metrics)
+        return usage
 
     async def _merged(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
         # A queue of one: updates that a slow reader does not take are merged in their buffers.

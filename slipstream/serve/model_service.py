@@ -18,9 +18,11 @@ from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.errors import ApiError, bad_request
+from slipstream.serve.output.formats import choose_output_format
+from slipstream.serve.output.parts import OutputFormat
 from slipstream.serve.protocol.server import ModelCard, ModelSpeculation
 from slipstream.serve.token_texts import TokenTexts
-from slipstream.serve.tools.formats import FORMATS, ToolFormat, find_format
+from slipstream.serve.tools.formats import FORMATS, CallFormat, find_format
 
 _SHRINKING = 4  # tokenizers may merge so many characters into one before they look up tokens
 _TOO_LONG = "context_length_exceeded"
@@ -37,7 +39,9 @@ class ModelService:
         names: of the model in requests; answers have the first.
         config: that the engine was built from.
         engine: for its properties; only `thread` runs it.
-        tool_call_parser: a name of `FORMATS`; found from the checkpoint when None.
+        tool_call_parser: a name of `FORMATS` or `CALLS_WITHIN`; found from the checkpoint when
+            None.
+        reasoning_parser: a name of `OUTPUT_FORMATS`, or `OFF`; found from the checkpoint when None.
         chat_template: replaces the checkpoint's.
     """
 
@@ -46,6 +50,7 @@ class ModelService:
     engine: Engine
     thread: EngineThread
     tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     chat_template: str | None = None
     created: int = field(default_factory=lambda: int(time()))
     # Parsing holds the interpreter's lock, so more threads would only make others wait longer.
@@ -94,8 +99,18 @@ class ModelService:
         return ChatTemplate(self.tokenizer, self.chat_template)
 
     @cached_property
-    def tool_format(self) -> ToolFormat | None:
+    def output_format(self) -> OutputFormat | None:
+        """The format of the model's answers, if they are more than text; UsageError for flags that
+        do not fit it."""
+        return choose_output_format(
+            self.reasoning_parser, self.tool_call_parser, self.template, self.tokenizer
+        )
+
+    @cached_property
+    def tool_format(self) -> CallFormat | None:
         """The format of the model's tool calls, if known."""
+        if self.output_format is not None:
+            return self.output_format.calls
         if self.tool_call_parser is not None:
             return FORMATS[self.tool_call_parser]
         return find_format(self.template, self.tokenizer)

@@ -64,7 +64,7 @@ class ServerOptions:
         names: of the model in requests; at least one.
         certificate, key: PEM files for TLS; the key may be in the certificate's file.
         root_path: path under which a proxy offers the server.
-        tool_call_parser: a format of tool calls; found from the checkpoint when None.
+        tool_call_parser, reasoning_parser: as of `ModelService`.
         chat_template: replaces the checkpoint's.
         profiles: folder for traces; clients may profile the engine if there is one.
         log_prompts: prompts and outputs may be in the log.
@@ -82,6 +82,7 @@ class ServerOptions:
     key: Path | None = None
     root_path: str = ""
     tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     chat_template: str | None = None
     profiles: Path | None = None
     log_prompts: bool = False
@@ -178,8 +179,11 @@ def start_server(
         engine=engine,
         thread=thread,
         tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
         chat_template=options.chat_template,
     )
+    if engine.tokenizer is not None:
+        _ = service.output_format  # flags that do not fit the model are told now
     # The playground asks its user for the key.
     open_paths = (*options.access.open_paths, *(page.path for page in pages))
     access = replace(options.access, open_paths=open_paths)

@@ -36,7 +36,7 @@ class TokenizeEndpoints:
     def _tokenize(self, body: TokenizeRequest) -> Response:
         tokenizer = self._service.tokenizer
         if body.messages is not None:
-            text = render(self._service.template, body.messages, body, body.tools)
+            text = render(self._service, body.messages, body, body.tools)
             field, adds_special = "messages", body.add_special_tokens is True
         else:
             assert body.prompt is not None, "one of the two is given"

@@ -57,7 +57,7 @@ FLAGS = {
         --host --keep-alive-timeout --log-json --log-level --log-prompts --max-body-bytes
         --max-connections --max-header-bytes --max-json-values --max-queue --max-waiting --port
         --receive-timeout --request-timeout --root-path --send-timeout --served-model-name
-        --ssl-certfile --ssl-keyfile --tool-call-parser
+        --ssl-certfile --ssl-keyfile --tool-call-parser --reasoning-parser
     """,
     "inspect": f"{COMMON} --json --target",
     "bench serve": f"""

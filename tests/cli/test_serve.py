@@ -156,7 +156,7 @@ def test_forced_acceptance_is_served_only_by_name(
         ("--host no.such.host.invalid", "--host"),
         ("--port 99999", "--port"),
         ("--temperature 1", "--temperature"),
-        ("--reasoning-parser qwen3", "leave it out"),
+        ("--reasoning-parser xml", "openai_gptoss, none"),
         ("--ssl-keyfile x", "--ssl-certfile"),
         ("--ssl-certfile /nowhere", "--ssl-certfile"),
         ("--root-path models", "--root-path"),

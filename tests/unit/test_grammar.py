@@ -20,7 +20,7 @@ from tests.tokenizers import write_byte_tokenizer, write_tokenizer
 
 pytest.importorskip("llguidance")
 
-PIECES = [*'abc0123456789{}[]":, -\n', "ab", "bc"]
+PIECES = [*'abc0123456789{}[]":, -/\n', "ab", "bc"]
 END = 0
 VOCAB = 70  # more than there are tokens: a mask of three words
 
@@ -54,6 +54,34 @@ def allowed(grammars: Grammars, guide: GrammarGuide, tokens: list[int]) -> list[
         sum((word & 0xFFFFFFFF) << 32 * i for i, word in enumerate(row)) for row in masks.tolist()
     ]
     return [{text for token, text in enumerate(texts) if row >> token & 1} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("wish", "right", "wrong"),
+    [
+        ({"regex": "a/b|(?:\n|c)"}, ["a/b", "\n", "c"], ["a", "ab"]),
+        ({"regex": r"a\/b"}, ["a/b"], ["a"]),
+        ({"choice": ["ab", "bc"]}, ["ab", "bc"], ["a", "abbc"]),
+        ({"grammar": "start: n n\nn: /[0-9]/ // a digit"}, ["12"], ["1", "123"]),
+        ({"json_schema": {"const": [1]}}, ["[1]"], ["1"]),
+        ({"json_schema": True}, ["[1]", "{}"], ["]"]),
+        ({"json_object": True}, ["{}", '{"a": 1}'], ["[]", ""]),
+    ],
+)
+def test_a_frame_is_around_every_kind(
+    grammars: Grammars, wish: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    frame = 'start: "c"* "-" body'
+    for text in (*right, *wrong):
+        for before in ("-", "ccc-", ""):
+            guide = guide_of(grammars, frame=frame, **wish)
+            tokens = ids(before + text)
+            fits = guide.matcher.try_consume_tokens(tokens) == len(tokens)
+            whole = fits and guide.matcher.is_accepting()
+            assert whole == (text in right and before != ""), before + text
+    assert guide_of(grammars, frame='start: "-" body', **wish).matcher.compute_ff_tokens()[:1] == [
+        PIECES.index("-") + 1
+    ]
 
 
 def test_masks_say_what_may_come(grammars: Grammars) -> None:

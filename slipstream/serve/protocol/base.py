@@ -26,7 +26,6 @@ REFUSALS: Final = {
     "moderation": "this server moderates nothing; leave it out",
     "prediction": "the server drafts by itself; use speculative to set how much",
     "prompt_cache_options": "the prefix cache has no options of a request; leave it out",
-    "reasoning_effort": "use chat_template_kwargs with the variables of the model's template",
     "refusal": "this server's messages have none; leave it out",
     "suffix": "nothing is filled in between two texts; put what the model needs into prompt",
     "verbosity": "say in a message how long the answer should be",

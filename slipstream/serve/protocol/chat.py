@@ -48,11 +48,17 @@ class PlainMessage(RequestBody):
 
 
 class AssistantMessage(RequestBody):
-    """An earlier answer of the model."""
+    """An earlier answer of the model.
+
+    Attributes:
+        reasoning: what it thought before; `reasoning_content` is the older name.
+    """
 
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[MessageToolCall], AtMost(bounds.MOST_PARTS)] | None = None
     refusal: None = None
     audio: None = None
@@ -62,6 +68,9 @@ class AssistantMessage(RequestBody):
     def _check(self) -> "AssistantMessage":
         if self.content is None and not self.tool_calls:
             raise ValueError("a message needs a content; only one with tool_calls may lack it")
+        older, newer = self.reasoning_content, self.reasoning
+        if older is not None and newer is not None and older != newer:
+            raise ValueError("reasoning_content is the older name of reasoning; give one of them")
         return self
 
 
@@ -121,11 +130,13 @@ class TemplateFields(RequestBody):
 
     Attributes:
         chat_template_kwargs: further variables of the chat template.
+        reasoning_effort: the variable of that name of the chat template.
         continue_final_message: continue the text of the last message.
     """
 
     tools: Tools | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    reasoning_effort: Literal["low", "medium", "high"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -136,6 +147,7 @@ class ChatRequest(SamplingFields, TemplateFields):
     Attributes:
         max_tokens: the older name of `max_completion_tokens`; by default up to `max_model_len`.
         parallel_tool_calls: false ends the answer after its first tool call.
+        include_reasoning: false leaves the reasoning out of the answer.
     """
 
     messages: Messages
@@ -146,6 +158,7 @@ class ChatRequest(SamplingFields, TemplateFields):
     response_format: ResponseFormat | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     # Accepted without effect: see docs/protocol.md.
     metadata: Annotated[dict[str, str], AtMost(bounds.MOST_LABELS)] | None = None
@@ -165,7 +178,6 @@ class ChatRequest(SamplingFields, TemplateFields):
     moderation: None = None
     prediction: None = None
     prompt_cache_options: None = None
-    reasoning_effort: None = None
     verbosity: None = None
     web_search_options: None = None
 
@@ -185,7 +197,7 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(ResponseBody):
-    """One entry per token."""
+    """One entry per token; of a model whose reasoning is told apart, per token of the content."""
 
     content: list[TokenLogprob]
     refusal: None = None
@@ -207,10 +219,12 @@ class ToolCall(ResponseBody):
 
 
 class AnswerMessage(ResponseBody):
-    """The assistant's message."""
+    """The assistant's message; `reasoning_content` repeats `reasoning` for older clients."""
 
     role: Literal["assistant"]
     content: str | None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
 
@@ -256,6 +270,8 @@ class ChatDelta(ResponseBody):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCallPiece] | None = None
 
 

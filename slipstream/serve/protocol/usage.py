@@ -35,6 +35,12 @@ class PromptTokensDetails(ResponseBody):
     cached_tokens: int
 
 
+class CompletionTokensDetails(ResponseBody):
+    """Tokens of the output that are reasoning, where the model's format tells them apart."""
+
+    reasoning_tokens: int
+
+
 class SpeculationUsage(ResponseBody):
     """Statistics of speculation, summed over a request's samples."""
 
@@ -53,6 +59,7 @@ class Usage(ResponseBody):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
     speculation: SpeculationUsage | None = None
 
 
@@ -75,12 +82,15 @@ class SpeculatedToken(ResponseBody):
             without a draft.
         position: in the draft, from 0; None for a plain token.
         logprob: if logprobs were asked for.
+        part: of the answer, where the model's format tells parts apart; "markup" is none of the
+            text.
     """
 
     text: str
     kind: Literal["accepted", "bonus", "recovered", "plain"]
     position: int | None
     logprob: float | None
+    part: Literal["reasoning", "content", "call", "markup"] | None = None
 
 
 class SpeculatedTokens(ResponseBody):

@@ -1,7 +1,7 @@
 """The tools of a request, and what `tool_choice` asks for."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.models.tokenizer import Tokenizer
@@ -10,7 +10,7 @@ from slipstream.serve.errors import bad_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol.chat import ChatRequest, ChosenTool, Tool
 from slipstream.serve.tools.events import ToolParser
-from slipstream.serve.tools.formats import ToolFormat
+from slipstream.serve.tools.formats import CallFormat, Schemas, ToolFormat
 
 
 @dataclass(frozen=True)
@@ -20,24 +20,26 @@ class ToolUse:
     Attributes:
         in_prompt: the tools that the chat template writes into the prompt.
         format: of the tool calls; None if the answer has none.
+        functions: schemas of the arguments of those that may be called.
         single: the answer ends after its first call.
         grammar: that the answer must follow; None if it may be any text.
     """
 
     in_prompt: Sequence[Tool] | None = None
-    format: ToolFormat | None = None
+    format: CallFormat | None = None
+    functions: Schemas = field(default_factory=dict)
     single: bool = False
     grammar: str | None = None
 
     def keeps_special(self, tokenizer: Tokenizer) -> bool:
         """Whether the marks of calls are special tokens, which the text must then include."""
         special = tokenizer.special_token_ids
-        marks = self.format.marks if self.format is not None else ()
+        marks = self.format.marks if isinstance(self.format, ToolFormat) else ()
         return any(tokenizer.token_to_id(mark) in special for mark in marks)
 
     def parser(self, tokenizer: Tokenizer, skip_special: bool) -> ToolParser | None:
-        """A parser for one answer; None without tools."""
-        if self.format is None:
+        """A parser for the text of one answer; None without tools."""
+        if not isinstance(self.format, ToolFormat):
             return None
         dropped: list[str] = []
         if skip_special and self.keeps_special(tokenizer):
@@ -73,14 +75,14 @@ def choose_tools(body: ChatRequest, model: ModelService) -> ToolUse:
         if strict:  # the others may have any arguments
             schemas = {name: functions[name] if name in strict else {} for name in functions}
             grammar = format.calls_amid_text(schemas, model.tokenizer)
-        return ToolUse(body.tools, format, single, grammar)
+        return ToolUse(body.tools, format, functions, single, grammar)
     if isinstance(choice, ChosenTool):
         name = choice.function.name
         if name not in functions:
             raise bad_request(f"tool_choice names {name}, which is not in tools", "tool_choice")
         functions, single = {name: functions[name]}, True
     grammar = format.only_calls(functions, model.tokenizer, several=not single)
-    return ToolUse(body.tools, format, single, grammar)
+    return ToolUse(body.tools, format, functions, single, grammar)
 
 
 def _functions(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:

@@ -1,4 +1,4 @@
-"""Events of a tool call parser."""
+"""Events of the parsers of answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +8,13 @@ from typing import Protocol
 @dataclass(frozen=True, slots=True)
 class Content:
     """Text that is not a tool call."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model thinks before it answers."""
 
     text: str
 
@@ -32,6 +39,7 @@ class CallEnded:
 
 
 ToolEvent = Content | CallBegun | Arguments | CallEnded
+AnswerEvent = ToolEvent | Reasoning
 
 
 class ToolParser(Protocol):

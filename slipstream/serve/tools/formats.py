@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from uuid import uuid4
 
 from slipstream.core.errors import UsageError
@@ -18,19 +18,34 @@ from slipstream.serve.tools.mistral import MistralParser
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by function name
 
-_ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 # The way models write JSON; if any white space is allowed, small models may never stop writing it.
-_WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class CallFormat(Protocol):
+    """How a family of models writes tool calls."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def call_id(self) -> Callable[[], str]:
+        """Returns a new id."""
+
+    def only_calls(self, functions: Schemas, tokenizer: Tokenizer, several: bool) -> str:
+        """A Lark grammar (of llguidance) of nothing but calls of these functions."""
+
+    def calls_amid_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
+        """A Lark grammar of any text, in which each call is one of these functions."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes tool calls.
+    """A `CallFormat` whose calls stand in the text of an answer.
 
     Attributes:
         marks: texts around its calls; a mark that is a special token must be kept in the text.
         parser: (names of the functions, special tokens that are not content) -> parser.
-        call_id: returns a new id.
     """
 
     name: str
@@ -42,11 +57,9 @@ class ToolFormat:
     _arguments: str
 
     def only_calls(self, functions: Schemas, tokenizer: Tokenizer, several: bool) -> str:
-        """A Lark grammar (of llguidance) of nothing but calls of these functions."""
         return "\n".join([*self._only_calls(_Literals(tokenizer), several), self._call(functions)])
 
     def calls_amid_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
-        """A Lark grammar of any text, in which each call is one of these functions."""
         rules = self._calls_amid_text(_Literals(tokenizer))
         return "\n".join([*rules, "TEXT: /(.|\\n)*/", self._call(functions)])
 
@@ -56,7 +69,7 @@ class ToolFormat:
                 "type": "object",
                 "properties": {
                     "name": {"const": name},
-                    self._arguments: schema or _ANY_ARGUMENTS,
+                    self._arguments: schema or ANY_ARGUMENTS,
                 },
                 "required": ["name", self._arguments],
                 "additionalProperties": False,
@@ -64,7 +77,7 @@ class ToolFormat:
             for name, schema in functions.items()
         ]
         schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-        return f"call: %json {json.dumps({**_lifted(schema), 'x-guidance': _WRITING})}"
+        return f"call: %json {json.dumps({**_lifted(schema), 'x-guidance': WRITING})}"
 
 
 class _Literals:
@@ -138,7 +151,8 @@ def _mistral_amid(literal: _Literals) -> list[str]:
     return ['start: begun "[" call (", " call)* "]" | TEXT', begun]
 
 
-def _long_id() -> str:
+def long_id() -> str:
+    """An id of a call."""
     return f"call_{uuid4().hex}"
 
 
@@ -154,7 +168,7 @@ FORMATS: Final = {
             "hermes",
             (hermes.BEGIN, hermes.END),
             lambda _, dropped: HermesParser(dropped),
-            _long_id,
+            long_id,
             _hermes_only,
             _hermes_amid,
             "arguments",
@@ -163,7 +177,7 @@ FORMATS: Final = {
             "llama3_json",
             (),
             lambda names, _: Llama3Parser(names),
-            _long_id,
+            long_id,
             _llama3_only,
             _llama3_amid,
             "parameters",

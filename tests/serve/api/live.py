@@ -70,12 +70,18 @@ def serving(
     limits: ServeLimits | None = None,
     access: Access | None = None,
     tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
 ) -> Iterator[Live]:
     """A server until the end of the block."""
     limits, engine = limits or ServeLimits(), build_engine(config)
     thread = EngineThread(engine, limits)
     model = ModelService(
-        names=names, config=config, engine=engine, thread=thread, tool_call_parser=tool_call_parser
+        names=names,
+        config=config,
+        engine=engine,
+        thread=thread,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
     )
     app, _ = guarded(create_app(model), limits, access or Access())
     sock = socket.create_server(("127.0.0.1", 0))

@@ -11,6 +11,7 @@ from tests.serve.api.live import Live, call_api
 MESSAGES = [{"role": "user", "content": "Write a function that adds two numbers."}]
 IMAGE = {"type": "image_url", "image_url": {"url": "https://x.org"}}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+THOUGHT = {"role": "assistant", "content": "x", "reasoning": "a"}
 CALLS = {"role": "assistant", "content": "Wait.", "tool_calls": [CALL]}
 
 
@@ -154,7 +155,8 @@ def test_fields_that_change_nothing(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"reasoning_effort": "low"}, "chat_template_kwargs"),
+        ({"reasoning_effort": "low"}, "does not read reasoning_effort"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
         ({"functions": [{"name": "f"}]}, "tools"),
         ({"function_call": "auto"}, "tool_choice"),
         ({"audio": {"voice": "alloy", "format": "wav"}}, "text only"),
@@ -193,6 +195,11 @@ def test_fields_that_change_nothing(client: openai.OpenAI) -> None:
         # The demo's template reads roles and contents only.
         ({"messages": [*MESSAGES, {**MESSAGES[-1], "name": "bob"}]}, "].name would be ignored"),
         ({"messages": [*MESSAGES, CALLS]}, "tool_calls[0]"),
+        ({"messages": [*MESSAGES, THOUGHT]}, "].reasoning would be ignored"),
+        (
+            {"messages": [*MESSAGES, {**THOUGHT, "reasoning_content": "b"}]},
+            "reasoning_content is the older name",
+        ),
         (
             {"tools": [{"type": "function", "function": {"name": "f"}}]},
             "tools",  # the demo's template knows none

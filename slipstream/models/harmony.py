@@ -1,0 +1,63 @@
+"""The special tokens of harmony, the format in which gpt-oss models write messages."""
+
+from dataclasses import dataclass
+
+from slipstream.models.tokenizer import Tokenizer
+
+START, MESSAGE, CHANNEL, CONSTRAIN = "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>"
+END, RETURN, CALL, END_OF_TEXT = "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class HarmonyTokens:
+    """Token ids of the format's marks.
+
+    A message is START, a role, perhaps CHANNEL and a channel, MESSAGE, the text, and at last END
+    (more messages follow), RETURN (the answer is complete) or CALL (a tool is to answer). A
+    recipient (" to=functions.NAME") may stand behind the role or the channel, and CONSTRAIN with
+    the type of the text behind the channel.
+
+    Attributes:
+        end_of_text: None if the vocabulary lacks it.
+    """
+
+    start: int
+    message: int
+    channel: int
+    constrain: int
+    end: int
+    end_of_answer: int
+    call: int
+    end_of_text: int | None
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """What ends an output."""
+        ids = (self.end_of_answer, self.end_of_text, self.call)
+        return tuple(token for token in ids if token is not None)
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """All of them: no text of a message holds one."""
+        return (self.start, self.message, self.channel, self.constrain, self.end, *self.stops)
+
+
+def find_harmony(tokenizer: Tokenizer) -> HarmonyTokens | None:
+    """The tokens in this vocabulary; None if it is not one of harmony."""
+    ids: list[int] = []
+    for text in (START, MESSAGE, CHANNEL, CONSTRAIN, END, RETURN, CALL):
+        token = tokenizer.token_to_id(text)
+        if token is None:
+            return None
+        ids.append(token)
+    start, message, channel, constrain, end, end_of_answer, call = ids
+    return HarmonyTokens(
+        start=start,
+        message=message,
+        channel=channel,
+        constrain=constrain,
+        end=end,
+        end_of_answer=end_of_answer,
+        call=call,
+        end_of_text=tokenizer.token_to_id(END_OF_TEXT),
+    )

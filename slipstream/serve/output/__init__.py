@@ -1,0 +1,1 @@
+"""Formats of whole answers: what of an answer is reasoning, content, or a tool call."""

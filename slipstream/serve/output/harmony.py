@@ -1,0 +1,97 @@
+"""Harmony, the format in which gpt-oss models write whole answers: its grammars, and its parser."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slipstream.core.structured import StructuredOutput
+from slipstream.models.harmony import HarmonyTokens
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.serve.output.harmony_parser import HarmonyParser
+from slipstream.serve.output.parts import Reading
+from slipstream.serve.token_texts import TokenTexts
+from slipstream.serve.tools.formats import ANY_ARGUMENTS, WRITING, Schemas, long_id
+
+_FREE = ["body: TEXT"]
+
+
+@dataclass(frozen=True)
+class Harmony:
+    """An `OutputFormat`, whose calls are messages to functions.
+
+    Its grammars hold for an answer that begins behind the assistant's role. Reasoning is free text
+    in all of them; the text of a grammar is that of the last message.
+    """
+
+    tokens: HarmonyTokens
+    tokenizer: Tokenizer
+    name = "openai_gptoss"
+
+    @property
+    def calls(self) -> "HarmonyCalls":
+        return HarmonyCalls(self.tokens)
+
+    def parser(self, texts: TokenTexts, reading: Reading) -> HarmonyParser:
+        return HarmonyParser(self.tokens, texts, reading)
+
+    def framed(self, structured: StructuredOutput, functions: Schemas) -> StructuredOutput:
+        # Text of the channel commentary would stand before what the structure asks for.
+        answers = _answers(self.tokens, functions, asides='"analysis"', final=True)
+        return replace(structured, frame="\n".join(answers))
+
+    def remember(self, message: dict[str, Any], reasoning: str) -> str:
+        content = message.get("content")
+        if content and message.get("tool_calls"):
+            # Templates of gpt-oss take content beside calls for reasoning, and refuse to have both.
+            if not isinstance(content, str):
+                content = "\n".join(part["text"] for part in content)
+            reasoning, message["content"] = f"{reasoning}\n{content}", None
+        message["thinking"] = reasoning
+        return "thinking"
+
+    def begins_anew(self, prompt: Sequence[int]) -> bool:
+        return self.parser(TokenTexts(self.tokenizer), Reading(prompt)).begins_anew
+
+
+@dataclass(frozen=True)
+class HarmonyCalls:
+    """Calls in the harmony format, as a `CallFormat`: one ends the answer."""
+
+    tokens: HarmonyTokens
+    name = "openai"
+
+    def call_id(self) -> str:
+        return long_id()
+
+    def only_calls(self, functions: Schemas, tokenizer: Tokenizer, several: bool) -> str:
+        return "\n".join(_answers(self.tokens, functions, _ANY_ASIDE, final=False))
+
+    def calls_amid_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
+        return "\n".join([*_answers(self.tokens, functions, _ANY_ASIDE, final=True), *_FREE])
+
+
+_ANY_ASIDE = '("analysis" | "commentary")'
+
+
+def _answers(tokens: HarmonyTokens, functions: Schemas, asides: str, final: bool) -> list[str]:
+    """Lark rules of messages aside, and then a call or the final message, whose text is `body`."""
+    channel, message = f"<[{tokens.channel}]>", f"<[{tokens.message}]>"
+    calls = [f"call_{index}" for index in range(len(functions))]
+    rules = [
+        f"start: aside* ({' | '.join([*(['final'] if final else []), *calls])})",
+        f'aside: {channel} {asides} {message} TEXT <[{tokens.end}]> <[{tokens.start}]> "assistant"',
+        "TEXT: /(.|\\n)*/",
+    ]
+    if final:
+        rules.append(f'final: {channel} "final" {message} body')
+    for call, (name, schema) in zip(calls, functions.items(), strict=True):
+        recipient = f"to=functions.{name}"
+        behind_channel = f"{channel} {json.dumps(f'commentary {recipient} ')}"
+        behind_role = f'{json.dumps(f" {recipient}")} {channel} "commentary "'
+        arguments = json.dumps({**(schema or ANY_ARGUMENTS), "x-guidance": WRITING})
+        rules.append(
+            f"{call}: ({behind_channel} | {behind_role}) <[{tokens.constrain}]> "
+            f'"json" {message} %json {arguments}'
+        )
+    return rules

@@ -1,0 +1,106 @@
+"""What parsers of whole answers tell, and what a format of answers has to offer."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from slipstream.core.structured import StructuredOutput
+from slipstream.serve.token_texts import TokenTexts
+from slipstream.serve.tools.events import AnswerEvent, ToolParser
+from slipstream.serve.tools.formats import CallFormat, Schemas
+from slipstream.serve.updates import Delta
+
+
+class Part(Enum):
+    """The part of an answer that a token belongs to; MARKUP is shown to nobody."""
+
+    REASONING = "reasoning"
+    CONTENT = "content"
+    CALL = "call"
+    MARKUP = "markup"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What follows from further output.
+
+    Attributes:
+        parts: one for each token that was read; None where the format does not tell.
+        stop: a stop string that ended the content; the tokens behind it were not read.
+    """
+
+    events: Sequence[AnswerEvent]
+    parts: Sequence[Part] | None = None
+    stop: str | None = None
+
+
+class AnswerParser(Protocol):
+    """Parses one answer incrementally; the text does not depend on how the output is split."""
+
+    def feed(self, delta: Delta) -> Piece:
+        """What follows from further output."""
+
+    def finish(self) -> Sequence[AnswerEvent]:
+        """The remaining events; the answer is complete."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How one answer is to be read.
+
+    Attributes:
+        prompt: its token ids, which may have begun the answer.
+        functions: names of those that may be called; None if there may be no calls.
+        skip_special: special tokens are not part of the texts.
+        stop: strings that end the content.
+        include_stop: keep the stop string in the content.
+        min_tokens: stop strings count only behind so many tokens.
+    """
+
+    prompt: Sequence[int] = ()
+    functions: Collection[str] | None = None
+    skip_special: bool = True
+    stop: Sequence[str] = ()
+    include_stop: bool = False
+    min_tokens: int = 0
+
+
+class OutputFormat(Protocol):
+    """How a family of models writes whole answers.
+
+    Attributes:
+        name: in --reasoning-parser.
+        calls: its tool calls.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def calls(self) -> CallFormat: ...
+
+    def parser(self, texts: TokenTexts, reading: Reading) -> AnswerParser:
+        """A parser for one answer."""
+
+    def framed(self, structured: StructuredOutput, functions: Schemas) -> StructuredOutput:
+        """A constraint on the content, or else a call of one of the functions."""
+
+    def remember(self, message: dict[str, Any], reasoning: str) -> str:
+        """Put the reasoning of an earlier answer into its message as chat templates read it; the
+        key that they read."""
+
+    def begins_anew(self, prompt: Sequence[int]) -> bool:
+        """Whether the answer to a prompt begins with a message, so that grammars fit it."""
+
+
+class CallsInText:
+    """An `AnswerParser` of answers whose text holds content and calls."""
+
+    def __init__(self, parser: ToolParser) -> None:
+        self._parser = parser
+
+    def feed(self, delta: Delta) -> Piece:
+        return Piece(self._parser.feed(delta.text))
+
+    def finish(self) -> Sequence[AnswerEvent]:
+        return self._parser.finish()
