@@ -61,17 +61,28 @@ class AttentionLayer {
   public:
     AttentionLayer(int num_heads, int num_kv_heads, int head_dim, const Optional& query_norm,
                    const Optional& key_norm, float norm_eps, const Array& cos_sin, float scale,
-                   int64_t window)
-        : query_norm_(query_norm), key_norm_(key_norm), cos_sin_(cos_sin) {
+                   int64_t window, const Optional& sinks)
+        : query_norm_(query_norm), key_norm_(key_norm), sinks_(sinks), cos_sin_(cos_sin) {
         require(num_kv_heads > 0 && num_heads % num_kv_heads == 0, "heads: one of KV heads");
         require(head_dim > 0 && head_dim <= 512 && head_dim % 4 == 0,
                 "a head has up to 512 numbers, a multiple of 4");
         require(query_norm.has_value() == key_norm.has_value(), "norms: both or none");
-        require(cos_sin.ndim() == 2 && axis(cos_sin, 1) == head_dim && axis(cos_sin, 0) > 0,
-                "cos_sin: [positions, D]");
-        shape_ = {num_heads, num_kv_heads, head_dim, scale,   window,
-                  nullptr,   nullptr,      norm_eps, nullptr, axis(cos_sin, 0)};
+        require(cos_sin.ndim() == 2 && axis(cos_sin, 1) > 0 && axis(cos_sin, 1) <= head_dim &&
+                    axis(cos_sin, 1) % 2 == 0 && axis(cos_sin, 0) > 0,
+                "cos_sin: [positions, R], R even and at most D");
+        shape_.num_heads = num_heads;
+        shape_.num_kv_heads = num_kv_heads;
+        shape_.head_dim = head_dim;
+        shape_.scale = scale;
+        shape_.window = window;
+        shape_.norm_eps = norm_eps;
+        shape_.num_positions = axis(cos_sin, 0);
+        shape_.rotary_dim = static_cast<int>(axis(cos_sin, 1));
         shape_.cos_sin = contiguous<const float>(cos_sin, Number::f32, "cos_sin");
+        if (sinks) {
+            require(sinks->size() == static_cast<size_t>(num_heads), "sinks: [Hq]");
+            shape_.sinks = contiguous<const float>(*sinks, Number::f32, "sinks");
+        }
         if (!query_norm) return;
         norm_type_ = number_of(*query_norm);
         require(query_norm->size() == static_cast<size_t>(head_dim) &&
@@ -87,7 +98,7 @@ class AttentionLayer {
     }
 
   private:
-    Optional query_norm_, key_norm_;
+    Optional query_norm_, key_norm_, sinks_;
     Array cos_sin_;
     Number norm_type_ = Number::other;
     AttentionShape shape_{};
@@ -199,10 +210,10 @@ const AttentionRows& attention_rows(nb::handle pass) {
 void bind_attention(nb::module_& module) {
     nb::class_<AttentionLayer>(module, "AttentionLayer")
         .def(nb::init<int, int, int, const Optional&, const Optional&, float, const Array&, float,
-                      int64_t>(),
+                      int64_t, const Optional&>(),
              nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"),
              nb::arg("query_norm").none(), nb::arg("key_norm").none(), nb::arg("norm_eps"),
-             nb::arg("cos_sin"), nb::arg("scale"), nb::arg("window"));
+             nb::arg("cos_sin"), nb::arg("scale"), nb::arg("window"), nb::arg("sinks").none());
     nb::class_<AttentionPass>(module, "AttentionPass")
         .def(nb::init<const Array&, const Array&, const Array&, const Array&, const Array&, int64_t,
                       bool, const Optional&, const Optional&, const Optional&>(),

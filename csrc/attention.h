@@ -18,8 +18,10 @@ struct AttentionShape {
     int64_t window;                      // tokens that a row sees, itself included; 0 sees all
     const void *query_norm, *key_norm;   // RMS norm weights [D] in x's type; both null for none
     float norm_eps;
-    const float* cos_sin;  // [num_positions, D]: D/2 cosines, then D/2 sines
+    const float* cos_sin;  // [num_positions, R]: R/2 cosines, then R/2 sines
     int64_t num_positions;
+    int rotary_dim;      // R: numbers of a head that are rotated, its first ones
+    const float* sinks;  // [num_heads]: scores without a value, not scaled; null for none
 };
 
 // Where the rows of one pass stand; meanings as `PassInputs` of kernels/pass_inputs.py.

@@ -38,8 +38,8 @@ void put_line(const AttentionCall& call, const Plan& plan, int64_t line, int64_t
     const int64_t head = kv_head * plan.groups + line % plan.groups;
     Number* out = static_cast<Number*>(call.out) + line / plan.groups * call.out_stride +
                   head * head_dim;
-    const float total = *state.sum;
-    const F16 factor = broadcast(total > 0.0f ? 1.0f / total : 0.0f);
+    const float* sinks = call.shape->sinks;
+    const F16 factor = broadcast(share_of_values(state, sinks ? sinks + head : nullptr));
     for (int d = 0; d < head_dim; d += lanes * Mode::in_lane) {
         F16 parts[2] = {load(state.values + d)};
         if (Mode::in_lane == 2) {

@@ -273,7 +273,7 @@ struct PartWork {
     void finish(int64_t split, const LineGroup& group, Take&& take) {
         const bool is_i8 = call.cache->type == CacheType::i8;
         const int64_t start = split * split_tokens;
-        const float scale = call.shape->scale * 1.44269504f;
+        const float scale = call.shape->scale * log2_e;
         PartOfLine parts[most_lines];
         for (int64_t i = 0; i < group.count; ++i) {
             float* scores = bench.scores + i * line_tokens;

@@ -50,10 +50,11 @@ inline void norm_head(const Number* x, const Number* weight, int head_dim, float
     }
 }
 
-// Rotary embedding, half-split layout (Su et al. 2021), in place; rounded to the type.
+// Rotary embedding of the first `rotary_dim` numbers, half-split layout (Su et al. 2021), in place;
+// rounded to the type.
 template <typename Number>
-inline void rotate_head(float* x, const float* cos_sin, int head_dim) {
-    const int half = head_dim / 2;
+inline void rotate_head(float* x, const float* cos_sin, int rotary_dim) {
+    const int half = rotary_dim / 2;
     for (int d = 0; d < half; d += lanes) {
         const int count = half - d;
         const F16 first = load_some(x + d, count), second = load_some(x + half + d, count);
@@ -105,7 +106,7 @@ inline int64_t slot_offset(const CacheView& cache, int64_t slot) {
 // The table's row of a position, which is brought into the table where it is outside.
 inline const float* cos_sin_at(const AttentionShape& shape, int64_t position) {
     const int64_t last = shape.num_positions - 1;
-    return shape.cos_sin + (position < 0 ? 0 : position > last ? last : position) * shape.head_dim;
+    return shape.cos_sin + (position < 0 ? 0 : position > last ? last : position) * shape.rotary_dim;
 }
 
 // Keys and values of one row, kv [2 Hk D], to its slot.
@@ -123,7 +124,7 @@ inline void store_row(const AttentionCall& call, int64_t row, const Number* kv) 
         const Number* key = kv + static_cast<int64_t>(h) * shape.head_dim;
         const Number* value = key + static_cast<int64_t>(shape.num_kv_heads) * shape.head_dim;
         norm_head(key, weight, shape.head_dim, shape.norm_eps, head);
-        rotate_head<Number>(head, cos_sin, shape.head_dim);
+        rotate_head<Number>(head, cos_sin, shape.rotary_dim);
         const int64_t at = offset + h * head_bytes;
         put_head(head, shape.head_dim, cache.type, static_cast<char*>(cache.keys) + at);
         norm_head<Number>(value, nullptr, shape.head_dim, 0.0f, head);
@@ -145,7 +146,7 @@ inline void prepare_queries(const AttentionCall& call, int64_t row, const Number
     for (int h = 0; h < shape.num_heads; ++h) {
         norm_head(x + static_cast<int64_t>(h) * shape.head_dim, weight, shape.head_dim,
                   shape.norm_eps, head);
-        rotate_head<Number>(head, cos_sin, shape.head_dim);
+        rotate_head<Number>(head, cos_sin, shape.rotary_dim);
         for (int64_t d = shape.head_dim; d < padded_dim; ++d) head[d] = 0.0f;
         typename Mode::Number* to =
             queries + (h / groups * lines_of_head + row * groups + h % groups) * padded_dim;

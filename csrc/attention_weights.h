@@ -8,6 +8,7 @@ namespace slipstream::SLIPSTREAM_LEVEL {
 // Largest scores begin here, below all that occur; scores of tokens that are not seen lie so far
 // below that their weight is 0 even then.
 constexpr float no_score = -1e20f, unseen_score = -1e37f;
+constexpr float log2_e = 1.44269504f;  // weights are powers of two
 
 // 2^x of x <= 1, 0 of those far below; exactly 1 of 0. To about 1 ulp; for pairs, whose weights
 // are rounded to 8 bits, to 3e-6.
@@ -114,6 +115,17 @@ inline void forget(const LineState& line, int64_t columns) {
     *line.largest = no_score;
     *line.sum = 0.0f;
     for (int64_t d = 0; d < columns; d += lanes) store(line.values + d, zero());
+}
+
+// By what a line's values are multiplied in the end; 0 where it saw nothing. A sink is a score that
+// takes part and has no value.
+inline float share_of_values(const LineState& line, const float* sink) {
+    if (!sink) return *line.sum > 0.0f ? 1.0f / *line.sum : 0.0f;
+    const float score = *sink * log2_e;
+    const float bound = *line.largest > score ? *line.largest : score;
+    float weights[lanes] = {*line.largest - bound, score - bound};
+    store(weights, exp2<true>(load(weights)));
+    return weights[0] / (*line.sum * weights[0] + weights[1]);
 }
 
 // Adds the next part. A part that gave nothing changes nothing.

@@ -47,7 +47,13 @@ SHAPES = [
 ]
 
 
-def make_heads(shape: Shape, window: int | None = None, norms: bool = True) -> Heads:
+def make_heads(
+    shape: Shape,
+    window: int | None = None,
+    norms: bool = True,
+    sinks: bool = False,
+    rotated: float = 1.0,
+) -> Heads:
     generator = seeded(7)
     weights = (torch.rand(2, shape.head_dim, generator=generator) + 0.5).to(shape.dtype)
     query, key = (Norm(weight, 1e-6) for weight in weights)
@@ -57,10 +63,13 @@ def make_heads(shape: Shape, window: int | None = None, norms: bool = True) -> H
         head_dim=shape.head_dim,
         norms=(query, key) if norms else None,
         cos_sin=rope_table(
-            shape.head_dim, RopeConfig(theta=10_000.0), POSITIONS, torch.device("cpu")
+            shape.head_dim, RopeConfig(10_000.0, rotated=rotated), POSITIONS, torch.device("cpu")
         ),
         scale=shape.head_dim**-0.5,
         window=window,
+        sinks=(3 * torch.randn(shape.heads, generator=generator)).to(shape.dtype)
+        if sinks
+        else None,
     )
 
 
@@ -92,7 +101,8 @@ def truth(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: Cache) -> tuple[
         *split_heads(qkv, heads), query_key_norms(heads), heads.cos_sin, inputs, (keys, values)
     )
     wide = (keys, values) if keys.dtype == torch.int8 else (keys.float(), values.float())
-    out = paged_attention(query.float(), wide, inputs, heads.scale, heads.window)
+    sinks = None if heads.sinks is None else heads.sinks.float()
+    out = paged_attention(query.float(), wide, inputs, heads.scale, heads.window, sinks)
     return out.flatten(-2), (keys, values)
 
 
@@ -135,6 +145,30 @@ def test_ragged_requests(
     assert_same_cache(cache, written)
 
 
+@pytest.mark.parametrize("stored", ["as computed", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "rotated"), [((16, 2, 64, 16, 128), 1.0), ((6, 2, 20, 8, None), 0.5)], ids=str
+)
+def test_sinks_and_heads_that_turn_in_part(
+    sizes: tuple[int, int, int, int, int | None], rotated: float, dtype: torch.dtype, stored: str
+) -> None:
+    """Rows of a verification stand before, on and behind the edges of blocks and parts."""
+    *numbers, window = sizes
+    shape, requests = Shape(*numbers, dtype), Requests([0, 127, 510, 637, 90], [3, 5, 5, 8, 60])
+    inputs = attention_inputs(requests, shape.block_size)
+    fill = int8_cache if stored == "int8" else filled_cache
+    cache = fill(inputs, requests, shape)
+    heads = make_heads(shape, window, sinks=True, rotated=rotated)
+    qkv = make_qkv(shape, sum(requests.rows))
+    want, written = truth(qkv, heads, inputs, cache)
+    got = attend(qkv, heads, inputs, cache)
+    assert_near(got, want)
+    assert_same_cache(cache, written)
+    sunk = replace(heads, sinks=torch.full((shape.heads,), 1e30))
+    assert not attend(qkv, sunk, inputs, cache).any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("change", ["no norms", "not causal", "first seen", "nowhere"])
 def test_other_ways_to_attend(change: str, dtype: torch.dtype) -> None:
@@ -142,7 +176,7 @@ def test_other_ways_to_attend(change: str, dtype: torch.dtype) -> None:
     requests = Requests([30, 60], [5, 3])
     inputs = attention_inputs(requests, 8)
     cache = filled_cache(inputs, requests, shape)
-    heads = make_heads(shape, norms=change != "no norms")
+    heads = make_heads(shape, norms=change != "no norms", sinks=True)
     if change == "not causal":
         inputs = changed(inputs, causal=False)
     elif change == "first seen":
@@ -176,8 +210,9 @@ def test_trees(dtype: torch.dtype, window: int | None) -> None:
     tree = TreeInputs(torch.tensor([500, 40]), tokens, ancestors)
     inputs = changed(inputs, positions=positions, tree=tree)
     qkv = make_qkv(shape, 67)
-    want, _ = truth(qkv, make_heads(shape, window), inputs, cache)
-    assert_near(attend(qkv, make_heads(shape, window), inputs, cache), want)
+    heads = make_heads(shape, window, sinks=window is not None)
+    want, _ = truth(qkv, heads, inputs, cache)
+    assert_near(attend(qkv, heads, inputs, cache), want)
 
 
 @pytest.mark.parametrize("stored", ["as computed", "int8"])
@@ -189,7 +224,8 @@ def test_a_rows_bits_are_its_own(dtype: torch.dtype, window: int | None, stored:
     requests = Requests([0, 40, 980], [200, 7, 90])
     inputs = attention_inputs(requests, 16)
     fill = int8_cache if stored == "int8" else filled_cache
-    cache, heads = fill(inputs, requests, shape), make_heads(shape, window)
+    cache = fill(inputs, requests, shape)
+    heads = make_heads(shape, window, sinks=window is not None)
     qkv = make_qkv(shape, 297)
     together = attend(qkv, heads, inputs, cache)
     for threads in (1, 3, 9):
@@ -285,6 +321,10 @@ def test_what_does_not_fit_is_refused() -> None:
     inputs = attention_inputs(requests, 16)
     cache = filled_cache(inputs, requests, shape)
     heads, qkv = make_heads(shape), make_qkv(shape, 2)
+    with pytest.raises(ValueError, match=r"sinks: \[Hq\]"):
+        attend(qkv, replace(heads, sinks=torch.zeros(3)), inputs, cache)
+    with pytest.raises(ValueError, match="cos_sin"):
+        attend(qkv, replace(heads, cos_sin=torch.zeros(5, 34)), inputs, cache)
     with pytest.raises(ValueError, match="dtype"):
         attend(qkv.bfloat16(), heads, inputs, cache)
     with pytest.raises(ValueError, match="another shape"):

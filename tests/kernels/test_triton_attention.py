@@ -4,6 +4,7 @@ On the GPU where there is one, else interpreted: see `test_triton_ops.py`.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from slipstream.kernels.table import Heads, Norm
 from slipstream.kernels.triton import attention as tuned
 from slipstream.kernels.triton.attention import SHORT_ROWS, attend
 from slipstream.kernels.triton.attention_parts import SMALLEST, most_splits, split_of, split_start
+from slipstream.kernels.triton.attention_short_kernels import short_kernel
 from slipstream.layers.rope import RopeConfig, rope_table
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
 from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU
@@ -28,6 +30,7 @@ pytestmark = INTERPRETED
 DTYPES = [torch.float32, torch.float16]
 if ON_GPU:
     DTYPES.append(torch.bfloat16)
+TILE = 64  # tokens of a tile in half precision
 Case = tuple[Tensor, Heads, PassInputs, tuple[Tensor, Tensor]]
 
 
@@ -43,6 +46,8 @@ def case(
     dtype: torch.dtype,
     normed: bool = True,
     window: int | None = None,
+    sinks: bool = False,
+    rotated: float = 1.0,
 ) -> Case:
     """What a layer hands over: the cache holds the tokens before this pass, all else is NaN."""
     inputs = attention_inputs(requests, shape.block_size)
@@ -61,9 +66,12 @@ def case(
         num_kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         norms=norms,
-        cos_sin=rope_table(shape.head_dim, RopeConfig(100.0), longest, DEVICE),
+        cos_sin=rope_table(shape.head_dim, RopeConfig(100.0, rotated=rotated), longest, DEVICE),
         scale=0.8 / shape.head_dim**0.5,
         window=window,
+        sinks=(3 * torch.randn(shape.heads, generator=generator)).to(dtype).to(DEVICE)
+        if sinks
+        else None,
     )
     return qkv, heads, moved(inputs, DEVICE), (keys.to(DEVICE), values.to(DEVICE))
 
@@ -75,7 +83,8 @@ def truth(given: Case) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     norms = heads.norms
     if norms is not None:
         norms = Norm(norms[0].weight.cpu(), 1e-3), Norm(norms[1].weight.cpu(), 1e-3)
-    heads = replace(heads, norms=norms, cos_sin=heads.cos_sin.cpu())
+    sinks = None if heads.sinks is None else heads.sinks.cpu()
+    heads = replace(heads, norms=norms, cos_sin=heads.cos_sin.cpu(), sinks=sinks)
     keys, values = (pages.cpu().clone() for pages in cache)
     out = REFERENCE.attend(qkv.cpu(), heads, moved(inputs, host), (keys, values))
     return out, (keys, values)
@@ -130,6 +139,62 @@ def test_attend_without_norms_in_a_window(dtype: torch.dtype) -> None:
     assert_agrees(case(Shape(6, 2, 24, 16), requests, dtype, normed=False, window=33))
 
 
+@pytest.mark.parametrize(
+    ("shape", "rotated", "normed", "dtype"),
+    [
+        (Shape(6, 2, 24, 16), 0.75, True, torch.float16),
+        (Shape(2, 1, 128, 16), 0.5, True, torch.float32),
+        (Shape(2, 1, 32, 8), 0.25, False, torch.float16),
+        (Shape(3, 1, 10, 16), 0.2, False, torch.float32),
+    ],
+    ids=str,
+)
+def test_heads_that_turn_in_part(
+    shape: Shape, rotated: float, normed: bool, dtype: torch.dtype
+) -> None:
+    requests = Requests([0, 60, 40], [5, 2, 20])
+    assert_agrees(case(shape, requests, dtype, normed, sinks=True, rotated=rotated))
+
+
+class Noted:
+    """A kernel whose grids are noted."""
+
+    def __init__(self, kernel: Any, launched: list[tuple[int, ...]]) -> None:
+        self._kernel, self._launched = kernel, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self._launched.append(grid)
+        return self._kernel[grid]
+
+
+EDGES = Requests([127, 253, 0], [4, 4, 2])
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_a_window_ends_at_its_edge(narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a verification across the edges of blocks, tiles and splits; all is NaN behind the
+    tiles that the oldest window begins in."""
+    window, shape = 128, Shape(8, 1, 64, 16)
+    monkeypatch.setattr(tuned, "NARROW_WINDOW", 256 if narrow else 0)
+    monkeypatch.setattr(tuned, "MULTIPROCESSORS", 1000)
+    launched: list[tuple[int, ...]] = []
+    monkeypatch.setattr(tuned, "short_kernel", Noted(short_kernel, launched))
+    given = case(shape, EDGES, DTYPES[-1], False, window, sinks=True)
+    inputs, cache = given[2], given[3]
+    expected, _ = truth(given)
+    for request, computed in enumerate(EDGES.computed):
+        oldest = max(computed - window + 1, 0) // TILE * TILE
+        behind = inputs.paging.block_tables[request, : oldest // shape.block_size]
+        for pages in cache:
+            pages[behind.long()] = torch.nan
+    # Tables have room for long contexts, whose splits no row sees.
+    wider = torch.nn.functional.pad(inputs.paging.block_tables, (0, 200), value=1 << 30)
+    hinted = changed(inputs, max_rows=4, block_tables=wider)
+    out, _ = run((given[0], given[1], hinted, cache))
+    assert_close(out.cpu(), expected, rtol=0.008, atol=0.008)
+    assert launched == [(1, len(EDGES.rows), 1 if narrow else 3)]
+
+
 def test_a_split_ends_where_the_next_begins() -> None:
     for split in range(60):
         start, end = split_start.fn(split), split_start.fn(split + 1)
@@ -142,12 +207,12 @@ def test_a_split_ends_where_the_next_begins() -> None:
 LONG = Requests([150, 4094, 0], [1, 3, 2])
 
 
-@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize(("window", "sinks"), [(None, False), (700, True)])
 def test_bits_do_not_follow_from_who_does_the_work(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
+    window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One program for a request and head, or several."""
-    given = case(Shape(2, 1, 16, 16), LONG, DTYPES[-1], window=window)
+    given = case(Shape(2, 1, 16, 16), LONG, DTYPES[-1], window=window, sinks=sinks)
     monkeypatch.setattr(tuned, "MULTIPROCESSORS", 1)
     alone, cache = run(given)
     assert_agrees(given)
@@ -202,6 +267,7 @@ def test_padding_costs_nothing(
 ) -> None:
     """Rows behind a request's last one, and requests without a context, as a graph has them."""
     monkeypatch.setattr(tuned, "MULTIPROCESSORS", multiprocessors)
+    monkeypatch.setattr(tuned, "NARROW_WINDOW", 0)
     shape, requests = Shape(4, 2, 16, 16), Requests([20, 140], [2, 1])
     qkv, heads, inputs, cache = case(shape, requests, torch.float32, window=window)
     expected, written = run((qkv, heads, inputs, cache))

@@ -39,8 +39,7 @@ def store(kv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Ten
 
 def serves(heads: Heads) -> bool:
     """Whether the kernels take heads of this size."""
-    fits = heads.head_dim % 4 == 0 and heads.head_dim <= MOST_HEAD_DIM
-    return fits and heads.sinks is None and heads.rotary_dim == heads.head_dim
+    return heads.head_dim % 4 == 0 and heads.head_dim <= MOST_HEAD_DIM
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -62,6 +61,7 @@ def layer_of(heads: Heads) -> cpp.AttentionLayer:
             heads.cos_sin,
             heads.scale,
             heads.window or 0,
+            None if heads.sinks is None else heads.sinks.detach().float(),
         )
     return layer
 

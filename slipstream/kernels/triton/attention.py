@@ -30,6 +30,7 @@ from slipstream.kernels.triton.rope import rotate_and_store
 SHORT_ROWS = 16
 COMBINING = 1024  # programs
 COMBINED_AT_ONCE = 16
+NARROW_WINDOW = 256  # tokens, that one program reads sooner than it and others are added up
 MULTIPROCESSORS = 132
 # With dependent launch, tables, positions and the tokens of earlier passes are read before the
 # kernel in front has ended. All of that must have been written before an ordinary launch (one
@@ -188,8 +189,10 @@ def _short(
     pairs = layer.kv_heads * triton.cdiv(most_rows * layer.groups, lines)
     tiles, programs = short_tiles(lines, requests * pairs, layer.block_d, source.dtype)
     assert SMALLEST % tiles.tokens == 0, "tiles do not cross splits"
-    splits = _most_splits(inputs, block_size)
+    splits = _most_splits(inputs, block_size, layer.window, most_rows)
     lanes = max(1, min(splits, programs // (requests * pairs)))
+    if layer.window is not None and layer.window + most_rows <= NARROW_WINDOW:
+        lanes = 1
     part = part_exponent = part_total = None
     if lanes > 1:
         sizes = (len(source), layer.heads, splits)
@@ -204,6 +207,7 @@ def _short(
         layer.sinks, *_turn(turn), source.stride(0), paging.block_tables.stride(0), layer.scale,
         layer.softcap, window, most_rows, splits, early=early, first_seen=sees.first_seen,
         causal=sees.causal, new_rows=max(4, triton.next_power_of_2(most_rows)),
+        rotary_dim=layer.head_dim if turn is None else turn.rotary_dim,
         **_built(layer, block_size, tiles), **launched,
     )  # fmt: skip
     if lanes > 1:
@@ -243,12 +247,16 @@ def _most_rows(source: Tensor, inputs: PassInputs) -> int:
     return min(len(source), inputs.rows.max_rows or len(source))
 
 
-def _most_splits(inputs: PassInputs, block_size: int) -> int:
-    """Splits of any request."""
+def _most_splits(inputs: PassInputs, block_size: int, window: int | None, most_rows: int) -> int:
+    """Splits that the rows of any request see."""
     tokens = int(inputs.paging.block_tables.shape[1]) * block_size
     if inputs.paging.max_context is not None:
         tokens = min(tokens, inputs.paging.max_context)
-    return most_splits(tokens)
+    splits = most_splits(tokens)
+    if window is None:
+        return splits
+    # Rows together see window + rows - 1 tokens, and no two cuts are nearer than `SMALLEST`.
+    return min(splits, 1 + int(triton.cdiv(window + most_rows - 2, SMALLEST)))
 
 
 def _built(layer: Layer, block_size: int, tiles: Tiles) -> dict[str, Any]:

@@ -42,13 +42,43 @@ def tree_sum(value):
 
 
 @triton.jit
-def turns(cos_sin, position, inside, head_dim: tl.constexpr, block_d: tl.constexpr):
-    """(cosines, sines) [L, block_d / 2] of rows at `position` [L]."""
+def _partner(number, rotary_dim: tl.constexpr):
+    """The numbers of a head that turn with `number`; those that do not turn are their own."""
+    half: tl.constexpr = rotary_dim // 2
+    partner = tl.where(number < half, number + half, number - half)
+    return tl.where(number < rotary_dim, partner, number)
+
+
+@triton.jit
+def _turns_of(cos_sin, position, inside, number, rotary_dim: tl.constexpr):
+    """(cosines, signed sines) [L, C] by which numbers [C] and their partners are multiplied."""
+    half: tl.constexpr = rotary_dim // 2
+    turn = cos_sin + position[:, None] * rotary_dim + (number % half)[None, :]
+    loaded = inside[:, None] & (number < rotary_dim)[None, :]
+    cos = tl.load(turn, mask=loaded, other=1.0)
+    sin = tl.load(turn + half, mask=loaded, other=0.0)
+    return cos, tl.where((number < half)[None, :], -sin, sin)
+
+
+@triton.jit
+def turns(
+    cos_sin, position, inside, rotary_dim: tl.constexpr, head_dim: tl.constexpr,
+    block_d: tl.constexpr,
+):  # fmt: skip
+    """What `rotated` takes: (cosines, sines [L, block_d / 2]) of rows at `position` [L], of either
+    half of a head."""
     half: tl.constexpr = head_dim // 2
     pair = tl.arange(0, block_d // 2)
-    loaded = inside[:, None] & (pair < half)[None, :]
-    turn = cos_sin + position[:, None] * head_dim + pair[None, :]
-    return tl.load(turn, mask=loaded, other=0.0), tl.load(turn + half, mask=loaded, other=0.0)
+    if rotary_dim == head_dim:
+        loaded = inside[:, None] & (pair < half)[None, :]
+        turn = cos_sin + position[:, None] * head_dim + pair[None, :]
+        cos = tl.load(turn, mask=loaded, other=0.0)
+        sin = tl.load(turn + half, mask=loaded, other=0.0)
+        more_cos, more_sin = cos, sin
+    else:
+        cos, sin = _turns_of(cos_sin, position, inside, pair, rotary_dim)
+        more_cos, more_sin = _turns_of(cos_sin, position, inside, pair + half, rotary_dim)
+    return cos, sin, more_cos, more_sin
 
 
 @triton.jit
@@ -64,8 +94,8 @@ def halves(source, place, inside, head_dim: tl.constexpr, block_d: tl.constexpr)
 
 
 @triton.jit
-def rotated(first, second, cos, sin, weight, eps, head_dim: tl.constexpr):
-    """Two halves of heads, normed where there is a weight, and turned: in their own dtype."""
+def _rotated(first, second, cos, sin, weight, eps, head_dim: tl.constexpr):
+    """`rotated` for heads that turn as a whole."""
     dtype: tl.constexpr = first.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
     if weight is not None:
@@ -78,6 +108,58 @@ def rotated(first, second, cos, sin, weight, eps, head_dim: tl.constexpr):
         first = (first * scale * one).to(dtype).to(tl.float32)
         second = (second * scale * two).to(dtype).to(tl.float32)
     return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
+
+
+@triton.jit
+def _normed(x, scale, weight, number, inside):
+    """x [L, C], numbers [C] of heads: in its dtype."""
+    weights = tl.load(weight + number, mask=inside, other=0.0).to(tl.float32)
+    return (x.to(tl.float32) * scale * weights[None, :]).to(x.dtype)
+
+
+@triton.jit
+def _partly_rotated(
+    source, place, inside, first, second, turn, weight, eps, rotary_dim: tl.constexpr,
+    head_dim: tl.constexpr,
+):  # fmt: skip
+    """`rotated` where pairs do not stand in the two halves: partners are read from `source`."""
+    cos, sin, more_cos, more_sin = turn
+    dtype: tl.constexpr = first.dtype
+    half: tl.constexpr = head_dim // 2
+    pair = tl.arange(0, first.shape[1])
+    known = pair < half
+    one, two = _partner(pair, rotary_dim), _partner(pair + half, rotary_dim)
+    start, loaded = source + place[:, None], inside[:, None] & known[None, :]
+    other = tl.load(start + one[None, :], mask=loaded, other=0.0)
+    more = tl.load(start + two[None, :], mask=loaded, other=0.0)
+    if weight is not None:
+        wide, wider = first.to(tl.float32), second.to(tl.float32)
+        scale = tl.rsqrt(tree_sum(wide * wide + wider * wider) / head_dim + eps)[:, None]
+        first = _normed(first, scale, weight, pair, known)
+        second = _normed(second, scale, weight, pair + half, known)
+        other = _normed(other, scale, weight, one, known)
+        more = _normed(more, scale, weight, two, known)
+    first = first.to(tl.float32) * cos + other.to(tl.float32) * sin
+    second = second.to(tl.float32) * more_cos + more.to(tl.float32) * more_sin
+    return first.to(dtype), second.to(dtype)
+
+
+@triton.jit
+def rotated(
+    source, place, inside, first, second, turn, weight, eps, rotary_dim: tl.constexpr,
+    head_dim: tl.constexpr,
+):  # fmt: skip
+    """Two halves of heads, normed where there is a weight, and turned: in their own dtype.
+
+    They are those at `place` [L] of `source`; what they turn by is made by `turns`.
+    """
+    if rotary_dim == head_dim:
+        first, second = _rotated(first, second, turn[0], turn[1], weight, eps, head_dim)
+    else:
+        first, second = _partly_rotated(
+            source, place, inside, first, second, turn, weight, eps, rotary_dim, head_dim
+        )
+    return first, second
 
 
 @triton.jit

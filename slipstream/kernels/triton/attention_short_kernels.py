@@ -68,6 +68,19 @@ def _store(pages, place, inside, first, second, head_dim: tl.constexpr):
 
 
 @triton.jit
+def _store_new(
+    qkv, source, stored, turn, key_weight, eps, keys, values, place, rotary_dim: tl.constexpr,
+    head_dim: tl.constexpr, place_stride: tl.constexpr, block_d: tl.constexpr,
+):  # fmt: skip
+    """Keys, to be turned, from `source` [L] of `qkv`, and the values behind them, to `place`."""
+    one, two = halves(qkv, source, stored, head_dim, block_d)
+    value_one, value_two = halves(qkv, source + place_stride, stored, head_dim, block_d)
+    one, two = rotated(qkv, source, stored, one, two, turn, key_weight, eps, rotary_dim, head_dim)
+    _store(keys, place, stored, one, two, head_dim)
+    _store(values, place, stored, value_one, value_two, head_dim)
+
+
+@triton.jit
 def _fold(
     query_one, query_two, key_one, key_two, value_one, value_two, exponent, total, one, two, token,
     row_begins, row_ends, row, rows,
@@ -236,7 +249,7 @@ def short_kernel(
     kv_heads: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, pdl: tl.constexpr,
     early: tl.constexpr, first_seen: tl.constexpr, causal: tl.constexpr,
-    new_rows: tl.constexpr,
+    new_rows: tl.constexpr, rotary_dim: tl.constexpr,
 ):  # fmt: skip
     """Programs (KV head and tile, request, lane): a lane folds its share of a tile's splits.
 
@@ -277,24 +290,23 @@ def short_kernel(
             block_n,
         )  # fmt: skip
     if cos_sin is not None:
-        cos, sin = turns(cos_sin, position, row < rows, head_dim, block_d)
+        turn = turns(cos_sin, position, row < rows, rotary_dim, head_dim, block_d)
         new_row, new_position, slot, stored = _new_tokens(
             positions, tokens, slots, first, rows, begin, end, new_rows
         )
-        new_cos, new_sin = turns(cos_sin, new_position, stored, head_dim, block_d)
+        new_turn = turns(cos_sin, new_position, stored, rotary_dim, head_dim, block_d)
     wait_for_inputs(pdl)
     source = (first + row).to(tl.int64) * row_stride + head * head_dim
     one, two = halves(qkv, source, row < rows, head_dim, block_d)
     if cos_sin is not None:
-        source = (first + new_row).to(tl.int64) * row_stride
-        source += (kv_heads * groups + kv_head) * head_dim
-        key_one, key_two = halves(qkv, source, stored, head_dim, block_d)
-        source += place_stride
-        value_one, value_two = halves(qkv, source, stored, head_dim, block_d)
-        key_one, key_two = rotated(key_one, key_two, new_cos, new_sin, key_weight, eps, head_dim)
-        _store(keys, slot * place_stride, stored, key_one, key_two, head_dim)
-        _store(values, slot * place_stride, stored, value_one, value_two, head_dim)
-        one, two = rotated(one, two, cos, sin, query_weight, eps, head_dim)
+        new = (first + new_row).to(tl.int64) * row_stride
+        _store_new(
+            qkv, new + (kv_heads * groups + kv_head) * head_dim, stored, new_turn, key_weight, eps,
+            keys, values, slot * place_stride, rotary_dim, head_dim, place_stride, block_d,
+        )  # fmt: skip
+        one, two = rotated(
+            qkv, source, row < rows, one, two, turn, query_weight, eps, rotary_dim, head_dim
+        )
         tl.debug_barrier()  # the other threads of this program read the new tokens next
     words = ancestors if ancestors is None else ancestors + first
     tree_start = 0 if ancestors is None else tl.load(tree_starts + request).to(tl.int32)

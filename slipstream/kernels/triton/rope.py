@@ -16,7 +16,8 @@ HEADS_PER_PROGRAM = 8
 def _rotate_and_store_kernel(
     query, key, value, query_weight, key_weight, eps, cos_sin, positions, slots,
     out, keys, values, query_stride, key_stride, value_stride, place_stride, query_heads, kv_heads,
-    head_dim: tl.constexpr, block_heads: tl.constexpr, block_d: tl.constexpr, pdl: tl.constexpr,
+    head_dim: tl.constexpr, rotary_dim: tl.constexpr, block_heads: tl.constexpr,
+    block_d: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """One program: `block_heads` heads of one row. Programs behind the query's do keys and values.
 
@@ -35,8 +36,11 @@ def _rotate_and_store_kernel(
         head = group * block_heads + tl.arange(0, block_heads)
         place = row * query_stride + head * head_dim
         first, second = halves(query, place, head < query_heads, head_dim, block_d)
-        cos, sin = turns(cos_sin, position, head < query_heads, head_dim, block_d)
-        first, second = rotated(first, second, cos, sin, query_weight, eps, head_dim)
+        turn = turns(cos_sin, position, head < query_heads, rotary_dim, head_dim, block_d)
+        first, second = rotated(
+            query, place, head < query_heads, first, second, turn, query_weight, eps, rotary_dim,
+            head_dim,
+        )  # fmt: skip
         inside = (head < query_heads)[:, None] & (pair < half)[None, :]
         target = out + (row * query_heads + head[:, None]) * head_dim + pair[None, :]
         tl.store(target, first, mask=inside)
@@ -46,8 +50,10 @@ def _rotate_and_store_kernel(
         head = (group - query_groups) * block_heads + tl.arange(0, block_heads)
         place = row * key_stride + head * head_dim
         first, second = halves(key, place, head < kv_heads, head_dim, block_d)
-        cos, sin = turns(cos_sin, position, head < kv_heads, head_dim, block_d)
-        first, second = rotated(first, second, cos, sin, key_weight, eps, head_dim)
+        turn = turns(cos_sin, position, head < kv_heads, rotary_dim, head_dim, block_d)
+        first, second = rotated(
+            key, place, head < kv_heads, first, second, turn, key_weight, eps, rotary_dim, head_dim
+        )
         stored_heads = tl.where(slot >= 0, kv_heads, 0)
         inside = (head < stored_heads)[:, None] & (pair < half)[None, :]
         stored = slot * place_stride + head[:, None] * head_dim + pair[None, :]
@@ -81,7 +87,8 @@ def rotate_and_store(
     _rotate_and_store_kernel[grid](
         query, key, value, query_weight, key_weight, eps, cos_sin, inputs.rows.positions,
         inputs.paging.slots, out, *cache, query.stride(0), key.stride(0), value.stride(0),
-        kv_heads * head_dim, query_heads, kv_heads, head_dim=head_dim, block_heads=per_program,
+        kv_heads * head_dim, query_heads, kv_heads, head_dim=head_dim,
+        rotary_dim=cos_sin.shape[1], block_heads=per_program,
         block_d=2 * triton.next_power_of_2(head_dim // 2), num_warps=4, **options(query.device),
     )  # fmt: skip
     return out
