@@ -312,7 +312,7 @@ def int_tensors(
 # FP8
 
 
-def _float8(weight: Array, scale: Tensor) -> tuple[Tensor, Tensor]:
+def float8_numbers(weight: Array, scale: Tensor) -> tuple[Tensor, Tensor]:
     """(e4m3, what it stands for) by a scale for each number."""
     values = (torch.from_numpy(weight) / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     return values, values.float() * scale
@@ -324,13 +324,13 @@ def float_tensors(
     def write(weight: Array) -> Stored:
         whole = torch.from_numpy(weight)
         if strategy == "block":
-            scales = _block_scales(whole, 64)
-            spread = _spread(scales, 64, whole)
+            scales = block_scales(whole, 64)
+            each = spread(scales, 64, whole)
         else:
             largest = whole.abs().amax(1, keepdim=True)
             scales = (largest if strategy == "channel" else largest.max().view(1)) / 448
-            spread = scales.expand_as(whole)
-        values, meant = _float8(weight, spread)
+            each = scales.expand_as(whole)
+        values, meant = float8_numbers(weight, each)
         return Stored({"weight": values, "weight_scale": scales}, meant)
 
     weights: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": strategy}
@@ -347,11 +347,11 @@ def float8(
         whole = torch.from_numpy(weight)
         if block is None:
             scales = whole.abs().max() / 448
-            spread = scales.expand_as(whole)
+            each = scales.expand_as(whole)
         else:
-            scales = _block_scales(whole, block)
-            spread = _spread(scales, block, whole)
-        values, meant = _float8(weight, spread)
+            scales = block_scales(whole, block)
+            each = spread(scales, block, whole)
+        values, meant = float8_numbers(weight, each)
         suffix = name or ("weight_scale" if block is None else "weight_scale_inv")
         tensors = {"weight": values, suffix: scales}
         if scheme == "static":
@@ -368,7 +368,7 @@ def float8(
     return Format({**config, **settings}, write)
 
 
-def _block_scales(whole: Tensor, block: int) -> Tensor:
+def block_scales(whole: Tensor, block: int) -> Tensor:
     """[N / block, K / block], rounded up, float32."""
     rows, columns = -(-whole.shape[0] // block), -(-whole.shape[1] // block)
     scales = torch.empty(rows, columns)
@@ -379,7 +379,7 @@ def _block_scales(whole: Tensor, block: int) -> Tensor:
     return scales
 
 
-def _spread(scales: Tensor, block: int, whole: Tensor) -> Tensor:
+def spread(scales: Tensor, block: int, whole: Tensor) -> Tensor:
     """A scale for each number of the whole."""
     rows = torch.arange(whole.shape[0]) // block
     columns = torch.arange(whole.shape[1]) // block

@@ -15,6 +15,8 @@ QUANTIZATIONS = (
     "int4-g128",
     "int4-asym",
     "int4-g128-asym",
+    "mxfp4",
+    "nvfp4",
 )
 _OTHER_NAMES = {"w8a8": "int8-dynamic"}
 SpeculativeConfig = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None

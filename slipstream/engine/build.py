@@ -39,7 +39,7 @@ from slipstream.models.quantized.catalogue import read_quantization
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.runner.capability import (
     choose_device,
-    multiplies_float8,
+    kept_formats,
     require_stored,
     stored_note,
 )
@@ -95,7 +95,7 @@ def build_engine(config: EngineConfig, progress_bar: ProgressBar = no_progress_b
         max_positions=resolve_model_len(config, shape),
         seed=config.seed,
         quantization=config.quantization,
-        keeps_float8=multiplies_float8(device),
+        kept=kept_formats(device),
         stored_check=partial(require_stored, device),
         batch_invariant=config.batch_invariant,
         twin_of=shape,

@@ -15,10 +15,10 @@ from slipstream.models.quantized.module import StoredQuantization
 from slipstream.runner.capability import (
     default_batched_tokens,
     invariance_note,
-    multiplies_float8,
     quantization_note,
     require_quantization,
     require_stored,
+    sums_float8,
 )
 from slipstream.runner.graphs import captures_graphs
 from slipstream.runner.memory import StepSizes, device_memory, uses_gpu_memory
@@ -98,7 +98,7 @@ def require_stored_precision(
 ) -> None:
     """Raise UsageError when the device cannot multiply by a quantised checkpoint as asked."""
     require_stored(device, name, stored)
-    if config.batch_invariant and multiplies_float8(device):
+    if config.batch_invariant and sums_float8(device, stored):
         raise UsageError(f"{_NOT_INVARIANT}, in which {name} is stored; leave out batch_invariant")
 
 

@@ -1,13 +1,21 @@
 """Building a network with its weights."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from slipstream.core.errors import UsageError
+from slipstream.kernels.formats.float8 import Float8Matrix
+from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
+from slipstream.kernels.formats.int4 import Int4Matrix
+from slipstream.kernels.formats.int8 import Int8Matrix
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
+from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
+from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.kernels.registry import kernels_for
 from slipstream.layers.parameters import WHOLE, Share
 from slipstream.models.catalogue import read_decoder_config
@@ -26,6 +34,7 @@ from slipstream.models.parameter_sources import (
 from slipstream.models.precision import PRECISIONS, in_precision, weight_bytes
 from slipstream.models.quantized.catalogue import read_quantization
 from slipstream.models.quantized.module import StoredQuantization
+from slipstream.models.quantized.random_source import RandomQuantizedSource, stored_rounding
 from slipstream.models.quantized.source import QuantizedSource, stored_bytes
 from slipstream.models.twin import TwinSource, require_twin
 
@@ -41,6 +50,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger("slipstream")
+
+RANDOM_FORMATS = ("dummy", "twin")  # of `load_format`
 
 # (name, size, unit) -> a context whose function is called with each amount that is done.
 ProgressBar = Callable[[str, int, str], AbstractContextManager[Progress]]
@@ -77,8 +88,8 @@ class LoadOptions:
         max_positions: rows of the tables of rotary embeddings.
         seed: for random weights.
         quantization: what matrices are rounded to, a key of `PRECISIONS`; None: nothing is rounded.
-        keeps_float8: matrices that a checkpoint stores in e4m3 are multiplied as such; false: they
-            become tensors, unless they are to be rounded to it.
+        kept: classes of the matrices that stay what a checkpoint stores, for the device; others
+            become floats. Matrices of e4m3 with a scale a row also stay where such are asked for.
         stored_check: called before a quantised checkpoint is read.
         batch_invariant: whether a row of a result must not depend on the rows beside it.
         twin_of: the target whose first layers, or all of them, a twin has.
@@ -93,7 +104,7 @@ class LoadOptions:
     max_positions: int
     seed: int = 0
     quantization: str | None = None
-    keeps_float8: bool = False
+    kept: frozenset[type[Weight]] = frozenset({Int8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix})
     stored_check: StoredCheck = every_quantization
     batch_invariant: bool = False
     twin_of: DecoderConfig | None = None
@@ -114,7 +125,7 @@ def load_decoder(
         config = read_decoder_config(checkpoint)
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
     if stored is not None:
-        _require_stored(checkpoint, stored, options)
+        options.stored_check(checkpoint.path.name, stored)
     size, rounded = decoder_bytes(checkpoint, config, options), {}
     if options.quantization is None and stored is None:
         rounded = {name: weight_bytes(config, options.dtype, name) for name in PRECISIONS}
@@ -123,14 +134,11 @@ def load_decoder(
         _tell_stored(checkpoint, stored, options)
     if options.quantization is not None:
         _tell_quantization(checkpoint, config, options.quantization, size)
-    if options.load_format == "dummy":
-        dummy = DummySource(options.dtype, options.device, options.seed, options.share)
-        return _build(config, dummy, options)
-    if options.load_format == "twin":
-        target = options.twin_of or config
-        require_twin(config, target, checkpoint.config_file)
-        twin = TwinSource(options.dtype, options.device, options.seed, target, options.share)
-        return _build(config, twin, options)
+    random = _random_weights(checkpoint, config, options)
+    if random is not None:
+        if stored is not None:
+            random = RandomQuantizedSource(random, stored, _kept(options))
+        return _build(config, random, options)
     name = f"loading {checkpoint.path.name}"
     beside = own_drafter_tensors(checkpoint.entries)  # which only a drafter reads
     total = checkpoint.size_bytes - sum(checkpoint.entries[tensor].nbytes for tensor in beside)
@@ -139,6 +147,19 @@ def load_decoder(
         network = _build(config, source, options)
     source.finish(ignored=(*beside, *(["lm_head.weight"] if config.tie_word_embeddings else [])))
     return network
+
+
+def _random_weights(
+    checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions
+) -> TensorSource | None:
+    """Where random weights come from; None for those of the checkpoint."""
+    if options.load_format == "dummy":
+        return DummySource(options.dtype, options.device, options.seed, options.share)
+    if options.load_format != "twin":
+        return None
+    target = options.twin_of or config
+    require_twin(config, target, checkpoint.config_file)
+    return TwinSource(options.dtype, options.device, options.seed, target, options.share)
 
 
 def _build(config: DecoderConfig, tensors: TensorSource, options: LoadOptions) -> Decoder:
@@ -150,18 +171,30 @@ def _build(config: DecoderConfig, tensors: TensorSource, options: LoadOptions) -
 def decoder_bytes(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions) -> int:
     """Bytes of a language model's weights once they are loaded."""
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
-    if stored is None or not checkpoint.has_weights:
+    if stored is None:
         return weight_bytes(config, options.dtype, options.quantization)
-    kept = _keeps_float8(options) or options.quantization is not None
-    itemsize = options.dtype.itemsize
-    size = stored_bytes(checkpoint, stored, itemsize, 1 if kept else itemsize)
+    kept = _kept(options)
+    if options.load_format in RANDOM_FORMATS or not checkpoint.has_weights:
+        form = partial(_kept_rounding, stored, kept)
+        return weight_bytes(config, options.dtype, options.quantization, form)
+    if options.quantization is not None:
+        kept |= {Float8Matrix, Float8BlockMatrix}  # of as many bits as what they are rounded to
+    size = stored_bytes(checkpoint, stored, options.dtype.itemsize, kept)
     if options.quantization is not None and config.tie_word_embeddings:
         size += config.vocab_size * config.hidden_size  # a rounded copy
     return size
 
 
-def _keeps_float8(options: LoadOptions) -> bool:
-    return options.keeps_float8 or options.quantization == "fp8"
+def _kept(options: LoadOptions) -> frozenset[type[Weight]]:
+    return options.kept | ({Float8Matrix} if options.quantization == "fp8" else set())
+
+
+def _kept_rounding(
+    stored: StoredQuantization, kept: Collection[type[Weight]], tensor: str, columns: int
+) -> Rounding | None:
+    """What a random matrix is rounded to and stays; None: it becomes floats, or is not rounded."""
+    form = stored_rounding(stored, tensor, columns)
+    return form if stored.kind(tensor.removesuffix(".weight")) in kept else None
 
 
 def _open(
@@ -180,24 +213,11 @@ def _open(
         options.dtype,
         options.device,
         progress,
-        _keeps_float8(options),
+        _kept(options),
         # What is rounded once more should not be rounded in between.
         options.dtype if options.quantization is None else torch.float32,
         options.share,
     )
-
-
-def _require_stored(
-    checkpoint: Checkpoint, stored: StoredQuantization, options: LoadOptions
-) -> None:
-    """Raise an error where the stored matrices cannot be used, or would not be read at all."""
-    options.stored_check(checkpoint.path.name, stored)
-    if options.load_format in ("dummy", "twin"):
-        raise UsageError(
-            f"load_format {options.load_format} makes random weights, and the config.json of "
-            f"{checkpoint.path.name} has a quantization_config; leave that out, and give "
-            "quantization to round them"
-        )
 
 
 def _tell_stored(checkpoint: Checkpoint, stored: StoredQuantization, options: LoadOptions) -> None:

@@ -1,7 +1,7 @@
 """The precision that matrices are multiplied in: as they are stored, or rounded to fewer bits."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,14 +12,21 @@ from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import ToFloat8
 from slipstream.kernels.formats.int4 import ToInt4
 from slipstream.kernels.formats.int8 import ToInt8
+from slipstream.kernels.formats.mxfp4 import ToMxfp4
+from slipstream.kernels.formats.nvfp4 import ToNvfp4
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.kernels.table import Ops
+from slipstream.layers.layer import BuildContext, build_layers
 from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.layers.rope import RopeTables
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import TensorSource
+from slipstream.models.quantized.random_source import RandomQuantizedSource
 from slipstream.models.quantized.source import QuantizedSource
 
 logger = logging.getLogger("slipstream")
+
+_NOWHERE = torch.device("meta")  # where tensors have shapes and no numbers
 
 
 @dataclass(frozen=True)
@@ -27,12 +34,12 @@ class Precision:
     """What one name of `quantization` means.
 
     Attributes:
-        matrix, head: what they are rounded to; logits need more bits.
+        matrix, head: what they are rounded to; logits need more bits. None: the head stays.
         words: a description for the log.
     """
 
     matrix: Rounding
-    head: Rounding
+    head: Rounding | None
     words: str
 
 
@@ -51,6 +58,8 @@ PRECISIONS: Final = {
     "int4-g128": _four_bits(128, zeros=False),
     "int4-asym": _four_bits(32, zeros=True),
     "int4-g128-asym": _four_bits(128, zeros=True),
+    "mxfp4": Precision(ToMxfp4(), None, "mxfp4, the head stays"),
+    "nvfp4": Precision(ToNvfp4(), None, "nvfp4, the head stays"),
 }
 
 
@@ -89,7 +98,7 @@ class PreparedSource:
         return self._tensors.vector(parts)
 
     def _as_stored(self, parts: Sequence[Part], columns: int) -> Weight:
-        if isinstance(self._tensors, QuantizedSource):
+        if isinstance(self._tensors, QuantizedSource | RandomQuantizedSource):
             return self._tensors.weight(parts, columns)
         return DenseMatrix(self._tensors.matrix(parts, columns))
 
@@ -120,15 +129,59 @@ def in_precision(tensors: TensorSource, quantization: str | None, ops: Ops) -> P
     return PreparedSource(tensors, PRECISIONS[quantization] if quantization else None, ops)
 
 
-def weight_bytes(config: DecoderConfig, dtype: torch.dtype, quantization: str | None) -> int:
+def weight_bytes(
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    quantization: str | None,
+    stored: Callable[[str, int], Rounding | None] | None = None,
+) -> int:
     """Bytes of a network's matrices and tables, which are nearly all of its bytes.
 
     Args:
         quantization: a key of `PRECISIONS`; None: nothing is rounded.
+        stored: what a matrix of this name and so many columns is rounded to before; None of that:
+            nothing is.
     """
-    if quantization is None:
-        return config.num_matrix_parameters * dtype.itemsize
+    precision = PRECISIONS[quantization] if quantization else None
+    shapes = _Shapes()
+    layer = BuildContext(shapes, config.hidden_size, RopeTables(1, _NOWHERE))
+    build_layers(config.layers, layer)
+    total = 0.0
+    for name, rows, columns in shapes.matrices:
+        form = None if stored is None else stored(name, columns)
+        if form is None and precision is not None:
+            form = precision.matrix.for_columns(columns)
+        total += rows * columns * (dtype.itemsize if form is None else form.bytes_per_number)
     table = config.vocab_size * config.hidden_size
-    layers = int(config.num_layer_parameters * PRECISIONS[quantization].matrix.bytes_per_number)
-    # The head, tied or not, is a rounded matrix of eight bits.
-    return table * dtype.itemsize + table + layers
+    total += table * dtype.itemsize
+    head = None if precision is None else precision.head
+    if head is not None:  # tied or not, a rounded matrix
+        total += table * head.bytes_per_number
+    elif not config.tie_word_embeddings:
+        total += table * dtype.itemsize
+    return int(total)
+
+
+class _Shapes:
+    """A source of parameters without numbers, which notes the names and shapes of matrices."""
+
+    def __init__(self) -> None:
+        self.matrices: list[tuple[str, int, int]] = []
+
+    def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
+        weight = self.table(parts, columns)
+        self.matrices.append((parts[0].name, *weight.shape))
+        return weight
+
+    def head(self, parts: Sequence[Part], columns: int) -> Weight:
+        return self.matrix(parts, columns)
+
+    def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
+        rows = sum(part.rows for part in parts)
+        return DenseMatrix(torch.empty((rows, columns), device=_NOWHERE))
+
+    def tied(self, table: Weight) -> Weight:
+        return table
+
+    def vector(self, parts: Sequence[Part]) -> Tensor:
+        return torch.empty(sum(part.rows for part in parts), device=_NOWHERE)

@@ -1,19 +1,36 @@
 """Capabilities of devices, and the meaning of the engine's options on them."""
 
+from typing import Final
+
 import torch
 
 from slipstream.core.errors import UsageError
+from slipstream.kernels.formats.float8 import Float8Matrix
+from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
+from slipstream.kernels.formats.int4 import Int4Matrix
+from slipstream.kernels.formats.int8 import Int8Matrix
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
+from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
+from slipstream.kernels.formats.weight import Weight
 from slipstream.models.quantized.module import StoredQuantization
 
 # Of NVIDIA's GPUs: the kernels multiply bf16 in tensor cores, and convert e4m3 in hardware.
 LEAST_CAPABILITY = (8, 0)
 LEAST_FLOAT8_CAPABILITY = (8, 9)
 _FLOAT8 = "fp8"
+_ON_GPUS = (_FLOAT8, "mxfp4", "nvfp4")
+_WITH_FLOAT8 = (_FLOAT8, "nvfp4")  # whose scales are e4m3
 
+_Kinds = frozenset[type[Weight]]
+# What is multiplied as it is stored; anything else becomes floats, or is refused.
+_KEPT_ON_GPU: Final[_Kinds] = frozenset({Float8Matrix, Float8BlockMatrix, Mxfp4Matrix, Nvfp4Matrix})
+_KEPT_ON_CPU: Final[_Kinds] = frozenset({Int8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix})
 
-_INTEGERS = {
+_ROUNDED = {
     "int8": "integers of 8 bits, one scale a row",
     "int4": "integers of 4 bits, one scale a group of columns; the head keeps 8 bits",
+    "mxfp4": "e2m1, one power of two for 32 columns; the head stays as it is",
+    "nvfp4": "e2m1, one e4m3 scale for 16 columns; the head stays as it is",
 }
 
 
@@ -43,48 +60,62 @@ def require_quantization(device: torch.device, option: str, quantization: str) -
     """Raise UsageError where the device cannot multiply by such matrices; `option` asked for it."""
     if device.type != "cuda":
         return
-    if quantization != _FLOAT8:
+    if quantization not in _ON_GPUS:
         raise UsageError(
             f"{option}={quantization} is for CPUs: there are no kernels for matrices of integers "
             f"on a GPU; use {option}={_FLOAT8}, or device=cpu"
         )
+    if quantization in _WITH_FLOAT8:
+        _require_float8(device, f"{option}={quantization}")
+
+
+def _require_float8(device: torch.device, what: str) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_FLOAT8_CAPABILITY:
         raise UsageError(
-            f"{option}=fp8 needs compute capability {_shown(LEAST_FLOAT8_CAPABILITY)} (Ada) or "
-            f"newer, and {torch.cuda.get_device_name(device)} has {_shown(capability)}; leave it "
-            "out"
+            f"{what} needs compute capability {_shown(LEAST_FLOAT8_CAPABILITY)} (Ada) or newer, "
+            f"and {torch.cuda.get_device_name(device)} has {_shown(capability)}; leave it out"
         )
 
 
-def multiplies_float8(device: torch.device) -> bool:
-    """Whether matrices of e4m3 are faster than what they stand for."""
-    return device.type == "cuda"
+def kept_formats(device: torch.device) -> _Kinds:
+    """Classes of the matrices that a device multiplies as a checkpoint stores them."""
+    return _KEPT_ON_GPU if device.type == "cuda" else _KEPT_ON_CPU
+
+
+def sums_float8(device: torch.device, stored: StoredQuantization) -> bool:
+    """Whether products with matrices of a checkpoint are sums of products of e4m3."""
+    return device.type == "cuda" and Float8Matrix in stored.kinds
 
 
 def require_stored(device: torch.device, name: str, stored: StoredQuantization) -> None:
     """Raise UsageError where the device has no kernels for the matrices of a checkpoint."""
     if device.type != "cuda":
         return
-    if not stored.float8_rows:
+    kinds = stored.kinds
+    if not kinds <= _KEPT_ON_GPU or (Float8Matrix in kinds and not stored.rounds_activations):
         raise UsageError(
             f"{name} is stored as {stored.description}, for which there are no kernels on a GPU; "
             f"use the unquantised checkpoint and quantization={_FLOAT8}, or device=cpu"
         )
-    require_quantization(device, "a checkpoint in quantization", _FLOAT8)
+    if kinds != {Mxfp4Matrix}:
+        _require_float8(device, f"a checkpoint stored as {stored.description}")
 
 
 def stored_note(device: torch.device) -> str:
     """What becomes of the matrices of a quantised checkpoint on this device."""
     if device.type == "cuda":
-        return "matrices stay in e4m3; activations are rounded at run time"
-    return "integers stay integers; fp8 becomes the model's dtype, or what quantization names"
+        return "matrices stay as they are; activations are rounded beside e4m3 with a scale a row"
+    return (
+        "integers and four-bit floats stay; fp8 becomes the model's dtype, or what quantization "
+        "names"
+    )
 
 
 def quantization_note(device: torch.device, quantization: str) -> str:
     """What it means to multiply by such matrices on this device."""
     if quantization != _FLOAT8:
-        return f"matrices rounded at load time: {_INTEGERS[quantization.partition('-')[0]]}"
+        return f"matrices rounded at load time: {_ROUNDED[quantization.partition('-')[0]]}"
     if device.type == "cuda":
         return "matrices rounded to e4m3 at load time, one scale a row; activations at run time"
     return (

@@ -16,17 +16,23 @@ from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.engine.resolve import require_stored_precision
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix
+from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
 from slipstream.kernels.formats.int4 import Int4Matrix
 from slipstream.kernels.formats.int8 import Int8Matrix
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
+from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import LoadOptions, decoder_bytes, load_decoder
 from slipstream.models.quantized.catalogue import read_quantization
-from slipstream.runner.capability import require_stored
+from slipstream.runner.capability import kept_formats, require_stored
+from tests.checkpoints import write_qwen3
+from tests.float4_checkpoints import modelopt, packed_mxfp4, packed_nvfp4, quark
 from tests.quantized_checkpoints import (
     DYNAMIC,
+    SIZES,
     Format,
     awq,
     edit_config,
@@ -43,6 +49,7 @@ from tests.quantized_checkpoints import (
 pytestmark = pytest.mark.usefixtures("plain_torch")
 
 CPU = torch.device("cpu")
+KEPT = kept_formats(CPU)
 STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 # The format, and what its matrices become: with the group of four bits.
@@ -82,7 +89,32 @@ FORMATS: dict[str, tuple[Format, type, int | None]] = {
     "fp8-tensor": (float8(block=None), DenseMatrix, None),
     "fp8-static": (float8(block=None, scheme="static"), DenseMatrix, None),
     "fp8-inv": (float8(block=None, name="weight_scale_inv"), DenseMatrix, None),
+    "fp8-128": (float8(block=128), DenseMatrix, None),
+    "packed-mxfp4": (packed_mxfp4(), Mxfp4Matrix, None),
+    "packed-nvfp4": (packed_nvfp4(), Nvfp4Matrix, None),
+    "packed-nvfp4-activations": (packed_nvfp4(activations=True), Nvfp4Matrix, None),
+    "quark": (quark(), Mxfp4Matrix, None),
+    "modelopt-nvfp4": (modelopt(), Nvfp4Matrix, None),
+    "modelopt-nvfp4-weights": (modelopt("W4A16_NVFP4"), Nvfp4Matrix, None),
+    "modelopt-fp8": (modelopt("FP8"), DenseMatrix, None),
+    "modelopt-fp8-rows": (modelopt("fp8_per_channel_per_token"), DenseMatrix, None),
+    "modelopt-fp8-blocks": (modelopt("FP8_PB_WO"), DenseMatrix, None),
 }
+ON_GPUS = (
+    "float",
+    "float-tensor",
+    "fp8-tensor",
+    "fp8-static",
+    "fp8-inv",
+    "fp8-128",
+    "packed-mxfp4",
+)
+ON_GPUS += (
+    "packed-nvfp4",
+    "packed-nvfp4-activations",
+    "quark",
+    *(n for n in FORMATS if "opt" in n),
+)
 
 
 def load(folder: Path, **options: Any) -> Decoder:
@@ -143,7 +175,10 @@ def size_of(weight: Weight) -> int:
     return weight.nbytes - (0 if zeros is None else zeros.nbytes)
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "packed-asym", "int", "fp8", "gptq-ordered"])
+@pytest.mark.parametrize(
+    "name",
+    ["gptq", "awq", "packed-asym", "int", "fp8", "gptq-ordered", "packed-mxfp4", "modelopt-nvfp4"],
+)
 def test_output_is_that_of_the_unquantised_numbers_and_lossless(name: str, tmp_path: Path) -> None:
     style, _, _ = FORMATS[name]
     meant = write_quantized(tmp_path / "m", style)
@@ -162,7 +197,7 @@ def test_the_engine_says_how_a_checkpoint_is_stored(tmp_path: Path) -> None:
     llm = LLM(str(tmp_path), skip_tokenizer_init=True, num_kv_blocks=8)
     found = {name: (value, why) for name, value, why in llm.engine.resolved.reasons}
     assert found["checkpoint quantization"][0] == "gptq, 4 bits, groups of 32"
-    assert "integers stay integers" in found["checkpoint quantization"][1]
+    assert "integers and four-bit floats stay" in found["checkpoint quantization"][1]
     assert f"weights of {tmp_path.name}" in found
 
 
@@ -276,7 +311,7 @@ def test_what_has_no_form_in_integers_is_rounded(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["float", "float-tensor", "fp8-tensor"])
-@pytest.mark.parametrize("options", [{"keeps_float8": True}, {"quantization": "fp8"}])
+@pytest.mark.parametrize("options", [{"kept": frozenset({Float8Matrix})}, {"quantization": "fp8"}])
 def test_fp8_rows_stay_where_they_are_wanted(
     name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -294,24 +329,49 @@ def test_a_tied_head_is_the_table_or_a_rounded_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "twin"])
-def test_random_weights_have_no_stored_form(load_format: str, tmp_path: Path) -> None:
+def test_random_weights_are_not_rounded_to_every_form(load_format: str, tmp_path: Path) -> None:
     write_quantized(tmp_path, gptq())
-    with pytest.raises(UsageError, match="has a quantization_config; leave that out"):
+    with pytest.raises(UsageError, match=r"rounded to gptq, 4 bits.*leave that out"):
         load(tmp_path, load_format=load_format)
+
+
+@pytest.mark.parametrize(
+    "name", ["packed-mxfp4", "modelopt-nvfp4", "quark", "fp8-128", "float", "int"]
+)
+@pytest.mark.parametrize("load_format", ["dummy", "twin"])
+def test_random_weights_have_the_stored_form(load_format: str, name: str, tmp_path: Path) -> None:
+    style, kind, _ = FORMATS[name]
+    write_quantized(tmp_path / "m", style)
+    network = load(tmp_path / "m", load_format=load_format, kept=KEPT | {Float8BlockMatrix})
+    write_qwen3(tmp_path / "whole", **SIZES)
+    whole = load(tmp_path / "whole", load_format=load_format)
+    for (weight, _), (numbers, _) in zip(
+        matrices(network).values(), matrices(whole).values(), strict=True
+    ):
+        assert type(weight) is (Float8BlockMatrix if name == "fp8-128" else kind)
+        error = (weight.dequantised() - numbers.dequantised()).norm()
+        assert 0 < float(error) < 0.13 * float(numbers.dequantised().norm())
+    assert torch.equal(network.head.weight.dequantised(), whole.head.weight.dequantised())
+    checkpoint = Checkpoint(tmp_path / "m")
+    options = LoadOptions(torch.float32, CPU, load_format, 64, kept=KEPT | {Float8BlockMatrix})
+    taken = network.embedding.weight.nbytes + network.head.weight.nbytes
+    taken += sum(weight.nbytes for weight, _ in matrices(network).values())
+    predicted = decoder_bytes(checkpoint, read_decoder_config(checkpoint), options)
+    assert predicted == pytest.approx(taken, rel=0.05)
 
 
 # What GPUs have kernels for
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_gpus_take_fp8_rows_alone(
+def test_gpus_take_floats_of_eight_and_four_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     stored = read_quantization({"quantization_config": FORMATS[name][0].config})
     assert stored is not None
     require_stored(CPU, "m", stored)
-    if name in ("float", "fp8-tensor", "fp8-inv"):
+    if name in ON_GPUS:
         require_stored(torch.device("cuda"), "m", stored)
         return
     with pytest.raises(UsageError, match=r"^m is stored as .*; use the unquantised .*=fp8, or dev"):

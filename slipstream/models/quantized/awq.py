@@ -17,8 +17,8 @@ from slipstream.kernels.formats.int4 import packed, unpacked
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.gptq import described, read_group
-from slipstream.models.quantized.grouped import as_bytes, grouped_matrix
-from slipstream.models.quantized.module import StoredModule
+from slipstream.models.quantized.grouped import as_bytes, grouped_matrix, integer_kind
+from slipstream.models.quantized.module import StoredModule, StoredQuantization
 
 HARMLESS = {
     "backend",
@@ -34,12 +34,10 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the rows 0 to 7 in a word
 
 
 @dataclass(frozen=True)
-class Awq:
+class Awq(StoredQuantization):
     """The settings of one checkpoint; `group` None: all columns."""
 
     group: int | None
-
-    float8_rows = False
 
     @property
     def description(self) -> str:
@@ -49,9 +47,9 @@ class Awq:
         del module
         return 4
 
-    def keeps(self, module: str) -> bool:
+    def kind(self, module: str) -> type[Weight]:
         del module
-        return self.group is None or self.group % 32 == 0
+        return integer_kind(4, self.group, ordered=False, symmetric=False)
 
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
         group = self.group or columns

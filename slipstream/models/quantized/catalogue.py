@@ -6,18 +6,26 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from slipstream.core.errors import CheckpointError
+from slipstream.models.checkpoint import read_json_object
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.module import StoredQuantization
 
+_MODELOPT = "slipstream.models.quantized.modelopt"
 # A new format is one file and one line here.
 FORMATS: Final = {
     "awq": "slipstream.models.quantized.awq",
     "compressed-tensors": "slipstream.models.quantized.compressed_tensors",
     "fp8": "slipstream.models.quantized.float8",
     "gptq": "slipstream.models.quantized.gptq",
+    "modelopt": _MODELOPT,
+    "modelopt_fp4": _MODELOPT,
+    "modelopt_mixed": _MODELOPT,
+    "mxfp4": "slipstream.models.quantized.mxfp4",
+    "quark": "slipstream.models.quantized.quark",
 }
 QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json; the second is an old name of the first."""
+_BESIDE = "hf_quant_config.json"  # where ModelOpt's older exports have the settings alone
 
 
 _FOR_HEADS = (
@@ -51,21 +59,28 @@ def read_quantization(
     """
     found = [key for key in QUANTIZATION_KEYS if config.get(key)]
     if not found:
-        return None
+        beside = Path(file).with_name(_BESIDE)
+        if not beside.is_file():
+            return None
+        return _read({**read_json_object(beside), "quant_method": "modelopt"}, beside, "")
     key, settings = found[0], config[found[0]]
     if not isinstance(settings, Mapping):
         raise CheckpointError(f'{file}: "{key}" must be an object, not {settings!r}')
     if len(found) > 1 and config[found[1]] != settings:
         raise CheckpointError(f'{file}: "{key}" and "{found[1]}" differ; remove one of them')
+    return _read(settings, file, f"{key}.")
+
+
+def _read(settings: Mapping[str, Any], file: str | Path, prefix: str) -> StoredQuantization:
     method = settings.get("quant_method")
     if method not in FORMATS:
         raise CheckpointError(
-            f'{file}: "{key}.quant_method" is {method!r}; supported are {", ".join(FORMATS)}. Use '
-            "a checkpoint in one of them, or an unquantised one (and --quantization)"
+            f'{file}: "{prefix}quant_method" is {method!r}; supported are {", ".join(FORMATS)}. '
+            "Use a checkpoint in one of them, or an unquantised one (and --quantization)"
         )
     module = importlib.import_module(FORMATS[method])
     harmless = cast(Collection[str], module.HARMLESS)
-    reader = ConfigReader(settings, file, f"{key}.", harmless)
+    reader = ConfigReader(settings, file, prefix, harmless)
     read = cast(Callable[[ConfigReader], StoredQuantization], module.read_settings)
     quantization = read(reader)
     reader.finish()

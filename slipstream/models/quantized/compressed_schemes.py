@@ -3,11 +3,24 @@
 from dataclasses import dataclass
 from typing import Final
 
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
+from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.float8 import read_block
 
-FORMATS: Final = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+FORMATS: Final = (
+    "float-quantized",
+    "int-quantized",
+    "mxfp4-pack-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "pack-quantized",
+)
 _PACKED = "pack-quantized"
+_FOUR_BITS: Final = {  # floats: how scales are shared, and by how many columns
+    "mxfp4-pack-quantized": ("group", Mxfp4Matrix.group),
+    "nvfp4-pack-quantized": ("tensor_group", Nvfp4Matrix.group),
+}
 
 
 @dataclass(frozen=True)
@@ -19,7 +32,7 @@ class Scheme:
         group: columns of a group; None: all of them.
         block: rows and columns of a block, of floats; None: a scale a row or matrix.
         ordered: columns of a group may stand anywhere.
-        rounds_input: activations are to be rounded row by row.
+        rounds_input: activations are to be rounded; those beside integers row by row.
     """
 
     format: str
@@ -59,9 +72,11 @@ def _kind(settings: ConfigReader) -> bool:
 
 
 def _require_kind(weights: ConfigReader, format: str, is_float: bool, bits: int) -> None:
-    if bits not in ((4, 8) if format == _PACKED else (8,)):
+    known = (4, 8) if format == _PACKED else (4,) if format in _FOUR_BITS else (8,)
+    if bits not in known:
         raise weights.error("num_bits", f"is {bits}, which {format} is not supported with")
-    if is_float != (format == "float-quantized") and format != "naive-quantized":
+    floats = format == "float-quantized" or format in _FOUR_BITS
+    if is_float != floats and format != "naive-quantized":
         raise weights.error("type", f"does not go with the format {format}")
 
 
@@ -73,6 +88,13 @@ def _read_strategy(
     block = weights.take_optional("block_structure", list)
     implied = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = weights.take("strategy", str, implied).lower()
+    if format in _FOUR_BITS:
+        if (strategy, size) != _FOUR_BITS[format]:
+            shared, columns = _FOUR_BITS[format]
+            raise weights.error(
+                "group_size", f"must be {columns}, and strategy {shared}, for {format}"
+            )
+        return size, None
     if format == _PACKED and strategy == "group" and size is not None and size > 0:
         return size, None
     if strategy == "channel" or (strategy == "tensor" and format != _PACKED):
@@ -96,8 +118,8 @@ def _read_activations(group: ConfigReader, format: str, is_float: bool) -> bool:
     Rounding of FP8 activations by stored scales or in groups is for kernels that need it: here the
     numbers of such a checkpoint's weights are used and activations stay as they are.
     """
-    if not group.take("input_activations", dict, {}):
-        return False
+    if not group.take("input_activations", dict, {}) or format in _FOUR_BITS:
+        return False  # beside four-bit floats activations keep their dtype
     inputs = group.nested("input_activations")
     floats, bits = _kind(inputs), inputs.take("num_bits", int, 8)
     if format == _PACKED or floats != is_float or bits != 8:
@@ -117,7 +139,7 @@ def _read_activations(group: ConfigReader, format: str, is_float: bool) -> bool:
             "dynamic" if not dynamic else "strategy",
             "must be dynamic and by token for integers; use such a checkpoint (W8A8 dynamic)",
         )
-    return dynamic and strategy == "token"
+    return True
 
 
 def _pass_over_search(settings: ConfigReader) -> None:

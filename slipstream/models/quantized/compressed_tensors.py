@@ -5,33 +5,45 @@
                        weight_shape [2]; weight_g_idx [K] where columns were reordered
     int-quantized      weight [N, K] int8, weight_scale [N, 1] or one number
     float-quantized    weight [N, K] e4m3, weight_scale the same, or of blocks
+    nvfp4-pack-quantized, mxfp4-pack-quantized
+                       weight_packed [N, K / 2] uint8, weight_scale of groups (`float4.py`), and of
+                       NVFP4 weight_global_scale, one number that the others are divided by
 
 Which modules have which scheme is told by groups of settings, each with names, patterns of names
 ("re:...") or the class Linear.
 """
 
-import re
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
+from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.int4 import unpacked
-from slipstream.kernels.formats.int8 import Int8Matrix
-from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.formats.int8 import Int8Matrix, ToInt8
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix, ToMxfp4
+from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix, ToNvfp4
+from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.compressed_schemes import FORMATS, Scheme, read_scheme
-from slipstream.models.quantized.float8 import read_float8
+from slipstream.models.quantized.float4 import read_mxfp4, read_nvfp4
+from slipstream.models.quantized.float8 import float8_kind, float8_rounding, read_float8
 from slipstream.models.quantized.gptq import described
-from slipstream.models.quantized.grouped import as_bytes, grouped_matrix
-from slipstream.models.quantized.module import StoredModule, row_scale_shapes
+from slipstream.models.quantized.grouped import as_bytes, grouped_matrix, integer_kind
+from slipstream.models.quantized.module import StoredModule, StoredQuantization, row_scale_shapes
+from slipstream.models.quantized.module_lists import ModuleList, matches, read_list
 
 HARMLESS = {
     "global_compression_ratio",
-    "ignore",  # what is stored tells the same
     "quant_method",
     "version",
 }
 _CLASS = "Linear"
+_PACKED = "pack-quantized"
+_FOUR_BITS: Final[dict[str, tuple[type[Weight], Rounding]]] = {
+    "mxfp4-pack-quantized": (Mxfp4Matrix, ToMxfp4()),
+    "nvfp4-pack-quantized": (Nvfp4Matrix, ToNvfp4()),
+}
 _OF_SPARSITY = (
     "global_sparsity",
     "ignore",
@@ -42,10 +54,16 @@ _OF_SPARSITY = (
 
 
 @dataclass(frozen=True)
-class CompressedTensors:
-    """The settings of one checkpoint: (targets, scheme) of each group."""
+class CompressedTensors(StoredQuantization):
+    """The settings of one checkpoint.
+
+    Attributes:
+        groups: (targets, scheme) of each group of settings.
+        unquantised: modules that are not stored so.
+    """
 
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]
+    unquantised: ModuleList
 
     @property
     def description(self) -> str:
@@ -53,32 +71,33 @@ class CompressedTensors:
         return f"compressed-tensors, {'; '.join(words)}"
 
     @property
-    def float8_rows(self) -> bool:
-        return all(
-            scheme.is_float and scheme.block is None and scheme.rounds_input
-            for _, scheme in self.groups
-        )
+    def kinds(self) -> frozenset[type[Weight]]:
+        return frozenset(_kind(scheme) for _, scheme in self.groups)
+
+    @property
+    def rounds_activations(self) -> bool:  # type: ignore[override]
+        return all(scheme.rounds_input for _, scheme in self.groups)
 
     def bits(self, module: str) -> int:
         scheme = self.scheme_of(module)
         return 8 if scheme is None else scheme.bits
 
-    def keeps(self, module: str) -> bool:
+    def kind(self, module: str) -> type[Weight]:
         scheme = self.scheme_of(module)
-        if scheme is None or scheme.block is not None:
-            return False
-        if scheme.format != "pack-quantized":
-            return True
-        if scheme.bits == 8:
-            return scheme.group is None and scheme.symmetric
-        return scheme.group is None or not (scheme.ordered or scheme.group % 32)
+        return DenseMatrix if scheme is None else _kind(scheme)
+
+    def rounding(self, module: str) -> Rounding | None:
+        scheme = self.scheme_of(module)
+        if scheme is None or self.unquantised.names(module):
+            return None
+        return _rounding(scheme) or super().rounding(module)
 
     def scheme_of(self, module: str) -> Scheme | None:
         """The scheme of a module of this name; targets that name it come before those that name
         its class. None: no group of settings is about it."""
         by_class: Scheme | None = None
         for targets, scheme in self.groups:
-            if any(_matches(target, module) for target in targets):
+            if any(matches(target, module) for target in targets):
                 return scheme
             if _CLASS in targets and by_class is None:
                 by_class = scheme
@@ -90,24 +109,44 @@ class CompressedTensors:
             raise module.error(
                 f"stores {module.name} quantised, but none of config_groups is about it"
             )
+        module.pass_over("input_global_scale")
+        if scheme.format == "nvfp4-pack-quantized":
+            shared = "weight_global_scale"
+            return read_nvfp4(module, rows, columns, "weight_packed", shared, divides=True)
+        if scheme.format == "mxfp4-pack-quantized":
+            return read_mxfp4(module, rows, columns, "weight_packed", "weight_scale")
         if scheme.is_float:
             return read_float8(module, rows, columns, "weight_scale", scheme.block)
-        if scheme.format == "pack-quantized":
+        if scheme.format == _PACKED:
             return _read_packed(module, rows, columns, scheme)
         return _read_int8(module, rows, columns, scheme)
 
 
 def _words(scheme: Scheme) -> str:
+    if scheme.format in _FOUR_BITS:
+        return scheme.format.partition("-")[0]
     if scheme.is_float:
         return "fp8" if scheme.block is None else "fp8 in blocks"
     activations = ", activations too" if scheme.rounds_input else ""
     return f"{described(scheme.bits, scheme.group, scheme.symmetric)}{activations}"
 
 
-def _matches(target: str, module: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), module) is not None
-    return target == module
+def _kind(scheme: Scheme) -> type[Weight]:
+    if scheme.format in _FOUR_BITS:
+        return _FOUR_BITS[scheme.format][0]
+    if scheme.is_float:
+        return float8_kind(scheme.block)
+    if scheme.format != _PACKED:
+        return Int8Matrix
+    return integer_kind(scheme.bits, scheme.group, scheme.ordered, scheme.symmetric)
+
+
+def _rounding(scheme: Scheme) -> Rounding | None:
+    if scheme.format in _FOUR_BITS:
+        return _FOUR_BITS[scheme.format][1]
+    if scheme.is_float:
+        return float8_rounding(scheme.block)
+    return None if scheme.format == _PACKED else ToInt8(scheme.rounds_input)
 
 
 def _read_packed(module: StoredModule, rows: int, columns: int, scheme: Scheme) -> Weight:
@@ -175,4 +214,4 @@ def read_settings(reader: ConfigReader) -> CompressedTensors:
     groups.finish()
     if not found:
         raise reader.error("config_groups", "has no group")
-    return CompressedTensors(tuple(found))
+    return CompressedTensors(tuple(found), read_list(reader, "ignore"))

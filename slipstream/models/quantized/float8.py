@@ -10,58 +10,72 @@ time ("dynamic") or by input_scale ("static").
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from slipstream.kernels.formats.dense import DenseMatrix
-from slipstream.kernels.formats.float8 import Float8Matrix
-from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.formats.float8 import Float8Matrix, ToFloat8
+from slipstream.kernels.formats.float8_blocks import BLOCK, Float8BlockMatrix, ToFloat8Blocks
+from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.quantized.module import StoredModule
+from slipstream.models.quantized.module import StoredModule, StoredQuantization
+from slipstream.models.quantized.module_lists import ModuleList, read_list
 from slipstream.models.safetensors_file import WEIGHT_DTYPES
 
-HARMLESS = {
-    "dequantize",
-    "ignored_layers",  # what is stored tells the same
-    "modules_to_not_convert",
-    "quant_method",
-}
+HARMLESS = {"dequantize", "quant_method"}
 STATIC_SCALES = ("input_scale", "activation_scale", "output_scale")
 _SCALES = (*WEIGHT_DTYPES, torch.float8_e8m0fnu)
+_SQUARE = (BLOCK, BLOCK)
 
 
 @dataclass(frozen=True)
-class Float8:
+class Float8(StoredQuantization):
     """The settings of one checkpoint; `block` None: a scale for all of a matrix, or for each row.
 
     Attributes:
-        dynamic: activations are to be rounded row by row.
+        unquantised: modules that are not stored so.
     """
 
     block: tuple[int, int] | None
-    dynamic: bool
+    unquantised: ModuleList
 
     @property
     def description(self) -> str:
-        size = "a scale a row or matrix"
-        if self.block is not None:
-            size = f"blocks of {self.block[0]} x {self.block[1]}"
-        return f"fp8, {size}"
-
-    @property
-    def float8_rows(self) -> bool:
-        return self.block is None and self.dynamic
+        return f"fp8, {block_words(self.block)}"
 
     def bits(self, module: str) -> int:
         del module
         return 8
 
-    def keeps(self, module: str) -> bool:
+    def kind(self, module: str) -> type[Weight]:
         del module
-        return self.block is None
+        return float8_kind(self.block)
+
+    def rounding(self, module: str) -> Rounding | None:
+        if self.unquantised.names(module):
+            return None
+        return float8_rounding(self.block) or super().rounding(module)
 
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
         name = "weight_scale_inv" if "weight_scale_inv" in module else "weight_scale"
         return read_float8(module, rows, columns, name, self.block)
+
+
+def block_words(block: tuple[int, int] | None) -> str:
+    """A description of what shares a scale."""
+    return "a scale a row or matrix" if block is None else f"blocks of {block[0]} x {block[1]}"
+
+
+def float8_kind(block: tuple[int, int] | None) -> type[Weight]:
+    """The class of `read_float8`; kernels for blocks have those of 128 x 128."""
+    if block is None:
+        return Float8Matrix
+    return Float8BlockMatrix if block == _SQUARE else DenseMatrix
+
+
+def float8_rounding(block: tuple[int, int] | None) -> Rounding | None:
+    """What gives matrices like those of `read_float8`; None for blocks without a kernel."""
+    if block is None:
+        return ToFloat8()
+    return ToFloat8Blocks() if block == _SQUARE else None
 
 
 def read_float8(
@@ -72,18 +86,12 @@ def read_float8(
     module.pass_over(*STATIC_SCALES)
     if block is None:
         return Float8Matrix(values, module.take_row_scales(scale, rows, _SCALES))
-    shape = (-(-rows // block[0]), -(-columns // block[1]))
-    scales = module.take_scales(scale, shape, dtypes=_SCALES)
-    return DenseMatrix(_by_blocks(values, scales, block))
-
-
-def _by_blocks(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """[N, K] float32."""
-    out = values.float()
-    for index, row in enumerate(scales):
-        part = out[index * block[0] : (index + 1) * block[0]]
-        part.mul_(row.repeat_interleave(block[1])[: out.shape[1]])
-    return out
+    down, across = -(-rows // block[0]), -(-columns // block[1])
+    # ModelOpt keeps the dimensions within a block, of one scale each.
+    shapes = (down, across), (down, 1, across, 1)
+    scales = module.take_scales(scale, *shapes, dtypes=_SCALES).view(down, across)
+    matrix = Float8BlockMatrix(values, scales, *block)
+    return matrix if block == _SQUARE else DenseMatrix(matrix.dequantised())
 
 
 def read_settings(reader: ConfigReader) -> Float8:
@@ -95,10 +103,11 @@ def read_settings(reader: ConfigReader) -> Float8:
     scheme = reader.take("activation_scheme", str, "dynamic")
     if scheme not in ("dynamic", "static"):
         raise reader.error("activation_scheme", f"is {scheme!r}, but must be dynamic or static")
+    lists = [read_list(reader, key) for key in ("modules_to_not_convert", "ignored_layers")]
+    unquantised = ModuleList(lists[0].key, lists[0].entries + lists[1].entries)
     block = reader.take_optional("weight_block_size", list)
-    if block is None:
-        return Float8(None, scheme == "dynamic")
-    return Float8(read_block(reader, "weight_block_size", block), scheme == "dynamic")
+    size = None if block is None else read_block(reader, "weight_block_size", block)
+    return Float8(size, unquantised)
 
 
 def read_block(reader: ConfigReader, key: str, block: list[object]) -> tuple[int, int]:

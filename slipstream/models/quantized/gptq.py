@@ -16,8 +16,8 @@ import torch
 from slipstream.kernels.formats.int4 import unpacked
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.quantized.grouped import as_bytes, grouped_matrix
-from slipstream.models.quantized.module import StoredModule
+from slipstream.models.quantized.grouped import as_bytes, grouped_matrix, integer_kind
+from slipstream.models.quantized.module import StoredModule, StoredQuantization
 
 # How the integers were found, and how others run them.
 HARMLESS = {
@@ -53,7 +53,7 @@ HARMLESS = {
 
 
 @dataclass(frozen=True)
-class Gptq:
+class Gptq(StoredQuantization):
     """The settings of one checkpoint.
 
     Attributes:
@@ -69,8 +69,6 @@ class Gptq:
     zero_offset: int
     symmetric: bool
 
-    float8_rows = False
-
     @property
     def description(self) -> str:
         order = ", columns in an order of their own" if self.ordered else ""
@@ -80,11 +78,9 @@ class Gptq:
         del module
         return self.num_bits
 
-    def keeps(self, module: str) -> bool:
+    def kind(self, module: str) -> type[Weight]:
         del module
-        if self.num_bits == 8:
-            return self.group is None and self.symmetric
-        return self.group is None or not (self.ordered or self.group % 32)
+        return integer_kind(self.num_bits, self.group, self.ordered, self.symmetric)
 
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
         in_word = 32 // self.num_bits

@@ -51,6 +51,13 @@ def grouped_matrix(
     return DenseMatrix(_whole(values, bits, scales, zeros, group_of))
 
 
+def integer_kind(bits: int, group: int | None, ordered: bool, symmetric: bool) -> type[Weight]:
+    """The class of `grouped_matrix`; a group of None has all columns."""
+    if bits == 8:
+        return Int8Matrix if group is None and symmetric else DenseMatrix
+    return Int4Matrix if group is None or not (ordered or group % GROUPS[-1]) else DenseMatrix
+
+
 def whole_group(group: int, columns: int) -> int | None:
     """The largest group of an `Int4Matrix` that these groups consist of; None without one."""
     group = min(group, columns)

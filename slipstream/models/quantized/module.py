@@ -1,14 +1,14 @@
 """The tensors that a quantised matrix is stored as, and the protocol of the formats."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.core.errors import CheckpointError
-from slipstream.kernels.formats.weight import Weight
+from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_into
 
 
@@ -20,6 +20,7 @@ class StoredModule:
         path: the checkpoint's directory.
         entries: the module's tensors, by the last part of their names.
         taken: called with each entry that is read.
+        device: where tensors are read to.
     """
 
     def __init__(
@@ -28,9 +29,11 @@ class StoredModule:
         path: Path,
         entries: Mapping[str, TensorEntry],
         taken: Callable[[TensorEntry], None],
+        device: torch.device,
     ) -> None:
         self.name = name
         self._path, self._entries, self._taken = path, entries, taken
+        self._device = device
 
     def __contains__(self, ending: str) -> bool:
         return ending in self._entries
@@ -43,6 +46,38 @@ class StoredModule:
         Raises:
             CheckpointError: it is not there, or of no dtype or shape that the format has.
         """
+        entry = self._entry(ending, dtypes, shapes)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
+        read_into(entry, tensor, raw=True)
+        self._taken(entry)
+        return tensor
+
+    def take_in_turns(
+        self, ending: str, dtypes: Collection[torch.dtype], shape: tuple[int, ...], turns: int
+    ) -> Tensor:
+        """A tensor [E, turns * R, ...] whose rows belong to so many matrices in turn, as
+        [E * turns * R, ...]: for each of E all rows of the first matrix, then of the next.
+
+        Raises:
+            CheckpointError: as `take`.
+        """
+        if turns == 1:
+            return self.take(ending, dtypes, shape).flatten(0, 1)
+        entry = self._entry(ending, dtypes, (shape,))
+        count, rows, *rest = shape
+        tensor = torch.empty(
+            (count, turns, rows // turns, *rest), dtype=entry.dtype, device=self._device
+        )
+        some = torch.empty((1, rows, *rest), dtype=entry.dtype, device=self._device)
+        for index in range(count):
+            read_into(entry.row_range(index, index + 1), some, raw=True)
+            tensor[index].copy_(some.view(rows // turns, turns, *rest).transpose(0, 1))
+        self._taken(entry)
+        return tensor.flatten(0, 2)
+
+    def _entry(
+        self, ending: str, dtypes: Collection[torch.dtype], shapes: Collection[tuple[int, ...]]
+    ) -> TensorEntry:
         entry = self._entries.get(ending)
         if entry is None:
             raise self.error(
@@ -54,10 +89,7 @@ class StoredModule:
                 f"config.json asks for {' or '.join(str(list(shape)) for shape in shapes)} of "
                 f"{' or '.join(_word(dtype) for dtype in dtypes)}"
             )
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        read_into(entry, tensor, raw=True)
-        self._taken(entry)
-        return tensor
+        return entry
 
     def take_scales(
         self,
@@ -92,6 +124,14 @@ class StoredModule:
             if ending in self._entries:
                 self._taken(self._entries[ending])
 
+    def require_groups(self, columns: int, group: int) -> None:
+        """Raise CheckpointError unless so many columns are whole groups."""
+        if columns % group:
+            raise self.error(
+                f"has {columns} columns in {self.name}, which are no whole groups of {group}; use "
+                "a checkpoint that leaves this module unquantised"
+            )
+
     def require_words(self, size: int, in_word: int, what: str) -> None:
         """Raise CheckpointError unless so many rows or columns fill whole words."""
         if size % in_word:
@@ -105,28 +145,71 @@ class StoredModule:
         return CheckpointError(f"{self._path} {what}")
 
 
-class StoredQuantization(Protocol):
-    """How a checkpoint stores its matrices, from its quantization_config."""
+class StoredQuantization(ABC):
+    """How a checkpoint stores its matrices, from its quantization_config.
+
+    Attributes:
+        rounds_activations: products of matrices of e4m3 with a scale a row are meant to round the
+            other factor too.
+        fused_endings: of the tensors that hold the matrices of all experts of a layer: each has the
+            name of the unquantised one, `_` and an ending. Empty: experts are stored one by one.
+    """
+
+    rounds_activations: bool = True
+    fused_endings: tuple[str, ...] = ()
 
     @property
+    @abstractmethod
     def description(self) -> str:
         """The format and its bits, in words."""
 
     @property
-    def float8_rows(self) -> bool:
-        """Whether all of them are exactly what `Float8Matrix` is."""
+    def kinds(self) -> frozenset[type[Weight]]:
+        """The classes of what `read` gives, over all modules."""
+        return frozenset({self.kind("")})
 
+    @abstractmethod
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
         """The matrix [rows, columns] with the numbers that are stored.
 
         Numbers that no format of fewer bits can have are a float32 matrix.
         """
 
+    def read_fused(
+        self, module: StoredModule, experts: int, rows: int, columns: int, turns: int
+    ) -> Weight:
+        """[experts * rows, columns], of a module with the `fused_endings`.
+
+        Args:
+            turns: an expert's rows belong in turn to so many matrices, of which one is to be above
+                the other.
+        """
+        raise AssertionError(f"{module.name}: {type(self).__name__} has no fused experts")
+
+    @abstractmethod
     def bits(self, module: str) -> int:
         """Bits of a stored number in a module of this name."""
 
-    def keeps(self, module: str) -> bool:
-        """Whether `read` finds a form with as few bits for a module of this name."""
+    @abstractmethod
+    def kind(self, module: str) -> type[Weight]:
+        """The class of what `read` gives for a module of this name."""
+
+    def rounding(self, module: str) -> Rounding | None:
+        """What makes random weights into what a module of this name is stored as; None: it is not
+        quantised.
+
+        Raises:
+            UsageError: nothing does, for this format.
+        """
+        raise UsageError(
+            f"random weights cannot be rounded to {self.description}, which the "
+            f"quantization_config asks for ({module}); leave that out, and give quantization to "
+            "round them"
+        )
+
+    def require_modules(self, modules: Collection[str], path: Path) -> None:
+        """Raise CheckpointError where the settings do not fit modules of these names at all."""
+        del modules, path
 
 
 def row_scale_shapes(rows: int) -> tuple[tuple[int, ...], ...]:

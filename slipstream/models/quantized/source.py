@@ -1,16 +1,15 @@
 """The matrices of a quantised checkpoint, with the numbers that it stores."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 
 import torch
 
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.dense import DenseMatrix
-from slipstream.kernels.formats.float8 import Float8Matrix
-from slipstream.kernels.formats.weight import Weight, stacked
-from slipstream.layers.parameters import ROWS, WHOLE, Part, Share
+from slipstream.kernels.formats.weight import Weight, row_slices, stacked
+from slipstream.layers.parameters import ROWS, WHOLE, Fused, Part, Share
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.parameter_sources import CheckpointSource, Progress
 from slipstream.models.quantized.module import StoredModule, StoredQuantization
@@ -19,14 +18,18 @@ from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_
 logger = logging.getLogger("slipstream")
 
 _WEIGHT, _BIAS = ".weight", ".bias"
-_VALUES = ("qweight", "weight_packed", "weight")
+_VALUES = ("qweight", "weight_packed", "weight", "blocks")
+# Scales of a cache in eight bits, which the caches here do not need.
+_OF_CACHES = (".k_scale", ".v_scale", ".kv_scale")
+
+_WHOLE_SLICE = 1 << 24  # numbers that are in float32 at once
 
 
 class QuantizedSource(CheckpointSource):
     """Reads matrices as they are stored, and what is not quantised like `CheckpointSource`.
 
     Args:
-        keeps_float8: matrices of e4m3 stay what they are; false: they become floats.
+        kept: classes of the matrices that stay what they are; others become floats.
         whole_dtype: of matrices that become floats.
     """
 
@@ -37,27 +40,44 @@ class QuantizedSource(CheckpointSource):
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress,
-        keeps_float8: bool,
+        kept: Collection[type[Weight]],
         whole_dtype: torch.dtype,
         share: Share = WHOLE,
     ) -> None:
         super().__init__(checkpoint, dtype, device, progress, share=share)
-        self._stored, self._whole_dtype = stored, whole_dtype
-        self._becomes_floats = {DenseMatrix} if keeps_float8 else {DenseMatrix, Float8Matrix}
+        self._stored, self._kept, self._whole_dtype = stored, kept, whole_dtype
         self._modules: set[str] = set()  # whose matrices are quantised
         self._by_module: dict[str, dict[str, TensorEntry]] = {}
         for name, entry in checkpoint.entries.items():
             module, _, ending = name.rpartition(".")
             self._by_module.setdefault(module, {})[ending] = entry
+        stored.require_modules(self._by_module, checkpoint.path)
 
     def weight(self, parts: Sequence[Part], columns: int) -> Weight:
         """[sum of rows, columns], a factor of products, as few bits as are stored.
 
         Parts that are stored in ways that do not go together become one matrix of floats.
         """
+        fused = parts[0].fused
+        if fused is not None:
+            whole = self._read_fused(fused, parts, columns)
+            if whole is not None:
+                return whole
         if not any(self._is_quantised(part.name) for part in parts):
             return DenseMatrix(self.matrix(parts, columns))
-        weights = [self._read_weight(part, columns) for part in parts]
+        return self._joined([self._read_weight(part, columns) for part in parts], parts)
+
+    def finish(self, ignored: Sequence[str] = ()) -> None:
+        """See `CheckpointSource`. Some exporters give every quantised module a bias of zeros."""
+        beside = [
+            name
+            for name in self._unused
+            if name.endswith(_OF_CACHES)
+            or (name.removesuffix(_BIAS) in self._modules and self._is_zero(name))
+        ]
+        super().finish((*ignored, *beside))
+
+    def _joined(self, weights: Sequence[Weight], parts: Sequence[Part]) -> Weight:
         joined = stacked(weights)
         if joined is None:
             logger.info(
@@ -69,14 +89,31 @@ class QuantizedSource(CheckpointSource):
         assert joined is not None, "floats can be stacked"
         return joined
 
-    def finish(self, ignored: Sequence[str] = ()) -> None:
-        """See `CheckpointSource`. Some exporters give every quantised module a bias of zeros."""
-        biases = [
-            name
-            for name in self._unused
-            if name.removesuffix(_BIAS) in self._modules and self._is_zero(name)
-        ]
-        super().finish((*ignored, *biases))
+    def _read_fused(self, fused: Fused, parts: Sequence[Part], columns: int) -> Weight | None:
+        """The matrices of all experts, where the checkpoint has one tensor of them, or of each
+        kind of their tensors; None where it has them one by one."""
+        if fused.name in self._checkpoint.entries:
+            return DenseMatrix(self.matrix(parts, columns))
+        names = {ending: f"{fused.name}_{ending}" for ending in self._stored.fused_endings}
+        entries = {
+            ending: self._checkpoint.entries[name]
+            for ending, name in names.items()
+            if name in self._checkpoint.entries
+        }
+        if not entries:
+            return None
+        module = self._module(fused.name, entries)
+        rows = sum(part.rows for part in parts) // fused.experts
+        turns = len(parts) // fused.experts if fused.alternating else 1
+        whole = self._stored.read_fused(module, fused.experts, rows, columns, turns)
+        if self._share.size > 1:
+            starts = [sum(part.rows for part in parts[:index]) for index in range(len(parts))]
+            own = [
+                self._cut(whole.rows(start, start + part.rows), part)
+                for start, part in zip(starts, parts, strict=True)
+            ]
+            whole = self._joined(own, parts)
+        return self._as_kept(whole)
 
     def _is_quantised(self, name: str) -> bool:
         entry = self._checkpoint.entries.get(name)
@@ -88,17 +125,17 @@ class QuantizedSource(CheckpointSource):
         name = part.name.removesuffix(_WEIGHT)
         entries = self._by_module.get(name, {})
         if not entries:
+            also = "" if part.fused is None else f", nor {part.fused.name} for all experts"
             raise CheckpointError(
                 f"{self._checkpoint.path} has no tensor {part.name}, nor one of its quantised "
-                f"form, which its config.json asks for with shape {[part.rows, columns]}"
+                f"form{also}, which its config.json asks for with shape {[part.rows, columns]}"
             )
-        module = StoredModule(name, self._checkpoint.path, entries, self._take)
-        weight = self._stored.read(module, part.rows, columns)
+        weight = self._stored.read(self._module(name, entries), part.rows, columns)
         self._modules.add(name)
-        weight = self._cut(weight, part)
-        return (
-            self._whole(weight) if type(weight) in self._becomes_floats else weight.to(self._device)
-        )
+        return self._as_kept(self._cut(weight, part))
+
+    def _module(self, name: str, entries: dict[str, TensorEntry]) -> StoredModule:
+        return StoredModule(name, self._checkpoint.path, entries, self._take, self._device)
 
     def _cut(self, weight: Weight, part: Part) -> Weight:
         """This rank's share of a matrix."""
@@ -107,9 +144,11 @@ class QuantizedSource(CheckpointSource):
         span = self._share.span(weight.shape[part.split], part.name)
         return weight.rows(*span) if part.split == ROWS else weight.columns(*span)
 
+    def _as_kept(self, weight: Weight) -> Weight:
+        return weight if type(weight) in self._kept else self._whole(weight)
+
     def _whole(self, weight: Weight) -> DenseMatrix:
-        numbers = weight.dequantised() if weight.floats is None else weight.floats
-        return DenseMatrix(numbers.to(device=self._device, dtype=self._whole_dtype))
+        return DenseMatrix(whole_numbers(weight, self._whole_dtype, self._device))
 
     def _take(self, entry: TensorEntry) -> None:
         self._unused.discard(entry.name)
@@ -122,25 +161,38 @@ class QuantizedSource(CheckpointSource):
         return not bool(values.any())
 
 
+def whole_numbers(weight: Weight, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[N, K] in `dtype`, the numbers that a weight stands for, some rows in float32 at a time."""
+    if weight.floats is not None:
+        return weight.floats.to(device=device, dtype=dtype)
+    out = torch.empty(weight.shape, dtype=dtype, device=device)
+    for part in row_slices(len(out), out.shape[1], _WHOLE_SLICE):
+        out[part] = weight.rows(part.start, part.stop).dequantised()
+    return out
+
+
 def stored_bytes(
-    checkpoint: Checkpoint, stored: StoredQuantization, itemsize: int, float8_itemsize: int
+    checkpoint: Checkpoint,
+    stored: StoredQuantization,
+    itemsize: int,
+    kept: Collection[type[Weight]],
 ) -> int:
     """What the tensors of a quantised checkpoint take in memory.
 
     Args:
         itemsize: bytes of a number that is not quantised, or cannot stay so.
-        float8_itemsize: the same for matrices of e4m3.
+        kept: classes of the matrices that stay what they are.
     """
     total = 0
     for name, entry in checkpoint.entries.items():
-        module, _, ending = name.rpartition(".")
+        module, _, last = name.rpartition(".")
+        ending = last.rpartition("_")[2] if last.endswith(stored.fused_endings or "/") else last
         count = prod(entry.shape)
-        if ending in ("weight", "bias") and entry.dtype in WEIGHT_DTYPES:
+        if "scale" not in ending and entry.dtype in WEIGHT_DTYPES:
             total += count * itemsize
-        elif ending == "weight" and entry.dtype.is_floating_point:
-            total += count * float8_itemsize
-        elif stored.keeps(module):  # with its scales, in float32, and zeros
-            total += count * torch.float32.itemsize if "scale" in ending else entry.nbytes
+        elif stored.kind(module) in kept:  # with its scales, most in float32, and zeros
+            widened = "scale" in ending and entry.dtype.itemsize > 1
+            total += count * torch.float32.itemsize if widened else entry.nbytes
         elif ending in _VALUES:
             total += entry.nbytes * 8 // stored.bits(module) * itemsize
     return total

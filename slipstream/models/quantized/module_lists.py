@@ -1,0 +1,66 @@
+"""Lists of modules in a quantization_config, such as those that are not quantised.
+
+An entry is the name of a module, which stands for the modules within it too, may have the wildcards
+of file names (`*`, `?`), or is a regular expression behind "re:". Names may lack or have the
+`model.` and `language_model.` that they begin with in other exports.
+"""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from slipstream.core.errors import CheckpointError
+from slipstream.models.config_reader import ConfigReader
+
+_PREFIXES = ("model.", "language_model.")
+_HEAD = "lm_head"  # named by most lists, also where it is tied and not stored
+
+
+@dataclass(frozen=True)
+class ModuleList:
+    """The entries of one list, and the key that it stands under."""
+
+    key: str
+    entries: tuple[str, ...]
+
+    def names(self, module: str) -> bool:
+        """Whether an entry stands for the module of this name."""
+        return any(matches(entry, module) for entry in self.entries)
+
+    def require_named(self, modules: Collection[str], path: Path) -> None:
+        """Raise CheckpointError where no entry at all stands for one of these modules."""
+        if not self.entries or self.names(_HEAD) or any(map(self.names, modules)):
+            return
+        raise CheckpointError(
+            f"{path}: {self.key} of its quantization config names no module of the checkpoint "
+            f"(its first entry is {self.entries[0]!r}); it belongs to another model, or must be "
+            "corrected"
+        )
+
+
+def read_list(reader: ConfigReader, key: str) -> ModuleList:
+    """The list under this key, empty without one."""
+    entries = reader.take(key, list, [])
+    if not all(isinstance(entry, str) and entry for entry in entries):
+        raise reader.error(key, f"must be names of modules, not {entries}")
+    return ModuleList(key, tuple(entries))
+
+
+def matches(entry: str, module: str) -> bool:
+    """Whether an entry of a list stands for the module of this name."""
+    if entry.startswith("re:"):
+        pattern = entry.removeprefix("re:")
+        return any(re.match(pattern, name) is not None for name in (module, bare(module)))
+    return any(
+        fnmatchcase(name, one) or fnmatchcase(name, f"{one}.*")
+        for name, one in ((module, entry), (bare(module), bare(entry)))
+    )
+
+
+def bare(name: str) -> str:
+    """A module's name without what exports differ in at its beginning."""
+    while name.startswith(_PREFIXES):
+        name = name.partition(".")[2]
+    return name

@@ -1,0 +1,65 @@
+"""MXFP4 as gpt-oss stores it: only experts, those of a layer in one tensor.
+
+gate_up_proj_blocks [E, 2 I, K / 32, 16] uint8, rows of gate and up in turn
+gate_up_proj_scales [E, 2 I, K / 32] uint8, e8m0
+down_proj_blocks, down_proj_scales, the same with their own rows
+"""
+
+from dataclasses import dataclass
+
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix, ToMxfp4
+from slipstream.kernels.formats.weight import Rounding, Weight
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.quantized.float4 import BYTES, POWERS, read_mxfp4, require_powers
+from slipstream.models.quantized.module import StoredModule, StoredQuantization
+from slipstream.models.quantized.module_lists import ModuleList, read_list
+
+HARMLESS = {"dequantize", "quant_method"}
+_EXPERTS = ".experts."
+
+
+@dataclass(frozen=True)
+class Mxfp4(StoredQuantization):
+    """The settings of one checkpoint.
+
+    Attributes:
+        unquantised: modules that are not stored so.
+    """
+
+    unquantised: ModuleList
+
+    fused_endings = ("blocks", "scales")
+
+    @property
+    def description(self) -> str:
+        return "mxfp4, experts alone"
+
+    def bits(self, module: str) -> int:
+        del module
+        return 4
+
+    def kind(self, module: str) -> type[Weight]:
+        del module
+        return Mxfp4Matrix
+
+    def rounding(self, module: str) -> Rounding | None:
+        return ToMxfp4() if _EXPERTS in module and not self.unquantised.names(module) else None
+
+    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
+        return read_mxfp4(module, rows, columns, "blocks", "scales")
+
+    def read_fused(
+        self, module: StoredModule, experts: int, rows: int, columns: int, turns: int
+    ) -> Weight:
+        group = Mxfp4Matrix.group
+        module.require_groups(columns, group)
+        shape = (experts, rows, columns // group)
+        values = module.take_in_turns("blocks", BYTES, (*shape, group // 2), turns)
+        powers = module.take_in_turns("scales", POWERS, shape, turns)
+        require_powers(module, "scales", powers)
+        return Mxfp4Matrix(values.flatten(1), powers)
+
+
+def read_settings(reader: ConfigReader) -> Mxfp4:
+    """Read a quantization_config; keys that could change the numbers are read or refused."""
+    return Mxfp4(read_list(reader, "modules_to_not_convert"))

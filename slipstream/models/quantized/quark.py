@@ -1,0 +1,80 @@
+"""MXFP4 as Quark stores it: weight [N, K / 2] uint8 and weight_scale [N, K / 32] uint8, e8m0."""
+
+from dataclasses import dataclass
+
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix, ToMxfp4
+from slipstream.kernels.formats.weight import Rounding, Weight
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.quantized.float4 import read_mxfp4
+from slipstream.models.quantized.module import StoredModule, StoredQuantization
+from slipstream.models.quantized.module_lists import ModuleList, read_list
+
+# How scales were found, and what is stored beside the weights.
+HARMLESS = {"algo_config", "export", "quant_method", "quant_mode", "version"}
+_FOUND = (
+    "block_size",
+    "ch_axis",
+    "is_scale_quant",
+    "mx_element_dtype",
+    "observer_cls",
+    "round_method",
+    "scale_calculation_mode",
+    "scale_type",
+    "symmetric",
+    "zero_point_type",
+)
+
+
+@dataclass(frozen=True)
+class Quark(StoredQuantization):
+    """The settings of one checkpoint.
+
+    Attributes:
+        unquantised: modules that are not stored so.
+    """
+
+    unquantised: ModuleList
+
+    @property
+    def description(self) -> str:
+        return "quark, mxfp4"
+
+    def bits(self, module: str) -> int:
+        del module
+        return 4
+
+    def kind(self, module: str) -> type[Weight]:
+        del module
+        return Mxfp4Matrix
+
+    def rounding(self, module: str) -> Rounding | None:
+        return None if self.unquantised.names(module) else ToMxfp4()
+
+    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
+        module.pass_over("input_scale")
+        return read_mxfp4(module, rows, columns, "weight", "weight_scale")
+
+
+def read_settings(reader: ConfigReader) -> Quark:
+    """Read a quantization_config; keys that could change the numbers are read or refused."""
+    for key in ("layer_quant_config", "layer_type_quant_config", "softmax_quant_spec"):
+        if reader.take_optional(key, dict):
+            raise reader.error(key, "has settings of its own for some layers, which are not read")
+    reader.take_any("kv_cache_quant_config")  # of caches, which keep their own dtype here
+    whole = reader.nested("global_quant_config")
+    weight = whole.nested("weight")
+    weight.expect("dtype", "fp4", default="")
+    weight.expect("qscheme", "per_group")
+    weight.expect("group_size", Mxfp4Matrix.group, default=0)
+    weight.expect("scale_format", "e8m0")
+    weight.expect("is_dynamic", False)
+    for key in _FOUND:
+        weight.take_any(key)
+    weight.finish()
+    whole.take_any("input_tensors")  # activations stay as they are
+    whole.take_any("target_device")
+    for key in ("bias", "output_tensors"):
+        if whole.take_any(key):
+            raise whole.error(key, "is quantised, which is not supported; use another checkpoint")
+    whole.finish()
+    return Quark(read_list(reader, "exclude"))
