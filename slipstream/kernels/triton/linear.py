@@ -12,10 +12,12 @@ from torch import Tensor
 
 from slipstream.kernels.formats.weight import RowScaled, Weight
 from slipstream.kernels.table import Norm
-from slipstream.kernels.triton import matmul
+from slipstream.kernels.triton import grouped, matmul
 from slipstream.kernels.triton.activation import gated_activation
 from slipstream.kernels.triton.matmul import operand
 from slipstream.kernels.triton.norm import Rows, normed_rows, round_rows
+from slipstream.kernels.triton.operands import is_packed
+from slipstream.kernels.triton.operands import operand as packed
 
 FEW_ROWS = 64
 
@@ -27,6 +29,8 @@ class Linears:
     invariant: bool = False
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        if is_packed(weight):
+            return _packed(x, weight, bias, x.dtype)
         factor = operand(weight)
         if not self._ours(x, factor, splitting=True):
             return _library(_rows(x, factor), factor, bias, x.dtype)
@@ -40,6 +44,9 @@ class Linears:
         weight: Weight,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        if is_packed(weight):
+            rows, total = normed_rows(addend, residual, norm)
+            return _packed(rows.values, weight, bias, total.dtype), total
         factor = operand(weight)
         rows, total = normed_rows(addend, residual, norm, factor.scales is not None)
         if self._ours(total, factor):
@@ -54,11 +61,22 @@ class Linears:
         weight: Weight,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        rounded = not is_packed(weight) and operand(weight).scales is not None
+        rows, total = normed_rows(addend, residual, norm, rounded)
+        return self._gated(rows, weight, bias, total.dtype), total
+
+    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        """x [T, K], weight [2I, K] -> silu(gate) * up, [T, I] in the dtype of x."""
+        rows = Rows(x, None) if is_packed(weight) else _rows(x, operand(weight))
+        return self._gated(rows, weight, bias, x.dtype)
+
+    def _gated(self, x: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if is_packed(weight):
+            return _packed(x.values, weight, bias, dtype, gated=True)
         factor = operand(weight)
-        rows, total = normed_rows(addend, residual, norm, factor.scales is not None)
-        if self._ours(total, factor, gated=True):
-            return matmul.gated_product(rows, factor, bias, total.dtype, self._free(total)), total
-        return gated_activation(_library(rows, factor, bias, total.dtype)), total
+        if self._ours(x.values, factor, gated=True):
+            return matmul.gated_product(x, factor, bias, dtype, self._free(x.values))
+        return gated_activation(_library(x, factor, bias, dtype))
 
     def add_norm(self, addend: Tensor, residual: Tensor, norm: Norm) -> Tensor:
         return normed_rows(addend, residual, norm)[0].values
@@ -70,8 +88,10 @@ class Linears:
     def joined_linear(
         self, parts: Sequence[tuple[Tensor, Norm | None]], weight: Weight, bias: Tensor | None
     ) -> Tensor:
-        factor = operand(weight)
         x = torch.cat([self._normed(side, norm) for side, norm in parts], -1)
+        if is_packed(weight):
+            return _packed(x, weight, bias, x.dtype)
+        factor = operand(weight)
         if self._ours(x, factor):
             return matmul.product(_rows(x, factor), factor, bias, x.dtype, self._free(x))
         return _library(_rows(x, factor), factor, bias, x.dtype)
@@ -81,6 +101,8 @@ class Linears:
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
         """The library multiplies many rows, but for e4m3: its matmul rounds what comes out."""
+        if is_packed(weight):
+            return _packed(x, weight, None, torch.float32)
         factor = operand(weight)
         few = len(x) <= FEW_ROWS and self._ours(x, factor)
         if self.invariant or few or factor.scales is not None:
@@ -100,6 +122,14 @@ class Linears:
     def _free(self, x: Tensor) -> bool:
         """Whether bits may follow from the number of rows."""
         return len(x) > FEW_ROWS and not self.invariant
+
+
+def _packed(
+    x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype, gated: bool = False
+) -> Tensor:
+    """Multiply as the only expert of a mixture: bits do not depend on other rows."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return grouped.multiply(Rows(x, None), packed(weight), bias, None, dtype, gated=gated)
 
 
 def _rows(x: Tensor, weight: RowScaled) -> Rows:

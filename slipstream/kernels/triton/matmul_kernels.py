@@ -17,7 +17,7 @@ PREFETCHED_BYTES = tl.constexpr(256)
 
 
 @triton.jit
-def _weight_rows(tile, width, block_n: tl.constexpr, gated: tl.constexpr):
+def weight_rows(tile, width, block_n: tl.constexpr, gated: tl.constexpr):
     """The rows of a tile of weights; behind the last one, the last one again.
 
     A gated tile holds 8 gates, the 8 rows that they multiply, 8 gates and so on: a thread of the
@@ -33,7 +33,7 @@ def _weight_rows(tile, width, block_n: tl.constexpr, gated: tl.constexpr):
 
 
 @triton.jit
-def _halves(total):
+def halves(total):
     """[block_n, block_m] of a gated tile -> gates and what they multiply."""
     block_n: tl.constexpr = total.shape[0]
     block_m: tl.constexpr = total.shape[1]
@@ -83,7 +83,7 @@ def _chain(
 @triton.jit
 def _store(out, sums, tile, split, line, rows, width, gated: tl.constexpr):
     if gated:
-        gate, up = _halves(sums)
+        gate, up = halves(sums)
         sums = gated_value(gate, up)
     own: tl.constexpr = sums.shape[0]
     column = tile * own + tl.arange(0, own)
@@ -108,7 +108,7 @@ def matmul_kernel(
     tile, split = tl.program_id(1), tl.program_id(2)
     first = split * part * joined
     ragged: tl.constexpr = depth % block_k != 0 or part % block_k != 0
-    row = _weight_rows(tile, width, block_n, gated)
+    row = weight_rows(tile, width, block_n, gated)
     column = tl.arange(0, block_k)
     weight_at = weight + row[:, None] * depth + column[None, :]
     if ahead:

@@ -1,0 +1,66 @@
+"""Mixtures of experts: norm, router, one product for gate and up, one for down, and a sum."""
+
+import torch
+import triton
+from torch import Tensor
+
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.table import ExpertsParts, SharedExpert
+from slipstream.kernels.triton import grouped, launch, matmul
+from slipstream.kernels.triton.linear import Linears
+from slipstream.kernels.triton.norm import Rows, normed_rows, round_rows
+from slipstream.kernels.triton.operands import Operand, operand
+from slipstream.kernels.triton.routing_kernels import sum_kernel
+
+
+class Experts:
+    """What `kernels/table.py` calls experts. No number of rows is awaited by the host."""
+
+    def __init__(self, linears: Linears) -> None:
+        self._linears = linears
+
+    def __call__(
+        self, addend: Tensor, residual: Tensor | None, parts: ExpertsParts
+    ) -> tuple[Tensor, Tensor]:
+        rows, total = normed_rows(addend, residual, parts.norm)
+        x = rows.values
+        if not x.numel():
+            return torch.zeros_like(total), total
+        routing = parts.router.routing
+        tile = grouped.tile_rows(len(x), routing.num_chosen, routing.num_experts)
+        router = DenseMatrix(parts.router.weight)
+        logits = matmul.addends(rows, router, parts.router.bias, torch.float32)
+        choice = grouped.choose(logits, parts.router, tile)
+        gate_up, down = operand(parts.gate_up), operand(parts.down)
+        active = grouped.multiply(
+            _rows(x, gate_up), gate_up, parts.gate_up_bias, choice, x.dtype,
+            routing.num_experts, gated=True, clamp=parts.clamp,
+        )  # fmt: skip
+        outputs = grouped.multiply(
+            _rows(active, down), down, parts.down_bias, choice, torch.float32,
+            routing.num_experts, scatters=True,
+        )  # fmt: skip
+        return self._sum(outputs, rows, routing.num_chosen, parts.shared), total
+
+    def _sum(self, outputs: Tensor, rows: Rows, chosen: int, shared: SharedExpert | None) -> Tensor:
+        """outputs [T k, H] float32, weighted -> [T, H]."""
+        x = rows.values
+        added = gate = None
+        if shared is not None:
+            active = self._linears.gated_linear(x, *shared.gate_up)
+            weight, bias = shared.down
+            added = self._linears.logits(active, weight)
+            if bias is not None:
+                added += bias
+            gate = shared.gate
+        out = torch.empty_like(x)
+        block = triton.next_power_of_2(x.shape[1])
+        sum_kernel[(len(x),)](
+            outputs, added, gate, x, out, x.stride(0), x.shape[1], chosen=chosen, block=block,
+            num_warps=min(16, max(1, block // 256)), **launch.options(x.device),
+        )  # fmt: skip
+        return out
+
+
+def _rows(x: Tensor, weight: Operand) -> Rows:
+    return round_rows(x) if weight.rounds_rows else Rows(x, None)

@@ -1,0 +1,155 @@
+"""Launches the grouped product (`grouped_kernels.py`), and sorts rows by expert before it."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from slipstream.kernels.experts import ClampedGate, Router, Scores
+from slipstream.kernels.triton import launch
+from slipstream.kernels.triton.grouped_kernels import FLOAT8_BLOCKS, PLAIN, grouped_kernel
+from slipstream.kernels.triton.launch import empty_rows
+from slipstream.kernels.triton.norm import Rows
+from slipstream.kernels.triton.operands import Operand
+from slipstream.kernels.triton.routing_kernels import (
+    CHOSEN_SOFTMAX,
+    SIGMOID,
+    SOFTMAX,
+    place_kernel,
+    route_kernel,
+    sort_kernel,
+)
+
+FEW_ROWS = 64
+_KINDS = {
+    Scores.SOFTMAX: SOFTMAX.value,
+    Scores.CHOSEN_SOFTMAX: CHOSEN_SOFTMAX.value,
+    Scores.SIGMOID: SIGMOID.value,
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which experts T rows chose, k each: pair row * k + place is a row and one of its experts.
+
+    Attributes:
+        weights: [T, k] float32.
+        pairs: [T k] int32, sorted by expert.
+        starts: [E + 1] int32: where each expert's pairs start, and how many there are.
+        ends: [E] int32: tiles of `tile` pairs that each expert and those before it need.
+        slots: the most tiles that there can be.
+    """
+
+    weights: Tensor
+    pairs: Tensor
+    starts: Tensor
+    ends: Tensor
+    tile: int
+    slots: int
+
+
+def choose(logits: Tensor, router: Router, tile: int) -> Choice:
+    """logits [parts, T, E] float32, whose sum is meant."""
+    parts, rows, experts = logits.shape
+    routing, device = router.routing, logits.device
+    chosen = routing.num_chosen
+    numbers = torch.empty(3, rows, chosen, dtype=torch.int32, device=device)
+    choices, ranks, pairs = numbers
+    weights = torch.empty(rows, chosen, dtype=torch.float32, device=device)
+    starts = torch.empty(experts + 1, dtype=torch.int32, device=device)
+    ends = torch.empty(experts, dtype=torch.int32, device=device)
+    slots = min(rows * chosen, experts + rows * chosen // tile)
+    programs = triton.cdiv(rows, FEW_ROWS)
+    shape = {
+        "experts": experts, "chosen": chosen, "span": FEW_ROWS,
+    }  # fmt: skip
+    counts = None
+    if programs > 1:
+        counts = torch.empty(programs, experts, dtype=torch.int32, device=device)
+    options, block = launch.options(device), triton.next_power_of_2(experts)
+    route_kernel[(programs,)](
+        logits, router.correction, choices, weights, ranks, counts, starts, ends, pairs,
+        logits.stride(0), rows, parts=parts, kind=_KINDS[routing.scores],
+        normalised=routing.normalised, scale=routing.scale, groups=routing.num_groups,
+        kept=routing.kept_groups, block=block, tile=tile, num_warps=4, **shape, **options,
+    )  # fmt: skip
+    if counts is not None:
+        sort_kernel[(1,)](
+            counts, starts, ends, programs, experts=experts, block=block, span=FEW_ROWS,
+            tile=tile, num_warps=8, **options,
+        )  # fmt: skip
+        place_kernel[(programs,)](
+            choices, ranks, starts, counts, pairs, rows, num_warps=4, **shape, **options
+        )
+    return Choice(weights, pairs.view(-1), starts, ends, tile, slots)
+
+
+def tile_rows(rows: int, chosen: int, experts: int) -> int:
+    """Pairs of a tile: about as many as an expert has, and some more."""
+    mean = rows * chosen / experts
+    if rows <= FEW_ROWS:
+        return 16 if mean <= 8 or rows <= 16 else 32 if rows <= 32 or mean <= 16 else 64
+    return 16 if mean <= 4 else 32 if mean <= 16 else 64 if mean <= 64 else 128
+
+
+def multiply(
+    x: Rows,
+    weight: Operand,
+    bias: Tensor | None,
+    choice: Choice | None,
+    dtype: torch.dtype,
+    experts: int = 1,
+    gated: bool = False,
+    clamp: ClampedGate | None = None,
+    scatters: bool = False,
+) -> Tensor:
+    """The rows' pairs, or without a choice the rows, times the matrices of their experts.
+
+    Args:
+        x: [T, K]; where it `scatters`, [T k, K] in the order of `choice.pairs`.
+        weight: [experts * N, K].
+        bias: [experts * N].
+        gated: the rows of an expert's matrix are gates and then what they multiply.
+        scatters: what comes out is weighted and lies in the order of pairs.
+
+    Returns:
+        [T k, N], or [T, N] without a choice; N / 2 where `gated`.
+    """
+    rows = len(x.values)
+    height, depth = weight.shape
+    width = height // experts // (2 if gated else 1)
+    if choice is None:
+        pairs, chosen, tile = rows, 1, 16 if rows <= 16 else 32 if rows <= 32 else 64
+        slots = triton.cdiv(rows, tile)
+    else:
+        pairs, chosen, tile = len(choice.pairs), choice.weights.shape[1], choice.tile
+        slots = choice.slots
+    out = empty_rows(pairs, width, dtype, x.values.device)
+    if not out.numel():
+        return out
+    assert x.values.stride(-1) == 1
+    block_n, block_k, warps = _tiles(weight, x.values.dtype, tile)
+    grid = (triton.cdiv(width, block_n // 2 if gated else block_n), slots)
+    grouped_kernel[grid](
+        x.values, x.scales, weight.values, weight.scales, weight.row_scales, bias,
+        *((choice.pairs, choice.starts, choice.ends) if choice else (None, None, None)),
+        choice.weights if choice is not None and scatters else None, out, x.values.stride(0), rows,
+        width, depth=depth, experts=experts, block=triton.next_power_of_2(experts), chosen=chosen,
+        gathers=not scatters, form=weight.form, block_rows=weight.block_rows,
+        block_columns=weight.block_columns, gated=gated, limit=clamp.limit if clamp else None,
+        alpha=clamp.alpha if clamp else None, block_m=tile, block_n=block_n, block_k=block_k,
+        stages=4, num_warps=warps, num_stages=4, **launch.options(out.device),
+    )  # fmt: skip
+    return out
+
+
+def _tiles(weight: Operand, dtype: torch.dtype, tile: int) -> tuple[int, int, int]:
+    """(rows of weights, columns, warps) of a tile."""
+    if dtype == torch.float32:
+        return 64, 64, 4
+    if weight.form == FLOAT8_BLOCKS.value:
+        return 64, min(128, triton.next_power_of_2(weight.block_columns)), 4
+    if weight.form == PLAIN.value:
+        return (128, 64, 8) if tile > 32 else (64, 128, 4)
+    return 64, 64, 4

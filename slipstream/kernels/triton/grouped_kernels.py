@@ -1,0 +1,203 @@
+"""The product of rows that are sorted by expert, for weights in every format.
+
+    out[pair, n] = sum of x[row, k] * weight[expert, n, k]
+
+As in `matmul_kernels.py`, weights are the large side of the tensor cores' steps, and a sum runs
+through all of k in one chain. Numbers of few bits become floats in registers. With one expert, and
+no pairs, it is the matmul of a weight of few bits.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.triton.activation import gated_value
+from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
+from slipstream.kernels.triton.matmul_kernels import halves, weight_rows
+
+# How weights are stored: see `operands.py`.
+PLAIN, MXFP4, NVFP4, FLOAT8_BLOCKS = (
+    tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3),
+)  # fmt: skip
+
+
+@triton.jit
+def clamped_gated_value(gate, up, limit: tl.constexpr, alpha: tl.constexpr):
+    """gpt-oss's activation, in float32."""
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+
+
+@triton.jit
+def expert_tile(starts, ends, slot, experts: tl.constexpr, block: tl.constexpr):
+    """(expert of a tile of rows, its first pair, the pair behind the expert's last).
+
+    Behind the last tile the expert is `experts`, and no memory is read for it.
+    """
+    each = tl.arange(0, block)
+    after = tl.load(ends + each, mask=each < experts, other=2147483647)
+    expert = tl.sum((after <= slot).to(tl.int32), axis=0)
+    before = tl.max(tl.where(after <= slot, after, 0), axis=0)
+    there = expert < experts
+    first = tl.load(starts + expert, mask=there, other=0)
+    end = tl.load(starts + expert + 1, mask=there, other=0)
+    return expert, first, slot - before, end
+
+
+@triton.jit
+def _e2m1(codes):
+    """Four bits as float32: exponent and mantissa to their places, then the bias made good."""
+    bits = ((codes & 7) << 22) | ((codes & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
+
+
+@triton.jit
+def _power_of_two(scales):
+    """e8m0 as float32."""
+    scales = scales.to(tl.int32)
+    bits = tl.where(scales == 0, 0x400000, scales << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _four_bits(
+    sums, values, scales, x, row, x_at, valid, depth: tl.constexpr, form: tl.constexpr,
+    block_k: tl.constexpr,
+):  # fmt: skip
+    """Even columns and odd ones by a product each: they are the halves of bytes."""
+    group: tl.constexpr = 32 if form == MXFP4 else 16
+    byte = tl.arange(0, block_k // 2)
+    # float16 has too few powers of two for MXFP4.
+    halved: tl.constexpr = form == MXFP4 and x.dtype.element_ty == tl.float16
+    wide: tl.constexpr = tl.float32 if halved else x.dtype.element_ty
+    for k in range(0, depth, block_k):
+        inside = (byte + k // 2 < depth // 2)[None, :]
+        codes = tl.load(
+            values + row[:, None] * (depth // 2) + (k // 2 + byte)[None, :], mask=inside, other=0
+        ).to(tl.int32)
+        at = row[:, None] * (depth // group) + ((k // 2 + byte) // (group // 2))[None, :]
+        if form == MXFP4:
+            scale = _power_of_two(tl.load(scales + at, mask=inside, other=0))
+        else:
+            scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
+        even = tl.load(x_at + k + 2 * byte[None, :], mask=valid & inside, other=0.0)
+        odd = tl.load(x_at + k + 2 * byte[None, :] + 1, mask=valid & inside, other=0.0)
+        low, high = (_e2m1(codes) * scale).to(wide), (_e2m1(codes >> 4) * scale).to(wide)
+        sums = tl.dot(low, tl.trans(even.to(wide)), sums, input_precision="ieee")
+        sums = tl.dot(high, tl.trans(odd.to(wide)), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _eight_bit_blocks(
+    sums, values, scales, row, x_at, column, valid, depth: tl.constexpr, block_rows: tl.constexpr,
+    block_columns: tl.constexpr, block_k: tl.constexpr,
+):  # fmt: skip
+    """A block's products are added up before they are scaled, since scales are float32."""
+    blocks: tl.constexpr = (depth + block_columns - 1) // block_columns
+    for block in range(0, blocks):
+        own = tl.zeros_like(sums)
+        for k in tl.static_range(0, block_columns, block_k):
+            at = block * block_columns + k + column
+            inside = ((at < depth) & (k + column < block_columns))[None, :]
+            weight = tl.load(values + row[:, None] * depth + at[None, :], mask=inside, other=0.0)
+            tile_x = tl.load(x_at + at[None, :], mask=valid & inside, other=0.0)
+            own = tl.dot(weight.to(tile_x.dtype), tl.trans(tile_x), own, input_precision="ieee")
+        sums += own * tl.load(scales + row // block_rows * blocks + block)[:, None]
+    return sums
+
+
+@triton.jit
+def _plain(
+    sums, values, row, x_at, column, valid, depth: tl.constexpr, block_k: tl.constexpr,
+    stages: tl.constexpr,
+):  # fmt: skip
+    for k in tl.range(0, depth, block_k, num_stages=stages):
+        inside = (column + k < depth)[None, :]
+        at = values + row[:, None] * depth + (k + column)[None, :]
+        weight = tl.load(at, mask=inside, other=0.0)
+        tile_x = tl.load(x_at + k + column[None, :], mask=valid & inside, other=0.0)
+        if weight.dtype.is_fp8():  # exact in float16, whose products are added up in float32
+            weight = weight.to(tl.float16)
+            tile_x = tile_x.to(tl.float16)
+        sums = tl.dot(weight, tl.trans(tile_x), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _finished(
+    sums, x_scales, row_scales, bias, row, source, valid, gated: tl.constexpr,
+    limit: tl.constexpr, alpha: tl.constexpr,
+):  # fmt: skip
+    """Scales of rows on both sides, bias and activation."""
+    if x_scales is not None:
+        sums *= tl.load(x_scales + source, mask=valid, other=0.0)[None, :]
+    if row_scales is not None:
+        sums *= tl.load(row_scales + row)[:, None]
+    if bias is not None:
+        sums += tl.load(bias + row).to(tl.float32)[:, None]
+    if gated:
+        gate, up = halves(sums)
+        if limit is None:
+            sums = gated_value(gate, up)
+        else:
+            sums = clamped_gated_value(gate, up, limit, alpha)
+    return sums
+
+
+@triton.jit(do_not_specialize=["rows"])
+def grouped_kernel(
+    x, x_scales, values, scales, row_scales, bias, pairs, starts, ends, factors, out, row_stride,
+    rows, width, depth: tl.constexpr, experts: tl.constexpr, block: tl.constexpr,
+    chosen: tl.constexpr, gathers: tl.constexpr, form: tl.constexpr, block_rows: tl.constexpr,
+    block_columns: tl.constexpr, gated: tl.constexpr, limit: tl.constexpr, alpha: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, stages: tl.constexpr,
+    pdl: tl.constexpr,
+):  # fmt: skip
+    """Programs (tile of n, tile of rows). values [experts * width, depth], twice as many rows where
+    `gated`; row_scales [as many rows] float32, bias likewise.
+
+    Pairs lie sorted by expert. Where it `gathers`, a pair's row of x is pair // chosen, and its row
+    of `out` its place in that order; otherwise its row of x is its place, and its row of `out` the
+    pair, which is multiplied by its factor. Without `pairs` there is one expert, and rows of x and
+    `out` are the same.
+    """
+    launch_dependents(pdl)
+    tile = tl.program_id(0)
+    row = weight_rows(tile, width, block_n, gated)
+    wait_for_inputs(pdl)
+    if pairs is not None:
+        expert, first, part, end = expert_tile(starts, ends, tl.program_id(1), experts, block)
+        if expert == experts:
+            return
+        row += expert.to(tl.int64) * width * (2 if gated else 1)
+    else:
+        first, part, end = 0, tl.program_id(1), rows
+    place = first + part * block_m + tl.arange(0, block_m)
+    valid = place < end
+    pair = place
+    if pairs is not None:
+        pair = tl.load(pairs + place, mask=valid, other=0)
+    source = pair // chosen if gathers else place
+    column = tl.arange(0, block_k)
+    x_at = x + source.to(tl.int64)[:, None] * row_stride
+    there = valid[:, None]
+    sums = tl.zeros((block_n, block_m), dtype=tl.float32)
+    if form == PLAIN:
+        sums = _plain(sums, values, row, x_at, column, there, depth, block_k, stages)
+    elif form == FLOAT8_BLOCKS:
+        sums = _eight_bit_blocks(
+            sums, values, scales, row, x_at, column, there, depth, block_rows, block_columns,
+            block_k,
+        )  # fmt: skip
+    else:
+        sums = _four_bits(sums, values, scales, x, row, x_at, there, depth, form, block_k)
+    sums = _finished(sums, x_scales, row_scales, bias, row, source, valid, gated, limit, alpha)
+    goes = place if gathers else pair
+    if factors is not None:
+        sums *= tl.load(factors + pair, mask=valid, other=0.0)[None, :]
+    own: tl.constexpr = sums.shape[0]
+    n = tile * own + tl.arange(0, own)
+    at = goes[None, :].to(tl.int64) * width + n[:, None]
+    inside = (n < width)[:, None] & valid[None, :]
+    tl.store(out + at, sums.to(out.dtype.element_ty), mask=inside)

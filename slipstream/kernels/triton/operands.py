@@ -1,0 +1,73 @@
+"""Weights of every format as the grouped product reads them."""
+
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any
+
+from torch import Tensor
+
+from slipstream.kernels.formats.float8_blocks import BLOCK, Float8BlockMatrix
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
+from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
+from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.triton import matmul
+from slipstream.kernels.triton.grouped_kernels import FLOAT8_BLOCKS, MXFP4, NVFP4, PLAIN
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix [N, K].
+
+    Attributes:
+        values: numbers, or bytes of two numbers.
+        scales: of groups or blocks of numbers.
+        row_scales: [N] float32, what sums are multiplied by at the end.
+        rounds_rows: whether rows of activations are rounded to e4m3, too.
+        block_rows, block_columns: that share a scale in FLOAT8_BLOCKS.
+    """
+
+    form: int
+    shape: tuple[int, int]
+    values: Tensor
+    scales: Tensor | None = None
+    row_scales: Tensor | None = None
+    rounds_rows: bool = False
+    block_rows: int = BLOCK
+    block_columns: int = BLOCK
+
+
+@singledispatch
+def operand(weight: Any) -> Operand:
+    """The weight as the kernels read it.
+
+    Raises:
+        UsageError: they have no product for its format.
+    """
+    factor = matmul.operand(weight)
+    return Operand(
+        PLAIN.value, factor.shape, factor.values, row_scales=factor.scales,
+        rounds_rows=factor.scales is not None,
+    )  # fmt: skip
+
+
+@operand.register
+def _(weight: Float8BlockMatrix) -> Operand:
+    return Operand(
+        FLOAT8_BLOCKS.value, weight.shape, weight.values, weight.scales,
+        block_rows=weight.block_rows, block_columns=weight.block_columns,
+    )  # fmt: skip
+
+
+@operand.register
+def _(weight: Mxfp4Matrix) -> Operand:
+    return Operand(MXFP4.value, weight.shape, weight.values, weight.scales)
+
+
+@operand.register
+def _(weight: Nvfp4Matrix) -> Operand:
+    return Operand(NVFP4.value, weight.shape, weight.values, weight.scales, weight.global_scales)
+
+
+def is_packed(weight: Weight) -> bool:
+    """Whether a format has scales within its rows, so that only the grouped product reads it."""
+    return operand(weight).scales is not None

@@ -1,0 +1,230 @@
+"""How rows choose their experts, and which rows each expert then has, all on the device.
+
+Rows are taken `ROWS` at a time, whatever their number, so that sums over experts have one order.
+A pair is a row and the place of one of its experts in the order of choice: row * chosen + place.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
+
+ROWS = tl.constexpr(16)
+_LOWEST = tl.constexpr(-3.0e38)  # above what can no longer be chosen
+SOFTMAX, CHOSEN_SOFTMAX, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _first_of_largest(values, index, beyond: tl.constexpr):
+    """[R]: the lowest `index` of the largest of each row of `values` [R, E]."""
+    largest = tl.max(values, axis=1)
+    return tl.min(tl.where(values == largest[:, None], index[None, :], beyond), axis=1)
+
+
+@triton.jit
+def _within_groups(
+    preferred, expert, experts: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr
+):
+    """`preferred` [R, E], lowest outside of the groups whose two largest sums are largest."""
+    width: tl.constexpr = preferred.shape[1]
+    group = expert // (experts // groups)
+    best = tl.full(preferred.shape, float("-inf"), tl.float32)  # of each expert's group
+    for each in tl.static_range(groups):
+        own = tl.where((group == each)[None, :], preferred, float("-inf"))
+        first = _first_of_largest(own, expert, width)
+        others = tl.where(expert[None, :] == first[:, None], float("-inf"), own)
+        two = tl.max(own, axis=1) + tl.max(others, axis=1)
+        best = tl.where((group == each)[None, :], two[:, None], best)
+    keeping = tl.zeros(preferred.shape, tl.int32)
+    for _ in tl.static_range(kept):
+        first = _first_of_largest(best, group, width)
+        own = group[None, :] == first[:, None]
+        keeping = tl.where(own, 1, keeping)
+        best = tl.where(own, float("-inf"), best)
+    inside = (expert < experts)[None, :]
+    return tl.where(inside & (keeping == 0), _LOWEST, preferred)
+
+
+@triton.jit
+def _scores(logits, inside, kind: tl.constexpr):
+    if kind == SIGMOID:
+        return 1.0 / (1.0 + tl.exp(-logits))
+    if kind == SOFTMAX:
+        logits = tl.where(inside, logits, float("-inf"))
+        powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+        return powers / tl.sum(powers, axis=1)[:, None]
+    return logits
+
+
+@triton.jit
+def _choose(
+    logits, expert, correction, experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr,
+    normalised: tl.constexpr, scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr,
+):  # fmt: skip
+    """logits [R, E] -> (place of each expert in the order of choice or `chosen`, its weight)."""
+    inside = (expert < experts)[None, :]
+    scores = _scores(logits, inside, kind)
+    preferred = scores
+    if correction is not None:
+        preferred += tl.load(correction + expert, mask=expert < experts, other=0.0)[None, :]
+    # What is not a number must still choose an expert that there is.
+    preferred = tl.where(preferred > _LOWEST, preferred, _LOWEST)
+    preferred = tl.where(inside, preferred, float("-inf"))
+    if groups > 1:
+        preferred = _within_groups(preferred, expert, experts, groups, kept)
+    place = tl.full(logits.shape, chosen, tl.int32)
+    weights = tl.zeros(logits.shape, tl.float32)
+    total = tl.zeros((logits.shape[0],), tl.float32)
+    largest = total
+    for each in tl.static_range(chosen):
+        first = _first_of_largest(preferred, expert, experts - 1)
+        own = expert[None, :] == first[:, None]
+        value = tl.sum(tl.where(own, scores, 0.0), axis=1)
+        if kind == CHOSEN_SOFTMAX:
+            if each == 0:
+                largest = value
+            value = tl.exp(value - largest)
+        total += value
+        place = tl.where(own, each, place)
+        weights = tl.where(own, value[:, None], weights)
+        preferred = tl.where(own, float("-inf"), preferred)
+    if kind == CHOSEN_SOFTMAX:
+        weights /= total[:, None]
+    elif normalised:
+        weights /= (total + 1e-20)[:, None]
+    return place, weights * scale
+
+
+@triton.jit
+def _tile_ends(counts, tile: tl.constexpr):
+    """[E]: tiles of so many rows of an expert and of all before it."""
+    return tl.cumsum((counts + tile - 1) // tile, 0)
+
+
+@triton.jit
+def _store_starts(counts, expert, starts, ends, experts: tl.constexpr, tile: tl.constexpr):
+    after = tl.cumsum(counts, 0)
+    tl.store(starts + expert, after - counts, mask=expert < experts)
+    tl.store(starts + experts, tl.sum(counts, axis=0))
+    tl.store(ends + expert, _tile_ends(counts, tile), mask=expert < experts)
+
+
+@triton.jit
+def _place_pairs(
+    choices, ranks, starts, before, pairs, first, rows, span: tl.constexpr, chosen: tl.constexpr
+):
+    """Pairs of the `span` rows from `first` on to where their experts' pairs lie."""
+    many: tl.constexpr = triton.next_power_of_2(chosen)
+    line = first + tl.arange(0, span)
+    place = tl.arange(0, many)
+    pair = line[:, None] * chosen + place[None, :]
+    valid = (line < rows)[:, None] & (place < chosen)[None, :]
+    expert = tl.load(choices + pair, mask=valid, other=0)
+    at = tl.load(starts + expert, mask=valid, other=0) + tl.load(ranks + pair, mask=valid, other=0)
+    if before is not None:
+        at += tl.load(before + expert, mask=valid, other=0)
+    tl.store(pairs + at, pair, mask=valid)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def route_kernel(
+    logits, correction, choices, weights, ranks, counts, starts, ends, pairs, part_stride, rows,
+    parts: tl.constexpr, experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr,
+    normalised: tl.constexpr, scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr,
+    block: tl.constexpr, span: tl.constexpr, tile: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Programs of `span` rows each. logits [parts, rows, experts] float32, to be added up.
+
+    Writes of every pair its expert to `choices`, its weight to `weights`, and to `ranks` how many
+    pairs of the program's rows before it have its expert. A program that has all rows also sorts
+    the pairs by expert (`pairs`, `starts` [experts + 1], `ends`: see `_tile_ends`); otherwise it
+    leaves `counts` [programs, experts] to `sort_kernel` and `place_kernel`.
+    """
+    launch_dependents(pdl)
+    expert = tl.arange(0, block)
+    seen = tl.zeros((block,), tl.int32)
+    first = tl.program_id(0) * span
+    wait_for_inputs(pdl)
+    for begin in range(first, tl.minimum(first + span, rows), ROWS):
+        line = begin + tl.arange(0, ROWS)
+        inside = (line < rows)[:, None] & (expert < experts)[None, :]
+        at = line[:, None] * experts + expert[None, :]
+        values = tl.load(logits + at, mask=inside, other=0.0)
+        for part in tl.static_range(1, parts):
+            values += tl.load(logits + part * part_stride + at, mask=inside, other=0.0)
+        place, weight = _choose(
+            values, expert, correction, experts, chosen, kind, normalised, scale, groups, kept
+        )
+        own = inside & (place < chosen)
+        pair = line[:, None] * chosen + place
+        taken = own.to(tl.int32)
+        tl.store(choices + pair, expert[None, :] + tl.zeros_like(place), mask=own)
+        tl.store(weights + pair, weight, mask=own)
+        tl.store(ranks + pair, seen[None, :] + tl.cumsum(taken, 0) - taken, mask=own)
+        seen += tl.sum(taken, axis=0)
+    if counts is not None:
+        tl.store(counts + tl.program_id(0) * experts + expert, seen, mask=expert < experts)
+    else:
+        _store_starts(seen, expert, starts, ends, experts, tile)
+        tl.debug_barrier()  # the program reads what it wrote
+        for begin in range(first, rows, ROWS):
+            _place_pairs(choices, ranks, starts, None, pairs, begin, rows, ROWS, chosen)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def sort_kernel(
+    counts, starts, ends, programs, experts: tl.constexpr, block: tl.constexpr,
+    span: tl.constexpr, tile: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """One program. `counts` [programs, experts] become those of all programs before each."""
+    launch_dependents(pdl)
+    expert = tl.arange(0, block)
+    seen = tl.zeros((block,), tl.int32)
+    wait_for_inputs(pdl)
+    for begin in range(0, programs, span):
+        line = begin + tl.arange(0, span)
+        inside = (line < programs)[:, None] & (expert < experts)[None, :]
+        at = counts + line[:, None] * experts + expert[None, :]
+        own = tl.load(at, mask=inside, other=0)
+        tl.store(at, seen[None, :] + tl.cumsum(own, 0) - own, mask=inside)
+        seen += tl.sum(own, axis=0)
+    _store_starts(seen, expert, starts, ends, experts, tile)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def place_kernel(
+    choices, ranks, starts, counts, pairs, rows, experts: tl.constexpr, chosen: tl.constexpr,
+    span: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Programs of `span` rows each, as in `route_kernel`, behind `sort_kernel`."""
+    launch_dependents(pdl)
+    first = tl.program_id(0) * span
+    wait_for_inputs(pdl)
+    before = counts + tl.program_id(0) * experts
+    _place_pairs(choices, ranks, starts, before, pairs, first, rows, span, chosen)
+
+
+@triton.jit
+def sum_kernel(
+    outputs, shared, gate, x, out, x_stride, width, chosen: tl.constexpr, block: tl.constexpr,
+    pdl: tl.constexpr,
+):  # fmt: skip
+    """One program per row: `outputs` [rows, chosen, width] float32 in the order of choice, then
+    `shared` [rows, width] float32, times sigmoid(x . gate) where there is a gate [width]."""
+    launch_dependents(pdl)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
+    inside = column < width
+    wait_for_inputs(pdl)
+    total = tl.load(outputs + row * chosen * width + column, mask=inside, other=0.0)
+    for place in tl.static_range(1, chosen):
+        at = (row * chosen + place) * width + column
+        total += tl.load(outputs + at, mask=inside, other=0.0)
+    if shared is not None:
+        added = tl.load(shared + row * width + column, mask=inside, other=0.0)
+        if gate is not None:
+            of_gate = tl.load(gate + column, mask=inside, other=0.0).to(tl.float32)
+            own = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+            added *= 1.0 / (1.0 + tl.exp(-tl.sum(own * of_gate, axis=0)))
+        total += added
+    tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=inside)
