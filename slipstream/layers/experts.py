@@ -96,6 +96,11 @@ class ExpertsSpec:
                 f"{in_group * routing.kept_groups} experts that a token can choose from"
             )
 
+    @property
+    def active_size(self) -> int:
+        """The width of all experts together that a row passes."""
+        return self.routing.num_chosen * self.intermediate_size + (self.shared_size or 0)
+
     def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
         del norms
         count, inner = self.routing.num_experts, self.intermediate_size
@@ -105,7 +110,7 @@ class ExpertsSpec:
         return tuple(shapes)
 
     def numbers_per_row(self) -> int:
-        return 3 * (self.routing.num_chosen * self.intermediate_size + (self.shared_size or 0))
+        return 3 * self.active_size
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "Experts":
         return Experts(self, context, layer, norms)

@@ -17,8 +17,11 @@ ARCHITECTURES: Final = {
     "LlamaForCausalLM": "slipstream.models.llama",
     "MiMoForCausalLM": "slipstream.models.qwen2",
     "MistralForCausalLM": "slipstream.models.mistral",
+    "MixtralForCausalLM": "slipstream.models.mixtral",
     "Qwen2ForCausalLM": "slipstream.models.qwen2",
+    "Qwen2MoeForCausalLM": "slipstream.models.qwen2_moe",
     "Qwen3ForCausalLM": "slipstream.models.qwen3",
+    "Qwen3MoeForCausalLM": "slipstream.models.qwen3_moe",
 }
 
 

@@ -1,12 +1,12 @@
 """The keys of config.json that the Llama family shares, in all their spellings."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from slipstream.layers.attention import AttentionSpec
-from slipstream.layers.layer import LayerSpec
+from slipstream.layers.layer import FeedForwardSpec, LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import require_positive
@@ -66,13 +66,19 @@ class CommonKeys:
         self,
         attention: AttentionSpec,
         windows: Sequence[int | None] | None = None,
-        feed_forward: GatedMLPSpec | None = None,
+        feed_forwards: Sequence[FeedForwardSpec] | None = None,
     ) -> DecoderConfig:
-        """A decoder whose layers differ in their windows alone; None: no layer has one."""
-        dense = feed_forward or self.feed_forward
+        """A decoder whose layers differ in windows and feed-forward parts alone.
+
+        Args:
+            windows: None: no layer has one.
+            feed_forwards: None: all are `feed_forward`.
+        """
+        windows = windows or [None] * self.num_layers
+        feed_forwards = feed_forwards or [self.feed_forward] * self.num_layers
         layers = [
-            LayerSpec(replace(attention, window=window), dense, self.norms)
-            for window in windows or [None] * self.num_layers
+            LayerSpec(replace(attention, window=window), feed_forward, self.norms)
+            for window, feed_forward in zip(windows, feed_forwards, strict=True)
         ]
         return DecoderConfig(
             architecture=self.architecture,
@@ -136,16 +142,47 @@ def read_layer_types(reader: ConfigReader, num_layers: int) -> list[bool] | None
     return [_LAYER_TYPES[name] for name in names]
 
 
-def read_switched_windows(reader: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Windows as Qwen has them: a switch, a size, and the first layer that slides or all types."""
+def read_single_window(
+    reader: ConfigReader, num_layers: int, default: int | None, switched_on: bool = True
+) -> list[int | None]:
+    """One window for all layers, or none at all.
+
+    Args:
+        default: what a missing `sliding_window` means; null is no window.
+        switched_on: false: no layer slides, whatever the size.
+    """
+    window = reader.take_optional("sliding_window", int, default)
+    if not switched_on:
+        window = None
+    slides = read_layer_types(reader, num_layers)
+    if slides is not None and any(sliding != (window is not None) for sliding in slides):
+        raise reader.error(
+            "layer_types",
+            'disagrees with "sliding_window", which counts for all layers',
+        )
+    return [window] * num_layers
+
+
+def read_switched_windows(
+    reader: ConfigReader,
+    num_layers: int,
+    slides_by_default: Callable[[int, int], bool] = lambda layer, first: layer >= first,
+) -> tuple[int | None, ...]:
+    """Windows as Qwen has them: a switch, a size, and the types of layers.
+
+    Args:
+        slides_by_default: of a layer and `max_window_layers`, where no types are given.
+    """
     switched_on = reader.take("use_sliding_window", bool, False)
     window = reader.take_optional("sliding_window", int, 4096)
-    first = reader.take("max_window_layers", int, 28)
+    limit = reader.take("max_window_layers", int, 28)
     slides = read_layer_types(reader, num_layers)
     if not switched_on:
         window = None
     if slides is None:
-        slides = [window is not None and index >= first for index in range(num_layers)]
+        slides = [
+            window is not None and slides_by_default(layer, limit) for layer in range(num_layers)
+        ]
     if window is None and any(slides):
         raise reader.error(
             "layer_types",

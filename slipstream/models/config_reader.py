@@ -1,7 +1,7 @@
 """Reading a config.json so that no key which changes the maths is ever passed over."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -69,6 +69,7 @@ _EXECUTION = {
     "is_decoder",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "pretraining_tp",
     "return_dict",
     "tie_last_hidden_states",
@@ -92,6 +93,7 @@ _TRAINING = {
     "initializer_range",
     "neftune_noise_alpha",
     "resid_pdrop",
+    "router_aux_loss_coef",
 }
 
 # Settings of generate(), which old exporters wrote into config.json; they act per request here.
@@ -175,6 +177,18 @@ class ConfigReader:
             return default
         value = self._config[key]
         return None if value is None else self._typed(key, value, kind)
+
+    def take_named(self, keys: Sequence[str], kind: type[T]) -> T:
+        """The value of a key that has several names; it must be there under one of them."""
+        values = {key: self.take_optional(key, kind) for key in keys}
+        found = [(key, value) for key, value in values.items() if value is not None]
+        if not found:
+            return self.take(keys[0], kind)
+        if any(value != found[0][1] for _, value in found):
+            raise self.error(
+                found[0][0], f'and "{found[1][0]}" say different things; remove one of them'
+            )
+        return found[0][1]
 
     def take_any(self, key: str) -> object:
         """The value of `key`, whatever it is; None when missing."""

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from slipstream.cache.spec import CacheLayout
+from slipstream.core.errors import UsageError
 from slipstream.layers.attention import AttentionSpec
+from slipstream.layers.experts import ExpertsSpec
 from slipstream.layers.layer import LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.parameters import WHOLE, Share, require_positive
@@ -52,9 +54,14 @@ class DecoderConfig:
 
     @property
     def attention(self) -> AttentionSpec:
-        """The first layer's that has attention."""
-        mixers = (layer.mixer for layer in self.layers)
-        return next(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
+        """The first layer's that has attention; UsageError where none has."""
+        for layer in self.layers:
+            if isinstance(layer.mixer, AttentionSpec):
+                return layer.mixer
+        raise UsageError(
+            f"{self.architecture} has no layer with attention, whose sizes are needed here; use "
+            "another model"
+        )
 
     @property
     def num_heads(self) -> int:
@@ -74,8 +81,19 @@ class DecoderConfig:
 
     @property
     def intermediate_size(self) -> int:
-        parts = (layer.feed_forward for layer in self.layers)
-        return next(part.intermediate_size for part in parts if isinstance(part, GatedMLPSpec))
+        """That of the first dense part; without one, of a dense part that costs a row as much as
+        its experts. UsageError where there is neither."""
+        parts = [layer.feed_forward for layer in self.layers]
+        for part in parts:
+            if isinstance(part, GatedMLPSpec):
+                return part.intermediate_size
+        for part in parts:
+            if isinstance(part, ExpertsSpec):
+                return part.active_size
+        raise UsageError(
+            f"{self.architecture} has no feed-forward part, whose size is needed here; use "
+            "another model"
+        )
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:

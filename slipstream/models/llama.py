@@ -15,7 +15,8 @@ def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
     if any(read_layer_types(reader, common.num_layers) or ()):
         raise reader.error("layer_types", f"has sliding_attention, which {architecture} has not")
     bias = reader.take("attention_bias", bool, False)
+    feed_forward = replace(common.feed_forward, bias=reader.take("mlp_bias", bool, False))
     return common.decoder(
         replace(common.attention, qkv_bias=bias, output_bias=bias),
-        feed_forward=replace(common.feed_forward, bias=reader.take("mlp_bias", bool, False)),
+        feed_forwards=[feed_forward] * common.num_layers,
     )

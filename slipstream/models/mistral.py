@@ -1,6 +1,6 @@
 """Mistral: no biases, and one sliding window for every layer or none."""
 
-from slipstream.models.config_keys import Defaults, read_common, read_layer_types
+from slipstream.models.config_keys import Defaults, read_common, read_single_window
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
 
@@ -12,11 +12,4 @@ def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
     reader.expect("mlp_bias", False)
     defaults = Defaults(max_position_embeddings=131072, num_kv_heads=8)
     common = read_common(reader, architecture, defaults)
-    window = reader.take_optional("sliding_window", int, 4096)
-    slides = read_layer_types(reader, common.num_layers)
-    if slides is not None and any(sliding != (window is not None) for sliding in slides):
-        raise reader.error(
-            "layer_types",
-            'disagrees with "sliding_window", which counts for all layers',
-        )
-    return common.decoder(common.attention, [window] * common.num_layers)
+    return common.decoder(common.attention, read_single_window(reader, common.num_layers, 4096))

@@ -100,6 +100,14 @@ def initial_checkpoint(plan: RunPlan) -> Checkpoint | None:
     return checkpoint
 
 
+def _smaller_parts(plan: RunPlan) -> dict[str, int]:
+    """Half of the sizes of the target's feed-forward parts, dense ones and experts."""
+    keys = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+    found = {key: plan.target.config.get(key) for key in keys}
+    own = plan.settings.options.intermediate_size
+    return {key: own or max(16, size // 2) for key, size in found.items() if size}
+
+
 def _smaller_config(plan: RunPlan) -> dict[str, Any]:
     """The target's config.json with a quarter of its layers and half of its width, or as the
     options say."""
@@ -109,10 +117,10 @@ def _smaller_config(plan: RunPlan) -> dict[str, Any]:
     layers = options.num_layers or max(1, shape.num_layers // 4)
     if heads % kv_heads:
         raise UsageError(f"--num-heads ({heads}) must be a multiple of --num-kv-heads ({kv_heads})")
-    config = {
+    config: dict[str, Any] = {
         **plan.target.config,
         "hidden_size": options.hidden_size or max(16, shape.hidden_size // 2),
-        "intermediate_size": options.intermediate_size or max(16, shape.intermediate_size // 2),
+        **_smaller_parts(plan),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,

@@ -12,8 +12,10 @@ import transformers
 from safetensors.torch import save_file
 
 from slipstream.core.errors import CheckpointError
+from slipstream.kernels.experts import Routing, Scores
 from slipstream.layers.attention import AttentionSpec
-from slipstream.layers.layer import LayerSpec
+from slipstream.layers.experts import ExpertNames, ExpertsSpec
+from slipstream.layers.layer import FeedForwardSpec, LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import InvalidSizesError
@@ -37,10 +39,24 @@ TINY: Json = {
     "hidden_act": "silu",
 }
 CLASSES: dict[str, Any] = {
-    "LlamaForCausalLM": transformers.LlamaForCausalLM,
-    "MistralForCausalLM": transformers.MistralForCausalLM,
-    "Qwen2ForCausalLM": transformers.Qwen2ForCausalLM,
-    "Qwen3ForCausalLM": transformers.Qwen3ForCausalLM,
+    name: getattr(transformers, name)
+    for name in (
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    )
+}
+OF_QWEN: Json = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+# What an architecture needs beside `TINY`.
+BESIDE: dict[str, Json] = {
+    # The size of heads as well: without it transformers cannot make Mixtral's YaRN.
+    "MixtralForCausalLM": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 6},
+    "Qwen2MoeForCausalLM": {**OF_QWEN, "shared_expert_intermediate_size": 36},
+    "Qwen3MoeForCausalLM": OF_QWEN,
 }
 LLAMA3: Json = {
     "factor": 4.0,
@@ -87,6 +103,16 @@ VARIANTS: dict[str, list[Json]] = {
         {"num_attention_heads": 8, "num_key_value_heads": ..., "head_dim": 4},
         {"rms_norm_eps": ..., "max_position_embeddings": ...},
     ],
+    "MixtralForCausalLM": [
+        {"sliding_window": None},
+        {"sliding_window": 8},
+        {"head_dim": None},
+        {"num_local_experts": ..., "num_experts": 5},
+        {"num_experts": 6},
+        {"router_jitter_noise": 0.1, "router_aux_loss_coef": 0.02, "output_router_logits": True},
+        {"num_attention_heads": 8, "num_key_value_heads": ..., "head_dim": 4},
+        {"rms_norm_eps": ..., "max_position_embeddings": ...},
+    ],
     "Qwen2ForCausalLM": [
         {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1},
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
@@ -97,6 +123,32 @@ VARIANTS: dict[str, list[Json]] = {
         {"layer_types": ["full_attention"] * 3},
         {"attention_bias": False},
         {"head_dim": 10},
+        {"rms_norm_eps": ..., "max_position_embeddings": ...},
+    ],
+    "Qwen2MoeForCausalLM": [
+        {"qkv_bias": False},
+        {"norm_topk_prob": True},
+        {"decoder_sparse_step": 2},
+        {"mlp_only_layers": [1]},
+        {"mlp_only_layers": [0, 2], "decoder_sparse_step": 1},
+        {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {"use_sliding_window": True, "max_window_layers": 3},
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": SLIDES},
+        {"num_attention_heads": 16, "num_key_value_heads": ..., "head_dim": 4},
+        {"rms_norm_eps": ..., "max_position_embeddings": ...},
+    ],
+    "Qwen3MoeForCausalLM": [
+        {"attention_bias": True},
+        {"norm_topk_prob": True},
+        {"decoder_sparse_step": 3},
+        {"mlp_only_layers": [2]},
+        {"head_dim": 10},
+        {"num_experts": ..., "num_local_experts": 7},
+        {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {"use_sliding_window": True},
+        {"num_attention_heads": 16, "num_key_value_heads": ..., "head_dim": 4},
         {"rms_norm_eps": ..., "max_position_embeddings": ...},
     ],
     "Qwen3ForCausalLM": [
@@ -119,7 +171,8 @@ CASES = [
 def tiny(architecture: str, **changes: Any) -> Json:
     """A small config.json; a key changed to ... is left out."""
     model_type = CLASSES[architecture].config_class.model_type
-    content = {**TINY, "architectures": [architecture], "model_type": model_type, **changes}
+    names = {"architectures": [architecture], "model_type": model_type}
+    content = {**TINY, **BESIDE.get(architecture, {}), **names, **changes}
     return {key: value for key, value in content.items() if value is not ...}
 
 
@@ -144,7 +197,7 @@ def built_by_transformers(content: Json) -> DecoderConfig:
 
 def layer_of(layer: Any, config: Any) -> LayerSpec:
     """What one layer of transformers has."""
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
     head_dim = attention.head_dim
     mixer = AttentionSpec(
         num_heads=attention.q_proj.weight.shape[0] // head_dim,
@@ -156,14 +209,44 @@ def layer_of(layer: Any, config: Any) -> LayerSpec:
         output_bias=all_alike(attention.o_proj),
         qk_norm=hasattr(attention, "q_norm"),
     )
-    bias = all_alike(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     norms = LayerNorms(layer.input_layernorm.variance_epsilon)
-    return LayerSpec(mixer, GatedMLPSpec(mlp.up_proj.weight.shape[0], bias), norms)
+    return LayerSpec(mixer, feed_forward_of(layer.mlp), norms)
+
+
+def feed_forward_of(mlp: Any) -> FeedForwardSpec:
+    if not hasattr(mlp, "experts"):
+        bias = all_alike(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        return GatedMLPSpec(mlp.up_proj.weight.shape[0], bias)
+    experts, _, inner = mlp.experts.down_proj.shape
+    routing = Routing(
+        num_experts=experts,
+        num_chosen=mlp.gate.top_k,
+        scores=Scores.SOFTMAX,
+        normalised=getattr(mlp.gate, "norm_topk_prob", True),  # Mixtral has no switch
+    )
+    shared = getattr(mlp, "shared_expert", None)
+    return ExpertsSpec(
+        routing=routing,
+        intermediate_size=inner,
+        shared_size=None if shared is None else shared.up_proj.weight.shape[0],
+        shared_gate=shared is not None,
+    )
+
+
+def without_names(config: DecoderConfig) -> DecoderConfig:
+    """What transformers' modules do not tell: rotations, and names of tensors in checkpoints."""
+    layers = tuple(
+        replace(layer, feed_forward=replace(layer.feed_forward, names=ExpertNames()))
+        if isinstance(layer.feed_forward, ExpertsSpec)
+        else layer
+        for layer in config.layers
+    )
+    return replace(config, layers=layers).with_fields({"rope": RopeConfig(theta=1.0)})
 
 
 def window_of(layer: Any, config: Any) -> int | None:
-    if config.model_type == "mistral":
-        return config.sliding_window
+    if config.model_type in ("mistral", "mixtral", "qwen3_moe"):
+        return config.sliding_window  # of the whole model
     return getattr(layer.self_attn, "sliding_window", None)
 
 
@@ -186,8 +269,7 @@ def rotations(content: Json, head_dim: int) -> torch.Tensor:
 def test_the_network_is_the_one_that_transformers_builds(architecture: str, change: Json) -> None:
     content = tiny(architecture, **change)
     found = read_decoder_config(content)
-    unrotated = found.with_fields({"rope": RopeConfig(theta=1.0)})
-    assert unrotated == built_by_transformers(content)
+    assert without_names(found) == built_by_transformers(content)
     table = rope_table(found.head_dim, found.rope, 50, torch.device("cpu"))
     torch.testing.assert_close(table, rotations(content, found.head_dim), rtol=1e-4, atol=1e-5)
 
@@ -252,8 +334,7 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("embedding_multiplier", 12.0),
     ("residual_multiplier", 0.22),
     ("query_pre_attn_scalar", 256),
-    ("num_experts", 8),
-    ("num_local_experts", 8),
+    ("num_shared_experts", 1),
     ("use_qk_norm", True),
     ("attention_sinks", True),
     ("per_layer_config", {"0": {"num_key_value_heads": 1}}),
@@ -275,11 +356,36 @@ def test_other_maths_are_refused_by_name(architecture: str, key: str, value: Any
     [
         ("LlamaForCausalLM", "sliding_window", {"sliding_window": 8}),
         ("LlamaForCausalLM", "layer_types", {"layer_types": SLIDES}),
+        ("LlamaForCausalLM", "num_experts", {"num_experts": 8}),
+        ("LlamaForCausalLM", "num_local_experts", {"num_local_experts": 8}),
         ("MistralForCausalLM", "attention_bias", {"attention_bias": True}),
         ("MistralForCausalLM", "mlp_bias", {"mlp_bias": True}),
         ("MistralForCausalLM", "layer_types", {"sliding_window": 8, "layer_types": SLIDES}),
         ("MistralForCausalLM", "layer_types", {"layer_types": ["full_attention"] * 3}),
+        ("MixtralForCausalLM", "attention_bias", {"attention_bias": True}),
+        ("MixtralForCausalLM", "mlp_bias", {"mlp_bias": True}),
+        ("MixtralForCausalLM", "num_experts", {"num_experts": 5}),
+        ("MixtralForCausalLM", "num_local_experts", {"num_local_experts": ...}),
+        ("MixtralForCausalLM", "num_experts_per_tok", {"num_experts_per_tok": 7}),
+        ("MixtralForCausalLM", "norm_topk_prob", {"norm_topk_prob": True}),
+        ("MixtralForCausalLM", "shared_expert_gate", {"shared_expert_gate": True}),
         ("Qwen2ForCausalLM", "mlp_bias", {"mlp_bias": True}),
+        (
+            "Qwen2MoeForCausalLM",
+            "shared_expert_intermediate_size",
+            {"shared_expert_intermediate_size": 0},
+        ),
+        ("Qwen2MoeForCausalLM", "mlp_bias", {"mlp_bias": True}),
+        ("Qwen2MoeForCausalLM", "use_mrope", {"use_mrope": True}),
+        ("Qwen3MoeForCausalLM", "num_experts", {"num_experts": ...}),
+        ("Qwen3MoeForCausalLM", "num_experts", {"num_experts": 0}),
+        ("Qwen3MoeForCausalLM", "moe_intermediate_size", {"moe_intermediate_size": 0}),
+        ("Qwen3MoeForCausalLM", "decoder_sparse_step", {"decoder_sparse_step": 0}),
+        ("Qwen3MoeForCausalLM", "mlp_only_layers", {"mlp_only_layers": [True]}),
+        ("Qwen3MoeForCausalLM", "scoring_func", {"scoring_func": "sigmoid"}),
+        ("Qwen3MoeForCausalLM", "n_shared_experts", {"n_shared_experts": 1}),
+        ("Qwen3MoeForCausalLM", "mlp_bias", {"mlp_bias": True}),
+        ("Qwen3MoeForCausalLM", "layer_types", {"layer_types": SLIDES}),
         ("Qwen2ForCausalLM", "use_mrope", {"use_mrope": True}),
         ("Qwen2ForCausalLM", "layer_types", {"sliding_window": 8, "layer_types": SLIDES}),
         (

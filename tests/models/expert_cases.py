@@ -1,0 +1,201 @@
+"""Mixtures of experts that are compared with those of transformers."""
+
+from typing import Any
+
+from tests.models.parity_cases import DEFAULT, LINEAR, LLAMA3, TIED, Case, shape
+
+
+def mixture(experts: int, chosen: int, inner: int = 16, **more: Any) -> dict[str, Any]:
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": inner,
+        **more,
+    }
+
+
+QWEN3_MOE = [
+    Case(
+        "Qwen3Moe",
+        "plain",
+        {**shape(4, 4, 48, 8), **mixture(4, 2), "rope_parameters": DEFAULT},
+        seed=2,
+    ),
+    Case(
+        "Qwen3Moe",
+        "normalised-tied",
+        {
+            **shape(6, 2, 40, 16),
+            **mixture(8, 3, 20, norm_topk_prob=True),
+            **TIED,
+            "rope_parameters": LINEAR,
+        },
+        "19KB",
+    ),
+    Case(
+        "Qwen3Moe",
+        "every-second-layer-biases-old",
+        {
+            **shape(7, 1, 56, 10),
+            **mixture(5, 2, decoder_sparse_step=2, norm_topk_prob=True),
+            "rope_parameters": LLAMA3,
+            "attention_bias": True,
+        },
+        old_style=True,
+    ),
+    Case(
+        "Qwen3Moe",
+        "window-some-dense",
+        {
+            **shape(4, 2, 32, 12),
+            **mixture(6, 1, 24, mlp_only_layers=[0, 2]),
+            "rope_parameters": DEFAULT,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+        seed=2,
+    ),
+    Case(
+        "Qwen3Moe",
+        "all-chosen",
+        {**shape(3, 1, 36, 24), **mixture(4, 4), "rope_parameters": LINEAR},
+    ),
+    Case(
+        "Qwen3Moe",
+        "default-head-dim",
+        {**shape(2, 1, 32), **mixture(7, 2, norm_topk_prob=True), "rope_parameters": LLAMA3},
+        "19KB",
+    ),
+]
+
+
+def with_shared(experts: int, chosen: int, shared: int, **more: Any) -> dict[str, Any]:
+    return mixture(experts, chosen, shared_expert_intermediate_size=shared, **more)
+
+
+QWEN2_MOE = [
+    Case(
+        "Qwen2Moe",
+        "plain",
+        {**shape(4, 4, 48), **with_shared(4, 2, 24), "rope_parameters": DEFAULT},
+    ),
+    Case(
+        "Qwen2Moe",
+        "normalised-tied",
+        {
+            **shape(6, 2, 48),
+            **with_shared(8, 3, 40, norm_topk_prob=True),
+            **TIED,
+            "rope_parameters": LINEAR,
+        },
+        "19KB",
+    ),
+    Case(
+        "Qwen2Moe",
+        "window-of-early-layers-old",
+        {
+            **shape(7, 1, 56),
+            **with_shared(5, 2, 16, decoder_sparse_step=2),
+            "rope_parameters": DEFAULT,
+            "use_sliding_window": True,
+            "sliding_window": 11,
+            "max_window_layers": 2,
+        },
+        old_style=True,
+    ),
+    Case(
+        "Qwen2Moe",
+        "layer-types-some-dense",
+        {
+            **shape(3, 1, 36),
+            **with_shared(6, 1, 20, mlp_only_layers=[1]),
+            "rope_parameters": LLAMA3,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+        seed=1,
+    ),
+    Case(
+        "Qwen2Moe",
+        "no-biases",
+        {
+            **shape(2, 2, 40, 12),
+            **with_shared(4, 4, 24, qkv_bias=False),
+            "rope_parameters": LLAMA3,
+        },
+        "19KB",
+        True,
+        seed=2,
+    ),
+    Case(
+        "Qwen2Moe",
+        "one-of-many",
+        {**shape(14, 2, 56), **with_shared(16, 1, 32), "rope_parameters": LINEAR},
+    ),
+]
+
+
+def of_mixtral(experts: int, chosen: int, inner: int = 24) -> dict[str, Any]:
+    return {
+        "num_local_experts": experts,
+        "num_experts_per_tok": chosen,
+        "intermediate_size": inner,
+    }
+
+
+MIXTRAL = [
+    Case(
+        "Mixtral",
+        "plain",
+        {**shape(4, 4, 48), **of_mixtral(4, 2), "rope_parameters": DEFAULT},
+        seed=1,
+    ),
+    Case(
+        "Mixtral",
+        "gqa3-window",
+        {
+            **shape(6, 2, 48, 16),
+            **of_mixtral(8, 2, 16),
+            "rope_parameters": DEFAULT,
+            "sliding_window": 13,
+        },
+        "19KB",
+    ),
+    Case(
+        "Mixtral",
+        "window-tied-old",
+        {
+            **shape(7, 1, 56),
+            **of_mixtral(5, 3),
+            **TIED,
+            "rope_parameters": LINEAR,
+            "sliding_window": 16,
+        },
+        old_style=True,
+        seed=2,
+    ),
+    Case(
+        "Mixtral",
+        "one-chosen",
+        {**shape(14, 2, 56, 6), **of_mixtral(6, 1, 40), "rope_parameters": LLAMA3},
+    ),
+    Case(
+        "Mixtral",
+        "all-chosen",
+        {**shape(2, 2, 40, 8), **of_mixtral(4, 4), "rope_parameters": DEFAULT},
+        "19KB",
+    ),
+    Case(
+        "Mixtral",
+        "narrow-window-old",
+        {
+            **shape(3, 1, 36),
+            **of_mixtral(8, 3, 32),
+            "rope_parameters": LINEAR,
+            "sliding_window": 2,
+        },
+        old_style=True,
+    ),
+]
+EXPERTS = [*QWEN3_MOE, *QWEN2_MOE, *MIXTRAL]
