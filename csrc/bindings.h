@@ -8,6 +8,7 @@ namespace slipstream {
 
 void bind_runtime(nanobind::module_& module);
 void bind_matmul(nanobind::module_& module);
+void bind_experts(nanobind::module_& module);
 void bind_layers(nanobind::module_& module);
 void bind_attention(nanobind::module_& module);
 void bind_rows(nanobind::module_& module);

@@ -18,7 +18,6 @@ namespace {
 
 using Optional = std::optional<Array>;
 using NormArray = std::optional<std::pair<Array, float>>;
-using ProductObjects = std::pair<nb::object, Optional>;
 
 // Makes the stream of several sources side by side.
 struct Entry {
@@ -60,6 +59,13 @@ class Stack {
     void add_gated_mlp(const NormArray& norm, const ProductObjects& gate_up,
                        const ProductObjects& down) {
         add(std::make_unique<GatedMlpHalf>(keep(norm), keep(gate_up), keep(down)));
+    }
+
+    void add_experts(const NormArray& norm, nb::object experts) {
+        kept_.push_back(experts);
+        const auto& given = nb::cast<const Experts&>(experts);
+        require(given.is_bf16() == (type_ == Number::bf16), "experts are in the norms' type");
+        add(std::make_unique<ExpertsHalf>(keep(norm), given));
     }
 
     // Keys and values of each layer with attention: kept until others come.
@@ -297,6 +303,7 @@ void bind_layers(nb::module_& module) {
              nb::arg("qkv"), nb::arg("output"))
         .def("add_gated_mlp", &Stack::add_gated_mlp, nb::arg("norm"), nb::arg("gate_up"),
              nb::arg("down"))
+        .def("add_experts", &Stack::add_experts, nb::arg("norm"), nb::arg("experts"))
         .def("set_last", &Stack::set_last, nb::arg("norm"))
         .def("set_caches", &Stack::set_caches, nb::arg("caches"))
         .def("run", &Stack::run, nb::arg("rows"), nb::arg("sources"), nb::arg("out"),

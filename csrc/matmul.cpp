@@ -130,14 +130,10 @@ void run_matmul(const Matrix& weight, const Array& x, std::optional<Array> bias,
     matmul(call);
 }
 
-// Rows start .. stop without a copy; start is the first of a block.
 std::unique_ptr<Matrix> part(const Matrix& weight, int64_t start, int64_t stop) {
     require(start % block_rows == 0 && 0 <= start && start < stop && stop <= weight.rows,
             "a part begins with a block and has rows of the weight");
-    auto rows = std::make_unique<Matrix>(weight);
-    rows->first_block += start / block_rows;
-    rows->rows = stop - start;
-    return rows;
+    return std::make_unique<Matrix>(part_of(weight, start, stop));
 }
 
 void run_look_up(const Matrix& table, const Array& ids, const Array& out) {

@@ -115,20 +115,30 @@ struct Matrix {
     }
 };
 
-// x [num_rows, columns of the weight] -> out [num_rows, rows of the weight].
+// Rows of x [.., columns of the weight] -> out [num_rows, rows of the weight].
 struct MatmulCall {
     const Matrix* weight;
     const void* x;
     bool x_is_bf16;
     int64_t num_rows, x_stride;
+    const int32_t* row_ids;  // [num_rows], the rows of x that count; null: the first ones
     const void* bias;  // [rows of the weight] in x's type, or null
     void* out;
     bool out_is_bf16;
     int64_t out_stride;
 };
 
+// Rows start .. stop of a weight without a copy; start is the first of a block.
+inline Matrix part_of(const Matrix& weight, int64_t start, int64_t stop) {
+    Matrix rows = weight;
+    rows.first_block += start / block_rows;
+    rows.rows = stop - start;
+    return rows;
+}
+
 struct MatmulKernels {
-    void (*run)(const MatmulCall& call);
+    // The weights of several calls are of one form with as many columns, x and out of one type.
+    void (*run)(const MatmulCall* calls, int64_t count);
     // Rows of a weight in bf16 or f32 as a table: row ids[i] to out + i * stride.
     void (*look_up)(const Matrix& table, const int64_t* ids, int64_t count, void* out,
                     int64_t stride);
@@ -136,6 +146,12 @@ struct MatmulKernels {
 
 extern ByLevel<MatmulKernels> matmul_kernels;
 
-inline void matmul(const MatmulCall& call) { matmul_kernels.active().run(call); }
+inline void matmul(const MatmulCall& call) {
+    if (call.num_rows) matmul_kernels.active().run(&call, 1);
+}
+// Calls that run as one, so that all threads read weights from the first to the last. Each has rows.
+inline void matmul(const MatmulCall* calls, int64_t count) {
+    if (count) matmul_kernels.active().run(calls, count);
+}
 
 }  // namespace slipstream

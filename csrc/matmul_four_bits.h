@@ -10,7 +10,7 @@ namespace slipstream::SLIPSTREAM_LEVEL {
 template <Storage storage, int digits>
 class FourBitRows {
   public:
-    FourBitRows(const FourBitBlock<storage>& block, const Rounded& rows)
+    FourBitRows(const FourBitBlock<storage>& block, const RoundedRows& rows)
         : block_(block), rows_(rows), is_deep_(rows.lines.depth == 64),
           line_step_(in_tiles ? rows.lines.depth : rows.lines.columns),
           tile_step_(in_tiles ? rows.lines.count * rows.lines.depth : rows.lines.depth) {}
@@ -98,7 +98,7 @@ class FourBitRows {
     }
 
     const FourBitBlock<storage>& block_;
-    const Rounded& rows_;
+    const RoundedRows& rows_;
     const bool is_deep_;
     const int64_t line_step_, tile_step_;
 };

@@ -12,7 +12,7 @@ constexpr int64_t most_direct_lines = 10;
 template <Storage storage, int digits>
 class FourBitTiles {
   public:
-    FourBitTiles(const FourBitBlock<storage>& block, const Rounded& rows, ProductUnit& unit)
+    FourBitTiles(const FourBitBlock<storage>& block, const RoundedRows& rows, ProductUnit& unit)
         : block_(block), rows_(rows), unit_(unit) {}
 
     // values [count][64] = rows first .. first + count times the block, but for the rows' scales.
@@ -92,7 +92,7 @@ class FourBitTiles {
     }
 
     const FourBitBlock<storage>& block_;
-    const Rounded& rows_;
+    const RoundedRows& rows_;
     ProductUnit& unit_;
 };
 

@@ -103,7 +103,7 @@ struct FourBitBlock {
 // whole rows. Two digits and their zeros fit into 32 bits, exactly; a third joins in floats.
 template <Storage storage, int digits>
 inline F16 join_group(I16 first, I16 second, I16 third, const GroupZeros& zeros,
-                      const Rounded& rows, int64_t row, int64_t index) {
+                      const RoundedRows& rows, int64_t row, int64_t index) {
     I16 whole = first;
     if constexpr (digits > 1) whole = shift_left<7>(first) + second;
     F16 joined = floats(whole - zeros.times(rows.offsets[row * rows.groups + index]));

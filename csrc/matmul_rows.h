@@ -83,33 +83,40 @@ inline void copy_tile(const bf16* from, int64_t count, float* to) {
 }
 #endif
 
-inline Lines<Factor> pack_rows(const MatmulCall& call) {
-    const int64_t columns = call.weight->padded_columns(), width = call.weight->columns;
-    auto* memory = static_cast<Factor*>(
-        scratch(Scratch::input, call.num_rows * columns * int64_t{sizeof(Factor)}));
-    const Lines<Factor> lines{memory, columns, call.num_rows, 32};
-    const auto* x = static_cast<const bf16*>(call.x);
-    for_rows(call.num_rows, [&](int64_t row) {
-        const bf16* from = x + row * call.x_stride;
-        for (int64_t tile = 0; tile < columns / 32; ++tile) {
-            const int64_t left = width - tile * 32;
-            copy_tile(from + tile * 32, left < 32 ? left : 32, lines.at(row, tile));
-        }
-    });
-    return lines;
+// Where a row of the result begins in x.
+inline int64_t place_of(const MatmulCall& call, int64_t row) {
+    return (call.row_ids ? call.row_ids[row] : row) * call.x_stride;
 }
 
-// Rows as integers: x = scale * (.. + 128 * digit + last digit). Rows that meet e2m1 have a scale
-// for each group, which halves the table's numbers as well, and no more than one digit's last step
-// is lost of a group.
-struct Rounded {
-    Lines<int8_t> lines;  // digit d of row r is line r * digits + d, the highest first
-    int digits;
-    int64_t groups;
-    const float* scales;     // [rows], or [rows, groups]
-    const int32_t* sums;     // [lines, groups], of the numbers of a group
-    const int32_t* offsets;  // [rows, groups] of i4: of the first one or two digits joined, times the
-                             // zero that all weights have, if they do
+// Rows as a call's kernels take them: so many bytes, laid out in memory, then filled one by one.
+// These are of float32, which are taken as they are.
+struct PlainRows {
+    Lines<float> lines;
+
+    static int64_t bytes(const MatmulCall&) { return 0; }
+    static PlainRows lay_out(const MatmulCall& call, char*) {
+        return {{nullptr, call.weight->columns, call.num_rows, 1}};
+    }
+    void fill(const MatmulCall&, int64_t) const {}
+};
+
+// Of bfloat16.
+struct PackedRows {
+    Lines<Factor> lines;
+
+    static int64_t bytes(const MatmulCall& call) {
+        return call.num_rows * call.weight->padded_columns() * int64_t{sizeof(Factor)};
+    }
+    static PackedRows lay_out(const MatmulCall& call, char* memory) {
+        return {{reinterpret_cast<Factor*>(memory), call.weight->padded_columns(), call.num_rows, 32}};
+    }
+    void fill(const MatmulCall& call, int64_t row) const {
+        const auto* from = static_cast<const bf16*>(call.x) + place_of(call, row);
+        for (int64_t tile = 0; tile < lines.columns / 32; ++tile) {
+            const int64_t left = call.weight->columns - tile * 32;
+            copy_tile(from + tile * 32, left < 32 ? left : 32, lines.at(row, tile));
+        }
+    }
 };
 
 // Sixteen numbers in digits, at to[digit][..16].
@@ -142,7 +149,7 @@ inline void write_digits(F16 x, int digits, int8_t (*to)[lanes]) {
 }
 
 inline F16 numbers_at(const MatmulCall& call, int64_t row, int64_t k) {
-    const int64_t left = call.weight->columns - k, at = row * call.x_stride + k;
+    const int64_t left = call.weight->columns - k, at = place_of(call, row) + k;
     if (left <= 0) return zero();
     if (call.x_is_bf16) {
         const bf16* x = static_cast<const bf16*>(call.x) + at;
@@ -162,57 +169,91 @@ inline float largest_of(const MatmulCall& call, int64_t row, int64_t first, int6
     return largest(most);
 }
 
-// A row of `Rounded` on its way: where its scales and sums go.
-struct RowToRound {
-    const MatmulCall& call;
-    const Rounded& rounded;
-    int64_t row;
-    float* scales;
-    int32_t *sums, *offsets;
+// Rows as integers: x = scale * (.. + 128 * digit + last digit).
+struct RoundedRows {
+    Lines<int8_t> lines;  // digit d of row r is line r * digits + d, the highest first
+    int digits;
+    int64_t groups;
+    float* scales;     // [rows]; [rows, groups] where the weight is e2m1, whose table they halve
+    int32_t* sums;     // [lines, groups], of the numbers of a group
+    int32_t* offsets;  // [rows, groups] of four bits: of the first one or two digits joined, times the
+                       // zero that all weights have, if they do
+
+    static int64_t bytes(const MatmulCall& call) {
+        const Sizes sizes(call);
+        return sizes.value_bytes + (sizes.scales + sizes.sums + sizes.offsets + 15) / 16 * 64;
+    }
+    static RoundedRows lay_out(const MatmulCall& call, char* memory) {
+        const Sizes sizes(call);
+        auto* scales = reinterpret_cast<float*>(memory + sizes.value_bytes);
+        auto* sums = reinterpret_cast<int32_t*>(scales + sizes.scales);
+        return {{reinterpret_cast<int8_t*>(memory), sizes.columns, sizes.lines, sizes.depth},
+                sizes.digits, sizes.groups, scales, sums, sums + sizes.sums};
+    }
+    void fill(const MatmulCall& call, int64_t row) const {
+        if (is_e2m1(call.weight->storage)) fill_by_groups(call, row);
+        else fill_whole(call, row);
+    }
+
+  private:
+    struct Sizes {
+        int digits, depth;
+        int64_t columns, lines, groups, value_bytes, scales, sums, offsets;
+
+        explicit Sizes(const MatmulCall& call) {
+            const Matrix& weight = *call.weight;
+            digits = weight.one_digit ? 1 : call.x_is_bf16 ? 2 : 3;
+            // Groups that are no whole number of 64 columns are multiplied in the weight's tiles.
+            depth = weight.group % 64 ? tile_shape(weight.storage).columns : 64;
+            columns = (weight.padded_columns() + depth - 1) / depth * depth;
+            lines = call.num_rows * digits;
+            groups = weight.num_groups();
+            value_bytes = (lines * columns + 63) / 64 * 64;
+            scales = call.num_rows * (is_e2m1(weight.storage) ? groups : 1);
+            sums = lines * groups;
+            offsets = call.num_rows * groups;
+        }
+    };
 
     // By one scale.
-    void whole() const {
+    void fill_whole(const MatmulCall& call, int64_t row) const {
         const float most = largest_of(call, row, 0, call.weight->columns);
         const float bound = most > 1e-30f ? most : 1e-30f;
-        const float steps = rounded.digits == 1   ? 127.0f
-                            : rounded.digits == 2 ? 127.0f * 128
-                                                  : 127.0f * 128 * 128;
+        const float steps = digits == 1 ? 127.0f : digits == 2 ? 127.0f * 128 : 127.0f * 128 * 128;
         scales[row] = bound / steps;
         const F16 scale = broadcast(scales[row]);
-        for (int64_t group = 0; group < rounded.groups; ++group)
-            write(group, [&](F16 x) { return x / scale; });
+        for (int64_t group = 0; group < groups; ++group)
+            write(call, row, group, [&](F16 x) { return x / scale; });
     }
 
     // By a power of two for each group: the least whose digits hold the largest number.
-    void by_groups() const {
-        const int64_t size = rounded.lines.columns / rounded.groups;
-        for (int64_t group = 0; group < rounded.groups; ++group) {
+    void fill_by_groups(const MatmulCall& call, int64_t row) const {
+        const int64_t size = lines.columns / groups;
+        for (int64_t group = 0; group < groups; ++group) {
             const float most = largest_of(call, row, group * size, (group + 1) * size);
             // Digits go to 127.5 steps of the first.
             const float bound = (most > 0x1p-100f ? most : 0x1p-100f) * (128.0f / 127.25f);
             uint32_t bits;
             std::memcpy(&bits, &bound, 4);
-            const int power = static_cast<int>(bits >> 23) - 126 - 7 * rounded.digits;
-            const F16 inverse = scale_by_power(broadcast(1.0f), broadcast(static_cast<float>(-power)));
-            scales[row * rounded.groups + group] =
+            const int power = static_cast<int>(bits >> 23) - 126 - 7 * digits;
+            // What is not finite stays so.
+            scales[row * groups + group] =
                 bits >> 23 == 255 ? bound : __builtin_ldexpf(1.0f, power - 1);
-            write(group, [&](F16 x) { return x * inverse; });
+            const F16 inverse = broadcast(__builtin_ldexpf(1.0f, -power));
+            write(call, row, group, [&](F16 x) { return x * inverse; });
         }
     }
 
-  private:
     template <typename Divide>
-    void write(int64_t group, Divide&& divide) const {
-        const int64_t depth = rounded.lines.depth, groups = rounded.groups;
-        const int64_t in_group = rounded.lines.columns / groups;
-        const int digits = rounded.digits;
+    void write(const MatmulCall& call, int64_t row, int64_t group, Divide&& divide) const {
+        const int64_t depth = lines.depth, in_group = lines.columns / groups;
         const int32_t zero_of_all = call.weight->has_zeros ? 1 : zero_of(call.weight->storage);
         int32_t total[3] = {};
         for (int64_t k = group * in_group; k < (group + 1) * in_group; k += lanes) {
             int8_t parts[3][lanes];
             write_digits(round(divide(numbers_at(call, row, k))), digits, parts);
             for (int digit = 0; digit < digits; ++digit) {
-                int8_t* to = rounded.lines.at(row * digits + digit, k / depth) + k % depth;
+                int8_t* to = lines.at(row * digits + digit, k / depth) + k % depth;
                 std::memcpy(to, parts[digit], lanes);
                 for (int i = 0; i < lanes; ++i) total[digit] += parts[digit][i];
             }
@@ -224,31 +265,6 @@ struct RowToRound {
                 zero_of_all * (digits == 1 ? total[0] : total[0] * 128 + total[1]);
     }
 };
-
-inline Rounded round_rows(const MatmulCall& call) {
-    const Matrix& weight = *call.weight;
-    const int digits = weight.one_digit ? 1 : call.x_is_bf16 ? 2 : 3;
-    // Groups that are no whole number of 64 columns are multiplied in tiles of the weight's size.
-    const int depth = weight.group % 64 ? tile_shape(weight.storage).columns : 64;
-    const bool by_groups = is_e2m1(weight.storage);
-    const int64_t columns = (weight.padded_columns() + depth - 1) / depth * depth;
-    const int64_t count = call.num_rows * digits, groups = weight.num_groups();
-    const int64_t value_bytes = (count * columns + 63) / 64 * 64;
-    const int64_t num_scales = call.num_rows * (by_groups ? groups : 1);
-    const int64_t numbers = num_scales + (count + call.num_rows) * groups;
-    char* memory = static_cast<char*>(scratch(Scratch::input, value_bytes + numbers * 4));
-    auto* scales = reinterpret_cast<float*>(memory + value_bytes);
-    auto* sums = reinterpret_cast<int32_t*>(scales + num_scales);
-    int32_t* offsets = sums + count * groups;
-    const Rounded rounded{{reinterpret_cast<int8_t*>(memory), columns, count, depth},
-                          digits, groups, scales, sums, offsets};
-    for_rows(call.num_rows, [&](int64_t row) {
-        const RowToRound one{call, rounded, row, scales, sums, offsets};
-        if (by_groups) one.by_groups();
-        else one.whole();
-    });
-    return rounded;
-}
 
 // values [64] of a block, times `scales` where there are any, and bias, to the row's place.
 inline void finish_row(const MatmulCall& call, int64_t block, int64_t row, const float* values,

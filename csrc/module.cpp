@@ -84,6 +84,7 @@ NB_MODULE(_slipstream_cpu, module) {
     nanobind::set_leak_warnings(false);
     slipstream::bind_runtime(module);
     slipstream::bind_matmul(module);
+    slipstream::bind_experts(module);
     slipstream::bind_layers(module);
     slipstream::bind_attention(module);
     slipstream::bind_rows(module);

@@ -34,9 +34,35 @@ struct GatedCall {
     int64_t out_stride;
 };
 
+// gate_up [rows, 2 columns] of experts, float32, gate first -> out [rows, columns], rounded once:
+// silu(gate) * up. With `clamps`, of gate up to `limit` and up within it, (up + 1) * gate *
+// sigmoid(alpha * gate).
+struct ExpertGateCall {
+    bool is_bf16, clamps;
+    float limit, alpha;
+    int64_t num_rows, columns;
+    const float* gate_up;
+    void* out;
+};
+
+// out [rows, columns] = the sum of a row's outputs times their weights, in order, rounded once.
+struct ExpertSumCall {
+    bool is_bf16;
+    int64_t num_rows, columns, num_chosen;
+    const float* outputs;   // [.., columns]
+    const int32_t* places;  // [rows, num_chosen], of a row's outputs
+    const float* weights;   // [rows, num_chosen]
+    const float* last;      // [rows, columns], added at the end; null: nothing
+    const float* last_gate;  // of row r at r * last_gate_stride: `last` times its sigmoid; null: times 1
+    int64_t last_gate_stride;
+    void* out;
+};
+
 struct RowKernels {
     void (*norm)(const NormCall& call);
     void (*gated)(const GatedCall& call);
+    void (*gate_experts)(const ExpertGateCall& call);
+    void (*sum_experts)(const ExpertSumCall& call);
 };
 
 extern ByLevel<RowKernels> row_kernels;

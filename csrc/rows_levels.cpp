@@ -83,6 +83,49 @@ void gated_row(const GatedCall& call, int64_t row) {
     });
 }
 
+// What an expert's second matrix takes.
+inline F16 gated(const ExpertGateCall& call, F16 gate, F16 up) {
+    const F16 one = broadcast(1.0f);
+    if (!call.clamps) return gate / (one + exp(zero() - gate)) * up;
+    // Bounds come first: of two operands, one of them NaN, the second is taken.
+    const F16 limit = broadcast(call.limit);
+    gate = minimum(limit, gate);
+    up = maximum(zero() - limit, minimum(limit, up));
+    const F16 sigmoid = one / (one + exp(broadcast(-call.alpha) * gate));
+    return (up + one) * gate * sigmoid;
+}
+
+template <typename Number>
+void gate_row(const ExpertGateCall& call, int64_t row) {
+    const float* gate = call.gate_up + row * 2 * call.columns;
+    const float* up = gate + call.columns;
+    Number* out = static_cast<Number*>(call.out) + row * call.columns;
+    for_columns(call.columns, [&](int64_t column, int count) {
+        put(out + column, gated(call, get(gate + column, count), get(up + column, count)), count);
+    });
+}
+
+template <typename Number>
+void sum_row(const ExpertSumCall& call, int64_t row) {
+    const int32_t* places = call.places + row * call.num_chosen;
+    const float* weights = call.weights + row * call.num_chosen;
+    Number* out = static_cast<Number*>(call.out) + row * call.columns;
+    F16 factor = broadcast(1.0f);
+    if (call.last_gate) {
+        const F16 gate = broadcast(call.last_gate[row * call.last_gate_stride]);
+        factor = factor / (factor + exp(zero() - gate));
+    }
+    for_columns(call.columns, [&](int64_t column, int count) {
+        F16 total = zero();
+        for (int64_t i = 0; i < call.num_chosen; ++i) {
+            const float* output = call.outputs + places[i] * call.columns + column;
+            total = total + get(output, count) * broadcast(weights[i]);
+        }
+        if (call.last) total = total + get(call.last + row * call.columns + column, count) * factor;
+        put(out + column, total, count);
+    });
+}
+
 void run_norm(const NormCall& call) {
     for_rows(call.num_rows, call.columns, [&](int64_t row) {
         if (call.is_bf16) norm_row<bf16>(call, row);
@@ -97,7 +140,21 @@ void run_gated(const GatedCall& call) {
     });
 }
 
-const RowKernels kernels = {run_norm, run_gated};
+void gate_experts(const ExpertGateCall& call) {
+    for_rows(call.num_rows, call.columns, [&](int64_t row) {
+        if (call.is_bf16) gate_row<bf16>(call, row);
+        else gate_row<float>(call, row);
+    });
+}
+
+void sum_experts(const ExpertSumCall& call) {
+    for_rows(call.num_rows, call.columns, [&](int64_t row) {
+        if (call.is_bf16) sum_row<bf16>(call, row);
+        else sum_row<float>(call, row);
+    });
+}
+
+const RowKernels kernels = {run_norm, run_gated, gate_experts, sum_experts};
 const bool entered = row_kernels.enter(this_level, &kernels);
 
 }  // namespace

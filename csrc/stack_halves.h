@@ -5,20 +5,12 @@
 #include <cstdint>
 
 #include "attention_objects.h"
+#include "experts.h"
 #include "labels.h"
 #include "matmul.h"
 #include "rows.h"
 
 namespace slipstream {
-
-// A product's weight and bias.
-struct Product {
-    const Matrix* weight;
-    const void* bias;
-
-    int64_t rows() const { return weight->rows; }
-    int64_t columns() const { return weight->columns; }
-};
 
 // Without a weight there is no norm.
 struct NormWeight {
@@ -158,6 +150,23 @@ class GatedMlpHalf final : public Half {
 
   private:
     const Product gate_up_, down_;
+};
+
+class ExpertsHalf final : public Half {
+  public:
+    ExpertsHalf(const NormWeight& norm, const Experts& experts)
+        : Half(norm, {}, false), experts_(experts) {}
+
+    Widths widths() const override { return {experts_.width(), 0, 0}; }
+    int64_t stream_width() const override { return experts_.width(); }
+
+    void run(const PassView& pass, const CacheView*) const override {
+        const Labels::Range range(pass.labels, "slipstream::experts");
+        experts_.run(pass.buffers.normed, pass.num_rows(), pass.buffers.addend);
+    }
+
+  private:
+    const Experts& experts_;
 };
 
 }  // namespace slipstream

@@ -13,11 +13,13 @@ cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not bui
 
 from slipstream.kernels.cpu import cpu_backend
 from slipstream.kernels.cpu.layers import FusedStack
+from slipstream.kernels.experts import ClampedGate, Routing, Scores
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import Entry, FusedOp, Norm, Ops, Product, StackParts, one_by_one
 from slipstream.layers.attention import AttentionSpec
+from slipstream.layers.experts import ExpertsSpec
 from slipstream.layers.layer import BuildContext, Layer, LayerCache, LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.norm import LayerNorms, rms_norm
@@ -73,6 +75,21 @@ ATTENTION = AttentionSpec(
 WHOLE = LayerSpec(ATTENTION, GatedMLPSpec(INNER, bias=True), NORMS)
 MIXER = replace(WHOLE, feed_forward=None)
 DENSE = replace(WHOLE, mixer=None)
+CHOSEN = ExpertsSpec(
+    routing=Routing(5, 2, Scores.CHOSEN_SOFTMAX),
+    intermediate_size=INNER,
+    router_bias=True,
+    expert_bias=True,
+    clamp=ClampedGate(1.0, 1.702),
+)
+GROUPED = ExpertsSpec(
+    routing=Routing(6, 2, Scores.SIGMOID, True, 2.5, 3, 2),
+    intermediate_size=INNER,
+    corrected=True,
+    shared_size=OTHER,
+    shared_gate=True,
+)
+EXPERTS = replace(WHOLE, feed_forward=CHOSEN)
 SQUARED = replace(WHOLE, feed_forward=SquaredSpec())
 ONLY_SQUARED = replace(SQUARED, mixer=None)
 
@@ -110,6 +127,7 @@ KINDS = {
     "no mixer": Kind((WHOLE, DENSE, DENSE, WHOLE), fused=(4,)),
     "dense first": Kind((DENSE, MIXER, DENSE), (OTHER, WIDTH), has_last=False, fused=(3,)),
     "a half each": Kind((MIXER, DENSE, MIXER, DENSE), fused=(4,)),
+    "experts": Kind((EXPERTS, WHOLE, replace(EXPERTS, feed_forward=GROUPED)), fused=(3,)),
     "made-up between": Kind((WHOLE, WHOLE, SQUARED, WHOLE), fused=(2, 1)),
     "made-up first": Kind((ONLY_SQUARED, SQUARED, WHOLE, MIXER), (OTHER, WIDTH), fused=(2,)),
     "made-up last": Kind((BESIDE, DENSE, ONLY_SQUARED), has_last=False, fused=(2,)),
@@ -129,12 +147,16 @@ class Drawn(ParameterSource):
         values = torch.randn(rows, columns, generator=self._generator) / columns**0.5
         return self._ops.pack(DenseMatrix(values.to(self._dtype)))
 
+    def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
+        rows = sum(part.rows for part in parts)
+        return DenseMatrix(torch.randn(rows, columns, generator=self._generator).to(self._dtype))
+
     def vector(self, parts: Sequence[Part]) -> Tensor:
         rows = sum(part.rows for part in parts)
         is_bias = parts[0].name.endswith("bias")
         draw = torch.randn if is_bias else torch.rand
         values = draw(rows, generator=self._generator)
-        return (values if is_bias else values + 0.5).to(self._dtype)
+        return (values if is_bias else values + 0.5).to(parts[0].dtype or self._dtype)
 
     def norm(self, width: int = WIDTH) -> Norm:
         return rms_norm(self, "norm", width, NORMS.eps)

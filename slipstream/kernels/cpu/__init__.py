@@ -5,7 +5,7 @@ from dataclasses import replace
 import _slipstream_cpu as cpp
 
 from slipstream.kernels.composition import Parts, compose
-from slipstream.kernels.cpu import matmul, rows
+from slipstream.kernels.cpu import experts, matmul, rows
 from slipstream.kernels.cpu.attention import attend, store
 from slipstream.kernels.cpu.layers import fuse
 from slipstream.kernels.devices import labelled
@@ -18,7 +18,7 @@ _PARTS = Parts(
     norm=labelled("norm", rows.norm),
     add_norm=labelled("norm", rows.add_norm),
     gated_activation=labelled("silu", rows.gated_activation),
-    experts=labelled("experts", PLAIN.experts),
+    experts=labelled("experts", experts.experts),
     rotate_and_store=PLAIN.rotate_and_store,
     paged_attention=PLAIN.paged_attention,
 )

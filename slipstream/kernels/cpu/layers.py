@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.attention import layer_of, pass_of, serves
+from slipstream.kernels.cpu.experts import mixture_of
+from slipstream.kernels.cpu.experts import serves as serves_experts
 from slipstream.kernels.cpu.matmul import handle_of
 from slipstream.kernels.devices import part_labels
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import (
     AttentionParts,
+    ExpertsParts,
     FusedOp,
     GatedMLPParts,
     Norm,
@@ -88,6 +91,8 @@ def _add(stack: cpp.Stack, half: object) -> None:
             )
         case GatedMLPParts():
             stack.add_gated_mlp(_norm(half.norm), _product(half.gate_up), _product(half.down))
+        case ExpertsParts():
+            stack.add_experts(_norm(half.norm), mixture_of(half))
         case _:
             raise AssertionError(f"{type(half).__name__} is not fused")
 
@@ -103,6 +108,8 @@ def _runs(half: object, begins: bool) -> bool:
             fits = serves(half.heads) and (begins or not half.needs_sources)
         case GatedMLPParts():
             fits = True
+        case ExpertsParts():
+            return serves_experts(half)
         case _:
             return False
     return fits and all(handle_of(weight) is not None for weight, _ in half.products)
@@ -111,7 +118,8 @@ def _runs(half: object, begins: bool) -> bool:
 def _any_norm(parts: StackParts, num_layers: int) -> Norm | None:
     """A norm of the stream in these layers or behind the last one."""
     halves = [half for layer in parts.layers[:num_layers] for half in layer.halves]
-    norms = [half.norm for half in halves if isinstance(half, AttentionParts | GatedMLPParts)]
+    kinds = AttentionParts | GatedMLPParts | ExpertsParts
+    norms = [half.norm for half in halves if isinstance(half, kinds)]
     norms += [parts.last] if num_layers == len(parts.layers) else []
     return next((norm for norm in norms if norm is not None), None)
 

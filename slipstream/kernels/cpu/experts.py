@@ -1,0 +1,81 @@
+"""Mixtures of experts in C++ (`csrc/experts.h`). Meanings: `ExpertsParts` in `kernels/table.py`."""
+
+from weakref import WeakKeyDictionary
+
+import _slipstream_cpu as cpp
+import torch
+from torch import Tensor
+
+from slipstream.kernels.cpu.matmul import handle_of
+from slipstream.kernels.devices import CPP_DTYPES
+from slipstream.kernels.experts import Router
+from slipstream.kernels.reference import PARTS as PLAIN
+from slipstream.kernels.table import ExpertsParts, SharedExpert
+
+_MIXTURES: WeakKeyDictionary[ExpertsParts, cpp.Experts] = WeakKeyDictionary()
+
+
+def experts(x: Tensor, parts: ExpertsParts) -> Tensor:
+    """See `Parts.experts`. A row's bits depend on nothing beside the row."""
+    if not serves(parts):
+        return PLAIN.experts(x, parts)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    mixture_of(parts).run(x.contiguous(), out)
+    return out
+
+
+def serves(parts: ExpertsParts) -> bool:
+    """Whether all matrices are packed."""
+    shared = () if parts.shared is None else (parts.shared.gate_up[0], parts.shared.down[0])
+    matrices = (parts.gate_up, parts.down, *shared)
+    packed = all(handle_of(weight) is not None for weight in matrices)
+    return packed and parts.router.weight.dtype in CPP_DTYPES
+
+
+def mixture_of(parts: ExpertsParts) -> cpp.Experts:
+    """What C++ keeps of a mixture."""
+    mixture = _MIXTURES.get(parts)
+    if mixture is None:
+        mixture = _MIXTURES[parts] = _mixture(parts)
+    return mixture
+
+
+def _mixture(parts: ExpertsParts) -> cpp.Experts:
+    router, shared, clamp = parts.router, parts.shared, parts.clamp
+    routing = router.routing
+    return cpp.Experts(
+        router.weight.dtype == torch.bfloat16,
+        cpp.Routing(
+            routing.num_experts,
+            routing.num_chosen,
+            routing.scores.value,
+            routing.normalised,
+            routing.scale,
+            routing.num_groups,
+            routing.kept_groups,
+        ),
+        _router(router, None if shared is None else shared.gate),
+        router.correction,
+        (handle_of(parts.gate_up), _flat(parts.gate_up_bias)),
+        (handle_of(parts.down), _flat(parts.down_bias)),
+        None if clamp is None else (clamp.limit, clamp.alpha),
+        None if shared is None else _shared(shared),
+    )
+
+
+def _router(router: Router, gate: Tensor | None) -> tuple[object, Tensor | None]:
+    """The router's product, with the gate of a shared expert as its last row."""
+    weight, bias = router.weight, router.bias
+    if gate is not None:
+        weight = torch.cat([weight, gate])
+        bias = None if bias is None else torch.cat([bias, bias.new_zeros(1)])
+    return cpp.pack(weight.contiguous()), bias
+
+
+def _shared(shared: SharedExpert) -> tuple[object, object]:
+    (gate_up, gate_up_bias), (down, down_bias) = shared.gate_up, shared.down
+    return (handle_of(gate_up), gate_up_bias), (handle_of(down), down_bias)
+
+
+def _flat(biases: Tensor | None) -> Tensor | None:
+    return None if biases is None else biases.flatten()
