@@ -57,10 +57,25 @@ class Case:
     table_tokens: int | None = None  # the block table's width, if it is wider than the context
 
 
-# The whole op: norms, rotation and store as well, in the shapes of Qwen3-0.6B and 8B.
+@dataclass(frozen=True)
+class Layer:
+    """A layer of 8 KV heads; one without norms has sinks."""
+
+    num_heads: int
+    head_dim: int = HEAD_DIM
+    normed: bool = True
+    window: int | None = None
+
+    def __str__(self) -> str:
+        window = f", window {self.window}" if self.window else ""
+        return f"{self.num_heads} heads of {self.head_dim}{window}"
+
+
+# The whole op: norms, rotation and store as well, in the shapes of Qwen3-0.6B and 8B, and of both
+# kinds of layers of gpt-oss.
 WHOLE = [
-    (heads, Case(f"attend {heads} heads R={requests} rows={rows} context={context}", *sizes))
-    for heads in (16, 32)
+    (layer, Case(f"attend {layer} R={requests} rows={rows} context={context}", *sizes))
+    for layer in (Layer(16), Layer(32), Layer(64, 64, False), Layer(64, 64, False, 128))
     for sizes in (
         (1, 1, 600),
         (1, 5, 600),
@@ -105,7 +120,7 @@ def main() -> None:
     )
     rows = _sweep(pool) if options.sweep else [*_dense_rows(), *_attention_rows(pool, CASES)]
     if not options.sweep:
-        rows += [_attend(pool, heads, case) for heads, case in WHOLE]
+        rows += [_attend(pool, layer, case) for layer, case in WHOLE]
     print(f"{'op':48}{'us':>9}{'torch':>9}{'limit':>9}{'share':>7}  error")
     for row in rows:
         baseline = f"{row['torch_us']:9.2f}" if row.get("torch_us") else " " * 9
@@ -147,24 +162,28 @@ def _attention(pool: tuple[Tensor, Tensor], case: Case) -> Row:
     return {"op": case.name, "us": _graph_us(run, calls), "limit_us": limit, "error": error}
 
 
-def _attend(pool: tuple[Tensor, Tensor], num_heads: int, case: Case) -> Row:
+def _attend(whole: tuple[Tensor, Tensor], layer: Layer, case: Case) -> Row:
     """The new tokens are written into the pool; the tables are as wide as a graph's."""
+    size = layer.head_dim
+    keys, values = (pages.view(-1, BLOCK_SIZE, KV_HEADS, size) for pages in whole)
+    pool = keys, values
     case = replace(case, table_tokens=MAX_LEN)
     blocks = -(-case.context // BLOCK_SIZE) * case.requests
     calls = min(MOST_CALLS, pool[0].shape[0] // blocks)
     order = torch.randperm(pool[0].shape[0], device=DEVICE).int()
     inputs = [_inputs(case, order[i * blocks : (i + 1) * blocks], True) for i in range(calls)]
-    weights = _randn(2, HEAD_DIM)
+    weights = _randn(2, size)
     heads = Heads(
-        num_heads=num_heads,
+        num_heads=layer.num_heads,
         num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        norms=(Norm(weights[0], 1e-6), Norm(weights[1], 1e-6)),
-        cos_sin=rope_table(HEAD_DIM, RopeConfig(1e6), MAX_LEN, DEVICE),
-        scale=HEAD_DIM**-0.5,
-        window=None,
+        head_dim=size,
+        norms=(Norm(weights[0], 1e-6), Norm(weights[1], 1e-6)) if layer.normed else None,
+        cos_sin=rope_table(size, RopeConfig(1e6), MAX_LEN, DEVICE),
+        scale=size**-0.5,
+        window=layer.window,
+        sinks=None if layer.normed else _randn(layer.num_heads),
     )
-    qkv = _randn(case.requests * case.rows, (num_heads + 2 * KV_HEADS) * HEAD_DIM)
+    qkv = _randn(case.requests * case.rows, (layer.num_heads + 2 * KV_HEADS) * size)
 
     def run() -> None:
         for each in inputs:
@@ -174,8 +193,11 @@ def _attend(pool: tuple[Tensor, Tensor], num_heads: int, case: Case) -> Row:
     query = rotate_and_store(
         *split_heads(qkv, heads), query_key_norms(heads), heads.cos_sin, inputs[0], pool
     )
-    truth = _attention_truth(query, pool, inputs[0], case, heads.scale).flatten(-2)
-    limit = case.requests * case.context * KV_BYTES / BYTES_PER_US
+    truth = _attention_truth(
+        query, pool, inputs[0], case, heads.scale, heads.window, heads.sinks
+    ).flatten(-2)
+    seen = min(case.context, (layer.window or MAX_LEN) + case.rows - 1)
+    limit = case.requests * seen * KV_BYTES * size / HEAD_DIM / BYTES_PER_US
     us = _graph_us(run, calls)
     return {"op": case.name, "us": us, "limit_us": limit, "error": _error(out, truth)}
 
@@ -199,7 +221,13 @@ def _inputs(case: Case, blocks: Tensor, stored: bool = False) -> PassInputs:
 
 
 def _attention_truth(
-    query: Tensor, pool: tuple[Tensor, Tensor], inputs: PassInputs, case: Case, scale: float
+    query: Tensor,
+    pool: tuple[Tensor, Tensor],
+    inputs: PassInputs,
+    case: Case,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Request by request in float32, each on a cache that holds it alone."""
     outs = []
@@ -213,7 +241,9 @@ def _attention_truth(
             Paging(own, torch.tensor([case.context]), inputs.paging.slots),
         )
         cache = pool[0][table].float(), pool[1][table].float()
-        outs.append(REFERENCE_PARTS.paged_attention(query[rows].float(), cache, alone, scale, None))
+        outs.append(
+            REFERENCE_PARTS.paged_attention(query[rows].float(), cache, alone, scale, window, sinks)
+        )
     return torch.cat(outs)
 
 

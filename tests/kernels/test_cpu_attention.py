@@ -165,6 +165,13 @@ def test_sinks_and_heads_that_turn_in_part(
     got = attend(qkv, heads, inputs, cache)
     assert_near(got, want)
     assert_same_cache(cache, written)
+    if window is not None and stored == "as computed":
+        for request, computed in enumerate(requests.computed):
+            oldest = max(computed - window + 1, 0) // 64 * 64  # keys that are packed at once
+            behind = inputs.paging.block_tables[request, : oldest // shape.block_size]
+            for pages in cache:
+                pages[behind.long()] = torch.nan
+        assert torch.equal(attend(qkv, heads, inputs, cache), got)
     sunk = replace(heads, sinks=torch.full((shape.heads,), 1e30))
     assert not attend(qkv, sunk, inputs, cache).any()
 

@@ -1,7 +1,7 @@
 """Shares of a network: each rank's parameters are slices, and the ranks together are the whole."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -16,7 +16,10 @@ from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.reference import REFERENCE
+from slipstream.layers.layer import BuildContext
+from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import COLUMNS, ROWS, Part, Share
+from slipstream.layers.rope import RopeTables
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
@@ -208,6 +211,22 @@ def test_the_ranks_together_are_the_whole_network(tmp_path: Path, tied: bool) ->
     assert sorted(found) == [0, 1]
     for own in found.values():
         assert_close(own, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_share_sinks_by_query_head(tmp_path: Path) -> None:
+    folder = write_qwen3(tmp_path / "model")
+    config = read_decoder_config(Checkpoint(folder))
+    spec, layer = replace(config.attention, sinks=True), LAYER.removesuffix(".")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{LAYER}self_attn.sinks"] = torch.arange(spec.num_heads).bfloat16()
+    save_file(tensors, folder / "model.safetensors")
+    for share in SHARES:
+        source = in_precision(from_files(folder, share), None, REFERENCE)
+        context = BuildContext(source, config.hidden_size, RopeTables(8, CPU), share)
+        own = spec.build(context, layer, LayerNorms(1e-6)).heads.sinks
+        assert own is not None
+        each = spec.num_heads // SIZE
+        assert own.tolist() == list(range(share.rank * each, (share.rank + 1) * each))
 
 
 def test_caches_hold_the_heads_of_a_rank(tmp_path: Path) -> None:
