@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
-from slipstream.engine.prompts import EncodedPrompt
+from slipstream.engine.prompts import EncodedPrompt, Prompt
 from slipstream.serve.answer import Answer, AnswerForm, check_stream_fields
 from slipstream.serve.chat_choices import ChatAnswerChoice
 from slipstream.serve.conversation import render, require_template
@@ -57,8 +57,9 @@ class ChatEndpoint:
         require_template(service.template)
         tools = choose_tools(body, service)
         params = _params(body, tools, service)
-        text = render(service, body.messages, body, tools.in_prompt)
-        [prompt] = service.encode([text], params, body.add_special_tokens is True, "messages")
+        written = render(service, body.messages, body, tools.in_prompt)
+        given: Prompt = written if isinstance(written, str) else {"prompt_token_ids": written}
+        [prompt] = service.encode([given], params, body.add_special_tokens is True, "messages")
         service.require_room([prompt], *_max_tokens(body), "messages")
         format = service.output_format
         if format and params.structured and not format.begins_anew(prompt.token_ids):

@@ -11,6 +11,7 @@ from slipstream.serve.errors import bad_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol.bounds import MOST_SCHEMA_VALUES, count_values
 from slipstream.serve.protocol.chat import Message, TemplateFields, Tool
+from slipstream.serve.spelled_tokens import SpelledTokens
 from slipstream.serve.template_coverage import require_coverage
 
 # Set by the server, so chat_template_kwargs may not.
@@ -22,8 +23,10 @@ def render(
     messages: Sequence[Message],
     fields: TemplateFields,
     tools: Sequence[Tool] | None,
-) -> str:
-    """The text of a conversation; slow for large ones.
+) -> str | list[int]:
+    """The prompt of a conversation, as text or as token ids; slow for large ones.
+
+    Where special tokens tell what of an answer is for whom, those that the request spells are text.
 
     Args:
         tools: that the template writes into the text; the request may have others.
@@ -44,19 +47,26 @@ def render(
     if tools:
         require_tools(template)
 
+    functions = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
+
     def write(plain: Sequence[dict[str, Any]]) -> str:
         return template.render(
             plain,
             add_generation_prompt=not continues and fields.add_generation_prompt is not False,
-            tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+            tools=functions,
             **options,
         )
 
     _check_arguments(messages)
     plain = [_message(place, message, service) for place, message in enumerate(messages)]
+    spelled = None if service.output_format is None else SpelledTokens(service.tokenizer)
+    if spelled is not None:
+        plain, functions, options = map(spelled.hide, (plain, functions, options))
     text = write(plain)
     require_coverage(write, plain, text)
-    return _cut(text, messages[-1]) if continues else text
+    if continues:
+        text = _cut(text, plain[-1])
+    return text if spelled is None else spelled.show(text)
 
 
 def require_template(template: ChatTemplate) -> None:
@@ -152,11 +162,11 @@ def _arguments(place: int, text: str) -> dict[str, Any]:
     return arguments
 
 
-def _cut(text: str, last: Message) -> str:
+def _cut(text: str, last: Mapping[str, Any]) -> str:
     """The text up to the end of the last message's content."""
-    content = last.content
+    content = last.get("content")
     if not isinstance(content, str):
-        content = content[-1].text if content else ""
+        content = content[-1]["text"] if content else ""
     ending = content.strip()
     place = text.rfind(ending) if ending else -1
     if place < 0:

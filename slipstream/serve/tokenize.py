@@ -36,19 +36,16 @@ class TokenizeEndpoints:
     def _tokenize(self, body: TokenizeRequest) -> Response:
         tokenizer = self._service.tokenizer
         if body.messages is not None:
-            text = render(self._service, body.messages, body, body.tools)
+            given = render(self._service, body.messages, body, body.tools)
             field, adds_special = "messages", body.add_special_tokens is True
         else:
             assert body.prompt is not None, "one of the two is given"
-            text, field, adds_special = body.prompt, "prompt", body.add_special_tokens is not False
-        size = len(text.encode(errors="replace"))
-        if size > MOST_TEXT_BYTES:
-            raise bad_request(
-                f"the text of {field} has {size} bytes, more than {MOST_TEXT_BYTES}; send it in "
-                "parts",
-                field,
-            )
-        tokens = tokenizer.encode(text, add_special_tokens=adds_special)
+            given, field = body.prompt, "prompt"
+            adds_special = body.add_special_tokens is not False
+        if isinstance(given, str):
+            _require_small(given, field)
+            given = tokenizer.encode(given, add_special_tokens=adds_special)
+        tokens = given
         answer = TokenizeResponse(
             count=len(tokens), max_model_len=self._service.max_model_len, tokens=tokens
         )
@@ -65,3 +62,12 @@ class TokenizeEndpoints:
             )
         text = tokenizer.decode(body.tokens, skip_special_tokens=False)
         return json_response(DetokenizeResponse(prompt=text))
+
+
+def _require_small(text: str, field: str) -> None:
+    size = len(text.encode(errors="replace"))
+    if size > MOST_TEXT_BYTES:
+        raise bad_request(
+            f"the text of {field} has {size} bytes, more than {MOST_TEXT_BYTES}; send it in parts",
+            field,
+        )
