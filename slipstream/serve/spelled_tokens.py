@@ -5,6 +5,8 @@ from typing import Any
 from uuid import uuid4
 
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.serve.errors import bad_request
+from slipstream.serve.protocol.bounds import MOST_SPELLED_TOKENS
 
 
 class SpelledTokens:
@@ -31,12 +33,19 @@ class SpelledTokens:
         return [self.hide(it) for it in value] if isinstance(value, list) else value
 
     def show(self, text: str) -> str | list[int]:
-        """A rendered text: as token ids where it has marks."""
+        """A rendered text: as token ids where it has marks; ApiError for too many of them."""
         if not self._marks:
             return text
         tokens = {mark: token for token, mark in self._marks.items()}
+        found = re.split(f"({'|'.join(tokens)})", text)
+        if len(found) > 2 * MOST_SPELLED_TOKENS:
+            raise bad_request(
+                f"the messages spell more than {MOST_SPELLED_TOKENS} special tokens of the model; "
+                "leave some of them out",
+                "messages",
+            )
         parts: list[str] = []
-        for part in re.split(f"({'|'.join(tokens)})", text):
+        for part in found:
             token = tokens.get(part)
             # Without its first character the text of a special token is none.
             parts += [part] if token is None else [token[:1], token[1:]]

@@ -24,6 +24,7 @@ MOST_CHOICES: Final = 1 << 14  # of a structured output
 MOST_LABELS: Final = 1024  # metadata, modalities, variables of the chat template
 MOST_WORD_CHARACTERS: Final = 1000  # a stop string, a bad word
 MOST_GRAMMAR_CHARACTERS: Final = 1 << 15  # a regular expression, a grammar
+MOST_SPELLED_TOKENS: Final = 1 << 14  # each is tokenized by itself
 MOST_TEXT_BYTES: Final = 1 << 20  # a text for /tokenize, in UTF-8
 MOST_SCHEMA_VALUES: Final = 1 << 15  # JSON that is not validated: schemas, tools, arguments
 
