@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from slipstream.cli.errors import WRONG_USAGE, say
 from slipstream.cli.flags import RunFlags
 from slipstream.cli.open_llm import open_llm
 from slipstream.cli.prompts import decode, stdin_is_piped
+from slipstream.cli.spoken import Spoken, parser_of
 from slipstream.cli.status import Meter, Status
 from slipstream.cli.terminal import (
     QUIET_STYLE,
@@ -66,10 +67,17 @@ def chat(
 
 
 class Conversation:
-    """The messages so far; adds a user's message and the model's answer to it."""
+    """The messages so far; adds a user's message and the model's answer to it.
+
+    Attributes:
+        parser: makes parsers of the answers, if they are more than text.
+    """
 
     def __init__(self, llm: "LLM", params: SamplingParams, system: str | None) -> None:
         self._llm, self._params, self._system = llm, params, system
+        self.parser = parser_of(llm.tokenizer, params)
+        if self.parser is not None:  # which finds stop strings, in the content alone
+            self._params = replace(params, stop=())
         self.clear()
 
     def clear(self) -> None:
@@ -91,23 +99,31 @@ class Conversation:
         except UsageError:
             del self.messages[-1]
             raise
-        self.messages.append({"role": "assistant", "content": answer.text if answer else ""})
         return meter.read(len(answer.token_ids) if answer else 0)
 
     def _answer(self, view: View, meter: Meter) -> CompletionOutput | None:
         outputs = self._llm.stream_chat(self.messages, self._params)
         answer: CompletionOutput | None = None
+        spoken = None if self.parser is None else Spoken(self.parser())
         view.begin(None, "")
         with interrupt_noted() as interrupted:
             for output in outputs:
                 answer = output.outputs[0]
+                if spoken is not None:
+                    for _ in spoken.take(answer):
+                        pass
                 view.show(answer, partial(meter.read, len(answer.token_ids)))
-                if interrupted():
+                if interrupted() or (spoken is not None and spoken.stop is not None):
                     self._llm.abort(output.request_id)
                     break
         view.end()
+        content = "" if answer is None else answer.text
         if answer is not None:
             output.require_sound()
+        if spoken is not None:
+            spoken.finish()
+            content = spoken.content
+        self.messages.append({"role": "assistant", "content": content})
         return answer
 
 
@@ -150,12 +166,13 @@ class Session:
                     yield text
 
     def _ask(self, text: str) -> None:
+        parser = self._conversation.parser
         try:
             if shows_live(self._console):
-                with LiveView(self._console, self._llm.tokenizer, self._params) as view:
+                with LiveView(self._console, self._llm.tokenizer, self._params, parser) as view:
                     status = self._conversation.ask(text, view)
             else:
-                status = self._conversation.ask(text, PlainView(self._params))
+                status = self._conversation.ask(text, PlainView(self._params, parser))
         except UsageError as error:
             say(f"{error}; the last message is dropped (/clear starts a new conversation)")
             return
@@ -179,7 +196,7 @@ def _answer_lines(conversation: Conversation, params: SamplingParams) -> None:
         if not text:
             continue
         try:
-            status = conversation.ask(text, PlainView(params))
+            status = conversation.ask(text, PlainView(params, conversation.parser))
         except UsageError as error:
             say(f"{error}; the message is dropped")
             refused = True

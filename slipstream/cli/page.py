@@ -1,10 +1,12 @@
 """Text of one sample for a terminal: coloured, and split into lines."""
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.cells import chop_cells
 from rich.text import Text
 
+from slipstream.cli.spoken import Span, Spoken
 from slipstream.cli.terminal import ACCEPTED_STYLE, QUIET_STYLE
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.sampling_params import SamplingParams
@@ -27,24 +29,42 @@ class TokenColours:
     """Which characters of a sample's text came from accepted draft tokens.
 
     A character belongs to the token that completed it.
+
+    Args:
+        spoken: reads the text that is shown, in place of the sample's own.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: "Tokenizer", params: SamplingParams, spoken: Spoken | None = None
+    ) -> None:
         from slipstream.engine.detokenizer import Detokenizer
 
         # Stop strings are left to the engine: its text is the one that is shown.
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, (), False, 0)
         self._num_tokens = 0
-        self.drafted: list[tuple[int, int]] = []  # [start, end) of characters, ascending
+        self.spoken = spoken
+        self.drafted: list[Span] = []  # ascending
+
+    @property
+    def quiet(self) -> Sequence[Span]:
+        """Which characters are reasoning."""
+        return () if self.spoken is None else self.spoken.quiet
 
     def take(self, sample: CompletionOutput) -> None:
         """Add the tokens since the last call."""
+        for index, (start, end) in self._added(sample):
+            if sample.from_draft[index] and end > start:
+                self._note(start, end)
+
+    def _added(self, sample: CompletionOutput) -> Iterator[tuple[int, Span]]:
+        """New tokens' indices, and what they add."""
+        if self.spoken is not None:
+            yield from self.spoken.take(sample)
+            return
         for index in range(self._num_tokens, len(sample.token_ids)):
             start = len(self._detokenizer.text)
             self._detokenizer.push(sample.token_ids[index])
-            end = len(self._detokenizer.text)
-            if sample.from_draft[index] and end > start:
-                self._note(start, end)
+            yield index, (start, len(self._detokenizer.text))
         self._num_tokens = len(sample.token_ids)
 
     def forget(self, before: int) -> None:
@@ -74,7 +94,8 @@ class Page:
     def take(self, sample: CompletionOutput) -> None:
         """Replace the text by a later snapshot of the sample."""
         self._colours.take(sample)
-        self._text = self._prompt + sample.text
+        spoken = self._colours.spoken
+        self._text = self._prompt + (sample.text if spoken is None else spoken.text)
 
     def take_lines(self) -> Text | None:
         """The lines completed since the last call; None if there are none."""
@@ -105,6 +126,9 @@ class Page:
 
     def take_rest(self) -> Text | None:
         """The rest of the text, when no more will come."""
+        if self._colours.spoken is not None:
+            self._colours.spoken.finish()
+            self._text = self._prompt + self._colours.spoken.text
         rest = self._styled(self._done, len(self._text)) if self._done < len(self._text) else None
         self._settle(len(self._text))
         return rest
@@ -118,9 +142,11 @@ class Page:
         offset = len(self._prompt)
         if start < offset:
             text.stylize(QUIET_STYLE, 0, offset - start)
-        for begin, stop in self._colours.drafted:
-            if stop + offset > start and begin + offset < end:
-                text.stylize(ACCEPTED_STYLE, max(begin + offset - start, 0), stop + offset - start)
+        styles = ((QUIET_STYLE, self._colours.quiet), (ACCEPTED_STYLE, self._colours.drafted))
+        for style, spans in styles:
+            for begin, stop in spans:
+                if stop + offset > start and begin + offset < end:
+                    text.stylize(style, max(begin + offset - start, 0), stop + offset - start)
         return text
 
 

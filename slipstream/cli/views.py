@@ -12,6 +12,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from slipstream.cli.page import Page, TokenColours
+from slipstream.cli.spoken import NewParser, Spoken
 from slipstream.cli.status import Status
 from slipstream.cli.terminal import QUIET_STYLE
 from slipstream.core.outputs import CompletionOutput
@@ -38,10 +39,11 @@ class View(Protocol):
 
 
 class PlainView:
-    """Writes the text alone, for pipes and files."""
+    """Writes the text alone, for pipes and files; of answers that are parsed, the content."""
 
-    def __init__(self, params: SamplingParams) -> None:
-        self._held_back = held_back(params)
+    def __init__(self, params: SamplingParams, parser: NewParser | None = None) -> None:
+        self._held_back, self._parser = held_back(params), parser
+        self._spoken: Spoken | None = None
         self._written, self._text = 0, ""
         self._first = True
 
@@ -49,12 +51,20 @@ class PlainView:
         if heading is not None:
             print("" if self._first else "\n", f"== {heading} ==", sep="")
         self._written, self._text, self._first = 0, "", False
+        self._spoken = None if self._parser is None else Spoken(self._parser())
 
     def show(self, sample: CompletionOutput, status: Callable[[], Status]) -> None:
         self._text = sample.text
+        if self._spoken is not None:
+            for _ in self._spoken.take(sample):
+                pass
+            self._text = self._spoken.content
         self._write(len(self._text) - self._held_back)
 
     def end(self) -> None:
+        if self._spoken is not None:
+            self._spoken.finish()
+            self._text = self._spoken.content
         self._write(len(self._text))
         print(flush=True)
 
@@ -71,7 +81,14 @@ class LiveView:
     So a redraw costs the same for any length of text, and the text stays in the scrollback.
     """
 
-    def __init__(self, console: Console, tokenizer: "Tokenizer", params: SamplingParams) -> None:
+    def __init__(
+        self,
+        console: Console,
+        tokenizer: "Tokenizer",
+        params: SamplingParams,
+        parser: NewParser | None = None,
+    ) -> None:
+        self._parser = parser
         self._console, self._tokenizer, self._params = console, tokenizer, params
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._page: Page | None = None
@@ -94,7 +111,8 @@ class LiveView:
     def begin(self, heading: str | None, prompt: str) -> None:
         if heading is not None:
             self._console.print(Rule(Text(heading), style=QUIET_STYLE))
-        colours = TokenColours(self._tokenizer, self._params)
+        spoken = None if self._parser is None else Spoken(self._parser())
+        colours = TokenColours(self._tokenizer, self._params, spoken)
         self._page = Page(colours, prompt, held_back(self._params))
         self._draw(self._page, "")
 

@@ -5,13 +5,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from slipstream.cli.chat import Conversation
 from slipstream.cli.terminal import interrupt_noted
-from slipstream.core.outputs import RequestOutput
+from slipstream.cli.views import PlainView
+from slipstream.core.config import EngineConfig
+from slipstream.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.models.tokenizer import Tokenizer
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import ByteTokenizer, FakeLLM
+from tests.serve.api.harmony_models import write_harmony_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -151,3 +158,37 @@ def test_nobody_is_not_greeted() -> None:
         check=True,
     )
     assert ran.stdout == b""
+
+
+def test_reasoning_is_no_part_of_the_conversation(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_harmony_tokenizer(tmp_path / "harmony"))
+    think, say = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+    llm = FakeLLM(EngineConfig())
+    llm.tokenizer = tokenizer  # type: ignore[assignment]
+    ids = tokenizer.encode(
+        f"{think}Hm.<|end|><|start|>assistant{say}It is hot, they say.<|return|>"
+    )
+    llm._run = lambda *_: answers(ids)  # type: ignore[method-assign]
+    params = SamplingParams(stop=[" they"])
+    conversation = Conversation(llm, params, None)  # type: ignore[arg-type]
+    view = PlainView(params, conversation.parser)
+    conversation.ask("hello", view)
+    assert conversation.messages[-1] == {"role": "assistant", "content": "It is hot,"}
+    assert llm.params is not None
+    assert llm.params.stop_strings == ()
+    assert llm.aborted == ["0"]
+
+
+def answers(ids: list[int]) -> Iterator[RequestOutput]:
+    for length in range(1, len(ids) + 1):
+        sample = CompletionOutput(
+            index=0,
+            text="",
+            token_ids=ids[:length],
+            cumulative_logprob=None,
+            logprobs=None,
+            from_draft=[False] * length,
+            finish_reason=None,
+            stop_reason=None,
+        )
+        yield RequestOutput("0", "", [], None, [sample], False, RequestMetrics())

@@ -1,6 +1,7 @@
 """What a terminal shows while a text is written."""
 
 import io
+from collections.abc import Sequence
 
 import pytest
 from rich.console import Console
@@ -8,11 +9,15 @@ from rich.text import Text
 
 from slipstream.cli.generate import Player
 from slipstream.cli.page import Page, TokenColours
+from slipstream.cli.spoken import Spoken
 from slipstream.cli.status import Meter, Status
-from slipstream.cli.views import LiveView, held_back
+from slipstream.cli.views import LiveView, PlainView, held_back
 from slipstream.core.config import EngineConfig
 from slipstream.core.outputs import CompletionOutput, RequestMetrics
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.serve.output.parts import Piece
+from slipstream.serve.tools.events import AnswerEvent, Content, Reasoning
+from slipstream.serve.updates import Delta
 from tests.cli.fake_llm import ByteTokenizer, FakeLLM
 
 PARAMS = SamplingParams(max_tokens=500)
@@ -225,3 +230,58 @@ def test_places_of_a_tree_that_were_never_accepted_are_not_told() -> None:
     assert told(59, 2) == "1.00 1.00" + " 0.00" * 6 + " …"
     assert told(59, 10) == " ".join(["1.00"] * 10) + " …"
     assert told(4, 0) == "0.00 0.00 0.00 0.00"
+
+
+class Thinking:
+    """A parser: what stands in brackets is reasoning; a star ends the content."""
+
+    def __init__(self) -> None:
+        self._quiet = False
+
+    def feed(self, delta: Delta) -> Piece:
+        letters = bytes(delta.token_ids).decode()
+        events: list[AnswerEvent] = []
+        for letter in letters:
+            if letter in "[]":
+                self._quiet = letter == "["
+            elif letter != "*":
+                events.append(Reasoning(letter) if self._quiet else Content(letter))
+        return Piece(events, stop="*" if "*" in letters else None)
+
+    def finish(self) -> Sequence[AnswerEvent]:
+        return [Content("!")]
+
+
+def test_reasoning_stands_apart(terminal: Console) -> None:
+    text = "[so\nmany]ab[hm]c*d"
+    spoken = Spoken(Thinking())
+    added = [span for length in (3, 12, len(text)) for span in spoken.take(sample(text[:length]))]
+    spoken.finish()
+    assert spoken.text == "so\nmany\n\nab\n\nhm\n\nc!"
+    assert [spoken.text[begin:end] for begin, end in spoken.quiet] == ["so\nmany", "hm"]
+    assert (spoken.content, spoken.stop) == ("abc!", "*")
+    assert [index for index, _ in added] == list(range(text.index("*") + 1))
+    with LiveView(terminal, ByteTokenizer(), PARAMS, Thinking) as view:
+        view.begin(None, "")
+        for length in range(1, len(text) + 1):
+            view._next_draw = 0.0
+            view.show(sample(text[:length]), lambda: Meter(FakeLLM(EngineConfig())).read(1))
+    screen = Screen()
+    screen.feed(written(terminal))
+    assert screen.text().split() == ["so", "many", "ab", "hm", "c!"]
+    shown = Page(TokenColours(ByteTokenizer(), PARAMS, Spoken(Thinking())), "", 0)
+    shown.take(sample(text))
+    styles = [
+        [(span.start, span.end, str(span.style)) for span in it.spans] for it in shown.rows(9)
+    ]
+    assert styles == [[(0, 2, "dim")], [(0, 4, "dim")], [], [], [], [(0, 2, "dim")], [], []]
+
+
+def test_a_pipe_gets_the_content(capsys: pytest.CaptureFixture[str]) -> None:
+    view = PlainView(PARAMS, Thinking)
+    for text in ("[so]a", "b[c]"):
+        view.begin(None, "")
+        for length in range(1, len(text) + 1):
+            view.show(sample(text[:length]), lambda: Meter(FakeLLM(EngineConfig())).read(1))
+        view.end()
+    assert capsys.readouterr().out == "a!\nb!\n"
