@@ -23,12 +23,20 @@ WRAPPER_KEY = "speculators_model_type"
 _WRAPPED = "transformer_layer_config"
 
 # The layers of a head, whatever its own architecture is called.
-_ARCHITECTURES = {
+DENSE = {
     "llama": "LlamaForCausalLM",
     "mimo": "MiMoForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+}
+# The layers of modules, which are of their target's own kind; other heads are dense for any target.
+WITH_EXPERTS = {
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 # The speculators library leaves out what equals a default of transformers.
 _SIZES = {
@@ -91,21 +99,26 @@ class HeadReader(ConfigReader):
     windows: ConfigReader | None = None
 
 
-def head_reader(checkpoint: HeadCheckpoint, read_elsewhere: Collection[str] = ()) -> HeadReader:
+def head_reader(
+    checkpoint: HeadCheckpoint,
+    read_elsewhere: Collection[str] = (),
+    architectures: Mapping[str, str] = DENSE,
+) -> HeadReader:
     """The keys of a head, unwrapped, under the architecture of its layers.
 
     Args:
         read_elsewhere: keys that do not change the network and are read elsewhere.
+        architectures: of layers, by `model_type`; others are those of a llama.
     """
     config = dict(checkpoint.config)
     inner_key = _WRAPPED if is_wrapped(config) else "model"
     inner = config.pop(inner_key, {})
     if not isinstance(inner, Mapping):
         raise CheckpointError(f'{checkpoint.config_file}: "{inner_key}" must be an object')
-    kind = inner.get("model_type") or config.get("model_type")
-    kind = kind if kind in _ARCHITECTURES else "llama"
+    kind = str(inner.get("model_type") or config.get("model_type"))
+    kind = kind if kind in architectures else "llama"
     effective = {**inner, **config}
-    effective |= {"architectures": [_ARCHITECTURES[kind]], "model_type": kind}
+    effective |= {"architectures": [architectures[kind]], "model_type": kind}
     if inner_key == _WRAPPED and kind in _DEFAULT_SIZES:
         effective = {**_DEFAULT_SIZES[kind], **effective}
     effective.setdefault("num_hidden_layers", 1)

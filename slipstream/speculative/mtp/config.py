@@ -1,6 +1,6 @@
 """What MTP modules are made of, and whether they fit a target."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -13,6 +13,8 @@ from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.speculative.draft_vocabulary import choose_draft_vocabulary
 from slipstream.speculative.heads.config import (
+    DENSE,
+    WITH_EXPERTS,
     head_reader,
     read_layers,
     with_stored_parts,
@@ -24,16 +26,17 @@ from slipstream.speculative.mtp.checkpoint import ModuleNames, MtpCheckpoint, Mt
 from slipstream.speculative.options import TargetModel
 
 # Parts of a decoder layer that give away one of a kind that cannot run yet.
+_EXPERTS = "a mixture of experts"  # but for models that are known to have them
 _OTHER_LAYERS = {
     "latent attention (MLA)": (".kv_a_proj_with_mqa.", ".q_a_proj.", ".kv_b_proj."),
-    "a mixture of experts": (".mlp.experts.", ".mlp.gate.", ".mlp.shared_expert"),
+    _EXPERTS: (".mlp.experts.", ".mlp.gate.", ".mlp.router.", ".mlp.shared_expert"),
     "linear attention": (".linear_attn.",),
     "quantised weights": ("weight_scale", "weight_packed", ".qweight"),
 }
 _OTHER_KEYS = {
     "kv_lora_rank": "latent attention (MLA)",
-    "n_routed_experts": "a mixture of experts",
-    "num_experts": "a mixture of experts",
+    "n_routed_experts": _EXPERTS,
+    "num_experts": _EXPERTS,
 }
 
 
@@ -42,7 +45,7 @@ class MtpConfig(DecoderHeadConfig):
     """Everything that the modules are built from.
 
     Attributes:
-        layers: their sizes, with one layer for each module.
+        layers: their sizes, with one layer for each module, of the kind of the target's last.
         modules: the names of their tensors, in the order in which they draft.
         drafted: the only tokens that are drafted, rising; None: all.
     """
@@ -71,15 +74,16 @@ class MtpConfig(DecoderHeadConfig):
 def read_mtp_config(checkpoint: MtpCheckpoint) -> MtpConfig:
     """Raises CheckpointError for layers of a kind that cannot run, and for unknown keys."""
     style, modules, names = checkpoint.style, checkpoint.modules, checkpoint.tensor_names
-    _require_dense(checkpoint)
+    _require_known(checkpoint)
     if checkpoint.is_whole_model:
         layers = read_decoder_config(Checkpoint(checkpoint.path))
     else:
-        layers = read_layers(head_reader(checkpoint), ())
+        layers = read_layers(head_reader(checkpoint, architectures=DENSE | WITH_EXPERTS), ())
     layers = with_stored_parts(layers, names, modules[0].layer)
     if len(set(layers.sliding_windows)) > 1:  # windows of some layers are not theirs
         layers = layers.with_fields({"window": None})
-    layers = replace(layers, layers=layers.layers[:1] * len(modules))
+    # The first layers of a model may be dense where all others have experts.
+    layers = replace(layers, layers=layers.layers[-1:] * len(modules))
     _require_plain_queries(checkpoint, layers, modules)
     return MtpConfig(
         layers=layers,
@@ -99,15 +103,18 @@ def _parts(names: Collection[str], first: ModuleNames) -> HeadParts:
     )
 
 
-def _require_dense(checkpoint: MtpCheckpoint) -> None:
-    """Raise CheckpointError for a layer that is no plain attention and feed-forward layer."""
-    inner = checkpoint.config.get("transformer_layer_config", checkpoint.config)
-    what = [kind for key, kind in _OTHER_KEYS.items() if isinstance(inner, dict) and inner.get(key)]
+def _require_known(checkpoint: MtpCheckpoint) -> None:
+    """Raise CheckpointError for a layer of a kind that cannot run."""
+    found = checkpoint.config.get("transformer_layer_config", checkpoint.config)
+    inner = found if isinstance(found, Mapping) else {}
+    what = [kind for key, kind in _OTHER_KEYS.items() if inner.get(key)]
     what += [
         kind
         for kind, marks in _OTHER_LAYERS.items()
         if any(mark in name for name in checkpoint.tensor_names for mark in marks)
     ]
+    if inner.get("model_type") in WITH_EXPERTS:
+        what = [kind for kind in what if kind != _EXPERTS]
     if what:
         raise _unsupported(checkpoint, what[0])
 
@@ -126,5 +133,6 @@ def _require_plain_queries(
 def _unsupported(checkpoint: MtpCheckpoint, what: str) -> CheckpointError:
     return CheckpointError(
         f"the MTP module in {checkpoint.path} has {what}, which is not supported yet: only layers "
-        "of plain attention and a dense feed-forward part are; use another drafter for this target"
+        "of plain attention are, with a dense feed-forward part or the experts of a model that is "
+        "supported itself; use another drafter for this target"
     )

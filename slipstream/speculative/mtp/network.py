@@ -76,9 +76,9 @@ class ZeroCentred:
         self.table, self.tied = source.table, source.tied
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
-        """[sum of rows]; biases are stored as they are."""
+        """[sum of rows]; what is no norm's is stored as it is."""
         vector = self._source.vector(parts)
-        return vector if parts[0].name.endswith(".bias") else vector + 1
+        return vector + 1 if "norm" in parts[0].name else vector
 
 
 @dataclass(frozen=True)
