@@ -17,6 +17,7 @@ from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.kernels.registry import kernels_for
+from slipstream.kernels.table import Ops
 from slipstream.layers.parameters import WHOLE, Share
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
@@ -114,13 +115,19 @@ class LoadOptions:
 
 
 def load_decoder(
-    checkpoint: Checkpoint, options: LoadOptions, config: DecoderConfig | None = None
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    config: DecoderConfig | None = None,
+    ops: Ops | None = None,
 ) -> Decoder:
     """Build the network that `checkpoint` describes, with its weights.
 
     Args:
         config: the checkpoint's, where a caller has read it already; None: it is read here.
+        ops: None: those that serve the device.
     """
+    if ops is None:
+        ops = kernels_for(options.device, options.dtype, options.batch_invariant).network
     if config is None:
         config = read_decoder_config(checkpoint)
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
@@ -138,13 +145,13 @@ def load_decoder(
     if random is not None:
         if stored is not None:
             random = RandomQuantizedSource(random, stored, _kept(options))
-        return _build(config, random, options)
+        return _build(ops, config, random, options)
     name = f"loading {checkpoint.path.name}"
     beside = own_drafter_tensors(checkpoint.entries)  # which only a drafter reads
     total = checkpoint.size_bytes - sum(checkpoint.entries[tensor].nbytes for tensor in beside)
     with options.progress_bar(name, total, "bytes") as progress:
         source = _open(checkpoint, stored, options, progress)
-        network = _build(config, source, options)
+        network = _build(ops, config, source, options)
     source.finish(ignored=(*beside, *(["lm_head.weight"] if config.tie_word_embeddings else [])))
     return network
 
@@ -162,8 +169,7 @@ def _random_weights(
     return TwinSource(options.dtype, options.device, options.seed, target, options.share)
 
 
-def _build(config: DecoderConfig, tensors: TensorSource, options: LoadOptions) -> Decoder:
-    ops = kernels_for(options.device, options.dtype, options.batch_invariant).network
+def _build(ops: Ops, config: DecoderConfig, tensors: TensorSource, options: LoadOptions) -> Decoder:
     source = in_precision(tensors, options.quantization, ops)
     return Decoder(ops, source, config, options.max_positions, options.share)
 

@@ -18,7 +18,7 @@ from slipstream.kernels.pass_inputs import CAUSAL, PassInputs, RowPlaces, Visibi
 from slipstream.kernels.reference.attention import rotate
 from slipstream.kernels.reference.dense import add_norm, gated_activation
 from slipstream.kernels.reference.experts import experts
-from slipstream.kernels.table import Heads, Norm, Ops
+from slipstream.kernels.table import ExpertsParts, Heads, Norm, Ops
 
 KeysValues = tuple[Tensor, Tensor]
 
@@ -85,12 +85,20 @@ class DenseContext:
 
 
 def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    assert weight.floats is not None, "training keeps its weights unrounded"
+    """Only what is trained has to be floats: a target may be stored in fewer bits."""
+    if weight.floats is None:
+        return weight.linear(x, bias)
     return F.linear(x, weight.floats, bias)
 
 
 def _logits(x: Tensor, weight: Weight) -> Tensor:
     return _linear(x, weight, None).float()
+
+
+def _experts(x: Tensor, parts: ExpertsParts) -> Tensor:
+    """Without autocast, which would choose experts by rounded scores."""
+    with torch.autocast(x.device.type, enabled=False):
+        return experts(x.to(parts.norm.weight.dtype), parts)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -118,7 +126,6 @@ def _attend(qkv: Tensor, heads: Heads, inputs: object, cache: object) -> Tensor:
     """See `AttendOp`; keys and values are kept only for the later passes of a chain."""
     assert isinstance(inputs, DenseRows)
     assert isinstance(cache, LayerContext)
-    assert heads.sinks is None, "no layer that is trained has sinks"
     query, key, value = split_heads(qkv, heads)
     query_norm, key_norm = heads.norms or (None, None)
     query = _rotated(query, query_norm, heads, inputs)
@@ -130,6 +137,7 @@ def _attend(qkv: Tensor, heads: Heads, inputs: object, cache: object) -> Tensor:
         cache.passes.append((key, value))
     mask = _with_window(inputs.mask, heads.window, query)
     if len(cache.passes) > 1:
+        assert heads.sinks is None, "no layer that drafts in a chain has sinks"
         out = _continued(query, cache.passes, heads.scale, mask)
     else:
         out = _attention(query, key, value, heads, mask)
@@ -151,6 +159,10 @@ def _attention(
 ) -> Tensor:
     """[B, Hq, Q, D] of one pass."""
     groups = heads.num_heads // heads.num_kv_heads
+    if heads.sinks is not None:
+        mask = _with_sinks(mask, heads.sinks, query.shape[2], key)
+        # A key of zeros whose score the mask gives, and a value of zeros.
+        key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
     if mask is not None and groups > 1:
         # The kernels that take a mask want a key head for each query head.
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
@@ -172,6 +184,15 @@ def _with_window(mask: Tensor | None, window: int | None, query: Tensor) -> Tens
     row = torch.arange(query.shape[2], device=query.device)
     near = row.unsqueeze(1) - row < window
     return near & (row.unsqueeze(1) >= row) if mask is None else near & mask
+
+
+def _with_sinks(mask: Tensor | None, sinks: Tensor, rows: int, key: Tensor) -> Tensor:
+    """Addends [Hq, rows, C + rows + 1] of scores, the last of each row the sink of its head."""
+    if mask is None:
+        mask = torch.ones(rows, key.shape[2], dtype=torch.bool, device=key.device).tril()
+    addends = torch.zeros_like(mask, dtype=key.dtype).masked_fill(~mask, -torch.inf)
+    last = sinks.to(key.dtype).view(-1, 1, 1).expand(-1, rows, 1)
+    return torch.cat((addends.expand(len(sinks), -1, -1), last), -1)
 
 
 def _continued(
@@ -207,7 +228,7 @@ DENSE: Ops = replace(
             norm=_norm,
             add_norm=_add_norm,
             gated_activation=gated_activation,
-            experts=experts,
+            experts=_experts,
             rotate_and_store=_unused,
             paged_attention=_unused,
         ),

@@ -21,7 +21,7 @@ from slipstream.train.dense import DENSE, DenseContext
 from slipstream.train.files import copy_tokenizer
 from slipstream.train.parameters import RandomSource
 from slipstream.train.plan import RunPlan
-from slipstream.train.recipe import LAYER_OPTIONS, Recipe
+from slipstream.train.recipe import LAYER_OPTIONS, Recipe, dense_config
 from slipstream.train.sequences import Sequences
 from slipstream.train.target import Target
 
@@ -100,17 +100,9 @@ def initial_checkpoint(plan: RunPlan) -> Checkpoint | None:
     return checkpoint
 
 
-def _smaller_parts(plan: RunPlan) -> dict[str, int]:
-    """Half of the sizes of the target's feed-forward parts, dense ones and experts."""
-    keys = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-    found = {key: plan.target.config.get(key) for key in keys}
-    own = plan.settings.options.intermediate_size
-    return {key: own or max(16, size // 2) for key, size in found.items() if size}
-
-
 def _smaller_config(plan: RunPlan) -> dict[str, Any]:
-    """The target's config.json with a quarter of its layers and half of its width, or as the
-    options say."""
+    """The target's config.json, without experts, with a quarter of its layers and half of its
+    width, or as the options say."""
     options, shape = plan.settings.options, plan.shape
     heads = options.num_heads or max(1, shape.num_heads // 2)
     kv_heads = options.num_kv_heads or max(1, shape.num_kv_heads // 2)
@@ -118,9 +110,9 @@ def _smaller_config(plan: RunPlan) -> dict[str, Any]:
     if heads % kv_heads:
         raise UsageError(f"--num-heads ({heads}) must be a multiple of --num-kv-heads ({kv_heads})")
     config: dict[str, Any] = {
-        **plan.target.config,
+        **dense_config(plan),
         "hidden_size": options.hidden_size or max(16, shape.hidden_size // 2),
-        **_smaller_parts(plan),
+        "intermediate_size": options.intermediate_size or max(16, shape.intermediate_size // 2),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
+from slipstream.layers.experts import ExpertsSpec
 from slipstream.models.loading import LoadOptions
 from slipstream.models.parameter_sources import TensorSource
+from slipstream.models.quantized.catalogue import QUANTIZATION_KEYS
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.train.batches import Batch
 from slipstream.train.files import write_checkpoint
@@ -142,6 +144,22 @@ def planned_checkpoint(kind: type[AnyCheckpoint], config: dict[str, Any]) -> Any
     checkpoint = kind(Path("drafter in training"))
     vars(checkpoint)["config"] = config  # where the cached property keeps its value
     return checkpoint
+
+
+def dense_config(plan: RunPlan) -> dict[str, Any]:
+    """config.json of a target with experts as if all its layers were dense ones of Qwen3's kind,
+    which other engines read as well; of a dense target its own, without what is quantised."""
+    if not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in plan.shape.layers):
+        config = plan.target.config
+        return {key: config[key] for key in config if key not in QUANTIZATION_KEYS}
+    shape = plan.shape
+    return {
+        **layer_config(plan),
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": shape.num_layers,
+        "eos_token_id": list(plan.target.eos_token_ids),
+    }
 
 
 def layer_config(plan: RunPlan) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class Eagle3Recipe(ChainRecipe[Eagle3Config]):
         "share_head",
         "aux_layers",
         "num_layers",
+        "norm_before_fc",
         "norm_before_residual",
         "norm_output",
         "place_decay",
@@ -93,6 +94,7 @@ def head_config(plan: RunPlan) -> dict[str, Any]:
         "eagle_aux_hidden_state_layer_ids": list(
             options.aux_layers or usual_layers(shape.num_layers)
         ),
+        "norm_before_fc": bool(options.norm_before_fc),
         "norm_before_residual": bool(options.norm_before_residual),
         "norm_output": bool(options.norm_output),
     }

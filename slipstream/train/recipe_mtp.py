@@ -18,7 +18,7 @@ from slipstream.train.batches import Batch
 from slipstream.train.chain import ChainRecipe, DraftPosition, unroll
 from slipstream.train.dense import DENSE
 from slipstream.train.plan import RunPlan
-from slipstream.train.recipe import planned_checkpoint
+from slipstream.train.recipe import dense_config, planned_checkpoint
 from slipstream.train.sequences import Sequences
 from slipstream.train.target import Target
 
@@ -62,9 +62,10 @@ class MtpRecipe(ChainRecipe[MtpConfig]):
 
 
 def _module_config(plan: RunPlan) -> dict[str, Any]:
-    """config.json in the form of the speculators library, with a layer of the target's kind."""
+    """config.json in the form of the speculators library, with a layer of the target's kind, or a
+    dense one in place of experts."""
     options = plan.settings.options
-    shape = dict(plan.target.config)
+    shape = dense_config(plan)
     for key, name in _SIZES.items():
         if getattr(options, name) is not None:
             shape[key] = getattr(options, name)
@@ -85,7 +86,7 @@ def _module_config(plan: RunPlan) -> dict[str, Any]:
             ],
             "verifier": {
                 "name_or_path": plan.settings.target,
-                "architectures": shape.get("architectures", []),
+                "architectures": plan.target.config.get("architectures", []),
             },
         },
         "num_nextn_predict_layers": 1,

@@ -11,7 +11,6 @@ from slipstream.core.errors import UsageError
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.loading import ProgressBar, dtype_named, no_progress_bar
-from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.runner.capability import choose_device, training_dtype
 from slipstream.train.batches import Batches, FeatureSource, OnlineFeatures
 from slipstream.train.card import write_card
@@ -33,7 +32,6 @@ _MAX_VALIDATION = 256  # sequences; more would hardly change the figures
 # Targets with more parameters run once over the text rather than in every epoch.
 _SMALL_TARGET = 200_000_000
 _FEATURE_GB = 20.0
-_WHOLE_WEIGHTS = "training does not read; train with the unquantised checkpoint of this model"
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,6 @@ def make_plan(settings: TrainSettings, recipe: type[Recipe[Any]]) -> tuple[RunPl
     require_unused(settings.out)
     device, _ = choose_device(settings.device)
     target = Checkpoint(resolve_checkpoint(settings.target, settings.revision))
-    refuse_quantized(target.config, target.config_file, _WHOLE_WEIGHTS)
     shape = read_decoder_config(target)
     data = Data(settings, target, shape.vocab_size)
     plan = RunPlan(

@@ -53,6 +53,11 @@ class DrafterOptions:
     hidden_size: int | None = flag(
         None, "Width of the drafter, where it may differ from the target's.", at_least=1
     )
+    norm_before_fc: bool | None = flag(
+        None,
+        "An option of EAGLE-3 heads, for targets whose hidden states are large (gpt-oss).",
+        name="--norm-before-fc",
+    )
     norm_before_residual: bool | None = flag(
         None, "An option of EAGLE-3 heads.", name="--norm-before-residual"
     )

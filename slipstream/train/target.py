@@ -10,8 +10,7 @@ from torch import Tensor
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.parameter_sources import CheckpointSource
-from slipstream.models.precision import in_precision
+from slipstream.models.loading import LoadOptions, load_decoder
 from slipstream.train.dense import DENSE, DenseContext
 from slipstream.train.vocabulary import DraftVocabulary
 
@@ -69,11 +68,12 @@ class Target:
 
     @torch.no_grad()
     def states(self, token_ids: Tensor, stream_layers: Sequence[int]) -> TargetStates:
-        """One pass over sequences [B, S]; see `Decoder` for `stream_layers`."""
+        """One pass over sequences [B, S], as it is served; see `Decoder` for `stream_layers`."""
         batch, length = token_ids.shape
         context = DenseContext(batch, self.config.num_layers)
-        rows = context.rows(torch.arange(length, device=token_ids.device))
-        hidden, streams = self.network(token_ids.reshape(-1), rows, context.caches, stream_layers)
+        rows, ids = context.rows(torch.arange(length, device=token_ids.device)), token_ids.flatten()
+        with torch.autocast(self.device.type, enabled=False):
+            hidden, streams = self.network(ids, rows, context.caches, stream_layers)
         shape = (batch, length, -1)
         return TargetStates(hidden.view(shape), tuple(stream.view(shape) for stream in streams))
 
@@ -101,8 +101,7 @@ def load_target(
     device: torch.device,
     max_positions: int,
 ) -> Target:
-    """The network with its weights."""
-    source = CheckpointSource(checkpoint, dtype, device)
-    network = Decoder(DENSE, in_precision(source, None, DENSE), config, max_positions)
-    source.finish(ignored=("lm_head.weight",) if config.tie_word_embeddings else ())
+    """The network with its weights, which may be quantised."""
+    options = LoadOptions(dtype, device, "auto", max_positions)
+    network = load_decoder(checkpoint, options, config, DENSE)
     return Target(checkpoint.path, config, network, dtype)

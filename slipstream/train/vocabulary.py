@@ -37,8 +37,8 @@ class DraftVocabulary:
 
     def rows(self, weight: Weight) -> Tensor:
         """The rows of the target's lm_head [V, H] for these tokens, [Vd, H]."""
-        assert weight.floats is not None, "training keeps its weights unrounded"
-        return weight.floats if self.token_ids is None else weight.floats[self.token_ids]
+        floats = weight.dequantised() if weight.floats is None else weight.floats
+        return floats if self.token_ids is None else floats[self.token_ids]
 
     def published(self) -> dict[str, Tensor]:
         """The tensors of published heads, none for all tokens.

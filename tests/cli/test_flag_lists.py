@@ -41,9 +41,10 @@ DATA = f"""
 TRAIN = f"""
     {DATA} --accumulate --argmax-weight --aux-layers --batch-size --checkpoint-every --clip
     --draft-vocab-size --drop-rate --features --head-dim --hidden-size --init --intermediate-size
-    --learning-rate --log-every --mask-token --max-feature-gb --minutes --norm-before-residual
-    --norm-output --num-heads --num-kv-heads --num-layers --num-speculative-tokens --place-decay
-    --share-embedding --share-head --steps --validate-every --validation --warmup --weight-decay -k
+    --learning-rate --log-every --mask-token --max-feature-gb --minutes --norm-before-fc
+    --norm-before-residual --norm-output --num-heads --num-kv-heads --num-layers
+    --num-speculative-tokens --place-decay --share-embedding --share-head --steps --validate-every
+    --validation --warmup --weight-decay -k
 """
 FLAGS = {
     "generate": f"""

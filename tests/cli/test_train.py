@@ -39,7 +39,7 @@ def test_every_flag_arrives(slipstream: CommandLine, asked: list[TrainSettings])
         "--seed 9 --draft-vocab-size 14 --share-head --share-embedding --aux-layers 1,2 "
         "--num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 16 --intermediate-size 17 "
         "--hidden-size 18 "
-        "--norm-before-residual --norm-output --mask-token 0 --init begun"
+        "--norm-before-fc --norm-before-residual --norm-output --mask-token 0 --init begun"
     )
     slipstream(*line.split())
     (settings,) = asked

@@ -23,7 +23,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"draft_vocab_size": 60, "num_kv_heads": 1, "intermediate_size": 40},
     ),
     "share_head": ("eagle3", {"share_head": True, "norm_output": True}),
-    "layers": ("eagle3", {"num_layers": 2, "norm_before_residual": True}),
+    "layers": (
+        "eagle3",
+        {"num_layers": 2, "norm_before_residual": True, "norm_before_fc": True},
+    ),
     "mtp": ("mtp", {"num_heads": 4, "intermediate_size": 40}),
 }
 
