@@ -19,20 +19,24 @@ def read_rope(
             asks for less than all of it is refused.
     """
     theta = reader.take("rope_theta", float, default_theta)
-    outer = _read_rotated(reader, rotated)
-    inner = _rope_reader(reader)
-    theta = inner.take("rope_theta", float, theta)
-    share = _read_rotated(inner, None if rotated is None else outer)
-    rope = _rope_of_kind(inner, theta, max_positions, share)
-    inner.finish()
-    return rope
-
-
-def _read_rotated(reader: ConfigReader, default: float | None) -> float:
-    if default is None:
+    if rotated is not None:
+        rotated = reader.take(_ROTATED, float, rotated)
+    else:
         reader.expect(_ROTATED, 1.0)
-        return 1.0
-    return reader.take(_ROTATED, float, default)
+    return read_rope_parameters(_rope_reader(reader), max_positions, theta, rotated)
+
+
+def read_rope_parameters(
+    reader: ConfigReader, max_positions: int, default_theta: float, rotated: float | None = None
+) -> RopeConfig:
+    """One object of rope parameters, read to its end; arguments as those of `read_rope`."""
+    theta = reader.take("rope_theta", float, default_theta)
+    if rotated is None:
+        reader.expect(_ROTATED, 1.0)
+    share = 1.0 if rotated is None else reader.take(_ROTATED, float, rotated)
+    rope = _rope_of_kind(reader, theta, max_positions, share)
+    reader.finish()
+    return rope
 
 
 def _rope_reader(reader: ConfigReader) -> ConfigReader:

@@ -89,7 +89,8 @@ GROUPED = ExpertsSpec(
     shared_size=OTHER,
     shared_gate=True,
 )
-EXPERTS = replace(WHOLE, feed_forward=CHOSEN)
+SUNK = replace(ATTENTION, sinks=True, window=3, rope=RopeConfig(1e4, rotated=0.5))
+EXPERTS = replace(WHOLE, mixer=SUNK, feed_forward=CHOSEN)
 SQUARED = replace(WHOLE, feed_forward=SquaredSpec())
 ONLY_SQUARED = replace(SQUARED, mixer=None)
 

@@ -102,7 +102,7 @@ def layer_inputs(requests: Requests) -> tuple[Tensor, Heads, PassInputs, tuple[T
     pages = tuple(pages.to(DEVICE) for pages in filled_cache(before, requests, shape))
     norms = Norm(1 + 0.3 * randn(16, seed=4), 1e-3), Norm(1 + 0.3 * randn(16, seed=5), 1e-3)
     cos_sin = rope_table(16, RopeConfig(100.0), 256, DEVICE)
-    heads = Heads(4, 2, 16, norms, cos_sin, 0.25, None)
+    heads = Heads(4, 2, 16, norms, cos_sin, 0.25, None, randn(4, seed=7))
     return randn(len(inputs.rows.positions), 8 * 16, seed=6), heads, moved(inputs, DEVICE), pages
 
 
