@@ -77,6 +77,8 @@ class ExpertsSpec:
             n_group=routing.num_groups,
             topk_group=routing.kept_groups,
         )
+        if self.clamp is not None:
+            require_positive(swiglu_limit=self.clamp.limit)
         if self.shared_size is not None:
             require_positive(shared_expert_intermediate_size=self.shared_size)
         in_group, rest = divmod(routing.num_experts, routing.num_groups)

@@ -14,6 +14,8 @@ from slipstream.models.quantized.catalogue import QUANTIZATION_KEYS, read_quanti
 
 # A new architecture is one file, with a function `decoder_config`, and one line here.
 ARCHITECTURES: Final = {
+    "Glm4MoeForCausalLM": "slipstream.models.glm4_moe",
+    "GptOssForCausalLM": "slipstream.models.gpt_oss",
     "LlamaForCausalLM": "slipstream.models.llama",
     "MiMoForCausalLM": "slipstream.models.qwen2",
     "MistralForCausalLM": "slipstream.models.mistral",

@@ -17,6 +17,7 @@ OWN_DRAFTER_KEYS: Final = frozenset(
     {
         "mtp_num_hidden_layers",
         "mtp_use_dedicated_embeddings",
+        "num_mtp_layers",
         "num_nextn_predict_layers",
     }
 )

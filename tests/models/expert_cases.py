@@ -198,4 +198,128 @@ MIXTRAL = [
         old_style=True,
     ),
 ]
-EXPERTS = [*QWEN3_MOE, *QWEN2_MOE, *MIXTRAL]
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 900.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "truncate": False,
+    "original_max_position_embeddings": 24,
+}
+
+
+def of_gpt_oss(experts: int, chosen: int, inner: int = 24, **more: Any) -> dict[str, Any]:
+    """Limits and gains with which the clamps show."""
+    return {
+        **of_mixtral(experts, chosen, inner),
+        "sliding_window": 4,
+        "swiglu_limit": 0.7,
+        "rope_parameters": YARN,
+        **more,
+    }
+
+
+SLIDES = ["full_attention", "sliding_attention", "sliding_attention"]
+GPT_OSS = [
+    Case("GptOss", "plain", {**shape(4, 2, 48, 8), **of_gpt_oss(4, 2)}, seed=3),
+    Case("GptOss", "tied", {**shape(6, 2, 40, 16), **of_gpt_oss(8, 4, 16), **TIED}, "19KB", seed=2),
+    Case("GptOss", "old", {**shape(7, 1, 56, 10), **of_gpt_oss(5, 1)}, old_style=True),
+    Case(
+        "GptOss",
+        "layer-types-no-biases",
+        {
+            **shape(8, 2, 32, 6),
+            **of_gpt_oss(6, 3, 40, layer_types=SLIDES, attention_bias=False, swiglu_alpha=0.9),
+        },
+    ),
+    Case(
+        "GptOss",
+        "square-experts",
+        {**shape(4, 4, 32, 12), **of_gpt_oss(4, 2, 32, sliding_window=19, swiglu_limit=2.0)},
+        "19KB",
+        True,
+    ),
+    Case(
+        "GptOss",
+        "other-rope",
+        {**shape(2, 1, 36, 24), **of_gpt_oss(3, 3, 20, rope_parameters=LLAMA3)},
+    ),
+]
+
+
+def of_glm(experts: int, chosen: int, inner: int = 16, **more: Any) -> dict[str, Any]:
+    return {
+        "n_routed_experts": experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": inner,
+        **more,
+    }
+
+
+def half_turned(rope: dict[str, Any], share: float = 0.5) -> dict[str, Any]:
+    return {"rope_parameters": {**rope, "partial_rotary_factor": share}}
+
+
+GLM = [
+    Case(
+        "Glm4Moe", "plain", {**shape(4, 2, 48, 8), **of_glm(4, 2), **half_turned(DEFAULT)}, seed=1
+    ),
+    Case(
+        "Glm4Moe",
+        "groups",
+        {
+            **shape(6, 2, 40, 16),
+            **of_glm(8, 2, n_group=4, topk_group=2, routed_scaling_factor=2.5),
+            **half_turned(LINEAR),
+        },
+        "19KB",
+        seed=1,
+    ),
+    Case(
+        "Glm4Moe",
+        "biases-norms-old",
+        {
+            **shape(7, 1, 56, 12),
+            **of_glm(6, 3, n_group=2, topk_group=1, use_qk_norm=True, attention_bias=True),
+            **half_turned(DEFAULT),
+        },
+        old_style=True,
+        seed=3,
+    ),
+    Case(
+        "Glm4Moe",
+        "all-sparse-two-shared",
+        {
+            **shape(3, 1, 36, 16),
+            **of_glm(5, 1, 20, first_k_dense_replace=0, n_shared_experts=2),
+            **half_turned(LLAMA3, 0.25),
+        },
+        seed=3,
+    ),
+    Case(
+        "Glm4Moe",
+        "not-normalised-tied",
+        {
+            **shape(4, 4, 32, 12),
+            **of_glm(8, 3, norm_topk_prob=False, first_k_dense_replace=2, use_qk_norm=True),
+            **TIED,
+            **half_turned(DEFAULT),
+        },
+        "19KB",
+        seed=4,
+    ),
+    Case(
+        "Glm4Moe",
+        "whole-heads-turned",
+        {
+            **shape(14, 2, 56, 4),
+            **of_glm(6, 4, n_group=3, topk_group=2),
+            **half_turned(YARN, 1.0),
+        },
+        old_style=True,
+        seed=2,
+    ),
+]
+EXPERTS = [*QWEN3_MOE, *QWEN2_MOE, *MIXTRAL, *GPT_OSS, *GLM]

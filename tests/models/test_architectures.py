@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import save_file
 
 from slipstream.core.errors import CheckpointError
-from slipstream.kernels.experts import Routing, Scores
+from slipstream.kernels.experts import ClampedGate, Routing, Scores
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.experts import ExpertNames, ExpertsSpec
 from slipstream.layers.layer import FeedForwardSpec, LayerSpec
@@ -41,6 +41,8 @@ TINY: Json = {
 CLASSES: dict[str, Any] = {
     name: getattr(transformers, name)
     for name in (
+        "Glm4MoeForCausalLM",
+        "GptOssForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
@@ -53,6 +55,13 @@ CLASSES: dict[str, Any] = {
 OF_QWEN: Json = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 # What an architecture needs beside `TINY`.
 BESIDE: dict[str, Json] = {
+    "Glm4MoeForCausalLM": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "head_dim": 8,
+    },
+    "GptOssForCausalLM": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 6},
     # The size of heads as well: without it transformers cannot make Mixtral's YaRN.
     "MixtralForCausalLM": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 6},
     "Qwen2MoeForCausalLM": {**OF_QWEN, "shared_expert_intermediate_size": 36},
@@ -85,6 +94,31 @@ ROPES: list[Json] = [
     {"rope_parameters": {"rope_type": "yarn", "rope_theta": 150.0, **YARN}},
 ]
 VARIANTS: dict[str, list[Json]] = {
+    "Glm4MoeForCausalLM": [
+        {"attention_bias": True},
+        {"use_qk_norm": True},
+        {"norm_topk_prob": False, "routed_scaling_factor": 2.5},
+        {"n_group": 3, "topk_group": 2},
+        {"n_shared_experts": 2},
+        {"first_k_dense_replace": 0},
+        {"first_k_dense_replace": 2},
+        {"n_routed_experts": ..., "num_local_experts": 7},
+        {"partial_rotary_factor": 0.25},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}},
+        {"num_attention_heads": 8, "num_key_value_heads": ...},
+        {"rms_norm_eps": ..., "max_position_embeddings": ..., "topk_method": "noaux_tc"},
+    ],
+    "GptOssForCausalLM": [
+        {"attention_bias": False},
+        {"sliding_window": 8},
+        {"layer_types": SLIDES},
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+        {"swiglu_limit": 2.0, "swiglu_alpha": 1.5},
+        {"experts_per_token": 2, "initial_context_length": 4096},
+        {"num_local_experts": ..., "num_experts": 5},
+        {"head_dim": ..., "num_attention_heads": 8, "num_key_value_heads": ...},
+        {"rms_norm_eps": ..., "max_position_embeddings": ...},
+    ],
     "LlamaForCausalLM": [
         {"attention_bias": True},
         {"mlp_bias": True},
@@ -208,6 +242,7 @@ def layer_of(layer: Any, config: Any) -> LayerSpec:
         qkv_bias=all_alike(attention.q_proj, attention.k_proj, attention.v_proj),
         output_bias=all_alike(attention.o_proj),
         qk_norm=hasattr(attention, "q_norm"),
+        sinks=hasattr(attention, "sinks"),
     )
     norms = LayerNorms(layer.input_layernorm.variance_epsilon)
     return LayerSpec(mixer, feed_forward_of(layer.mlp), norms)
@@ -217,19 +252,30 @@ def feed_forward_of(mlp: Any) -> FeedForwardSpec:
     if not hasattr(mlp, "experts"):
         bias = all_alike(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         return GatedMLPSpec(mlp.up_proj.weight.shape[0], bias)
-    experts, _, inner = mlp.experts.down_proj.shape
+    clamped = hasattr(mlp, "router")  # as gpt-oss alone has it
+    router = mlp.router if clamped else mlp.gate
+    experts, one, other = mlp.experts.down_proj.shape
+    corrected = hasattr(router, "e_score_correction_bias")
+    scores = Scores.CHOSEN_SOFTMAX if clamped else Scores.SIGMOID if corrected else Scores.SOFTMAX
     routing = Routing(
         num_experts=experts,
-        num_chosen=mlp.gate.top_k,
-        scores=Scores.SOFTMAX,
-        normalised=getattr(mlp.gate, "norm_topk_prob", True),  # Mixtral has no switch
+        num_chosen=router.top_k,
+        scores=scores,
+        normalised=not clamped and getattr(router, "norm_topk_prob", True),  # Mixtral: always
+        scale=getattr(router, "routed_scaling_factor", 1.0),
+        num_groups=getattr(router, "num_group", 1),
+        kept_groups=getattr(router, "topk_group", 1),
     )
-    shared = getattr(mlp, "shared_expert", None)
+    shared = getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
     return ExpertsSpec(
         routing=routing,
-        intermediate_size=inner,
+        intermediate_size=one if clamped else other,
+        router_bias=hasattr(router, "bias"),
+        expert_bias=hasattr(mlp.experts, "down_proj_bias"),
+        corrected=corrected,
+        clamp=ClampedGate(mlp.experts.limit, mlp.experts.alpha) if clamped else None,
         shared_size=None if shared is None else shared.up_proj.weight.shape[0],
-        shared_gate=shared is not None,
+        shared_gate=hasattr(mlp, "shared_expert_gate"),
     )
 
 
@@ -255,13 +301,13 @@ def all_alike(*projections: Any) -> bool:
     return has_bias
 
 
-def rotations(content: Json, head_dim: int) -> torch.Tensor:
-    """[positions, head_dim] of transformers: cosines, then sines."""
+def rotations(content: Json, size: int) -> torch.Tensor:
+    """[positions, size] of transformers: cosines, then sines."""
     network_class = CLASSES[content["architectures"][0]]
     config = network_class.config_class.from_dict(copy.deepcopy(content))
     rotary = type(network_class(config).model.rotary_emb)(config)
     cos, sin = rotary(torch.zeros(1), torch.arange(50)[None])
-    half = head_dim // 2
+    half = size // 2
     return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
 
 
@@ -271,7 +317,7 @@ def test_the_network_is_the_one_that_transformers_builds(architecture: str, chan
     found = read_decoder_config(content)
     assert without_names(found) == built_by_transformers(content)
     table = rope_table(found.head_dim, found.rope, 50, torch.device("cpu"))
-    torch.testing.assert_close(table, rotations(content, found.head_dim), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(table, rotations(content, table.shape[1]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("use_diff", [True, False])
@@ -312,13 +358,10 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("hidden_act", "gelu"),
     ("model_type", "other"),
     ("is_encoder_decoder", True),
-    ("partial_rotary_factor", 0.5),
     ("rope_scaling", {"type": "yarn", "factor": 4.0, "ramp": 2.0, **ORIGINAL}),
     ("rope_scaling", {"type": "yarn"}),
     ("rope_scaling", {"type": "dynamic", "factor": 4.0}),
     ("rope_scaling", {"type": "longrope", "factor": 4.0}),
-    ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5}),
-    ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
     ("rope_parameters", {"rope_type": "default", "mrope_section": [1, 2]}),
     ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
     ("rope_scaling", {"type": "linear"}),
@@ -335,7 +378,6 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("residual_multiplier", 0.22),
     ("query_pre_attn_scalar", 256),
     ("num_shared_experts", 1),
-    ("use_qk_norm", True),
     ("attention_sinks", True),
     ("per_layer_config", {"0": {"num_key_value_heads": 1}}),
     ("layer_types", ["linear_attention"] * 3),
@@ -344,8 +386,23 @@ UNSUPPORTED: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("architecture", CLASSES)
-@pytest.mark.parametrize(("key", "value"), UNSUPPORTED)
+# What GLM-4.5 alone has.
+OF_GLM: list[tuple[str, Any]] = [
+    ("partial_rotary_factor", 0.5),
+    ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5}),
+    ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
+    ("use_qk_norm", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        (name, key, value)
+        for name in CLASSES
+        for key, value in [*UNSUPPORTED, *(OF_GLM if name != "Glm4MoeForCausalLM" else [])]
+    ],
+)
 def test_other_maths_are_refused_by_name(architecture: str, key: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=rf'^config\.json: "{key}["\.]'):
         read_decoder_config(tiny(architecture, **{key: value}))
@@ -354,6 +411,17 @@ def test_other_maths_are_refused_by_name(architecture: str, key: str, value: Any
 @pytest.mark.parametrize(
     ("architecture", "key", "changes"),
     [
+        ("Glm4MoeForCausalLM", "scoring_func", {"scoring_func": "softmax"}),
+        ("Glm4MoeForCausalLM", "topk_method", {"topk_method": "greedy"}),
+        ("Glm4MoeForCausalLM", "sliding_window", {"sliding_window": 8}),
+        ("Glm4MoeForCausalLM", "n_group", {"n_group": 4}),
+        ("Glm4MoeForCausalLM", "n_group", {"n_group": 6}),
+        ("Glm4MoeForCausalLM", "topk_group", {"n_group": 2, "topk_group": 3}),
+        ("Glm4MoeForCausalLM", "num_experts_per_tok", {"n_group": 3, "num_experts_per_tok": 3}),
+        ("Glm4MoeForCausalLM", "partial_rotary_factor", {"partial_rotary_factor": 0.4}),
+        ("GptOssForCausalLM", "swiglu_limit", {"swiglu_limit": 0.0}),
+        ("GptOssForCausalLM", "sliding_window", {"sliding_window": None}),
+        ("GptOssForCausalLM", "num_experts_per_tok", {"experts_per_token": 3}),
         ("LlamaForCausalLM", "sliding_window", {"sliding_window": 8}),
         ("LlamaForCausalLM", "layer_types", {"layer_types": SLIDES}),
         ("LlamaForCausalLM", "num_experts", {"num_experts": 8}),
@@ -459,7 +527,7 @@ def test_sizes_are_needed_and_sane(architecture: str, key: str) -> None:
         ({"architectures": ["a", "b"]}, '"architectures" must name one architecture'),
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "names GPT2LMHeadModel; supported are Llama.*, MiMo.*, Mistral.*, Qwen2.*, Qwen3",
+            "names GPT2LMHeadModel; supported are Glm4Moe.*, GptOss.*, MiMo.*, Qwen2.*, Qwen3",
         ),
         ({"architectures": [["x"]]}, '"architectures"'),
     ],
