@@ -237,7 +237,9 @@ def _tell_quantization(
     checkpoint: Checkpoint, config: DecoderConfig, quantization: str, size: int
 ) -> None:
     head = "the head too"
-    if config.tie_word_embeddings:
+    if PRECISIONS[quantization].head is None:
+        head = "the head stays"
+    elif config.tie_word_embeddings:
         head = "the head, which is tied to the embedding, as a second copy of it"
     logger.info(
         "%s: matrices are rounded to %s as they are loaded, %s; weights take %.2f GB",

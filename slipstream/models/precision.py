@@ -58,8 +58,8 @@ PRECISIONS: Final = {
     "int4-g128": _four_bits(128, zeros=False),
     "int4-asym": _four_bits(32, zeros=True),
     "int4-g128-asym": _four_bits(128, zeros=True),
-    "mxfp4": Precision(ToMxfp4(), None, "mxfp4, the head stays"),
-    "nvfp4": Precision(ToNvfp4(), None, "nvfp4, the head stays"),
+    "mxfp4": Precision(ToMxfp4(), None, "mxfp4"),
+    "nvfp4": Precision(ToNvfp4(), None, "nvfp4"),
 }
 
 

@@ -16,7 +16,7 @@ from slipstream import LLM, SamplingParams
 
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 
-PRECISIONS = ("none", "int8", "int8-dynamic", "int4", "int4-g128-asym")
+PRECISIONS = ("none", "int8", "int8-dynamic", "int4", "int4-g128-asym", "mxfp4")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 # One difference from plain decoding each, or some together.
 SHAPES: dict[str, dict[str, Any]] = {

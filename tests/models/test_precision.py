@@ -18,9 +18,12 @@ from slipstream import LLM, SamplingParams
 from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.kernels.composition import compose
 from slipstream.kernels.formats import float8
+from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix, ToFloat8
 from slipstream.kernels.formats.int4 import Int4Matrix
 from slipstream.kernels.formats.int8 import Int8Matrix
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
+from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.reference import PARTS, REFERENCE
 from slipstream.kernels.table import Ops
@@ -313,6 +316,43 @@ def test_integers_in_every_matrix(
     assert predicted == pytest.approx(size, rel=0.05)
     assert "second copy" in caplog.text or not tied
     assert ("the head to int8" in caplog.text) is quantization.startswith("int4")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("quantization", "kind"), [("mxfp4", Mxfp4Matrix), ("nvfp4", Nvfp4Matrix)])
+def test_four_bit_floats_leave_the_head(
+    quantization: str, kind: type, tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": tied}
+    folder = write_qwen3(tmp_path / "model", **sizes)
+    with caplog.at_level(logging.INFO, "slipstream"):
+        network = load(folder, quantization=quantization)
+    whole = matrices(load(folder, quantization=None))
+    size = network.embedding.weight.nbytes * (1 if tied else 2)
+    for (name, weight), full in zip(matrices(network).items(), whole.values(), strict=True):
+        if name == "head":
+            assert torch.equal(weight.dequantised(), full.dequantised())
+            continue
+        assert type(weight) is kind
+        error = (weight.dequantised() - full.dequantised()).norm() / full.dequantised().norm()
+        assert 0.03 < float(error) < 0.13, name
+        size += weight.nbytes
+    assert weight_bytes(network.config, torch.float32, quantization) == pytest.approx(
+        size, rel=0.08
+    )
+    assert f"rounded to {quantization} as they are loaded, the head stays" in caplog.text
+
+
+def test_four_bit_floats_leave_columns_that_no_group_divides(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_qwen3(tmp_path / "model")  # widths of 48, 80 and 96
+    with caplog.at_level(logging.INFO, "slipstream"):
+        found = matrices(load(folder, quantization="mxfp4"))
+    assert type(found["0.qkv"]) is DenseMatrix
+    assert type(found["0.output"]) is Mxfp4Matrix
+    assert "48 columns, which no group divides: left as it is in place of four bits" in caplog.text
+    assert type(matrices(load(folder, quantization="nvfp4"))["0.qkv"]) is Nvfp4Matrix
 
 
 def test_matrices_that_no_group_divides_are_rounded_to_int8(

@@ -4,9 +4,14 @@ import pytest
 import torch
 
 from slipstream import UsageError
+from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
+from slipstream.kernels.formats.int4 import Int4Matrix
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
+from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.runner.capability import (
     choose_device,
     default_batched_tokens,
+    kept_formats,
     quantization_note,
     require_quantization,
     training_dtype,
@@ -64,6 +69,24 @@ def test_fp8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     require_quantization(torch.device("cpu"), "quantization", "fp8")
     pretend(monkeypatch, (8, 9))
     require_quantization(CUDA, "quantization", "fp8")
+
+
+def test_four_bit_floats_need_what_their_scales_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (8, 0))
+    require_quantization(CUDA, "q", "mxfp4")
+    with pytest.raises(UsageError, match=r"^q=nvfp4 needs .* 8\.9 .* has 8\.0; leave it"):
+        require_quantization(CUDA, "q", "nvfp4")
+    pretend(monkeypatch, (8, 9))
+    require_quantization(CUDA, "q", "nvfp4")
+    for device in (CUDA, torch.device("cpu")):
+        assert "the head stays as it is" in quantization_note(device, "nvfp4")
+
+
+def test_what_devices_multiply_as_it_is_stored() -> None:
+    on_gpu, on_cpu = kept_formats(CUDA), kept_formats(torch.device("cpu"))
+    assert {Mxfp4Matrix, Nvfp4Matrix} == on_gpu & on_cpu
+    assert Float8BlockMatrix in on_gpu
+    assert Int4Matrix in on_cpu
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int8-dynamic", "int4", "int4-g128-asym"])

@@ -30,7 +30,8 @@ from slipstream.models.quantized.float8 import (
 from slipstream.models.quantized.module import StoredModule, StoredQuantization
 from slipstream.models.quantized.module_lists import ModuleList, bare, matches, read_list
 
-HARMLESS: Final = {"kv_cache_quant_algo", "kv_cache_scheme", "producer", "quant_method"}
+_OF_CACHES = ("kv_cache_quant_algo", "kv_cache_scheme")
+HARMLESS: Final = {"producer", "quant_method"}
 _MIXED = "MIXED_PRECISION"
 _ROWS, _BLOCKS = None, (BLOCK, BLOCK)
 
@@ -136,6 +137,8 @@ def read_settings(reader: ConfigReader) -> ModelOpt:
         settings = read_settings(reader)
         reader.finish()
         return settings
+    for key in _OF_CACHES:
+        reader.take_any(key)
     lists = [read_list(reader, key) for key in ("exclude_modules", "ignore")]
     unquantised = next((one for one in lists if one.entries), lists[0])
     for key in ("has_zero_point", "pre_quant_scale"):
