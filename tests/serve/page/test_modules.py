@@ -161,3 +161,72 @@ def test_a_server_that_tells_nothing_of_speculation(page: "Page") -> None:
              frequency_penalty: 0}, [], null)""",
     )
     assert not {"speculative", "return_speculation", "top_k"} & body.keys()
+
+
+def test_reasoning_is_no_part_of_the_text(page: "Page") -> None:
+    """Tokens of the content have logprobs; without told tokens both names of the field are read."""
+    text, tokens, cut, plain = run(
+        page,
+        "recording.js",
+        """({Recording}) => {
+            const recording = new Recording(0);
+            const parts = [["analysis", "markup"], ["Hm", "reasoning"], ["a", "content"]];
+            const tokens = [...parts, ["bc", "content"]]
+                .map(([text, part]) => ({text, part, kind: "plain"}));
+            const content = [{top_logprobs: [{token: "x", logprob: -1}]}, {top_logprobs: []}];
+            recording.take({choices: [{delta: {reasoning: "Hm", content: "ab"},
+                speculation: {tokens}, logprobs: {content}}]});
+            const other = new Recording(0);
+            other.take({choices: [{delta: {reasoning_content: "Hm", content: ""}}]});
+            other.take({choices: [{delta: {content: "a"}}]});
+            return [
+                recording.text,
+                recording.tokens.map((it) => [it.text, it.part, it.alternatives.length]),
+                recording.textIsCut,
+                other.tokens.map(({text, part}) => [text, part]),
+            ];
+        }""",
+    )
+    assert text == "ab"
+    assert tokens == [
+        ["", "markup", 0],
+        ["Hm", "reasoning", 0],
+        ["a", "content", 1],
+        ["bc", "content", 0],
+    ]
+    assert cut
+    assert plain == [["Hm", "reasoning"], ["a", "content"]]
+
+
+def test_reasoning_is_folded(page: "Page") -> None:
+    shown = run(
+        page,
+        "tokens.js",
+        """({TokenText}) => {
+            const element = document.createElement("div");
+            document.body.append(element);
+            const view = new TokenText(element);
+            const said = [];
+            for (const _ of [1, 2]) {
+                view.begin();
+                const token = ([text, part]) => ({text, part, kind: "accepted", step: 0});
+                view.push([["", "markup"], ["one", "reasoning"], ["", "markup"],
+                    ["two", "reasoning"], ["", "markup"], ["three", "content"], [" four", "content"]].map(token));
+                view.end("three f");
+                const fold = element.querySelector("details");
+                const outside = [...element.children].filter((child) => child !== fold);
+                element.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
+                said.push([
+                    element.querySelectorAll("details").length,
+                    fold.open,
+                    fold.textContent,
+                    outside.map((child) => child.textContent).join(""),
+                    element.querySelectorAll(".tok").length,
+                    document.activeElement.textContent,
+                ]);
+            }
+            element.remove();
+            return said;
+        }""",
+    )
+    assert shown == [[1, False, "Reasoningonetwo", "three f", 4, "three"]] * 2

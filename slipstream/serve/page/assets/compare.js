@@ -1,5 +1,7 @@
 // Two texts: the same, or where they part.
 
+import { isContent } from "./recording.js";
+
 const AROUND = 24; // characters shown on either side of the first difference
 
 /** Where two texts first differ, in characters as people count them; null when they are the same. */
@@ -18,10 +20,10 @@ export function firstDifference(one, other) {
   };
 }
 
-/** The token that a text has at an index; undefined behind its end. */
+/** The token that an answer's content has at an index; undefined behind its end. */
 export function tokenAt(tokens, index) {
   let end = 0;
-  return tokens.find(({ text }) => (end += text.length) > index);
+  return tokens.filter(isContent).find(({ text }) => (end += text.length) > index);
 }
 
 /** How many times as fast; null where one of them could not be measured. */

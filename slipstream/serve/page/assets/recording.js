@@ -3,6 +3,7 @@
 /**
  * @typedef {object} Token
  * @property {string} text
+ * @property {"reasoning"|"content"|"call"|"markup"} part of the answer; markup has no text
  * @property {"accepted"|"bonus"|"recovered"|"plain"} kind
  * @property {?number} position place in the draft, from 0
  * @property {?number} logprob
@@ -37,13 +38,15 @@ export class Recording {
     this.text += text;
     this.finishReason = choice.finish_reason ?? this.finishReason;
     const told = choice.speculation?.tokens ?? chunk.speculation?.tokens;
-    const others = told ? alternativesOf(choice.logprobs, told.length) : null;
-    const tokens = (told ?? (text ? [{ text, kind: "plain" }] : [])).map((token, index) => ({
-      text: token.text,
+    const own = (told ?? []).filter(isContent); // logprobs are those of the content
+    const others = told ? alternativesOf(choice.logprobs, own.length) : null;
+    const tokens = (told ?? plainTokens(choice.delta, text)).map((token) => ({
+      text: token.part === "markup" ? "" : token.text,
+      part: token.part ?? "content",
       kind: token.kind,
       position: token.position ?? null,
       logprob: token.logprob ?? null,
-      alternatives: others?.[index] ?? [],
+      alternatives: others?.[own.indexOf(token)] ?? [],
       step: this._stepOf(token),
       time: this.seconds,
     }));
@@ -53,7 +56,7 @@ export class Recording {
 
   /** Whether tokens say more than the text: a stop string cut the last ones. */
   get textIsCut() {
-    const written = this.tokens.map((token) => token.text).join("");
+    const written = this.tokens.filter(isContent).map((token) => token.text).join("");
     return written.length > this.text.length && written.startsWith(this.text);
   }
 
@@ -65,6 +68,20 @@ export class Recording {
     this._last = drafted ? (token.position ?? this._last) : -1;
     return this._step;
   }
+}
+
+/** Whether a token is part of the text that the model means the user to read. */
+export function isContent(token) {
+  return (token.part ?? "content") === "content";
+}
+
+/** The texts of a chunk whose server tells nothing of its tokens. */
+function plainTokens(delta, text) {
+  const thought = delta?.reasoning ?? delta?.reasoning_content;
+  return [
+    ...(thought ? [{ text: thought, part: "reasoning", kind: "plain" }] : []),
+    ...(text ? [{ text, kind: "plain" }] : []),
+  ];
 }
 
 /** Candidates per token in either protocol's form, or null where they do not belong to the tokens. */

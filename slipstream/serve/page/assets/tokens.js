@@ -3,6 +3,7 @@
 // A browser lays out a paragraph anew for every token that joins it, so a long text is many
 // paragraphs: where a line ends, a new one may begin without a difference to be seen.
 
+import { isContent } from "./recording.js";
 import { harmless } from "./words.js";
 
 const TOKEN = new WeakMap(); // element -> Token, for whoever wants to know more
@@ -15,7 +16,7 @@ export function tokenOf(element) {
 const LONG = 40; // tokens of a paragraph that is ended at the next line end
 const FEW = 8; // tokens of a frame that are lit up as they come; more would only cost
 
-/** Writes tokens into an element, once a frame however many come. */
+/** Writes tokens into an element, once a frame however many come; reasoning is folded away. */
 export class TokenText {
   constructor(element) {
     this.element = element;
@@ -23,7 +24,7 @@ export class TokenText {
     this._caret.className = "caret";
     this._caret.setAttribute("aria-hidden", "true");
     this._caret.hidden = true;
-    this._parts = []; // the paragraphs
+    this._parts = []; // the paragraphs, and the folds that hold some of them
     this._waiting = [];
     this._frame = 0;
     element.addEventListener("keydown", (event) => this._move(event));
@@ -35,6 +36,7 @@ export class TokenText {
     this._waiting = [];
     for (const part of this._parts) part.remove();
     this._parts = [];
+    this._fold = null; // where reasoning goes; null in the content
     this._begin("span"); // goes on in the line of what is before it
     this._caret.hidden = false;
     this.element.setAttribute("aria-busy", "true");
@@ -63,6 +65,8 @@ export class TokenText {
   }
 
   _add(token, fresh) {
+    if (!token.text && token.part === "markup") return; // nothing to see, or to go to
+    if ((token.part === "reasoning") !== (this._fold !== null)) this._turn();
     const element = elementOf(token);
     element.classList.toggle("fresh", fresh);
     this._caret.before(element);
@@ -73,7 +77,23 @@ export class TokenText {
     const part = document.createElement(name);
     part.append(this._caret);
     this._parts.push(part);
-    this.element.append(part);
+    (this._fold ?? this.element).append(part);
+  }
+
+  /** From content to reasoning, or back. */
+  _turn() {
+    if (this._fold === null) {
+      this._fold = document.createElement("details");
+      this._fold.className = "reasoning";
+      const summary = document.createElement("summary");
+      summary.textContent = "Reasoning";
+      this._fold.append(summary);
+      this._parts.push(this._fold);
+      this.element.append(this._fold);
+    } else {
+      this._fold = null;
+    }
+    this._begin("span");
   }
 
   _all() {
@@ -82,7 +102,7 @@ export class TokenText {
 
   _cut(length) {
     let left = length;
-    for (const child of this._all()) {
+    for (const child of this._all().filter((token) => isContent(tokenOf(token)))) {
       const text = child.textContent;
       if (left <= 0 && text) child.remove();
       else if (text.length > left) write(child, text.slice(0, left));
@@ -92,7 +112,7 @@ export class TokenText {
 
   /** Arrow keys go from token to token. */
   _move(event) {
-    const all = this._all().filter((child) => child.textContent);
+    const all = this._all().filter((child) => child.textContent && !child.closest("details:not([open])"));
     if (!all.length || event.ctrlKey || event.metaKey || event.altKey) return;
     const at = all.indexOf(document.activeElement);
     const next = { ArrowRight: at + 1, ArrowLeft: at < 0 ? all.length - 1 : at - 1, Home: 0, End: all.length - 1 };
