@@ -56,7 +56,11 @@ def chat(
     engine: EngineConfig,
     run: RunFlags,
 ) -> None:
-    """Chat on a terminal, or answer each line of a pipe."""
+    """Chat on a terminal, or answer each line of a pipe.
+
+    What the model thinks before an answer is dim, where its format tells it apart; a pipe gets the
+    answers alone.
+    """
     llm, _ = open_llm(drafter.apply(engine), run.verbose)
     _require_template(llm)
     conversation = Conversation(llm, sampling, flags.system)

@@ -11,6 +11,7 @@ import pytest
 
 from slipstream.core.errors import UsageError
 from slipstream.core.structured import StructuredOutput
+from slipstream.engine.build import build_engine
 from slipstream.serve.output.harmony import Harmony
 from tests.serve.api.harmony_models import MARKS, write_harmony_tokenizer, write_without_end_tokens
 from tests.serve.api.live import DEMO, Live, call_api, serving
@@ -123,6 +124,12 @@ def test_what_ends_an_answer(client: openai.OpenAI, live: Live) -> None:
         assert choice.finish_reason == ("stop" if ends else "length")
         assert choice.stop_reason is None
         assert answer.usage.completion_tokens == (1 if ends else 5)
+
+
+def test_end_tokens_are_those_of_generation_config_if_it_names_any(live: Live) -> None:
+    assert set(live.engine.resolved.eos_token_ids) == {0, 2, 4095}
+    engine = build_engine(replace(DEMO, tokenizer=str(live.model.tokenizer.path)))
+    assert engine.resolved.eos_token_ids == (0, 2)
 
 
 @pytest.mark.usefixtures("scripted")

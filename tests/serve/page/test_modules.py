@@ -211,7 +211,8 @@ def test_reasoning_is_folded(page: "Page") -> None:
                 view.begin();
                 const token = ([text, part]) => ({text, part, kind: "accepted", step: 0});
                 view.push([["", "markup"], ["one", "reasoning"], ["", "markup"],
-                    ["two", "reasoning"], ["", "markup"], ["three", "content"], [" four", "content"]].map(token));
+                    ["two", "reasoning"], ["", "markup"], ["three", "content"],
+                    [" four", "content"]].map(token));
                 view.end("three f");
                 const fold = element.querySelector("details");
                 const outside = [...element.children].filter((child) => child !== fold);
