@@ -1,0 +1,191 @@
+"""Whole models with experts in every packed format: the logits are those of the stored numbers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.loading import LoadOptions, decoder_bytes, load_decoder
+from tests.float4_checkpoints import modelopt, mxfp4_numbers, packed_mxfp4, packed_nvfp4, quark
+from tests.models.expert_cases import mixture, of_gpt_oss
+from tests.models.parity_cases import Case, shape
+from tests.models.test_parity import CPU, load, make_prompts, runner_logits, write_checkpoint
+from tests.quantized_checkpoints import (
+    Format,
+    awq,
+    edit_config,
+    float8,
+    float_tensors,
+    gptq,
+    int_tensors,
+    packed_tensors,
+    write_whole,
+)
+
+QWEN3 = Case("Qwen3Moe", "quantised", {**shape(4, 2, 64, 24), **mixture(4, 2, 32)})
+GPT_OSS = Case("GptOss", "quantised", {**shape(4, 2, 64, 24), **of_gpt_oss(4, 2, 96)})
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+# Where one scale serves for 128 columns or rows, the matrices here have part of a block.
+FORMATS: dict[str, Format] = {
+    "mxfp4": packed_mxfp4(),
+    "nvfp4": packed_nvfp4(),
+    "quark": quark(),
+    "modelopt": modelopt(),
+    "modelopt-fp8": modelopt("FP8"),
+    "fp8": float8(block=128),
+    "float": float_tensors(),
+    "int8": int_tensors(),
+    "int4": packed_tensors(group=32),
+    "gptq": gptq(group=32),
+    "awq": awq(group=32),
+}
+Tensors = dict[str, Tensor]
+
+
+def quantised(
+    folder: Path, style: Format, is_quantised: Callable[[str], bool], alone: dict[str, Tensor]
+) -> Tensors:
+    """Quantise a checkpoint in place -> all its tensors as they are meant.
+
+    Args:
+        alone: tensors that take the place of others whose names begin alike.
+    """
+    tensors = {**load_file(folder / "model.safetensors"), **alone}
+    meant = dict(tensors)
+    for name, weight in list(tensors.items()):
+        if weight.dim() != 2 or not is_quantised(name):
+            continue
+        stored = style.write(weight.numpy())
+        del tensors[name]
+        module = name.removesuffix(".weight")
+        tensors |= {
+            f"{module}.{end}": it.contiguous().clone() for end, it in stored.tensors.items()
+        }
+        meant[name] = stored.weight
+    save_file(tensors, folder / "model.safetensors")
+    edit_config(folder, quantization_config=style.config)
+    return meant
+
+
+def assert_same_logits(folder: Path, whole: Path, tolerance: float = 5e-6) -> None:
+    prompts = [prompt[:20] for prompt in make_prompts()]
+    (ours, theirs) = (runner_logits(load(it), prompts, (7, 1, 12)) for it in (folder, whole))
+    for logits, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(QWEN3, tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(GPT_OSS, tmp_path_factory.mktemp("gpt-oss"))
+
+
+def copied(folder: Path, to: Path) -> Path:
+    to.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (to / name).write_bytes((folder / name).read_bytes())
+    return to
+
+
+@pytest.mark.usefixtures("plain_torch")
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_one_by_one(name: str, qwen3: Path, tmp_path: Path) -> None:
+    folder = copied(qwen3, tmp_path / "m")
+    meant = quantised(folder, FORMATS[name], lambda it: "proj" in it, {})
+    assert_same_logits(folder, write_whole(tmp_path / "whole", folder, meant))
+
+
+def fused_mxfp4(folder: Path) -> Tensors:
+    """gpt-oss's own format in place of its floats -> all tensors as they are meant."""
+    tensors = load_file(folder / "model.safetensors")
+    meant = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        weight = tensors.pop(name).transpose(1, 2).contiguous()  # rows are outputs
+        count, rows, columns = weight.shape
+        values, scales, numbers = mxfp4_numbers(weight.flatten(0, 1).numpy())
+        tensors[f"{name}_blocks"] = values.view(count, rows, columns // 32, 16)
+        tensors[f"{name}_scales"] = scales.view(count, rows, columns // 32)
+        meant[name] = numbers.view(weight.shape).transpose(1, 2)
+    save_file(tensors, folder / "model.safetensors")
+    edit_config(folder, quantization_config=MXFP4)
+    return meant
+
+
+def taken_apart(folder: Path) -> Tensors:
+    """gpt-oss's fused experts under the names of single ones; the fused ones leave the file."""
+    tensors, alone = load_file(folder / "model.safetensors"), Tensors()
+    for name in [name for name in tensors if ".experts." in name]:
+        experts, _, last = name.rpartition(".")
+        ending = "bias" if last.endswith("_bias") else "weight"
+        whole = tensors.pop(name)
+        for expert, own in enumerate(whole if ending == "bias" else whole.transpose(1, 2)):
+            module = f"{experts}.{expert}"
+            if last.startswith("gate_up"):
+                alone[f"{module}.gate_proj.{ending}"] = own[0::2].contiguous()
+                alone[f"{module}.up_proj.{ending}"] = own[1::2].contiguous()
+            else:
+                alone[f"{module}.down_proj.{ending}"] = own.contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    return alone
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_fused_experts(gpt_oss: Path, tmp_path: Path) -> None:
+    folder = copied(gpt_oss, tmp_path / "m")
+    meant = fused_mxfp4(folder)
+    assert_same_logits(folder, write_whole(tmp_path / "whole", folder, meant))
+
+
+@pytest.mark.usefixtures("plain_torch")
+@pytest.mark.parametrize("name", ["mxfp4", "modelopt", "fp8"])
+def test_experts_of_gpt_oss_one_by_one(name: str, gpt_oss: Path, tmp_path: Path) -> None:
+    folder = copied(gpt_oss, tmp_path / "m")
+    alone = taken_apart(folder)
+    meant = quantised(folder, FORMATS[name], lambda it: ".experts." in it, alone)
+    assert_same_logits(folder, write_whole(tmp_path / "whole", folder, meant))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "modelopt", "fused"])
+def test_experts_by_the_fastest_kernels(
+    name: str, qwen3: Path, gpt_oss: Path, tmp_path: Path
+) -> None:
+    """Which add up in their own order."""
+    folder = copied(gpt_oss if name == "fused" else qwen3, tmp_path / "m")
+    if name == "fused":
+        meant = fused_mxfp4(folder)
+    else:
+        meant = quantised(folder, FORMATS[name], lambda it: "proj" in it, {})
+    assert_same_logits(folder, write_whole(tmp_path / "whole", folder, meant), tolerance=1e-4)
+
+
+@pytest.mark.usefixtures("plain_torch")
+@pytest.mark.parametrize("load_format", ["auto", "dummy", "twin"])
+def test_bytes_of_experts_are_known_beforehand(
+    load_format: str, gpt_oss: Path, tmp_path: Path
+) -> None:
+    """Also of random weights, of which experts alone have four bits."""
+    folder = copied(gpt_oss, tmp_path / "m")
+    fused_mxfp4(folder)
+    checkpoint = Checkpoint(folder)
+    options = LoadOptions(torch.float32, CPU, load_format, 64)
+    config = read_decoder_config(checkpoint)
+    network: Any = load_decoder(checkpoint, options)
+    experts = [layer.feed_forward._parts for layer in network.layers]
+    assert all(it.gate_up.nbytes < it.gate_up.shape[0] * it.gate_up.shape[1] for it in experts)
+    taken = network.embedding.weight.nbytes + network.head.weight.nbytes
+    for layer, parts in zip(network.layers, experts, strict=True):
+        mixer = layer.mixer
+        taken += parts.gate_up.nbytes + parts.down.nbytes + parts.router.weight.nbytes
+        taken += mixer.qkv.weight.nbytes + mixer.output.weight.nbytes
+    assert decoder_bytes(checkpoint, config, options) == pytest.approx(taken, rel=0.06)
