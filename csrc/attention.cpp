@@ -142,12 +142,27 @@ class AttentionPass {
         rows_.tree_ancestors = long_numbers(*tree_ancestors, rows_.num_rows, "tree ancestors");
     }
 
+    // Layers with a window have other tables [R, blocks] and slots [T].
+    void set_windowed(const Array& block_tables, const Array& slots) {
+        require(block_tables.ndim() == 2 && axis(block_tables, 0) >= rows_.num_requests,
+                "windowed block_tables: [R, blocks]");
+        windowed_ = rows_;
+        windowed_.slots = long_numbers(slots, rows_.num_rows, "windowed slots");
+        windowed_.block_tables =
+            numbers<const int32_t>(block_tables, Number::i32, 1, "windowed block_tables");
+        windowed_.table_stride = block_tables.stride(0);
+        windowed_.table_width = axis(block_tables, 1);
+        kept_[5] = block_tables;
+        kept_[6] = slots;
+        rows_.windowed = &windowed_;
+    }
+
     const AttentionRows& rows() const { return rows_; }
 
   private:
-    Array kept_[5];
+    Array kept_[7];
     Optional tree_[3];
-    AttentionRows rows_{};
+    AttentionRows rows_{}, windowed_{};
 };
 
 AttentionCall prepare(const AttentionLayer& layer, const AttentionRows& rows, const CacheView& cache,
@@ -220,7 +235,9 @@ void bind_attention(nb::module_& module) {
              nb::arg("query_start"), nb::arg("context_lens"), nb::arg("block_tables"),
              nb::arg("positions"), nb::arg("slots"), nb::arg("first_seen"), nb::arg("causal"),
              nb::arg("tree_starts").none(), nb::arg("tree_tokens").none(),
-             nb::arg("tree_ancestors").none());
+             nb::arg("tree_ancestors").none())
+        .def("set_windowed", &AttentionPass::set_windowed, nb::arg("block_tables"),
+             nb::arg("slots"));
     module.def("attend", run_attend, nb::arg("layer"), nb::arg("rows"), nb::arg("qkv"),
                nb::arg("keys"), nb::arg("values"), nb::arg("out"));
     module.def("store", run_store, nb::arg("layer"), nb::arg("kv"), nb::arg("positions"),

@@ -36,6 +36,8 @@ struct AttentionRows {
     bool causal;
     // Of passes with trees, all three; else null: [num_requests], [num_rows], [num_rows].
     const int64_t *tree_starts, *tree_tokens, *tree_ancestors;
+    // The rows as layers with a window find them, where those have blocks of their own; else null.
+    const AttentionRows* windowed;
 };
 
 // i8: a head of a token is D numbers and 4 bytes of a float32, the scale of the numbers.

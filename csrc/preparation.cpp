@@ -20,6 +20,9 @@ struct Tables {
     int64_t* num_computed;  // [S]
     const int32_t* block_tables;  // [S, num_blocks]
     int64_t num_blocks, block_size;
+    int64_t window_column;  // where a second table of each slot begins; 0: there is none
+
+    int64_t num_tables() const { return window_column ? 2 : 1; }
 
     const int64_t* checked(const Array& given, int64_t requests) const {
         const int64_t* slots = dense<int64_t>(given, {requests}, "slots");
@@ -27,10 +30,12 @@ struct Tables {
             require(slots[request] >= 0 && slots[request] < num_slots, "there is no such slot");
         return slots;
     }
-    // Where a token of the request in a slot stands in the cache.
-    int64_t place(int64_t slot, int64_t token) const {
-        require(token >= 0 && token < num_blocks * block_size, "a token is in no block");
-        const int64_t block = block_tables[slot * num_blocks + token / block_size];
+    // Where a token of the request in a slot stands in the cache, by its first table or the second.
+    int64_t place(int64_t slot, int64_t token, int64_t table) const {
+        const int64_t width = window_column ? window_column : num_blocks;
+        require(token >= 0 && token < width * block_size, "a token is in no block");
+        const int64_t block =
+            block_tables[slot * num_blocks + table * window_column + token / block_size];
         return block * block_size + token % block_size;
     }
     // Tokens behind the last column are lost in it.
@@ -44,11 +49,14 @@ using Optional = std::optional<Array>;
 
 // The tables are kept by whoever keeps what is made.
 void make_tables(Tables* made, const Array& token_ids, const Array& num_tokens,
-                 const Array& num_computed, const Array& block_tables, int64_t block_size) {
+                 const Array& num_computed, const Array& block_tables, int64_t block_size,
+                 int64_t window_column) {
     const int64_t num_slots = length(token_ids, 2, 0, "token_ids"),
                   columns = length(token_ids, 2, 1, "token_ids"),
                   num_blocks = length(block_tables, 2, 1, "block_tables");
     require(columns > 0 && block_size > 0, "token_ids, block_size: too small");
+    require(window_column == 0 || 2 * window_column == num_blocks,
+            "window_column: the second table is as wide as the first");
     new (made) Tables{num_slots,
                       dense<int32_t>(token_ids, {num_slots, columns}, "token_ids"),
                       columns,
@@ -56,10 +64,11 @@ void make_tables(Tables* made, const Array& token_ids, const Array& num_tokens,
                       dense<int64_t>(num_computed, {num_slots}, "num_computed"),
                       dense<const int32_t>(block_tables, {num_slots, num_blocks}, "block_tables"),
                       num_blocks,
-                      block_size};
+                      block_size,
+                      window_column};
 }
 
-// `numbers`: 2 T + 3 R + 1 int64: positions [T], slots [T], query_start [R + 1], context_lens [R],
+// `numbers`: (1 + tables) T + 3 R + 1 int64: positions [T], slots [tables, T], query_start [R + 1], context_lens [R],
 // last_row [R]; `blocks` [R, num_blocks]; `token_ids` [T]. A mask token of -1 is none.
 void expand_rows(const Tables& tables, const Array& slots_in, const Array& starts_in,
                  const Array& lengths_in, int64_t most, int64_t mask_token, const Array& numbers_out,
@@ -70,8 +79,10 @@ void expand_rows(const Tables& tables, const Array& slots_in, const Array& start
     const int64_t *slots = tables.checked(slots_in, requests),
                   *starts = dense<int64_t>(starts_in, {requests}, "starts"),
                   *lengths = dense<int64_t>(lengths_in, {requests}, "lengths");
-    auto* positions = dense<int64_t>(numbers_out, {2 * rows + 3 * requests + 1}, "numbers");
-    int64_t *places = positions + rows, *query_start = places + rows,
+    const int64_t num_places = tables.num_tables() * rows;
+    auto* positions =
+        dense<int64_t>(numbers_out, {rows + num_places + 3 * requests + 1}, "numbers");
+    int64_t *places = positions + rows, *query_start = places + num_places,
             *contexts = query_start + requests + 1, *last_rows = contexts + requests;
     auto *tokens = dense<int32_t>(tokens_out, {rows}, "token_ids"),
          *own_blocks = dense<int32_t>(blocks_out, {requests, tables.num_blocks}, "blocks");
@@ -89,7 +100,9 @@ void expand_rows(const Tables& tables, const Array& slots_in, const Array& start
             const int64_t position = std::min(start + offset, last_position);
             require(position >= 0, "a position is negative");
             positions[row] = position;
-            places[row] = offset < length ? tables.place(slot, position) : -1;
+            for (int64_t table = 0; table < tables.num_tables(); ++table)
+                places[table * rows + row] =
+                    offset < length ? tables.place(slot, position, table) : -1;
             tokens[row] = position >= known ? static_cast<int32_t>(mask_token)
                                             : tables.token_ids[slot * tables.columns + position];
         }
@@ -97,7 +110,7 @@ void expand_rows(const Tables& tables, const Array& slots_in, const Array& start
     query_start[requests] = rows;
 }
 
-// `numbers`: 4 T + 3 R + 1 int64: positions [T], slots [T], request [T], offset [T], query_start
+// `numbers`: (3 + tables) T + 3 R + 1 int64: positions [T], slots [tables, T], request [T], offset [T], query_start
 // [R + 1], context_lens [R], last_row [R]; `blocks` [R, num_blocks]; `token_ids` [T]. `rereads` of 0
 // and a mask token of -1 are none.
 void place_rows(const Tables& tables, const Array& slots_in, const Array& starts_in,
@@ -109,8 +122,10 @@ void place_rows(const Tables& tables, const Array& slots_in, const Array& starts
                   *starts = dense<int64_t>(starts_in, {requests}, "starts"),
                   *lengths = dense<int64_t>(lengths_in, {requests}, "lengths"),
                   *rereads = dense<int64_t>(rereads_in, {requests}, "rereads");
-    auto* positions = dense<int64_t>(numbers_out, {4 * rows + 3 * requests + 1}, "numbers");
-    int64_t *places = positions + rows, *owners = places + rows, *offsets = owners + rows,
+    const int64_t num_places = tables.num_tables() * rows;
+    auto* positions =
+        dense<int64_t>(numbers_out, {3 * rows + num_places + 3 * requests + 1}, "numbers");
+    int64_t *places = positions + rows, *owners = places + num_places, *offsets = owners + rows,
             *query_start = offsets + rows, *contexts = query_start + requests + 1,
             *last_rows = contexts + requests;
     auto *tokens = dense<int32_t>(tokens_out, {rows}, "token_ids"),
@@ -126,10 +141,13 @@ void place_rows(const Tables& tables, const Array& slots_in, const Array& starts
         std::memcpy(own_blocks + request * tables.num_blocks,
                     tables.block_tables + slot * tables.num_blocks, tables.num_blocks * 4);
         for (int64_t offset = 0; offset < length; ++offset, ++row) {
-            const int64_t position = start + offset, place = tables.place(slot, position);
+            const int64_t position = start + offset;
             require(position < tables.columns, "a position is behind the last one");
             positions[row] = position;
-            places[row] = offset < reread ? -1 : place;
+            for (int64_t table = 0; table < tables.num_tables(); ++table) {
+                const int64_t place = tables.place(slot, position, table);
+                places[table * rows + row] = offset < reread ? -1 : place;
+            }
             owners[row] = request;
             offsets[row] = offset;
             tokens[row] = position >= known ? static_cast<int32_t>(mask_token)
@@ -212,13 +230,16 @@ void commit(const Tables& tables, const Array& slots_in, const Array& new_in,
 // `pages` [num_pages, blocks, block_size, heads, numbers], of any type. A node never stands before
 // its new place, and its old one is read before anything is written there, as the ways rise.
 void keep_path(const Tables& tables, const Array& slots_in, const Array& roots_in,
-               const Array& path_in, const Array& counts_in, const Array& pages_in) {
+               const Array& path_in, const Array& counts_in, const Array& pages_in,
+               bool windowed) {
     const int64_t requests = length(slots_in, 1, 0, "slots"), width = length(path_in, 2, 1, "path"),
                   num_pages = length(pages_in, 5, 0, "pages");
     const int64_t *slots = tables.checked(slots_in, requests),
                   *roots = dense<int64_t>(roots_in, {requests}, "roots"),
                   *path = dense<int64_t>(path_in, {requests, width}, "path"),
                   *counts = dense<int64_t>(counts_in, {requests}, "counts");
+    require(!windowed || tables.window_column, "windowed: there is no second table");
+    const int64_t table = windowed ? 1 : 0;
     const Number type = number_of(pages_in);
     char* pages = contiguous<char>(pages_in, type, "pages");
     const int64_t size = pages_in.dtype().bits / 8;
@@ -232,8 +253,8 @@ void keep_path(const Tables& tables, const Array& slots_in, const Array& roots_i
         for (int64_t i = 0; i <= count && i < width; ++i) {
             const int64_t node = path[request * width + i];
             if (node == i) continue;
-            const int64_t from = tables.place(slot, root + node) * token_bytes;
-            const int64_t to = tables.place(slot, root + i) * token_bytes;
+            const int64_t from = tables.place(slot, root + node, table) * token_bytes;
+            const int64_t to = tables.place(slot, root + i, table) * token_bytes;
             require(std::max(from, to) < page_bytes, "a block is not in the cache");
             for (int64_t page = 0; page < num_pages; ++page)
                 std::memcpy(pages + page * page_bytes + to, pages + page * page_bytes + from,

@@ -101,7 +101,8 @@ class AttentionHalf final : public Half {
             const Labels::Range range(pass.labels, "slipstream::attend");
             AttentionCall call{};
             call.shape = &shape_;
-            call.rows = &pass.rows;
+            const AttentionRows* windowed = shape_.window > 0 ? pass.rows.windowed : nullptr;
+            call.rows = windowed ? windowed : &pass.rows;
             call.cache = cache;
             call.x = buffers.wide;
             call.x_is_bf16 = pass.is_bf16;

@@ -1,10 +1,11 @@
 """Who holds which block of the KV cache. Numbers only: the storage itself lives elsewhere."""
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import KeysView, Sequence
 from dataclasses import dataclass
 
-from slipstream.cache.prefix_index import PrefixIndex
+from slipstream.cache.block_pool import BlockPool
+from slipstream.cache.window_blocks import WindowBlocks
 
 
 @dataclass(slots=True, eq=False)
@@ -24,40 +25,48 @@ class _Table:
 class BlockManager:
     """Hands out the blocks of the KV cache and shares those with equal content.
 
-    Every block is in exactly one place:
-
-        free        nothing worth keeping in it
-        evictable   in the prefix index, in no table; least recently used first
-        referenced  in one table, or in several that share a prefix
-
     Args:
         num_blocks: blocks in the cache.
         block_size: tokens in a block.
         enable_prefix_caching: keep the blocks of ended requests for later ones that begin alike.
+        window: blocks of layers with a window, where they have blocks of their own.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
-        assert num_blocks > 0, f"num_blocks must be at least 1, not {num_blocks}"
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        window: WindowBlocks | None = None,
+    ) -> None:
         assert block_size > 0, f"block_size must be at least 1, not {block_size}"
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._window = window
         self.num_queried_tokens = 0  # prompt tokens looked up when their request was admitted
         self.num_hit_tokens = 0  # how many of them were found
         self.reset()
 
     def reset(self) -> None:
         """Empty all blocks and forget all tables."""
-        self._free = list(reversed(range(self.num_blocks)))  # a stack; block 0 goes first
-        self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._references = [0] * self.num_blocks
+        self._pool = BlockPool(self.num_blocks)
         self._tables: dict[str, _Table] = {}
-        self._index = PrefixIndex()
+        if self._window is not None:
+            self._window.reset()
 
     @property
     def num_available(self) -> int:
         """Blocks that can be handed out now: free ones and evictable ones."""
-        return len(self._free) + len(self._evictable)
+        return self._pool.num_available
+
+    @property
+    def usage(self) -> float:
+        """The share of the blocks that is in use, of those that are scarcer."""
+        used = 1.0 - self.num_available / self.num_blocks
+        if self._window is None:
+            return used
+        return max(used, 1.0 - self._window.num_available / self._window.num_blocks)
 
     @property
     def request_ids(self) -> KeysView[str]:
@@ -72,10 +81,16 @@ class BlockManager:
         """The blocks of a request, in order: a live view, valid until the table next changes."""
         return self._tables[request_id].blocks
 
+    def window_table(self, request_id: str) -> Sequence[int]:
+        """The entries of a request for layers with a window, a live view; none without such."""
+        return () if self._window is None else self._window.table(request_id)
+
     def capacity(self, request_id: str) -> int:
         """The most tokens that the table could cover if it took every available block."""
-        held = len(self._tables[request_id].blocks)
-        return (held + self.num_available) * self.block_size
+        blocks = len(self._tables[request_id].blocks) + self.num_available
+        if self._window is not None:
+            blocks = min(blocks, self._window.reach(request_id))
+        return blocks * self.block_size
 
     def num_final_tokens(self, request_id: str) -> int:
         """Leading tokens in blocks that are never written again while the request lives."""
@@ -90,21 +105,29 @@ class BlockManager:
         found: list[int] = []
         if not self.enable_prefix_caching:
             return found
-        digest = self._index.root(namespace)
+        index = self._pool.index
+        digest = index.root(namespace)
         for number in range((len(token_ids) - 1) // self.block_size):
-            digest = self._index.child(digest, self._content(token_ids, number))
-            block = self._index.block_of(digest)
+            digest = index.child(digest, self._content(token_ids, number))
+            block = index.block_of(digest)
             if block is None:
                 break
             found.append(block)
+        if self._window is not None:
+            del found[self._window.longest_prefix(self._digests(found)) :]
         return found
 
     def can_admit(self, prefix_blocks: Sequence[int], num_tokens: int, reserve: int = 0) -> bool:
         """Whether a table that begins with `prefix_blocks` could cover `num_tokens` tokens, with
         `reserve` blocks still available after that."""
         fresh = self.blocks_for(num_tokens) - len(prefix_blocks)
-        revived = sum(block in self._evictable for block in prefix_blocks)
-        return fresh + revived + reserve <= self.num_available
+        revived = sum(self._pool.is_evictable(block) for block in prefix_blocks)
+        if fresh + revived + reserve > self.num_available:
+            return False
+        if self._window is None:
+            return True
+        wanted = self.blocks_for(num_tokens)
+        return self._window.can_admit(self._digests(prefix_blocks), wanted, reserve)
 
     def admit(
         self, request_id: str, prefix_blocks: Sequence[int] = (), num_queried_tokens: int = 0
@@ -118,24 +141,36 @@ class BlockManager:
         assert request_id not in self._tables, f"request {request_id} already has a table"
         table = _Table(list(prefix_blocks), len(prefix_blocks))
         for block in prefix_blocks:
-            self._share(block)
-        if prefix_blocks:
-            tip = self._index.digest_of(prefix_blocks[-1])
-            assert tip is not None, "only indexed blocks can be shared"
-            table.tip = tip
+            self._pool.share(block)
+        digests = self._digests(prefix_blocks)
+        if digests:
+            table.tip = digests[-1]
+        if self._window is not None:
+            self._window.admit(request_id, digests)
         self._tables[request_id] = table
         if num_queried_tokens and self.enable_prefix_caching:
             self.num_queried_tokens += num_queried_tokens
             self.num_hit_tokens += len(prefix_blocks) * self.block_size
 
-    def grow(self, request_id: str, num_tokens: int) -> bool:
-        """Make the table cover `num_tokens` tokens; False, and nothing changes, if blocks lack."""
-        blocks = self._tables[request_id].blocks
-        missing = self.blocks_for(num_tokens) - len(blocks)
+    def grow(self, request_id: str, num_tokens: int, num_written: int | None = None) -> bool:
+        """Make the table cover `num_tokens` tokens; False, and nothing changes, if blocks lack.
+
+        Args:
+            num_written: no token behind so many is written before the table is grown again; None:
+                all may be. The table of layers with a window goes no further.
+        """
+        blocks, window = self._tables[request_id].blocks, self._window
+        wanted = self.blocks_for(num_tokens)
+        missing = wanted - len(blocks)
         if missing > self.num_available:
             return False
+        if window is not None:
+            reached = wanted if num_written is None else self.blocks_for(num_written)
+            if window.missing(request_id, reached) > window.num_available:
+                return False
+            window.grow(request_id, wanted, reached)
         for _ in range(missing):
-            blocks.append(self._take())
+            blocks.append(self._pool.take())
         return True
 
     def rewind(self, request_id: str, num_tokens: int) -> None:
@@ -146,7 +181,15 @@ class BlockManager:
         # held drafts, none of them shared or indexed.
         assert keep >= table.num_final, f"{request_id}: cannot rewind into final blocks"
         while len(table.blocks) > keep:
-            self._release(table.blocks.pop())
+            self._pool.release(table.blocks.pop())
+        if self._window is not None:
+            self._window.rewind(request_id, keep)
+
+    def slide(self, request_id: str, num_computed: int) -> None:
+        """Give back the blocks behind every window: rows before token `num_computed` have been
+        computed and none will be again."""
+        if self._window is not None:
+            self._window.slide(request_id, num_computed)
 
     def index(
         self, request_id: str, namespace: str, token_ids: Sequence[int], num_tokens: int
@@ -164,9 +207,11 @@ class BlockManager:
         assert num_tokens <= len(token_ids), f"{request_id}: more tokens than there are"
         assert num_full <= len(table.blocks), f"{request_id}: tokens without a block"
         for number in range(table.num_final, num_full):
-            parent = table.tip if number else self._index.root(namespace)
-            table.tip = self._index.child(parent, self._content(token_ids, number))
-            self._index.add(table.tip, table.blocks[number])
+            parent = table.tip if number else self._pool.index.root(namespace)
+            table.tip = self._pool.index.child(parent, self._content(token_ids, number))
+            self._pool.index.add(table.tip, table.blocks[number])
+            if self._window is not None:
+                self._window.add_to_index(request_id, number, table.tip)
             table.num_final = number + 1
 
     def free(self, request_id: str) -> None:
@@ -174,18 +219,17 @@ class BlockManager:
         # Tail first: a block is of use only together with those in front of it, so it should be
         # evicted before them.
         for block in reversed(self._tables.pop(request_id).blocks):
-            self._release(block)
+            self._pool.release(block)
+        if self._window is not None:
+            self._window.free(request_id)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless every block is in its one right place."""
-        self._index.check_invariants()
-        held = Counter(block for table in self._tables.values() for block in table.blocks)
-        counted = {block: count for block, count in enumerate(self._references) if count}
-        assert counted == held, "a reference count is not the number of tables that hold the block"
-        places = Counter([*self._free, *self._evictable, *held])
-        assert places == Counter(range(self.num_blocks)), "a block is in no place or in two"
-        assert all(block not in self._index for block in self._free), "a free block is indexed"
-        assert all(block in self._index for block in self._evictable), "evictable but not indexed"
+        self._pool.check_invariants(
+            Counter(block for table in self._tables.values() for block in table.blocks)
+        )
+        if self._window is not None:
+            self._window.check_invariants({it: self._tables[it].num_final for it in self._tables})
         for request_id, table in self._tables.items():
             self._check_table(request_id, table)
 
@@ -193,33 +237,15 @@ class BlockManager:
         assert len(set(table.blocks)) == len(table.blocks), f"{request_id}: a block comes twice"
         assert 0 <= table.num_final <= len(table.blocks), f"{request_id}: final blocks are missing"
         for block in table.blocks[table.num_final :]:
-            # Such a block will still be written.
-            assert block not in self._index, f"{request_id}: block {block} is indexed too early"
-            assert self._references[block] == 1, f"{request_id}: block {block} is shared too early"
+            self._pool.check_owned(block)  # it will still be written
 
     def _content(self, token_ids: Sequence[int], number: int) -> Sequence[int]:
         """The tokens of one full block."""
         return token_ids[number * self.block_size : (number + 1) * self.block_size]
 
-    def _take(self) -> int:
-        """A block without content, for one table."""
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._evictable.popitem(last=False)
-            self._index.remove(block)
-        self._references[block] = 1
-        return block
-
-    def _share(self, block: int) -> None:
-        self._evictable.pop(block, None)
-        self._references[block] += 1
-
-    def _release(self, block: int) -> None:
-        self._references[block] -= 1
-        if self._references[block]:
-            return
-        if block in self._index:
-            self._evictable[block] = None
-        else:
-            self._free.append(block)
+    def _digests(self, blocks: Sequence[int]) -> list[bytes]:
+        """The content of indexed blocks."""
+        found = [self._pool.index.digest_of(block) for block in blocks]
+        digests = [digest for digest in found if digest is not None]
+        assert len(digests) == len(blocks), "only indexed blocks can be shared"
+        return digests

@@ -19,11 +19,13 @@ class KVSpec:
         num_kv_heads, head_dim: sizes of a token's keys, and of its values.
         dtype: of the stored numbers. int8: a head of a token is rounded to 8 bits with a scale of
             its own, a float32 in the 4 numbers behind its own.
+        window: how many tokens a row sees, itself included; None: all.
     """
 
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    window: int | None = None
 
     bytes_per_request = 0
 
@@ -45,16 +47,21 @@ class KVPool:
 
     Attributes:
         pages: [2 * layers, num_blocks, block_size, num_kv_heads, stored_dim]. Pages are not
-            cleared: nothing reads a slot before it was written.
+            cleared: nothing reads a slot before it was written. With a window, and blocks for it,
+            `num_window_blocks` and the block of zeros behind them.
         layers: (keys, values) of each layer, views of `pages`.
     """
 
     def __init__(self, spec: KVSpec, num_layers: int, sizes: CacheSizes) -> None:
+        self._windowed = spec.window is not None and sizes.num_window_blocks > 0
+        num_blocks = sizes.num_window_blocks + 1 if self._windowed else sizes.num_blocks
         shape = (
-            *(2 * num_layers, sizes.num_blocks, sizes.block_size),
+            *(2 * num_layers, num_blocks, sizes.block_size),
             *(spec.num_kv_heads, spec.stored_dim),
         )
         self.pages = torch.empty(shape, dtype=spec.dtype, device=sizes.device)
+        if self._windowed:
+            self.pages[:, -1].zero_()
         self._preparation = kernels_for(sizes.device).preparation
         self.layers: list[tuple[Tensor, Tensor]] = [
             (self.pages[2 * layer], self.pages[2 * layer + 1]) for layer in range(num_layers)
@@ -64,4 +71,4 @@ class KVPool:
         self, tables: RequestTables, slots: Tensor, roots: Tensor, path: Tensor, counts: Tensor
     ) -> None:
         """See `CachePool.keep_path`."""
-        self._preparation.keep_path(tables, slots, roots, path, counts, self.pages)
+        self._preparation.keep_path(tables, slots, roots, path, counts, self.pages, self._windowed)

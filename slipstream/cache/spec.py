@@ -26,12 +26,16 @@ class CacheSizes:
     Attributes:
         num_blocks, block_size: blocks that all layers share, and tokens in each.
         num_slots: requests that run at once, and one slot for padding.
+        num_window_blocks: blocks that layers with a window share in place of those; one more
+            stands behind them, of zeros, for tokens that no row sees any more. 0: these layers
+            keep all tokens.
     """
 
     num_blocks: int
     block_size: int
     num_slots: int
     device: torch.device
+    num_window_blocks: int = 0
 
 
 class CachePool(Protocol):
@@ -76,6 +80,10 @@ class CacheSpec(Hashable, Protocol):
     def bytes_per_request(self) -> int:
         """Bytes of a state, for every slot, however long its request is."""
 
+    @property
+    def window(self) -> int | None:
+        """How many tokens a row reads of what is in blocks, itself included; None: all."""
+
     def allocate(self, num_layers: int, sizes: CacheSizes) -> CachePool:
         """A pool for so many layers of this spec; a `StatePool` where requests have states."""
 
@@ -98,6 +106,16 @@ class CacheLayout:
         return self.extra_bytes_per_token + sum(spec.bytes_per_token for spec in self.specs)
 
     @property
+    def windowed_bytes_per_token(self) -> int:
+        """Those of layers with a window."""
+        return sum(spec.bytes_per_token for spec in self.specs if spec.window is not None)
+
+    def window(self, longest: int) -> int | None:
+        """The largest window of any layer, where it is smaller than the `longest` request."""
+        largest = max((spec.window for spec in self.specs if spec.window is not None), default=None)
+        return largest if largest is not None and largest < longest else None
+
+    @property
     def bytes_per_request(self) -> int:
         return sum(spec.bytes_per_request for spec in self.specs)
 
@@ -113,9 +131,11 @@ class ModelCache:
 
     Attributes:
         layers: one for each layer of the layout, as its mixer takes it.
+        has_windows: layers with a window have blocks of their own.
     """
 
     def __init__(self, layout: CacheLayout, sizes: CacheSizes) -> None:
+        self.has_windows = sizes.num_window_blocks > 0
         counts = Counter(layout.specs)
         pools = {spec: spec.allocate(count, sizes) for spec, count in counts.items()}
         self._pools = list(pools.values())

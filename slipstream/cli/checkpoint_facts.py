@@ -99,12 +99,22 @@ class CheckpointFacts:
         sizes = {name: getattr(self.config, name, known.get(name)) for name in _SIZES}
         return {"dtype": None if dtype is None else str(dtype).removeprefix("torch."), **sizes}
 
-    def _cache_sizes(self) -> dict[str, int]:
-        shape, per_token = self.config, 0
+    def _cache_sizes(self) -> dict[str, int | None]:
+        """Of a token in all layers, of a block of them; how much of a token is only kept for the
+        last `window` tokens, by a target."""
+        shape, per_token, windowed, window = self.config, 0, 0, None
         keeps_none = self.head is not None and not self.head.keeps_blocks
         if shape is not None and not keeps_none:
-            per_token = shape.cache_layout(shape.dtype).bytes_per_token
-        return {"kv_bytes_per_token": per_token, "kv_bytes_per_block": per_token * BLOCK_SIZE}
+            layout = shape.cache_layout(shape.dtype)
+            window = layout.window(shape.max_position_embeddings)
+            per_token = layout.bytes_per_token
+            windowed = layout.windowed_bytes_per_token if window else 0
+        return {
+            "kv_bytes_per_token": per_token,
+            "kv_bytes_per_block": per_token * BLOCK_SIZE,
+            "kv_bytes_in_windows": windowed,
+            "window": window,
+        }
 
 
 def read_facts(name: str) -> CheckpointFacts:

@@ -97,6 +97,10 @@ def _shape_rows(facts: dict[str, Any]) -> dict[str, str]:
     yes_no = {True: "yes", False: "no"}
     heads, kv_heads = facts["num_heads"], facts["num_kv_heads"]
     per_token, per_block = facts["kv_bytes_per_token"], facts["kv_bytes_per_block"]
+    cache = f"{_bytes(per_token)} per token, {_bytes(per_block)} per block of {BLOCK_SIZE}"
+    if facts["window"]:
+        within = _bytes(facts["kv_bytes_in_windows"])
+        cache += f"; {within} per token are kept for the last {facts['window']} tokens only"
     return {
         "layers": str(facts["num_layers"]),
         "hidden size": f"{facts['hidden_size']}, feed-forward {facts['intermediate_size']}",
@@ -106,7 +110,7 @@ def _shape_rows(facts: dict[str, Any]) -> dict[str, str]:
         "tied embeddings": yes_no[facts["tie_word_embeddings"]],
         "EOS ids": ", ".join(map(str, facts["eos_token_ids"])) or "none",
         "chat template": yes_no[facts["has_chat_template"]],
-        "KV cache": f"{_bytes(per_token)} per token, {_bytes(per_block)} per block of {BLOCK_SIZE}",
+        "KV cache": cache,
     }
 
 

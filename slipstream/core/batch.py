@@ -17,6 +17,8 @@ class ScheduledRequest:
         num_draft_tokens: draft tokens to verify at most; only when this step reaches the last
             known token.
         block_table: the request's KV blocks, covering start + num_new_tokens + num_draft_tokens.
+        window_table: the same for layers with a window, where those have blocks of their own; the
+            null block stands for tokens that no row of the step sees.
         admitted: it got its slot in this step (anew, or again after a preemption).
         reaches_end: the last row of this step's known tokens predicts a new token.
     """
@@ -28,6 +30,7 @@ class ScheduledRequest:
     block_table: Sequence[int]
     admitted: bool
     reaches_end: bool
+    window_table: Sequence[int] = ()
 
     @property
     def is_prompt_chunk(self) -> bool:

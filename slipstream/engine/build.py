@@ -5,6 +5,7 @@ from functools import partial
 
 from slipstream.cache.block_manager import BlockManager
 from slipstream.cache.spec import CacheSizes, ModelCache
+from slipstream.cache.window_blocks import WindowBlocks
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.engine.engine import Engine
@@ -124,11 +125,14 @@ def assemble(
 ) -> Engine:
     """The engine around loaded models."""
     limits, device, shape = resolved.limits, resolved.device, network.config
-    state = DeviceState(limits.max_num_seqs, limits.max_model_len, config.block_size, device)
+    windowed = resolved.num_window_blocks > 0
+    state = DeviceState(
+        limits.max_num_seqs, limits.max_model_len, config.block_size, device, windowed
+    )
     sampling = SamplingState(state.num_slots, shape.vocab_size, device, config.use_fp64_gumbel)
     layout = shape.cache_layout(resolved.cache_dtype)
     sizes = CacheSizes(resolved.num_blocks, config.block_size, state.num_slots, device)
-    cache = ModelCache(layout, sizes)
+    cache = ModelCache(layout, replace(sizes, num_window_blocks=resolved.num_window_blocks))
     needs = loaded_drafter.needs
     runner = ModelRunner(network, cache, state, stream_layers=needs.stream_layers)
     resources = DrafterResources(
@@ -147,7 +151,10 @@ def assemble(
         )
     drafter = loaded_drafter.build(resources)
     shares_prefixes = config.enable_prefix_caching and layout.blocks_resume
-    blocks = BlockManager(resolved.num_blocks, config.block_size, shares_prefixes)
+    window = None
+    if windowed:
+        window = WindowBlocks(resolved.num_window_blocks, config.block_size, resolved.window)
+    blocks = BlockManager(resolved.num_blocks, config.block_size, shares_prefixes, window)
     scheduler = Scheduler(limits, blocks)
     on_device = loaded_drafter.limits.on_device
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)

@@ -8,7 +8,7 @@ import torch
 from slipstream.core.config import EngineConfig, known_quantization
 from slipstream.core.errors import DraftTooLongError, UsageError
 from slipstream.core.limits import StepLimits
-from slipstream.engine.sizing import Reasons, size_cache
+from slipstream.engine.sizing import BlockBytes, Reasons, size_cache
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import dtype_named
 from slipstream.models.quantized.module import StoredQuantization
@@ -36,6 +36,9 @@ class Resolved:
     """The engine's numbers.
 
     Attributes:
+        num_window_blocks, window: blocks for the target's layers with a window, and how many tokens
+            they see at most; 0 where these layers keep all tokens.
+        bytes_per_block: of all layers.
         cache_dtype: of the target's keys and values.
         captures: whether steps are captured in CUDA graphs.
         reasons: (name, value, why) of everything that was derived.
@@ -43,6 +46,8 @@ class Resolved:
 
     limits: StepLimits
     num_blocks: int
+    num_window_blocks: int
+    window: int
     bytes_per_block: int
     dtype: torch.dtype
     cache_dtype: torch.dtype
@@ -139,8 +144,8 @@ def resolve(
     layouts = [shape.cache_layout(cache_dtype)]
     if drafter.layout is not None:
         layouts.append(drafter.layout)
-    bytes_per_block = config.block_size * sum(layout.bytes_per_token for layout in layouts)
     longest = resolve_model_len(config, shape)
+    blocks = BlockBytes.of(layouts, config.block_size, longest)
     rows = _max_num_batched_tokens(config, device, reasons)
     captures = captures_graphs(device, bool(config.enforce_eager) or speculation.enforce_eager)
     step = StepSizes(
@@ -155,7 +160,7 @@ def resolve(
         max_draft_rows=drafter.limits.draft_rows(speculation.num_speculative_tokens),
         layer_state=sum(layout.bytes_per_request for layout in layouts),
     )
-    num_blocks = size_cache(config, device_memory(device), step, bytes_per_block, reasons)
+    num_blocks, num_window_blocks = size_cache(config, device_memory(device), step, blocks, reasons)
     max_model_len = _fit_model_len(config, longest, num_blocks * config.block_size, reasons)
     _note_precision(config, device, reasons)
     _note_accepted_flags(config, device, captures, reasons)
@@ -163,7 +168,9 @@ def resolve(
     return Resolved(
         limits=_step_limits(config.max_num_seqs, rows, max_model_len, speculation),
         num_blocks=num_blocks,
-        bytes_per_block=bytes_per_block,
+        num_window_blocks=num_window_blocks,
+        window=blocks.window,
+        bytes_per_block=blocks.all,
         dtype=dtype,
         cache_dtype=cache_dtype,
         device=device,

@@ -221,7 +221,9 @@ class Scheduler:
         secured = 0
         while secured < len(self._running):
             request = self._running[secured]
-            if self.block_manager.grow(request.request_id, request.num_tokens):
+            # Of a prompt one row, for layers with a window; `_extend_chunks` gives more.
+            name, next_row = request.request_id, request.num_computed + 1
+            if self.block_manager.grow(name, request.num_tokens, next_row):
                 secured += 1
             else:
                 # The last to arrive, possibly this one. It has not been secured in this step.
@@ -255,16 +257,26 @@ class Scheduler:
         """The rest of the rows for prompts (and for tokens lost to a preemption)."""
         for share in shares:
             if share.num_uncomputed:
-                share.num_new_tokens += budget.take(share.num_uncomputed)
+                self._extend(share, budget)
                 self._draft(share, budget)
+
+    def _extend(self, share: _Share, budget: _Budget) -> None:
+        """The next rows of a prompt, as many as there are rows and blocks behind the window for."""
+        request = share.request
+        done = request.num_computed + share.num_new_tokens
+        room = self.block_manager.capacity(request.request_id) - done
+        share.num_new_tokens += budget.take(max(0, min(share.num_uncomputed, room)))
+        written = request.num_computed + share.num_new_tokens
+        grown = self.block_manager.grow(request.request_id, request.num_tokens, written)
+        assert grown, "capacity promised the blocks"
 
     def _admit_waiting(self, shares: list[_Share], budget: _Budget) -> None:
         while self._waiting and self._free_slots and budget.left:
             request = self._waiting[0]
             if not self._admit(request):
                 return
-            share = _Share(request, budget.take(request.num_tokens - request.num_computed))
-            share.admitted = True
+            share = _Share(request, 0, admitted=True)
+            self._extend(share, budget)
             self._draft(share, budget)
             shares.append(share)
 
@@ -277,10 +289,11 @@ class Scheduler:
             return False
         first = request.num_preemptions == 0
         queried = request.num_tokens if first and request.uses_prefix_cache else 0
-        self.block_manager.admit(request.request_id, prefix, queried)
-        grown = self.block_manager.grow(request.request_id, request.num_tokens)
-        assert grown, "can_admit promised the blocks"
+        name = request.request_id
+        self.block_manager.admit(name, prefix, queried)
         request.num_computed = len(prefix) * self.block_manager.block_size
+        grown = self.block_manager.grow(name, request.num_tokens, request.num_computed + 1)
+        assert grown, "can_admit promised the blocks"
         if first:
             request.num_cached_tokens = request.num_computed
         del self._waiting[0]
@@ -329,6 +342,7 @@ class Scheduler:
             num_new_tokens=share.num_new_tokens,
             num_draft_tokens=share.num_draft_tokens,
             block_table=self.block_manager.table(request.request_id),
+            window_table=self.block_manager.window_table(request.request_id),
             admitted=share.admitted,
             reaches_end=reaches_end,
         )
@@ -361,7 +375,9 @@ class Scheduler:
             self._index(request, gain.drafter_computed)
         if ending is not None:
             self.finish(request, *ending)
-        elif not request.steps_in_flight:  # or that step may still write to these blocks
+            return
+        self.block_manager.slide(request.request_id, request.num_computed)
+        if not request.steps_in_flight:  # or that step may still write to these blocks
             self.block_manager.rewind(request.request_id, request.num_tokens)
 
     def _index(self, request: Request, drafter_computed: int) -> None:

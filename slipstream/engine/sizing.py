@@ -2,9 +2,12 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from slipstream.cache.spec import CacheLayout
+from slipstream.cache.window_blocks import most_blocks_held
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.models.loading import MemoryCheck
@@ -61,30 +64,85 @@ class WeightRoom:
         return check
 
 
+@dataclass(frozen=True)
+class BlockBytes:
+    """Bytes of a block: of layers that keep all tokens, and of those that keep a window of them.
+
+    Attributes:
+        window: tokens that the latter see at most; 0: there are none.
+    """
+
+    kept: int
+    windowed: int = 0
+    window: int = 0
+
+    @classmethod
+    def of(cls, layouts: Sequence[CacheLayout], block_size: int, longest: int) -> "BlockBytes":
+        """Of the target, which comes first, and a drafter, whose layers keep all tokens.
+
+        Args:
+            longest: tokens of the longest request.
+        """
+        total = block_size * sum(layout.bytes_per_token for layout in layouts)
+        window = layouts[0].window(longest)
+        if window is None:
+            return cls(total)
+        windowed = block_size * layouts[0].windowed_bytes_per_token
+        return cls(total - windowed, windowed, window)
+
+    @property
+    def all(self) -> int:
+        return self.kept + self.windowed
+
+
 def size_cache(
     config: EngineConfig,
     memory: DeviceMemory,
     step: StepSizes,
-    bytes_per_block: int,
+    block: BlockBytes,
     reasons: Reasons,
-) -> int:
-    """The number of blocks, which fit beside what the largest step needs.
+) -> tuple[int, int]:
+    """The number of blocks, which fit beside what the largest step needs, and how many others the
+    layers with a window share.
 
     Raises:
         UsageError: they do not fit, or there is no room for any.
     """
     items = _planned(memory, step, reasons)
     reserved = sum(item.size for item in items)
-    num_blocks = config.num_kv_blocks
-    if num_blocks is None:
-        num_blocks = _derived(config, memory, step, bytes_per_block, items, reasons)
+    if config.num_kv_blocks is None:
+        num_blocks, windowed = _derived(config, memory, step, block, items, reasons)
+    else:
+        num_blocks = config.num_kv_blocks
+        windowed = _window_blocks(config, step, block, num_blocks)
+    size = num_blocks * block.all
+    if windowed:
+        size = num_blocks * block.kept + windowed * block.windowed
+        why = f"for layers with a window of {block.window} tokens, whose blocks are given back"
+        reasons.add("num_window_blocks", windowed, why)
     if items:
-        reasons.add("memory for the KV cache", gigabytes(num_blocks * bytes_per_block), "blocks")
+        reasons.add("memory for the KV cache", gigabytes(size), "blocks")
     beside = f" ({gigabytes(reserved)} of it for the tensors of a step)" if reserved else ""
-    most = max(0, memory.free - reserved) // bytes_per_block
+    most = max(0, memory.free - reserved) // block.all
     remedy = f"at most {most} blocks fit: lower kv_cache_memory or num_kv_blocks"
-    require_memory(memory, num_blocks * bytes_per_block + reserved, f"the KV cache{beside}", remedy)
-    return num_blocks
+    require_memory(memory, size + reserved, f"the KV cache{beside}", remedy)
+    return num_blocks, windowed
+
+
+def _window_blocks(
+    config: EngineConfig, step: StepSizes, block: BlockBytes, num_blocks: int
+) -> int:
+    """Blocks for layers with a window beside `num_blocks` for the others: no more than those, but
+    the windows of all requests that run at once, with the rows of a step, or a quarter, so that
+    prefixes that nobody reads just now are not forgotten much sooner here."""
+    if not block.window:
+        return 0
+    size = config.block_size
+    in_flight = 2 * (step.num_speculative_tokens + 1)
+    running = config.max_num_seqs * most_blocks_held(block.window + in_flight, size)
+    running += -(-step.max_num_batched_tokens // size)
+    enough = min(num_blocks, max(running, num_blocks // 4))
+    return max(enough, most_blocks_held(block.window, size))
 
 
 def _planned(memory: DeviceMemory, step: StepSizes, reasons: Reasons) -> Sequence[Item]:
@@ -103,11 +161,11 @@ def _derived(
     config: EngineConfig,
     memory: DeviceMemory,
     step: StepSizes,
-    bytes_per_block: int,
+    block: BlockBytes,
     items: Sequence[Item],
     reasons: Reasons,
-) -> int:
-    """From the bytes that the cache may take, and what requests can use of them."""
+) -> tuple[int, int]:
+    """`size_cache` from the bytes that the cache may take, and what requests can use of them."""
     wanted = config.max_num_seqs * -(-step.max_model_len // config.block_size)
     reserved = sum(item.size for item in items)
     budget, why = default_cache_bytes(memory, config.gpu_memory_utilization, reserved)
@@ -115,17 +173,23 @@ def _derived(
         budget, why = config.kv_cache_memory, "kv_cache_memory"
     elif memory.is_gpu:
         blocks = -(-min(_LEAST_TOKENS, step.max_model_len) // config.block_size)
-        if budget < blocks * bytes_per_block:
+        if budget < blocks * block.all:
             raise no_room_error(memory, config.gpu_memory_utilization, items, _remedies(config))
-    num_blocks = min(wanted, budget // bytes_per_block)
+    num_blocks = min(wanted, budget // block.all)  # if all layers kept all tokens
     if num_blocks < 1:
         raise UsageError(
-            f"kv_cache_memory of {budget} bytes is less than one block of {bytes_per_block} bytes; "
+            f"kv_cache_memory of {budget} bytes is less than one block of {block.all} bytes; "
             "give it more, or a smaller block_size"
         )
+    windowed = _window_blocks(config, step, block, num_blocks)
+    if windowed > num_blocks:  # they do not even hold one window: all layers share them
+        windowed = 0
+    if windowed:
+        left = budget - windowed * block.windowed
+        num_blocks = min(wanted, left // block.kept) if block.kept else wanted
     enough = "as many as max_num_seqs requests of max_model_len can use"
     reasons.add("num_kv_blocks", num_blocks, enough if num_blocks == wanted else why)
-    return num_blocks
+    return num_blocks, windowed
 
 
 def _remedies(config: EngineConfig) -> list[str]:

@@ -1,6 +1,6 @@
 """What all layers of one pass share: its rows, their pages, and what they may see."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -85,6 +85,8 @@ class PassInputs:
     """What the layers of one pass are given beside activations and caches.
 
     Attributes:
+        paging: of layers without a window.
+        window_paging: of layers with a window, where those have blocks of their own; None: alike.
         adapters: [T] int64, the adapter of each row. No backend applies adapters yet.
         prepared: what a backend made of these inputs for its first layer, by the backend's name:
             the others need not do so again.
@@ -97,8 +99,19 @@ class PassInputs:
     paging: Paging
     sees: Visibility = CAUSAL
     adapters: Tensor | None = None
+    window_paging: Paging | None = None
     prepared: dict[str, object] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.adapters is not None:
             raise UsageError("adapters for single rows are not supported; merge them into weights")
+
+    def seen_through(self, window: int | None) -> "PassInputs":
+        """The inputs of a layer with this window: its paging is `paging`."""
+        if window is None or self.window_paging is None:
+            return self
+        found = self.prepared.get("window")
+        if not isinstance(found, PassInputs):
+            found = replace(self, paging=self.window_paging, window_paging=None)
+            self.prepared["window"] = found
+        return found

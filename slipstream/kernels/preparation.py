@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +23,8 @@ class RequestTables:
         num_tokens, num_computed: [S] int64.
         block_tables: [S, max_blocks] int32.
         block_size: tokens in a block.
+        window_column: where layers with a window have blocks of their own, the table of each slot
+            is followed by one for them, as wide, from this column on; 0: there is none.
     """
 
     token_ids: Tensor
@@ -30,10 +32,36 @@ class RequestTables:
     num_computed: Tensor
     block_tables: Tensor
     block_size: int
+    window_column: int = 0
 
     @property
     def last_position(self) -> int:
         return self.token_ids.shape[1] - 2
+
+    @property
+    def num_tables(self) -> int:
+        """Tables of a slot: 2 with one for layers with a window."""
+        return 2 if self.window_column else 1
+
+    def inputs(
+        self, rows: RowPlaces, own_tables: Tensor, context_lens: Tensor, slots: Tensor
+    ) -> PassInputs:
+        """The inputs of a pass.
+
+        Args:
+            own_tables: [R, max_blocks], rows of `block_tables`.
+            context_lens: [R] int64.
+            slots: [num_tables * T] int64, of the rows by each table.
+        """
+        column = self.window_column
+        if not column:
+            return PassInputs(rows, Paging(own_tables, context_lens, slots))
+        own, windowed = slots.view(2, -1).unbind(0)
+        return PassInputs(
+            rows,
+            Paging(own_tables[:, :column], context_lens, own),
+            window_paging=Paging(own_tables[:, column:], context_lens, windowed),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +198,7 @@ class KeepPathOp(Protocol):
             than 1 from one i to the next.
         counts: [R] int64, below W: the last i that matters.
         pages: [P, num_blocks, block_size, Hk, D], contiguous.
+        windowed: they are paged by the second table.
     """
 
     def __call__(
@@ -180,6 +209,7 @@ class KeepPathOp(Protocol):
         path: Tensor,
         counts: Tensor,
         pages: Tensor,
+        windowed: bool = False,
     ) -> None: ...
 
 

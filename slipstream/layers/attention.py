@@ -89,7 +89,7 @@ class AttentionSpec:
 
     def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> KVSpec:
         num_kv_heads = share.of(self.num_kv_heads, "num_key_value_heads")
-        return KVSpec(num_kv_heads, self.head_dim, dtype)
+        return KVSpec(num_kv_heads, self.head_dim, dtype, self.window)
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "Attention":
         return Attention(self, context, layer, norms)
@@ -167,7 +167,7 @@ class Attention:
         else:
             assert self.norm is not None, "only where a stream begins is it read without a norm"
             qkv, stream = ops.norm_linear(addend, residual, self.norm, *self.qkv.product)
-        mixed = ops.attend(qkv, self.heads, inputs, cache)
+        mixed = ops.attend(qkv, self.heads, inputs.seen_through(self.heads.window), cache)
         return self.output.apply(ops, mixed), stream
 
     def store(self, ops: Ops, x: Tensor, inputs: PassInputs, cache: LayerCache) -> None:

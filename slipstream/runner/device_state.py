@@ -28,13 +28,19 @@ class DeviceState:
         num_computed: [slots + 1] int64, tokens in the target's cache.
         most_drafted: [slots + 1] int64, no draft goes beyond so many tokens, as one more follows it
             within max_tokens and max_model_len.
-        block_tables: [slots + 1, max_blocks] int32.
+        block_tables: [slots + 1, max_blocks] int32; with a second table, see
+            `RequestTables.window_column`, twice as wide.
         padding_slot: the last one: it has no tokens and gains none.
         ops: work on these tensors.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        windowed: bool = False,
     ) -> None:
         self.device, self.block_size, self.max_model_len = device, block_size, max_model_len
         self.ops = kernels_for(device).preparation
@@ -46,15 +52,16 @@ class DeviceState:
         self.token_ids = torch.zeros(shape, dtype=torch.int32, device=device)
         self.num_tokens = torch.zeros(self.num_slots, dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(self.num_slots, dtype=torch.int64, device=device)
-        self.block_tables = torch.zeros(
-            (self.num_slots, max_blocks), dtype=torch.int32, device=device
-        )
+        self._columns = (0, max_blocks) if windowed else (0,)  # where tables begin
+        shape = (self.num_slots, max_blocks * len(self._columns))
+        self.block_tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self.reset()
 
     def reset(self) -> None:
         """No slot is in use, and nothing is known of what is in their block tables."""
         # What `block_tables` holds, so that only changed entries are copied to the device.
-        self._written: list[list[int]] = [[] for _ in range(self.num_slots)]
+        count = self.num_slots * len(self._columns)
+        self._written: list[list[int]] = [[] for _ in range(count)]
 
     def apply(self, batch: Batch) -> None:
         """Take in the schedule: newly admitted requests and the blocks that tables gained."""
@@ -69,11 +76,13 @@ class DeviceState:
                 self.num_computed[slot] = item.start
                 longest = item.request.num_prompt_tokens + item.request.max_tokens
                 self.most_drafted[slot] = min(longest, self.max_model_len) - 1
-            first = self._changed_from(slot, item.block_table)
-            gained = item.block_table[first:]
-            start = slot * self.block_tables.shape[1] + first
-            cells.extend(range(start, start + len(gained)))
-            blocks.extend(gained)
+            tables = (item.block_table, item.window_table)
+            for number, (column, table) in enumerate(zip(self._columns, tables, strict=False)):
+                first = self._changed_from(slot * len(self._columns) + number, table)
+                gained = table[first:]
+                start = slot * self.block_tables.shape[1] + column + first
+                cells.extend(range(start, start + len(gained)))
+                blocks.extend(gained)
         if cells:
             changes = upload([cells, blocks], self.device)
             self.block_tables.view(-1).index_copy_(0, changes[0], changes[1].to(torch.int32))
@@ -82,13 +91,20 @@ class DeviceState:
     def tables(self) -> RequestTables:
         """These tensors, as kernels take them."""
         return RequestTables(
-            self.token_ids, self.num_tokens, self.num_computed, self.block_tables, self.block_size
+            self.token_ids,
+            self.num_tokens,
+            self.num_computed,
+            self.block_tables,
+            self.block_size,
+            self._columns[-1],
         )
 
-    def _changed_from(self, slot: int, table: Sequence[int]) -> int:
+    def _changed_from(self, number: int, table: Sequence[int]) -> int:
         """The first entry that differs from what the device has, which is taken to be written."""
-        written = self._written[slot]
-        same = 0
+        written = self._written[number]
+        same, run = 0, 64
+        while same + run <= len(table) and written[same : same + run] == table[same : same + run]:
+            same += run
         while same < len(written) and same < len(table) and written[same] == table[same]:
             same += 1
         if same < len(table):

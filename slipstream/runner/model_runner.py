@@ -53,7 +53,7 @@ class ModelRunner:
 
     def forward(self, rows: PassRows) -> Forward:
         """Compute `rows`, whose ids stand in the device state, and write their keys and values."""
-        layout = lay_out(self._state, rows)
+        layout = lay_out(self._state, rows, self._cache.has_windows)
         hidden, streams = self._network(
             layout.token_ids, layout.inputs, self._cache.layers, self._stream_layers
         )

@@ -194,8 +194,12 @@ class RowLayout:
         return row // self.width, row % self.width
 
 
-def lay_out(state: DeviceState, rows: PassRows) -> RowLayout:
-    """The rows of a pass; waits to learn how many there are where they are exact."""
+def lay_out(state: DeviceState, rows: PassRows, windowed: bool = False) -> RowLayout:
+    """The rows of a pass; waits to learn how many there are where they are exact.
+
+    Args:
+        windowed: of a network whose layers with a window have blocks of their own.
+    """
     ops = state.ops
     which = state.tables, rows.slots, rows.starts, rows.lengths
     if rows.width is None:
@@ -203,9 +207,12 @@ def lay_out(state: DeviceState, rows: PassRows) -> RowLayout:
     else:
         placed = ops.expand_rows(*which, rows.width, rows.mask_token)
     request, offset = placed.request, placed.offset
+    inputs = placed.inputs
+    if inputs.window_paging is not None and not windowed:
+        inputs = replace(inputs, window_paging=None)
     layout = RowLayout(
         placed.token_ids,
-        placed.inputs,
+        inputs,
         placed.first_row,
         placed.last_row,
         rows.width,

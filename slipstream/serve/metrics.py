@@ -186,11 +186,10 @@ class _EngineTotals(_OneModelCollector):
         scheduler, metrics = self._engine.scheduler, self._engine.metrics
         blocks, spec = scheduler.block_manager, metrics.speculation
         limits = self._engine.resolved.limits
-        used = 1.0 - blocks.num_available / blocks.num_blocks
         gauges = (
             ("num_requests_running", "Samples that have a place", scheduler.num_running),
             ("num_requests_waiting", "Samples that wait for a place", scheduler.num_waiting),
-            ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it", used),
+            ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it", blocks.usage),
             ("num_speculative_tokens", "K: most draft tokens", limits.num_speculative_tokens),
             ("spec_decode_current_k", "Draft tokens a draft, in the last step", self._current_k),
         )

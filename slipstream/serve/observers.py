@@ -105,7 +105,7 @@ def _log_engine(engine: Engine, done: Mapping[str, int], seconds: float) -> None
         "output_tokens_per_second": round(done["output_tokens"] / seconds, 1),
         "running": scheduler.num_running,
         "waiting": scheduler.num_waiting,
-        "kv_cache_usage": round(1 - blocks.num_available / blocks.num_blocks, 4),
+        "kv_cache_usage": round(blocks.usage, 4),
         "prefix_hit_rate": _share(done["hit_tokens"], done["queried_tokens"]),
         "acceptance_length": round(1 + done["accepted_tokens"] / max(drafts, 1), 3),
         "acceptance_rate": _share(done["accepted_tokens"], done["draft_tokens"]),

@@ -11,7 +11,7 @@ import pytest
 
 from tests.checkpoints import write_qwen3
 from tests.cli.conftest import CommandLine
-from tests.drafters.assistants import write_assistant
+from tests.drafters.assistants import write_assistant, write_sliding_target
 from tests.drafters.blocks import as_wrapped_dflash, write_dflash
 from tests.drafters.heads import (
     as_pickle,
@@ -56,11 +56,22 @@ def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> Non
         "has_chat_template": False,
         "kv_bytes_per_token": 2 * 2 * 2 * 16 * 4,
         "kv_bytes_per_block": 16 * 2 * 2 * 2 * 16 * 4,
+        "kv_bytes_in_windows": 0,
+        "window": None,
         "kernels": document["kernels"],
     }
     words = slipstream("inspect", tiny_target).out
     for part in ("Qwen3ForCausalLM", "512 bytes per token", "8.00 KiB per block of 16", "tied"):
         assert part in words
+
+
+def test_layers_with_a_window_keep_less(slipstream: CommandLine, tmp_path: Path) -> None:
+    target = write_sliding_target(tmp_path / "target")
+    document = json.loads(slipstream("inspect", target, "--json").out)
+    assert document["kv_bytes_per_token"] == 3 * 256
+    assert (document["kv_bytes_in_windows"], document["window"]) == (2 * 256, 9)
+    words = " ".join(slipstream("inspect", target).out.split())
+    assert "512 bytes per token are kept for the last 9 tokens only" in words
 
 
 def test_a_quantised_checkpoint(slipstream: CommandLine, tmp_path: Path) -> None:

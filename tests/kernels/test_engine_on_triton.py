@@ -5,6 +5,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.kernels import registry
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.triton import attention
+from tests.drafters.assistants import write_sliding_target
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -67,3 +69,26 @@ def test_one_sampled_request(
         assert generate(tiny_target, tiny_heads[method], k) == expected
     assert kernels_for(torch.device("cpu")).network.backend != "triton"
     assert len(expected) == SAMPLED.max_tokens
+
+
+def test_blocks_behind_windows_are_given_back(tmp_path: Path) -> None:
+    """Tokens behind a window of 9 stand in the block of zeros."""
+    target = write_sliding_target(tmp_path / "target")
+
+    def run() -> list[int]:
+        llm = LLM(
+            target,
+            speculative_config={"method": "ngram", "num_speculative_tokens": 2},
+            skip_tokenizer_init=True,
+            max_num_seqs=1,
+            max_model_len=64,
+            num_kv_blocks=16,
+            block_size=4,
+        )
+        assert llm.engine.resolved.num_window_blocks
+        (output,) = llm.generate([{"prompt_token_ids": PROMPT * 5}], SAMPLED)
+        return list(output.outputs[0].token_ids)
+
+    expected = run()
+    with triton_serves_the_cpu():
+        assert run() == expected

@@ -38,15 +38,20 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def make_tables(seed: int = 0) -> RequestTables:
+def make_tables(seed: int = 0, windowed: bool = False) -> RequestTables:
     generator = seeded(seed)
+    width = 12 if windowed else 6
     num_tokens = torch.tensor([5, 17, 44, 1, 30, 45, 0])
     return RequestTables(
         token_ids=torch.randint(0, 90, (SLOTS, LENGTH + 1), generator=generator).int().to(DEVICE),
         num_tokens=num_tokens.to(DEVICE),
         num_computed=(num_tokens - 1).clamp_min(0).to(DEVICE),
-        block_tables=torch.randperm(SLOTS * 6, generator=generator).view(SLOTS, 6).int().to(DEVICE),
+        block_tables=torch.randperm(SLOTS * width, generator=generator)
+        .view(SLOTS, width)
+        .int()
+        .to(DEVICE),
         block_size=BLOCK,
+        window_column=6 if windowed else 0,
     )
 
 
@@ -60,7 +65,9 @@ def copied(tables: RequestTables) -> RequestTables:
 
 
 def assert_same_inputs(ours: PassInputs, theirs: PassInputs) -> None:
-    for part in ("rows", "paging"):
+    assert (ours.window_paging is None) == (theirs.window_paging is None)
+    parts = ["rows", "paging"] + ["window_paging"] * (ours.window_paging is not None)
+    for part in parts:
         for name, value in vars(getattr(ours, part)).items():
             other = getattr(getattr(theirs, part), name)
             same = torch.equal(value, other) if torch.is_tensor(value) else value == other
@@ -131,6 +138,27 @@ def test_rows_are_placed_as_by_the_reference(
     assert_same_inputs(ours.inputs, theirs.inputs)
     assert ours.inputs.rows.max_rows == max(lengths)
     assert int((ours.inputs.paging.slots < 0).sum()) == sum(map(bool, lengths)) * rereads
+
+
+@pytest.mark.parametrize("slots", [(3,), (2, 0, 5, 1), (4, 1, PADDING, PADDING)])
+def test_layers_with_a_window_find_rows_by_a_second_table(
+    slots: tuple[int, ...], column: str
+) -> None:
+    tables, where = make_tables(windowed=True), on_device(*slots)
+    starts = tables.num_computed[where]
+    lengths = torch.arange(len(slots), device=DEVICE) % 3
+    again = (lengths > 0).long()
+    ours = ops_of(column).expand_rows(tables, where, starts, lengths, 2)
+    assert_same_inputs(ours.inputs, REFERENCE.expand_rows(tables, where, starts, lengths, 2).inputs)
+    starts = (starts - 2).clamp_min(0)
+    placed = ops_of(column).place_rows(tables, where, starts, lengths, again)
+    expected = REFERENCE.place_rows(tables, where, starts, lengths, again)
+    assert_same_inputs(placed.inputs, expected.inputs)
+    # As if the second table were the only one.
+    alone = replace(tables, block_tables=tables.block_tables[:, 6:].contiguous(), window_column=0)
+    only = REFERENCE.place_rows(alone, where, starts, lengths, again).inputs
+    assert_same_inputs(replace(placed.inputs.seen_through(4), window_paging=None), only)
+    assert placed.inputs.seen_through(None) is placed.inputs
 
 
 def test_numbers_of_requests_may_have_gaps(column: str) -> None:

@@ -211,7 +211,10 @@ def test_levels_that_are_read_one_after_the_other(column: str) -> None:
 
 @pytest.mark.parametrize("column", PREPARATIONS)
 @pytest.mark.parametrize("numbers", [(2, 16), (3, 200)])
-def test_the_accepted_way_moves_to_where_a_chain_is(column: str, numbers: tuple[int, int]) -> None:
+@pytest.mark.parametrize("windowed", [False, True])
+def test_the_accepted_way_moves_to_where_a_chain_is(
+    column: str, numbers: tuple[int, int], windowed: bool
+) -> None:
     ops: PreparationOps = PREPARATIONS[column]
     roots = [6, 13, 30, 0]
     paths = [[0, 3, 4, 9, 17], [0, 1, 2, 3, 4], [0, 2, 5, 5, 5], [0, 0, 0, 0, 0]]
@@ -225,12 +228,15 @@ def test_the_accepted_way_moves_to_where_a_chain_is(column: str, numbers: tuple[
         for index in range(count + 1):
             source = pages.flatten(1, 2)[:, places[root + path[index]]]
             expected[:, places[root + index]] = source
+    own_tables = torch.cat((tables[:1] * 0, tables[[2, 0, 3, 1]]))
+    first = own_tables.flip(0)  # of layers without a window
     state = RequestTables(
         token_ids=torch.zeros(5, 1, dtype=torch.int32, device=DEVICE),
         num_tokens=torch.zeros(5, dtype=torch.int64, device=DEVICE),
         num_computed=torch.zeros(5, dtype=torch.int64, device=DEVICE),
-        block_tables=torch.cat((tables[:1] * 0, tables[[2, 0, 3, 1]])).to(DEVICE),
+        block_tables=(torch.cat((first, own_tables), 1) if windowed else own_tables).to(DEVICE),
         block_size=BLOCK,
+        window_column=own_tables.shape[1] if windowed else 0,
     )
     slots = torch.tensor([2, 4, 1, 3], device=DEVICE)
     given = pages.to(DEVICE)
@@ -241,5 +247,6 @@ def test_the_accepted_way_moves_to_where_a_chain_is(column: str, numbers: tuple[
         torch.tensor(paths, device=DEVICE),
         torch.tensor(counts, device=DEVICE),
         given,
+        windowed,
     )
     assert_close(given.flatten(1, 2).cpu(), expected, rtol=0, atol=0)

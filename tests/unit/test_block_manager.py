@@ -141,13 +141,13 @@ def test_only_full_blocks_of_computed_tokens_are_indexed() -> None:
 def test_each_token_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = manager()
     hashed: list[int] = []
-    child = blocks._index.child
+    child = blocks._pool.index.child
 
     def spy(parent: bytes, token_ids: list[int]) -> bytes:
         hashed.extend(token_ids)
         return child(parent, token_ids)
 
-    monkeypatch.setattr(blocks._index, "child", spy)
+    monkeypatch.setattr(blocks._pool.index, "child", spy)
     tokens = list(range(14))
     blocks.admit("a")
     blocks.grow("a", 14)
@@ -181,7 +181,7 @@ def test_of_two_equal_blocks_the_first_stays_indexed() -> None:
     blocks.free("b")
     blocks.check_invariants()
     # b's copy of the first block was of no use to anyone: it is free, not evictable.
-    assert list(blocks._evictable) == [second]
+    assert list(blocks._pool._evictable) == [second]
 
 
 def test_namespaces_do_not_share_blocks() -> None:
@@ -256,7 +256,7 @@ def test_caching_off_keeps_nothing() -> None:
     blocks = manager(caching=False)
     run_through(blocks, "a", list(range(8)))
     assert blocks.match_prefix("", list(range(9))) == []
-    assert len(blocks._free) == 8
+    assert len(blocks._pool._free) == 8
 
 
 def test_hit_statistics_count_what_admit_was_told() -> None:
@@ -281,13 +281,13 @@ def test_one_table_per_request() -> None:
 @pytest.mark.parametrize(
     ("harm", "complaint"),
     [
-        (lambda blocks: blocks._references.__setitem__(0, 2), "reference count"),
-        (lambda blocks: blocks._free.pop(), "no place"),
-        (lambda blocks: blocks._free.append(0), "no place"),
-        (lambda blocks: blocks._index.add(b"x", 7), "free block is indexed"),
-        (lambda blocks: blocks._index.add(b"x", 2), "indexed too early"),
-        (lambda blocks: blocks._index.remove(5), "not indexed"),
-        (lambda blocks: blocks._index._digest_of.pop(0), "one-to-one"),
+        (lambda blocks: blocks._pool._references.__setitem__(0, 2), "reference count"),
+        (lambda blocks: blocks._pool._free.pop(), "no place"),
+        (lambda blocks: blocks._pool._free.append(0), "no place"),
+        (lambda blocks: blocks._pool.index.add(b"x", 7), "free block is indexed"),
+        (lambda blocks: blocks._pool.index.add(b"x", 2), "indexed too early"),
+        (lambda blocks: blocks._pool.index.remove(5), "not indexed"),
+        (lambda blocks: blocks._pool.index._digest_of.pop(0), "one-to-one"),
     ],
 )
 def test_check_invariants_notices(harm: object, complaint: str) -> None:

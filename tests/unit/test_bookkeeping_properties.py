@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slipstream.cache.block_manager import BlockManager
+from slipstream.cache.window_blocks import WindowBlocks, most_blocks_held
 from slipstream.core.batch import Batch, Committed, ScheduledRequest
 from slipstream.core.errors import UsageError
 from slipstream.core.limits import StepLimits
@@ -69,6 +70,7 @@ class Share:
     item: ScheduledRequest
     slot: Slot
     table: Tokens  # the blocks of the request when the step was launched
+    window_table: Tokens  # and those of its layers with a window
 
     @property
     def name(self) -> str:
@@ -93,13 +95,19 @@ class Launched:
 
 @dataclass
 class World:
-    """A scheduler, a pretended target and drafter, and the cache that they share."""
+    """A scheduler, a pretended target and drafter, and the cache that they share.
+
+    With a window the target has layers that keep no more, in `spare` blocks above the fewest.
+    """
 
     limits: StepLimits
     num_blocks: int
     block_size: int
     caching: bool
     pipelined: bool = False
+    window: int = 0
+    spare: int = 0
+    window_kv: dict[int, Tokens] = field(default_factory=dict)
     target_kv: dict[int, Tokens] = field(default_factory=dict)
     drafter_kv: dict[int, Tokens] = field(default_factory=dict)
     slots: dict[int, Slot] = field(default_factory=dict)
@@ -109,7 +117,11 @@ class World:
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.blocks = BlockManager(self.num_blocks, self.block_size, self.caching)
+        window = None
+        if self.window:
+            fewest = most_blocks_held(self.window, self.block_size)
+            window = WindowBlocks(fewest + self.spare, self.block_size, self.window)
+        self.blocks = BlockManager(self.num_blocks, self.block_size, self.caching, window)
         self.scheduler = Scheduler(self.limits, self.blocks)
 
     def add(
@@ -184,7 +196,8 @@ class World:
                 assert tuple(item.request.token_ids) == known, "host and device disagree"
         self.scheduler.commit(launched.batch, launched.gains)
         self.scheduler.check_invariants()
-        self.seen["shared"] += sum(count > 1 for count in self.blocks._references)
+        self.check_windows()
+        self.seen["shared"] += sum(count > 1 for count in self.blocks._pool._references)
 
     def leave(self, request: Request, stop_string: str | None) -> None:
         """End a request from outside: a stop string was found, or the user went away."""
@@ -203,14 +216,19 @@ class World:
             request = item.request
             if item.admitted:
                 self.slots[request.slot] = Slot([*request.token_ids], item.start, item.start)
-            shares.append(Share(item, self.slots[request.slot], tuple(item.block_table)))
+            tables = tuple(item.block_table), tuple(item.window_table)
+            shares.append(Share(item, self.slots[request.slot], *tables))
         known = [tuple(share.slot.tokens) for share in shares]
         guesses = [self.propose(share, rng) for share in shares]
         rows = [share.row_tokens(guess) for share, guess in zip(shares, guesses, strict=True)]
         for share, tokens in zip(shares, rows, strict=True):
             self.write(self.target_kv, share, tokens, share.slot.computed)
+            if self.window:
+                self.write_window(share, tokens)
         for share, tokens in zip(shares, rows, strict=True):
             self.read(self.target_kv, share, tokens)
+            if self.window:
+                self.read_window(share, tokens)
         gains = [self.verify(*each, rng) for each in zip(shares, guesses, strict=True)]
         return Launched(batch, known, gains)
 
@@ -274,7 +292,38 @@ class World:
                 f"{share.name} reads a foreign key at {position}"
             )
 
+    def window_place(self, share: Share, position: int) -> int:
+        block, offset = divmod(position, self.block_size)
+        assert block < len(share.window_table), f"{share.name} has no window block for {position}"
+        return share.window_table[block] * self.block_size + offset
+
+    def write_window(self, share: Share, tokens: Sequence[int]) -> None:
+        for position in range(share.slot.computed, len(tokens)):
+            self.window_kv[self.window_place(share, position)] = tuple(tokens[: position + 1])
+
+    def read_window(self, share: Share, tokens: Sequence[int]) -> None:
+        """What the rows see, from the last token of a prefix hit on, which is computed again."""
+        first_row = share.slot.computed - int(share.item.admitted and share.item.start > 0)
+        for position in range(max(0, first_row - self.window + 1), len(tokens)):
+            seen = self.window_kv.get(self.window_place(share, position))
+            assert seen == tuple(tokens[: position + 1]), (
+                f"{share.name} reads a foreign key at {position} of its window"
+            )
+
     # ------------------------------------------------------------------ what must hold
+
+    def check_windows(self) -> None:
+        """Between steps a request holds a window at most, and the null block is not written."""
+        if not self.window:
+            return
+        window = self.blocks._window
+        assert window is not None
+        assert all(place // self.block_size != window.null for place in self.window_kv)
+        for request in self.scheduler.running:
+            held = [it for it in window.table(request.request_id) if it != window.null]
+            if not request.steps_in_flight:
+                assert len(held) <= most_blocks_held(self.window, self.block_size) - 1
+            self.seen["given back"] += len(held) < len(window.table(request.request_id))
 
     @property
     def unfinished(self) -> list[Request]:
@@ -389,6 +438,8 @@ worlds = st.builds(
     block_size=st.sampled_from([1, 2, 3, 4]),
     caching=st.sampled_from([True, True, False]),
     pipelined=st.booleans(),
+    window=st.sampled_from([0, 0, 1, 3, 4, 9]),
+    spare=st.integers(0, 8),
 )
 # Prompts that begin alike, so that they meet in the prefix index.
 prompts = st.builds(
@@ -422,9 +473,10 @@ def test_every_request_ends_with_the_plain_output(
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_the_simulation_meets_what_it_is_there_for(pipelined: bool) -> None:
+@pytest.mark.parametrize("window", [0, 3])
+def test_the_simulation_meets_what_it_is_there_for(pipelined: bool, window: int) -> None:
     """Preemptions, hits, shared blocks and evictions all occur in a tight cache."""
-    world = World(limits(4, 16, 3, behind_prompt=True), 12, 2, True, pipelined)
+    world = World(limits(4, 16, 3, behind_prompt=True), 12, 2, True, pipelined, window, spare=8)
     rng = Random(0)
     for number in range(12):
         world.add([1] * (number % 5) + [number % 2], 12, 3, 0, False)
@@ -440,6 +492,7 @@ def test_the_simulation_meets_what_it_is_there_for(pipelined: bool) -> None:
     assert len(used) == 12 * 2
     assert sum(request.num_tokens for request in world.everyone) > 2 * len(used)
     assert bool(world.seen["ahead"]) == pipelined
+    assert bool(world.seen["given back"]) == bool(window)
 
 
 def test_a_pipeline_runs_ahead_of_its_results_most_of_the_time() -> None:

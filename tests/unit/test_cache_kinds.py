@@ -1,7 +1,7 @@
 """Caches of several kinds in one model: their sizes, their pools, and what an engine tells them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class SumSpec:
 
     bytes_per_token = 0
     bytes_per_request = 4
+    window = None
 
     def allocate(self, num_layers: int, sizes: CacheSizes) -> "SumPool":
         return SumPool(num_layers, sizes)
@@ -66,6 +67,40 @@ def test_layers_keep_their_order_and_equal_ones_share_a_pool() -> None:
     storages = [keys.untyped_storage().data_ptr() for keys, _ in cache.layers]
     assert storages[0] == storages[2] != storages[1]
     assert not cache.has_states
+
+
+def test_layers_with_a_window_have_pages_of_their_own() -> None:
+    windowed = replace(SMALL, window=6)
+    layout = CacheLayout((windowed, SMALL, windowed), torch.float32)
+    assert (layout.windowed_bytes_per_token, layout.bytes_per_token) == (256, 384)
+    assert (layout.window(7), layout.window(6)) == (6, None)
+    shared = [keys.shape[0] for keys, _ in ModelCache(layout, SIZES).layers]
+    assert shared == [6, 6, 6]
+    cache = ModelCache(layout, replace(SIZES, num_window_blocks=4))
+    assert [keys.shape[0] for keys, _ in cache.layers] == [5, 6, 5]
+    assert all(pages[4].eq(0).all() for layer in cache.layers[::2] for pages in layer)
+    assert cache.has_windows
+
+
+def test_a_path_is_kept_by_the_table_of_each_layer() -> None:
+    layout = CacheLayout((SMALL, replace(SMALL, window=6)), torch.float32)
+    cache = ModelCache(layout, replace(SIZES, num_window_blocks=5))
+    for keys, values in cache.layers:
+        for pages in (keys, values):
+            pages.copy_(torch.arange(24.0).view(6, 4, 1, 1).expand(pages.shape))
+    tables = RequestTables(
+        token_ids=torch.zeros(3, 17, dtype=torch.int32),
+        num_tokens=torch.tensor([3, 0, 0]),
+        num_computed=torch.tensor([2, 0, 0]),
+        block_tables=torch.tensor([[4, 1, 3, 2], [0] * 4, [0] * 4], dtype=torch.int32),
+        block_size=4,
+        window_column=2,
+    )
+    path, one = torch.tensor([[0, 2, 4]]), torch.tensor([2])
+    cache.keep_path(tables, torch.tensor([0]), one, path, one)
+    for (keys, _), (first, second) in zip(cache.layers, ((4, 1), (3, 2)), strict=True):
+        assert keys[first, 3, 0, 0] == 4 * second  # token 3 <- token 4
+        assert keys[second, 0, 0, 0] == 4 * second + 2  # token 4 <- token 6
 
 
 def test_states_are_begun_and_rolled_forward_by_what_was_kept() -> None:

@@ -11,7 +11,7 @@ from benchmarks.geometries import GEOMETRIES
 from slipstream import LLM, UsageError
 from slipstream.core.config import EngineConfig
 from slipstream.engine import sizing
-from slipstream.engine.sizing import Reasons, WeightRoom, size_cache
+from slipstream.engine.sizing import BlockBytes, Reasons, WeightRoom, size_cache
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.precision import weight_bytes
 from slipstream.runner.memory import (
@@ -29,7 +29,9 @@ from slipstream.runner.memory import (
 GB = 10**9
 H200 = DeviceMemory(free=120 * GB, total=150 * GB, is_gpu=True)
 SMALL = DeviceMemory(free=6 * GB, total=8 * GB, is_gpu=True)
+CPU_MEMORY = DeviceMemory(free=16 * GB, total=16 * GB, is_gpu=False)
 CPU = torch.device("cpu")
+PER_BLOCK = 16 * 2 * 36 * 8 * 128 * 2
 QWEN3_8B = read_decoder_config(GEOMETRIES["qwen3-8b"])
 STEP = StepSizes(
     network=QWEN3_8B,
@@ -106,9 +108,16 @@ def test_a_cpu_gives_two_gibibytes_or_half_of_what_there_is() -> None:
 
 
 def size(memory: DeviceMemory, **options: Any) -> tuple[int, Reasons]:
+    (num_blocks, windowed), reasons = size_both(memory, BlockBytes(PER_BLOCK), STEP, **options)
+    assert not windowed
+    return num_blocks, reasons
+
+
+def size_both(
+    memory: DeviceMemory, block: BlockBytes, step: StepSizes, **options: Any
+) -> tuple[tuple[int, int], Reasons]:
     reasons = Reasons()
-    per_block = 16 * 2 * 36 * 8 * 128 * 2
-    return size_cache(EngineConfig(**options), memory, STEP, per_block, reasons), reasons
+    return size_cache(EngineConfig(**options), memory, step, block, reasons), reasons
 
 
 def test_the_pool_is_what_is_left_and_every_number_is_told() -> None:
@@ -123,6 +132,54 @@ def test_the_pool_is_what_is_left_and_every_number_is_told() -> None:
 
 def test_the_pool_is_no_larger_than_requests_can_use() -> None:
     assert size(H200)[0] == 64 * 4096 // 16
+
+
+# gpt-oss-20b: 12 layers with a window of 128, and 12 that keep all tokens.
+HALVES = BlockBytes(kept=16 * 12 * 2048, windowed=16 * 12 * 2048, window=128)
+LONG = replace(STEP, max_model_len=131072)
+
+
+def test_layers_with_a_window_share_blocks_of_their_own() -> None:
+    """Enough for all windows at once, never more memory than one table would take."""
+    (num_blocks, windowed), reasons = size_both(H200, HALVES, LONG, kv_cache_memory=40 * GB)
+    one_table = 40 * GB // HALVES.all
+    assert windowed == one_table // 4  # more than the windows of 64 requests
+    assert windowed > 64 * (9 + 2) + 8192 // 16
+    assert num_blocks > 1.7 * one_table
+    size = num_blocks * HALVES.kept + windowed * HALVES.windowed
+    assert 40 * GB - HALVES.kept < size <= 40 * GB
+    told = {name: value for name, value, _ in reasons.rows}
+    assert told["num_window_blocks"] == str(windowed)
+    assert told["memory for the KV cache"] == "40.0 GB"
+
+
+def test_windows_never_leave_fewer_blocks_than_one_table_would() -> None:
+    for budget in (16 << 20, 64 << 20, 100 << 20, 10**9):
+        (num_blocks, windowed), _ = size_both(CPU_MEMORY, HALVES, LONG, kv_cache_memory=budget)
+        one_table = budget // HALVES.all
+        assert num_blocks >= one_table
+        assert 10 <= windowed <= one_table
+        assert num_blocks * HALVES.kept + windowed * HALVES.windowed <= budget
+
+
+def test_a_cache_below_one_window_is_one_table() -> None:
+    budget = 9 * HALVES.all
+    assert size_both(CPU_MEMORY, HALVES, LONG, kv_cache_memory=budget)[0] == (9, 0)
+
+
+def test_where_all_layers_have_a_window_any_length_fits() -> None:
+    every = BlockBytes(kept=0, windowed=PER_BLOCK, window=512)
+    (num_blocks, windowed), _ = size_both(CPU_MEMORY, every, LONG, kv_cache_memory=GB)
+    assert num_blocks == 64 * 131072 // 16
+    assert windowed == GB // PER_BLOCK
+
+
+def test_a_number_of_blocks_is_for_layers_without_a_window() -> None:
+    sizes_of = {
+        blocks: size_both(H200, HALVES, LONG, num_kv_blocks=blocks)[0]
+        for blocks in (4, 100, 40_000)
+    }
+    assert sizes_of == {4: (4, 10), 100: (100, 100), 40_000: (40_000, 10_000)}
 
 
 def test_no_room_for_a_cache_says_what_took_it_and_what_helps() -> None:

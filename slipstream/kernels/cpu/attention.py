@@ -78,7 +78,7 @@ def _pass(inputs: PassInputs) -> cpp.AttentionPass:
     rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
     tree = sees.tree
     trees = (None,) * 3 if tree is None else (tree.starts, tree.tokens, tree.ancestors)
-    return cpp.AttentionPass(
+    made = cpp.AttentionPass(
         rows.query_start.contiguous(),
         paging.context_lens.contiguous(),
         paging.block_tables,
@@ -88,3 +88,7 @@ def _pass(inputs: PassInputs) -> cpp.AttentionPass:
         sees.causal,
         *(part if part is None else part.contiguous() for part in trees),
     )
+    if inputs.window_paging is not None:
+        windowed = inputs.window_paging
+        made.set_windowed(windowed.block_tables, windowed.slots.contiguous())
+    return made

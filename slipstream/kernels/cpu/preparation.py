@@ -12,7 +12,7 @@ import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
-from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
+from slipstream.kernels.pass_inputs import RowPlaces
 from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
 from slipstream.kernels.reference.preparation import timestamp
 
@@ -30,19 +30,21 @@ def expand_rows(
 ) -> PlacedRows:
     requests = slots.shape[0]
     rows, num_blocks = requests * most, tables.block_tables.shape[1]
-    numbers = torch.empty(2 * rows + 3 * requests + 1, dtype=torch.int64)
+    start = (1 + tables.num_tables) * rows
+    numbers = torch.empty(start + 3 * requests + 1, dtype=torch.int64)
     block_tables = torch.empty((requests, num_blocks), dtype=torch.int32)
     token_ids = torch.empty(rows, dtype=torch.int32)
     cpp.expand_rows(
         _handle(tables), slots.contiguous(), starts.contiguous(), lengths.contiguous(), most,
         NO_TOKEN if mask_token is None else mask_token, numbers, block_tables, token_ids,
     )  # fmt: skip
-    start = 2 * rows
     query_start = _part(numbers, start, requests + 1)
     context_lens = _part(numbers, start + requests + 1, requests)
-    inputs = PassInputs(
+    inputs = tables.inputs(
         RowPlaces(query_start, _part(numbers, 0, rows), max_rows=most),
-        Paging(block_tables, context_lens, _part(numbers, rows, rows)),
+        block_tables,
+        context_lens,
+        _part(numbers, rows, tables.num_tables * rows),
     )
     first_row = _part(numbers, start, requests)
     last_row = _part(numbers, start + 2 * requests + 1, requests)
@@ -61,7 +63,9 @@ def place_rows(
     counts: list[int] = lengths.tolist()
     row_starts = [0, *accumulate(counts)]
     rows, num_blocks = row_starts[-1], tables.block_tables.shape[1]
-    numbers = torch.empty(4 * rows + 3 * requests + 1, dtype=torch.int64)
+    num_places = tables.num_tables * rows
+    start = num_places + 3 * rows
+    numbers = torch.empty(start + 3 * requests + 1, dtype=torch.int64)
     block_tables = torch.empty((requests, num_blocks), dtype=torch.int32)
     token_ids = torch.empty(rows, dtype=torch.int32)
     cpp.place_rows(
@@ -70,11 +74,11 @@ def place_rows(
         NO_TOKEN if mask_token is None else mask_token, numbers, block_tables, token_ids,
     )  # fmt: skip
     positions, places, request, offset, starts, _, context_lens, last_row = (
-        numbers.split_with_sizes([rows] * 4 + [requests, 1, requests, requests])
+        numbers.split_with_sizes([rows, num_places, rows, rows, requests, 1, requests, requests])
     )
-    query_start = _part(numbers, 4 * rows, requests + 1)
-    inputs = PassInputs(
-        RowPlaces(query_start, positions, max(counts)), Paging(block_tables, context_lens, places)
+    query_start = _part(numbers, start, requests + 1)
+    inputs = tables.inputs(
+        RowPlaces(query_start, positions, max(counts)), block_tables, context_lens, places
     )
     return PlacedRows(token_ids, inputs, starts, last_row, request, offset, row_starts)
 
@@ -128,10 +132,11 @@ def keep_path(
     path: Tensor,
     counts: Tensor,
     pages: Tensor,
+    windowed: bool = False,
 ) -> None:
     cpp.keep_path(
         _handle(tables), slots.contiguous(), roots.contiguous(), path.contiguous(),
-        counts.contiguous(), pages,
+        counts.contiguous(), pages, windowed,
     )  # fmt: skip
 
 
@@ -146,7 +151,7 @@ def _handle(tables: RequestTables) -> cpp.Tables:
     if handle is None:
         handle = _TABLES[tables] = cpp.Tables(
             tables.token_ids, tables.num_tokens, tables.num_computed, tables.block_tables,
-            tables.block_size,
+            tables.block_size, tables.window_column,
         )  # fmt: skip
     return handle
 

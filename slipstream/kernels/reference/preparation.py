@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.devices import send
-from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
+from slipstream.kernels.pass_inputs import RowPlaces
 from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
 
 
@@ -22,17 +22,14 @@ def expand_rows(
     row = torch.arange(len(slots) * most, device=slots.device)
     request, offset = row // most, row % most
     positions = (starts[request] + offset).clamp_max(tables.last_position)
-    row_slots, block_size = slots[request], tables.block_size
-    blocks = tables.block_tables[row_slots, positions // block_size].long()
-    places = blocks * block_size + positions % block_size
+    row_slots = slots[request]
+    places = torch.where(offset < lengths[request], _all_places(tables, row_slots, positions), -1)
     first_row = torch.arange(len(slots) + 1, device=slots.device) * most
-    inputs = PassInputs(
+    inputs = tables.inputs(
         RowPlaces(first_row, positions, max_rows=most),
-        Paging(
-            tables.block_tables[slots],
-            context_lens=torch.where(lengths > 0, starts + lengths, 0),
-            slots=torch.where(offset < lengths[request], places, -1),
-        ),
+        tables.block_tables[slots],
+        torch.where(lengths > 0, starts + lengths, 0),
+        places.flatten(),
     )
     last_row = first_row[:-1] + (lengths - 1).clamp_min(0)
     token_ids = tables.token_ids[row_slots, positions]
@@ -54,13 +51,15 @@ def place_rows(
     request = torch.repeat_interleave(lengths, output_size=row_starts[-1])
     offset = torch.arange(row_starts[-1], device=slots.device) - query_start[request]
     row_slots, positions = slots[request], starts[request] + offset
-    places = _places(tables, row_slots, positions)
+    places = _all_places(tables, row_slots, positions)
     if rereads is not None:
         places = torch.where(offset < rereads[request], -1, places)
     most = max(end - start for start, end in pairwise(row_starts))
-    inputs = PassInputs(
+    inputs = tables.inputs(
         RowPlaces(query_start, positions, max_rows=most),
-        Paging(tables.block_tables[slots], starts + lengths, places),
+        tables.block_tables[slots],
+        starts + lengths,
+        places.flatten(),
     )
     last_row = (query_start[1:] - 1).clamp_min(0)
     token_ids = tables.token_ids[row_slots, positions]
@@ -116,6 +115,7 @@ def keep_path(
     path: Tensor,
     counts: Tensor,
     pages: Tensor,
+    windowed: bool = False,
 ) -> None:
     index = torch.arange(path.shape[1], device=path.device)
     moves = (index <= counts.unsqueeze(1)) & (path != index)
@@ -123,14 +123,22 @@ def keep_path(
     request = torch.arange(len(slots), device=slots.device).unsqueeze(1).expand_as(path)[moves]
     source, target = tokens[0][moves], tokens[1][moves]
     flat = pages.flatten(1, 2)
-    flat[:, _places(tables, slots[request], target)] = flat[
-        :, _places(tables, slots[request], source)
+    column = tables.window_column if windowed else 0
+    flat[:, _places(tables, slots[request], target, column)] = flat[
+        :, _places(tables, slots[request], source, column)
     ]
 
 
-def _places(tables: RequestTables, slots: Tensor, tokens: Tensor) -> Tensor:
-    """[n]: where tokens [n] of the requests in slots [n] stand in the cache."""
-    blocks = tables.block_tables[slots, tokens // tables.block_size].long()
+def _all_places(tables: RequestTables, slots: Tensor, tokens: Tensor) -> Tensor:
+    """[num_tables, n]: `_places` by each table."""
+    columns = (0, tables.window_column)[: tables.num_tables]
+    return torch.stack([_places(tables, slots, tokens, column) for column in columns])
+
+
+def _places(tables: RequestTables, slots: Tensor, tokens: Tensor, column: int) -> Tensor:
+    """[n]: where tokens [n] of the requests in slots [n] stand in the cache, by the table that
+    begins at `column`."""
+    blocks = tables.block_tables[slots, column + tokens // tables.block_size].long()
     return blocks * tables.block_size + tokens % tables.block_size
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
+from slipstream.kernels.pass_inputs import RowPlaces
 from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
 from slipstream.kernels.reference.preparation import place_rows
 from slipstream.kernels.reference.preparation import timestamp as timestamp_of_host
@@ -20,12 +20,13 @@ TABLE_BLOCK = 1024
 def _expand_kernel(
     slots, starts, lengths, all_tokens, all_tables, tokens, positions, places, tables, query_start,
     contexts, last_rows, requests, most, tokens_stride, tables_stride, num_blocks, last_position,
-    block_size, num_tokens, mask_token, block_m: tl.constexpr, block_b: tl.constexpr,
-    pdl: tl.constexpr,
+    block_size, num_tokens, mask_token, window_column: tl.constexpr, block_m: tl.constexpr,
+    block_b: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (request, part): part 0 lays the rows out, the others copy the block table.
 
-    Without `num_tokens` (None) no row is masked.
+    Without `num_tokens` (None) no row is masked. Places by the table at `window_column` stand
+    behind those by the first one.
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
@@ -51,6 +52,12 @@ def _expand_kernel(
         tl.store(tokens + row, token, mask=inside)
         tl.store(positions + row, position, mask=inside)
         tl.store(places + row, tl.where(offset < length, place, -1), mask=inside)
+        if window_column > 0:
+            own_table += window_column
+            block = tl.load(own_table + position // block_size, mask=inside, other=0)
+            place = block.to(tl.int64) * block_size + position % block_size
+            places += requests * most
+            tl.store(places + row, tl.where(offset < length, place, -1), mask=inside)
         tl.store(query_start + request, request * most)
         tl.store(query_start + requests, requests * most)
         tl.store(contexts + request, tl.where(length > 0, start + length, 0))
@@ -69,7 +76,10 @@ def expand_rows(
     slots, starts, lengths = dense(slots, starts, lengths)
     num_blocks = tables.block_tables.shape[1]
     token_ids = torch.empty(requests * most, dtype=torch.int32, device=device)
-    positions, places = torch.empty((2, requests * most), dtype=torch.int64, device=device)
+    numbers = torch.empty(
+        (1 + tables.num_tables, requests * most), dtype=torch.int64, device=device
+    )
+    positions, places = numbers[0], numbers[1:].view(-1)
     own_tables = torch.empty((requests, num_blocks), dtype=torch.int32, device=device)
     query_start = torch.empty(requests + 1, dtype=torch.int64, device=device)
     contexts, last_rows = torch.empty((2, requests), dtype=torch.int64, device=device)
@@ -77,12 +87,10 @@ def expand_rows(
         slots, starts, lengths, tables.token_ids, tables.block_tables, token_ids, positions, places,
         own_tables, query_start, contexts, last_rows, requests, most, tables.token_ids.stride(0),
         tables.block_tables.stride(0), num_blocks, tables.last_position, tables.block_size,
-        None if mask_token is None else tables.num_tokens, mask_token or 0,
+        None if mask_token is None else tables.num_tokens, mask_token or 0, tables.window_column,
         block_m=triton.next_power_of_2(most), block_b=TABLE_BLOCK, num_warps=4, **options(device),
     )  # fmt: skip
-    inputs = PassInputs(
-        RowPlaces(query_start, positions, most), Paging(own_tables, contexts, places)
-    )
+    inputs = tables.inputs(RowPlaces(query_start, positions, most), own_tables, contexts, places)
     return PlacedRows(token_ids, inputs, query_start[:-1], last_rows)
 
 
@@ -239,14 +247,16 @@ def keep_path(
     path: Tensor,
     counts: Tensor,
     pages: Tensor,
+    windowed: bool = False,
 ) -> None:
     assert pages.is_contiguous()
     assert path.stride(1) == 1
     slots, roots, counts = dense(slots, roots, counts)
+    own_tables = tables.block_tables[:, tables.window_column if windowed else 0 :]
     numbers, width = pages.shape[3] * pages.shape[4], path.shape[1]
     block_n = min(256, triton.next_power_of_2(numbers))
     _keep_path_kernel[(len(slots), len(pages), triton.cdiv(numbers, block_n))](
-        slots, roots, path, counts, tables.block_tables, pages, tables.block_tables.stride(0),
+        slots, roots, path, counts, own_tables, pages, tables.block_tables.stride(0),
         path.stride(0), pages.stride(0), width, tables.block_size, numbers,
         block_w=triton.next_power_of_2(width), block_n=block_n, num_warps=4,
         **options(slots.device),

@@ -59,6 +59,7 @@ class DFlashDrafter(Drafter):
             inputs,
             rows=replace(inputs.rows, positions=inputs.rows.positions[rows]),
             paging=replace(inputs.paging, slots=inputs.paging.slots[rows]),
+            window_paging=None,  # of the target's layers
         )
         context = self._network.context(
             [stream[rows].to(self._dtype) for stream in forward.streams]

@@ -8,7 +8,7 @@ has computed, not each other. So it keeps nothing in the blocks, and a refused d
 import torch
 from torch import Tensor
 
-from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
+from slipstream.kernels.pass_inputs import PassInputs, RowPlaces
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.speculative.drafter import DrafterResources
 from slipstream.speculative.gemma4_assistant.config import AssistantConfig, read_assistant_config
@@ -38,13 +38,12 @@ class AssistantDrafter(LastHiddenDrafter):
 
     def _rows(self, slots: Tensor, newest: Tensor) -> PassInputs:
         """One row for each request at the position of its newest token, which is not computed."""
-        return PassInputs(
+        tables = self._state.tables
+        return tables.inputs(
             RowPlaces(torch.arange(len(slots) + 1, device=slots.device), newest, max_rows=1),
-            Paging(
-                self._state.block_tables[slots],
-                context_lens=torch.minimum(newest, self._state.num_computed[slots]),
-                slots=torch.full_like(slots, -1),
-            ),
+            tables.block_tables[slots],
+            torch.minimum(newest, self._state.num_computed[slots]),
+            slots.new_full((tables.num_tables * len(slots),), -1),
         )
 
 

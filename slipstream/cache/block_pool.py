@@ -1,0 +1,77 @@
+"""The blocks of one cache: which are free, which are kept for later, which are in use."""
+
+from collections import Counter, OrderedDict
+
+from slipstream.cache.prefix_index import PrefixIndex
+
+
+class BlockPool:
+    """Hands out blocks by number. Every block is in exactly one place:
+
+        free        nothing worth keeping in it
+        evictable   in the prefix index, in no table; least recently used first
+        referenced  in one table, or in several that share a prefix
+
+    Attributes:
+        index: which block has which content.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks > 0, f"num_blocks must be at least 1, not {num_blocks}"
+        self.num_blocks = num_blocks
+        self.index = PrefixIndex()
+        self._free = list(reversed(range(num_blocks)))  # a stack; block 0 goes first
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._references = [0] * num_blocks
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now: free ones and evictable ones."""
+        return len(self._free) + len(self._evictable)
+
+    def is_evictable(self, block: int) -> bool:
+        return block in self._evictable
+
+    def take(self) -> int:
+        """A block without content, for one table."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._evictable.popitem(last=False)
+            self.index.remove(block)
+        self._references[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One table more holds this indexed block."""
+        self._evictable.pop(block, None)
+        self._references[block] += 1
+
+    def release(self, block: int) -> None:
+        """One table less holds this block; an indexed one is kept until its place is needed."""
+        self._references[block] -= 1
+        if self._references[block]:
+            return
+        if block in self.index:
+            self._evictable[block] = None
+        else:
+            self._free.append(block)
+
+    def check_owned(self, block: int) -> None:
+        """Raise AssertionError unless one table alone holds the block, which it will write."""
+        assert block not in self.index, f"block {block} is indexed too early"
+        assert self._references[block] == 1, f"block {block} is shared too early"
+
+    def check_invariants(self, held: Counter[int]) -> None:
+        """Raise AssertionError unless every block is in its one right place.
+
+        Args:
+            held: how many tables hold each block.
+        """
+        self.index.check_invariants()
+        counted = {block: count for block, count in enumerate(self._references) if count}
+        assert counted == held, "a reference count is not the number of tables that hold the block"
+        places = Counter([*self._free, *self._evictable, *held])
+        assert places == Counter(range(self.num_blocks)), "a block is in no place or in two"
+        assert all(block not in self.index for block in self._free), "a free block is indexed"
+        assert all(block in self.index for block in self._evictable), "evictable but not indexed"
