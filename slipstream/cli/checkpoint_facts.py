@@ -100,7 +100,7 @@ class CheckpointFacts:
         return {"dtype": None if dtype is None else str(dtype).removeprefix("torch."), **sizes}
 
     def _cache_sizes(self) -> dict[str, int | None]:
-        """Of a token in all layers, of a block of them; how much of a token is only kept for the
+        """Bytes of a token in all layers and of a block; how much of a token is only kept for the
         last `window` tokens, by a target."""
         shape, per_token, windowed, window = self.config, 0, 0, None
         keeps_none = self.head is not None and not self.head.keeps_blocks

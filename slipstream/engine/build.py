@@ -125,14 +125,12 @@ def assemble(
 ) -> Engine:
     """The engine around loaded models."""
     limits, device, shape = resolved.limits, resolved.device, network.config
-    windowed = resolved.num_window_blocks > 0
-    state = DeviceState(
-        limits.max_num_seqs, limits.max_model_len, config.block_size, device, windowed
-    )
+    size, windows = config.block_size, resolved.num_window_blocks
+    state = DeviceState(limits.max_num_seqs, limits.max_model_len, size, device, windows > 0)
     sampling = SamplingState(state.num_slots, shape.vocab_size, device, config.use_fp64_gumbel)
     layout = shape.cache_layout(resolved.cache_dtype)
-    sizes = CacheSizes(resolved.num_blocks, config.block_size, state.num_slots, device)
-    cache = ModelCache(layout, replace(sizes, num_window_blocks=resolved.num_window_blocks))
+    sizes = CacheSizes(resolved.num_blocks, size, state.num_slots, device)
+    cache = ModelCache(layout, replace(sizes, num_window_blocks=windows))
     needs = loaded_drafter.needs
     runner = ModelRunner(network, cache, state, stream_layers=needs.stream_layers)
     resources = DrafterResources(
@@ -151,11 +149,7 @@ def assemble(
         )
     drafter = loaded_drafter.build(resources)
     shares_prefixes = config.enable_prefix_caching and layout.blocks_resume
-    window = None
-    if windowed:
-        window = WindowBlocks(resolved.num_window_blocks, config.block_size, resolved.window)
-    blocks = BlockManager(resolved.num_blocks, config.block_size, shares_prefixes, window)
-    scheduler = Scheduler(limits, blocks)
+    scheduler = Scheduler(limits, _block_manager(resolved, size, shares_prefixes))
     on_device = loaded_drafter.limits.on_device
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
     graphs = None
@@ -177,6 +171,13 @@ def assemble(
         with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
             graphs.capture_all("step", step.run, not on_device, progress)
     return Engine(resolved, scheduler, step, LogprobReader(runner, tokenizer), tokenizer, grammars)
+
+
+def _block_manager(resolved: Resolved, block_size: int, shares_prefixes: bool) -> BlockManager:
+    window = None
+    if resolved.num_window_blocks:
+        window = WindowBlocks(resolved.num_window_blocks, block_size, resolved.window)
+    return BlockManager(resolved.num_blocks, block_size, shares_prefixes, window)
 
 
 def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 import heapq
 from bisect import insort_left, insort_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from slipstream.cache.block_manager import BlockManager
 from slipstream.core.batch import Batch, Committed, ScheduledRequest
@@ -13,38 +12,8 @@ from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.engine.admission import check_fits
 from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
 from slipstream.engine.invariants import arrival, check_gain, check_places, check_queues
+from slipstream.engine.shares import Budget, Share
 from slipstream.engine.stop_conditions import NOT_FINITE, append_output
-
-
-@dataclass(slots=True, eq=False)
-class _Share:
-    """The share of one request in the step that is being planned."""
-
-    request: Request
-    num_new_tokens: int
-    num_draft_tokens: int = 0
-    admitted: bool = False
-
-    @property
-    def num_uncomputed(self) -> int:
-        """Known tokens that this step would leave uncomputed."""
-        return self.request.num_tokens - self.request.num_computed - self.num_new_tokens
-
-    @property
-    def is_decoding(self) -> bool:
-        return self.num_new_tokens == 1 and self.request.num_computed > 0
-
-
-@dataclass(slots=True)
-class _Budget:
-    """Rows of the target pass that are still to be given out."""
-
-    left: int
-
-    def take(self, wanted: int) -> int:
-        taken = min(wanted, self.left)
-        self.left -= taken
-        return taken
 
 
 class Scheduler:
@@ -163,8 +132,8 @@ class Scheduler:
         to those that decode, the rest of the prompt chunks, and then to requests that wait.
         """
         preempted = self._secure_known_tokens()
-        budget = _Budget(self.limits.max_num_batched_tokens)
-        shares = [_Share(request, budget.take(1)) for request in self._running[: budget.left]]
+        budget = Budget(self.limits.max_num_batched_tokens)
+        shares = [Share(request, budget.take(1)) for request in self._running[: budget.left]]
         self._give_drafts(shares, budget)
         self._extend_chunks(shares, budget)
         # Who was preempted just now must not come back at once, and nobody may overtake.
@@ -192,7 +161,7 @@ class Scheduler:
             return None
         if self._waiting and self._free_slots:
             return None
-        budget = _Budget(self.limits.max_num_batched_tokens - len(items))
+        budget = Budget(self.limits.max_num_batched_tokens - len(items))
         ahead: list[ScheduledRequest] = []
         for item in items:
             request = item.request
@@ -205,7 +174,7 @@ class Scheduler:
             most = min(most, self.limits.max_model_len)
             if not self.block_manager.grow(request.request_id, most):
                 return None
-            ahead.append(self._scheduled(_Share(request, 1, num_drafts), reaches_end=True))
+            ahead.append(self._scheduled(Share(request, 1, num_drafts), reaches_end=True))
         if not ahead:
             return None
         for item in ahead:
@@ -238,7 +207,7 @@ class Scheduler:
         insort_left(self._waiting, request, key=arrival)
         return request
 
-    def _give_drafts(self, shares: Sequence[_Share], budget: _Budget) -> None:
+    def _give_drafts(self, shares: Sequence[Share], budget: Budget) -> None:
         """Drafts for the requests that decode.
 
         While prompts wait for rows, drafts take at most half of what is left: a long prompt must
@@ -247,20 +216,20 @@ class Scheduler:
         prompts_wait = any(share.num_uncomputed for share in shares) or (
             self._waiting and self._free_slots
         )
-        drafts = _Budget(budget.left // 2 if prompts_wait else budget.left)
+        drafts = Budget(budget.left // 2 if prompts_wait else budget.left)
         for share in shares:
             if share.is_decoding:
                 self._draft(share, drafts)
                 budget.take(share.num_draft_tokens)
 
-    def _extend_chunks(self, shares: Sequence[_Share], budget: _Budget) -> None:
+    def _extend_chunks(self, shares: Sequence[Share], budget: Budget) -> None:
         """The rest of the rows for prompts (and for tokens lost to a preemption)."""
         for share in shares:
             if share.num_uncomputed:
                 self._extend(share, budget)
                 self._draft(share, budget)
 
-    def _extend(self, share: _Share, budget: _Budget) -> None:
+    def _extend(self, share: Share, budget: Budget) -> None:
         """The next rows of a prompt, as many as there are rows and blocks behind the window for."""
         request = share.request
         done = request.num_computed + share.num_new_tokens
@@ -270,12 +239,12 @@ class Scheduler:
         grown = self.block_manager.grow(request.request_id, request.num_tokens, written)
         assert grown, "capacity promised the blocks"
 
-    def _admit_waiting(self, shares: list[_Share], budget: _Budget) -> None:
+    def _admit_waiting(self, shares: list[Share], budget: Budget) -> None:
         while self._waiting and self._free_slots and budget.left:
             request = self._waiting[0]
             if not self._admit(request):
                 return
-            share = _Share(request, 0, admitted=True)
+            share = Share(request, 0, admitted=True)
             self._extend(share, budget)
             self._draft(share, budget)
             shares.append(share)
@@ -307,7 +276,7 @@ class Scheduler:
             return []
         return self.block_manager.match_prefix(self._namespace(request), request.token_ids)
 
-    def _draft(self, share: _Share, budget: _Budget) -> None:
+    def _draft(self, share: Share, budget: Budget) -> None:
         """Let a request that reaches its last known token verify drafts behind it, as many as
         rows and blocks allow."""
         if share.num_uncomputed or not (share.is_decoding or self.limits.drafts_at_prefill):
@@ -334,7 +303,7 @@ class Scheduler:
         )
         return self.policy.num_draft_tokens(request, max(0, most))
 
-    def _scheduled(self, share: _Share, reaches_end: bool) -> ScheduledRequest:
+    def _scheduled(self, share: Share, reaches_end: bool) -> ScheduledRequest:
         request = share.request
         return ScheduledRequest(
             request=request,

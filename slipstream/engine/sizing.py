@@ -78,7 +78,7 @@ class BlockBytes:
 
     @classmethod
     def of(cls, layouts: Sequence[CacheLayout], block_size: int, longest: int) -> "BlockBytes":
-        """Of the target, which comes first, and a drafter, whose layers keep all tokens.
+        """What the target, which comes first, and a drafter keep; the drafter keeps all tokens.
 
         Args:
             longest: tokens of the longest request.
