@@ -25,7 +25,11 @@ TOOLS = Reading(functions=("now", "get_weather"))
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(write_harmony_tokenizer(tmp_path_factory.mktemp("harmony") / "tokenizer"))
+    folder = tmp_path_factory.mktemp("harmony") / "tokenizer"
+    tokenizer = Tokenizer(write_harmony_tokenizer(folder))
+    assert {id: tokenizer.id_to_token(id) for id in MARKS} == MARKS
+    assert tokenizer.special_token_ids == set(MARKS)
+    return tokenizer
 
 
 def make(tokenizer: Tokenizer, reading: Reading, opening: str = OPENING) -> HarmonyParser:
