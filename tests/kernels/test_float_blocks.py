@@ -1,5 +1,7 @@
 """Floats of four and eight bits with scales of blocks: rounding, cutting, stacking, products."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -147,6 +149,19 @@ def test_stacks_keep_all_numbers(form: Rounding, rows: tuple[int, ...]) -> None:
     joined = stacked(parts)
     assert joined is not None
     assert torch.equal(joined.dequantised(), torch.cat([part.dequantised() for part in parts]))
+
+
+@pytest.mark.parametrize("form", ROUNDINGS, ids=lambda it: type(it).__name__)
+def test_what_lies_in_a_row_is_stacked_where_it_is(form: Rounding) -> None:
+    weight: Any = form.round(numbers(384, 160))
+    first, second = weight.rows(0, 128), weight.rows(128, 384)
+    joined: Any = stacked([first, second])
+    assert joined.values.data_ptr() == weight.values.data_ptr()
+    assert torch.equal(joined.dequantised(), weight.dequantised())
+    for parts in ([second, first], [first, weight.rows(256)], [first.columns(0, 128)] * 2):
+        joined = stacked(parts)
+        assert joined.values.data_ptr() != parts[0].values.data_ptr()
+        assert torch.equal(joined.dequantised(), torch.cat([it.dequantised() for it in parts]))
 
 
 def test_stacks_of_blocks_have_as_few_scales_as_their_parts_allow() -> None:

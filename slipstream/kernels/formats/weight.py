@@ -6,6 +6,7 @@ matrix (`Ops.pack`) or reads its tensors; nobody else asks what a weight is stor
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Self
 
 import torch
@@ -147,8 +148,27 @@ def chosen_rows(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def joined_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dtype, each [N, ...], one below the other."""
-    return torch.cat([_bytes(tensor) for tensor in tensors]).view(tensors[0].dtype)
+    """Tensors of one dtype, each [N, ...], one below the other.
+
+    Where they lie so in memory already, the result is a view of them.
+    """
+    first = tensors[0]
+    if all(_follows(after, before) for before, after in pairwise(tensors)):
+        rows = sum(len(tensor) for tensor in tensors)
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
+    return torch.cat([_bytes(tensor) for tensor in tensors]).view(first.dtype)
+
+
+def _follows(after: Tensor, before: Tensor) -> bool:
+    """Whether a contiguous tensor begins where another of its kind ends, in the same storage."""
+    return (
+        after.is_contiguous()
+        and before.is_contiguous()
+        and after.dtype == before.dtype
+        and after.shape[1:] == before.shape[1:]
+        and after.data_ptr() == before.data_ptr() + before.nbytes
+        and after.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+    )
 
 
 def _bytes(values: Tensor) -> Tensor:

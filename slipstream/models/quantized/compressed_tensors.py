@@ -174,7 +174,7 @@ def _read_packed(module: StoredModule, rows: int, columns: int, scheme: Scheme) 
 
 
 def _read_int8(module: StoredModule, rows: int, columns: int, scheme: Scheme) -> Weight:
-    values = module.take("weight", (torch.int8,), (rows, columns))
+    values = module.take("weight", (torch.int8,), (rows, columns), stays=True)
     scales = module.take_row_scales("weight_scale", rows)
     if "weight_zero_point" in module:
         zeros = module.take("weight_zero_point", (torch.int8, torch.int32), *row_scale_shapes(rows))

@@ -23,8 +23,8 @@ def read_mxfp4(
     """A matrix whose tensors have these endings."""
     group = Mxfp4Matrix.group
     module.require_groups(columns, group)
-    found = module.take(values, BYTES, (rows, columns // 2))
-    powers = module.take(scales, POWERS, (rows, columns // group)).view(torch.uint8)
+    found = module.take(values, BYTES, (rows, columns // 2), stays=True)
+    powers = module.take(scales, POWERS, (rows, columns // group), stays=True).view(torch.uint8)
     require_powers(module, scales, powers)
     return Mxfp4Matrix(found, powers)
 
@@ -48,8 +48,10 @@ def read_nvfp4(
     """
     group = Nvfp4Matrix.group
     module.require_groups(columns, group)
-    found = module.take(values, BYTES, (rows, columns // 2))
-    scales = module.take("weight_scale", (torch.float8_e4m3fn,), (rows, columns // group))
+    found = module.take(values, BYTES, (rows, columns // 2), stays=True)
+    scales = module.take(
+        "weight_scale", (torch.float8_e4m3fn,), (rows, columns // group), stays=True
+    )
     shared = module.take_scales(whole, *_SCALARS).flatten()
     if not float(shared) > 0:
         raise module.error(

@@ -82,7 +82,7 @@ def read_float8(
     module: StoredModule, rows: int, columns: int, scale: str, block: tuple[int, int] | None
 ) -> Weight:
     """`weight` of a module with the scales that it has under that name."""
-    values = module.take("weight", (torch.float8_e4m3fn,), (rows, columns))
+    values = module.take("weight", (torch.float8_e4m3fn,), (rows, columns), stays=True)
     module.pass_over(*STATIC_SCALES)
     if block is None:
         return Float8Matrix(values, module.take_row_scales(scale, rows, _SCALES))

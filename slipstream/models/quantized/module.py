@@ -12,6 +12,32 @@ from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_into
 
 
+class Room:
+    """Memory for tensors of modules that become one matrix, so that they lie in a row in it.
+
+    Args:
+        count: of modules, whose tensors of one ending have one shape; 1 where shapes may differ.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.device = device
+        self._count = count
+        self._tensors: dict[str, Tensor] = {}
+        self._given: dict[str, int] = {}
+
+    def place(self, ending: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The next module's place for its tensor of this ending."""
+        if self._count == 1:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        whole = self._tensors.get(ending)
+        if whole is None or whole.dtype != dtype:
+            whole = torch.empty((self._count, *shape), dtype=dtype, device=self.device)
+            self._tensors[ending], self._given[ending] = whole, 0
+        index = self._given[ending]
+        self._given[ending] = index + 1
+        return whole[index]
+
+
 class StoredModule:
     """The tensors of one quantised matrix, each to be taken once.
 
@@ -20,7 +46,7 @@ class StoredModule:
         path: the checkpoint's directory.
         entries: the module's tensors, by the last part of their names.
         taken: called with each entry that is read.
-        device: where tensors are read to.
+        room: where tensors are read to.
     """
 
     def __init__(
@@ -29,25 +55,35 @@ class StoredModule:
         path: Path,
         entries: Mapping[str, TensorEntry],
         taken: Callable[[TensorEntry], None],
-        device: torch.device,
+        room: Room,
     ) -> None:
         self.name = name
         self._path, self._entries, self._taken = path, entries, taken
-        self._device = device
+        self._room = room
 
     def __contains__(self, ending: str) -> bool:
         return ending in self._entries
 
     def take(
-        self, ending: str, dtypes: Collection[torch.dtype], *shapes: tuple[int, ...]
+        self,
+        ending: str,
+        dtypes: Collection[torch.dtype],
+        *shapes: tuple[int, ...],
+        stays: bool = False,
     ) -> Tensor:
         """A tensor as it is stored.
+
+        Args:
+            stays: it becomes a part of the matrix as it is.
 
         Raises:
             CheckpointError: it is not there, or of no dtype or shape that the format has.
         """
         entry = self._entry(ending, dtypes, shapes)
-        tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
+        if stays:
+            tensor = self._room.place(ending, entry.shape, entry.dtype)
+        else:
+            tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._room.device)
         read_into(entry, tensor, raw=True)
         self._taken(entry)
         return tensor
@@ -66,9 +102,9 @@ class StoredModule:
         entry = self._entry(ending, dtypes, (shape,))
         count, rows, *rest = shape
         tensor = torch.empty(
-            (count, turns, rows // turns, *rest), dtype=entry.dtype, device=self._device
+            (count, turns, rows // turns, *rest), dtype=entry.dtype, device=self._room.device
         )
-        some = torch.empty((1, rows, *rest), dtype=entry.dtype, device=self._device)
+        some = torch.empty((1, rows, *rest), dtype=entry.dtype, device=self._room.device)
         for index in range(count):
             read_into(entry.row_range(index, index + 1), some, raw=True)
             tensor[index].copy_(some.view(rows // turns, turns, *rest).transpose(0, 1))

@@ -12,7 +12,7 @@ from slipstream.kernels.formats.weight import Weight, row_slices, stacked
 from slipstream.layers.parameters import ROWS, WHOLE, Fused, Part, Share
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.parameter_sources import CheckpointSource, Progress
-from slipstream.models.quantized.module import StoredModule, StoredQuantization
+from slipstream.models.quantized.module import Room, StoredModule, StoredQuantization
 from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_into
 
 logger = logging.getLogger("slipstream")
@@ -65,7 +65,9 @@ class QuantizedSource(CheckpointSource):
                 return whole
         if not any(self._is_quantised(part.name) for part in parts):
             return DenseMatrix(self.matrix(parts, columns))
-        return self._joined([self._read_weight(part, columns) for part in parts], parts)
+        same = len({part.rows for part in parts}) == 1
+        room = Room(len(parts) if same else 1, self._device)
+        return self._joined([self._read_weight(part, columns, room) for part in parts], parts)
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
         """See `CheckpointSource`. Some exporters give every quantised module a bias of zeros."""
@@ -102,7 +104,7 @@ class QuantizedSource(CheckpointSource):
         }
         if not entries:
             return None
-        module = self._module(fused.name, entries)
+        module = self._module(fused.name, entries, Room(1, self._device))
         rows = sum(part.rows for part in parts) // fused.experts
         turns = len(parts) // fused.experts if fused.alternating else 1
         whole = self._stored.read_fused(module, fused.experts, rows, columns, turns)
@@ -119,7 +121,7 @@ class QuantizedSource(CheckpointSource):
         entry = self._checkpoint.entries.get(name)
         return entry is None or entry.dtype not in WEIGHT_DTYPES
 
-    def _read_weight(self, part: Part, columns: int) -> Weight:
+    def _read_weight(self, part: Part, columns: int, room: Room) -> Weight:
         if not self._is_quantised(part.name):
             return DenseMatrix(self.matrix([part], columns).to(self._whole_dtype))
         name = part.name.removesuffix(_WEIGHT)
@@ -130,12 +132,12 @@ class QuantizedSource(CheckpointSource):
                 f"{self._checkpoint.path} has no tensor {part.name}, nor one of its quantised "
                 f"form{also}, which its config.json asks for with shape {[part.rows, columns]}"
             )
-        weight = self._stored.read(self._module(name, entries), part.rows, columns)
+        weight = self._stored.read(self._module(name, entries, room), part.rows, columns)
         self._modules.add(name)
         return self._as_kept(self._cut(weight, part))
 
-    def _module(self, name: str, entries: dict[str, TensorEntry]) -> StoredModule:
-        return StoredModule(name, self._checkpoint.path, entries, self._take, self._device)
+    def _module(self, name: str, entries: dict[str, TensorEntry], room: Room) -> StoredModule:
+        return StoredModule(name, self._checkpoint.path, entries, self._take, room)
 
     def _cut(self, weight: Weight, part: Part) -> Weight:
         """This rank's share of a matrix."""
