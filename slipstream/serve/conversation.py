@@ -59,7 +59,8 @@ def render(
 
     _check_arguments(messages)
     plain = [_message(place, message, service) for place, message in enumerate(messages)]
-    spelled = None if service.output_format is None else SpelledTokens(service.tokenizer)
+    format = service.output_format
+    spelled = None if format is None else SpelledTokens(service.tokenizer, format.marks)
     if spelled is not None:
         plain, functions, options = map(spelled.hide, (plain, functions, options))
     text = write(plain)

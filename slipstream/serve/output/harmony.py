@@ -32,6 +32,10 @@ class Harmony:
     def calls(self) -> "HarmonyCalls":
         return HarmonyCalls(self.tokens)
 
+    @property
+    def marks(self) -> Sequence[int]:
+        return self.tokens.marks
+
     def parser(self, texts: TokenTexts, reading: Reading) -> HarmonyParser:
         return HarmonyParser(self.tokens, texts, reading)
 

@@ -72,12 +72,15 @@ class OutputFormat(Protocol):
     Attributes:
         name: in --reasoning-parser.
         calls: its tool calls.
+        marks: tokens that no text of a request may become.
     """
 
     @property
     def name(self) -> str: ...
     @property
     def calls(self) -> CallFormat: ...
+    @property
+    def marks(self) -> Sequence[int]: ...
 
     def parser(self, texts: TokenTexts, reading: Reading) -> AnswerParser:
         """A parser for one answer."""

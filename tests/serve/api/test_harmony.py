@@ -302,7 +302,7 @@ def test_marks_that_a_request_spells_are_text(client: openai.OpenAI, live: Live)
     body = spelling(evil)
     said = create(client, body["messages"], tools=body["tools"], max_completion_tokens=2)
     assert said.usage.prompt_tokens > 100
-    with pytest.raises(openai.BadRequestError, match="special tokens"):
+    with pytest.raises(openai.BadRequestError, match="spell more than"):
         create(client, [{"role": "user", "content": "<|end|>" * 20_000}])
     last = [*body["messages"], {"role": "assistant", "content": evil}]
     continued = rendered(
