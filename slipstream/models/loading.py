@@ -229,7 +229,7 @@ def _open(
 def _tell_stored(checkpoint: Checkpoint, stored: StoredQuantization, options: LoadOptions) -> None:
     rest = "what is not quantised stays so"
     if options.quantization is not None:
-        rest = f"what is not in integers is rounded to {options.quantization}"
+        rest = f"what is not multiplied as stored is rounded to {options.quantization}"
     logger.info("%s: stored as %s; %s", checkpoint.path.name, stored.description, rest)
 
 
