@@ -37,7 +37,7 @@ void leaf7(unsigned subleaf, unsigned& eax, unsigned& edx) {
 bool has_avx512_bf16() {
     unsigned eax, edx;
     leaf7(1, eax, edx);
-    return has_avx512() && (eax >> 5 & 1);
+    return has_avx512() && __builtin_cpu_supports("avx512vbmi") && (eax >> 5 & 1);
 }
 
 bool has_amx() {

@@ -27,11 +27,14 @@ class FourBitRows {
   private:
     static constexpr TileShape shape = tile_shape(storage);
 
-    // Rows whose sums, of each digit, fit into the registers beside what they meet.
+    // Rows whose sums, of each digit, fit into the registers beside what they meet, and panels that
+    // they are taken with.
 #if defined(__AVX512F__)
-    static constexpr int most_rows = 6 / digits, panels = 2;
+    static constexpr int most_rows = digits == 1 ? 8 : 12 / digits;
+    static constexpr int panels_of(int rows) { return rows * digits <= 6 ? 2 : 1; }
 #else
-    static constexpr int most_rows = digits == 1 ? 4 : digits == 2 ? 2 : 1, panels = 1;
+    static constexpr int most_rows = digits == 1 ? 4 : digits == 2 ? 2 : 1;
+    static constexpr int panels_of(int) { return 1; }
 #endif
 
     void some_rows(int64_t group, int64_t row, int64_t count, float* values) const {
@@ -42,19 +45,21 @@ class FourBitRows {
             case 4: add<most_rows < 4 ? 1 : 4>(group, row, values); break;
             case 5: add<most_rows < 5 ? 1 : 5>(group, row, values); break;
             case 6: add<most_rows < 6 ? 1 : 6>(group, row, values); break;
+            case 7: add<most_rows < 7 ? 1 : 7>(group, row, values); break;
+            case 8: add<most_rows < 8 ? 1 : 8>(group, row, values); break;
         }
     }
 
     // values [R][64] += a group of rows row .. row + R.
     template <int R>
     void add(int64_t group, int64_t row, float* values) const {
-        for (int panel = 0; panel < block_panels; panel += panels)
+        for (int panel = 0; panel < block_panels; panel += panels_of(R))
             add_panels<R>(group, row, panel, values + panel * panel_rows);
     }
 
     template <int R>
     void add_panels(int64_t group, int64_t row, int panel, float* values) const {
-        constexpr int num_lines = R * digits;
+        constexpr int num_lines = R * digits, panels = panels_of(R);
         I16 sums[num_lines][panels];
         for (int line = 0; line < num_lines; ++line)
             for (int p = 0; p < panels; ++p) sums[line][p] = integers(0);
@@ -66,8 +71,8 @@ class FourBitRows {
             for (int step = 0; step < shape.steps; ++step)
                 for (int p = 0; p < panels; ++p) {
                     const Quads both = load_quads(from + (p * shape.steps + step) * 64);
-                    const Quads first = as_integers<storage>(low_halves(both));
-                    const Quads second = as_integers<storage>(high_halves(both));
+                    const Quads first = low_integers<storage>(both);
+                    const Quads second = high_integers<storage>(both);
                     for (int line = 0; line < num_lines; ++line) {
                         const int8_t* quads = x + line * line_step_ + step * 8;
                         sums[line][p] = add_quads<true>(sums[line][p], first, quad_at(quads));

@@ -66,8 +66,8 @@ class FourBitTiles {
                     look_ahead<shape.panel_bytes()>(from);
                     for (int step = 0; step < shape.steps; ++step, from += 64, to += 128) {
                         const Quads both = load_quads(from);
-                        const Quads first = as_integers<storage>(low_halves(both));
-                        const Quads second = as_integers<storage>(high_halves(both));
+                        const Quads first = low_integers<storage>(both);
+                        const Quads second = high_integers<storage>(both);
                         _mm512_storeu_si512(to, first.v);
                         _mm512_storeu_si512(to + 64, second.v);
                     }

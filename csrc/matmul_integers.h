@@ -46,10 +46,14 @@ struct GroupZeros {
 inline constexpr uint8_t e2m1_integers[16] = {12, 13, 14, 15, 16, 18, 20, 24,
                                               12, 11, 10, 9,  8,  6,  4,  0};
 
-// Four bits of each byte, below or above, as unsigned integers.
+// Four bits of each byte, those below and those above, as unsigned integers.
 template <Storage storage>
-inline Quads as_integers(Quads halves) {
-    return is_e2m1(storage) ? look_up(e2m1_integers, halves) : halves;
+inline Quads low_integers(Quads both) {
+    return is_e2m1(storage) ? look_up_low(e2m1_integers, both) : low_halves(both);
+}
+template <Storage storage>
+inline Quads high_integers(Quads both) {
+    return is_e2m1(storage) ? look_up_high(e2m1_integers, both) : high_halves(both);
 }
 
 // A block of a weight in four bits: groups of `tiles` tiles, each with its scales and zeros behind it.

@@ -21,11 +21,26 @@ struct Quads {
 inline Quads load_quads(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline Quads low_halves(Quads x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
 inline Quads high_halves(Quads x) { return low_halves({_mm512_srli_epi16(x.v, 4)}); }
-// Bytes of a table of sixteen, by indices below 16.
-inline Quads look_up(const uint8_t* table, Quads indices) {
-    const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
-    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), indices.v)};
+// Bytes of a table of sixteen, by the low and by the high halves of bytes.
+inline __m512i table_of(const uint8_t* bytes) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
 }
+#if defined(__AVX512VBMI__)
+// Of each index six bits count, for a table that is there four times.
+inline Quads look_up_low(const uint8_t* table, Quads x) {
+    return {_mm512_permutexvar_epi8(x.v, table_of(table))};
+}
+inline Quads look_up_high(const uint8_t* table, Quads x) {
+    return {_mm512_permutexvar_epi8(_mm512_srli_epi16(x.v, 4), table_of(table))};
+}
+#else
+inline Quads look_up_low(const uint8_t* table, Quads x) {
+    return {_mm512_shuffle_epi8(table_of(table), low_halves(x).v)};
+}
+inline Quads look_up_high(const uint8_t* table, Quads x) {
+    return {_mm512_shuffle_epi8(table_of(table), high_halves(x).v)};
+}
+#endif
 // sum += lanes' bytes times the four signed bytes of `x`. The bytes of halves are below 32.
 template <bool are_halves>
 inline I16 add_quads(I16 sum, Quads quads, int32_t x) {
@@ -50,6 +65,8 @@ inline Quads look_up(const uint8_t* table, Quads indices) {
         _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
     return {_mm256_shuffle_epi8(entries, indices.a), _mm256_shuffle_epi8(entries, indices.b)};
 }
+inline Quads look_up_low(const uint8_t* table, Quads x) { return look_up(table, low_halves(x)); }
+inline Quads look_up_high(const uint8_t* table, Quads x) { return look_up(table, high_halves(x)); }
 // Pairs of products fit into 16 bits while one factor has five.
 inline __m256i add_halves(__m256i sum, __m256i halves, __m256i x, int16_t unit) {
     const __m256i pairs = _mm256_maddubs_epi16(halves, x);
@@ -86,8 +103,11 @@ inline Quads low_halves(Quads x) {
 inline Quads high_halves(Quads x) {
     return each_byte([&](int i) { return x.v[i] >> 4; });
 }
-inline Quads look_up(const uint8_t* table, Quads indices) {
-    return each_byte([&](int i) { return table[indices.v[i]]; });
+inline Quads look_up_low(const uint8_t* table, Quads x) {
+    return each_byte([&](int i) { return table[x.v[i] & 15]; });
+}
+inline Quads look_up_high(const uint8_t* table, Quads x) {
+    return each_byte([&](int i) { return table[x.v[i] >> 4]; });
 }
 template <bool are_halves>
 inline I16 add_quads(I16 sum, Quads quads, int32_t x) {
