@@ -175,7 +175,8 @@ class Attention:
         rows = self.heads.num_heads * self.heads.head_dim  # of the queries
         weight, bias = self.qkv.weight.rows(rows), self.qkv.bias
         bias = None if bias is None else bias[rows:]
-        ops.store(ops.joined_linear([(x, None)], weight, bias), self.heads, inputs, cache)
+        kv = ops.joined_linear([(x, None)], weight, bias)
+        ops.store(kv, self.heads, inputs.seen_through(self.heads.window), cache)
 
     def _first_qkv(self, ops: Ops, stream: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
         """Queries, keys and values where the stream begins, and the stream that is kept."""

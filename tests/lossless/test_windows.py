@@ -15,6 +15,10 @@ from tests.drafters.assistants import FULL, SLIDING, write_assistant, write_slid
 from tests.drafters.blocks import write_dflash
 from tests.drafters.heads import write_eagle3
 from tests.lossless.pairwise import Case, pairwise_cases
+from tests.models.expert_cases import of_gpt_oss
+from tests.models.parity_cases import Case as ModelCase
+from tests.models.parity_cases import shape
+from tests.models.test_parity import VOCAB_SIZE, write_checkpoint
 from tests.padded_steps import use_padded_steps
 
 WINDOW, BLOCK = 9, 4
@@ -92,11 +96,13 @@ def make_llm(models: Models, case: Case) -> LLM:
     )
 
 
-def prompts() -> list[Any]:
+def prompts(vocab: int = 96) -> list[Any]:
     """Some share a beginning that ends in the middle of a block."""
     generator = torch.Generator().manual_seed(3)
-    shared = torch.randint(1, 96, (31,), generator=generator).tolist()
-    own = [torch.randint(1, 96, (n,), generator=generator).tolist() for n in (5, 60, 17, 2, 33, 8)]
+    shared = torch.randint(1, vocab, (31,), generator=generator).tolist()
+    own = [
+        torch.randint(1, vocab, (n,), generator=generator).tolist() for n in (5, 60, 17, 2, 33, 8)
+    ]
     return [{"prompt_token_ids": (shared if i % 2 else []) + ids} for i, ids in enumerate(own)]
 
 
@@ -151,3 +157,39 @@ def test_requests_outgrow_a_cache_of_windows(tmp_path: Path) -> None:
     whole = tokens(make(max_num_seqs=2).generate(prompts(), GREEDY))
     assert tokens(small.generate(prompts(), GREEDY)) == whole
     assert max(map(len, (it["prompt_token_ids"] for it in prompts()))) > 7 * BLOCK
+
+
+@pytest.mark.parametrize("drafter", ["itself", "ngram"])
+@pytest.mark.parametrize("steps", ["exact", "padded"])
+def test_gpt_oss(drafter: str, steps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows in every other layer, sinks, experts; a draft model keeps all tokens of its own."""
+    case = ModelCase("GptOss", "windows", {**shape(4, 2, 48, 8), **of_gpt_oss(4, 2)}, seed=3)
+    target = str(write_checkpoint(case, tmp_path / "target"))
+    if steps == "padded":
+        use_padded_steps(monkeypatch)
+    drafters: dict[str, dict[str, Any]] = {
+        "itself": {"model": target},
+        "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+    }
+    said = []
+    for windowed, rows, speculative in (
+        (False, 512, None),
+        (True, 24, {**drafters[drafter], "num_speculative_tokens": 3}),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            if not windowed:
+                patch.setattr(CacheLayout, "window", lambda *_: None)
+            llm = LLM(
+                target,
+                speculative_config=speculative,
+                skip_tokenizer_init=True,
+                max_num_seqs=4,
+                max_num_batched_tokens=rows,
+                num_kv_blocks=60,
+                block_size=BLOCK,
+                max_model_len=112,
+            )
+        assert bool(llm.engine.resolved.num_window_blocks) == windowed
+        llm.generate(prompts(VOCAB_SIZE), GREEDY)
+        said.append(tokens(llm.generate(prompts(VOCAB_SIZE), GREEDY)))
+    assert said[0] == said[1]
