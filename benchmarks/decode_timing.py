@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.expert_spread import distinct_experts
 from benchmarks.geometries import HEADS, geometry_named, head_matrix_parameters, write_config
 from slipstream import LLM, SamplingParams
 from slipstream.core.outputs import RequestOutput
 from slipstream.engine.prompts import TokensPrompt
 from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.quantized.catalogue import read_quantization
+from slipstream.models.traffic import pass_bytes
 
 READ_BYTES_PER_MS = 4.35e9
 HEADROOM = 64  # positions behind the longest output
@@ -96,7 +99,12 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table; times in ms. `split` is draft, target, verify, rest, or empty."""
+    """One line of the table; times in ms.
+
+    Attributes:
+        split: draft, target, verify, rest, or empty.
+        experts: distinct ones of a layer that a step's rows touched; None without experts.
+    """
 
     setup: str
     batch: int
@@ -106,6 +114,7 @@ class Row:
     split: tuple[float, ...]
     limit: float
     tokens_per_s: float
+    experts: float | None = None
     plain_ratio: float | None = None
     bar: float | None = None
     vllm: float | None = None
@@ -115,37 +124,51 @@ def _shown(geometry: str, quantization: str | None) -> str:
     return geometry if quantization is None else f"{geometry} in {quantization}"
 
 
-def limit_ms(setup: Setup) -> float:
-    """The time that reading the matrices of one step takes, K passes of the draft included."""
-    read = _read_bytes(setup.target, setup.quantization, setup.dtype, None)
+def limit_ms(setup: Setup, batch: int = 1, experts: float | None = None) -> float:
+    """The time that reading the matrices of one step takes, K passes of the draft included.
+
+    Args:
+        experts: distinct ones of a layer that the step's rows touch; None: as many as independent
+            choices would.
+    """
+    rows = batch * (setup.num_speculative_tokens + 1)
+    read = _read_bytes(setup.target, setup.quantization, setup.dtype, None, rows, experts)
     if setup.draft is not None:
         head = setup.draft_vocab_size
-        draft = _read_bytes(setup.draft, setup.drafter_quantization, setup.dtype, head)
+        draft = _read_bytes(setup.draft, setup.drafter_quantization, setup.dtype, head, batch)
         read += setup.num_passes * draft
     return read / READ_BYTES_PER_MS
 
 
-def _read_bytes(geometry: str, quantization: str | None, dtype: str, head: int | None) -> int:
-    """Of one pass: everything but the embedding, of which only a few rows are looked up."""
+def _read_bytes(
+    geometry: str,
+    quantization: str | None,
+    dtype: str,
+    head: int | None,
+    rows: int,
+    experts: float | None = None,
+) -> float:
+    """In one pass: everything but the embedding, of which only a few rows are looked up."""
     itemsize: int = 1 if quantization else getattr(torch, dtype).itemsize
     if geometry in HEADS:
         return head_matrix_parameters(geometry) * itemsize
-    config = read_decoder_config(geometry_named(geometry))
-    tables = 1 if config.tie_word_embeddings else 2
-    layers = config.num_matrix_parameters - tables * config.vocab_size * config.hidden_size
-    numbers = layers + (head or config.vocab_size) * config.hidden_size
-    return numbers * itemsize
+    content = geometry_named(geometry)
+    config = read_decoder_config(content)
+    stored = read_quantization(content, "config.json")
+    bytes_read = pass_bytes(config, rows, getattr(torch, dtype), quantization, stored, experts)
+    less = config.vocab_size - (head or config.vocab_size)
+    return bytes_read - less * config.hidden_size * itemsize
 
 
 def measure(setup: Setup, method: Method, on_ready: Callable[[float], None]) -> Iterator[Row]:
     """A row per batch size; `on_ready` is told the seconds until the engine was."""
     with tempfile.TemporaryDirectory() as folder:
         began = perf_counter()
-        llm = _engine(setup, method, Path(folder))
+        llm = make_engine(setup, method, Path(folder))
         on_ready(perf_counter() - began)
-        prompts = _prompts(geometry_named(setup.target)["vocab_size"], method.prompt)
+        prompts = prompt_maker(geometry_named(setup.target)["vocab_size"], method.prompt)
         for batch in method.batch_sizes:
-            yield _measure_batch(llm, setup, method, batch, prompts)
+            yield measure_batch(llm, setup, method, batch, prompts)
 
 
 def release() -> None:
@@ -155,7 +178,8 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def _engine(setup: Setup, method: Method, folder: Path) -> LLM:
+def make_engine(setup: Setup, method: Method, folder: Path) -> LLM:
+    """The engine of a setup; `folder` must be there until it is gone."""
     target = write_config(folder / "target", setup.target)
     longest = method.prompt + method.long + setup.num_speculative_tokens + HEADROOM
     speculation: dict[str, Any] | None = None
@@ -186,7 +210,7 @@ def _engine(setup: Setup, method: Method, folder: Path) -> LLM:
     )
 
 
-def _prompts(vocab_size: int, length: int) -> Callable[[int], list[TokensPrompt]]:
+def prompt_maker(vocab_size: int, length: int) -> Callable[[int], list[TokensPrompt]]:
     """Makes so many prompts that no run before has seen."""
     generator = torch.Generator().manual_seed(0)
 
@@ -199,32 +223,40 @@ def _prompts(vocab_size: int, length: int) -> Callable[[int], list[TokensPrompt]
 
 @dataclass(frozen=True)
 class _Run:
-    """One call of `generate`: seconds, AL, steps, and their parts in seconds (or nothing)."""
+    """One call of `generate`: seconds, AL, steps, their parts in seconds (or nothing), and the
+    texts."""
 
     seconds: float
     al: float
     steps: int
     parts: tuple[float, ...]
+    texts: list[list[int]]
 
 
-def _measure_batch(
+def measure_batch(
     llm: LLM,
     setup: Setup,
     method: Method,
     batch: int,
     prompts: Callable[[int], list[TokensPrompt]],
 ) -> Row:
-    _run(llm, prompts(batch), method.short)  # compiles kernels, and captures what is left
-    pairs = [
-        (_run(llm, prompts(batch), method.short), _run(llm, prompts(batch), method.long))
-        for _ in range(method.repeat)
-    ]
+    """One row of the table: as many requests at once, each with the setup's number of drafts."""
+    count = setup.num_speculative_tokens
+
+    def run(length: int) -> _Run:
+        return _run(llm, prompts(batch), length, count)
+
+    run(method.short)  # compiles kernels, and captures what is left
+    pairs = [(run(method.short), run(method.long)) for _ in range(method.repeat)]
     steps = [
         (long.seconds - short.seconds) / (method.long - method.short) * long.al * 1e3
         for short, long in pairs
     ]
     step = statistics.median(steps)
     al = statistics.median(long.al for _, long in pairs)
+    experts = None
+    if read_decoder_config(geometry_named(setup.target)).routing is not None:
+        experts = distinct_experts(llm, pairs[-1][1].texts, count + 1)
     return Row(
         setup=setup.title,
         batch=batch,
@@ -232,19 +264,26 @@ def _measure_batch(
         al=al,
         step=step,
         split=_split(pairs),
-        limit=limit_ms(setup),
+        limit=limit_ms(setup, batch, experts),
         tokens_per_s=batch * al / step * 1e3,
+        experts=experts,
     )
 
 
-def _run(llm: LLM, prompts: list[TokensPrompt], length: int) -> _Run:
+def _run(llm: LLM, prompts: list[TokensPrompt], length: int, count: int) -> _Run:
     before = _parts(llm)
     began = perf_counter()
-    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=length, ignore_eos=True, num_speculative_tokens=count
+    )
     outputs = llm.generate(prompts, params)
     seconds = perf_counter() - began
     steps, *parts = (after - ago for after, ago in zip(_parts(llm), before, strict=True))
-    return _Run(seconds, _acceptance_length(outputs), int(steps), tuple(parts))
+    texts = [
+        [*prompt["prompt_token_ids"], *output.outputs[0].token_ids]
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+    return _Run(seconds, _acceptance_length(outputs), int(steps), tuple(parts), texts)
 
 
 def _parts(llm: LLM) -> tuple[float, ...]:

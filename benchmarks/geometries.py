@@ -65,6 +65,107 @@ def _llama(
     }
 
 
+_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "attention_bias": True,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+}
+
+
+def _gpt_oss(layers: int, experts: int, **changes: Any) -> dict[str, Any]:
+    return {**_GPT_OSS, "num_hidden_layers": layers, "num_local_experts": experts, **changes}
+
+
+_QWEN3_30B_A3B = {
+    **_qwen3(2048, 6144, 48, 32, False),
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+_GLM_4_5_AIR: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "use_qk_norm": False,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "vocab_size": 151552,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    # In bf16 it is larger than the memory of one H200.
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+    },
+}
+_LLAMA_70B = {
+    **_llama(8192, 28672, 80, 128, False, 8.0),
+    "num_attention_heads": 64,
+    "quantization_config": {
+        "quant_method": "modelopt",
+        "quant_algo": "W4A16_NVFP4",
+        "group_size": 16,
+        "ignore": ["lm_head"],
+    },
+}
+
 GEOMETRIES = {
     # For tests: an engine that is ready in no time.
     "tiny": {**_qwen3(64, 160, 4, 8, True), "head_dim": 16, "vocab_size": 512},
@@ -77,6 +178,31 @@ GEOMETRIES = {
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, False),
     "llama-3.2-1b": _llama(2048, 8192, 16, 64, True, 32.0),
     "llama-3.1-8b": _llama(4096, 14336, 32, 128, False, 8.0),
+    "llama-70b-nvfp4": _LLAMA_70B,
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    # For CPUs: 1.6 billion parameters, 0.28 of them active; a quarter of a gpt-oss.
+    "gpt-oss-1.5b": _gpt_oss(
+        14,
+        32,
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=65536,
+    ),
+    "qwen3-30b-a3b": _QWEN3_30B_A3B,
+    "glm-4.5-air": _GLM_4_5_AIR,
+    "tiny-moe": _gpt_oss(
+        4,
+        16,
+        hidden_size=64,
+        intermediate_size=32,
+        head_dim=16,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=512,
+    ),
 }
 
 # Drafting heads of Qwen3-8B, as SpecForge has them: a Llama layer over [embedding, feature], more
@@ -92,7 +218,24 @@ _HEAD: dict[str, Any] = {
     "tie_word_embeddings": False,
     "draft_vocab_size": 32000,
 }
+# Of gpt-oss-120b, as SpecForge has it.
+_GPT_OSS_HEAD = {
+    **_HEAD,
+    "hidden_size": 2880,
+    "intermediate_size": 17280,
+    "num_attention_heads": 64,
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "rms_norm_eps": 1e-5,
+}
 HEADS = {
+    "gpt-oss-120b-eagle3": _GPT_OSS_HEAD,
+    "gpt-oss-120b-p-eagle": {
+        **_GPT_OSS_HEAD,
+        "architectures": ["PEagleDraftModel"],
+        "num_hidden_layers": 4,
+        "ptd_token_id": 200017,
+    },
     "qwen3-8b-eagle3": _HEAD,
     "qwen3-8b-p-eagle": {
         **_HEAD,

@@ -5,10 +5,13 @@
     python -m benchmarks.gpu_decode --target qwen3-8b --draft qwen3-8b:4 --load-format twin
     python -m benchmarks.gpu_decode --suite bars          # plain decoding and draft models
     python -m benchmarks.gpu_decode --suite heads         # drafting heads, parallel drafting
+    python -m benchmarks.gpu_decode --suite moe --only "gpt-oss-120b plain"
+    python -m benchmarks.gpu_decode --suite nvfp4         # Llama-70B in four-bit floats
 
 Geometries are named as in `benchmarks/geometries.py`; NAME:3 is the first 3 layers of one. Weights
 are random. With `--load-format dummy` no draft would be accepted, so the verdict is drawn with the
-given acceptance length; a twin's draft, its target's first layers, is judged for real.
+given acceptance length; a twin's draft, its target's first layers, is judged for real. Mixtures of
+experts are twins, since the text of dummies hardly moves on; their heads are random.
 
     AL      measured: 1 + accepted draft tokens per draft
     step    (time of LLM.generate for 288 output tokens - that for 32) / 256 * AL: greedy, distinct
@@ -16,6 +19,8 @@ given acceptance length; a twin's draft, its target's first layers, is judged fo
     draft, target, rest
             means per step by time stamps on the device, over the same steps
     limit   bytes of the matrices that a step reads / 4.35 TB/s (measured read limit of one H200)
+    experts distinct experts of a layer that a step's rows touched, which the limit counts: those
+            that the rows of the texts choose, mean over layers and eight places
     share   limit / step
     plain   tokens/s over those of plain decoding in this run (--with-plain)
 
@@ -25,6 +30,7 @@ last line is one JSON document.
 
 import argparse
 import json
+import resource
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -36,10 +42,11 @@ from benchmarks.decode_timing import Method, Row, Setup, measure, release
 
 @dataclass(frozen=True)
 class Bar:
-    """What a configuration is to reach: per batch size our bar and vLLM's time, in ms."""
+    """What a configuration is to reach: per batch size our bar and vLLM's time, in ms; None where
+    there is none."""
 
     setup: Setup
-    steps: dict[int, tuple[float, float | None]]
+    steps: dict[int, tuple[float | None, float | None]]
 
 
 def bars() -> tuple[Bar, ...]:
@@ -83,7 +90,39 @@ def head_bars() -> tuple[Bar, ...]:
     )
 
 
-SUITES = {"bars": bars, "heads": head_bars}
+def expert_bars() -> tuple[Bar, ...]:
+    """Mixtures of experts, and heads for one of them; vLLM's times are those that are known."""
+    small, large, qwen = (
+        Setup(target=name, load_format="twin", options={})
+        for name in ("gpt-oss-20b", "gpt-oss-120b", "qwen3-30b-a3b")
+    )
+    eagle3 = replace(
+        large, draft="gpt-oss-120b-eagle3", num_speculative_tokens=3, acceptance_length=2.4
+    )
+    p_eagle = replace(eagle3, draft="gpt-oss-120b-p-eagle")
+    return (
+        Bar(small, {1: (1.5, 2.81), 8: (3.2, 4.85), 32: (4.2, 6.1), 128: (6.0, 9.2)}),
+        Bar(large, {1: (2.1, 4.04), 8: (5.6, 8.7), 32: (11.5, None), 128: (18.0, 29.0)}),
+        Bar(qwen, {1: (2.3, 3.74), 8: (7.8, None), 32: (14.0, 15.1)}),
+        Bar(eagle3, {1: (3.6, None), 8: (12.5, None), 32: (19.0, None)}),
+        Bar(replace(p_eagle, num_speculative_tokens=7, acceptance_length=2.7), {1: (5.6, None)}),
+        Bar(p_eagle, {8: (12.5, None)}),
+    )
+
+
+def float4_bars() -> tuple[Bar, ...]:
+    """A dense model of 70 billion parameters in NVFP4, with a draft in parallel and one by one."""
+    plain = Setup(target="llama-70b-nvfp4", options={})
+    drafted = replace(plain, draft="llama-3.2-1b", num_speculative_tokens=4, acceptance_length=2.8)
+    pard = replace(drafted, mask_token=128011, num_speculative_tokens=8, acceptance_length=3.5)
+    return (
+        Bar(plain, {1: (11.5, None), 8: (None, None)}),
+        Bar(pard, {1: (None, None), 8: (None, None)}),
+        Bar(drafted, {1: (None, None), 8: (None, None)}),
+    )
+
+
+SUITES = {"bars": bars, "heads": head_bars, "moe": expert_bars, "nvfp4": float4_bars}
 HEADINGS = "batch  K    AL   step ms   draft  target  verify    rest   limit  share  tokens/s"
 
 
@@ -94,6 +133,8 @@ def show(row: Row) -> None:
         f"{row.batch:5d} {row.k:2d} {row.al:5.2f} {row.step:9.2f}{split}"
         f"{row.limit:8.2f} {row.limit / row.step:6.0%} {row.tokens_per_s:9.0f}"
     )
+    if row.experts is not None:
+        line += f"  experts {row.experts:.1f}"
     if row.plain_ratio is not None:
         line += f"  plain x {row.plain_ratio:.2f}"
     if row.bar is not None:
@@ -127,7 +168,8 @@ class Report:
 
 
 def _show_ready(seconds: float) -> None:
-    print(f"ready in {seconds:.1f} s\n{HEADINGS}", flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # Linux has kilobytes
+    print(f"ready in {seconds:.1f} s, peak host memory {peak:.1f} GB\n{HEADINGS}", flush=True)
 
 
 def run_suite(

@@ -6,8 +6,9 @@
 Weights are random. Time to first token is the wall time of `LLM.generate` for one output token:
 the whole prompt in one step, no prefix cache; median of --repeat runs behind one that compiles.
 
-    FLOPs  two for each multiplication: the matrices of all layers for every token, scores and
-           values of causal attention (half of the square), and one row of the head
+    FLOPs  two for each multiplication: the matrices of all layers for every token, of experts those
+           that it passes, scores and values of causal attention (half of the square, or what
+           windows let a row see), and one row of the head
     peak   of a product of two square bf16 matrices in the same process, median (on a CPU of small
            ones)
 
@@ -38,6 +39,7 @@ from benchmarks.geometries import geometry_named, write_config
 from slipstream import LLM, SamplingParams
 from slipstream.models.catalogue import read_decoder_config
 
+LOAD_FORMAT = "twin"  # whose rows choose different experts
 FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 BLOCK_SIZE = 16
 PEAK_SIZE, PEAK_REPEATS = 8192, 30
@@ -50,12 +52,17 @@ START_RESULT = "start: "
 def prefill_flops(geometry: str, length: int) -> float:
     """Of reading one prompt of `length` tokens, up to the logits of the last."""
     config = read_decoder_config(geometry_named(geometry))
-    tables = 1 if config.tie_word_embeddings else 2
     head = config.vocab_size * config.hidden_size
-    layers = config.num_matrix_parameters - tables * head
-    seen = length * (length + 1) // 2  # tokens that all rows see together
-    attention = config.num_layers * 4 * config.num_heads * config.head_dim * seen
+    layers = config.num_active_parameters - head  # those that a token passes
+    seen = sum(_seen(length, window) for window in config.sliding_windows)
+    attention = 4 * config.num_heads * config.head_dim * seen
     return 2.0 * layers * length + attention + 2.0 * head
+
+
+def _seen(length: int, window: int | None) -> int:
+    """Tokens that all rows of a text see together in a layer."""
+    near = min(length, window or length)
+    return near * (near + 1) // 2 + (length - near) * near
 
 
 def time_to_first_token(geometry: str, length: int, repeat: int, options: dict[str, Any]) -> float:
@@ -64,7 +71,7 @@ def time_to_first_token(geometry: str, length: int, repeat: int, options: dict[s
         blocks = -(-(length + 1) // BLOCK_SIZE)
         llm = LLM(
             write_config(Path(folder), geometry),
-            load_format="dummy",
+            load_format=LOAD_FORMAT,
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
             max_num_batched_tokens=length,

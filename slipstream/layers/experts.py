@@ -111,6 +111,11 @@ class ExpertsSpec:
             shapes += [(2 * self.shared_size, width), (width, self.shared_size)]
         return tuple(shapes)
 
+    def idle_parameters(self, width: int) -> int:
+        """Parameters of the experts that one row does not pass, beside a stream of this width."""
+        idle = self.routing.num_experts - self.routing.num_chosen
+        return idle * 3 * self.intermediate_size * width
+
     def numbers_per_row(self) -> int:
         return 3 * self.active_size
 

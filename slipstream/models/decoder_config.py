@@ -8,6 +8,7 @@ import torch
 
 from slipstream.cache.spec import CacheLayout
 from slipstream.core.errors import UsageError
+from slipstream.kernels.experts import Routing
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.experts import ExpertsSpec
 from slipstream.layers.layer import LayerSpec
@@ -94,6 +95,23 @@ class DecoderConfig:
             f"{self.architecture} has no feed-forward part, whose size is needed here; use "
             "another model"
         )
+
+    @property
+    def routing(self) -> Routing | None:
+        """The first layer's that has experts; None where none has."""
+        parts = (layer.feed_forward for layer in self.layers)
+        return next((part.routing for part in parts if isinstance(part, ExpertsSpec)), None)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those of `num_matrix_parameters` that one token passes, the head but not the table of
+        embeddings included."""
+        total = self.vocab_size * self.hidden_size
+        for layer in self.layers:
+            total += sum(rows * columns for rows, columns in layer.matrices(self.hidden_size))
+            if isinstance(layer.feed_forward, ExpertsSpec):
+                total -= layer.feed_forward.idle_parameters(self.hidden_size)
+        return total
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:

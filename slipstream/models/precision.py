@@ -1,7 +1,7 @@
 """The precision that matrices are multiplied in: as they are stored, or rounded to fewer bits."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,6 +25,9 @@ from slipstream.models.quantized.random_source import RandomQuantizedSource
 from slipstream.models.quantized.source import QuantizedSource
 
 logger = logging.getLogger("slipstream")
+
+# Of a matrix's name and columns: what it is rounded to, or None.
+FormOf = Callable[[str, int], Rounding | None]
 
 _NOWHERE = torch.device("meta")  # where tensors have shapes and no numbers
 
@@ -133,7 +136,7 @@ def weight_bytes(
     config: DecoderConfig,
     dtype: torch.dtype,
     quantization: str | None,
-    stored: Callable[[str, int], Rounding | None] | None = None,
+    stored: FormOf | None = None,
 ) -> int:
     """Bytes of a network's matrices and tables, which are nearly all of its bytes.
 
@@ -143,34 +146,61 @@ def weight_bytes(
             nothing is.
     """
     precision = PRECISIONS[quantization] if quantization else None
-    shapes = _Shapes()
-    layer = BuildContext(shapes, config.hidden_size, RopeTables(1, _NOWHERE))
-    build_layers(config.layers, layer)
-    total = 0.0
-    for name, rows, columns in shapes.matrices:
-        form = None if stored is None else stored(name, columns)
-        if form is None and precision is not None:
-            form = precision.matrix.for_columns(columns)
-        total += rows * columns * (dtype.itemsize if form is None else form.bytes_per_number)
+    total = sum(matrix.nbytes for matrix in layer_matrices(config, dtype, quantization, stored))
     table = config.vocab_size * config.hidden_size
     total += table * dtype.itemsize
-    head = None if precision is None else precision.head
-    if head is not None:  # tied or not, a rounded matrix
-        total += table * head.bytes_per_number
-    elif not config.tie_word_embeddings:
-        total += table * dtype.itemsize
+    if not config.tie_word_embeddings or (precision is not None and precision.head is not None):
+        total += head_bytes(config, dtype, quantization)  # tied or not, a matrix of its own
     return int(total)
 
 
+@dataclass(frozen=True)
+class MatrixBytes:
+    """What a matrix of a network's layers takes.
+
+    Attributes:
+        experts: into how many it falls, of which a row passes some; 1: every row passes all of it.
+    """
+
+    nbytes: float
+    experts: int
+
+
+def layer_matrices(
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    quantization: str | None,
+    stored: FormOf | None = None,
+) -> Iterator[MatrixBytes]:
+    """Every matrix of the layers; arguments as `weight_bytes`."""
+    precision = PRECISIONS[quantization] if quantization else None
+    shapes = _Shapes()
+    layer = BuildContext(shapes, config.hidden_size, RopeTables(1, _NOWHERE))
+    build_layers(config.layers, layer)
+    for part, rows, columns in shapes.matrices:
+        form = None if stored is None else stored(part.name, columns)
+        if form is None and precision is not None:
+            form = precision.matrix.for_columns(columns)
+        each = dtype.itemsize if form is None else form.bytes_per_number
+        yield MatrixBytes(rows * columns * each, part.fused.experts if part.fused else 1)
+
+
+def head_bytes(config: DecoderConfig, dtype: torch.dtype, quantization: str | None) -> float:
+    """Bytes of the matrix that makes logits."""
+    form = PRECISIONS[quantization].head if quantization else None
+    each = dtype.itemsize if form is None else form.bytes_per_number
+    return config.vocab_size * config.hidden_size * each
+
+
 class _Shapes:
-    """A source of parameters without numbers, which notes the names and shapes of matrices."""
+    """A source of parameters without numbers, which notes matrices by their first parts."""
 
     def __init__(self) -> None:
-        self.matrices: list[tuple[str, int, int]] = []
+        self.matrices: list[tuple[Part, int, int]] = []
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
         weight = self.table(parts, columns)
-        self.matrices.append((parts[0].name, *weight.shape))
+        self.matrices.append((parts[0], *weight.shape))
         return weight
 
     def head(self, parts: Sequence[Part], columns: int) -> Weight:

@@ -5,11 +5,15 @@ timed. Here the first layer decides almost alone which token comes next, and all
 together change the residual stream by a fixed small share. A model cut after its first layers, with
 the same embedding, final norm and head, then agrees with the whole one most of the time, whatever
 the number of layers of either. Text means nothing.
+
+Routers are random like all else, so rows choose their experts nearly as if independently of each
+other: docs/performance.md has the distinct experts that neighbouring rows touch.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
@@ -17,7 +21,9 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
+from slipstream.kernels.reference.experts import choose, gated
 from slipstream.layers.attention import AttentionSpec
+from slipstream.layers.experts import ExpertsSpec
 from slipstream.layers.parameters import WHOLE, Part, Share
 from slipstream.models.decoder_config import DecoderConfig
 
@@ -37,7 +43,8 @@ SHARPNESS = 4.0
 
 
 class TwinSource:
-    """Draws each tensor by a generator of its own, seeded by its name.
+    """Draws each tensor by a generator of its own, seeded by its name; the experts of a layer, one
+    by one or fused in a checkpoint, are one tensor.
 
     A target and a draft that are built apart therefore have the same numbers where they have the
     same names, up to the rounding to their dtypes.
@@ -60,6 +67,11 @@ class TwinSource:
     def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
         rows = sum(part.rows for part in parts)
         parameter = torch.empty((rows, columns), dtype=self._dtype, device=self._device)
+        fused = parts[0].fused
+        if fused is not None:
+            # By one generator: hundreds of small ones a layer would take most of the time.
+            self._draw(fused.name, parameter)
+            return self._share.cut(parameter, parts)
         start = 0
         for part in parts:
             self._draw(part.name, parameter[start : start + part.rows])
@@ -85,16 +97,39 @@ class TwinSource:
     def _gain(self, name: str) -> float:
         if not name.startswith("model.layers."):
             return LOGIT_STD  # embedding and head
-        layer, matrix = name.split(".")[2], name.split(".")[-2]
-        mixer = self._target.layers[int(layer)].mixer
+        modules = name.removesuffix(".weight").split(".")
+        matrix, layer = modules[-1], self._target.layers[int(modules[2])]
+        mixer = layer.mixer
         if matrix == "q_proj" and isinstance(mixer, AttentionSpec) and not mixer.qk_norm:
             return SHARPNESS
         if matrix not in ("o_proj", "down_proj"):
             return 1.0
-        if layer == "0":
-            return FIRST_LAYER_GAIN
+        part = layer.feed_forward
+        weight = 1.0
+        if matrix == "down_proj" and isinstance(part, ExpertsSpec):
+            weight = _weight_of_experts(part, modules[-2] == "experts")
+        if modules[2] == "0":
+            return FIRST_LAYER_GAIN * weight
         # The outputs of layers are independent: their squares add up.
-        return FIRST_LAYER_GAIN * LATE_SHARE / math.sqrt(self._target.num_layers - 1)
+        return FIRST_LAYER_GAIN * weight * LATE_SHARE / math.sqrt(self._target.num_layers - 1)
+
+
+@cache
+def _weight_of_experts(spec: ExpertsSpec, routed: bool) -> float:
+    """The gain with which experts, or the one that all rows share, put out as much as a dense part.
+
+    What k independent experts give is as large as the root of their squared weights' sum, and a
+    clamped gate lets more or less pass than SiLU. Both are measured on random numbers.
+    """
+    share = 1.0 if spec.shared_size is None else math.sqrt(0.5)
+    if not routed:
+        return share
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1024, spec.routing.num_experts, generator=generator)
+    weights = choose(logits, spec.routing, None)[1]
+    gate, up = torch.randn(2, 1 << 16, generator=generator)
+    passed, by_silu = (gated(gate, up, clamp).square().mean() for clamp in (spec.clamp, None))
+    return share * math.sqrt(float(by_silu / passed / weights.square().sum(-1).mean()))
 
 
 def _constant(name: str) -> float:

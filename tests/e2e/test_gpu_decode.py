@@ -2,11 +2,16 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.decode_timing import Setup, limit_ms
-from benchmarks.gpu_decode import bars, main
+from benchmarks.decode_timing import Method, Setup, limit_ms, make_engine
+from benchmarks.expert_spread import distinct_experts
+from benchmarks.gpu_decode import bars, expert_bars, float4_bars, main
+from benchmarks.verification_cost import main as verification_cost
+from slipstream.engine.draft_policy import FixedPolicy
 
 TINY = "--target tiny --draft tiny:1 -k 3 --device cpu --dtype float32 --prompt 12 --short 4"
 SMALL = f"{TINY} --long 24 --repeat 1 --batch-sizes 1,2"
@@ -56,3 +61,44 @@ def test_limits_are_those_of_the_bars() -> None:
     rounded = replace(bars()[1].setup, quantization="fp8", drafter_quantization="fp8")
     assert limit_ms(rounded) == pytest.approx(4.58 / 2, abs=0.01)
     assert limit_ms(Setup(target="llama-3.1-8b", options={})) == pytest.approx(3.45, abs=0.01)
+
+
+def test_limits_of_mixtures_count_the_experts_that_independent_rows_touch() -> None:
+    limits = [[limit_ms(bar.setup, batch) for batch in bar.steps] for bar in expert_bars()[:3]]
+    expected = [[0.85, 2.1, 2.86, 2.89], [1.15, 3.85, 9.65, 14.5], [1.4, 5.95, 12.2]]
+    for ours, known in zip(limits, expected, strict=True):
+        assert ours == pytest.approx(known, abs=0.06)
+    assert limit_ms(float4_bars()[0].setup) == pytest.approx(9.33, abs=0.05)
+    all_of_them = limit_ms(expert_bars()[0].setup, 1, experts=32.0)
+    assert all_of_them == pytest.approx(limits[0][-1], abs=0.01)
+
+
+def test_experts_that_texts_touch_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.kernels.reference import REFERENCE
+    from slipstream.models import loading
+
+    # Whose layers are single ops, as those of GPUs are.
+    monkeypatch.setattr(loading, "kernels_for", lambda *_: SimpleNamespace(network=REFERENCE))
+    setup = Setup(target="tiny-moe", load_format="twin", dtype="float32", options={})
+    llm = make_engine(setup, Method((2,), 60, 2, 4, 1), tmp_path)
+    texts = [[(7 * i + j) % 512 for i in range(40)] for j in (1, 300)]
+    one, several = (distinct_experts(llm, texts[:1], rows) for rows in (1, 4))
+    assert one == 4.0
+    assert several is not None
+    assert 7.0 < several < 11.5  # of 16, independently 10.9
+    together = distinct_experts(llm, texts, 4)
+    assert together is not None
+    assert several < together < 15.0
+
+
+def test_every_number_of_drafts_has_a_row(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Put back afterwards.
+    monkeypatch.setattr("slipstream.engine.scheduler.FixedPolicy", FixedPolicy)
+    line = "--target tiny --draft tiny:1 --device cpu --most 2 --prompt 12 --short 4 --long 16"
+    assert verification_cost([*line.split(), "--batch-sizes", "2"]) == 0
+    rows = [row.split()[:2] for row in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [["2", "0"], ["2", "1"], ["2", "2"]]

@@ -8,10 +8,16 @@ import pytest
 import torch
 
 from slipstream import LLM, CheckpointError, SamplingParams
+from slipstream.kernels.reference import REFERENCE
+from slipstream.kernels.reference.experts import experts, route
+from slipstream.kernels.table import ExpertsParts
 from slipstream.layers.parameters import Part
 from slipstream.models import twin
 from slipstream.models.catalogue import read_decoder_config
-from slipstream.models.twin import TwinSource
+from slipstream.models.decoder import Decoder
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.precision import in_precision
+from slipstream.models.twin import FIRST_LAYER_GAIN, LATE_SHARE, TwinSource
 from tests.checkpoints import QWEN3
 
 CPU = torch.device("cpu")
@@ -21,6 +27,24 @@ LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "tie_word_embeddings": False,
+}
+EXPERTS: dict[str, Any] = {
+    **{key: value for key, value in TARGET.items() if key != "eos_token_id"},
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_local_experts": 16,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 48,
+    "tie_word_embeddings": False,
+}
+SHARED: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 2,
 }
 PROMPTS = [{"prompt_token_ids": [(i * i + 7 * j) % 190 for i in range(20)]} for j in range(3)]
 
@@ -52,8 +76,10 @@ def run(llm: LLM, temperature: float = 0.0) -> tuple[list[list[int]], float]:
     return texts, 1 + accepted / max(1, drafts)
 
 
-@pytest.mark.parametrize("config", [TARGET, LLAMA], ids=["qwen3-tied", "llama-untied"])
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [(TARGET, 1), (TARGET, 3), (LLAMA, 1), (LLAMA, 3), (EXPERTS, 1), (EXPERTS, 3), (SHARED, 2)],
+)
 def test_the_first_layers_are_a_draft_that_gets_accepted(
     tmp_path: Path, config: dict[str, Any], layers: int
 ) -> None:
@@ -98,6 +124,33 @@ def test_a_tensor_depends_on_its_name_alone(monkeypatch: pytest.MonkeyPatch) -> 
     sliced = matrix(torch.float32, "k")
     assert len(torch.unique(sliced)) == sliced.numel()
     assert 0.9 < sliced.std() * 8 < 1.1
+
+
+def test_experts_of_a_layer_are_one_tensor() -> None:
+    """The same in target and draft, as large a sum as a dense part has, and routers that spread."""
+    config = read_decoder_config({**EXPERTS, "dtype": "float32"})
+    short = read_decoder_config({**EXPERTS, "dtype": "float32", "num_hidden_layers": 1})
+
+    def parts_of(layer: int, shape: DecoderConfig = config) -> ExpertsParts:
+        source = in_precision(TwinSource(torch.float32, CPU, 0, config), None, REFERENCE)
+        half = Decoder(REFERENCE, source, shape, 16).layers[layer].feed_forward
+        assert half is not None
+        assert isinstance(half.parts, ExpertsParts)
+        return half.parts
+
+    first, again = parts_of(0), parts_of(0, short)
+    for one, other in ((first.gate_up, again.gate_up), (first.down, again.down)):
+        assert one.floats is not None
+        assert other.floats is not None
+        assert torch.equal(one.floats, other.floats)
+        assert len(torch.unique(one.floats)) > 0.99 * one.floats.numel()
+    x = torch.randn(400, 64, generator=torch.Generator().manual_seed(0))
+    # A dense part puts out about 0.6 of its gain.
+    for layer, gain in ((0, FIRST_LAYER_GAIN), (2, FIRST_LAYER_GAIN * LATE_SHARE / 2)):
+        found = parts_of(layer)
+        assert 0.5 < float(experts(x, found).square().mean().sqrt() / gain) < 0.7
+        counts = route(x, found.router)[0].flatten().bincount(minlength=16)
+        assert 40 < counts.min() <= counts.max() < 120  # 75 each if all are alike
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

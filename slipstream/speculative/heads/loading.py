@@ -6,14 +6,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.table import Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.loading import LoadOptions
+from slipstream.models.loading import RANDOM_FORMATS, LoadOptions
 from slipstream.models.parameter_sources import CheckpointSource, DummySource, TensorSource
 from slipstream.models.precision import in_precision
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint, fill
@@ -104,18 +104,13 @@ def load_head(
 
     Raises:
         CheckpointError: a tensor is missing, of another shape, or of no use to the network.
-        UsageError: weights that no drafting head has were asked for.
     """
     ops = kernels_for(options.device, options.dtype, options.batch_invariant).network
-    if options.load_format == "twin":
-        raise UsageError(
-            "load_format twin makes weights for draft models only; use dummy for a drafting head"
-        )
 
     def built(tensors: TensorSource) -> T:
         return build(ops, in_precision(tensors, options.quantization, ops))
 
-    if options.load_format == "dummy":
+    if options.load_format in RANDOM_FORMATS:  # a twin has no head that predicts it
         return built(DummySource(options.dtype, options.device, options.seed))
     size = sum(
         entry.nbytes // entry.dtype.itemsize * options.dtype.itemsize

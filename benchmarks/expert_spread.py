@@ -1,0 +1,61 @@
+"""How many distinct experts neighbouring rows of texts choose."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream import LLM, SamplingParams
+from slipstream.kernels.reference.experts import route
+from slipstream.layers.experts import Experts
+
+_FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+_WINDOWS = 8  # places in each text
+
+
+def distinct_experts(llm: LLM, texts: Sequence[Sequence[int]], rows: int) -> float | None:
+    """Distinct experts of a layer, mean over layers and places, of `rows` neighbouring rows of each
+    text together. What a row chooses depends on that row alone, so a pass that reads the texts
+    chooses what decoding did.
+
+    Returns:
+        None where a backend fuses experts with their layers.
+    """
+    by_layer = [_choices(llm, text) for text in texts]
+    if not all(by_layer):
+        return None
+    chosen = [torch.stack(layers) for layers in by_layer]
+    shortest = min(len(text) for text in texts)
+    counts = []
+    for stop in torch.linspace(shortest // 2, shortest, _WINDOWS).int().tolist():
+        start = max(0, stop - rows)
+        together = torch.cat([one[:, start:stop].flatten(1) for one in chosen], dim=1)  # [L, n]
+        counts += [len(layer.unique()) for layer in together]
+    return sum(counts) / len(counts)
+
+
+def _choices(llm: LLM, text: Sequence[int]) -> list[Tensor]:
+    """For each layer with experts, what the rows of a text choose, [T, k]."""
+    with _recorded() as found:
+        llm.generate({"prompt_token_ids": list(text)}, _FIRST_TOKEN)
+    return [torch.cat(parts) for parts in found.values()]
+
+
+@contextmanager
+def _recorded() -> Iterator[dict[int, list[Tensor]]]:
+    """Keeps what rows choose, on the host, by layer; prompts are not captured, so all are seen."""
+    found: dict[int, list[Tensor]] = {}
+    plain = Experts.apply
+
+    def recording(self: Experts, ops: Any, addend: Tensor, residual: Tensor | None) -> Any:
+        normed, _ = ops.norm(addend, residual, self.norm)
+        found.setdefault(id(self), []).append(route(normed, self.parts.router)[0].cpu())  # type: ignore[attr-defined]
+        return plain(self, ops, addend, residual)
+
+    Experts.apply = recording  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Experts.apply = plain  # type: ignore[method-assign]
