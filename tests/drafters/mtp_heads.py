@@ -45,12 +45,14 @@ def write_mtp(
     seed: int = 1,
     modules: int = 1,
     own_ends: bool = False,
+    fit: bool = True,
     **changes: Any,
 ) -> Path:
     """Modules in a folder of their own; `changes` go to its config.json."""
     shape = json.loads((Path(target) / "config.json").read_text())
-    weights = module_weights(shape, style, seed, modules)
-    model = Target(target)
+    weights, model = module_weights(shape, style, seed, modules), Target(target)
+    if "num_experts_per_tok" in shape:
+        weights |= layers_with_experts(model, style, seed, modules)
     if own_ends:
         for index in range(modules):
             name = f"model.layers.{shape['num_hidden_layers'] + index}"
@@ -64,7 +66,7 @@ def write_mtp(
     config |= changes
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    for index in range(modules):
+    for index in range(modules if fit else 0):
         save_file(weights, folder / "model.safetensors")
         projection = NAMES[style][2].format(i=index, n=shape["num_hidden_layers"] + index)
         if index == 0 or style != "qwen":  # whose modules share it
@@ -101,8 +103,22 @@ def as_wrapped(shape: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def layers_with_experts(target: Target, style: str, seed: int, modules: int) -> dict[str, Tensor]:
+    """Random layers with the tensors of the target's last one."""
+    count, generator = target.config["num_hidden_layers"], torch.Generator().manual_seed(seed + 1)
+    last, weights = f"layers.{count - 1}.", {}
+    for index in range(modules):
+        layer = LAYERS[style].format(i=index, n=count + index)
+        for name, like in target.weights.items():
+            if name.startswith(last):
+                values = torch.randn(like.shape, generator=generator) * like.std()
+                is_norm = name.endswith("norm.weight")
+                weights[f"{layer}.{name.removeprefix(last)}"] = values + 1 if is_norm else values
+    return weights
+
+
 def module_weights(shape: dict[str, Any], style: str, seed: int, modules: int) -> dict[str, Tensor]:
-    """Random ones; a layer is of the target's own kind."""
+    """Random ones; a layer is of the target's own kind, but for experts."""
     matrix, width = _matrices(seed), shape["hidden_size"]
     inner, heads = shape["intermediate_size"], shape["num_attention_heads"]
     head_dim = shape.get("head_dim") or width // heads
@@ -125,6 +141,10 @@ def module_weights(shape: dict[str, Any], style: str, seed: int, modules: int) -
             f"{name}.self_attn.o_proj.weight": matrix(width, heads * head_dim, 0.3),
             f"{name}.input_layernorm.weight": _gains(matrix, width),
             f"{name}.post_attention_layernorm.weight": _gains(matrix, width),
+        }
+        if "num_experts_per_tok" in shape:
+            continue
+        weights |= {
             f"{name}.mlp.gate_proj.weight": matrix(inner, width),
             f"{name}.mlp.up_proj.weight": matrix(inner, width),
             f"{name}.mlp.down_proj.weight": matrix(width, inner, 0.3),

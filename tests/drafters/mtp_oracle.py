@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.drafters.oracles import Target, Weights, attention, load, mlp
+from tests.drafters.oracles import Target, Weights, attention, load, mixture, mlp
 
 FEATURE_FIRST = {"mimo"}
 BLANK_FIRST = {"mimo", "deepseek"}
@@ -42,7 +42,7 @@ class Mtp:
         first = {"qwen": "mtp.layers.{}", "deepseek": "layers.{}"}.get(style, "mtp_layers.{}")
         start = target.config["num_hidden_layers"] if style == "deepseek" else 0
         self.layers = []
-        while f"{first.format(start)}.mlp.up_proj.weight" in self.weights:
+        while f"{first.format(start)}.input_layernorm.weight" in self.weights:
             self.layers.append(first.format(start))
             start += 1
 
@@ -73,6 +73,8 @@ class Mtp:
         normed = self.weights.norm(f"{name}.input_layernorm", x, self.eps)
         x = x + attention(self.weights, f"{name}.self_attn", normed, self.config)
         normed = self.weights.norm(f"{name}.post_attention_layernorm", x, self.eps)
+        if f"{name}.mlp.gate.weight" in self.weights:
+            return x + mixture(self.weights, f"{name}.mlp", normed, self.config)
         return x + mlp(self.weights, f"{name}.mlp", normed)
 
     def features(self, ids: Sequence[int]) -> Tensor:

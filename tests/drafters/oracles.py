@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 Config = Mapping[str, Any]
 
@@ -77,7 +78,7 @@ def rotate(x: Tensor, head_dim: int, config: Config) -> Tensor:
     """Half-split rotary embedding of the first part of a head; a missing theta is 10000."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta: float = rope.get("rope_theta") or config.get("rope_theta", 10000.0)
-    size = int(head_dim * config.get("partial_rotary_factor", 1.0))
+    size = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     frequencies, weight = theta ** -(torch.arange(0, size, 2).float() / size), 1.0
     if rope.get("rope_type") == "yarn":
         frequencies, weight = yarn(frequencies, theta, rope)
@@ -117,16 +118,44 @@ def plain_layer(weights: Weights, index: int, x: Tensor, config: Config) -> Tens
     return x + mlp(weights, f"{name}.mlp", weights.norm(f"{name}.post_attention_layernorm", x, eps))
 
 
+def mixture(weights: Weights, name: str, x: Tensor, config: Config) -> Tensor:
+    """Section 1.6 of the reference of models: noaux_tc without groups, or softmax over all."""
+    logits, corrected = x @ weights[f"{name}.gate.weight"].T, f"{name}.gate.e_score_correction_bias"
+    if corrected in weights:
+        scores = logits.sigmoid()
+        preferred = scores + weights[corrected]
+    else:
+        preferred = scores = logits.softmax(-1)
+    chosen = preferred.topk(config["num_experts_per_tok"]).indices
+    share = scores.gather(-1, chosen)
+    share = share / share.sum(-1, keepdim=True) * config.get("routed_scaling_factor", 1.0)
+    shared = f"{name}.shared_experts"
+    out = torch.zeros_like(x)
+    if f"{shared}.up_proj.weight" in weights:
+        out = mlp(weights, shared, x)
+    for row, (experts, factors) in enumerate(zip(chosen.tolist(), share, strict=True)):
+        for expert, factor in zip(experts, factors, strict=True):
+            out[row] += factor * mlp(weights, f"{name}.experts.{expert}", x[row])
+    return out
+
+
 class Target:
-    """The streams that enter each layer and leave the last, the final hidden state, the logits."""
+    """The streams that enter each layer and leave the last, the final hidden state, the logits.
+
+    Models with experts are run by transformers.
+    """
 
     def __init__(self, folder: Path | str) -> None:
         self.config, self.weights = load(folder)
         tied = self.config["tie_word_embeddings"]
         self.embedding = self.weights["embed_tokens.weight"]
         self.head = self.embedding if tied else self.weights["lm_head.weight"]
+        has_experts = any(".experts." in name for name, _ in self.weights.items())
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder) if has_experts else None
 
     def __call__(self, ids: Sequence[int]) -> tuple[list[Tensor], Tensor, Tensor]:
+        if self._model is not None:
+            return self._of_transformers(ids)
         x = self.embedding[torch.tensor(ids)]
         streams = [x]
         for index in range(self.config["num_hidden_layers"]):
@@ -134,6 +163,17 @@ class Target:
             streams.append(x)
         hidden = self.weights.norm("norm", x, self.config["rms_norm_eps"])
         return streams, hidden, hidden @ self.head.T
+
+    @torch.no_grad()
+    def _of_transformers(self, ids: Sequence[int]) -> tuple[list[Tensor], Tensor, Tensor]:
+        entering: list[Tensor] = []
+        hook = self._model.model.norm.register_forward_pre_hook(
+            lambda _, inputs: entering.append(inputs[0][0])
+        )
+        out = self._model(torch.tensor([list(ids)]), output_hidden_states=True)
+        hook.remove()
+        *streams, hidden = (states[0] for states in out.hidden_states)
+        return [*streams, *entering], hidden, out.logits[0]
 
 
 class Head:

@@ -138,6 +138,7 @@ def speculative_config(
 def make_llm(target: str, speculative: dict[str, Any] | None, case: Case) -> LLM:
     return LLM(
         target,
+        dtype=case.get("dtype", "auto"),
         speculative_config=speculative,
         skip_tokenizer_init=True,
         max_num_seqs=6,  # fewer than the largest batch: some wait

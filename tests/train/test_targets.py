@@ -5,9 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.checkpoint import Checkpoint
 from slipstream.train.run import run_training
+from tests.drafters.oracles import Target
+from tests.mixture_checkpoints import FAMILIES, write_mixture
 from tests.quantized_checkpoints import gptq, write_quantized, write_whole
-from tests.train.small_runs import run_drafting, settings, teacher
+from tests.train.small_runs import run_drafting, settings, teacher, write_own_words
 
 IDS = torch.randint(1, 96, (2, 24), generator=torch.Generator().manual_seed(5))
 
@@ -27,3 +31,42 @@ def test_a_quantised_target_teaches_what_its_numbers_mean(
     run_training(settings(kind, str(model), own_words, tmp_path / "drafter", steps=2))
     plain, speculated, _ = run_drafting(str(model), tmp_path / "drafter", {})
     assert speculated == plain
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_target_with_experts_is_the_one_of_transformers(kind: str, tmp_path: Path) -> None:
+    """Sinks, windows, YaRN, partial rope, and every way of routing among them."""
+    target = write_mixture(tmp_path, kind)
+    count = read_decoder_config(Checkpoint(target)).num_layers
+    found = teacher(str(target)).states(IDS, range(count + 1))
+    for index, ids in enumerate(IDS.tolist()):
+        streams, hidden, _ = Target(target)(ids)
+        for ours, theirs in zip((*found.streams, found.hidden), (*streams, hidden), strict=True):
+            torch.testing.assert_close(ours[index], theirs, atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A target with the vocabulary of the tests of training, and what it wrote."""
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    target = str(write_mixture(folder / "target", "gpt_oss"))
+    return target, write_own_words(target, folder / "own.safetensors")
+
+
+STEPS = {"eagle3": 40, "p-eagle": 2, "dflash": 2, "medusa": 2, "mtp": 2, "draft": 2, "pard": 2}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_drafters_of_a_target_with_experts_are_dense(
+    kind: str, gpt_oss: tuple[str, Path], tmp_path: Path
+) -> None:
+    """With more steps some of what they draft is accepted."""
+    target, words = gpt_oss
+    heads = {"norm_before_fc": True, "aux_layers": (0, 3, 4)}
+    options = {"eagle3": heads, "p-eagle": heads, "pard": {"mask_token": 90}}.get(kind, {})
+    given = settings(kind, target, words, tmp_path, steps=STEPS[kind], options=options)
+    trained = run_training(given)
+    assert not any(".experts." in name for name, _ in trained.recipe.trained.named())
+    plain, speculated, length = run_drafting(target, tmp_path, {})
+    assert speculated == plain
+    assert length > (1.1 if STEPS[kind] > 2 else 0.9)

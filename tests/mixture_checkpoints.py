@@ -1,0 +1,105 @@
+"""Tiny random models with mixtures of experts, as transformers writes them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+# By model_type: the name of transformers' classes, and what only that family has.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 8, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_hidden_layers": 4,
+            "num_local_experts": 6,
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": YARN,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 700.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+}
+# What weighs more than other matrices, so that logits are spread and text does not only repeat.
+_SCALES = {"q_proj": 2.0, "k_proj": 2.0, "gate.weight": 2.0, "router.weight": 2.0, "lm_head": 2.0}
+
+
+def write_mixture(
+    folder: Path, kind: str, keep_layers: int | None = None, seed: int = 0, **changes: Any
+) -> Path:
+    """A model of the family `kind`, or its first layers, which agree with it now and then."""
+    name, own = FAMILIES[kind]
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **own, **changes})
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    _randomise(model, torch.Generator().manual_seed(seed))
+    if keep_layers is not None:
+        model.model.layers = model.model.layers[:keep_layers]
+        config.num_hidden_layers = keep_layers
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = config.layer_types[:keep_layers]
+    transformers_logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """Every parameter and buffer that is stored, norms and biases too."""
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("inv_freq"):
+            continue
+        if name.endswith("norm.weight"):
+            parameter.uniform_(0.5, 1.5, generator=generator)
+        elif name.endswith(("bias", "sinks")):
+            parameter.normal_(std=0.25, generator=generator)
+        else:
+            scale = next((scale for part, scale in _SCALES.items() if part in name), 1.0)
+            # Fused experts of gpt-oss are transposed: what they read comes before what they give.
+            inputs = parameter.shape[-2 if "experts" in name and parameter.dim() == 3 else -1]
+            parameter.normal_(std=scale / inputs**0.5, generator=generator)
