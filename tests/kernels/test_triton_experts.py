@@ -12,14 +12,16 @@ pytest.importorskip("triton", reason="it is there for Linux only")
 from slipstream.kernels.experts import ClampedGate, Router, Routing, Scores
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import ToFloat8
-from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix, ToFloat8Blocks
+from slipstream.kernels.formats.float8_blocks import ToFloat8Blocks
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix, ToMxfp4
 from slipstream.kernels.formats.nvfp4 import ToNvfp4
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.reference.experts import choose as reference_choose
+from slipstream.kernels.reference.experts import experts as reference_experts
 from slipstream.kernels.table import ExpertsParts, Norm, SharedExpert
 from slipstream.kernels.triton import TRITON, TRITON_INVARIANT, grouped
+from slipstream.kernels.triton.fragments import from_mxfp4, from_nvfp4
 from tests.kernels.batches import seeded
 from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU
 
@@ -27,7 +29,6 @@ pytestmark = INTERPRETED
 
 # The interpreter's `tl.dot` is wrong for bfloat16.
 HALF = torch.bfloat16 if ON_GPU else torch.float16
-CPU = torch.device("cpu")
 FORMATS: dict[str, Rounding | None] = {
     "plain": None,
     "float8": ToFloat8(),
@@ -47,13 +48,16 @@ ROUTINGS = {
 
 
 def randn(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(sizes, generator=seeded(seed)).to(dtype).to(DEVICE)
+    return torch.randn(sizes, generator=seeded(seed)).to(dtype)
 
 
 def weight(rows: int, columns: int, form: Rounding | None, dtype: torch.dtype, seed: int) -> Weight:
     numbers = torch.randn(rows, columns, generator=seeded(seed)) / columns**0.5
-    made = DenseMatrix(numbers.to(dtype)) if form is None else form.round(numbers)
-    return made.to(DEVICE)
+    return DenseMatrix(numbers.to(dtype)) if form is None else form.round(numbers)
+
+
+def packed(made: Weight) -> Weight:
+    return TRITON.pack(made.to(DEVICE))
 
 
 def mixture(
@@ -87,26 +91,26 @@ def mixture(
     )
 
 
-def on_host(parts: ExpertsParts) -> ExpertsParts:
-    def host(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.cpu()
+def on_device(parts: ExpertsParts) -> ExpertsParts:
+    def moved(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(DEVICE)
 
     router, shared = parts.router, parts.shared
     return replace(
         parts,
-        norm=Norm(parts.norm.weight.cpu(), parts.norm.eps),
+        norm=Norm(parts.norm.weight.to(DEVICE), parts.norm.eps),
         router=Router(
-            router.routing, router.weight.cpu(), host(router.bias), host(router.correction)
+            router.routing, router.weight.to(DEVICE), moved(router.bias), moved(router.correction)
         ),
-        gate_up=parts.gate_up.to(CPU),
-        gate_up_bias=host(parts.gate_up_bias),
-        down=parts.down.to(CPU),
-        down_bias=host(parts.down_bias),
+        gate_up=packed(parts.gate_up),
+        gate_up_bias=moved(parts.gate_up_bias),
+        down=packed(parts.down),
+        down_bias=moved(parts.down_bias),
         shared=shared
         and SharedExpert(
-            (shared.gate_up[0].to(CPU), None),
-            (shared.down[0].to(CPU), host(shared.down[1])),
-            host(shared.gate),
+            (packed(shared.gate_up[0]), None),
+            (packed(shared.down[0]), moved(shared.down[1])),
+            moved(shared.gate),
         ),
     )
 
@@ -119,11 +123,13 @@ def whole(out: Tensor) -> Tensor:
 def assert_like_the_reference(parts: ExpertsParts, rows: int, dtype: torch.dtype) -> None:
     width = len(parts.norm.weight)
     addend, residual = randn(rows, width, dtype=dtype), randn(rows, width, seed=3, dtype=dtype)
-    host = on_host(parts)
     exact = 2e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
-    truth, total = REFERENCE.experts(addend.cpu(), residual.cpu(), host)
-    out, kept = TRITON.experts(addend, residual, parts)
-    assert_close(kept.cpu(), total)
+    own = on_device(parts)
+    out, kept = TRITON.experts(addend.to(DEVICE), residual.to(DEVICE), own)
+    # Of the same normed rows: what is rounded another way may choose other experts.
+    x, total = TRITON.norm(addend.to(DEVICE), residual.to(DEVICE), own.norm)
+    truth = reference_experts(x.cpu(), parts)
+    assert_close(kept, total, rtol=0, atol=0)
     assert_close(whole(out), truth.double(), rtol=exact, atol=exact)
 
 
@@ -141,10 +147,9 @@ def test_routing(rows: int, kind: str) -> None:
     correction = 0.1 * randn(experts, seed=2) if routing.scores is Scores.SIGMOID else None
     if correction is not None:
         correction[0] = correction[1]
-    router = Router(routing, logits[0], None, correction)
-    choice = grouped.choose(logits, router, 16)
-    host = None if correction is None else correction.cpu()
-    truth, weights = reference_choose((logits[0] + logits[1]).cpu(), routing, host)
+    moved = None if correction is None else correction.to(DEVICE)
+    choice = grouped.choose(logits.to(DEVICE), Router(routing, logits[0], None, moved), 16)
+    truth, weights = reference_choose(logits[0] + logits[1], routing, correction)
     assert_close(choice.weights.cpu(), weights)
     expected = truth.flatten().argsort(stable=True)
     assert choice.pairs.tolist() == expected.tolist()
@@ -159,7 +164,7 @@ def test_numbers_that_are_none_leave_no_memory() -> None:
     logits = randn(1, 3, routing.num_experts)
     logits[0, 0] = torch.nan
     logits[0, 1, 3] = -torch.inf
-    choice = grouped.choose(logits, Router(routing, logits[0]), 16)
+    choice = grouped.choose(logits.to(DEVICE), Router(routing, logits[0]), 16)
     assert sorted(choice.pairs.tolist()) == list(range(3 * routing.num_chosen))
 
 
@@ -172,6 +177,16 @@ def test_formats(form: str, dtype: torch.dtype) -> None:
     parts = mixture(96, 160 if ON_GPU else 32, dtype, form, shared=32)
     for rows in (9, *([1, 40, 70, 300] if ON_GPU else [])):
         assert_like_the_reference(parts, rows, dtype)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="fragments are for the tensor cores of a GPU")
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("clamp", [None, ClampedGate(0.7, 1.702)])
+def test_fragments(form: str, clamp: ClampedGate | None) -> None:
+    for sizes in ((64, 32), (320, 192), (2880, 1440)):
+        parts = mixture(*sizes, HALF, form, clamp=clamp, shared=64)
+        for rows in (1, 3, 9, 17, 40, 64, 70, 300, 1000):
+            assert_like_the_reference(parts, rows, HALF)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -187,15 +202,15 @@ def test_more_rows_than_a_tile_holds() -> None:
 
 def test_no_rows() -> None:
     parts = mixture(40, 12, HALF)
-    out, total = TRITON.experts(randn(0, 40, dtype=HALF), None, parts)
+    out, total = TRITON.experts(randn(0, 40, dtype=HALF).to(DEVICE), None, on_device(parts))
     assert out.shape[-2:] == total.shape == (0, 40)
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_rows_do_not_depend_on_their_number(form: str) -> None:
-    width, inner = (2880, 2880) if ON_GPU and form == "mxfp4" else (128, 32)
-    parts = mixture(width, inner, HALF, form, shared=32)
-    x = randn(100 if ON_GPU else 8, width, dtype=HALF)
+    width, inner = (2880, 2880) if ON_GPU and form == "mxfp4" else (128, 64 if ON_GPU else 32)
+    parts = on_device(mixture(width, inner, HALF, form, shared=32))
+    x = randn(100 if ON_GPU else 8, width, dtype=HALF).to(DEVICE)
     together, _ = TRITON_INVARIANT.experts(x, None, parts)
     for column in (TRITON, TRITON_INVARIANT):
         for count in (5, *([1, 17, 33, 64] if ON_GPU else [])):
@@ -210,41 +225,73 @@ def test_rows_do_not_depend_on_their_number(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["blocks", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize("sizes", [(1, 70, 64), (19, 12, 96)] + [(70, 130, 160)] * ON_GPU, ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 70, 64), (19, 12, 96)]
+    + [(70, 130, 160), (1, 128, 64), (9, 4096, 2048), (200, 320, 640)] * ON_GPU,
+    ids=str,
+)
 def test_dense_ops(sizes: tuple[int, int, int], form: str) -> None:
     rows, width, depth = sizes
-    x, bias = randn(rows, depth, dtype=HALF), randn(width, seed=2, dtype=HALF)
-    made = weight(width, depth, FORMATS[form], HALF, 1)
-    norm = Norm(1 + 0.3 * randn(depth, seed=4, dtype=HALF), 1e-5)
-    host_norm, host = Norm(norm.weight.cpu(), norm.eps), made.to(CPU)
+    host_x, host_bias = randn(rows, depth, dtype=HALF), randn(width, seed=2, dtype=HALF)
+    host = weight(width, depth, FORMATS[form], HALF, 1)
+    host_norm = Norm(1 + 0.3 * randn(depth, seed=4, dtype=HALF), 1e-5)
+    x, bias, made = host_x.to(DEVICE), host_bias.to(DEVICE), packed(host)
+    norm = Norm(host_norm.weight.to(DEVICE), host_norm.eps)
     near = 8 * torch.finfo(HALF).eps
 
     def assert_near(out: Tensor, truth: Tensor) -> None:
         assert_close(whole(out), truth.double(), rtol=near, atol=near)
 
-    of = (x.cpu(), host, bias.cpu())
-    assert_near(TRITON.linear(x, made, bias), REFERENCE.linear(*of))
-    assert_near(TRITON.logits(x, made), REFERENCE.logits(x.cpu(), host))
-    joined = ([(x.cpu(), host_norm)], host, bias.cpu())
+    assert_near(TRITON.linear(x, made, bias), REFERENCE.linear(host_x, host, host_bias))
+    assert_near(TRITON.logits(x, made), REFERENCE.logits(host_x, host))
+    joined = ([(host_x, host_norm)], host, host_bias)
     assert_near(TRITON.joined_linear([(x, norm)], made, bias), REFERENCE.joined_linear(*joined))
     for name in ("norm_linear", "norm_gated_linear"):
         out, _ = getattr(TRITON, name)(x, None, norm, made, bias)
-        truth, _ = getattr(REFERENCE, name)(x.cpu(), None, host_norm, host, bias.cpu())
+        truth, _ = getattr(REFERENCE, name)(host_x, None, host_norm, host, host_bias)
         assert_near(out, truth)
 
 
 def test_blocks_of_fewer_rows() -> None:
     whole_blocks = weight(150, 200, ToFloat8Blocks(), HALF, 1)
-    assert isinstance(whole_blocks, Float8BlockMatrix)
     part, x = whole_blocks.rows(30, 130), randn(3, 200, dtype=HALF)
-    out, truth = TRITON.logits(x, part), part.to(CPU).logits(x.cpu())
+    out, truth = TRITON.logits(x.to(DEVICE), packed(part)), part.logits(x)
     assert_close(out.cpu(), truth, rtol=1e-4, atol=1e-4)
 
 
 def test_every_power_of_two() -> None:
     """From the least scale of MXFP4 to the largest whose numbers all are floats."""
     made = ToMxfp4().round(randn(253, 32, seed=1))
-    scales = torch.arange(253, dtype=torch.uint8, device=DEVICE).unsqueeze(1)
-    made = Mxfp4Matrix(made.values, scales)
+    made = Mxfp4Matrix(made.values, torch.arange(253, dtype=torch.uint8).unsqueeze(1))
     x = torch.zeros(32, 32, device=DEVICE).fill_diagonal_(1.0)
-    assert_close(TRITON.logits(x, made).T.cpu(), made.to(CPU).dequantised(), rtol=0, atol=0)
+    assert_close(TRITON.logits(x, packed(made)).T.cpu(), made.dequantised(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", [ToMxfp4(), ToNvfp4()], ids=["mxfp4", "nvfp4"])
+def test_fragments_keep_every_number(form: ToMxfp4 | ToNvfp4) -> None:
+    """Word by word as the kernel takes them apart."""
+    made = form.round(randn(64, 192, seed=1) * torch.logspace(-3, 3, 192))
+    made.scales.view(torch.uint8)[5, :3] = torch.tensor([0, 1, 9])
+    kept = from_mxfp4(made) if isinstance(made, Mxfp4Matrix) else from_nvfp4(made)
+    words = kept.values.view(torch.int32).view(2, 3, 2, 8, 4, 2, 2)  # the last: of 32 columns
+    scales = kept.scales.view(torch.uint8).view(2, 3, *kept.scales.shape[1:], 4).int()
+    truth = made.dequantised()
+    for row, column in ((0, 0), (5, 3), (5, 40), (13, 17), (31, 63), (40, 100), (63, 191), (5, 16)):
+        group, unit, lower, g = row // 32, row // 16 % 2, row // 8 % 2, row % 8
+        chunk, word, step, eight, t, one = (
+            column // 64, column // 32 % 2, column // 16 % 2, column // 8 % 2, column // 2 % 4,
+            column % 2,
+        )  # fmt: skip
+        half = int(words[group, chunk, unit, g, t, lower, word]) >> (16 * one)
+        sign, magnitude = ((15, 6), (12, 3), (14, 0), (13, 9))[2 * step + eight]
+        bits = (half >> magnitude & 7) << 6 | (half >> sign & 1) << 15
+        own = scales[group, chunk]
+        code = own[0, unit * 8 + g, 2 * lower + word]
+        if isinstance(form, ToNvfp4):
+            code = own[lower, unit * 8 + g, 2 * word + step]
+        factor = torch.tensor((int(code) << kept.shift) + kept.lift, dtype=torch.int16)
+        number = torch.tensor(bits - (bits >> 15 << 16), dtype=torch.int16).view(torch.bfloat16)
+        last = kept.lift_back if kept.row_scales is None else float(kept.row_scales[row])
+        value = number.double() * factor.view(torch.bfloat16).double() * last
+        assert_close(value, truth[row, column].double(), rtol=1e-7, atol=0)

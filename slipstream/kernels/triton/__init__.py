@@ -13,6 +13,7 @@ from slipstream.kernels.table import Ops
 from slipstream.kernels.triton.activation import gated_activation
 from slipstream.kernels.triton.attention import attend, paged_attention
 from slipstream.kernels.triton.experts import Experts
+from slipstream.kernels.triton.grouped_stream import pack
 from slipstream.kernels.triton.linear import Linears
 from slipstream.kernels.triton.norm import add_norm, norm
 from slipstream.kernels.triton.rope import rotate_and_store
@@ -41,6 +42,7 @@ def _column(name: str, linears: Linears) -> Ops:
         experts=Experts(linears),
         joined_linear=linears.joined_linear,
         logits=linears.logits,
+        pack=pack,
     )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.table import ExpertsParts, SharedExpert
 from slipstream.kernels.triton import grouped, launch, matmul
-from slipstream.kernels.triton.linear import Linears
+from slipstream.kernels.triton.linear import FEW_ROWS, Linears
 from slipstream.kernels.triton.norm import Rows, normed_rows, round_rows
 from slipstream.kernels.triton.operands import Operand, operand
 from slipstream.kernels.triton.routing_kernels import sum_kernel
@@ -27,11 +27,12 @@ class Experts:
         if not x.numel():
             return torch.zeros_like(total), total
         routing = parts.router.routing
-        tile = grouped.tile_rows(len(x), routing.num_chosen, routing.num_experts)
+        gate_up, down = operand(parts.gate_up), operand(parts.down)
+        mean = len(x) * routing.num_chosen / routing.num_experts
+        tile = grouped.tile_rows(len(x), mean, gate_up, down)
         router = DenseMatrix(parts.router.weight)
         logits = matmul.addends(rows, router, parts.router.bias, torch.float32)
         choice = grouped.choose(logits, parts.router, tile)
-        gate_up, down = operand(parts.gate_up), operand(parts.down)
         active = grouped.multiply(
             _rows(x, gate_up), gate_up, parts.gate_up_bias, choice, x.dtype,
             routing.num_experts, gated=True, clamp=parts.clamp,
@@ -39,11 +40,12 @@ class Experts:
         outputs = grouped.multiply(
             _rows(active, down), down, parts.down_bias, choice, torch.float32,
             routing.num_experts, scatters=True,
+            splitting=len(x) <= FEW_ROWS or self._linears.invariant,
         )  # fmt: skip
         return self._sum(outputs, rows, routing.num_chosen, parts.shared), total
 
     def _sum(self, outputs: Tensor, rows: Rows, chosen: int, shared: SharedExpert | None) -> Tensor:
-        """outputs [T k, H] float32, weighted -> [T, H]."""
+        """outputs [T k, H] float32, weighted, or parts of them -> [T, H]."""
         x = rows.values
         added = gate = None
         if shared is not None:
@@ -56,7 +58,8 @@ class Experts:
         out = torch.empty_like(x)
         block = triton.next_power_of_2(x.shape[1])
         sum_kernel[(len(x),)](
-            outputs, added, gate, x, out, x.stride(0), x.shape[1], chosen=chosen, block=block,
+            outputs, added, gate, x, out, outputs.stride(0), x.stride(0), x.shape[1],
+            parts=len(outputs) if outputs.ndim == 3 else 1, chosen=chosen, block=block,
             num_warps=min(16, max(1, block // 256)), **launch.options(x.device),
         )  # fmt: skip
         return out

@@ -1,17 +1,15 @@
 """Launches the grouped product (`grouped_kernels.py`), and sorts rows by expert before it."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
 
 from slipstream.kernels.experts import ClampedGate, Router, Scores
-from slipstream.kernels.triton import launch
+from slipstream.kernels.triton import grouped_stream, launch
 from slipstream.kernels.triton.grouped_kernels import FLOAT8_BLOCKS, PLAIN, grouped_kernel
 from slipstream.kernels.triton.launch import empty_rows
 from slipstream.kernels.triton.norm import Rows
-from slipstream.kernels.triton.operands import Operand
+from slipstream.kernels.triton.operands import FRAGMENTS, Choice, Operand
 from slipstream.kernels.triton.routing_kernels import (
     CHOSEN_SOFTMAX,
     SIGMOID,
@@ -27,26 +25,6 @@ _KINDS = {
     Scores.CHOSEN_SOFTMAX: CHOSEN_SOFTMAX.value,
     Scores.SIGMOID: SIGMOID.value,
 }
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which experts T rows chose, k each: pair row * k + place is a row and one of its experts.
-
-    Attributes:
-        weights: [T, k] float32.
-        pairs: [T k] int32, sorted by expert.
-        starts: [E + 1] int32: where each expert's pairs start, and how many there are.
-        ends: [E] int32: tiles of `tile` pairs that each expert and those before it need.
-        slots: the most tiles that there can be.
-    """
-
-    weights: Tensor
-    pairs: Tensor
-    starts: Tensor
-    ends: Tensor
-    tile: int
-    slots: int
 
 
 def choose(logits: Tensor, router: Router, tile: int) -> Choice:
@@ -85,12 +63,14 @@ def choose(logits: Tensor, router: Router, tile: int) -> Choice:
     return Choice(weights, pairs.view(-1), starts, ends, tile, slots)
 
 
-def tile_rows(rows: int, chosen: int, experts: int) -> int:
-    """Pairs of a tile: about as many as an expert has, and some more."""
-    mean = rows * chosen / experts
-    if rows <= FEW_ROWS:
-        return 16 if mean <= 8 or rows <= 16 else 32 if rows <= 32 or mean <= 16 else 64
-    return 16 if mean <= 4 else 32 if mean <= 16 else 64 if mean <= 64 else 128
+def tile_rows(rows: int, mean: float, *weights: Operand) -> int:
+    """Rows of x in a tile, where an expert has `mean` of `rows`: mostly all of them."""
+    small = all(weight.form == FRAGMENTS for weight in weights)
+    sizes = (8, 16, 32, 64, 128) if small else (16, 32, 64, 128)
+    for size in sizes:
+        if rows <= size or (rows != mean and 2 * mean <= size):
+            return size if rows > FEW_ROWS else min(size, 64)
+    return sizes[-1]
 
 
 def multiply(
@@ -103,6 +83,7 @@ def multiply(
     gated: bool = False,
     clamp: ClampedGate | None = None,
     scatters: bool = False,
+    splitting: bool = False,
 ) -> Tensor:
     """The rows' pairs, or without a choice the rows, times the matrices of their experts.
 
@@ -113,22 +94,37 @@ def multiply(
         gated: the rows of an expert's matrix are gates and then what they multiply.
         scatters: what comes out is weighted and lies in the order of pairs.
 
+        splitting: sums of four-bit floats may be left to be added up.
+
     Returns:
-        [T k, N], or [T, N] without a choice; N / 2 where `gated`.
+        [T k, N], or [T, N] without a choice; N / 2 where `gated`. Where the sum is split, one after
+        the other for each part of it, in float32.
     """
     rows = len(x.values)
     height, depth = weight.shape
     width = height // experts // (2 if gated else 1)
     if choice is None:
-        pairs, chosen, tile = rows, 1, 16 if rows <= 16 else 32 if rows <= 32 else 64
+        pairs, chosen, tile = rows, 1, tile_rows(rows, rows, weight)
         slots = triton.cdiv(rows, tile)
     else:
         pairs, chosen, tile = len(choice.pairs), choice.weights.shape[1], choice.tile
         slots = choice.slots
-    out = empty_rows(pairs, width, dtype, x.values.device)
+    splits, part = 1, depth
+    if splitting and weight.form == FRAGMENTS:
+        splits, part = grouped_stream.splits_of(width, depth)
+    if splits > 1:
+        out = torch.empty(splits, pairs, width, dtype=torch.float32, device=x.values.device)
+    else:
+        out = empty_rows(pairs, width, dtype, x.values.device)
     if not out.numel():
         return out
     assert x.values.stride(-1) == 1
+    if weight.form == FRAGMENTS:
+        grouped_stream.multiply(
+            x.values, weight, bias, choice, out.view(splits, pairs, width), tile, slots, experts,
+            gated, clamp, scatters, part,
+        )  # fmt: skip
+        return out
     block_n, block_k, warps = _tiles(weight, x.values.dtype, tile)
     grid = (triton.cdiv(width, block_n // 2 if gated else block_n), slots)
     grouped_kernel[grid](

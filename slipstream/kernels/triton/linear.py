@@ -30,7 +30,8 @@ class Linears:
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         if is_packed(weight):
-            return _packed(x, weight, bias, x.dtype)
+            splitting = len(x) <= FEW_ROWS or self.invariant
+            return _packed(x, weight, bias, x.dtype, splitting=splitting)
         factor = operand(weight)
         if not self._ours(x, factor, splitting=True):
             return _library(_rows(x, factor), factor, bias, x.dtype)
@@ -125,11 +126,19 @@ class Linears:
 
 
 def _packed(
-    x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype, gated: bool = False
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    gated: bool = False,
+    splitting: bool = False,
 ) -> Tensor:
     """Multiply as the only expert of a mixture: bits do not depend on other rows."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return grouped.multiply(Rows(x, None), packed(weight), bias, None, dtype, gated=gated)
+    rows = Rows(x, None)
+    return grouped.multiply(
+        rows, packed(weight), bias, None, dtype, gated=gated, splitting=splitting
+    )
 
 
 def _rows(x: Tensor, weight: RowScaled) -> Rows:

@@ -22,7 +22,7 @@ ALIGNMENT = 16  # bytes: of what the copy engine reads, and of its rows
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
     """No chip before or after has its matrix instructions."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
@@ -31,7 +31,7 @@ def serves(x: Tensor, weight: Tensor) -> bool:
     """Numbers of 16 bits whose rows the copy engine can read."""
     return (
         stream_kernel is not None
-        and _is_hopper(x.device)
+        and is_hopper(x.device)
         and x.dtype == weight.dtype
         and weight.dtype in (torch.bfloat16, torch.float16)
         and weight.shape[1] % STEP == 0

@@ -1,4 +1,4 @@
-"""Weights of every format as the grouped product reads them."""
+"""Weights of every format, and choices of experts, as the grouped product reads them."""
 
 from dataclasses import dataclass
 from functools import singledispatch
@@ -11,7 +11,10 @@ from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.triton import matmul
+from slipstream.kernels.triton.fragments import Float4Fragments
 from slipstream.kernels.triton.grouped_kernels import FLOAT8_BLOCKS, MXFP4, NVFP4, PLAIN
+
+FRAGMENTS = -1  # for `grouped_stream_kernels.py`
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Operand:
         row_scales: [N] float32, what sums are multiplied by at the end.
         rounds_rows: whether rows of activations are rounded to e4m3, too.
         block_rows, block_columns: that share a scale in FLOAT8_BLOCKS.
+        shift, lift, lift_back: of FRAGMENTS; see `Float4Fragments`.
     """
 
     form: int
@@ -34,6 +38,29 @@ class Operand:
     rounds_rows: bool = False
     block_rows: int = BLOCK
     block_columns: int = BLOCK
+    shift: int = 0
+    lift: int = 0
+    lift_back: float = 1.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which experts T rows chose, k each: pair row * k + place is a row and one of its experts.
+
+    Attributes:
+        weights: [T, k] float32.
+        pairs: [T k] int32, sorted by expert.
+        starts: [E + 1] int32: where each expert's pairs start, and how many there are.
+        ends: [E] int32: tiles of `tile` pairs that each expert and those before it need.
+        slots: the most tiles that there can be.
+    """
+
+    weights: Tensor
+    pairs: Tensor
+    starts: Tensor
+    ends: Tensor
+    tile: int
+    slots: int
 
 
 @singledispatch
@@ -66,6 +93,14 @@ def _(weight: Mxfp4Matrix) -> Operand:
 @operand.register
 def _(weight: Nvfp4Matrix) -> Operand:
     return Operand(NVFP4.value, weight.shape, weight.values, weight.scales, weight.global_scales)
+
+
+@operand.register
+def _(weight: Float4Fragments) -> Operand:
+    return Operand(
+        FRAGMENTS, weight.shape, weight.values, weight.scales, weight.row_scales,
+        shift=weight.shift, lift=weight.lift, lift_back=weight.lift_back,
+    )  # fmt: skip
 
 
 def is_packed(weight: Weight) -> bool:

@@ -206,20 +206,23 @@ def place_kernel(
 
 @triton.jit
 def sum_kernel(
-    outputs, shared, gate, x, out, x_stride, width, chosen: tl.constexpr, block: tl.constexpr,
-    pdl: tl.constexpr,
+    outputs, shared, gate, x, out, part_stride, x_stride, width, parts: tl.constexpr,
+    chosen: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: `outputs` [rows, chosen, width] float32 in the order of choice, then
+    """One program per row: `outputs` [parts, rows, chosen, width] in the order of choice, then
     `shared` [rows, width] float32, times sigmoid(x . gate) where there is a gate [width]."""
     launch_dependents(pdl)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < width
     wait_for_inputs(pdl)
-    total = tl.load(outputs + row * chosen * width + column, mask=inside, other=0.0)
-    for place in tl.static_range(1, chosen):
-        at = (row * chosen + place) * width + column
-        total += tl.load(outputs + at, mask=inside, other=0.0)
+    total = tl.zeros((block,), tl.float32)
+    for place in tl.static_range(chosen):
+        at = outputs + (row * chosen + place) * width + column
+        value = tl.load(at, mask=inside, other=0.0)
+        for part in tl.static_range(1, parts):
+            value += tl.load(at + part * part_stride, mask=inside, other=0.0)
+        total += value
     if shared is not None:
         added = tl.load(shared + row * width + column, mask=inside, other=0.0)
         if gate is not None:

@@ -1,0 +1,125 @@
+"""Launches the grouped product of four-bit floats in fragments (`grouped_stream_kernels.py`)."""
+
+from functools import singledispatch
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from slipstream.core.errors import UsageError
+from slipstream.kernels.experts import ClampedGate
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
+from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
+from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.triton import launch
+from slipstream.kernels.triton.fragments import ROWS, fits, from_mxfp4, from_nvfp4
+from slipstream.kernels.triton.matmul_stream import is_hopper
+from slipstream.kernels.triton.operands import Choice, Operand
+
+try:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from slipstream.kernels.triton.grouped_stream_kernels import BYTES, grouped_stream_kernel
+except ImportError:  # Gluon is still an experiment of Triton's
+    grouped_stream_kernel = None
+
+FEW_PROGRAMS = 256  # of a sum that may be split
+SHORTEST = 1024  # columns of a part of one
+MEMORY = 221 * 1024  # bytes of a multiprocessor, for tiles on their way
+
+
+def pack(weight: Weight) -> Weight:
+    """`weight` in fragments, where there is a kernel for them."""
+    packed: Weight = _packed(weight)
+    return packed
+
+
+@singledispatch
+def _packed(weight: Any) -> Any:
+    """A format without fragments stays as it is."""
+    return weight
+
+
+@_packed.register
+def _(weight: Mxfp4Matrix) -> Weight:
+    return from_mxfp4(weight) if _serves(weight.values) and fits(weight) else weight
+
+
+@_packed.register
+def _(weight: Nvfp4Matrix) -> Weight:
+    return from_nvfp4(weight) if _serves(weight.values) and fits(weight) else weight
+
+
+def _serves(values: Tensor) -> bool:
+    return grouped_stream_kernel is not None and is_hopper(values.device)
+
+
+def multiply(
+    x: Tensor,
+    weight: Operand,
+    bias: Tensor | None,
+    choice: Choice | None,
+    out: Tensor,
+    count: int,
+    slots: int,
+    experts: int,
+    gated: bool,
+    clamp: ClampedGate | None,
+    scatters: bool,
+    part: int,
+) -> None:
+    """As `grouped.multiply`, into `out` [splits, .., N], by `slots` tiles of `count` rows.
+
+    Raises:
+        UsageError: x is not bfloat16, or an expert's rows are not whole fragments.
+    """
+    if x.dtype != torch.bfloat16:
+        raise UsageError(
+            "the kernels for GPUs multiply four-bit floats by bfloat16 alone: use dtype=bfloat16"
+        )
+    assert weight.scales is not None
+    splits, pairs, width = out.shape
+    depth = weight.shape[1]
+    if width % ROWS and (gated or experts > 1):
+        raise UsageError(
+            f"the kernels for GPUs multiply four-bit floats of experts in multiples of {ROWS} rows,"
+            f" not of {width}; use device=cpu"
+        )
+    own = 32 if gated else 64
+    tiles = triton.cdiv(width, own)
+    busy = min(slots, experts * (1 - (1 - 1 / experts) ** pairs) + pairs / count)
+    chunks, stages = _tiles(count, tiles * splits * busy)
+    words = weight.scales.shape[1]
+    described = TensorDescriptor(
+        weight.values, list(weight.values.shape), [128, 1], [8 * chunks, 128], BYTES.value
+    )
+    grouped_stream_kernel[(tiles, slots, splits)](
+        x, described, weight.scales, weight.row_scales, bias,
+        *((choice.pairs, choice.starts, choice.ends) if choice else (None, None, None)),
+        choice.weights if choice is not None and scatters else None, out, x.stride(0), len(x),
+        width, depth, part, pairs * width, weight.lift * 0x10001, weight.lift_back, experts=experts,
+        block=triton.next_power_of_2(experts), chosen=choice.weights.shape[1] if choice else 1,
+        gathers=choice is not None and not scatters, words=words, shift=weight.shift, gated=gated,
+        limit=clamp.limit if clamp else None, alpha=clamp.alpha if clamp else None, count=count,
+        chunks=chunks, stages=stages, num_warps=4, **launch.options(out.device),
+    )  # fmt: skip
+
+
+def splits_of(width: int, depth: int) -> tuple[int, int]:
+    """(splits of the sum, columns of each) for experts of `width` rows: two programs at least for
+    each multiprocessor and chosen expert of few."""
+    splits = 1
+    while splits * triton.cdiv(width, 64) < FEW_PROGRAMS and 2 * splits * SHORTEST <= depth:
+        splits *= 2
+    part = triton.cdiv(depth, splits * 256) * 256
+    return triton.cdiv(depth, part), part
+
+
+def _tiles(count: int, programs: float) -> tuple[int, int]:
+    """(chunks, stages) of tiles for so many rows of x: so many that memory is always asked for
+    enough, by as many programs as fit together: two, of one kernel and the next, always do."""
+    chunks = 4 if count <= 16 else 2
+    size = chunks * (2048 + 128 * count + 256)
+    together = min(4 if count <= 16 else 3 if count <= 32 else 2, int(programs) // 132 + 1)
+    return chunks, max(3, min(12, MEMORY // max(2, together) // size))

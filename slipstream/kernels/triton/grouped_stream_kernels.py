@@ -1,0 +1,347 @@
+"""The grouped product of four-bit floats, with Hopper's own instructions.
+
+    out[pair, n] = sum of x[row, k] * weight[expert, n, k]
+
+Weights lie in the order in which the tensor cores take them (`fragments.py`), so that a thread
+makes its part of them from 16 bytes in a row, and they never return to shared memory. The copy
+engine brings them through a ring of `stages` tiles; rows of x, which are gathered, and scales come
+beside them. A sum runs through all of k in one chain of steps, whatever the number of rows.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+)
+
+from slipstream.kernels.triton.matmul_stream_kernels import (
+    _barrier,
+    _fetch,
+    launch_dependents,
+    wait_for_inputs,
+)
+
+BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
+HALVES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+CHUNK = gl.constexpr(64)  # columns of a fragment
+
+# Of a word, eight numbers: each pair of them as two halves of a word, scaled. An exponent and a
+# mantissa at their places are a number 2 ** 126 too small, which the scales make good.
+_UNPACK = gl.constexpr("""{
+.reg .b32 a, b;
+and.b32 a, $4, 0x81C081C0; mul.rn.bf16x2 $0, a, $5;
+shl.b32 a, $4, 3; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $1, a, $5;
+shl.b32 a, $4, 6; shl.b32 b, $4, 1; and.b32 a, a, 0x01C001C0;
+lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $2, a, $9;
+shr.u32 a, $4, 3; shl.b32 b, $4, 2; and.b32 a, a, 0x01C001C0;
+lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $3, a, $9;
+}""")
+# A byte of a word as two halves of a word, as bfloat16: times 2 ** shift, plus an exponent.
+_FACTOR = gl.constexpr("{ .reg .b32 a; prmt.b32 a, $1, 0, $2; mad.lo.u32 $0, a, $3, $4; }")
+
+
+@gluon.jit
+def _scales(ring, slot, chunks: gl.constexpr, words: gl.constexpr, shift: gl.constexpr, lift):
+    """Scales [2, chunks, 2, 4, 2, 1, 2, 2, 1] of a tile's even steps and of its odd ones, each
+    twice in a word."""
+    spread: gl.constexpr = _spread(chunks)
+    raw = ring.index(slot).load(_words(chunks, words))
+    raw = gl.reshape(raw, (2, chunks, words, 2, 4, 2, 1, 1, 1))
+    raw = gl.permute(raw, (0, 1, 3, 4, 5, 6, 2, 7, 8))
+    raw = gl.convert_layout(raw, spread)
+    half = gl.convert_layout(gl.reshape(_two(), (1, 1, 1, 1, 1, 1, 2, 1, 1)), spread)
+    pair = gl.convert_layout(gl.reshape(_two(), (1, 1, 1, 1, 1, 1, 1, 2, 1)), spread)
+    if words == 1:
+        even = _factor(raw, half * 2 + pair, shift, lift)
+        odd = even
+    else:
+        even = _factor(raw, pair * 2, shift, lift)
+        odd = _factor(raw, pair * 2 + 1, shift, lift)
+    return even, odd
+
+
+@gluon.jit
+def _two():
+    """0 and 1 in the registers of each thread."""
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[1]], [[0], [0], [0], [0], [0]], [[0], [0]], [], [2]
+    )
+    return gl.arange(0, 2, layout=layout)
+
+
+@gluon.jit
+def _factor(raw, byte, shift: gl.constexpr, lift):
+    return gl.inline_asm_elementwise(
+        _FACTOR, "=r,r,r,r,r", [raw, byte * 0x0101 + 0x4040, 1 << shift, lift],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _words(chunks, words):
+    """Scales of a tile as they lie in memory: row g of 8, unit, row + 8 where it has a word of its
+    own, chunk, half."""
+    of_chunk = 16 * words
+    registers = [[of_chunk], [2 * of_chunk]][: chunks // 2]
+    if words == 2:
+        registers.insert(0, [16])
+    lanes = [[0], [0], [1], [2], [4]]
+    size = 2 * chunks * of_chunk
+    return gl.DistributedLinearLayout(registers, lanes, [[8], [size // 2]], [], [size])
+
+
+@gluon.constexpr_function
+def _bytes(chunks):
+    """Weights of a tile as they lie in memory: 16 bytes of a thread, thread, unit, chunk, half."""
+    registers = [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], [16, 0]][: 4 + chunks // 2]
+    lanes = [[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]]
+    warps = [[4, 0], [8 * chunks, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [16 * chunks, 128])
+
+
+@gluon.constexpr_function
+def _spread(chunks):
+    """Bytes of a tile: half, chunk, unit, row (4 and 2), thread of four, row + 8, word, byte."""
+    return gl.BlockedLayout(
+        [1, chunks, 1, 1, 1, 1, 2, 2, 4],
+        [1, 1, 1, 4, 2, 4, 1, 1, 1],
+        [2, 1, 2, 1, 1, 1, 1, 1, 1],
+        [8, 7, 6, 5, 4, 3, 2, 1, 0],
+    )
+
+
+@gluon.jit
+def _weights(
+    ring, ring_scales, slot, sums_layout: gl.constexpr, chunks: gl.constexpr, words: gl.constexpr,
+    shift: gl.constexpr, lift,
+):  # fmt: skip
+    """The tile's weights [64, 64 chunks] in registers, as the tensor cores take them."""
+    spread: gl.constexpr = _spread(chunks)
+    raw = gl.reshape(ring.index(slot).load(_bytes(chunks)), (2, chunks, 2, 4, 2, 4, 2, 2, 4))
+    raw = gl.convert_layout(raw, spread, assert_trivial=True)
+    even, odd = _scales(ring_scales, slot, chunks, words, shift, lift)
+    low, high = gl.inline_asm_elementwise(
+        _UNPACK, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [raw, even, odd],
+        dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
+    )  # fmt: skip
+    both = gl.reshape(gl.join(low, high), (2, chunks, 2, 4, 2, 4, 2, 2, 2, 2, 2))
+    both = gl.permute(both, (0, 2, 6, 3, 4, 1, 7, 10, 8, 5, 9))
+    taken: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
+    return gl.convert_layout(gl.reshape(both, (64, 64 * chunks)), taken, assert_trivial=True)
+
+
+@gluon.jit
+def _fetch_weights(
+    weight, ring, barrier, slot, group, beside, chunk, depth, chunks: gl.constexpr, wanted
+):
+    """Both halves of a tile: 32 rows each, of which the second are those `beside` the first."""
+    mbarrier.expect(barrier, 2048 * chunks, wanted)
+    place = ring.index(slot)
+    per_row: gl.constexpr = 8 * chunks
+    of_group = depth // CHUNK
+    first = (group * of_group + chunk) * 8
+    second = ((group + beside) * of_group + chunk) * 8
+    _fetch(weight, [first, 0], barrier, place.slice(0, per_row), wanted)
+    _fetch(weight, [second, 0], barrier, place.slice(per_row, per_row), wanted)
+
+
+@gluon.jit
+def _fetch_rest(
+    x_rows, there, scales, ring_x, ring_scales, slot, group, beside, chunk, end, depth,
+    chunks: gl.constexpr, words: gl.constexpr,
+):  # fmt: skip
+    """Rows of x and scales of the columns from `chunk` on; zeros from column `end` on."""
+    width: gl.constexpr = CHUNK * chunks
+    x_layout: gl.constexpr = x_rows.type.layout.parent
+    column = chunk * CHUNK + gl.arange(0, width, layout=gl.SliceLayout(0, x_layout))
+    inside = there[:, None] & (column < end)[None, :]
+    async_copy.async_copy_global_to_shared(
+        ring_x.index(slot), x_rows[:, None] + column[None, :], mask=inside
+    )
+    count: gl.constexpr = 32 * words * chunks
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    word = gl.arange(0, count, layout=layout)
+    half = word // (count // 2)
+    at = word % (count // 2)
+    of_group = depth // CHUNK
+    first = ((group + half * beside) * of_group + chunk).to(gl.int64) * (16 * words)
+    known = chunk + at // (16 * words) < of_group
+    async_copy.async_copy_global_to_shared(ring_scales.index(slot), scales + first + at, mask=known)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _gated(sums, limit: gl.constexpr, alpha: gl.constexpr):
+    """[64, rows]: 32 gates, then what they multiply -> [32, rows]."""
+    count: gl.constexpr = sums.shape[1]
+    pairs: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, 4, 1], [2, 0, 1])
+    apart = gl.permute(gl.reshape(sums, (2, 32, count)), (1, 2, 0))
+    gate, up = gl.split(gl.convert_layout(apart, pairs))
+    if limit is None:
+        active = gate / (1.0 + gl.exp(-gate)) * up
+    else:
+        gate = gl.minimum(gate, limit)
+        up = gl.minimum(gl.maximum(up, -limit), limit)
+        active = (up + 1.0) * gate / (1.0 + gl.exp(-alpha * gate))
+    return active
+
+
+@gluon.jit
+def _store(
+    out, sums, bias, row_scales, factors, base, tile, pairs, place0, end, width, lift_back,
+    gated: gl.constexpr, scatters: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr,
+):  # fmt: skip
+    count: gl.constexpr = sums.shape[1]
+    line = gl.arange(0, 64, layout=gl.SliceLayout(1, sums.type.layout))
+    if gated:
+        row = gl.minimum(tile * 32 + line % 32, width - 1) + line // 32 * width
+    else:
+        row = gl.minimum(tile * 64 + line, width - 1)
+    if row_scales is not None:
+        sums *= gl.load(row_scales + base + row)[:, None]
+    else:
+        sums *= lift_back
+    if bias is not None:
+        added = gl.load(bias + base + row).to(gl.float32)
+        sums += gl.where(gl.program_id(2) == 0, added, 0.0)[:, None]
+    if gated:
+        sums = _gated(sums, limit, alpha)
+    own: gl.constexpr = sums.shape[0]
+    along: gl.constexpr = own // 32
+    stored: gl.constexpr = gl.BlockedLayout([2, 1], [16, 2], [along, 4 // along], [0, 1])
+    sums = gl.convert_layout(sums, stored)
+    place = place0 + gl.arange(0, count, layout=gl.SliceLayout(0, stored))
+    valid = place < end
+    goes = place
+    if scatters:
+        goes = gl.load(pairs + place, mask=valid, other=0)
+        sums *= gl.load(factors + goes, mask=valid, other=0.0)[None, :]
+    column = tile * own + gl.arange(0, own, layout=gl.SliceLayout(1, stored))
+    at = goes[None, :].to(gl.int64) * width + column[:, None]
+    inside = (column < width)[:, None] & valid[None, :]
+    gl.store(out + at, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _expert_tile(starts, ends, slot, experts: gl.constexpr, block: gl.constexpr):
+    """As `expert_tile` of `grouped_kernels.py`."""
+    across: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    each = gl.arange(0, block, layout=across)
+    after = gl.load(ends + each, mask=each < experts, other=2147483647)
+    expert = gl.sum((after <= slot).to(gl.int32), axis=0)
+    before = gl.max(gl.where(after <= slot, after, 0), axis=0)
+    there = expert < experts
+    first = gl.load(starts + expert, mask=there, other=0)
+    end = gl.load(starts + expert + 1, mask=there, other=0)
+    return expert, first, slot - before, end
+
+
+@gluon.jit
+def _sum(
+    x, weight, scales, pairs, ring, ring_x, ring_scales, full, row_stride, base, tile, width, depth,
+    place0, end, lift, part, chosen: gl.constexpr, gathers: gl.constexpr, words: gl.constexpr,
+    shift: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
+):  # fmt: skip
+    """[64, count]: the tile's products over all of k."""
+    count: gl.constexpr = ring_x.shape[1]
+    chunks: gl.constexpr = ring_x.shape[2] // CHUNK
+    if gated:
+        group, beside = (base + tile * 32) // 32, width // 32
+    else:
+        group, beside = (base + tile * 64) // 32, 1
+    first = gl.program_id(2) * part
+    last_column = gl.minimum(first + part, depth)
+    steps = (last_column - first + CHUNK * chunks - 1) // (CHUNK * chunks)
+    first = first // CHUNK
+    for slot in gl.static_range(stages - 1):
+        _fetch_weights(
+            weight, ring, full.index(slot), slot, group, beside, first + slot * chunks, depth,
+            chunks, slot < steps,
+        )  # fmt: skip
+    if pairs is None:
+        wait_for_inputs(pdl)
+    x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4 // chunks, 8 * chunks], [4, 1], [1, 0])
+    place = place0 + gl.arange(0, count, layout=gl.SliceLayout(1, x_layout))
+    there = place < end
+    source = place
+    if gathers:
+        source = gl.load(pairs + place, mask=there, other=0) // chosen
+    x_rows = x + source.to(gl.int64) * row_stride
+    for slot in gl.static_range(stages - 1):
+        _fetch_rest(
+            x_rows, there, scales, ring_x, ring_scales, slot, group, beside,
+            first + slot * chunks, last_column, depth, chunks, words,
+        )  # fmt: skip
+    sums_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, count, 16]
+    )
+    sums = gl.zeros([64, count], gl.float32, sums_layout)
+    now, turn, last = 0, 0, stages - 1
+    for step in range(steps):
+        async_copy.wait_group(stages - 2)
+        mbarrier.wait(full.index(now), turn)
+        fence_async_shared()
+        _barrier()  # all of the tile is there, and the step before is done in every warp
+        chunk = first + (step + stages - 1) * chunks
+        wanted = step + stages - 1 < steps
+        _fetch_weights(
+            weight, ring, full.index(last), last, group, beside, chunk, depth, chunks, wanted
+        )
+        _fetch_rest(
+            x_rows, there & wanted, scales, ring_x, ring_scales, last, group, beside, chunk,
+            last_column, depth, chunks, words,
+        )  # fmt: skip
+        taken = _weights(ring, ring_scales, now, sums_layout, chunks, words, shift, lift)
+        sums = warpgroup_mma(taken, ring_x.index(now).permute((1, 0)), sums)
+        last = now
+        now += 1
+        if now == stages:
+            now, turn = 0, turn ^ 1
+    async_copy.wait_group(0)
+    return sums
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def grouped_stream_kernel(
+    x, weight, scales, row_scales, bias, pairs, starts, ends, factors, out, row_stride, rows,
+    width, depth, part, size, lift, lift_back, experts: gl.constexpr, block: gl.constexpr,
+    chosen: gl.constexpr, gathers: gl.constexpr, words: gl.constexpr, shift: gl.constexpr,
+    gated: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr, count: gl.constexpr,
+    chunks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
+):  # fmt: skip
+    """Programs (tile of n, tile of `count` rows, split); arguments as of `grouped_kernel`.
+
+    A split adds up `part` columns, and its `out` is that of the split before it plus `size`.
+
+    weight describes the fragments [.., 128] bytes by the 32 rows and `chunks` chunks fetched at
+    once; scales: `words` words of every 16 rows and chunk, in the order of the fragments.
+    """
+    launch_dependents(pdl)
+    tile = gl.program_id(0)
+    ring = gl.allocate_shared_memory(gl.uint8, [stages, 16 * chunks, 128], BYTES)
+    ring_x = gl.allocate_shared_memory(x.dtype.element_ty, [stages, count, CHUNK * chunks], HALVES)
+    ring_scales = gl.allocate_shared_memory(gl.int32, [stages, 32 * words * chunks], WORDS)
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(stages):
+        mbarrier.init(full.index(slot), count=1)
+    if pairs is not None:
+        wait_for_inputs(pdl)
+        expert, first, line, end = _expert_tile(starts, ends, gl.program_id(1), experts, block)
+        base = expert * (width * 2 if gated else width)
+    else:
+        expert, first, line, end, base = 0, 0, gl.program_id(1), rows, 0
+    if expert < experts:
+        place = first + line * count
+        sums = _sum(
+            x, weight, scales, pairs, ring, ring_x, ring_scales, full, row_stride, base, tile,
+            width, depth, place, end, lift, part, chosen, gathers, words, shift, gated, stages, pdl,
+        )  # fmt: skip
+        own = out + gl.program_id(2).to(gl.int64) * size
+        _store(
+            own, sums, bias, row_scales, factors, base, tile, pairs, place, end, width, lift_back,
+            gated, not gathers and pairs is not None, limit, alpha,
+        )  # fmt: skip
