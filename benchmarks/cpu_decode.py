@@ -115,8 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.target is None:
             given.target, given.draft = write_twins(work / "twins", given.geometry, 4)
         report = _measure(given, work)
-    _print(report)
-    bars = [*_ratio_bars(report), *(_machine_bars(report) if _as_bars(given) else [])]
+        # Bytes and bars are told by the checkpoints, which may go with the folder.
+        _print(report)
+        bars = [*_ratio_bars(report), *(_machine_bars(report) if _as_bars(given) else [])]
     print("\n" + "\n".join(bar.line() for bar in bars))
     if given.json:
         Path(given.json).write_text(json.dumps(_document(report, bars), indent=1))
