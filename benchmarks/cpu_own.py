@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,8 +11,10 @@ from benchmarks.peers.process import Entry
 from benchmarks.peers.protocol import Job
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.precision import weight_bytes
+from slipstream.models.quantized.catalogue import read_quantization
+from slipstream.models.quantized.random_source import stored_rounding
+from slipstream.models.traffic import pass_bytes
 from slipstream.speculative.draft_vocabulary import (
     DraftVocabularyConfig,
     choose_draft_vocabulary,
@@ -55,46 +58,51 @@ def coverage(target: Path, size: int, text: Path, tokens: list[list[int]]) -> fl
     return sum(token in allowed for token in given) / len(given) if given else None
 
 
-def round_bytes(job: Job, batch: int, context: int) -> int:
-    """What one step reads: matrices, and the keys and values of `context` tokens a request."""
-    total = _pass_bytes(Path(job.target), _quantization(job), None, batch * context)
+def round_bytes(job: Job, batch: int, context: int) -> float:
+    """What one step reads: matrices, and the keys and values of `context` tokens a request. Of
+    experts, those that independent choices of its rows touch."""
+    rows = batch * (job.num_speculative_tokens + 1 if job.draft is not None else 1)
+    target = _pass_bytes(Path(job.target), _quantization(job), None, rows)
+    total = target + batch * _kv_bytes(Path(job.target), context)
     if job.draft is not None:
         size = job.options.get("draft_vocab_size")
-        draft = _pass_bytes(Path(job.draft), _quantization(job), size, batch * context)
+        draft = _pass_bytes(Path(job.draft), _quantization(job), size, batch)
+        draft += batch * _kv_bytes(Path(job.draft), context)
         total += job.num_speculative_tokens * draft
     return total
 
 
 def resident_bytes(job: Job) -> int:
     """The weights of target and draft in memory."""
-    return sum(
-        weight_bytes(read_decoder_config(Checkpoint(Path(one))), torch.bfloat16, _quantization(job))
-        for one in job.checkpoints
-    )
+    return sum(_weight_bytes(Path(one), _quantization(job)) for one in job.checkpoints)
 
 
-def matrix_bytes(job: Job) -> int:
-    """What a plain pass of the target reads of matrices."""
-    return _pass_bytes(Path(job.target), _quantization(job), None, 0)
+def matrix_bytes(job: Job) -> float:
+    """What a plain pass of the target for one row reads of matrices."""
+    return _pass_bytes(Path(job.target), _quantization(job), None, 1)
 
 
-def _pass_bytes(
-    checkpoint: Path, quantization: str | None, head: int | None, cached_tokens: int
-) -> int:
-    config = read_decoder_config(Checkpoint(checkpoint))
+def _weight_bytes(folder: Path, quantization: str | None) -> int:
+    checkpoint = Checkpoint(folder)
+    stored = read_quantization(checkpoint.config, checkpoint.config_file)
+    form = None if stored is None else partial(stored_rounding, stored)
+    return weight_bytes(read_decoder_config(checkpoint), torch.bfloat16, quantization, form)
+
+
+def _pass_bytes(folder: Path, quantization: str | None, head: int | None, rows: int) -> float:
+    checkpoint = Checkpoint(folder)
+    config = read_decoder_config(checkpoint)
     if head is not None:
         config = replace(config, vocab_size=head)
-    weights = weight_bytes(config, torch.bfloat16, quantization)
-    # A tied head is multiplied by as it is stored, or as a rounded copy; of the table itself only
-    # a few rows are read.
-    if quantization is not None or not config.tie_word_embeddings:
-        weights -= config.vocab_size * config.hidden_size * torch.bfloat16.itemsize
-    return weights + cached_tokens * _kv_bytes(config)
+    stored = read_quantization(checkpoint.config, checkpoint.config_file)
+    return pass_bytes(config, rows, torch.bfloat16, quantization, stored)
 
 
-def _kv_bytes(config: DecoderConfig) -> int:
-    """Keys and values of one token in bf16."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * torch.bfloat16.itemsize
+def _kv_bytes(folder: Path, context: int) -> int:
+    """Keys and values of a request in bf16, as far as layers see them."""
+    config = read_decoder_config(Checkpoint(folder))
+    seen = sum(min(context, window or context) for window in config.sliding_windows)
+    return 2 * seen * config.num_kv_heads * config.head_dim * torch.bfloat16.itemsize
 
 
 def _quantization(job: Job) -> str | None:

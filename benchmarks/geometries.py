@@ -108,6 +108,20 @@ def _gpt_oss(layers: int, experts: int, **changes: Any) -> dict[str, Any]:
     return {**_GPT_OSS, "num_hidden_layers": layers, "num_local_experts": experts, **changes}
 
 
+def _without(config: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != key}
+
+
+# For CPUs: 1.6 billion parameters, 0.28 of them active; a quarter of a gpt-oss.
+_GPT_OSS_SMALL = _gpt_oss(
+    14,
+    32,
+    hidden_size=1024,
+    intermediate_size=1024,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    vocab_size=65536,
+)
 _QWEN3_30B_A3B = {
     **_qwen3(2048, 6144, 48, 32, False),
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -181,16 +195,9 @@ GEOMETRIES = {
     "llama-70b-nvfp4": _LLAMA_70B,
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
-    # For CPUs: 1.6 billion parameters, 0.28 of them active; a quarter of a gpt-oss.
-    "gpt-oss-1.5b": _gpt_oss(
-        14,
-        32,
-        hidden_size=1024,
-        intermediate_size=1024,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        vocab_size=65536,
-    ),
+    "gpt-oss-1.5b": _GPT_OSS_SMALL,
+    # With experts in bf16, to be rounded.
+    "gpt-oss-1.5b-bf16": _without(_GPT_OSS_SMALL, "quantization_config"),
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "glm-4.5-air": _GLM_4_5_AIR,
     "tiny-moe": _gpt_oss(

@@ -4,9 +4,10 @@
 
 The weights are those of `load_format` "twin" (`slipstream/models/twin.py`), in files that any
 engine reads: OUT/target and OUT/draft hold config.json, model.safetensors and the tokenizer of the
-bundled demo. Rows of the vocabulary that the tokenizer does not have are halved, so that greedy
-output hardly ever takes them. A pass costs what it does in a trained model of that geometry, and
-drafts are accepted for real; the text means nothing.
+bundled demo. Experts are fused, and rounded to MXFP4 where the geometry stores them so. Rows of
+the vocabulary that the tokenizer does not have are halved, so that greedy output hardly ever takes
+them. A pass costs what it does in a trained model of that geometry, and drafts are accepted for
+real; the text means nothing.
 """
 
 import argparse
@@ -19,13 +20,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.geometries import GEOMETRIES, geometry_named, write_config
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.reference import REFERENCE
-from slipstream.layers.parameters import Part
+from slipstream.layers.parameters import Fused, Part
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.precision import in_precision
+from slipstream.models.quantized.catalogue import read_quantization
+from slipstream.models.quantized.module import StoredQuantization
+from slipstream.models.quantized.random_source import stored_rounding
 from slipstream.models.twin import TwinSource
 
 _DEMO = Path(__file__).parent.parent / "slipstream" / "demo" / "target"
@@ -36,23 +41,57 @@ _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 class Recorder:
     """Draws what a network asks for, and keeps it under the names of the parts."""
 
-    def __init__(self, source: TwinSource, num_tokens: int) -> None:
-        self._source, self._num_tokens = source, num_tokens
+    def __init__(
+        self, source: TwinSource, num_tokens: int, stored: StoredQuantization | None
+    ) -> None:
+        self._source, self._num_tokens, self._stored = source, num_tokens, stored
         self.tensors: dict[str, Tensor] = {}
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
-        return self._keep(parts, self._source.matrix(parts, columns))
+        drawn = self._source.matrix(parts, columns)
+        if parts[0].fused is None:
+            return self._keep(parts, drawn)
+        self._keep_experts(parts[0].fused, parts, drawn)
+        return drawn.new_zeros(()).expand(drawn.shape)  # nobody multiplies by it
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         return self._keep(parts, self._source.vector(parts))
 
+    def _keep_experts(self, fused: Fused, parts: Sequence[Part], drawn: Tensor) -> None:
+        form = None
+        if self._stored is not None:
+            form = stored_rounding(self._stored, parts[0].name, drawn.shape[1])
+        if form is None:
+            whole = _fused(fused, parts, drawn)
+            self.tensors[fused.name] = whole.transpose(1, 2) if fused.transposed else whole
+            return
+        rounded = form.round(drawn)
+        if not isinstance(rounded, Mxfp4Matrix):
+            raise ValueError(f"experts in {type(rounded).__name__} are not written")
+        blocks = rounded.values.view(len(drawn), -1, Mxfp4Matrix.group // 2)
+        self.tensors[f"{fused.name}_blocks"] = _fused(fused, parts, blocks)
+        self.tensors[f"{fused.name}_scales"] = _fused(fused, parts, rounded.scales)
+
     def _keep(self, parts: Sequence[Part], parameter: Tensor) -> Tensor:
+        fused = parts[0].fused
+        if fused is not None:
+            self.tensors[fused.name] = _fused(fused, parts, parameter)
+            return parameter
         shares = torch.split(parameter, [part.rows for part in parts])
         for part, rows in zip(parts, shares, strict=True):
             if part.name in _TABLES:
                 rows[self._num_tokens :] *= 0.5
             self.tensors[part.name] = rows
         return parameter
+
+
+def _fused(fused: Fused, parts: Sequence[Part], rows: Tensor) -> Tensor:
+    """Rows [E n, ...], expert by expert and part by part -> [E, n, ...] as files have them."""
+    tail = rows.shape[1:]
+    if fused.alternating:
+        names = len(parts) // fused.experts
+        rows = rows.view(fused.experts, names, -1, *tail).transpose(1, 2)
+    return rows.reshape(fused.experts, -1, *tail)
 
 
 def write_twins(out: Path, geometry: str, draft_layers: int, seed: int = 0) -> tuple[Path, Path]:
@@ -86,10 +125,12 @@ def _write(folder: Path, target: DecoderConfig, seed: int) -> None:
     if target.vocab_size < tokens:
         raise ValueError(f"the tokenizer has {tokens} tokens, the geometry {target.vocab_size}")
     cpu = torch.device("cpu")
-    recorder = Recorder(TwinSource(torch.bfloat16, cpu, seed, target), tokens)
+    checkpoint = Checkpoint(folder)
+    stored = read_quantization(checkpoint.config, checkpoint.config_file)
+    recorder = Recorder(TwinSource(torch.bfloat16, cpu, seed, target), tokens, stored)
     # The network itself is not wanted, but it knows what it is made of.
     source = in_precision(recorder, None, REFERENCE)
-    Decoder(REFERENCE, source, read_decoder_config(Checkpoint(folder)), 16)
+    Decoder(REFERENCE, source, read_decoder_config(checkpoint), 16)
     tensors = {name: tensor.contiguous() for name, tensor in recorder.tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

@@ -1,6 +1,7 @@
-"""A Qwen3 checkpoint as a GGUF file of llama.cpp, without its tokenizer.
+"""A checkpoint of Qwen3 or gpt-oss as a GGUF file of llama.cpp, without its tokenizer.
 
-Matrices go over as they are (bf16); `llama.py` has the library round them.
+Matrices go over as they are (bf16, or MXFP4 of fused experts); `llama.py` has the library round
+them. Sources: https://github.com/ggml-org/llama.cpp, `convert_hf_to_gguf.py` and `ggml-common.h`.
 """
 
 import json
@@ -12,6 +13,7 @@ import gguf
 import numpy as np
 
 Bits = np.ndarray[Any, np.dtype[np.uint16]]  # of numbers in bf16
+Array = np.ndarray[Any, Any]  # of those, or of bytes
 
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -25,22 +27,30 @@ _LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.router": "ffn_gate_inp",
 }
+_OF_GPT_OSS = {"post_attention_layernorm": "post_attention_norm", "self_attn.sinks": "attn_sinks"}
+_EXPERTS = "mlp.experts."
+_ARCHITECTURES = {"qwen3": "qwen3", "gpt_oss": "gpt-oss"}
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def write_gguf(checkpoint: Path, file: Path) -> None:
-    """Convert a checkpoint of Qwen3 in bf16; ValueError for any other."""
+    """Convert a checkpoint; ValueError for any that is not of these families."""
     config = json.loads((checkpoint / "config.json").read_text())
-    if config["model_type"] != "qwen3":
-        raise ValueError(f"only qwen3 is converted to GGUF, not {config['model_type']}")
+    if config["model_type"] not in _ARCHITECTURES:
+        raise ValueError(f"{config['model_type']} is not converted to GGUF")
     partial = file.with_suffix(".partial")
-    writer = gguf.GGUFWriter(partial, "qwen3")
+    writer = gguf.GGUFWriter(partial, _ARCHITECTURES[config["model_type"]])
     _write_shape(writer, config)
-    for name, numbers in _tensors(checkpoint):
+    if config["model_type"] == "gpt_oss":
+        _write_experts(writer, config)
+    for name, numbers in _renamed_tensors(checkpoint, config["model_type"]):
         if name == "output.weight" and config["tie_word_embeddings"]:
             continue
-        if numbers.ndim == 1:
+        if numbers.dtype == np.uint8:
+            writer.add_tensor(name, numbers, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+        elif numbers.ndim == 1 or name.endswith(".bias"):
             writer.add_tensor(name, _float32(numbers))
         else:
             kind = gguf.GGMLQuantizationType.BF16
@@ -69,30 +79,80 @@ def _write_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
 
 
-def _tensors(checkpoint: Path) -> Iterator[tuple[str, Bits]]:
+def _write_experts(writer: Any, config: dict[str, Any]) -> None:
+    scaling = config["rope_scaling"]
+    writer.add_expert_count(config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(scaling["factor"])
+    writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+
+
+def _renamed_tensors(checkpoint: Path, family: str) -> Iterator[tuple[str, Array]]:
     """All tensors under their names in GGUF."""
+    names = {**_LAYER, **(_OF_GPT_OSS if family == "gpt_oss" else {})}
+    scales = {name: numbers for name, numbers in _tensors(checkpoint) if name.endswith("_scales")}
+    for name, numbers in _tensors(checkpoint):
+        if f".{_EXPERTS}" in name:
+            if not name.endswith("_scales"):
+                yield from _experts(name, numbers, scales)
+            continue
+        stem, _, ending = name.rpartition(".")
+        if ending == "sinks":
+            stem, ending = name, "weight"
+        if stem in _OUTSIDE:
+            yield f"{_OUTSIDE[stem]}.{ending}", numbers
+        else:
+            _, _, layer, rest = stem.split(".", 3)
+            yield f"blk.{layer}.{names[rest]}.{ending}", numbers
+
+
+def _experts(name: str, numbers: Array, scales: dict[str, Array]) -> Iterator[tuple[str, Array]]:
+    """A fused tensor of all experts [E, ...]; gate and up, whose rows take turns, apart."""
+    layer, tensor = name.split(".")[2], name.rpartition(".")[2]
+    matrix, ending = tensor, "weight"
+    if tensor.endswith("_bias"):
+        matrix, ending = tensor.removesuffix("_bias"), "bias"
+    elif tensor.endswith("_blocks"):
+        matrix = tensor.removesuffix("_blocks")
+        numbers = _mxfp4(numbers, scales[name.removesuffix("_blocks") + "_scales"])
+    else:
+        numbers = numbers.transpose(0, 2, 1)  # bf16 is there by columns
+    parts = {"down": numbers}
+    if matrix == "gate_up_proj":
+        parts = {"gate": numbers[:, 0::2], "up": numbers[:, 1::2]}
+    for part, rows in parts.items():
+        yield f"blk.{layer}.ffn_{part}_exps.{ending}", np.ascontiguousarray(rows)
+
+
+def _mxfp4(blocks: Array, scales: Array) -> Array:
+    """blocks [..., G, 16], pairs of neighbours, and scales [..., G] -> [..., 17 G]: a scale,
+    then pairs of numbers that are 16 apart."""
+    numbers = np.stack([blocks & 15, blocks >> 4], -1).reshape(*scales.shape, 32)
+    pairs = numbers[..., :16] | numbers[..., 16:] << 4
+    whole = np.concatenate([scales[..., None], pairs], -1)
+    return whole.reshape(*scales.shape[:-1], -1)
+
+
+def _tensors(checkpoint: Path) -> Iterator[tuple[str, Array]]:
+    """All tensors, bf16 or bytes, under their own names."""
     for file in sorted(checkpoint.glob("*.safetensors")):
         content = np.memmap(file, dtype=np.uint8, mode="r")
         length = int(content[:8].view(np.uint64)[0])
         header = json.loads(content[8 : 8 + length].tobytes())
         header.pop("__metadata__", None)
         for name, entry in header.items():
-            if entry["dtype"] != "BF16":
-                raise ValueError(f"{file}: {name} must be BF16, not {entry['dtype']}")
+            kinds = {"BF16": np.uint16, "U8": np.uint8}
+            if entry["dtype"] not in kinds:
+                raise ValueError(f"{file}: {name} must be BF16 or U8, not {entry['dtype']}")
             start, stop = (8 + length + offset for offset in entry["data_offsets"])
             # The offsets may be odd, so that no array of two-byte numbers could begin there.
-            bits = np.frombuffer(content[start:stop].tobytes(), dtype=np.uint16)
-            yield _renamed(name), bits.reshape(entry["shape"])
+            bits = np.frombuffer(content[start:stop].tobytes(), dtype=kinds[entry["dtype"]])
+            yield name, bits.reshape(entry["shape"])
 
 
 def _float32(bits: Bits) -> Any:
     """The numbers whose upper halves in float32 are these."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def _renamed(name: str) -> str:
-    stem = name.removesuffix(".weight")
-    if stem in _OUTSIDE:
-        return f"{_OUTSIDE[stem]}.weight"
-    _, _, layer, rest = stem.split(".", 3)
-    return f"blk.{layer}.{_LAYER[rest]}.weight"

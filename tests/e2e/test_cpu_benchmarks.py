@@ -11,7 +11,7 @@ from benchmarks import cpu_decode, demo_drafters, peers_cpu
 from benchmarks.cpu_bandwidth import measured_apart
 from benchmarks.cpu_bars import Bar
 from benchmarks.cpu_own import coverage, round_bytes, trimmed, write_draft_text
-from benchmarks.geometries import write_config
+from benchmarks.geometries import GEOMETRIES, write_config
 from benchmarks.peers import catalogue
 from benchmarks.peers.process import Entry, Peer, PeerError
 from benchmarks.peers.protocol import Job
@@ -42,6 +42,26 @@ def test_a_written_draft_is_accepted(twins: tuple[Path, Path]) -> None:
     plain = LLM(target, max_model_len=128, dtype="float32").generate("def main(", params)[0]
     assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
     assert drafted.metrics.num_accepted_tokens > drafted.metrics.num_drafts / 2
+
+
+def test_written_experts_are_those_of_the_twin_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {**GEOMETRIES["tiny-moe"], "vocab_size": 4096}
+    plain = {key: value for key, value in small.items() if key != "quantization_config"}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    for name, geometry in (("stored", small), ("bf16", plain)):
+        monkeypatch.setitem(GEOMETRIES, "tiny-moe", geometry)
+        target, _ = write_twins(tmp_path / name, "tiny-moe", 1)
+        read, drawn = (
+            LLM(target, load_format=load_format, max_model_len=128)
+            .generate("def main(", params)[0]
+            .outputs[0]
+            .token_ids
+            for load_format in ("auto", "twin")
+        )
+        assert read == drawn
+        assert len(set(read)) > 8
 
 
 def test_twins_need_more_layers_than_their_draft_and_room_for_the_tokens(tmp_path: Path) -> None:
