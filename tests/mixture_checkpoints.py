@@ -1,11 +1,15 @@
 """Tiny random models with mixtures of experts, as transformers writes them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
+
+from tests.float4_checkpoints import mxfp4_numbers
 
 COMMON: dict[str, Any] = {
     "vocab_size": 96,
@@ -85,6 +89,26 @@ def write_mixture(
             config.layer_types = config.layer_types[:keep_layers]
     transformers_logging.disable_progress_bar()
     model.save_pretrained(folder)
+    return folder
+
+
+def with_packed_experts(folder: Path, like: Path) -> Path:
+    """A gpt-oss as it is published, its experts in MXFP4; `like` gets their numbers as floats."""
+    weights = load_file(like / "model.safetensors")
+    packed = dict(weights)
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        matrices = packed.pop(name).transpose(1, 2).contiguous()  # [E, rows, columns]
+        count, rows, columns = matrices.shape
+        values, scales, meant = mxfp4_numbers(matrices.flatten(0, 1).numpy())
+        packed[f"{name}_blocks"] = values.view(count, rows, columns // 32, 16)
+        packed[f"{name}_scales"] = scales.view(count, rows, columns // 32)
+        weights[name] = meant.view(matrices.shape).transpose(1, 2).contiguous()
+    save_file(weights, like / "model.safetensors")
+    folder.mkdir()
+    save_file(packed, folder / "model.safetensors")
+    config = json.loads((like / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

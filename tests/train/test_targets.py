@@ -1,6 +1,7 @@
 """Targets in training: what a drafter learns from is what the engine serves."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,20 +10,25 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.train.run import run_training
 from tests.drafters.oracles import Target
-from tests.mixture_checkpoints import FAMILIES, write_mixture
+from tests.mixture_checkpoints import FAMILIES, with_packed_experts, write_mixture
 from tests.quantized_checkpoints import gptq, write_quantized, write_whole
 from tests.train.small_runs import run_drafting, settings, teacher, write_own_words
 
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64}  # in blocks of 32
 IDS = torch.randint(1, 96, (2, 24), generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "draft", "mtp"])
+@pytest.mark.parametrize(
+    ("kind", "form"), [("eagle3", "gptq"), ("draft", "gptq"), ("mtp", "gptq"), ("mtp", "mxfp4")]
+)
 def test_a_quantised_target_teaches_what_its_numbers_mean(
-    kind: str, own_words: Path, tmp_path: Path
+    kind: str, form: str, own_words: Path, tmp_path: Path
 ) -> None:
     model, whole = tmp_path / "quantised", tmp_path / "whole"
-    meant = write_quantized(model, gptq(), num_hidden_layers=3)
-    write_whole(whole, model, meant)
+    if form == "mxfp4":
+        with_packed_experts(model, write_mixture(whole, "gpt_oss", **WIDE))
+    else:
+        write_whole(whole, model, write_quantized(model, gptq(), num_hidden_layers=3))
     ours, theirs = (teacher(str(path)).states(IDS, (1, 3)) for path in (model, whole))
     for found, expected in zip(
         (ours.hidden, *ours.streams), (theirs.hidden, *theirs.streams), strict=True
