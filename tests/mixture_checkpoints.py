@@ -69,6 +69,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 7,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 56,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "sliding_window": 9}),
 }
 # What weighs more than other matrices, so that logits are spread and text does not only repeat.
 _SCALES = {"q_proj": 2.0, "k_proj": 2.0, "gate.weight": 2.0, "router.weight": 2.0, "lm_head": 2.0}

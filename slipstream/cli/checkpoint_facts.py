@@ -1,6 +1,6 @@
 """A checkpoint's properties, from its configs and tensor headers; no weights are read."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,42 @@ _SIZES = (
     "max_position_embeddings",
     "tie_word_embeddings",
 )
+
+
+# Of a pass: one, a verification with the default number of draft tokens, and a batch.
+_ROWS = (1, 5, 32)
+
+
+@dataclass(frozen=True)
+class TouchedBytes:
+    """What a pass of so many rows reads.
+
+    Attributes:
+        experts: distinct ones of a layer, expected if every row chose independently.
+        num_bytes: of all matrices that are multiplied, in their stored formats.
+    """
+
+    rows: int
+    experts: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class ExpertFacts:
+    """A mixture of experts.
+
+    Attributes:
+        expert_size: width of one expert.
+        shared_expert_size: None without an expert that all tokens pass.
+        num_active_parameters: of the matrices that a token passes.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    expert_size: int
+    shared_expert_size: int | None
+    num_active_parameters: int
+    touched: tuple[TouchedBytes, ...]
 
 
 @dataclass(frozen=True)
@@ -50,6 +86,34 @@ class CheckpointFacts:
     head: "HeadConfig | None" = None
     own_drafter: str | None = None
     quantization: str | None = None
+
+    @property
+    def experts(self) -> "ExpertFacts | None":
+        """None where no layer has experts."""
+        config = self.config
+        if config is None or config.experts is None:
+            return None
+        from slipstream.models.quantized.catalogue import read_quantization
+        from slipstream.models.traffic import expected_experts, pass_bytes
+
+        routing, stored = config.experts.routing, None
+        if self.head is None:
+            stored = read_quantization(self.checkpoint.config, self.checkpoint.config_file)
+        return ExpertFacts(
+            num_experts=routing.num_experts,
+            num_experts_per_token=routing.num_chosen,
+            expert_size=config.experts.intermediate_size,
+            shared_expert_size=config.experts.shared_size,
+            num_active_parameters=config.num_active_parameters,
+            touched=tuple(
+                TouchedBytes(
+                    rows,
+                    round(expected_experts(routing, rows), 1),
+                    int(pass_bytes(config, rows, config.dtype, stored=stored)),
+                )
+                for rows in _ROWS
+            ),
+        )
 
     @property
     def _architecture(self) -> str | None:
@@ -87,6 +151,7 @@ class CheckpointFacts:
             "num_bytes": self.num_bytes,
             "quantization": self.quantization,
             **self._sizes(),
+            "experts": None if self.experts is None else asdict(self.experts),
             "eos_token_ids": list(self.checkpoint.eos_token_ids),
             "has_chat_template": self.has_chat_template,
             **self._cache_sizes(),

@@ -77,12 +77,30 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
         "target": facts["target"],
         "own drafter": facts["own_drafter"],
         "parameters": weights,
+        **_expert_rows(facts["experts"]),
         "quantised": facts["quantization"],
         "dtype": facts["dtype"],
         **_shape_rows(facts),
         "kernels": facts["kernels"],
     }
     return {name: row for name, row in rows.items() if row is not None}
+
+
+def _expert_rows(experts: dict[str, Any] | None) -> dict[str, str]:
+    """What a token passes of a mixture of experts, and what passes of several rows read."""
+    if experts is None:
+        return {}
+    shared = experts["shared_expert_size"]
+    beside = "" if shared is None else f", and a shared one of width {shared}"
+    rows = {
+        "active parameters": _short(experts["num_active_parameters"]),
+        "experts": f"{experts['num_experts']} of width {experts['expert_size']} a layer, "
+        f"{experts['num_experts_per_token']} for a token{beside}",
+    }
+    for touched in experts["touched"]:
+        name = f"read for {counted(touched['rows'], 'row')}"
+        rows[name] = f"{_bytes(touched['num_bytes'])}, {touched['experts']:g} experts of a layer"
+    return rows
 
 
 def _shape_rows(facts: dict[str, Any]) -> dict[str, str]:

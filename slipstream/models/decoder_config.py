@@ -88,19 +88,23 @@ class DecoderConfig:
         for part in parts:
             if isinstance(part, GatedMLPSpec):
                 return part.intermediate_size
-        for part in parts:
-            if isinstance(part, ExpertsSpec):
-                return part.active_size
+        if self.experts is not None:
+            return self.experts.active_size
         raise UsageError(
             f"{self.architecture} has no feed-forward part, whose size is needed here; use "
             "another model"
         )
 
     @property
-    def routing(self) -> Routing | None:
+    def experts(self) -> ExpertsSpec | None:
         """The first layer's that has experts; None where none has."""
         parts = (layer.feed_forward for layer in self.layers)
-        return next((part.routing for part in parts if isinstance(part, ExpertsSpec)), None)
+        return next((part for part in parts if isinstance(part, ExpertsSpec)), None)
+
+    @property
+    def routing(self) -> Routing | None:
+        """How the rows of these layers choose; None as `experts`."""
+        return None if self.experts is None else self.experts.routing
 
     @property
     def num_active_parameters(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.geometries import write_config
 from tests.checkpoints import write_qwen3
 from tests.cli.conftest import CommandLine
 from tests.drafters.assistants import write_assistant, write_sliding_target
@@ -52,6 +53,7 @@ def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> Non
         "vocab_size": 96,
         "max_position_embeddings": 256,
         "tie_word_embeddings": True,
+        "experts": None,
         "eos_token_ids": [0],
         "has_chat_template": False,
         "kv_bytes_per_token": 2 * 2 * 2 * 16 * 4,
@@ -72,6 +74,23 @@ def test_layers_with_a_window_keep_less(slipstream: CommandLine, tmp_path: Path)
     assert (document["kv_bytes_in_windows"], document["window"]) == (2 * 256, 9)
     words = " ".join(slipstream("inspect", target).out.split())
     assert "512 bytes per token are kept for the last 9 tokens only" in words
+
+
+def test_a_mixture_of_experts(slipstream: CommandLine, tmp_path: Path) -> None:
+    folder = str(write_config(tmp_path, "gpt-oss-20b"))
+    experts = json.loads(slipstream("inspect", folder, "--json").out)["experts"]
+    assert (experts["num_experts"], experts["num_experts_per_token"]) == (32, 4)
+    assert (experts["expert_size"], experts["shared_expert_size"]) == (2880, None)
+    assert experts["num_active_parameters"] == pytest.approx(3.6e9, rel=0.01)
+    found = [(one["rows"], one["experts"]) for one in experts["touched"]]
+    assert found == [(1, 4.0), (5, 15.6), (32, 31.6)]
+    # Attention 1.27 GB and head 1.16 GB in bf16, and an expert 13.2 MB a layer in MXFP4.
+    sizes = [one["num_bytes"] for one in experts["touched"]]
+    for size, (_, touched) in zip(sizes, found, strict=True):
+        assert size == pytest.approx(2.43e9 + 24 * touched * 13.22e6, rel=0.01)
+    lines = slipstream("inspect", folder).out
+    assert "32 of width 2880 a layer, 4 for a token" in lines
+    assert "read for 32 rows" in lines
 
 
 def test_a_quantised_checkpoint(slipstream: CommandLine, tmp_path: Path) -> None:
