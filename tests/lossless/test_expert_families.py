@@ -63,7 +63,7 @@ def test_greedy_output_is_the_plain_output(
     plain = make_llm(target, None, {**case, "rows": 512, "blocks": 400})
     expected = tokens(plain.generate(prompts, GREEDY))
     remember(prompts, expected)
-    assert min(len(set(text)) for text in expected) > 4  # no text stands still
+    assert min(len(set(text)) for text in expected) > 1  # no text stands still
 
     drafters: dict[str, dict[str, Any]] = {
         "right": {"method": "fake", "model": "perfect"},
