@@ -37,6 +37,7 @@ AXES: dict[str, list[Any]] = {
     "dtype": ["float32"] if torch.cuda.is_available() else ["float32", "bfloat16"],
     "steps": ["exact", "padded"],
 }
+SEED = 4  # of weights whose texts move on
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
 
@@ -47,8 +48,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[st
 
     @cache
     def made(kind: str) -> tuple[str, str]:
-        draft = write_mixture(root / kind / "draft", kind, keep_layers=2)
-        return str(write_mixture(root / kind / "target", kind)), str(draft)
+        draft = write_mixture(root / kind / "draft", kind, keep_layers=2, seed=SEED)
+        return str(write_mixture(root / kind / "target", kind, seed=SEED)), str(draft)
 
     return made
 
@@ -63,7 +64,7 @@ def test_greedy_output_is_the_plain_output(
     plain = make_llm(target, None, {**case, "rows": 512, "blocks": 400})
     expected = tokens(plain.generate(prompts, GREEDY))
     remember(prompts, expected)
-    assert min(len(set(text)) for text in expected) > 1  # no text stands still
+    assert min(len(set(text)) for text in expected) > 3  # no text stands still
 
     drafters: dict[str, dict[str, Any]] = {
         "right": {"method": "fake", "model": "perfect"},
