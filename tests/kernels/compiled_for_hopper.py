@@ -11,11 +11,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from slipstream.kernels.triton.grouped_stream_kernels import BYTES, grouped_stream_kernel
 from slipstream.kernels.triton.matmul_stream_kernels import SWIZZLED, stream_kernel
 from slipstream.kernels.triton.matmul_tiles import Stream
 
 H200 = GPUTarget("cuda", 90, 32)
 ALIGNED = [["tt.divisibility", 16]]
+DIVISIBLE = ("width", "row_stride", "depth", "part", "size")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -44,6 +46,38 @@ def stream(tiles: Stream, dtype: torch.dtype, out: torch.dtype, gated: bool, bia
     return compiled(stream_kernel, types, constants, tiles.warps)
 
 
+def grouped(
+    tile: tuple[int, int, int], words: int, gated: bool, sorted_pairs: bool, out: torch.dtype
+) -> Any:
+    """`grouped_stream.py`'s launch; tile: rows of x, chunks and stages."""
+    count, chunks, stages = tile
+    described = f"tensordesc<u8[{8 * chunks}, 128],{BYTES.value}>"
+    types: dict[str, str | None] = {"x": "*bf16", "weight": described, "scales": "*i32"}
+    types |= {"bias": "*bf16", "out": f"*{NAMES[out]}", "lift_back": "fp32"}
+    if words == 2:
+        types["row_scales"] = "*fp32"
+    if sorted_pairs:
+        types |= dict.fromkeys(("pairs", "starts", "ends"), "*i32")
+        types["factors"] = None if gated else "*fp32"
+    types |= dict.fromkeys(("row_stride", "rows", "width", "depth", "part", "size", "lift"), "i32")
+    constants = {
+        "experts": 32 if sorted_pairs else 1,
+        "block": 32,
+        "chosen": 4,
+        "gathers": sorted_pairs and gated,
+        "words": words,
+        "shift": 7 if words == 1 else 4,
+        "gated": gated,
+        "limit": 7.0 if words == 1 else None,
+        "alpha": 1.702,
+        "count": count,
+        "chunks": chunks,
+        "stages": stages,
+        "pdl": True,
+    }
+    return compiled(grouped_stream_kernel, types, constants, 4)
+
+
 def compiled(
     kernel: Any, types: dict[str, str | None], constants: dict[str, Any], warps: int
 ) -> dict[str, Any]:
@@ -57,7 +91,7 @@ def compiled(
     attributes = {
         (index,): ALIGNED
         for index, name in enumerate(names)
-        if signature[name].startswith("*") or name in ("width", "row_stride", "depth", "part")
+        if signature[name].startswith("*") or name in DIVISIBLE
         if signature[name] != "constexpr"
     }
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
@@ -79,6 +113,9 @@ def main() -> None:
         stream(Stream(128, 16, 2, 64, 64, 3), half, half, gated=True, biased=False),
         stream(Stream(128, 0, 1, 128, 64, 6), half, half, gated=False, biased=False),
         stream(Stream(32, 8, stages=8), half, whole, gated=False, biased=False),
+        grouped((8, 4, 4), words=1, gated=True, sorted_pairs=True, out=half),
+        grouped((128, 2, 3), words=2, gated=False, sorted_pairs=True, out=whole),
+        grouped((16, 4, 6), words=2, gated=True, sorted_pairs=False, out=half),
     ]
     print(json.dumps(results))
 

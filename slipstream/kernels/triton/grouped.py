@@ -50,7 +50,7 @@ def choose(logits: Tensor, router: Router, tile: int) -> Choice:
         logits, router.correction, choices, weights, ranks, counts, starts, ends, pairs,
         logits.stride(0), rows, parts=parts, kind=_KINDS[routing.scores],
         normalised=routing.normalised, scale=routing.scale, groups=routing.num_groups,
-        kept=routing.kept_groups, block=block, tile=tile, num_warps=4, **shape, **options,
+        kept=routing.kept_groups, block=block, tile=tile, num_warps=16, **shape, **options,
     )  # fmt: skip
     if counts is not None:
         sort_kernel[(1,)](

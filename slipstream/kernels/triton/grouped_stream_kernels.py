@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 from slipstream.kernels.triton.matmul_stream_kernels import (
@@ -23,6 +24,9 @@ from slipstream.kernels.triton.matmul_stream_kernels import (
     launch_dependents,
     wait_for_inputs,
 )
+
+# Triton 3.6 has the second name, later versions the first.
+_fetch_by_thread = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 HALVES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
@@ -45,16 +49,13 @@ _FACTOR = gl.constexpr("{ .reg .b32 a; prmt.b32 a, $1, 0, $2; mad.lo.u32 $0, a, 
 
 
 @gluon.jit
-def _scales(ring, slot, chunks: gl.constexpr, words: gl.constexpr, shift: gl.constexpr, lift):
-    """Scales [2, chunks, 2, 4, 2, 1, 2, 2, 1] of a tile's even steps and of its odd ones, each
+def _scales(raw, words: gl.constexpr, shift: gl.constexpr, lift):
+    """Scales [2, 2, 2, 4, 2, 1, 2, 2, 1] of two chunks' even steps and of their odd ones, each
     twice in a word."""
-    spread: gl.constexpr = _spread(chunks)
-    raw = ring.index(slot).load(_words(chunks, words))
-    raw = gl.reshape(raw, (2, chunks, words, 2, 4, 2, 1, 1, 1))
-    raw = gl.permute(raw, (0, 1, 3, 4, 5, 6, 2, 7, 8))
-    raw = gl.convert_layout(raw, spread)
+    spread: gl.constexpr = _spread()
     half = gl.convert_layout(gl.reshape(_two(), (1, 1, 1, 1, 1, 1, 2, 1, 1)), spread)
     pair = gl.convert_layout(gl.reshape(_two(), (1, 1, 1, 1, 1, 1, 1, 2, 1)), spread)
+    raw = gl.convert_layout(gl.permute(raw, (0, 1, 3, 4, 5, 6, 2, 7, 8)), spread)
     if words == 1:
         even = _factor(raw, half * 2 + pair, shift, lift)
         odd = even
@@ -62,6 +63,23 @@ def _scales(ring, slot, chunks: gl.constexpr, words: gl.constexpr, shift: gl.con
         even = _factor(raw, pair * 2, shift, lift)
         odd = _factor(raw, pair * 2 + 1, shift, lift)
     return even, odd
+
+
+@gluon.constexpr_function
+def _apart(shape):
+    return [2, 2, 2, *shape[2:]]
+
+
+@gluon.jit
+def _halves(raw, chunks: gl.constexpr):
+    """raw [2, chunks, ..] of rank 9 -> by two chunks."""
+    if chunks == 4:
+        apart = gl.reshape(raw, _apart(raw.shape))
+        first, second = gl.split(gl.permute(apart, (0, 2, 3, 4, 5, 6, 7, 8, 9, 1)))
+        both = (first, second)
+    else:
+        both = (raw,)  # type: ignore[assignment]
+    return both
 
 
 @gluon.jit
@@ -104,10 +122,10 @@ def _bytes(chunks):
 
 
 @gluon.constexpr_function
-def _spread(chunks):
-    """Bytes of a tile: half, chunk, unit, row (4 and 2), thread of four, row + 8, word, byte."""
+def _spread():
+    """Bytes of two chunks: half, chunk, unit, row (4 and 2), thread, row + 8, word, byte."""
     return gl.BlockedLayout(
-        [1, chunks, 1, 1, 1, 1, 2, 2, 4],
+        [1, 2, 1, 1, 1, 1, 2, 2, 4],
         [1, 1, 1, 4, 2, 4, 1, 1, 1],
         [2, 1, 2, 1, 1, 1, 1, 1, 1],
         [8, 7, 6, 5, 4, 3, 2, 1, 0],
@@ -116,22 +134,19 @@ def _spread(chunks):
 
 @gluon.jit
 def _weights(
-    ring, ring_scales, slot, sums_layout: gl.constexpr, chunks: gl.constexpr, words: gl.constexpr,
-    shift: gl.constexpr, lift,
-):  # fmt: skip
-    """The tile's weights [64, 64 chunks] in registers, as the tensor cores take them."""
-    spread: gl.constexpr = _spread(chunks)
-    raw = gl.reshape(ring.index(slot).load(_bytes(chunks)), (2, chunks, 2, 4, 2, 4, 2, 2, 4))
-    raw = gl.convert_layout(raw, spread, assert_trivial=True)
-    even, odd = _scales(ring_scales, slot, chunks, words, shift, lift)
+    raw, raw_scales, sums_layout: gl.constexpr, words: gl.constexpr, shift: gl.constexpr, lift
+):
+    """Weights [64, 128] of two chunks in registers, as the tensor cores take them."""
+    raw = gl.convert_layout(raw, _spread(), assert_trivial=True)
+    even, odd = _scales(raw_scales, words, shift, lift)
     low, high = gl.inline_asm_elementwise(
         _UNPACK, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [raw, even, odd],
         dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
     )  # fmt: skip
-    both = gl.reshape(gl.join(low, high), (2, chunks, 2, 4, 2, 4, 2, 2, 2, 2, 2))
+    both = gl.reshape(gl.join(low, high), (2, 2, 2, 4, 2, 4, 2, 2, 2, 2, 2))
     both = gl.permute(both, (0, 2, 6, 3, 4, 1, 7, 10, 8, 5, 9))
     taken: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
-    return gl.convert_layout(gl.reshape(both, (64, 64 * chunks)), taken, assert_trivial=True)
+    return gl.convert_layout(gl.reshape(both, (64, 128)), taken, assert_trivial=True)
 
 
 @gluon.jit
@@ -159,9 +174,7 @@ def _fetch_rest(
     x_layout: gl.constexpr = x_rows.type.layout.parent
     column = chunk * CHUNK + gl.arange(0, width, layout=gl.SliceLayout(0, x_layout))
     inside = there[:, None] & (column < end)[None, :]
-    async_copy.async_copy_global_to_shared(
-        ring_x.index(slot), x_rows[:, None] + column[None, :], mask=inside
-    )
+    _fetch_by_thread(ring_x.index(slot), x_rows[:, None] + column[None, :], mask=inside)
     count: gl.constexpr = 32 * words * chunks
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     word = gl.arange(0, count, layout=layout)
@@ -170,7 +183,7 @@ def _fetch_rest(
     of_group = depth // CHUNK
     first = ((group + half * beside) * of_group + chunk).to(gl.int64) * (16 * words)
     known = chunk + at // (16 * words) < of_group
-    async_copy.async_copy_global_to_shared(ring_scales.index(slot), scales + first + at, mask=known)
+    _fetch_by_thread(ring_scales.index(slot), scales + first + at, mask=known)
     async_copy.commit_group()
 
 
@@ -286,6 +299,9 @@ def _sum(
         mbarrier.wait(full.index(now), turn)
         fence_async_shared()
         _barrier()  # all of the tile is there, and the step before is done in every warp
+        raw = gl.reshape(ring.index(now).load(_bytes(chunks)), (2, chunks, 2, 4, 2, 4, 2, 2, 4))
+        raw_scales = ring_scales.index(now).load(_words(chunks, words))
+        raw_scales = gl.reshape(raw_scales, (2, chunks, words, 2, 4, 2, 1, 1, 1))
         chunk = first + (step + stages - 1) * chunks
         wanted = step + stages - 1 < steps
         _fetch_weights(
@@ -295,8 +311,20 @@ def _sum(
             x_rows, there & wanted, scales, ring_x, ring_scales, last, group, beside, chunk,
             last_column, depth, chunks, words,
         )  # fmt: skip
-        taken = _weights(ring, ring_scales, now, sums_layout, chunks, words, shift, lift)
-        sums = warpgroup_mma(taken, ring_x.index(now).permute((1, 0)), sums)
+        codes, of_codes = _halves(raw, chunks), _halves(raw_scales, chunks)
+        tile_x = ring_x.index(now)
+        taken = _weights(codes[0], of_codes[0], sums_layout, words, shift, lift)
+        begun = warpgroup_mma(
+            taken, tile_x.slice(0, 128, dim=1).permute((1, 0)), sums, is_async=True
+        )
+        if chunks == 4:  # the tensor cores work while more becomes ready for them
+            more = _weights(codes[1], of_codes[1], sums_layout, words, shift, lift)
+            begun = warpgroup_mma(
+                more, tile_x.slice(128, 128, dim=1).permute((1, 0)), begun, is_async=True
+            )
+            sums, _, _ = warpgroup_mma_wait(0, deps=(begun, taken, more))
+        else:
+            sums, _ = warpgroup_mma_wait(0, deps=(begun, taken))
         last = now
         now += 1
         if now == stages:

@@ -73,21 +73,17 @@ def _choose(
     if groups > 1:
         preferred = _within_groups(preferred, expert, experts, groups, kept)
     place = tl.full(logits.shape, chosen, tl.int32)
-    weights = tl.zeros(logits.shape, tl.float32)
-    total = tl.zeros((logits.shape[0],), tl.float32)
-    largest = total
     for each in tl.static_range(chosen):
         first = _first_of_largest(preferred, expert, experts - 1)
         own = expert[None, :] == first[:, None]
-        value = tl.sum(tl.where(own, scores, 0.0), axis=1)
-        if kind == CHOSEN_SOFTMAX:
-            if each == 0:
-                largest = value
-            value = tl.exp(value - largest)
-        total += value
         place = tl.where(own, each, place)
-        weights = tl.where(own, value[:, None], weights)
         preferred = tl.where(own, float("-inf"), preferred)
+    taken = place < chosen
+    weights = scores
+    if kind == CHOSEN_SOFTMAX:
+        weights = tl.where(taken, scores, float("-inf"))
+        weights = tl.exp(weights - tl.max(weights, axis=1)[:, None])
+    total = tl.sum(tl.where(taken, weights, 0.0), axis=1)
     if kind == CHOSEN_SOFTMAX:
         weights /= total[:, None]
     elif normalised:
