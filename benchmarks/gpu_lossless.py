@@ -1,13 +1,15 @@
 """Greedy tokens with a drafter beside those of plain decoding, and what each difference is.
 
-    python -m benchmarks.gpu_lossless                  # demo and a twin, bf16, K in 1, 3, 7
+    python -m benchmarks.gpu_lossless                  # all pairs, bf16, K in 1, 3, 7
     python -m benchmarks.gpu_lossless --pairs demo --cpu
+    python -m benchmarks.gpu_lossless --pairs moe      # 100 requests, about 100 seconds
     python -m benchmarks.gpu_lossless --device cpu --tiny
 
-Both pairs run with and without `batch_invariant`. Prompts arrive together, so that the first step
-reads them all and every later one only decodes; "staggered" requests arrive one by one while others
-decode. `plain` at batch 8 and 32 is compared with plain decoding at batch 1, all else with plain
-decoding in the same batch.
+There are three pairs: the bundled demo, a dense twin, and "moe", a twin of gpt-oss with experts in
+MXFP4 and prompts longer than its window, so that blocks behind it are given back. All run with and
+without `batch_invariant`. Prompts arrive together, so that the first step reads them all and every
+later one only decodes; "staggered" requests arrive one by one while others decode. `plain` at batch
+8 and 32 is compared with plain decoding at batch 1, all else with plain decoding in the same batch.
 
     same      a difference would be an error: `batch_invariant`, or decoding steps of at most
               64 rows, which is batch x (K + 1)
@@ -43,6 +45,7 @@ from slipstream.models.tokenizer import Tokenizer
 NEAR_TIE, CANDIDATES = 0.25, 5
 DECODE_ROWS = 64  # of a step without prompts, whose rows do not depend on each other
 MOST_PROMPT = 128  # tokens of a prompt, so that one step reads all prompts
+BEYOND_WINDOW = 130  # tokens of the shortest prompt of a mixture, whose window is 128
 BLOCK_SIZE = 16
 STAGGERED_BATCH, STAGGERED_STEPS = 8, 3  # requests, and the steps between their arrivals
 
@@ -57,6 +60,7 @@ class Pair:
     target: str
     draft: str
     prompts: Prompts
+    length: int  # output tokens of each request
     options: dict[str, Any]
 
 
@@ -131,7 +135,6 @@ class Comparison:
     """Runs one pair, with or without `batch_invariant`.
 
     Args:
-        length: output tokens of each request.
         batch_sizes: rising.
         options: of every engine.
     """
@@ -140,13 +143,11 @@ class Comparison:
         self,
         pair: Pair,
         invariant: bool,
-        length: int,
         batch_sizes: Sequence[int],
         options: dict[str, Any],
     ) -> None:
         self._pair, self._invariant = pair, invariant
         self._batch_sizes, self._options = batch_sizes, options
-        self._length = length
         self._expected: dict[int, list[Expected]] = {}
 
     def rows(self, depths: Sequence[int]) -> Iterator[Row]:
@@ -217,11 +218,11 @@ class Comparison:
 
     def _params(self, logprobs: int | None = None) -> SamplingParams:
         return SamplingParams(
-            temperature=0, max_tokens=self._length, ignore_eos=True, logprobs=logprobs
+            temperature=0, max_tokens=self._pair.length, ignore_eos=True, logprobs=logprobs
         )
 
     def _engine(self, k: int) -> LLM:
-        longest = max(map(len, self._pair.prompts)) + self._length + 16
+        longest = max(map(len, self._pair.prompts)) + self._pair.length + 16
         requests = self._batch_sizes[-1]
         speculation = {"model": self._pair.draft, "num_speculative_tokens": k} if k else None
         return LLM(
@@ -282,26 +283,30 @@ def _acceptance_length(outputs: Sequence[RequestOutput]) -> float:
     return 1.0 + accepted / max(1, sum(output.metrics.num_drafts for output in outputs))
 
 
-def demo_pair(number: int) -> Pair:
+def demo_pair(number: int, length: int) -> Pair:
     """The bundled models on text that neither saw."""
     tokenizer = Tokenizer(resolve_checkpoint("demo"))
     entries = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
     texts = [entry["prompt"] for entry in entries if "prompt" in entry][:number]
     prompts = [list(tokenizer.encode(text))[:MOST_PROMPT] for text in texts]
-    return Pair("demo", "demo", "demo/draft", prompts, {})
+    return Pair("demo", "demo", "demo/draft", prompts, length, {})
 
 
-def twin_pair(target: str, draft: str, number: int, folder: Path) -> Pair:
-    """Random weights whose first layers are the drafter, on random prompts."""
+def twin_pair(
+    name: str, target: str, draft: str, prompts: Iterator[int], length: int, folder: Path
+) -> Pair:
+    """Random weights whose first layers are the drafter, on random prompts of such lengths."""
     generator = torch.Generator().manual_seed(0)
     most = geometry_named(target)["vocab_size"]
-    prompts = []
-    for index in range(number):
-        length = 16 + index * 37 % (MOST_PROMPT - 16)
-        prompts.append(torch.randint(1, most, (length,), generator=generator).tolist())
-    ours = str(write_config(folder / "target", target))
-    drafts = str(write_config(folder / "draft", draft))
-    return Pair("twin", ours, drafts, prompts, {"load_format": "twin"})
+    ids = [torch.randint(1, most, (size,), generator=generator).tolist() for size in prompts]
+    ours = str(write_config(folder / name / "target", target))
+    drafts = str(write_config(folder / name / "draft", draft))
+    return Pair(name, ours, drafts, ids, length, {"load_format": "twin"})
+
+
+def prompt_lengths(number: int, least: int) -> Iterator[int]:
+    """From `least` up, 111 tokens more at the most."""
+    return (least + index * 37 % (MOST_PROMPT - 16) for index in range(number))
 
 
 def demo_acceptance(device: str, dtype: str, prompts: int, k: int = 4) -> float:
@@ -342,11 +347,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser(tiny="--tiny" in words).parse_args(words)
     options: dict[str, Any] = {"dtype": given.dtype, "device": given.device}
     rows: list[Row] = []
-    print(f"{given.prompts} prompts, {given.length} tokens each, {given.dtype}\n{HEADINGS}")
     with tempfile.TemporaryDirectory() as folder:
         for pair in _pairs(given, Path(folder)):
+            print(f"{len(pair.prompts)} prompts, {pair.length} tokens each, {given.dtype}")
+            print(HEADINGS, flush=True)
             for invariant in (True, False):
-                run = Comparison(pair, invariant, given.length, given.batch_sizes, options)
+                run = Comparison(pair, invariant, given.batch_sizes, options)
                 for row in run.rows(given.depths):
                     show(row)
                     rows.append(row)
@@ -354,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ties = sum(it.is_near_tie for row in rows for it in row.differences)
     others = sum(len(row.differences) for row in rows) - ties
     print(f"{len(rows)} runs, {failed} failed; differences: {ties} near ties, {others} others")
-    if given.al_prompts:
+    if given.al_prompts and "demo" in given.pairs.split(","):
         compare_acceptance(given)
     return int(failed > 0)
 
@@ -362,9 +368,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _pairs(given: argparse.Namespace, folder: Path) -> Iterator[Pair]:
     for name in given.pairs.split(","):
         if name == "demo":
-            yield demo_pair(given.prompts)
+            yield demo_pair(given.prompts, given.length)
+        elif name == "twin":
+            sizes = prompt_lengths(given.prompts, 16)
+            yield twin_pair(name, given.target, given.draft, sizes, given.length, folder)
+        elif name == "moe":
+            sizes = prompt_lengths(given.moe_prompts, BEYOND_WINDOW)
+            yield twin_pair(
+                name, given.moe_target, given.moe_draft, sizes, given.moe_length, folder
+            )
         else:
-            yield twin_pair(given.target, given.draft, given.prompts, folder)
+            raise SystemExit(f"there is no pair {name!r}; there are demo, twin and moe")
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -375,9 +389,13 @@ def _parser(tiny: bool) -> argparse.ArgumentParser:
     cli = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    cli.add_argument("--pairs", default="demo,twin")
+    cli.add_argument("--pairs", default="demo,twin,moe")
     cli.add_argument("--target", default="qwen3-0.6b:8", help="of the twin")
     cli.add_argument("--draft", default="qwen3-0.6b:2", help="of the twin")
+    cli.add_argument("--moe-target", default="gpt-oss-20b:8")
+    cli.add_argument("--moe-draft", default="gpt-oss-20b:2")
+    cli.add_argument("--moe-prompts", type=int, default=100)
+    cli.add_argument("--moe-length", type=int, default=64, help="output tokens of each")
     cli.add_argument("--depths", "-k", type=_sizes, default=(1, 3, 7), help="K")
     cli.add_argument("--batch-sizes", type=_sizes, default=(1, 8, 32), help="rising")
     cli.add_argument("--prompts", type=int, default=32)
@@ -390,7 +408,8 @@ def _parser(tiny: bool) -> argparse.ArgumentParser:
     cli.add_argument("--tiny", action="store_true", help="sizes for a smoke test, in float32")
     if tiny:
         cli.set_defaults(target="tiny", draft="tiny:1", batch_sizes=(1, 2), prompts=4, length=16)
-        cli.set_defaults(dtype="float32", al_prompts=2, al_dtypes="float32")
+        cli.set_defaults(moe_target="tiny-moe", moe_draft="tiny-moe:1", moe_prompts=4)
+        cli.set_defaults(moe_length=8, dtype="float32", al_prompts=2, al_dtypes="float32")
     return cli
 
 
