@@ -31,7 +31,7 @@ class FourBitRows {
     // they are taken with.
 #if defined(__AVX512F__)
     static constexpr int most_rows = digits == 1 ? 8 : 12 / digits;
-    static constexpr int panels_of(int rows) { return rows * digits <= 6 ? 2 : 1; }
+    static constexpr int panels_of(int rows) { return rows * digits <= 2 ? 4 : rows * digits <= 6 ? 2 : 1; }
 #else
     static constexpr int most_rows = digits == 1 ? 4 : digits == 2 ? 2 : 1;
     static constexpr int panels_of(int) { return 1; }
