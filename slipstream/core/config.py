@@ -59,8 +59,8 @@ class EngineConfig:
     )
     quantization: str | None = flag(
         None,
-        "Quantise the model's weight matrices while loading: fp8, or on a CPU int8, int8-dynamic, "
-        "int4, int4-g128, int4-asym or int4-g128-asym. [none]",
+        "Quantise the model's weight matrices while loading: fp8, mxfp4, nvfp4, or on a CPU int8, "
+        "int8-dynamic, int4, int4-g128, int4-asym or int4-g128-asym. [none]",
     )
     batch_invariant: bool = flag(
         False, "A request's numbers do not depend on the requests batched with it; slower."
