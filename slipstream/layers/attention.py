@@ -84,7 +84,8 @@ class AttentionSpec:
         columns = width if norms.beside is None else 2 * width
         return (self.query_rows + 2 * self.kv_rows, columns), (width, self.query_rows)
 
-    def numbers_per_row(self) -> int:
+    def numbers_per_row(self, width: int) -> int:
+        del width
         return 3 * self.query_rows + 4 * self.kv_rows
 
     def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> KVSpec:

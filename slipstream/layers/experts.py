@@ -116,8 +116,11 @@ class ExpertsSpec:
         idle = self.routing.num_experts - self.routing.num_chosen
         return idle * 3 * self.intermediate_size * width
 
-    def numbers_per_row(self) -> int:
-        return 3 * self.active_size
+    def numbers_per_row(self, width: int) -> int:
+        # Until they are added up, the outputs of all chosen experts are float32, as is the shared
+        # one's.
+        outputs = self.routing.num_chosen + (self.shared_size is not None)
+        return 3 * self.active_size + 2 * outputs * width
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "Experts":
         return Experts(self, context, layer, norms)

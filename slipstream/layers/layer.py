@@ -89,8 +89,9 @@ class HalfSpec(Protocol):
     def matrices(self, norms: LayerNorms, width: int) -> Sequence[MatrixShape]:
         """The shapes of its matrices beside a stream of this width."""
 
-    def numbers_per_row(self) -> int:
-        """How many numbers of its own a row has while the half runs."""
+    def numbers_per_row(self, width: int) -> int:
+        """How many numbers of its own a row has while the half runs, beside a stream of this width,
+        in numbers of the activations' dtype: one of float32 counts as two."""
 
 
 class MixerSpec(HalfSpec, Protocol):
@@ -129,9 +130,9 @@ class LayerSpec:
         """The shapes of its matrices beside a stream of this width."""
         return [shape for half in self._halves for shape in half.matrices(self.norms, width)]
 
-    def numbers_per_row(self) -> int:
+    def numbers_per_row(self, width: int) -> int:
         """How many numbers a row has in a layer all of whose tensors live at once."""
-        return sum(half.numbers_per_row() for half in self._halves)
+        return sum(half.numbers_per_row(width) for half in self._halves)
 
     def build(self, context: BuildContext, name: str) -> "Layer":
         """The layer with its weights, which a checkpoint has under `name`."""

@@ -31,7 +31,8 @@ class GatedMLPSpec:
         del norms
         return (2 * self.intermediate_size, width), (width, self.intermediate_size)
 
-    def numbers_per_row(self) -> int:
+    def numbers_per_row(self, width: int) -> int:
+        del width
         return 3 * self.intermediate_size
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "GatedMLP":

@@ -150,7 +150,8 @@ def step_items(sizes: StepSizes) -> tuple[Item, ...]:
 
 def _numbers_per_row(network: DecoderConfig) -> int:
     """Numbers of one layer, whose tensors may all live at once, and of the residual stream."""
-    return max(layer.numbers_per_row() for layer in network.layers) + 4 * network.hidden_size
+    width = network.hidden_size
+    return max(layer.numbers_per_row(width) for layer in network.layers) + 4 * width
 
 
 def usable_bytes(memory: DeviceMemory, utilization: float | None) -> int:

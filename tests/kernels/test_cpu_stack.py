@@ -44,7 +44,7 @@ class SquaredSpec:
     def matrices(self, norms: LayerNorms, width: int) -> list[tuple[int, int]]:
         return [(INNER, width), (width, INNER)]
 
-    def numbers_per_row(self) -> int:
+    def numbers_per_row(self, width: int) -> int:
         return 2 * INNER
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "Squared":

@@ -65,6 +65,13 @@ def test_a_step_takes_what_its_tensors_take() -> None:
     assert found["graphs"] == GRAPH_BYTES + found["logits"]
 
 
+def test_outputs_of_all_experts_of_a_row_live_at_once() -> None:
+    network = read_decoder_config(GEOMETRIES["qwen3-30b-a3b"])
+    # As above; then gate, up and their product of 8 experts, and their outputs in float32.
+    numbers = 2 * 5120 + 4096 + 3 * 8 * 768 + 2 * 8 * 2048 + 4 * 2048
+    assert sizes(replace(STEP, network=network))["activations"] == 8192 * numbers * 2
+
+
 def test_states_of_layers_are_kept_for_every_request() -> None:
     with_states = sizes(replace(STEP, layer_state=2 << 20))
     assert with_states["request state"] - sizes(STEP)["request state"] == 64 * (2 << 20)
