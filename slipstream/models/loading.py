@@ -32,7 +32,7 @@ from slipstream.models.parameter_sources import (
     TensorSource,
     no_progress,
 )
-from slipstream.models.precision import PRECISIONS, in_precision, weight_bytes
+from slipstream.models.precision import PRECISIONS, head_bytes, in_precision, weight_bytes
 from slipstream.models.quantized.catalogue import read_quantization
 from slipstream.models.quantized.module import StoredQuantization
 from slipstream.models.quantized.random_source import RandomQuantizedSource, stored_rounding
@@ -186,8 +186,9 @@ def decoder_bytes(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOp
     if options.quantization is not None:
         kept |= {Float8Matrix, Float8BlockMatrix}  # of as many bits as what they are rounded to
     size = stored_bytes(checkpoint, stored, options.dtype.itemsize, kept)
-    if options.quantization is not None and config.tie_word_embeddings:
-        size += config.vocab_size * config.hidden_size  # a rounded copy
+    precision = PRECISIONS[options.quantization] if options.quantization else None
+    if precision is not None and precision.head is not None and config.tie_word_embeddings:
+        size += int(head_bytes(config, options.dtype, options.quantization))  # a rounded copy
     return size
 
 

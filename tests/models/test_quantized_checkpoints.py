@@ -2,6 +2,8 @@
 
 import json
 import logging
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +330,17 @@ def test_a_tied_head_is_the_table_or_a_rounded_copy(tmp_path: Path) -> None:
     assert isinstance(load(tmp_path, quantization="int4").head.weight, Int8Matrix)
 
 
+@pytest.mark.parametrize("quantization", ["int4", "mxfp4"])
+def test_a_tied_head_that_stays_takes_no_bytes(quantization: str, tmp_path: Path) -> None:
+    write_quantized(tmp_path, gptq(), tie_word_embeddings=True)
+    checkpoint = Checkpoint(tmp_path)
+    config = read_decoder_config(checkpoint)
+    options = LoadOptions(torch.float32, CPU, "auto", 64)
+    rounded = replace(options, quantization=quantization)
+    copy = decoder_bytes(checkpoint, config, rounded) - decoder_bytes(checkpoint, config, options)
+    assert copy == (config.vocab_size * config.hidden_size if quantization == "int4" else 0)
+
+
 @pytest.mark.parametrize("load_format", ["dummy", "twin"])
 def test_random_weights_are_not_rounded_to_every_form(load_format: str, tmp_path: Path) -> None:
     write_quantized(tmp_path, gptq())
@@ -375,6 +388,26 @@ def test_gpus_take_floats_of_eight_and_four_bits(
         require_stored(torch.device("cuda"), "m", stored)
         return
     with pytest.raises(UsageError, match=r"^m is stored as .*; use the unquantised .*=fp8, or dev"):
+        require_stored(torch.device("cuda"), "m", stored)
+
+
+@pytest.mark.parametrize("activations", [DYNAMIC, None])
+def test_gpus_take_four_bits_beside_fp8_with_rounded_activations(
+    activations: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    mixed = deepcopy(packed_nvfp4().config)
+    eight = float_tensors(activations=activations).config
+    mixed["config_groups"]["more"] = {
+        **eight["config_groups"]["group_0"],
+        "format": eight["format"],
+    }
+    stored = read_quantization({"quantization_config": mixed})
+    assert stored is not None
+    if activations:
+        require_stored(torch.device("cuda"), "m", stored)
+        return
+    with pytest.raises(UsageError, match="no kernels on a GPU"):
         require_stored(torch.device("cuda"), "m", stored)
 
 

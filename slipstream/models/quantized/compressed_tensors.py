@@ -19,6 +19,7 @@ from typing import Final
 import torch
 
 from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.int4 import unpacked
 from slipstream.kernels.formats.int8 import Int8Matrix, ToInt8
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix, ToMxfp4
@@ -75,8 +76,9 @@ class CompressedTensors(StoredQuantization):
         return frozenset(_kind(scheme) for _, scheme in self.groups)
 
     @property
-    def rounds_activations(self) -> bool:  # type: ignore[override]
-        return all(scheme.rounds_input for _, scheme in self.groups)
+    def rounds_activations(self) -> bool:
+        schemes = (scheme for _, scheme in self.groups if _kind(scheme) is Float8Matrix)
+        return all(scheme.rounds_input for scheme in schemes)
 
     def bits(self, module: str) -> int:
         scheme = self.scheme_of(module)

@@ -185,13 +185,10 @@ class StoredQuantization(ABC):
     """How a checkpoint stores its matrices, from its quantization_config.
 
     Attributes:
-        rounds_activations: products of matrices of e4m3 with a scale a row are meant to round the
-            other factor too.
         fused_endings: of the tensors that hold the matrices of all experts of a layer: each has the
             name of the unquantised one, `_` and an ending. Empty: experts are stored one by one.
     """
 
-    rounds_activations: bool = True
     fused_endings: tuple[str, ...] = ()
 
     @property
@@ -203,6 +200,12 @@ class StoredQuantization(ABC):
     def kinds(self) -> frozenset[type[Weight]]:
         """The classes of what `read` gives, over all modules."""
         return frozenset({self.kind("")})
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether products of matrices of e4m3 with a scale a row are meant to round the other
+        factor too."""
+        return True
 
     @abstractmethod
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
