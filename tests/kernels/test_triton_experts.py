@@ -295,3 +295,21 @@ def test_fragments_keep_every_number(form: ToMxfp4 | ToNvfp4) -> None:
         last = kept.lift_back if kept.row_scales is None else float(kept.row_scales[row])
         value = number.double() * factor.view(torch.bfloat16).double() * last
         assert_close(value, truth[row, column].double(), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("form", [ToMxfp4(), ToNvfp4()], ids=["mxfp4", "nvfp4"])
+def test_rows_of_fragments(form: ToMxfp4 | ToNvfp4) -> None:
+    made = form.round(randn(128, 192, seed=1))
+    index = torch.randperm(128, generator=seeded(2))[:64]
+    if isinstance(made, Mxfp4Matrix):
+        kept, truth = from_mxfp4(made), from_mxfp4(made.select(index))
+    else:
+        kept, truth = from_nvfp4(made), from_nvfp4(made.select(index))
+    own = kept.select(index)
+    assert own.shape == (64, 192)
+    for name in ("values", "scales", "row_scales"):
+        assert_close(getattr(own, name), getattr(truth, name), rtol=0, atol=0)
+    part = kept.rows(32, 65)
+    assert part.shape == (33, 192)
+    assert_close(part.values[:24], kept.values[24:48], rtol=0, atol=0)
+    assert len(part.values) == len(own.values)

@@ -52,11 +52,31 @@ class Float4Fragments(Weight):
         own = self.values.nbytes + self.scales.nbytes
         return own if self.row_scales is None else own + self.row_scales.nbytes
 
-    def select(self, index: Tensor) -> Weight:
-        raise TypeError("rows of fragments are not taken apart")
+    def select(self, index: Tensor) -> "Float4Fragments":
+        """Fragments are whole: behind the last row there are copies of the first."""
+        count, columns = len(index), self.size[1]
+        index = torch.cat((index, index[:1].expand(-count % (2 * ROWS))))
+        group, unit, lower, row = index // 32, index // 16 % 2, index // 8 % 2, index % 8
+        values = self.values.view(-1, columns // COLUMNS, 2, 8, 4, 2, 8)
+        values = values[group, :, unit, row, :, lower].view(-1, 2, 2, 8, columns // COLUMNS, 4, 8)
+        scales = self.scales.view(torch.uint8)
+        if self.scales.shape[1] == 1:
+            scales = scales.view(-1, columns // COLUMNS, 2, 8, 2, 2)[group, :, unit, row, lower]
+        else:
+            scales = scales.view(-1, columns // COLUMNS, 2, 2, 8, 4)[group, :, lower, unit, row]
+        return Float4Fragments(
+            (count, columns),
+            values.permute(0, 4, 1, 3, 5, 2, 6).reshape(-1, 128),
+            _scale_fragments(scales.flatten(1), 32 // self.scales.shape[1]),
+            None if self.row_scales is None else self.row_scales[index[:count]],
+            self.shift,
+            self.lift,
+            self.lift_back,
+        )
 
-    def rows(self, start: int, stop: int | None = None) -> Weight:
-        raise TypeError("rows of fragments are not taken apart")
+    def rows(self, start: int, stop: int | None = None) -> "Float4Fragments":
+        stop = self.size[0] if stop is None else stop
+        return self.select(torch.arange(start, stop, device=self.values.device))
 
 
 def fits(weight: Float4Matrix) -> bool:
