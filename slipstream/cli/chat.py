@@ -114,8 +114,7 @@ class Conversation:
             for output in outputs:
                 answer = output.outputs[0]
                 if spoken is not None:
-                    for _ in spoken.take(answer):
-                        pass
+                    spoken.take(answer)
                 view.show(answer, partial(meter.read, len(answer.token_ids)))
                 if interrupted() or (spoken is not None and spoken.stop is not None):
                     self._llm.abort(output.request_id)

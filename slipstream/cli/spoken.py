@@ -1,6 +1,6 @@
 """What of an answer the terminal shows where the model's format tells reasoning from content."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from slipstream.core.outputs import CompletionOutput
@@ -52,15 +52,16 @@ class Spoken:
         self._parser = parser
         self._num_tokens = self._num_characters = 0
 
-    def take(self, sample: CompletionOutput) -> Iterator[tuple[int, Span]]:
+    def take(self, sample: CompletionOutput) -> list[tuple[int, Span]]:
         """Read on in a later snapshot: the index of each new token, and the span that it added."""
         from slipstream.serve.updates import Delta
 
         text = sample.text[self._num_characters :]
         self._num_characters = len(sample.text)
+        added: list[tuple[int, Span]] = []
         for index in range(self._num_tokens, len(sample.token_ids)):
             if self.stop is not None:
-                return
+                break
             last = index + 1 == len(sample.token_ids)
             delta = Delta(
                 index=sample.index,
@@ -74,7 +75,8 @@ class Spoken:
             piece, start = self._parser.feed(delta), len(self.text)
             self._num_tokens, self.stop = index + 1, piece.stop
             self._write(piece.events)
-            yield index, (start, len(self.text))
+            added.append((index, (start, len(self.text))))
+        return added
 
     def finish(self) -> None:
         """No more will come: write what was held back."""

@@ -56,8 +56,7 @@ class PlainView:
     def show(self, sample: CompletionOutput, status: Callable[[], Status]) -> None:
         self._text = sample.text
         if self._spoken is not None:
-            for _ in self._spoken.take(sample):
-                pass
+            self._spoken.take(sample)
             self._text = self._spoken.content
         self._write(len(self._text) - self._held_back)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 import torch
 
@@ -53,6 +54,10 @@ __all__ = [
 logger = logging.getLogger("slipstream")
 
 RANDOM_FORMATS = ("dummy", "twin")  # of `load_format`
+# Classes of the matrices that C++ and plain torch multiply as they are stored.
+KEPT_FORMATS: Final[frozenset[type[Weight]]] = frozenset(
+    {Int8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix}
+)
 
 # (name, size, unit) -> a context whose function is called with each amount that is done.
 ProgressBar = Callable[[str, int, str], AbstractContextManager[Progress]]
@@ -105,7 +110,7 @@ class LoadOptions:
     max_positions: int
     seed: int = 0
     quantization: str | None = None
-    kept: frozenset[type[Weight]] = frozenset({Int8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix})
+    kept: frozenset[type[Weight]] = KEPT_FORMATS
     stored_check: StoredCheck = every_quantization
     batch_invariant: bool = False
     twin_of: DecoderConfig | None = None

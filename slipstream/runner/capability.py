@@ -7,11 +7,10 @@ import torch
 from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
-from slipstream.kernels.formats.int4 import Int4Matrix
-from slipstream.kernels.formats.int8 import Int8Matrix
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Weight
+from slipstream.models.loading import KEPT_FORMATS
 from slipstream.models.quantized.module import StoredQuantization
 
 # Of NVIDIA's GPUs: the kernels multiply bf16 in tensor cores, and convert e4m3 in hardware.
@@ -24,7 +23,6 @@ _WITH_FLOAT8 = (_FLOAT8, "nvfp4")  # whose scales are e4m3
 _Kinds = frozenset[type[Weight]]
 # What is multiplied as it is stored; anything else becomes floats, or is refused.
 _KEPT_ON_GPU: Final[_Kinds] = frozenset({Float8Matrix, Float8BlockMatrix, Mxfp4Matrix, Nvfp4Matrix})
-_KEPT_ON_CPU: Final[_Kinds] = frozenset({Int8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix})
 
 _ROUNDED = {
     "int8": "integers of 8 bits, one scale a row",
@@ -80,7 +78,7 @@ def _require_float8(device: torch.device, what: str) -> None:
 
 def kept_formats(device: torch.device) -> _Kinds:
     """Classes of the matrices that a device multiplies as a checkpoint stores them."""
-    return _KEPT_ON_GPU if device.type == "cuda" else _KEPT_ON_CPU
+    return _KEPT_ON_GPU if device.type == "cuda" else KEPT_FORMATS
 
 
 def sums_float8(device: torch.device, stored: StoredQuantization) -> bool:

@@ -43,7 +43,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, str]]:
-    """By model_type: a target, and its first two layers as a draft model."""
+    """A target for each model_type, and its first two layers as a draft model."""
     root = tmp_path_factory.mktemp("families")
 
     @cache

@@ -37,7 +37,7 @@ Models = Callable[[str], tuple[str, str, dict[str, str]]]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """By model_type: a target, its first layer as a draft model, and heads for it."""
+    """A target for each model_type, its first layer as a draft model, and heads for it."""
     root = tmp_path_factory.mktemp("mixtures")
 
     @cache
