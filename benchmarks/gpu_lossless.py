@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_lossless                  # all pairs, bf16, K in 1, 3, 7
     python -m benchmarks.gpu_lossless --pairs demo --cpu
-    python -m benchmarks.gpu_lossless --pairs moe      # 100 requests, about 100 seconds
+    python -m benchmarks.gpu_lossless --pairs moe      # 100 requests
     python -m benchmarks.gpu_lossless --device cpu --tiny
 
 There are three pairs: the bundled demo, a dense twin, and "moe", a twin of gpt-oss with experts in
@@ -392,8 +392,8 @@ def _parser(tiny: bool) -> argparse.ArgumentParser:
     cli.add_argument("--pairs", default="demo,twin,moe")
     cli.add_argument("--target", default="qwen3-0.6b:8", help="of the twin")
     cli.add_argument("--draft", default="qwen3-0.6b:2", help="of the twin")
-    cli.add_argument("--moe-target", default="gpt-oss-20b:8")
-    cli.add_argument("--moe-draft", default="gpt-oss-20b:2")
+    cli.add_argument("--moe-target", default="gpt-oss-20b:6")
+    cli.add_argument("--moe-draft", default="gpt-oss-20b:1")
     cli.add_argument("--moe-prompts", type=int, default=100)
     cli.add_argument("--moe-length", type=int, default=64, help="output tokens of each")
     cli.add_argument("--depths", "-k", type=_sizes, default=(1, 3, 7), help="K")
