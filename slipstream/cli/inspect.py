@@ -93,7 +93,7 @@ def _expert_rows(experts: dict[str, Any] | None) -> dict[str, str]:
     shared = experts["shared_expert_size"]
     beside = "" if shared is None else f", and a shared one of width {shared}"
     rows = {
-        "active parameters": _short(experts["num_active_parameters"]),
+        "active": f"{_short(experts['num_active_parameters'])} parameters, passed by a token",
         "experts": f"{experts['num_experts']} of width {experts['expert_size']} a layer, "
         f"{experts['num_experts_per_token']} for a token{beside}",
     }

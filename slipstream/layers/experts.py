@@ -76,9 +76,10 @@ class ExpertsSpec:
             moe_intermediate_size=self.intermediate_size,
             n_group=routing.num_groups,
             topk_group=routing.kept_groups,
+            routed_scaling_factor=routing.scale,
         )
         if self.clamp is not None:
-            require_positive(swiglu_limit=self.clamp.limit)
+            require_positive(swiglu_limit=self.clamp.limit, swiglu_alpha=self.clamp.alpha)
         if self.shared_size is not None:
             require_positive(shared_expert_intermediate_size=self.shared_size)
         in_group, rest = divmod(routing.num_experts, routing.num_groups)

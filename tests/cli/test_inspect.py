@@ -91,6 +91,7 @@ def test_a_mixture_of_experts(slipstream: CommandLine, tmp_path: Path) -> None:
     lines = slipstream("inspect", folder).out
     assert "32 of width 2880 a layer, 4 for a token" in lines
     assert "read for 32 rows" in lines
+    assert "\nactive           3.6" in lines
 
 
 def test_a_quantised_checkpoint(slipstream: CommandLine, tmp_path: Path) -> None:

@@ -232,10 +232,13 @@ def poisoned(name: str, value: float) -> Change:
 
 
 BAD_FUSED: list[tuple[Change, str]] = [
-    (poisoned("experts.gate_up_proj_scales", 255), "255, which is NaN, in .*gate_up_proj.scales"),
-    (poisoned("experts.down_proj_scales", 255), "255, which is NaN, in the scales .*down_proj"),
-    (replaced("experts.gate_up_proj_scales", None), "no tensor .*gate_up_proj.scales"),
-    (replaced("experts.down_proj_blocks", None), "no tensor .*down_proj.blocks"),
+    (poisoned("experts.gate_up_proj_scales", 255), "255, which is NaN, in .*gate_up_proj_scales"),
+    (
+        poisoned("experts.down_proj_scales", 255),
+        "255, which is NaN, in the scales .*down_proj_scales;",
+    ),
+    (replaced("experts.gate_up_proj_scales", None), "no tensor .*gate_up_proj_scales, which"),
+    (replaced("experts.down_proj_blocks", None), "no tensor .*down_proj_blocks, which"),
     (
         replaced("experts.down_proj_scales", torch.ones(COUNT, WIDTH, 4).byte()),
         r"down_proj_scales as \[3, 64, 4\] of uint8, .* for \[3, 64, 3\]",

@@ -33,8 +33,8 @@ def require_powers(module: StoredModule, scales: str, powers: Tensor) -> None:
     """Raise CheckpointError where a scale of e8m0 is no number."""
     if bool((powers == _NAN).any()):
         raise module.error(
-            f"holds {_NAN}, which is NaN, in the scales {module.name}.{scales}; copy or download "
-            "the file again, or use another checkpoint"
+            f"holds {_NAN}, which is NaN, in the scales {module.full_name(scales)}; copy or "
+            "download the file again, or use another checkpoint"
         )
 
 
@@ -55,8 +55,8 @@ def read_nvfp4(
     shared = module.take_scales(whole, *_SCALARS).flatten()
     if not float(shared) > 0:
         raise module.error(
-            f"holds {float(shared)} in {module.name}.{whole}, where a global scale is above 0; use "
-            "another checkpoint"
+            f"holds {float(shared)} in {module.full_name(whole)}, where a global scale is above 0; "
+            "use another checkpoint"
         )
     shared = shared.reciprocal() if divides else shared
     return Nvfp4Matrix(found, scales, shared.expand(rows).contiguous())

@@ -47,6 +47,7 @@ class StoredModule:
         entries: the module's tensors, by the last part of their names.
         taken: called with each entry that is read.
         room: where tensors are read to.
+        separator: what stands between the module's name and an ending.
     """
 
     def __init__(
@@ -56,13 +57,19 @@ class StoredModule:
         entries: Mapping[str, TensorEntry],
         taken: Callable[[TensorEntry], None],
         room: Room,
+        separator: str = ".",
     ) -> None:
         self.name = name
+        self._separator = separator
         self._path, self._entries, self._taken = path, entries, taken
         self._room = room
 
     def __contains__(self, ending: str) -> bool:
         return ending in self._entries
+
+    def full_name(self, ending: str) -> str:
+        """What the checkpoint calls the tensor of this ending."""
+        return f"{self.name}{self._separator}{ending}"
 
     def take(
         self,
@@ -117,7 +124,7 @@ class StoredModule:
         entry = self._entries.get(ending)
         if entry is None:
             raise self.error(
-                f"has no tensor {self.name}.{ending}, which its quantization_config asks for"
+                f"has no tensor {self.full_name(ending)}, which its quantization_config asks for"
             )
         if entry.shape not in shapes or entry.dtype not in dtypes:
             raise self.error(
@@ -151,7 +158,7 @@ class StoredModule:
         """
         group_of = self.take(ending, (torch.int32, torch.int64), (columns,)).long()
         if bool((group_of < 0).any()) or bool((group_of >= num_groups).any()):
-            raise self.error(f"holds {self.name}.{ending} beyond its {num_groups} groups")
+            raise self.error(f"holds {self.full_name(ending)} beyond its {num_groups} groups")
         return group_of
 
     def pass_over(self, *endings: str) -> None:

@@ -104,7 +104,7 @@ class QuantizedSource(CheckpointSource):
         }
         if not entries:
             return None
-        module = self._module(fused.name, entries, Room(1, self._device))
+        module = self._module(fused.name, entries, Room(1, self._device), "_")
         rows = sum(part.rows for part in parts) // fused.experts
         turns = len(parts) // fused.experts if fused.alternating else 1
         whole = self._stored.read_fused(module, fused.experts, rows, columns, turns)
@@ -136,8 +136,10 @@ class QuantizedSource(CheckpointSource):
         self._modules.add(name)
         return self._as_kept(self._cut(weight, part))
 
-    def _module(self, name: str, entries: dict[str, TensorEntry], room: Room) -> StoredModule:
-        return StoredModule(name, self._checkpoint.path, entries, self._take, room)
+    def _module(
+        self, name: str, entries: dict[str, TensorEntry], room: Room, separator: str = "."
+    ) -> StoredModule:
+        return StoredModule(name, self._checkpoint.path, entries, self._take, room, separator)
 
     def _cut(self, weight: Weight, part: Part) -> Weight:
         """This rank's share of a matrix."""
