@@ -17,7 +17,7 @@ from slipstream.kernels.triton.matmul_tiles import Stream
 
 H200 = GPUTarget("cuda", 90, 32)
 ALIGNED = [["tt.divisibility", 16]]
-DIVISIBLE = ("width", "row_stride", "depth", "part", "size")
+DIVISIBLE = ("width", "row_stride", "depth", "part", "size", "pitch")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -59,7 +59,8 @@ def grouped(
     if sorted_pairs:
         types |= dict.fromkeys(("pairs", "starts", "ends"), "*i32")
         types["factors"] = None if gated else "*fp32"
-    types |= dict.fromkeys(("row_stride", "rows", "width", "depth", "part", "size", "lift"), "i32")
+    ints = ("row_stride", "rows", "width", "depth", "part", "size", "pitch", "lift")
+    types |= dict.fromkeys(ints, "i32")
     constants = {
         "experts": 32 if sorted_pairs else 1,
         "block": 32,

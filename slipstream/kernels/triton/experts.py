@@ -42,24 +42,22 @@ class Experts:
             routing.num_experts, scatters=True,
             splitting=len(x) <= FEW_ROWS or self._linears.invariant,
         )  # fmt: skip
-        return self._sum(outputs, rows, routing.num_chosen, parts.shared), total
+        if parts.shared is None:
+            return outputs, total  # what norms the stream next adds them up
+        return self._with_shared(outputs, rows.values, parts.shared), total
 
-    def _sum(self, outputs: Tensor, rows: Rows, chosen: int, shared: SharedExpert | None) -> Tensor:
-        """outputs [T k, H] float32, weighted, or parts of them -> [T, H]."""
-        x = rows.values
-        added = gate = None
-        if shared is not None:
-            active = self._linears.gated_linear(x, *shared.gate_up)
-            weight, bias = shared.down
-            added = self._linears.logits(active, weight)
-            if bias is not None:
-                added += bias
-            gate = shared.gate
+    def _with_shared(self, outputs: Tensor, x: Tensor, shared: SharedExpert) -> Tensor:
+        """outputs [parts, T, H] float32, weighted -> their sum with the shared expert of x."""
+        active = self._linears.gated_linear(x, *shared.gate_up)
+        weight, bias = shared.down
+        added = self._linears.logits(active, weight)
+        if bias is not None:
+            added += bias
         out = torch.empty_like(x)
         block = triton.next_power_of_2(x.shape[1])
         sum_kernel[(len(x),)](
-            outputs, added, gate, x, out, outputs.stride(0), x.stride(0), x.shape[1],
-            parts=len(outputs) if outputs.ndim == 3 else 1, chosen=chosen, block=block,
+            outputs, added, shared.gate, x, out, outputs.stride(1), outputs.stride(0), x.stride(0),
+            x.shape[1], parts=len(outputs), block=block,
             num_warps=min(16, max(1, block // 256)), **launch.options(x.device),
         )  # fmt: skip
         return out

@@ -92,13 +92,12 @@ def multiply(
         weight: [experts * N, K].
         bias: [experts * N].
         gated: the rows of an expert's matrix are gates and then what they multiply.
-        scatters: what comes out is weighted and lies in the order of pairs.
-
+        scatters: what comes out is weighted, and left to be added up row by row.
         splitting: sums of four-bit floats may be left to be added up.
 
     Returns:
-        [T k, N], or [T, N] without a choice; N / 2 where `gated`. Where the sum is split, one after
-        the other for each part of it, in float32.
+        [T k, N], or [T, N] without a choice; N / 2 where `gated`. Where it `scatters` or the sum is
+        split, what is left to be added up in this order: [parts, T, N] in `dtype` or float32.
     """
     rows = len(x.values)
     height, depth = weight.shape
@@ -112,19 +111,23 @@ def multiply(
     splits, part = 1, depth
     if splitting and weight.form == FRAGMENTS:
         splits, part = grouped_stream.splits_of(width, depth)
-    if splits > 1:
-        out = torch.empty(splits, pairs, width, dtype=torch.float32, device=x.values.device)
+    device = x.values.device
+    if scatters:  # a row's experts, and of each the parts of its sum, one behind the other
+        addends = torch.empty(pairs // chosen, chosen * splits, width, dtype=dtype, device=device)
+        out, result = addends.view(pairs, splits, width).transpose(0, 1), addends.transpose(0, 1)
+    elif splits > 1:
+        out = result = torch.empty(splits, pairs, width, dtype=torch.float32, device=device)
     else:
-        out = empty_rows(pairs, width, dtype, x.values.device)
+        result = empty_rows(pairs, width, dtype, device)
+        out = result.unsqueeze(0)
     if not out.numel():
-        return out
+        return result
     assert x.values.stride(-1) == 1
     if weight.form == FRAGMENTS:
         grouped_stream.multiply(
-            x.values, weight, bias, choice, out.view(splits, pairs, width), tile, slots, experts,
-            gated, clamp, scatters, part,
+            x.values, weight, bias, choice, out, tile, slots, experts, gated, clamp, scatters, part,
         )  # fmt: skip
-        return out
+        return result
     block_n, block_k, warps = _tiles(weight, x.values.dtype, tile)
     grid = (triton.cdiv(width, block_n // 2 if gated else block_n), slots)
     grouped_kernel[grid](
@@ -135,9 +138,9 @@ def multiply(
         gathers=not scatters, form=weight.form, block_rows=weight.block_rows,
         block_columns=weight.block_columns, gated=gated, limit=clamp.limit if clamp else None,
         alpha=clamp.alpha if clamp else None, block_m=tile, block_n=block_n, block_k=block_k,
-        stages=4, num_warps=warps, num_stages=4, **launch.options(out.device),
+        stages=4, num_warps=warps, num_stages=4, **launch.options(device),
     )  # fmt: skip
-    return out
+    return result
 
 
 def _tiles(weight: Operand, dtype: torch.dtype, tile: int) -> tuple[int, int, int]:

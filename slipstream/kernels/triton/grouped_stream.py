@@ -69,7 +69,8 @@ def multiply(
     scatters: bool,
     part: int,
 ) -> None:
-    """As `grouped.multiply`, into `out` [splits, .., N], by `slots` tiles of `count` rows.
+    """As `grouped.multiply`, into `out` [splits, .., N], a view whose rows are whole, by `slots`
+    tiles of `count` rows.
 
     Raises:
         UsageError: x is not bfloat16, or an expert's rows are not whole fragments.
@@ -80,6 +81,7 @@ def multiply(
         )
     assert weight.scales is not None
     splits, pairs, width = out.shape
+    size, pitch = out.stride()[:2]
     depth = weight.shape[1]
     if width % ROWS and (gated or experts > 1):
         raise UsageError(
@@ -98,7 +100,7 @@ def multiply(
         x, described, weight.scales, weight.row_scales, bias,
         *((choice.pairs, choice.starts, choice.ends) if choice else (None, None, None)),
         choice.weights if choice is not None and scatters else None, out, x.stride(0), len(x),
-        width, depth, part, pairs * width, weight.lift * 0x10001, weight.lift_back, experts=experts,
+        width, depth, part, size, pitch, weight.lift * 0x10001, weight.lift_back, experts=experts,
         block=triton.next_power_of_2(experts), chosen=choice.weights.shape[1] if choice else 1,
         gathers=choice is not None and not scatters, words=words, shift=weight.shift, gated=gated,
         limit=clamp.limit if clamp else None, alpha=clamp.alpha if clamp else None, count=count,

@@ -205,7 +205,7 @@ def _gated(sums, limit: gl.constexpr, alpha: gl.constexpr):
 
 @gluon.jit
 def _store(
-    out, sums, bias, row_scales, factors, base, tile, pairs, place0, end, width, lift_back,
+    out, sums, bias, row_scales, factors, base, tile, pairs, place0, end, width, pitch, lift_back,
     gated: gl.constexpr, scatters: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr,
 ):  # fmt: skip
     count: gl.constexpr = sums.shape[1]
@@ -234,7 +234,7 @@ def _store(
         goes = gl.load(pairs + place, mask=valid, other=0)
         sums *= gl.load(factors + goes, mask=valid, other=0.0)[None, :]
     column = tile * own + gl.arange(0, own, layout=gl.SliceLayout(1, stored))
-    at = goes[None, :].to(gl.int64) * width + column[:, None]
+    at = goes[None, :].to(gl.int64) * pitch + column[:, None]
     inside = (column < width)[:, None] & valid[None, :]
     gl.store(out + at, sums.to(out.dtype.element_ty), mask=inside)
 
@@ -336,14 +336,15 @@ def _sum(
 @gluon.jit(do_not_specialize=["rows"])
 def grouped_stream_kernel(
     x, weight, scales, row_scales, bias, pairs, starts, ends, factors, out, row_stride, rows,
-    width, depth, part, size, lift, lift_back, experts: gl.constexpr, block: gl.constexpr,
+    width, depth, part, size, pitch, lift, lift_back, experts: gl.constexpr, block: gl.constexpr,
     chosen: gl.constexpr, gathers: gl.constexpr, words: gl.constexpr, shift: gl.constexpr,
     gated: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr, count: gl.constexpr,
     chunks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
 ):  # fmt: skip
     """Programs (tile of n, tile of `count` rows, split); arguments as of `grouped_kernel`.
 
-    A split adds up `part` columns, and its `out` is that of the split before it plus `size`.
+    A split adds up `part` columns, and its `out` is that of the split before it plus `size`; rows
+    of `out` begin every `pitch` numbers.
 
     weight describes the fragments [.., 128] bytes by the 32 rows and `chunks` chunks fetched at
     once; scales: `words` words of every 16 rows and chunk, in the order of the fragments.
@@ -370,6 +371,6 @@ def grouped_stream_kernel(
         )  # fmt: skip
         own = out + gl.program_id(2).to(gl.int64) * size
         _store(
-            own, sums, bias, row_scales, factors, base, tile, pairs, place, end, width, lift_back,
-            gated, not gathers and pairs is not None, limit, alpha,
+            own, sums, bias, row_scales, factors, base, tile, pairs, place, end, width, pitch,
+            lift_back, gated, not gathers and pairs is not None, limit, alpha,
         )  # fmt: skip

@@ -202,28 +202,24 @@ def place_kernel(
 
 @triton.jit
 def sum_kernel(
-    outputs, shared, gate, x, out, part_stride, x_stride, width, parts: tl.constexpr,
-    chosen: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+    outputs, shared, gate, x, out, row_stride, part_stride, x_stride, width, parts: tl.constexpr,
+    block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: `outputs` [parts, rows, chosen, width] in the order of choice, then
-    `shared` [rows, width] float32, times sigmoid(x . gate) where there is a gate [width]."""
+    """One program per row: `outputs` [parts, rows, width] float32 in their order, then `shared`
+    [rows, width] float32, times sigmoid(x . gate) where there is a gate [width]."""
     launch_dependents(pdl)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < width
     wait_for_inputs(pdl)
+    at = outputs + row * row_stride + column
     total = tl.zeros((block,), tl.float32)
-    for place in tl.static_range(chosen):
-        at = outputs + (row * chosen + place) * width + column
-        value = tl.load(at, mask=inside, other=0.0)
-        for part in tl.static_range(1, parts):
-            value += tl.load(at + part * part_stride, mask=inside, other=0.0)
-        total += value
-    if shared is not None:
-        added = tl.load(shared + row * width + column, mask=inside, other=0.0)
-        if gate is not None:
-            of_gate = tl.load(gate + column, mask=inside, other=0.0).to(tl.float32)
-            own = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-            added *= 1.0 / (1.0 + tl.exp(-tl.sum(own * of_gate, axis=0)))
-        total += added
+    for part in tl.static_range(parts):
+        total += tl.load(at + part * part_stride, mask=inside, other=0.0)
+    added = tl.load(shared + row * width + column, mask=inside, other=0.0)
+    if gate is not None:
+        of_gate = tl.load(gate + column, mask=inside, other=0.0).to(tl.float32)
+        own = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        added *= 1.0 / (1.0 + tl.exp(-tl.sum(own * of_gate, axis=0)))
+    total += added
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=inside)
