@@ -100,6 +100,16 @@ def test_windows_that_are_written_and_not_used(tiny_target: str, tmp_path: Path)
         read_eagle3_config(HeadCheckpoint(head))
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_head_slides_from_the_layer_that_its_config_names(
+    first: int, tiny_target: str, tmp_path: Path
+) -> None:
+    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 6}
+    head = write_eagle3(tmp_path, tiny_target, fit=False, max_window_layers=first, **windows)
+    found = read_eagle3_config(HeadCheckpoint(head)).layers.sliding_windows
+    assert found == ((None,) if first else (6,))
+
+
 @pytest.mark.parametrize("form", ["nested", "mixtral"])
 def test_other_forms_of_eagle1_configs(form: str, tiny_target: str, tmp_path: Path) -> None:
     """Those of old conversions, and a llama layer under the name of a mixture of experts."""

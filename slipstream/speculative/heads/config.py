@@ -63,7 +63,7 @@ _HARMLESS = HARMLESS_KEYS | {
     "transformer_layer_architecture",
     WRAPPER_KEY,
 }
-_WINDOW_KEYS = ("use_sliding_window", "sliding_window", "layer_types")
+_WINDOW_KEYS = ("use_sliding_window", "sliding_window", "layer_types", "max_window_layers")
 
 
 def is_wrapped(config: Mapping[str, Any]) -> bool:
