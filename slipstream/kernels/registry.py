@@ -79,7 +79,7 @@ def kernels_for(
         from slipstream.kernels.triton import preparation as triton_preparation
         from slipstream.kernels.triton import sampling as triton_sampling
 
-        network = triton.TRITON_INVARIANT if batch_invariant else triton.TRITON
+        network = triton.backend(dtype, batch_invariant)
         preparation, sampling = triton_preparation.PREPARATION, triton_sampling.SAMPLING
     return Kernels(network, preparation, reference.FP64_SAMPLING if fp64_noise else sampling)
 

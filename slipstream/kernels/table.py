@@ -119,7 +119,8 @@ class ExpertsParts:
     Router logits, scores and weights are float32, and so are all sums. What an expert's gate and up
     make is rounded once to the dtype of the rows; its output, with its bias, is multiplied by the
     row's weight; outputs are added up in the order of choice, then the shared expert's, and rounded
-    once. Nothing of a row depends on the rows beside it.
+    once, or left to be added up by whoever takes the addend. Nothing of a row depends on the rows
+    beside it.
 
     Attributes:
         gate_up: [E 2I, H], expert by expert: its I rows of the gate, then its I rows that the gate

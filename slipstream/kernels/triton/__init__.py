@@ -6,10 +6,12 @@ it is tested where there is no GPU.
 
 from dataclasses import replace
 
+import torch
+
 from slipstream.kernels.composition import Parts, compose
 from slipstream.kernels.reference import dense
 from slipstream.kernels.reference.experts import experts
-from slipstream.kernels.table import Ops
+from slipstream.kernels.table import Ops, as_it_is
 from slipstream.kernels.triton.activation import gated_activation
 from slipstream.kernels.triton.attention import attend, paged_attention
 from slipstream.kernels.triton.experts import Experts
@@ -48,3 +50,9 @@ def _column(name: str, linears: Linears) -> Ops:
 
 TRITON = _column("triton", Linears())
 TRITON_INVARIANT = _column("triton, batch invariant", Linears(invariant=True))
+
+
+def backend(dtype: torch.dtype, invariant: bool) -> Ops:
+    """For activations of this dtype: packed weights have products with bfloat16 alone."""
+    ops = TRITON_INVARIANT if invariant else TRITON
+    return ops if dtype == torch.bfloat16 else replace(ops, pack=as_it_is)

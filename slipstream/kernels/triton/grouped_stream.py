@@ -73,12 +73,9 @@ def multiply(
     tiles of `count` rows.
 
     Raises:
-        UsageError: x is not bfloat16, or an expert's rows are not whole fragments.
+        UsageError: an expert's rows are not whole fragments.
     """
-    if x.dtype != torch.bfloat16:
-        raise UsageError(
-            "the kernels for GPUs multiply four-bit floats by bfloat16 alone: use dtype=bfloat16"
-        )
+    assert x.dtype == torch.bfloat16, "weights are packed for no other dtype"
     assert weight.scales is not None
     splits, pairs, width = out.shape
     size, pitch = out.stride()[:2]
