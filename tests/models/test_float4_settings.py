@@ -203,6 +203,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (of_modelopt(group_size=32), 'group_size" is 32, but only 16'),
     (changed(modelopt(), *WEIGHTS, group_size=24), 'weights.group_size" is 24, but only 16'),
     (of_modelopt(ignore=[3]), 'ignore" must be names of modules'),
+    (of_modelopt(ignore=["re:*"]), r"ignore\" holds 're:\*', which is no regular expression"),
     (of_modelopt(odd=1), 'odd" is unknown'),
     (of_modelopt(quant_algo="MIXED_PRECISION"), 'quantized_layers" is missing'),
     (of_modelopt(quant_algo="MIXED_PRECISION", quantized_layers={}), "names no module, which MIX"),

@@ -208,10 +208,10 @@ def read_settings(reader: ConfigReader) -> CompressedTensors:
         format = group.take("format", str, "") or own_format
         if format not in FORMATS:
             raise reader.error("format", f"is {format!r}; supported are {', '.join(FORMATS)}")
-        targets = group.take("targets", list)
-        if not targets or not all(isinstance(target, str) for target in targets):
-            raise group.error("targets", f"must be names, not {targets}")
-        found.append((tuple(targets), read_scheme(group, format)))
+        targets = read_list(group, "targets").entries
+        if not targets:
+            raise group.error("targets", "names nothing; name modules, or their class")
+        found.append((targets, read_scheme(group, format)))
         group.finish()
     groups.finish()
     if not found:

@@ -28,7 +28,13 @@ from slipstream.models.quantized.float8 import (
     read_float8,
 )
 from slipstream.models.quantized.module import StoredModule, StoredQuantization
-from slipstream.models.quantized.module_lists import ModuleList, bare, matches, read_list
+from slipstream.models.quantized.module_lists import (
+    ModuleList,
+    bare,
+    matches,
+    read_list,
+    require_expressions,
+)
 
 _OF_CACHES = ("kv_cache_quant_algo", "kv_cache_scheme")
 HARMLESS: Final = {"producer", "quant_method"}
@@ -158,7 +164,9 @@ def _read_layers(reader: ConfigReader) -> dict[str, _Algorithm]:
     for key in ("config_groups", "group_size"):  # the table has them too
         reader.take_any(key)
     layers, table = {}, reader.nested("quantized_layers")
-    for name in reader.take("quantized_layers", dict):
+    named = reader.take("quantized_layers", dict)
+    require_expressions(reader, "quantized_layers", named)
+    for name in named:
         own = table.nested(name)
         found = _algorithm(own, "quant_algo", own.take("quant_algo", str).upper())
         _require_group(own, found)

@@ -15,6 +15,7 @@ from slipstream.core.errors import CheckpointError
 from slipstream.models.config_reader import ConfigReader
 
 _PREFIXES = ("model.", "language_model.")
+_EXPRESSION = "re:"
 _HEAD = "lm_head"  # named by most lists, also where it is tied and not stored
 
 
@@ -45,13 +46,25 @@ def read_list(reader: ConfigReader, key: str) -> ModuleList:
     entries = reader.take(key, list, [])
     if not all(isinstance(entry, str) and entry for entry in entries):
         raise reader.error(key, f"must be names of modules, not {entries}")
+    require_expressions(reader, key, entries)
     return ModuleList(key, tuple(entries))
+
+
+def require_expressions(reader: ConfigReader, key: str, entries: Collection[str]) -> None:
+    """Raise CheckpointError where what stands behind "re:" is no regular expression."""
+    for entry in entries:
+        try:
+            re.compile(entry.removeprefix(_EXPRESSION) if entry.startswith(_EXPRESSION) else "")
+        except re.error as error:
+            raise reader.error(
+                key, f"holds {entry!r}, which is no regular expression ({error}); correct it"
+            ) from error
 
 
 def matches(entry: str, module: str) -> bool:
     """Whether an entry of a list stands for the module of this name."""
-    if entry.startswith("re:"):
-        pattern = entry.removeprefix("re:")
+    if entry.startswith(_EXPRESSION):
+        pattern = entry.removeprefix(_EXPRESSION)
         return any(re.match(pattern, name) is not None for name in (module, bare(module)))
     return any(
         fnmatchcase(name, one) or fnmatchcase(name, f"{one}.*")
