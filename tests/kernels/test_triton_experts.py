@@ -120,10 +120,12 @@ def whole(out: Tensor) -> Tensor:
     return out.double().cpu().sum(0) if out.ndim == 3 else out.double().cpu()
 
 
-def assert_like_the_reference(parts: ExpertsParts, rows: int, dtype: torch.dtype) -> None:
+def assert_like_the_reference(
+    parts: ExpertsParts, rows: int, dtype: torch.dtype, roundings: int = 8
+) -> None:
     width = len(parts.norm.weight)
     addend, residual = randn(rows, width, dtype=dtype), randn(rows, width, seed=3, dtype=dtype)
-    exact = 2e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+    exact = 2e-5 if dtype == torch.float32 else roundings * torch.finfo(dtype).eps
     own = on_device(parts)
     out, kept = TRITON.experts(addend.to(DEVICE), residual.to(DEVICE), own)
     # Of the same normed rows: what is rounded another way may choose other experts.
@@ -176,7 +178,8 @@ def test_numbers_that_are_none_leave_no_memory() -> None:
 def test_formats(form: str, dtype: torch.dtype) -> None:
     parts = mixture(96, 160 if ON_GPU else 32, dtype, form, shared=32)
     for rows in (9, *([1, 40, 70, 300] if ON_GPU else [])):
-        assert_like_the_reference(parts, rows, dtype)
+        # Where the last bit of a sum decides, activations in e4m3 move by a sixteenth.
+        assert_like_the_reference(parts, rows, dtype, roundings=32 if form == "float8" else 8)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="fragments are for the tensor cores of a GPU")

@@ -265,17 +265,18 @@ def test_rows_do_not_depend_on_their_number(
     rows = FEW_ROWS + 6 if ON_GPU else 20
     x, residual = randn(rows, depth, dtype=dtype), randn(rows, depth, seed=3, dtype=dtype)
     norm = Norm(randn(depth, seed=4, dtype=dtype), 1e-6)
+    bias = randn(width, seed=5, dtype=dtype)
 
     def results(ops: Ops, part: slice) -> list[Tensor]:
-        linear = ops.linear(x[part], weight, None)
+        linear = ops.linear(x[part], weight, bias)
         if linear.ndim == 3:  # added up as the next norm does
             total = torch.zeros_like(linear[0])
             for each in linear:
                 total += each
             linear = total
         logits = ops.logits(x[part], weight)
-        qkv, kept = ops.norm_linear(x[part], residual[part], norm, weight, None)
-        active, _ = ops.norm_gated_linear(x[part], residual[part], norm, weight, None)
+        qkv, kept = ops.norm_linear(x[part], residual[part], norm, weight, bias)
+        active, _ = ops.norm_gated_linear(x[part], residual[part], norm, weight, bias)
         return [linear, logits, qkv, active, kept]
 
     together = results(TRITON_INVARIANT, slice(rows))

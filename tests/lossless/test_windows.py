@@ -132,7 +132,8 @@ def test_text_is_that_of_one_table(
 
 @pytest.mark.parametrize("drafter", ["none", "draft_model"])
 def test_samples_of_one_prompt_are_those_of_one_table(models: Models, drafter: str) -> None:
-    case = {"drafter": drafter, "k": 3, "rows": 24, "blocks": 60}
+    # Room for all, so that every step drafts K tokens: what a seed gives depends on that.
+    case = {"drafter": drafter, "k": 3, "rows": 96, "blocks": 400}
     params = SamplingParams(seed=5, n=3, max_tokens=30, ignore_eos=True)
     said = []
     for windowed in (False, True):

@@ -129,6 +129,7 @@ def multiply(
         )  # fmt: skip
         return result
     block_n, block_k, warps = _tiles(weight, x.values.dtype, tile)
+    stages = 2 if x.values.dtype == torch.float32 else 4  # that shared memory holds
     grid = (triton.cdiv(width, block_n // 2 if gated else block_n), slots)
     grouped_kernel[grid](
         x.values, x.scales, weight.values, weight.scales, weight.row_scales, bias,
@@ -138,7 +139,7 @@ def multiply(
         gathers=not scatters, form=weight.form, block_rows=weight.block_rows,
         block_columns=weight.block_columns, gated=gated, limit=clamp.limit if clamp else None,
         alpha=clamp.alpha if clamp else None, block_m=tile, block_n=block_n, block_k=block_k,
-        stages=4, num_warps=warps, num_stages=4, **launch.options(device),
+        stages=stages, num_warps=warps, num_stages=stages, **launch.options(device),
     )  # fmt: skip
     return result
 

@@ -81,6 +81,15 @@ def _chain(
 
 
 @triton.jit
+def _scaled(sums, by_line, by_row):
+    if by_line is not None:
+        sums *= by_line
+    if by_row is not None:
+        sums *= by_row
+    return sums
+
+
+@triton.jit
 def _store(out, sums, tile, split, line, rows, width, gated: tl.constexpr):
     if gated:
         gate, up = halves(sums)
@@ -117,19 +126,23 @@ def matmul_kernel(
     line = tl.program_id(0) * block_m + tl.arange(0, block_m)
     valid = line < rows
     x_at = x + line[:, None].to(tl.int64) * row_stride + column[None, :]
+    by_row, by_line = None, None
+    if weight_scales is not None:
+        by_row = tl.load(weight_scales + row)[:, None]
+    if x_scales is not None:
+        by_line = tl.load(x_scales + line, mask=valid, other=0.0)[None, :]
     sums = tl.zeros((block_n, block_m), dtype=tl.float32)
     end = tl.minimum(first + part, depth)
     sums = _chain(sums, weight_at, x_at, column, valid, first, end, ragged, block_k, stages)
+    sums = _scaled(sums, by_line, by_row)
+    # As where others add the splits up: each is scaled by itself, and the first has the bias.
+    if bias is not None:
+        added = tl.load(bias + row).to(tl.float32)
+        sums += tl.where(split == 0, added, 0.0)[:, None]
     for other in tl.static_range(1, joined):
         begin = first + other * part
         end = tl.minimum(begin + part, depth)
         none = tl.zeros((block_n, block_m), dtype=tl.float32)
-        sums += _chain(none, weight_at, x_at, column, valid, begin, end, ragged, block_k, stages)
-    if x_scales is not None:
-        sums *= tl.load(x_scales + line, mask=valid, other=0.0)[None, :]
-    if weight_scales is not None:
-        sums *= tl.load(weight_scales + row)[:, None]
-    if bias is not None:
-        added = tl.load(bias + row).to(tl.float32)
-        sums += tl.where(split == 0, added, 0.0)[:, None]
+        own = _chain(none, weight_at, x_at, column, valid, begin, end, ragged, block_k, stages)
+        sums += _scaled(own, by_line, by_row)
     _store(out, sums, tile, split, line, rows, width, gated)
