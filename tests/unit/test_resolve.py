@@ -83,7 +83,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"load_format": "gguf"}, "load_format must be one of"),
     (
         {"quantization": "int3"},
-        "must be fp8, int8, .* or int4-g128-asym, or be left out .* not 'int3'",
+        "must be fp8, int8, .* mxfp4 or nvfp4, or be left out .* not 'int3'",
     ),
     ({"batch_invariant": "yes"}, "batch_invariant must be true or false"),
     ({"gpu_memory_utilization": 1.5}, "above 0 and at most 1"),
