@@ -9,8 +9,6 @@ their arithmetic at 790 TFLOP/s. Dense models give one line for each of a layer'
 """
 
 import argparse
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.graph_timing import graph_us
 from slipstream.kernels.experts import ClampedGate, Router, Routing, Scores
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
@@ -97,7 +96,14 @@ def _time_mixture(name: str, model: Mixture, counts: list[int]) -> None:
         beside = 2 * model.width * (routing.num_experts + 3 * model.shared)
         active = routing.num_chosen * model.inner + model.shared
         work = 2 * rows * model.width * (3 * active + routing.num_experts)
-        _report(name, rows, _graph_us(run) / len(layers), touched * each + beside, work, touched)
+        _report(
+            name,
+            rows,
+            graph_us(run, repeats=7) / len(layers),
+            touched * each + beside,
+            work,
+            touched,
+        )
 
 
 def _time_dense(name: str, model: Dense, counts: list[int]) -> None:
@@ -115,7 +121,7 @@ def _time_dense(name: str, model: Dense, counts: list[int]) -> None:
             x = torch.randn(rows, depth, device=DEVICE).to(DTYPE)
 
             run = partial(_multiply, x, weights, norm if part == "gate and up" else None)
-            us = _graph_us(run) / count
+            us = graph_us(run, repeats=7) / count
             _report(f"{name} {part}", rows, us, weights[0].nbytes, 2 * rows * height * depth, 0)
 
 
@@ -192,28 +198,6 @@ def _touched(x: Tensor, parts: ExpertsParts) -> int:
     logits = F.linear(normed.float(), parts.router.weight.float())
     chosen = logits.topk(parts.router.routing.num_chosen).indices
     return len(set(chosen.flatten().tolist()))
-
-
-def _graph_us(run: Callable[[], object], repeats: int = 7) -> float:
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for repeat in range(repeats + 2):
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if repeat >= 2:
-            times.append(start.elapsed_time(end))
-    return float(statistics.median(times)) * 1e3
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ larger than the L2 cache, in one graph; a row is the median time of the graph ov
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.graph_timing import graph_us
 from slipstream.kernels.composition import query_key_norms, split_heads
 from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
@@ -159,7 +159,12 @@ def _attention(pool: tuple[Tensor, Tensor], case: Case) -> Row:
         limit = 4 * case.requests * seen * HEADS * HEAD_DIM / FLOPS_PER_US
     out = TRITON_PARTS.paged_attention(query, pool, inputs[0], scale, None)
     error = _error(out, _attention_truth(query, pool, inputs[0], case, scale))
-    return {"op": case.name, "us": _graph_us(run, calls), "limit_us": limit, "error": error}
+    return {
+        "op": case.name,
+        "us": graph_us(run, calls, repeats=15, warm_up=3),
+        "limit_us": limit,
+        "error": error,
+    }
 
 
 def _attend(whole: tuple[Tensor, Tensor], layer: Layer, case: Case) -> Row:
@@ -198,7 +203,7 @@ def _attend(whole: tuple[Tensor, Tensor], layer: Layer, case: Case) -> Row:
     ).flatten(-2)
     seen = min(case.context, (layer.window or MAX_LEN) + case.rows - 1)
     limit = case.requests * seen * KV_BYTES * size / HEAD_DIM / BYTES_PER_US
-    us = _graph_us(run, calls)
+    us = graph_us(run, calls, repeats=15, warm_up=3)
     return {"op": case.name, "us": us, "limit_us": limit, "error": _error(out, truth)}
 
 
@@ -316,8 +321,8 @@ def _add_norm(tokens: int) -> Row:
     assert _error(TRITON_PARTS.norm(xs[0], weight, 1e-6), plain) < 1e-2
     return {
         "op": f"add + norm {WIDTH} T={tokens}",
-        "us": _graph_us(run(TRITON_PARTS.add_norm), MOST_CALLS),
-        "torch_us": _graph_us(run(REFERENCE_PARTS.add_norm), MOST_CALLS),
+        "us": graph_us(run(TRITON_PARTS.add_norm), MOST_CALLS, repeats=15, warm_up=3),
+        "torch_us": graph_us(run(REFERENCE_PARTS.add_norm), MOST_CALLS, repeats=15, warm_up=3),
         "limit_us": 4 * tokens * WIDTH * 2 / BYTES_PER_US,
         "error": _error(out, truth),
     }
@@ -336,8 +341,10 @@ def _gated(tokens: int) -> Row:
     truth = REFERENCE_PARTS.gated_activation(xs[0].float())
     return {
         "op": f"silu(gate) * up {INNER} T={tokens}",
-        "us": _graph_us(run(TRITON_PARTS.gated_activation), MOST_CALLS),
-        "torch_us": _graph_us(run(REFERENCE_PARTS.gated_activation), MOST_CALLS),
+        "us": graph_us(run(TRITON_PARTS.gated_activation), MOST_CALLS, repeats=15, warm_up=3),
+        "torch_us": graph_us(
+            run(REFERENCE_PARTS.gated_activation), MOST_CALLS, repeats=15, warm_up=3
+        ),
         "limit_us": 3 * tokens * INNER * 2 / BYTES_PER_US,
         "error": _error(TRITON_PARTS.gated_activation(xs[0]), truth),
     }
@@ -373,7 +380,7 @@ def _rotate(tokens: int) -> Row:
     )
     return {
         "op": f"norm + rope + store T={tokens}",
-        "us": _graph_us(run, MOST_CALLS),
+        "us": graph_us(run, MOST_CALLS, repeats=15, warm_up=3),
         "limit_us": 2 * tokens * heads * HEAD_DIM * 2 / BYTES_PER_US,
         "error": _error(found, torch.cat((truth.flatten(), exact.flatten()))),
     }
@@ -396,29 +403,6 @@ def _randn(*sizes: int) -> Tensor:
 def _error(out: Tensor, truth: Tensor) -> float:
     """NaN, as a missing write in a poisoned cache would give, stays NaN."""
     return float((out.float() - truth.float()).norm() / truth.float().norm())
-
-
-def _graph_us(run: Callable[[], None], calls: int, repeats: int = 15) -> float:
-    """Microseconds of one of the `calls` that `run` makes, inside a graph."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for repeat in range(repeats + 3):
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if repeat >= 3:
-            times.append(start.elapsed_time(end))
-    return float(statistics.median(times)) / calls * 1e3
 
 
 if __name__ == "__main__":

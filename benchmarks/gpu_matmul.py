@@ -8,13 +8,12 @@ norm_gated_linear and linear, each layer with weights of its own, then the last 
 """
 
 import argparse
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from benchmarks.graph_timing import graph_us
 from slipstream.kernels.composition import compose
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix
@@ -139,8 +138,8 @@ def _pass_us(ops: Ops, decoder: Decoder, rows: int, attending: bool) -> tuple[fl
         addend, residual = layers()
         ops.logits(ops.add_norm(addend, residual, decoder.layers[0].norm), decoder.head)
 
-    without = _graph_us(layers)
-    return without / len(decoder.layers), _graph_us(whole) - without
+    without = graph_us(layers)
+    return without / len(decoder.layers), graph_us(whole) - without
 
 
 def _decoder(geometry: Geometry, float8: bool, requests: int) -> Decoder:
@@ -191,28 +190,6 @@ def _inputs(rows: int) -> PassInputs:
         RowPlaces(torch.arange(rows + 1, device=DEVICE), positions, max_rows=1),
         Paging(tables, positions + 1, slots, max_context=CONTEXT),
     )
-
-
-def _graph_us(run: Callable[[], object], repeats: int = 9) -> float:
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for repeat in range(repeats + 2):
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if repeat >= 2:
-            times.append(start.elapsed_time(end))
-    return float(statistics.median(times)) * 1e3
 
 
 if __name__ == "__main__":
