@@ -7,6 +7,39 @@ from slipstream.core.request import Request
 
 
 @dataclass(frozen=True)
+class ChainStops:
+    """When a chain of draft tokens ends before its plan does.
+
+    A place survives with the product of the chances of the tokens up to it. What these are for a
+    token follows from the drafter's confidence at its place, the largest probability there, which
+    does not depend on the token that is sampled: so a choice by it biases nothing.
+
+    Attributes:
+        rates: the chance that a draft token is accepted where all before it were, by confidence:
+            place i of n is for confidences from i / n on.
+        least_to_draft: below this survival no further token is drafted behind a place.
+        least_to_verify: below this survival a place is not verified, nor what stands behind it.
+    """
+
+    rates: tuple[float, ...]
+    least_to_draft: float
+    least_to_verify: float
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """How much is drafted for one request in one step.
+
+    Attributes:
+        num_tokens: at most.
+        stops: when its chain ends earlier; None: only where the drafter has no guess.
+    """
+
+    num_tokens: int
+    stops: ChainStops | None = None
+
+
+@dataclass(frozen=True)
 class ScheduledRequest:
     """One request's share of a step.
 
@@ -16,6 +49,7 @@ class ScheduledRequest:
         num_new_tokens: known tokens to compute (a prompt chunk, or the one last token).
         num_draft_tokens: draft tokens to verify at most; only when this step reaches the last
             known token.
+        stops: when its chain of draft tokens may end earlier.
         block_table: the request's KV blocks, covering start + num_new_tokens + num_draft_tokens.
         window_table: the same for layers with a window, where those have blocks of their own; the
             null block stands for tokens that no row of the step sees.
@@ -31,6 +65,7 @@ class ScheduledRequest:
     admitted: bool
     reaches_end: bool
     window_table: Sequence[int] = ()
+    stops: ChainStops | None = None
 
     @property
     def is_prompt_chunk(self) -> bool:
@@ -65,6 +100,7 @@ class Committed:
         num_accepted: how many of them were accepted.
         drafter_computed: leading tokens that the drafter has in the shared blocks, as of now.
         num_positions: of the draft tokens; of a tree its depth at most.
+        confidences: the drafter's, of each draft token that was verified; empty where it has none.
         broken: the logits behind these tokens are not finite, so there is no further one.
     """
 
@@ -74,3 +110,33 @@ class Committed:
     drafter_computed: int
     num_positions: int | None = None
     broken: bool = False
+    confidences: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step: drafting, the target's pass up to its logits, verification (sampling,
+    the verdict, committing it, and what the drafter takes note of), the rest."""
+
+    draft: float
+    target: float
+    verify: float
+    rest: float
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What came of a step.
+
+    Attributes:
+        committed: per scheduled request, what it gained (before stop conditions cut it).
+        live: per scheduled request, whether it had not ended before; if it had, what is here about
+            it is surplus.
+        padded: it was a captured step, padded to a bucket of requests and a number of drafts.
+    """
+
+    batch: Batch
+    committed: Sequence[Committed]
+    live: Sequence[bool]
+    times: StepTimes
+    padded: bool

@@ -1,13 +1,27 @@
 """How many tokens each request drafts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from slipstream.core.batch import DraftPlan, StepReport
 from slipstream.core.request import Request
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A request that may draft in the step that is being planned.
+
+    Attributes:
+        most: draft tokens that lengths leave room for.
+    """
+
+    request: Request
+    most: int
+
+
 class DraftPolicy(Protocol):
-    """Is asked by the scheduler for every request of every step that may draft."""
+    """Is asked by the scheduler for every step, and told what came of it."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -15,9 +29,11 @@ class DraftPolicy(Protocol):
         the smallest that none of its requests exceeds. The last is the most that the policy gives.
         """
 
-    def num_draft_tokens(self, request: Request, most: int) -> int:
-        """From 0 to `most`, which is what lengths leave room for; rows and blocks that are short
-        may cut it further."""
+    def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
+        """A plan for each; rows and blocks that are short may cut it further."""
+
+    def observe(self, report: StepReport) -> None:
+        """Take in the results of a step, once; steps may have been planned since then."""
 
 
 @dataclass(frozen=True)
@@ -30,5 +46,11 @@ class FixedPolicy:
     def widths(self) -> tuple[int, ...]:
         return tuple(sorted({0, self.num_speculative_tokens}))
 
-    def num_draft_tokens(self, request: Request, most: int) -> int:
-        return min(most, request.num_speculative_tokens, self.num_speculative_tokens)
+    def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
+        most = self.num_speculative_tokens
+        return [
+            DraftPlan(min(it.most, it.request.num_speculative_tokens, most)) for it in candidates
+        ]
+
+    def observe(self, report: StepReport) -> None:
+        """Nothing changes it."""

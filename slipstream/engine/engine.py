@@ -160,7 +160,8 @@ class Engine:
             if not item.request.finished
         ]
         result = self._step.finish(launched)
-        self.metrics.count_step(result.times)
+        self.metrics.count_step(result.report.times)
+        self._scheduler.policy.observe(result.report)
         changed = self._take_all(result)
         self._marks.clear()
         for submission in changed:
@@ -171,10 +172,11 @@ class Engine:
     def _take_all(self, result: StepResult) -> list[Submission]:
         """Take in a step's results; whoever gained tokens or failed."""
         changed: dict[str, Submission] = {}
+        report = result.report
         for index, (item, gained) in enumerate(
-            zip(result.batch.requests, result.committed, strict=True)
+            zip(report.batch.requests, report.committed, strict=True)
         ):
-            if not result.live[index]:
+            if not report.live[index]:
                 continue
             submission, sample = self._owners[item.request.request_id]
             try:
@@ -273,7 +275,8 @@ class Engine:
 
     def _take(self, submission: Submission, sample: Sample, result: StepResult, index: int) -> None:
         """One request's share of a step's result."""
-        item, gained = result.batch.requests[index], result.committed[index]
+        report = result.report
+        item, gained = report.batch.requests[index], report.committed[index]
         if submission.prompt_logprobs is not None and sample.index == 0:
             self._take_prompt_logprobs(submission, item, result, index)
         candidates = None

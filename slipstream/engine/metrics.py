@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from slipstream.core.batch import Committed
+from slipstream.core.batch import Committed, StepTimes
 from slipstream.core.outputs import RequestMetrics
-from slipstream.engine.step_results import StepTimes
 
 
 @dataclass

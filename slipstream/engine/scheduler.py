@@ -5,12 +5,12 @@ from bisect import insort_left, insort_right
 from collections.abc import Sequence
 
 from slipstream.cache.block_manager import BlockManager
-from slipstream.core.batch import Batch, Committed, ScheduledRequest
+from slipstream.core.batch import Batch, Committed, DraftPlan, ScheduledRequest
 from slipstream.core.errors import UsageError
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.engine.admission import check_fits
-from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
+from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy
 from slipstream.engine.invariants import arrival, check_gain, check_places, check_queues
 from slipstream.engine.shares import Budget, Share
 from slipstream.engine.stop_conditions import NOT_FINITE, append_output
@@ -162,24 +162,28 @@ class Scheduler:
         if self._waiting and self._free_slots:
             return None
         budget = Budget(self.limits.max_num_batched_tokens - len(items))
+        items = [item for item in items if self._goes_on(item.request)]
+        plans = self._plans([item.request for item in items], surely_gained=1)
         ahead: list[ScheduledRequest] = []
-        for item in items:
+        for item, plan in zip(items, plans, strict=True):
             request = item.request
-            if request.num_output_tokens + 1 >= request.max_tokens:
-                continue
-            if request.num_tokens + 1 >= self.limits.max_model_len:
-                continue
-            num_drafts = budget.take(self._most_drafts(request, surely_gained=1))
-            most = request.num_tokens + item.num_draft_tokens + 1 + num_drafts
+            share = Share(request, 1, budget.take(plan.num_tokens), stops=plan.stops)
+            most = request.num_tokens + item.num_draft_tokens + 1 + share.num_draft_tokens
             most = min(most, self.limits.max_model_len)
             if not self.block_manager.grow(request.request_id, most):
                 return None
-            ahead.append(self._scheduled(Share(request, 1, num_drafts), reaches_end=True))
+            ahead.append(self._scheduled(share, reaches_end=True))
         if not ahead:
             return None
         for item in ahead:
             item.request.steps_in_flight += 1
         return Batch(tuple(ahead))
+
+    def _goes_on(self, request: Request) -> bool:
+        """Whether one more token may still leave room for another."""
+        if request.num_output_tokens + 1 >= request.max_tokens:
+            return False
+        return request.num_tokens + 1 < self.limits.max_model_len
 
     def _secure_known_tokens(self) -> list[Request]:
         """Make every running request's table cover its known tokens; who had to be preempted.
@@ -217,17 +221,18 @@ class Scheduler:
             self._waiting and self._free_slots
         )
         drafts = Budget(budget.left // 2 if prompts_wait else budget.left)
-        for share in shares:
-            if share.is_decoding:
-                self._draft(share, drafts)
-                budget.take(share.num_draft_tokens)
+        decoding = [it for it in shares if it.is_decoding and not it.num_uncomputed]
+        plans = self._plans([share.request for share in decoding])
+        for share, plan in zip(decoding, plans, strict=True):
+            self._draft(share, drafts, plan)
+            budget.take(share.num_draft_tokens)
 
     def _extend_chunks(self, shares: Sequence[Share], budget: Budget) -> None:
         """The rest of the rows for prompts (and for tokens lost to a preemption)."""
         for share in shares:
             if share.num_uncomputed:
                 self._extend(share, budget)
-                self._draft(share, budget)
+                self._draft_at_prompt_end(share, budget)
 
     def _extend(self, share: Share, budget: Budget) -> None:
         """The next rows of a prompt, as many as there are rows and blocks behind the window for."""
@@ -246,7 +251,7 @@ class Scheduler:
                 return
             share = Share(request, 0, admitted=True)
             self._extend(share, budget)
-            self._draft(share, budget)
+            self._draft_at_prompt_end(share, budget)
             shares.append(share)
 
     def _admit(self, request: Request) -> bool:
@@ -276,32 +281,43 @@ class Scheduler:
             return []
         return self.block_manager.match_prefix(self._namespace(request), request.token_ids)
 
-    def _draft(self, share: Share, budget: Budget) -> None:
+    def _draft_at_prompt_end(self, share: Share, budget: Budget) -> None:
+        """Drafts in the step that ends a prompt, if that leaves a single token or the drafter can
+        guess behind a prompt that the target has not seen."""
+        can = share.is_decoding or self.limits.drafts_at_prefill
+        if can and not share.num_uncomputed:
+            self._draft(share, budget, self._plans([share.request])[0])
+
+    def _draft(self, share: Share, budget: Budget, plan: DraftPlan) -> None:
         """Let a request that reaches its last known token verify drafts behind it, as many as
         rows and blocks allow."""
-        if share.num_uncomputed or not (share.is_decoding or self.limits.drafts_at_prefill):
-            return
         request = share.request
         room = self.block_manager.capacity(request.request_id) - request.num_tokens
-        num_drafts = budget.take(max(0, min(self._most_drafts(request), room)))
+        num_drafts = budget.take(max(0, min(plan.num_tokens, room)))
         if num_drafts:
             grown = self.block_manager.grow(request.request_id, request.num_tokens + num_drafts)
             assert grown, "capacity promised the blocks"
-            share.num_draft_tokens = num_drafts
+            share.num_draft_tokens, share.stops = num_drafts, plan.stops
 
-    def _most_drafts(self, request: Request, surely_gained: int = 0) -> int:
-        """Draft tokens that can be of use: one more token always follows the accepted ones.
+    def _plans(self, requests: Sequence[Request], surely_gained: int = 0) -> Sequence[DraftPlan]:
+        """What the policy has these requests draft.
 
-        `surely_gained`: tokens that a step in flight will give at least.
+        Args:
+            surely_gained: tokens that a step in flight will give each at least.
         """
+        return self.policy.plan(
+            [Candidate(it, max(0, self._most_drafts(it, surely_gained))) for it in requests]
+        )
+
+    def _most_drafts(self, request: Request, surely_gained: int) -> int:
+        """Draft tokens that can be of use: one more token always follows the accepted ones."""
         limits = self.limits
         num_tokens = request.num_tokens + surely_gained
-        most = min(
+        return min(
             limits.max_model_len - num_tokens - 1,
             limits.drafts_for(request.max_tokens - request.num_output_tokens - surely_gained - 1),
             limits.drafter_max_model_len - num_tokens,
         )
-        return self.policy.num_draft_tokens(request, max(0, most))
 
     def _scheduled(self, share: Share, reaches_end: bool) -> ScheduledRequest:
         request = share.request
@@ -314,6 +330,7 @@ class Scheduler:
             window_table=self.block_manager.window_table(request.request_id),
             admitted=share.admitted,
             reaches_end=reaches_end,
+            stops=share.stops,
         )
 
     # ------------------------------------------------------------------ taking in the results

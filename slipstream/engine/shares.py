@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from slipstream.core.batch import ChainStops
 from slipstream.core.request import Request
 
 
@@ -13,6 +14,7 @@ class Share:
     num_new_tokens: int
     num_draft_tokens: int = 0
     admitted: bool = False
+    stops: ChainStops | None = None
 
     @property
     def num_uncomputed(self) -> int:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.core.batch import Batch
+from slipstream.core.batch import Batch, StepReport, StepTimes
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
 from slipstream.engine.guidance import DraftSteering, Guidance, SteeredDraft
 from slipstream.engine.scheduler import Scheduler
-from slipstream.engine.step_results import Launched, Outcome, StepResult, StepTimes
+from slipstream.engine.step_results import Launched, Outcome, StepResult
 from slipstream.kernels.devices import label
 from slipstream.kernels.sampling import SampleRows
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
@@ -287,15 +287,13 @@ class Step:
         # From its launch, or from the end of the step before.
         seconds = ended - max(launched.began, self._ended)
         self._ended = ended
+        times = StepTimes(draft, target, verify, max(0.0, seconds - draft - target - verify))
         return StepResult(
-            batch=batch,
-            committed=committed,
-            live=live,
+            report=StepReport(batch, committed, live, times, launched.padded),
             logits=outcome.logits,
             logit_starts=launched.logit_starts(committed),
             path=outcome.path,
             forward=outcome.forward,
-            times=StepTimes(draft, target, verify, max(0.0, seconds - draft - target - verify)),
         )
 
     def forget(self, requests: Sequence[Request]) -> None:

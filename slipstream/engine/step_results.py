@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from slipstream.core.batch import Batch, Committed
+from slipstream.core.batch import Batch, Committed, StepReport
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.transfer import Download
 from slipstream.sampling.verification import Verdict
@@ -98,38 +98,22 @@ class Launched:
 
 
 @dataclass(frozen=True)
-class StepTimes:
-    """Seconds of one step: drafting, the target's pass up to its logits, verification (sampling,
-    the verdict, committing it, and what the drafter takes note of), the rest."""
-
-    draft: float
-    target: float
-    verify: float
-    rest: float
-
-
-@dataclass(frozen=True)
 class StepResult:
     """Results of one step on the host.
 
     Attributes:
-        committed: per scheduled request, what it gained (before stop conditions cut it).
-        live: per scheduled request, whether it had not ended before; if it had, the rest of what
-            is here about it is surplus.
+        report: what is known of it without tensors.
         logits: [N, V] float32, the target's raw logits; request r owns rows
             logit_starts[r] .. logit_starts[r] + its draft tokens.
         path: [R, W] int64, which of its rows gave each of a request's tokens; None: the first.
         forward: the target's pass.
     """
 
-    batch: Batch
-    committed: Sequence[Committed]
-    live: Sequence[bool]
+    report: StepReport
     logits: Tensor
     logit_starts: Sequence[int]
     path: Tensor | None
     forward: Forward
-    times: StepTimes
 
     def logits_of(self, index: int, count: int) -> Tensor:
         """[count, V], what the first tokens that the request of batch index `index` gained were

@@ -15,8 +15,8 @@ import torch
 from tokenizers import models, pre_tokenizers
 
 from slipstream import LLM, RequestOutput, SamplingParams
-from slipstream.core.batch import Batch, Committed
-from slipstream.core.request import Request
+from slipstream.core.batch import Batch, Committed, DraftPlan, StepReport
+from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.samples import Submission
 from slipstream.kernels.preparation import PlacedRows, RequestTables
@@ -301,8 +301,12 @@ class ByLength:
     def __init__(self, num_speculative_tokens: int) -> None:
         self.widths = (0, 1, num_speculative_tokens)
 
-    def num_draft_tokens(self, request: Request, most: int) -> int:
-        return min(most, request.num_tokens % (self.widths[-1] + 1))
+    def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
+        asked = [it.request.num_tokens % (self.widths[-1] + 1) for it in candidates]
+        return [DraftPlan(min(it.most, count)) for it, count in zip(candidates, asked, strict=True)]
+
+    def observe(self, report: StepReport) -> None:
+        """It does not learn."""
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "draft_model", "eagle3", "medusa"])

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from slipstream.cache.block_manager import BlockManager
-from slipstream.core.batch import Batch, Committed
+from slipstream.core.batch import Batch, Committed, DraftPlan, StepReport
 from slipstream.core.errors import UsageError
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.scheduler import Scheduler
 
 SIZE = 4
@@ -276,9 +277,12 @@ class ByLength:
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
 
-    def num_draft_tokens(self, request: Request, most: int) -> int:
-        self.asked.append((request.request_id, most))
-        return min(most, request.num_tokens % 4)
+    def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
+        self.asked.extend((it.request.request_id, it.most) for it in candidates)
+        return [DraftPlan(min(it.most, it.request.num_tokens % 4)) for it in candidates]
+
+    def observe(self, report: StepReport) -> None:
+        raise AssertionError("nobody tells it")
 
 
 def test_a_policy_decides_how_many_tokens_are_drafted() -> None:
