@@ -133,6 +133,7 @@ class StepReport:
         live: per scheduled request, whether it had not ended before; if it had, what is here about
             it is surplus.
         padded: it was a captured step, padded to a bucket of requests and a number of drafts.
+        num_rows: rows that the target's pass has computed, padding included.
     """
 
     batch: Batch
@@ -140,3 +141,4 @@ class StepReport:
     live: Sequence[bool]
     times: StepTimes
     padded: bool
+    num_rows: int

@@ -8,6 +8,7 @@ from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.cache.window_blocks import WindowBlocks
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.step_form import CapturedForm
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.guidance import Guidance
@@ -154,7 +155,8 @@ def assemble(
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
     graphs = None
     if resolved.captures:
-        graphs = GraphRunner(state, sampling, scheduler.policy.widths, Recorder(device))
+        form = CapturedForm(limits.max_num_seqs, scheduler.policy.widths, packs=False)
+        graphs = GraphRunner(state, sampling, form, Recorder(device))
     step = Step(
         scheduler,
         runner,

@@ -288,8 +288,9 @@ class Step:
         seconds = ended - max(launched.began, self._ended)
         self._ended = ended
         times = StepTimes(draft, target, verify, max(0.0, seconds - draft - target - verify))
+        num_rows = len(outcome.forward.hidden)
         return StepResult(
-            report=StepReport(batch, committed, live, times, launched.padded),
+            report=StepReport(batch, committed, live, times, launched.padded, num_rows),
             logits=outcome.logits,
             logit_starts=launched.logit_starts(committed),
             path=outcome.path,

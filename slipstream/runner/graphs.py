@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from slipstream.core.step_form import CapturedForm
 from slipstream.kernels.registry import kernels_for
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
@@ -35,13 +36,6 @@ def captures_graphs(device: torch.device, enforce_eager: bool) -> bool:
     if device.type != "cuda" or enforce_eager:
         return False
     return kernels_for(device).network.backend != "reference"
-
-
-def bucket_sizes(most: int) -> list[int]:
-    """The numbers of requests that graphs are captured for, up to `most`."""
-    sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, 256, 32)]
-    sizes.extend(range(256, most, 128))
-    return [*(size for size in sizes if size < most), most]
 
 
 class HostPart(Protocol):
@@ -135,8 +129,7 @@ class GraphRunner:
     memory pool: what a replay returns is good until the next one.
 
     Args:
-        widths: numbers of draft tokens that graphs are for, rising: a batch takes the smallest that
-            holds its drafts.
+        form: the sizes that graphs are for: a batch takes the smallest that holds it.
         recorder: captures a call.
     """
 
@@ -144,11 +137,10 @@ class GraphRunner:
         self,
         state: DeviceState,
         sampling: SamplingState,
-        widths: Sequence[int],
+        form: CapturedForm,
         recorder: Recorder,
     ) -> None:
-        self._state, self._sampling, self._widths = state, sampling, widths
-        self._buckets = bucket_sizes(state.padding_slot)
+        self._state, self._sampling, self._form = state, sampling, form
         self._graphs: dict[_Key, _Captured[Any]] = {}
         self._generation = sampling.generation
         self._record = recorder
@@ -197,14 +189,13 @@ class GraphRunner:
     def _lean_keys(self, name: str, guessed: bool) -> list[_Key]:
         return [
             _Key(name, bucket, width, uses, guessed and width > 0)
-            for width in reversed(self._widths)
-            for bucket in reversed(self._buckets)
+            for width in reversed(self._form.widths)
+            for bucket in reversed(self._form.buckets)
             for uses in reversed(LEAN)
         ]
 
     def _key(self, name: str, packed: PackedBatch) -> _Key:
-        bucket = next(size for size in self._buckets if size >= len(packed.slots))
-        width = next(width for width in self._widths if width >= packed.width)
+        bucket, width = self._form.bucket(len(packed.slots)), self._form.width(packed.width)
         uses, guided = packed.uses - GUIDED, packed.uses & GUIDED
         if uses not in LEAN:
             uses = FULL

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.step_form import CapturedForm, bucket_sizes
 from slipstream.kernels.registry import kernels_for
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
@@ -22,7 +22,7 @@ from slipstream.models.loading import LoadOptions, load_decoder
 from slipstream.runner import graphs
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
-from slipstream.runner.graphs import FULL, LEAN, GraphRunner, bucket_sizes
+from slipstream.runner.graphs import FULL, LEAN, GraphRunner
 from slipstream.runner.model_runner import Forward, ModelRunner
 from slipstream.runner.rows import PassRows, RowLayout
 from slipstream.sampling.state import SamplingState, Uses
@@ -49,6 +49,10 @@ def plan(
     drafts = [0] * len(slots) if drafts is None else drafts
     ones = [1] * len(slots)
     return PackedBatch(slots, ones, drafts, [True] * len(slots), max(drafts), uses, guesses)
+
+
+def form(*widths: int) -> CapturedForm:
+    return CapturedForm(5, widths, packs=True)
 
 
 # ---------------------------------------------------------------------- plans and batches
@@ -94,32 +98,6 @@ def test_an_exact_turn_is_of_the_plans_requests_alone() -> None:
 # ---------------------------------------------------------------------- graphs
 
 
-@pytest.mark.parametrize(
-    ("most", "expected"),
-    [
-        (1, [1]),
-        (2, [1, 2]),
-        (3, [1, 2, 3]),
-        (6, [1, 2, 4, 6]),
-        (8, [1, 2, 4, 8]),
-        (20, [1, 2, 4, 8, 16, 20]),
-        (64, [1, 2, 4, 8, 16, 24, 32, 48, 64]),
-        (100, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100]),
-    ],
-)
-def test_buckets_end_with_the_most_requests(most: int, expected: list[int]) -> None:
-    assert bucket_sizes(most) == expected
-
-
-@pytest.mark.parametrize("most", [5, 63, 65, 255, 256, 257, 384, 500, 1024])
-def test_buckets_rise_and_waste_no_more_than_half(most: int) -> None:
-    sizes = bucket_sizes(most)
-    assert sizes == sorted(set(sizes))
-    assert sizes[-1] == most
-    for smaller, larger in pairwise(sizes):
-        assert larger <= max(2 * smaller, smaller + 1)
-
-
 class Counted(DirectRecorder):
     """Counts what is captured."""
 
@@ -162,7 +140,7 @@ def captures() -> Captures:
     state = DeviceState(5, 16, 4, CPU)
     sampling = SamplingState(state.num_slots, VOCAB, CPU)
     recorder = Counted()
-    runner = GraphRunner(state, sampling, (0, K), recorder)  # type: ignore[arg-type]
+    runner = GraphRunner(state, sampling, form(0, K), recorder)  # type: ignore[arg-type]
     return Captures(state, sampling, recorder, runner)
 
 
@@ -278,13 +256,13 @@ def test_what_plain_requests_need_is_captured_at_once(captures: Captures, guesse
 
 
 def test_an_engine_without_drafts_captures_one_width(captures: Captures) -> None:
-    runner = GraphRunner(captures.state, captures.sampling, (0,), captures.recorder)  # type: ignore[arg-type]
+    runner = GraphRunner(captures.state, captures.sampling, form(0), captures.recorder)  # type: ignore[arg-type]
     assert runner.num_lean() == 2 * len(bucket_sizes(5))
 
 
 def test_a_step_is_padded_to_the_smallest_width_that_holds_it(captures: Captures) -> None:
     state, sampling = captures.state, captures.sampling
-    runner = GraphRunner(state, sampling, (0, 1, 3), captures.recorder)  # type: ignore[arg-type]
+    runner = GraphRunner(state, sampling, form(0, 1, 3), captures.recorder)  # type: ignore[arg-type]
     for drafts in range(4):
         runner.run("step", captures.function, plan([0], [drafts]))
         assert captures.batches[-1].width == {0: 0, 1: 1, 2: 3, 3: 3}[drafts]

@@ -1,0 +1,86 @@
+"""How many rows the target's pass of a decode step has: what a step costs follows from them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Protocol
+
+# Rows that are left out of a smaller pass would hardly have cost anything.
+FEWEST_TO_PACK = 64
+TILE_ROWS = 16
+PARTS = 4
+
+
+class StepForm(Protocol):
+    """What steps without prompts look like on this engine."""
+
+    def rows(self, requests: int, width: int, num_drafts: int) -> int:
+        """Rows that the target's pass computes.
+
+        Args:
+            requests: that decode.
+            width: the most tokens that any of them drafts.
+            num_drafts: tokens that all of them draft together.
+        """
+
+
+@dataclass(frozen=True)
+class ExactForm:
+    """Each request has as many rows as it needs."""
+
+    def rows(self, requests: int, width: int, num_drafts: int) -> int:
+        return requests + num_drafts
+
+
+@dataclass(frozen=True)
+class CapturedForm:
+    """Steps of a few sizes, for each of which a graph is captured.
+
+    A step is padded to a bucket of requests, a width of drafts, and a total of rows.
+
+    Attributes:
+        max_requests: the largest bucket.
+        widths: numbers of draft tokens, rising.
+        packs: whether there are totals below bucket * (width + 1), for requests that draft
+            different numbers of tokens.
+    """
+
+    max_requests: int
+    widths: tuple[int, ...]
+    packs: bool
+
+    @cached_property
+    def buckets(self) -> Sequence[int]:
+        """Numbers of requests, rising."""
+        return bucket_sizes(self.max_requests)
+
+    def bucket(self, requests: int) -> int:
+        return next(size for size in self.buckets if size >= requests)
+
+    def width(self, most_drafts: int) -> int:
+        return next(width for width in self.widths if width >= most_drafts)
+
+    def rows(self, requests: int, width: int, num_drafts: int) -> int:
+        bucket, width = self.bucket(requests), self.width(width)
+        if not self.packs:
+            return bucket * (width + 1)
+        return next(it for it in row_totals(bucket, width) if it >= requests + num_drafts)
+
+
+def bucket_sizes(most: int) -> list[int]:
+    """The numbers of requests that graphs are captured for, up to `most`."""
+    sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, 256, 32)]
+    sizes.extend(range(256, most, 128))
+    return [*(size for size in sizes if size < most), most]
+
+
+@cache
+def row_totals(bucket: int, width: int) -> tuple[int, ...]:
+    """The totals of rows for so many requests that draft up to `width` tokens, rising: with a
+    quarter of the draft tokens that there can be, a half, three quarters, all."""
+    full = bucket * (width + 1)
+    if full < FEWEST_TO_PACK:
+        return (full,)
+    parts = [bucket + -(-bucket * width * part // PARTS) for part in range(1, PARTS)]
+    tiled = {-(-rows // TILE_ROWS) * TILE_ROWS for rows in parts}
+    return (*sorted(rows for rows in tiled if rows < full), full)
