@@ -1,0 +1,1 @@
+"""How much is drafted: what a step costs, what is accepted, and the choice that follows."""
