@@ -23,10 +23,17 @@ class StepForm(Protocol):
             num_drafts: tokens that all of them draft together.
         """
 
+    @property
+    def ends_chains(self) -> bool:
+        """Whether a pass of the drafter is for those requests alone that draft so far, and chains
+        may end before their plan does."""
+
 
 @dataclass(frozen=True)
 class ExactForm:
     """Each request has as many rows as it needs."""
+
+    ends_chains = True
 
     def rows(self, requests: int, width: int, num_drafts: int) -> int:
         return requests + num_drafts
@@ -48,6 +55,7 @@ class CapturedForm:
     max_requests: int
     widths: tuple[int, ...]
     packs: bool
+    ends_chains = False
 
     @cached_property
     def buckets(self) -> Sequence[int]:

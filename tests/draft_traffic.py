@@ -1,0 +1,123 @@
+"""Traffic for draft policies, simulated: requests whose drafts are accepted with known chances."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from slipstream.core.batch import Batch, Committed, ScheduledRequest, StepReport, StepTimes
+from slipstream.core.limits import StepLimits
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.step_form import StepForm
+from slipstream.engine.draft_policy import Candidate, DraftPolicy
+
+# step -> the chance that a token is accepted, at every place.
+Chance = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of steps by a formula.
+
+    Attributes:
+        fixed, row: of the target's pass.
+        draft_pass, draft_row: of each pass of the drafter.
+        tile: rows of the target are paid for in groups of so many.
+    """
+
+    fixed: float = 1.0
+    row: float = 0.0
+    draft_pass: float = 0.1
+    draft_row: float = 0.0
+    tile: int = 1
+
+    def target_seconds(self, requests: int, rows: int, context: int) -> float:
+        return self.fixed + self.row * self.tile * -(-rows // self.tile)
+
+    def draft_seconds(self, requests: int, width: int, context: int) -> float:
+        return width * (self.draft_pass + self.draft_row * requests)
+
+    def observe(self, report: StepReport) -> None:
+        """It knows already."""
+
+
+def limits(most: int, tree_depth: int | None = None) -> StepLimits:
+    return StepLimits(64, 4096, 10**9, 10**9, most, False, "", tree_depth)
+
+
+def request(name: str, bound: int) -> Request:
+    tokens = [1] * 100
+    return Request(name, tokens, SamplingParams(), 0, frozenset(), 10**6, bound, 0)
+
+
+def report(requests: Sequence[Request], results: Sequence[tuple[int, int]]) -> StepReport:
+    """The report of a step: for each request how many tokens it drafted, and had accepted."""
+    items, committed = [], []
+    for it, (drafted, accepted) in zip(requests, results, strict=True):
+        items.append(ScheduledRequest(it, 0, 1, drafted, (), False, True))
+        committed.append(Committed((1,) * (accepted + 1), drafted, accepted, 0))
+    times = StepTimes(0.0, 0.0, 0.0, 0.0)
+    return StepReport(Batch(tuple(items)), committed, [True] * len(items), times, False, 0)
+
+
+@dataclass(eq=False)
+class Server:
+    """Runs steps of a policy over simulated requests.
+
+    Attributes:
+        seconds, tokens: so far.
+        counts: what was drafted, by step and request.
+    """
+
+    policy: DraftPolicy
+    costs: Costs
+    form: StepForm
+    most: int
+    seconds: float = 0.0
+    tokens: int = 0
+    counts: list[list[int]] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    chances: list[Chance] = field(default_factory=list)
+    noise: random.Random = field(default_factory=lambda: random.Random(5))
+
+    def add(self, chance: Chance, bound: int | None = None) -> None:
+        name = f"request {self.noise.random()}"
+        self.requests.append(request(name, self.most if bound is None else bound))
+        self.chances.append(chance)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def step(self) -> None:
+        number = len(self.counts)
+        plans = self.policy.plan([Candidate(it, self.most) for it in self.requests])
+        drafted = [plan.num_tokens for plan in plans]
+        self.counts.append(drafted)
+        accepted = []
+        for count, chance in zip(drafted, self.chances, strict=True):
+            rate, taken = chance(number), 0
+            while taken < count and self.noise.random() < rate:
+                taken += 1
+            accepted.append(taken)
+        self.seconds += seconds_of(drafted, self.costs, self.form, self.policy.widths)
+        self.tokens += sum(accepted) + len(accepted)
+        self.policy.observe(report(self.requests, list(zip(drafted, accepted, strict=True))))
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+
+def seconds_of(
+    drafted: Sequence[int], costs: Costs, form: StepForm, widths: Sequence[int]
+) -> float:
+    """Of a step in which requests draft so many tokens."""
+    size, most = len(drafted), max(drafted)
+    width = most if form.ends_chains else next(it for it in widths if it >= most)
+    seconds = costs.target_seconds(size, form.rows(size, width, sum(drafted)), 100 * size)
+    for place in range(1, width + 1):
+        drafting = sum(count >= place for count in drafted) if form.ends_chains else size
+        now = costs.draft_seconds(drafting, place, 0)
+        seconds += now - costs.draft_seconds(drafting, place - 1, 0)
+    return seconds

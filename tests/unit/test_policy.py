@@ -1,0 +1,236 @@
+"""The policy that chooses how much is drafted: against brute force, and over simulated traffic."""
+
+import random
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+
+from slipstream.core.request import Request
+from slipstream.core.step_form import CapturedForm, ExactForm, StepForm
+from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy
+from slipstream.engine.drafting.acceptance import Acceptance, survivals
+from slipstream.engine.drafting.choice import CostTable, choose
+from slipstream.engine.drafting.policy import PROBE_SHARE, AdaptivePolicy
+from tests.draft_traffic import Chance, Costs, Server, limits, report, request, seconds_of
+
+K = 7
+WIDTHS = (0, 1, 2, 4, 7)
+EXACT, PADDED = ExactForm(), CapturedForm(64, WIDTHS, packs=False)
+PACKED = CapturedForm(64, WIDTHS, packs=True)
+FORMS: dict[str, StepForm] = {"exact": EXACT, "padded": PADDED, "packed": PACKED}
+LARGE = Costs(fixed=1.0, row=0.002, draft_pass=0.08, draft_row=0.0005)  # a model on a GPU
+MIDDLE = Costs(fixed=1.0, row=0.06, draft_pass=0.06, draft_row=0.01)
+STEEP = Costs(fixed=0.2, row=0.3, draft_pass=0.01, draft_row=0.03)
+TILED = Costs(fixed=0.5, row=0.05, draft_pass=0.05, draft_row=0.01, tile=5)
+
+
+class Falling(Costs):
+    """Some sizes are cheaper than smaller ones."""
+
+    def target_seconds(self, requests: int, rows: int, context: int) -> float:
+        return 1.0 + 0.05 * rows - (0.3 if rows in (5, 9, 10, 13) else 0.0)
+
+
+SHAPES = {"flat": Costs(), "large": LARGE, "steep": STEEP, "tiled": TILED, "falling": Falling()}
+
+
+def adaptive(costs: Costs, form: StepForm, most: int = K) -> AdaptivePolicy:
+    return AdaptivePolicy(limits(most), [it for it in WIDTHS if it <= most], costs, form)
+
+
+def serve(
+    policy: DraftPolicy, costs: Costs, form: StepForm, chances: Sequence[Chance], steps: int
+) -> Server:
+    server = Server(policy, costs, form, K)
+    for chance in chances:
+        server.add(chance)
+    server.run(steps)
+    return server
+
+
+def always(chance: float) -> Chance:
+    return lambda step: chance
+
+
+# ---------------------------------------------------------------------- the choice
+
+
+def trace() -> list[tuple[list[tuple[int, int]], int]]:
+    """What four requests drafted and had accepted in each step, and how many of them ran: each has
+    chances of its own, which change."""
+    noise, steps = random.Random(3), []
+    rates = [0.9, 0.6, 0.3, 0.8]
+    for step in range(40):
+        if step % 10 == 9:
+            rates = [noise.random() for _ in rates]
+        results = []
+        for rate in rates:
+            drafted = noise.randrange(1, 5)
+            accepted = next((n for n in range(drafted) if noise.random() > rate), drafted)
+            results.append((drafted, accepted))
+        steps.append((results, 1 + step % 4))
+    return steps
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_choice_is_as_good_as_the_best_of_all(shape: str, form: str) -> None:
+    costs, steps, most = SHAPES[shape], FORMS[form], 4
+    widths = [width for width in WIDTHS if width <= most]
+    offered = range(most + 1) if form == "exact" else widths
+    acceptance = Acceptance(most)
+    requests = [request(f"request {index}", most) for index in range(4)]
+    histories = [acceptance.of(it) for it in requests]
+    drafted_at_all = 0
+    for results, running in trace():
+        acceptance.observe(report(requests, results))
+        gains = [survivals(it.chances, most) for it in histories[:running]]
+        table = CostTable(costs, steps, running, 100 * running)
+        choice = choose(gains, offered, table)
+
+        def speed(counts: Sequence[int], gains: list[list[float]] = gains) -> float:
+            pairs = zip(gains, counts, strict=True)
+            tokens = len(counts) + sum(sum(chain[:count]) for chain, count in pairs)
+            return tokens / seconds_of(counts, costs, steps, widths)
+
+        best = max(speed(counts) for counts in product(range(most + 1), repeat=running))
+        assert speed(choice.counts) >= 0.99 * best
+        assert choice.speed == pytest.approx(speed(choice.counts))
+        drafted_at_all += any(choice.counts)
+    assert drafted_at_all  # else nothing was compared
+
+
+def test_a_longer_chain_never_stands_behind_a_gap() -> None:
+    table = CostTable(MIDDLE, EXACT, 3, 300)
+    gains = [[0.9, 0.9, 0.9], [0.9, 0.1], []]
+    choice = choose(gains, range(4), table)
+    assert list(choice.counts) == [3, 1, 0]
+    assert choice.least == 0.9
+
+
+# ---------------------------------------------------------------------- bounds and state
+
+
+def candidates(requests: Sequence[Request], most: int = K) -> list[Candidate]:
+    return [Candidate(it, most) for it in requests]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [3, 30])
+def test_bounds_are_honoured(form: str, size: int) -> None:
+    policy = adaptive(Costs(), FORMS[form])
+    bounds = [index % 4 for index in range(size)]
+    requests = [request(f"request {index}", bound) for index, bound in enumerate(bounds)]
+    noise = random.Random(1)
+    for step in range(60):
+        most = [noise.randrange(8) for _ in requests] if step % 2 else [K] * size
+        asked = [Candidate(it, room) for it, room in zip(requests, most, strict=True)]
+        drafted = [plan.num_tokens for plan in policy.plan(asked)]
+        for count, bound, room in zip(drafted, bounds, most, strict=True):
+            assert 0 <= count <= min(bound, room)
+        policy.observe(report(requests, [(count, 0) for count in drafted]))
+
+
+def test_what_is_known_of_requests_goes_with_them() -> None:
+    policy = adaptive(MIDDLE, EXACT)
+    for turn in range(50):
+        requests = [request(f"turn {turn}, request {index}", K) for index in range(6)]
+        for _ in range(3):
+            drafted = [plan.num_tokens for plan in policy.plan(candidates(requests))]
+            policy.observe(report(requests, [(count, 0) for count in drafted]))
+        for it in requests:  # they were aborted: no step tells of it
+            it.status = it.status.FINISHED
+        assert len(policy.acceptance) <= 2 * len(requests) + 8 + len(requests)
+
+
+def test_a_name_that_comes_again_is_another_request() -> None:
+    acceptance = Acceptance(K)
+    first, second = request("a", K), request("a", K)
+    acceptance.of(first).chances[0] = 0.0
+    assert acceptance.of(second).chances[0] > 0.5
+
+
+def test_requests_that_come_and_go_are_planned_for() -> None:
+    policy = adaptive(LARGE, EXACT)
+    noise, running, names = random.Random(2), list[Request](), 0
+    for _ in range(300):
+        while len(running) < 24:
+            running.append(request(f"request {names}", K))
+            names += 1
+            assert policy.plan(candidates(running[-1:]))[0].num_tokens <= K  # its prompt ends
+        plans = policy.plan(candidates(running))
+        assert len(plans) == len(running)
+        policy.observe(report(running, [(it.num_tokens, it.num_tokens) for it in plans]))
+        running = [it for it in running if noise.random() > 0.05]
+    assert sum(it.num_tokens for it in plans) > 4 * len(plans)
+
+
+# ---------------------------------------------------------------------- traffic
+
+MIXED = [always(0.9), always(0.0)] * 8
+
+
+@pytest.mark.parametrize("form", ["exact", "packed"])
+def test_mixed_traffic_is_faster_than_with_any_fixed_number(form: str) -> None:
+    costs, steps = Costs(fixed=1.0, row=0.05, draft_pass=0.05, draft_row=0.001), FORMS[form]
+    chosen = serve(adaptive(costs, steps), costs, steps, MIXED, 400).speed
+    for count in (0, 1, 2, 4, 7):
+        assert chosen > 1.05 * serve(FixedPolicy(count), costs, steps, MIXED, 200).speed, count
+
+
+@pytest.mark.parametrize("form", ["exact", "padded"])
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.5, 0.8, 1.0])
+def test_steady_traffic_is_hardly_slower_than_with_the_best_number(
+    chance: float, form: str
+) -> None:
+    steps = FORMS[form]
+    for costs, size in ((LARGE, 1), (MIDDLE, 4), (STEEP, 8)):
+        traffic = [always(chance)] * size
+        chosen = serve(adaptive(costs, steps), costs, steps, traffic, 1600 // size).speed
+        best = max(
+            serve(FixedPolicy(count), costs, steps, traffic, 1600 // size).speed
+            for count in (0, 1, 2, 4, 7)
+        )
+        assert chosen > 0.95 * best
+
+
+def turning(step: int) -> float:
+    """Acceptance that falls at step 200 and comes back at step 400."""
+    return 0.1 if 200 <= step < 400 else 0.8
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [1, 8, 32])
+def test_a_change_of_acceptance_is_followed_within_30_steps(form: str, size: int) -> None:
+    costs = Costs(fixed=1.0, row=0.004, draft_pass=0.15, draft_row=0.001)
+    steps = FORMS[form]
+    server = serve(adaptive(costs, steps), costs, steps, [turning] * size, 600)
+
+    def spent(first: int, last: int, fixed: int) -> float:
+        """Seconds of these steps for each token that is to be expected, by those with K fixed."""
+        chance = turning(first)
+
+        def cost(counts: Sequence[int]) -> float:
+            tokens = sum((1 - chance ** (count + 1)) / (1 - chance) for count in counts)
+            return seconds_of(counts, costs, steps, WIDTHS) / tokens
+
+        taken = [cost(counts) for counts in server.counts[first:last]]
+        return sum(taken) / len(taken) / cost([fixed] * size)
+
+    assert spent(230, 400, fixed=0) < 1.03
+    assert spent(430, 600, fixed=4) < 1.05
+    assert spent(430, 440, fixed=4) < 1.15
+
+
+@pytest.mark.parametrize("form", ["exact", "padded"])
+@pytest.mark.parametrize("size", [1, 8])
+def test_probes_cost_little_and_go_on(form: str, size: int) -> None:
+    steps = FORMS[form]
+    server = serve(adaptive(MIDDLE, steps), MIDDLE, steps, [always(0.0)] * size, 1500)
+    plain = seconds_of([0] * size, MIDDLE, steps, WIDTHS)
+    counts = server.counts[100:]
+    taken = sum(seconds_of(it, MIDDLE, steps, WIDTHS) - plain for it in counts)
+    assert taken < 1.5 * PROBE_SHARE * plain * len(counts)
+    for first in range(0, len(counts) - 400, 200):
+        assert any(any(it) for it in counts[first : first + 400])
