@@ -143,25 +143,29 @@ void run_verify(const Array& logits_in, const RowTensors& given, const SlotTenso
            {chosen, counts, counts + requests});
 }
 
-void run_best_tokens(const Array& logits_in, int64_t tokens, const Array& out) {
+void run_best_tokens(const Array& logits_in, int64_t tokens, const Optional& confidence_out,
+                     const Array& out) {
     const int64_t count = length(out, 1, 0, "out");
     const LogitRows logits = logits_of(logits_in, count, tokens);
+    auto* confidences = dense<float>(confidence_out, {count}, "confidence_out");
     auto* chosen = dense<int64_t>(out, {count}, "out");
     nb::gil_scoped_release released;
-    find_best_tokens(logits, count, chosen);
+    find_best_tokens(logits, count, confidences, chosen);
 }
 
 void run_draft(const Array& logits_in, int64_t tokens, const Array& slots, const Array& positions,
                const SlotTensors& state, const Needs& needs, const Array& probs_out,
-               const Array& out) {
+               const Optional& confidence_out, const Array& out) {
     const int64_t count = length(out, 1, 0, "out");
     const LogitRows logits = logits_of(logits_in, count, tokens);
     const int64_t *own = checked(slots, count, state),
                   *places = dense<int64_t>(positions, {count}, "positions");
     auto* probs = shaped<float>(probs_out, {count, tokens}, 1, "probs_out");
+    auto* confidences = dense<float>(confidence_out, {count}, "confidence_out");
     auto* chosen = dense<int64_t>(out, {count}, "out");
     nb::gil_scoped_release released;
-    draft(logits, count, own, places, state, needs, probs, probs_out.stride(0), chosen);
+    draft(logits, count, own, places, state, needs, probs, probs_out.stride(0), confidences,
+          chosen);
 }
 
 void run_commit(const Array& slots, const Array& token_ids, const Array& num_tokens,
@@ -199,8 +203,11 @@ void bind_sampling(nb::module_& module) {
              nb::arg("draft_probs").none(), nb::arg("draft_vocabulary").none(),
              nb::arg("allowed").none(), nb::arg("certain").none());
     module.def("verify", run_verify);
-    module.def("best_tokens", run_best_tokens);
-    module.def("draft", run_draft);
+    module.def("best_tokens", run_best_tokens, nb::arg("logits"), nb::arg("tokens"),
+               nb::arg("confidence_out").none(), nb::arg("out"));
+    module.def("draft", run_draft, nb::arg("logits"), nb::arg("tokens"), nb::arg("slots"),
+               nb::arg("positions"), nb::arg("state"), nb::arg("needs"), nb::arg("probs_out"),
+               nb::arg("confidence_out").none(), nb::arg("out"));
     module.def("commit_sampling", run_commit);
     module.def("fill_noise", fill_noise);
 }

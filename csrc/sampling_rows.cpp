@@ -176,6 +176,24 @@ void scan(std::vector<Row>& rows, int64_t tokens, Workspace& space) {
     });
 }
 
+void find_confidences(const std::vector<Row>& rows, int64_t tokens, Workspace& space, float* out) {
+    const auto& kernels = sampling_kernels.active();
+    const int64_t slices = num_slices(tokens), count = static_cast<int64_t>(rows.size());
+    space.sums.assign(count * slices, 0.0f);
+    float* sums = space.sums.data();
+    spread(count * slices, count * tokens, [&](int64_t task) {
+        const Row& row = rows[task / slices];
+        const int64_t first = task % slices * slice_tokens;
+        const Distribution plain = {row.distribution.largest, 1.0f, no_limit, 0.0f, 1.0f};
+        sums[task] = kernels.sum_weights(row.logits + first, slice_size(first, tokens), plain);
+    });
+    for (int64_t index = 0; index < count; ++index) {
+        double total = 0.0;
+        for (int64_t slice = 0; slice < slices; ++slice) total += sums[index * slices + slice];
+        out[index] = 1.0f / static_cast<float>(std::max(total, 1.0));
+    }
+}
+
 void run_races(Race* races, int64_t count, int64_t tokens, Workspace& space) {
     const auto& kernels = sampling_kernels.active();
     const int64_t slices = num_slices(tokens);

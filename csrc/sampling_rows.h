@@ -67,6 +67,9 @@ Workspace& workspace();
 // Processes rows of logits, and finds the best of each and the distributions of sampled ones.
 void scan(std::vector<Row>& rows, int64_t tokens, Workspace& space);
 
+// The largest probability of each scanned row at temperature 1, to out [rows].
+void find_confidences(const std::vector<Row>& rows, int64_t tokens, Workspace& space, float* out);
+
 // A token to be sampled from a row's distribution, or from what that has beyond another's.
 struct Race {
     const Row* row;

@@ -177,7 +177,8 @@ void verify(const LogitRows& logits, const DraftedRows& rows, const SlotTensors&
     if (!races.empty()) settle(races, drawn, logits.tokens, space);
 }
 
-void find_best_tokens(const LogitRows& logits, int64_t count, int64_t* out) {
+void find_best_tokens(const LogitRows& logits, int64_t count, float* confidence_out,
+                      int64_t* out) {
     Workspace& space = workspace();
     Row row{};
     row.is_used = true;
@@ -186,11 +187,12 @@ void find_best_tokens(const LogitRows& logits, int64_t count, int64_t* out) {
         space.rows[index].logits = logits.data + index * logits.stride;
     scan(space.rows, logits.tokens, space);
     for (int64_t index = 0; index < count; ++index) out[index] = space.rows[index].best.token;
+    if (confidence_out) find_confidences(space.rows, logits.tokens, space, confidence_out);
 }
 
 void draft(const LogitRows& logits, int64_t count, const int64_t* request_slots,
            const int64_t* positions, const SlotTensors& slots, const Needs& needs,
-           float* probs_out, int64_t probs_stride, int64_t* out) {
+           float* probs_out, int64_t probs_stride, float* confidence_out, int64_t* out) {
     thread_local std::vector<Race> races;
     thread_local std::vector<int64_t*> drawn;
     Workspace& space = workspace();
@@ -205,6 +207,7 @@ void draft(const LogitRows& logits, int64_t count, const int64_t* request_slots,
         set_sampling(row, slots, request_slots[index], wanted, logits.tokens);
     }
     scan(space.rows, logits.tokens, space);
+    if (confidence_out) find_confidences(space.rows, logits.tokens, space, confidence_out);
     races.clear();
     drawn.clear();
     for (int64_t index = 0; index < count; ++index) {

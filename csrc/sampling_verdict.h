@@ -43,13 +43,13 @@ struct VerdictOut {
 void verify(const LogitRows& logits, const DraftedRows& rows, const SlotTensors& slots,
             const Needs& needs, const float* rates, const VerdictOut& out);
 
-// The first of the largest of each row, to out [count].
-void find_best_tokens(const LogitRows& logits, int64_t count, int64_t* out);
+// The first of the largest of each row, to out [count]. confidence_out: [count] or null.
+void find_best_tokens(const LogitRows& logits, int64_t count, float* confidence_out, int64_t* out);
 
-// probs_out: [R, tokens].
+// probs_out: [R, tokens]; confidence_out: [R] or null.
 void draft(const LogitRows& logits, int64_t count, const int64_t* request_slots,
            const int64_t* positions, const SlotTensors& slots, const Needs& needs,
-           float* probs_out, int64_t probs_stride, int64_t* out);
+           float* probs_out, int64_t probs_stride, float* confidence_out, int64_t* out);
 
 void commit(int64_t count, const int64_t* request_slots, const int64_t* token_ids, int64_t width,
             const int64_t* num_tokens, const SlotTensors& slots);

@@ -233,7 +233,8 @@ class DraftOp(Protocol):
     """Logits [R, V] of any float dtype -> draft tokens [R] int64, below `num_legal_tokens`.
 
     With probs_out [R, min(V, num_legal_tokens)] requests are sampled, and it receives their
-    distributions.
+    distributions. confidence_out [R] float32, dense: the largest probability of each row of logits
+    at temperature 1, whatever a request's parameters; rows that are no numbers give any number.
     """
 
     def __call__(
@@ -245,6 +246,7 @@ class DraftOp(Protocol):
         needs: Needs,
         num_legal_tokens: int,
         probs_out: Tensor | None,
+        confidence_out: Tensor | None,
     ) -> Tensor: ...
 
 

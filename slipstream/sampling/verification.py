@@ -69,6 +69,7 @@ def sample_draft(
     greedy_only: bool = False,
     probs_out: Tensor | None = None,
     vocabulary: Tensor | None = None,
+    confidence_out: Tensor | None = None,
 ) -> Tensor:
     """Sample one draft token for each request.
 
@@ -87,6 +88,8 @@ def sample_draft(
             numbers that the tokens were sampled from; zeros for greedy requests. It is given when
             any request is sampled, and only then.
         vocabulary: [V] int64, the token ids of the columns of `logits`; None for those from 0 on.
+        confidence_out: [R] float32: receives the largest probability of each row at temperature 1,
+            which depends neither on the request's parameters nor on the token that is drawn.
 
     Returns:
         [R] int64, columns.
@@ -95,7 +98,9 @@ def sample_draft(
     is_plain = greedy_only or Uses.SAMPLING not in uses
     assert (probs_out is None) == is_plain, "probs_out belongs to batches that are sampled"
     tensors, needs = state.tensors(), needs_of(uses)
-    return state.ops.draft(logits, slots, positions, tensors, needs, num_legal_tokens, probs_out)
+    return state.ops.draft(
+        logits, slots, positions, tensors, needs, num_legal_tokens, probs_out, confidence_out
+    )
 
 
 @cache

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.kernels.reference.sampling import SAMPLING as PLAIN
 from slipstream.kernels.sampling import SampleRows, SamplingOps
-from slipstream.sampling.state import SamplingState
-from slipstream.sampling.verification import verify
+from slipstream.sampling.state import SamplingState, Uses
+from slipstream.sampling.verification import sample_draft, verify
 from tests.kernels.device import DEVICE
 
 
@@ -132,3 +133,33 @@ def judge(
     return tuple(
         part.tolist() for part in (verdict.token_ids, verdict.num_tokens, verdict.num_accepted)
     )
+
+
+def check_confidences(
+    ops: SamplingOps, name: str, vocab_size: int, legal: int, device: torch.device
+) -> None:
+    """They are softmax maxima of the raw logits, and change no token."""
+    state = make_state(KINDS[name], vocab_size, device)
+    uses, slots = state.uses(range(5)), torch.tensor([4, 0, 1, 3, 2], device=device)
+    for spread in (1.0,) if vocab_size > 1000 else (0.02, 1.0, 30.0):
+        logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+        logits = (logits * spread - 100).to(device)
+        width = min(legal, vocab_size)
+        tokens = []
+        for served, out in (
+            (PLAIN, None),
+            (PLAIN, torch.full((5,), torch.nan, device=device)),
+            (ops, torch.full((5,), torch.nan, device=device)),
+        ):
+            probs = torch.empty(5, width, device=device) if Uses.SAMPLING in uses else None
+            with served_by(served, state):
+                tokens.append(
+                    sample_draft(
+                        logits, slots, slots + 9, state, uses, legal,
+                        probs_out=probs, confidence_out=out,
+                    )
+                )  # fmt: skip
+            assert torch.equal(tokens[0], tokens[-1])
+            if out is not None:
+                expected = logits.double()[:, :width].softmax(-1).amax(-1)
+                torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=0)

@@ -33,6 +33,7 @@ from tests.kernels.sampling_cases import (
     PROCESSED,
     SAMPLED,
     TRUNCATED,
+    check_confidences,
     judge,
     make_batch,
     make_state,
@@ -343,6 +344,12 @@ def test_draft(name: str, legal: int, dtype: torch.dtype) -> None:
         assert torch.equal(tokens, logits[:, :legal].argmax(-1))
 
 
+@pytest.mark.parametrize("name", ["greedy", "lean", "truncated"])
+@pytest.mark.parametrize(("vocab_size", "legal"), [(1, 1), (37, 30), (9000, 1 << 20)])
+def test_confidences(name: str, vocab_size: int, legal: int, threads: int) -> None:
+    check_confidences(CPP, name, vocab_size, legal, CPU)
+
+
 @pytest.mark.parametrize("vocab_size", [1, 17, 33, 1000, 151_936])
 def test_greedy_drafts(vocab_size: int, threads: int) -> None:
     state = make_state([GREEDY] * 9, vocab_size, CPU)
@@ -426,9 +433,11 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(TypeError, match="ints: dtype float32"):
         CPP.verify(logits, rows, replace(tensors, ints=tensors.floats), needs, ())
     with pytest.raises(ValueError, match="probs_out: shape"):
-        CPP.draft(logits[:1], one, one, tensors, needs, 37, torch.empty(1, 36))
+        CPP.draft(logits[:1], one, one, tensors, needs, 37, torch.empty(1, 36), None)
+    with pytest.raises(ValueError, match="confidence_out: shape"):
+        CPP.draft(logits[:1], one, one, tensors, needs, 37, None, torch.empty(2))
     with pytest.raises(TypeError, match="slots: dtype int32"):
-        CPP.draft(logits[:1], one.int(), one, tensors, needs, 37, torch.empty(1, 37))
+        CPP.draft(logits[:1], one.int(), one, tensors, needs, 37, torch.empty(1, 37), None)
     with pytest.raises(ValueError, match="no such slot"):
         CPP.commit(one + 9, one.view(1, 1), one, tensors)
     with pytest.raises(TypeError, match="num_tokens: dtype bool"):

@@ -38,6 +38,7 @@ from tests.kernels.sampling_cases import (
     PROCESSED,
     SAMPLED,
     TRUNCATED,
+    check_confidences,
     judge,
     make_batch,
     make_state,
@@ -368,6 +369,14 @@ def test_draft(name: str, legal: int, dtype: torch.dtype) -> None:
         with served_by(fused.SAMPLING, state):
             tokens = sample_draft(logits, slots, slots, state, uses, legal, greedy_only=True)
         assert torch.equal(tokens, logits[:, :legal].argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "legal"),
+    [("greedy", 1, 1), ("greedy", 4500, 1 << 20), ("lean", 2100, 1 << 20), ("truncated", 37, 30)],
+)
+def test_confidences(name: str, vocab_size: int, legal: int) -> None:
+    check_confidences(fused.SAMPLING, name, vocab_size, legal, DEVICE)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 9])

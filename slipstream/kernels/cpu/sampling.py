@@ -41,6 +41,7 @@ def draft(
     needs: Needs,
     num_legal_tokens: int,
     probs_out: Tensor | None,
+    confidence_out: Tensor | None,
 ) -> Tensor:
     requests, num_tokens = slots.shape[0], min(logits.shape[1], num_legal_tokens)
     out = torch.empty(requests, dtype=torch.int64)
@@ -48,11 +49,11 @@ def draft(
         return out
     logits = _lines(logits.float())
     if probs_out is None:
-        cpp.best_tokens(logits, num_tokens, out)
+        cpp.best_tokens(logits, num_tokens, confidence_out, out)
     else:
         cpp.draft(
             logits, num_tokens, slots.contiguous(), positions.contiguous(), _slots(state),
-            _needs(needs), probs_out, out,
+            _needs(needs), probs_out, confidence_out, out,
         )  # fmt: skip
     return out
 

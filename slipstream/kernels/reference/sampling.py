@@ -57,11 +57,14 @@ def draft(
     needs: Needs,
     num_legal_tokens: int,
     probs_out: Tensor | None,
+    confidence_out: Tensor | None,
     fp64: bool = False,
 ) -> Tensor:
     """See `DraftOp`; `fp64` as in `verify`."""
     logits = logits[:, :num_legal_tokens].float()
     choice = logits.argmax(-1)
+    if confidence_out is not None:
+        confidence_out.copy_(logits.softmax(-1).amax(-1))
     if probs_out is None:
         return choice
     is_sampled = state.float_column("temperature", slots) > 0

@@ -50,6 +50,7 @@ class Scan:
     Attributes:
         source: the logits to sample from, [N, V or more], processed where that was asked for.
         largest, choice, total: [N, chunks], of every chunk.
+        mass: [N, chunks], the totals at temperature 1; None: nobody asked for them.
         facts: [N, 4] of the rows of truncated batches, else None.
     """
 
@@ -57,6 +58,7 @@ class Scan:
     largest: Tensor
     choice: Tensor
     total: Tensor
+    mass: Tensor | None
     facts: Tensor | None
     chunks: int
 
@@ -125,6 +127,7 @@ def draft(
     needs: Needs,
     num_legal_tokens: int,
     probs_out: Tensor | None,
+    confidence_out: Tensor | None,
 ) -> Tensor:
     requests, device = len(slots), logits.device
     vocab_size = min(logits.shape[1], num_legal_tokens)
@@ -136,21 +139,25 @@ def draft(
     sampled = probs_out is not None
     needs = Needs(sampled, needs.top_k, needs.top_p, needs.min_p)
     arrivals = torch.empty(requests, dtype=torch.int32, device=device) if sampled else None
-    scanned = _scan(logits, _plain_rows(slots, positions), state, needs, vocab_size, arrivals)
+    scanned = _scan(
+        logits, _plain_rows(slots, positions), state, needs, vocab_size, arrivals,
+        with_mass=confidence_out is not None,
+    )  # fmt: skip
     chunks, block_s = scanned.chunks, scanned.block_s
     if probs_out is None:
         draft_choice_kernel[(requests,)](
-            scanned.largest, scanned.choice, out, vocab_size, chunks, block_s=block_s,
-            num_warps=1, **launch,
+            scanned.largest, scanned.choice, scanned.mass, confidence_out, out, vocab_size, chunks,
+            block_s=block_s, num_warps=1, **launch,
         )  # fmt: skip
         return out
     assert probs_out.stride(1) == 1
     scores = torch.empty((requests, chunks), dtype=torch.float32, device=device)
     tokens = torch.empty((requests, chunks), dtype=torch.int32, device=device)
     draft_race_kernel[(chunks, requests)](
-        logits, scanned.largest, scanned.choice, scanned.total, scanned.facts, arrivals, scores,
-        tokens, probs_out, out, slots, positions, state.ints, state.floats, state.ints.stride(0),
-        state.floats.stride(0), logits.stride(0), probs_out.stride(0), vocab_size,
+        logits, scanned.largest, scanned.choice, scanned.total, scanned.mass, scanned.facts,
+        arrivals, scores, tokens, probs_out, confidence_out, out, slots, positions, state.ints,
+        state.floats, state.ints.stride(0), state.floats.stride(0), logits.stride(0),
+        probs_out.stride(0), vocab_size,
         truncated=scanned.facts is not None, block=TILES.block, block_s=block_s,
         num_warps=TILES.race_warps, **launch,
     )  # fmt: skip
@@ -178,12 +185,14 @@ def _scan(
     needs: Needs,
     vocab_size: int,
     arrivals: Tensor | None = None,
+    with_mass: bool = False,
 ) -> Scan:
     """The scan, and the thresholds where any row may have some."""
     num_rows, device, tiles = len(logits), logits.device, TILES
     chunks, groups = triton.cdiv(vocab_size, tiles.block), triton.cdiv(vocab_size, tiles.group)
     largest, total = torch.empty((2, num_rows, chunks), dtype=torch.float32, device=device)
     choice = torch.empty((num_rows, chunks), dtype=torch.int32, device=device)
+    mass = torch.empty_like(total) if with_mass else None
     source, processed = logits, None
     if needs.penalties or needs.bias or needs.min_tokens or rows.allowed is not None:
         source = processed = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
@@ -198,7 +207,7 @@ def _scan(
     numbers = (state.ints, state.floats, state.ints.stride(0), state.floats.stride(0))
     prompt_mask = None if state.prompt_mask is None else state.prompt_mask.view(torch.uint8)
     scan_kernel[(chunks, num_rows)](
-        logits, processed, largest, choice, total, group_largest, arrivals, request, offset,
+        logits, processed, largest, choice, total, mass, group_largest, arrivals, request, offset,
         rows.slots, lengths, rows.draft_tokens, rows.draft_tokens.stride(0), *numbers,
         state.stop_ids if needs.min_tokens else None, state.stop_ids.shape[1],
         state.output_counts if needs.penalties else None,
@@ -216,7 +225,7 @@ def _scan(
             tile=tiles.groups_at_once, block_g=triton.next_power_of_2(groups),
             block_s=triton.next_power_of_2(chunks), num_warps=tiles.threshold_warps, **place,
         )  # fmt: skip
-    return Scan(source, largest, choice, total, facts, chunks)
+    return Scan(source, largest, choice, total, mass, facts, chunks)
 
 
 def _dense_rows(rows: SampleRows) -> SampleRows:

@@ -1,11 +1,19 @@
 """The kernels of drafting behind the scan: the argmax, or the distribution with its race."""
+# ruff: noqa: SIM102  (of two nested ifs one is decided at compile time)
 
 import triton
 import triton.language as tl
 
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 from slipstream.kernels.triton.philox import DRAFT, ratio, token_noise
-from slipstream.kernels.triton.sampling_scan import SEED, STEPS, TEMPERATURE, choices, inverse_of
+from slipstream.kernels.triton.sampling_scan import (
+    SEED,
+    STEPS,
+    TEMPERATURE,
+    choices,
+    inverse_of,
+    store_confidence,
+)
 from slipstream.kernels.triton.sampling_verdict import (
     chunk_tokens,
     chunk_winner,
@@ -24,18 +32,21 @@ def _choice(chunk_largest, chunk_choice, request, chunks, vocab_size, block_s: t
 
 @triton.jit
 def draft_race_kernel(
-    logits, chunk_largest, chunk_choice, chunk_sum, result, arrivals, scores, tokens, probs, out,
-    slots, positions, all_ints, all_floats, ints_stride, floats_stride, logits_stride,
-    probs_stride, vocab_size, truncated: tl.constexpr, block: tl.constexpr, block_s: tl.constexpr,
-    pdl: tl.constexpr,
+    logits, chunk_largest, chunk_choice, chunk_sum, chunk_mass, result, arrivals, scores, tokens,
+    probs, confidences, out, slots, positions, all_ints, all_floats, ints_stride, floats_stride,
+    logits_stride, probs_stride, vocab_size, truncated: tl.constexpr, block: tl.constexpr,
+    block_s: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (chunk, request): writes the chunk's probabilities, and its winner [R, chunks].
 
-    The last program to arrive writes the token.
+    The last program to arrive writes the token, the first chunk's the confidence.
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
     chunk, request, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    if confidences is not None:
+        if chunk == 0:
+            store_confidence(confidences, chunk_largest, chunk_mass, request, chunks, block_s)
     slot = tl.load(slots + request)
     temperature = tl.load(all_floats + slot * floats_stride + TEMPERATURE)
     counter, token = chunk_tokens(chunk, block)
@@ -73,11 +84,14 @@ def draft_race_kernel(
 
 @triton.jit
 def draft_choice_kernel(
-    chunk_largest, chunk_choice, out, vocab_size, chunks, block_s: tl.constexpr, pdl: tl.constexpr
-):
-    """Program (request): the argmax."""
+    chunk_largest, chunk_choice, chunk_mass, confidences, out, vocab_size, chunks,
+    block_s: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Program (request): the argmax, and its probability at temperature 1."""
     launch_dependents(pdl)
     wait_for_inputs(pdl)
     request = tl.program_id(0)
+    if confidences is not None:
+        store_confidence(confidences, chunk_largest, chunk_mass, request, chunks, block_s)
     choice = _choice(chunk_largest, chunk_choice, request, chunks, vocab_size, block_s)
     tl.store(out + request, choice.to(tl.int64))

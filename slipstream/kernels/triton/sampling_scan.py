@@ -125,7 +125,7 @@ def _process(
 
 @triton.jit(do_not_specialize=["width"])
 def scan_kernel(
-    logits, processed, chunk_largest, chunk_choice, chunk_sum, group_largest, arrivals,
+    logits, processed, chunk_largest, chunk_choice, chunk_sum, chunk_mass, group_largest, arrivals,
     request, offset, slots, num_draft_tokens, draft_tokens, draft_stride,
     all_ints, all_floats, ints_stride, floats_stride, stop_ids, num_stop_ids, output_counts,
     prompt_mask, bias, allowed, logits_stride, allowed_stride, width, vocab_size, groups,
@@ -135,9 +135,9 @@ def scan_kernel(
     """Programs (chunk, row). What is None is not done.
 
     Writes, for each chunk of `block` tokens: its largest logit, the smallest token id that has it,
-    and (`sampled`) the sum of weights relative to that logit, [N, chunks]; for each `group` of
-    tokens its largest logit, [N, groups]; the processed logits [N, V]. Rows behind a request's
-    draft are left out. Sets arrivals [N] to 0.
+    and (`sampled`) the sum of weights relative to that logit, [N, chunks], and that sum at
+    temperature 1 (chunk_mass); for each `group` of tokens its largest logit, [N, groups]; the
+    processed logits [N, V]. Rows behind a request's draft are left out. Sets arrivals [N] to 0.
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
@@ -165,6 +165,10 @@ def scan_kernel(
     cell = row * tl.num_programs(0) + chunk
     tl.store(chunk_largest + cell, largest)
     tl.store(chunk_choice + cell, choice)
+    if chunk_mass is not None:
+        mass = weight_of(logit, finite(largest), 1.0)
+        mass = tl.reshape(tl.where(inside, mass, 0.0), (1, block))
+        tl.store(chunk_mass + cell + tl.arange(0, 1), tree_sum(mass))
     if sampled:
         temperature = tl.load(floats + TEMPERATURE)
         if temperature > 0:
@@ -200,3 +204,11 @@ def row_sums(chunk_largest, chunk_sum, rows, chunks, inverse, block_s: tl.conste
     total = tl.load(chunk_sum + cell, mask=there, other=0.0)
     largest = finite(tl.max(part, axis=1))
     return largest, tree_sum(total * weight_of(part, largest[:, None], inverse))
+
+
+@triton.jit
+def store_confidence(out, chunk_largest, chunk_mass, row, chunks, block_s: tl.constexpr):
+    """The largest probability of a row at temperature 1."""
+    one = row + tl.zeros((1,), tl.int32)
+    _, total = row_sums(chunk_largest, chunk_mass, one, chunks, 1.0, block_s)
+    tl.store(out + one, 1.0 / tl.maximum(total, 1.0))

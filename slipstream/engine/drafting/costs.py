@@ -1,0 +1,306 @@
+"""What steps cost on this machine: measured at the start, and refined by every step.
+
+A decode step takes
+
+    f(rows) + r requests + c context + a context (rows / requests - 1)     the target, verification
+    + h(requests)                                                          the rest
+    + d(requests, width) + e width context                                 drafting
+
+of which the functions are tables: linear between what was measured and beyond it. So nothing is
+assumed about how costs rise with rows: they may jump where a tile is full, or flatten where all
+experts are read. Context is what attention reads: the lengths of all requests together.
+
+A knot of a table follows the median of what the latest steps say about it: single steps that were
+disturbed change nothing, and a lasting change is taken over once most of them have seen it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from slipstream.core.batch import StepReport
+from slipstream.engine.drafting.tables import LEAST, Grid, Knot, Slope, Table
+
+_MOST_ERROR = 0.3  # errors count as no larger for slopes, relative to what was predicted
+_LEAST_SHARE = 0.1  # of an error that a knot takes
+_STALE = 0.005  # relative moves after which predictions are computed anew
+
+
+@dataclass(frozen=True)
+class Point:
+    """A decode step that was measured: `draft` seconds of drafting and the rest, `target` seconds
+    of the target's pass and verification. Numbers as in `CostModel.seconds`."""
+
+    requests: int
+    width: int
+    rows: int
+    context: int
+    draft: float
+    target: float
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """Predicted seconds of a step in which each of `requests` requests drafts `drafts` tokens."""
+
+    requests: int
+    drafts: int
+    seconds: float
+
+    def least_acceptance(self, plain: float) -> float | None:
+        """The chance of each draft token from which on this is faster than plain steps of `plain`
+        seconds; None where no chance is enough."""
+        if self.seconds > plain * (self.drafts + 1):
+            return None
+        low, high = 0.0, 1.0
+        for _ in range(30):
+            chance = (low + high) / 2
+            tokens = sum(chance**place for place in range(self.drafts + 1))
+            low, high = (low, chance) if tokens * plain >= self.seconds else (chance, high)
+        return high
+
+
+class CostModel:
+    """Predicts the seconds of decode steps.
+
+    Args:
+        padded: the number of requests that a step of so many is as large as; None: that very
+            number, and steps are not captured.
+    """
+
+    def __init__(self, padded: Callable[[int], int] | None = None) -> None:
+        self._padded = padded
+        self._rows, self._rest, self._drafting = Table(), Table(), Grid()  # f, h and d
+        self._slopes = {
+            "requests": Slope(1.0),  # r
+            "context": Slope(256.0),  # c
+            "attention": Slope(256.0),  # a
+            "draft_context": Slope(256.0),  # e
+        }
+        self._moved = 0.0
+        self._targets: dict[tuple[int, int], tuple[float, float]] = {}
+        self._drafts: dict[tuple[int, int], tuple[float, float]] = {}
+
+    # ------------------------------------------------------------------ predictions
+
+    def seconds(self, requests: int, width: int, rows: int, context: int) -> float:
+        """A decode step.
+
+        Args:
+            requests: decoding requests; where steps are captured, they count as padded.
+            width: the most tokens that any of them drafts; 0: plain.
+            rows: all rows of the target's pass, padding included.
+            context: the lengths of the requests together.
+        """
+        drafting = self.draft_seconds(requests, width, context)
+        return drafting + self.target_seconds(requests, rows, context)
+
+    def plain_seconds(self, requests: int, context: int) -> float:
+        """A decode step without drafts."""
+        return self.target_seconds(requests, requests, context)
+
+    def target_seconds(self, requests: int, rows: int, context: int) -> float:
+        """All but drafting: the target's pass, verification, and the rest."""
+        found = self._targets.get((requests, rows))
+        if found is None:
+            found = self._targets[requests, rows] = self._target(requests, rows)
+        return found[0] + found[1] * context
+
+    def draft_seconds(self, requests: int, width: int, context: int) -> float:
+        """What a step takes longer because so many requests draft `width` tokens each."""
+        if not width:
+            return 0.0
+        found = self._drafts.get((requests, width))
+        if found is None:
+            found = self._drafts[requests, width] = self._draft(requests, width)
+        return found[0] + found[1] * context
+
+    def table(self, requests: Sequence[int], drafts: Sequence[int], length: int) -> list[CostRow]:
+        """Predictions for requests of `length` tokens each."""
+        return [
+            CostRow(
+                count,
+                width,
+                self.seconds(count, width, self._pad(count) * (width + 1), count * length),
+            )
+            for count in requests
+            for width in drafts
+        ]
+
+    def _target(self, requests: int, rows: int) -> tuple[float, float]:
+        """Seconds, and seconds per token of context."""
+        requests = self._pad(requests)
+        rows = max(rows, requests)
+        fixed = self._rows(rows) + self._rest(requests)
+        fixed += self._slopes["requests"].value * requests
+        return max(LEAST, fixed), self._per_token(requests, rows)
+
+    def _draft(self, requests: int, width: int) -> tuple[float, float]:
+        requests = self._pad(requests)
+        fixed = max(0.0, self._drafting(requests, width))
+        return fixed, self._slopes["draft_context"].value * width
+
+    def _per_token(self, requests: int, rows: int) -> float:
+        """Seconds of the target's pass per token of context."""
+        more = self._slopes["attention"].value * (rows / requests - 1)
+        return self._slopes["context"].value + more
+
+    def _pad(self, requests: int) -> int:
+        return requests if self._padded is None else self._padded(requests)
+
+    # ------------------------------------------------------------------ learning
+
+    def calibrate(self, points: Sequence[Point]) -> None:
+        """Begin with measured steps, whatever is known so far.
+
+        Slopes follow from pairs of points that differ in one thing; the tables go through all
+        points with the shortest contexts.
+        """
+        short: dict[tuple[int, int], Point] = {}
+        for point in sorted(points, key=lambda it: it.context, reverse=True):
+            short[point.requests, point.width] = point  # the last is the shortest
+        self._fit_slopes(points, short)
+        for point in sorted(short.values(), key=lambda it: it.width):
+            requests, context = point.requests, point.context
+            fixed = point.target - self._per_token(requests, point.rows) * context
+            fixed -= self._slopes["requests"].value * requests
+            self._rows.knot(point.rows).settle(max(LEAST, fixed))
+            if not point.width:
+                self._rest.knot(requests).settle(point.draft)
+                continue
+            drafting = point.draft - self._rest(requests)
+            drafting -= self._slopes["draft_context"].value * point.width * context
+            self._drafting.knot(requests, point.width).settle(max(0.0, drafting))
+        self._forget_predictions()
+
+    def _fit_slopes(self, points: Sequence[Point], short: Mapping[tuple[int, int], Point]) -> None:
+        found: dict[str, list[float]] = {name: [] for name in self._slopes}
+        for point in sorted(points, key=lambda it: it.width):
+            base = short[point.requests, point.width]
+            longer = point.context - base.context
+            if not longer:
+                continue
+            slope = (point.target - base.target) / longer
+            if not point.width:
+                found["context"].append(slope)
+                continue
+            if found["context"]:
+                more = point.rows / point.requests - 1
+                found["attention"].append((slope - found["context"][0]) / more)
+            found["draft_context"].append((point.draft - base.draft) / longer / point.width)
+        by_rows: dict[int, Point] = {}
+        for point in short.values():
+            other = by_rows.setdefault(point.rows, point)
+            if other.requests != point.requests:
+                slope = (point.target - other.target) / (point.requests - other.requests)
+                found["requests"].append(slope)
+        for name, slopes in found.items():
+            if slopes:
+                self._slopes[name].value = max(0.0, sum(slopes) / len(slopes))
+
+    def observe(self, report: StepReport) -> None:
+        """Learn from a step, unless it has prompt chunks or ran uncaptured where others do not."""
+        batch, times = report.batch, report.times
+        if report.padded is not (self._padded is not None):
+            return
+        if not (report.padded or batch.is_decode):  # all captured steps are
+            return
+        requests = self._pad(len(batch.requests))
+        context = sum(item.start + 1 for item in batch.requests)
+        self._learn_target(requests, report.num_rows, context, times.target + times.verify)
+        self._learn_drafting(requests, self._counts(report), context, times.draft + times.rest)
+        if self._moved > _STALE:
+            self._forget_predictions()
+
+    def _counts(self, report: StepReport) -> Sequence[int]:
+        """How many requests drafted a token at each place, from the first."""
+        items = report.batch.requests
+        width = max(item.num_draft_tokens for item in items)
+        if self._padded is not None:
+            return [self._padded(len(items))] * width
+        ending = [0] * (width + 1)
+        for item, gain in zip(items, report.committed, strict=True):
+            ending[gain.num_draft_tokens if item.stops is None else item.num_draft_tokens] += 1
+        return [count for count in reversed(list(accumulate(reversed(ending[1:])))) if count]
+
+    def _learn_target(self, requests: int, rows: int, context: int, seconds: float) -> None:
+        slopes, knot = self._slopes, self._rows.knot(rows)
+        beside = slopes["requests"].value * requests + self._per_token(requests, rows) * context
+        error = self._hear(knot, seconds - beside, seconds)
+        slopes["requests"].learn(requests, error)
+        more = rows / requests - 1
+        if more < 1 / 2:  # so that the two can be told apart
+            slopes["context"].learn(context, error)
+        else:
+            slopes["attention"].learn(context * more, error)
+
+    def _learn_drafting(
+        self, requests: int, counts: Sequence[int], context: int, seconds: float
+    ) -> None:
+        """Args:
+        counts: how many requests drafted at each place.
+        seconds: of drafting and the rest.
+        """
+        if not counts:
+            self._hear(self._rest.knot(requests), seconds, seconds)
+            return
+        most, width, slope = counts[0], len(counts), self._slopes["draft_context"]
+        knot = self._drafting.knot(most, width)
+        drafting = seconds - self._rest(requests) - slope.value * width * context
+        # Fewer requests at later places: what that saves is added, as if all went on.
+        for place, count in enumerate(counts, 1):
+            if count < most:
+                drafting += self._pass(most, place) - self._pass(count, place)
+        slope.learn(width * context, self._hear(knot, drafting, seconds))
+
+    def _pass(self, requests: int, place: int) -> float:
+        """Seconds that the token at a place adds for so many requests."""
+        return self._drafting(requests, place) - self._drafting(requests, place - 1)
+
+    def _hear(self, knot: Knot, value: float, seconds: float) -> float:
+        """Tell a knot what a step of so many seconds says about it, if all else is right; the
+        seconds by which the prediction was off, bounded."""
+        error = value - knot.value
+        predicted = max(LEAST, seconds - error)
+        # Where the knot is a small part of the whole, so is its part in the error.
+        share = max(_LEAST_SHARE, min(1.0, knot.value / predicted)) if knot.value else 1.0
+        self._moved += knot.hear(knot.value + share * error)
+        most = _MOST_ERROR * predicted
+        return max(-most, min(most, error))
+
+    def _forget_predictions(self) -> None:
+        self._moved = 0.0
+        self._targets.clear()
+        self._drafts.clear()
+
+    # ------------------------------------------------------------------ kept for another start
+
+    def state(self) -> dict[str, Any]:
+        """All that was learnt, for JSON."""
+        drafting = zip(self._drafting.counts, self._drafting.tables, strict=True)
+        return {
+            "rows": self._rows.items(),
+            "rest": self._rest.items(),
+            "drafting": [(count, table.items()) for count, table in drafting],
+            "slopes": {name: slope.value for name, slope in self._slopes.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Begin with what `state` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: that is not what it gave.
+        """
+        slopes = {name: float(state["slopes"][name]) for name in self._slopes}
+        rows, rest, drafting = Table(), Table(), Grid()
+        for table, items in ((rows, state["rows"]), (rest, state["rest"])):
+            for place, value in items:
+                table.knot(int(place)).settle(float(value))
+        for count, items in state["drafting"]:
+            for width, value in items:
+                drafting.knot(int(count), int(width)).settle(float(value))
+        self._rows, self._rest, self._drafting = rows, rest, drafting
+        for name, value in slopes.items():
+            self._slopes[name].value = value
+        self._forget_predictions()

@@ -1,0 +1,138 @@
+"""Functions that are learnt from noisy values, one at a time."""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+
+LEAST = 1e-7  # seconds, so that relative errors exist
+_NEAR = 1 / 24  # a knot stands for what is nearer, relative to it
+_RECENT = 11  # values of which a knot follows the median
+_GAIN, _FAR_GAIN = 0.1, 0.5  # how fast, near it and where it is off by more than `_FAR`
+_FAR = 0.08
+_SLOPE_GAIN = 0.03
+_MEMORY = 0.02  # how fast a slope's means follow
+
+
+class Knot:
+    """A value that follows the median of what is said about it."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+
+    def settle(self, value: float) -> None:
+        """It was measured with care."""
+        self.value = value
+        self._recent.extend([value] * (_RECENT // 2))
+
+    def hear(self, value: float) -> float:
+        """Take in one more; how far the knot moved, relative to what it was."""
+        self._recent.append(value)
+        told = sorted(self._recent)
+        off = told[len(told) // 2] - self.value
+        before = max(abs(self.value), LEAST)
+        if len(told) == 1:  # nothing is known but a guess
+            self.value += off
+            return abs(off) / before
+        gain = _GAIN if abs(off) <= _FAR * before else _FAR_GAIN
+        self.value += gain * off
+        return abs(gain * off) / before
+
+
+def _around(places: Sequence[int], place: int) -> Sequence[tuple[int, float]]:
+    """The indices of the rising `places` between which a place lies, with their weights; behind the
+    last the line goes on from half of it, so that noise is not magnified."""
+    index = bisect_left(places, place)
+    if index < len(places) and (places[index] == place or index == 0):
+        return ((index, 1.0),)
+    low = index - 1
+    if index == len(places):
+        if low < 1:
+            return ((low, 1.0),) if places else ()
+        index, low = low, min(low - 1, bisect_left(places, places[low] // 2))
+    share = (place - places[low]) / (places[index] - places[low])
+    return ((low, 1 - share), (index, share))
+
+
+def _is_near(knot: int, place: int) -> bool:
+    return abs(knot - place) <= place * _NEAR
+
+
+class Table:
+    """A function of a whole number, linear between its knots and beyond the last.
+
+    Args:
+        from_zero: it is 0 at 0.
+    """
+
+    def __init__(self, from_zero: bool = False) -> None:
+        self.places = [0] if from_zero else []
+        self._knots = [Knot(0.0)] if from_zero else []
+
+    def __call__(self, place: int) -> float:
+        knots = self._knots
+        return sum(weight * knots[index].value for index, weight in _around(self.places, place))
+
+    def items(self) -> list[tuple[int, float]]:
+        """The places of its knots and the values there."""
+        return [(place, self(place)) for place in self.places]
+
+    def knot(self, place: int) -> Knot:
+        """The one that stands for a place, new if none is near."""
+        index = bisect_left(self.places, place)
+        for near in (index, index - 1):
+            if 0 <= near < len(self.places) and _is_near(self.places[near], place):
+                return self._knots[near]
+        self._knots.insert(index, Knot(self(place)))
+        self.places.insert(index, place)
+        return self._knots[index]
+
+
+class Grid:
+    """A function of requests and width: tables over widths for some numbers of requests."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.tables: list[Table] = []
+
+    def __call__(self, requests: int, width: int) -> float:
+        return sum(
+            weight * self.tables[index](width) for index, weight in _around(self.counts, requests)
+        )
+
+    def knot(self, requests: int, width: int) -> Knot:
+        """The one that stands for this, new if none is near."""
+        index = bisect_left(self.counts, requests)
+        for near in (index, index - 1):
+            if 0 <= near < len(self.counts) and _is_near(self.counts[near], requests):
+                return self.tables[near].knot(width)
+        table = Table(from_zero=True)
+        for place in {place for other in self.tables for place in other.places if place}:
+            table.knot(place).settle(self(requests, place))
+        self.counts.insert(index, requests)
+        self.tables.insert(index, table)
+        return table.knot(width)
+
+
+class Slope:
+    """Seconds per unit of something, learnt from errors where there is more of it than usual.
+
+    Args:
+        least_spread: amounts that differ by less tell little.
+    """
+
+    def __init__(self, least_spread: float) -> None:
+        self.value, self._least_spread = 0.0, least_spread
+        self._mean = self._variance = 0.0
+        self._count = 0
+
+    def learn(self, amount: float, error: float) -> None:
+        """Take in that a step with this amount took so much longer than predicted."""
+        self._count += 1
+        memory = max(_MEMORY, 1 / self._count)
+        off = amount - self._mean
+        self._mean += memory * off
+        self._variance += memory * (off * off - self._variance)
+        spread = max(self._least_spread, self._mean / 8)
+        step = _SLOPE_GAIN * error * off / (self._variance + spread * spread + off * off)
+        self.value = max(0.0, self.value + step)

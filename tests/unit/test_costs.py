@@ -1,0 +1,261 @@
+"""The cost model: recovers what it is shown, ignores outliers, follows drifts."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from slipstream.core.batch import Batch, Committed, ScheduledRequest, StepReport, StepTimes
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.drafting.costs import CostModel, CostRow, Point
+
+PARAMS = SamplingParams(temperature=0)
+
+
+def report(
+    drafts: Sequence[int],
+    times: StepTimes,
+    length: int = 100,
+    rows: int | None = None,
+    padded: bool = False,
+) -> StepReport:
+    """A step in which each request of `length` tokens drafted what `drafts` says."""
+    items = []
+    for index, count in enumerate(drafts):
+        request = Request(str(index), [1] * 2, PARAMS, 0, frozenset(), 9, 9, index)
+        items.append(ScheduledRequest(request, length - 1, 1, count, (), False, True))
+    committed = [Committed((1,), count, 0, 0) for count in drafts]
+    if rows is None:
+        rows = len(drafts) + sum(drafts)
+    live = [True] * len(drafts)
+    return StepReport(Batch(tuple(items)), committed, live, times, padded, rows)
+
+
+@dataclass
+class Machine:
+    """Steps take what these say, in milliseconds, times some noise."""
+
+    target: Callable[[int, int, int], float]  # requests, rows, context
+    draft: Callable[[int, int, int], float]  # requests, width, context
+    noise: float = 0.08
+    slower: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(7)
+
+    def _noisy(self, milliseconds: float) -> float:
+        spread = self.random.gauss(0, self.noise)
+        return self.slower * milliseconds * max(0.5, 1 + spread) / 1000
+
+    def seconds(self, requests: int, width: int, rows: int, context: int) -> float:
+        drafting = self.draft(requests, width, context) if width else 0.0
+        return self.slower * (self.target(requests, rows, context) + 0.1 + drafting) / 1000
+
+    def step(self, requests: int, width: int, length: int = 100) -> StepReport:
+        context, rows = requests * length, requests * (width + 1)
+        drafting = self.draft(requests, width, context) if width else 0.0
+        times = StepTimes(
+            draft=self._noisy(drafting),
+            target=self._noisy(0.9 * self.target(requests, rows, context)),
+            verify=self._noisy(0.1 * self.target(requests, rows, context)),
+            rest=self._noisy(0.1),
+        )
+        return report([width] * requests, times, length)
+
+    def error(self, model: CostModel, requests: int, width: int, length: int = 100) -> float:
+        """How far the model is off, relative to the truth."""
+        asked = requests, width, requests * (width + 1), requests * length
+        return abs(model.seconds(*asked) / self.seconds(*asked) - 1)
+
+
+def steep(requests: int, rows: int, context: int) -> float:
+    """Blocks of four rows without a matrix unit: five rows cost nearly two passes."""
+    return 2.0 * -(-rows // 4) + 0.05 * rows + 0.02 * requests
+
+
+def mixture(requests: int, rows: int, context: int) -> float:
+    """64 experts of which a row takes 4; and large tiles that are cheaper from 32 rows on."""
+    touched = 64 * (1 - (1 - 4 / 64) ** rows)
+    return 1.0 + 0.1 * touched + 0.01 * rows - (0.5 if rows >= 32 else 0.0)
+
+
+def attentive(requests: int, rows: int, context: int) -> float:
+    return 3.0 + 0.02 * rows + context * (2e-4 + 1e-5 * rows / requests)
+
+
+def chain(requests: int, width: int, context: int) -> float:
+    return 0.3 + width * (0.4 + 0.02 * requests)
+
+
+def parallel(requests: int, width: int, context: int) -> float:
+    return 0.8 + 0.01 * requests
+
+
+def windowless(requests: int, width: int, context: int) -> float:
+    return 0.2 + width * (0.3 + 5e-5 * context)
+
+
+SHAPES = [(count, width) for count in (1, 2, 4, 8, 16) for width in (0, 1, 2, 4, 7)]
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"), [(steep, chain), (mixture, parallel), (steep, parallel), (mixture, chain)]
+)
+def test_recovers_costs_from_noisy_steps(
+    target: Callable[[int, int, int], float], draft: Callable[[int, int, int], float]
+) -> None:
+    machine, model = Machine(target, draft), CostModel()
+    order = SHAPES * 60
+    machine.random.shuffle(order)
+    for count, width in order:
+        model.observe(machine.step(count, width))
+    for count, width in SHAPES:
+        assert machine.error(model, count, width) < 0.05, (count, width)
+    for count, width in [(3, 1), (3, 0), (6, 2), (12, 4), (10, 1), (1, 3), (4, 5), (20, 4)]:
+        assert machine.error(model, count, width) < 0.15, (count, width)
+
+
+def calibrated(machine: Machine) -> CostModel:
+    """A model that was shown some points of the machine, disturbed by its noise."""
+    points = []
+    for count, width, length in [
+        *((count, width, 64) for count in (1, 8, 16) for width in (0, 1, 7)),
+        *((1, width, 4000) for width in (0, 7)),
+    ]:
+        times = machine.step(count, width, length).times
+        rows, context = count * (width + 1), count * length
+        seconds = times.draft + times.rest, times.target + times.verify
+        points.append(Point(count, width, rows, context, *seconds))
+    model = CostModel()
+    model.calibrate(points)
+    return model
+
+
+def test_begins_with_what_was_measured_and_grows_with_context() -> None:
+    machine = Machine(attentive, windowless, noise=0.002)
+    model = calibrated(machine)
+    for count, width, length in [(1, 0, 64), (1, 7, 64), (16, 7, 64), (1, 0, 4000), (1, 7, 4000)]:
+        assert machine.error(model, count, width, length) < 0.05, (count, width, length)
+    for count, width, length in [(4, 2, 64), (12, 7, 200), (2, 3, 2000), (8, 4, 4000), (1, 2, 900)]:
+        assert machine.error(model, count, width, length) < 0.15, (count, width, length)
+
+
+def test_recovers_what_context_costs_from_noisy_steps() -> None:
+    machine = Machine(attentive, windowless, noise=0.02)
+    model, lengths = calibrated(machine), (100, 500, 2000, 8000)
+    order = [(count, width, length) for count, width in SHAPES for length in lengths] * 30
+    machine.random.shuffle(order)
+    for shape in order:
+        model.observe(machine.step(*shape))
+    for count, width in SHAPES:
+        for length in lengths:
+            assert machine.error(model, count, width, length) < 0.05, (count, width, length)
+    for count, width, length in [(3, 0, 12000), (6, 2, 1000), (12, 7, 4000), (20, 4, 100)]:
+        assert machine.error(model, count, width, length) < 0.15, (count, width, length)
+
+
+@pytest.mark.parametrize("slower", [2.0, 1.3, 0.5])
+def test_follows_a_drift_within_thirty_steps(slower: float) -> None:
+    machine = Machine(steep, chain, noise=0.03)
+    model = calibrated(machine)
+    for _ in range(100):
+        model.observe(machine.step(4, 4))
+    machine.slower = slower
+    assert machine.error(model, 4, 4) > 0.2
+    for _ in range(30):
+        model.observe(machine.step(4, 4))
+    assert machine.error(model, 4, 4) < 0.05
+
+
+def test_steps_that_were_disturbed_change_nothing() -> None:
+    machine = Machine(steep, chain, noise=0.03)
+    model = calibrated(machine)
+    for index in range(300):
+        machine.slower = 8.0 if index % 7 == 3 else 1.0
+        model.observe(machine.step(4, 4 if index % 2 else 0))
+        machine.slower = 1.0
+        if index > 30:
+            assert machine.error(model, 4, 4) < 0.08, index
+            assert machine.error(model, 4, 0) < 0.08, index
+
+
+def test_steps_with_prompts_and_of_another_kind_do_not_count() -> None:
+    slow = StepTimes(9.0, 9.0, 9.0, 9.0)
+    machine = Machine(steep, chain)
+    model = calibrated(machine)
+    before = model.state()
+    plain = report([0, 0], slow)
+    first, second = plain.batch.requests
+    prompt = Batch((first, replace(second, num_new_tokens=7)))
+    newcomer = Batch((first, replace(second, admitted=True)))
+    for other in (
+        report([2, 2], slow, padded=True),
+        replace(plain, batch=prompt, num_rows=8),
+        replace(plain, batch=newcomer),
+    ):
+        model.observe(other)
+        assert model.state() == before
+    model.observe(report([2, 2], slow))
+    assert model.state() != before
+
+
+def test_captured_steps_count_as_padded() -> None:
+    def padded(requests: int) -> int:
+        return -(-requests // 4) * 4
+
+    model = CostModel(padded)
+    for count, width, seconds in [(3, 0, 1.0), (6, 0, 1.5), (4, 3, 2.0), (7, 3, 4.0)] * 15:
+        rows = padded(count) * (width + 1)
+        times = StepTimes(width / 8, seconds, 0.0, 0.0)
+        model.observe(report([width] * (count - 1) + [0], times, rows=rows, padded=True))
+    assert model.plain_seconds(2, 0) == pytest.approx(1.0, rel=0.02)
+    assert model.plain_seconds(7, 0) == pytest.approx(1.5, rel=0.02)
+    assert model.seconds(1, 3, 16, 0) == pytest.approx(2.375, rel=0.02)
+    assert model.target_seconds(8, 32, 0) == pytest.approx(4.0, rel=0.02)
+
+
+def test_requests_that_stop_drafting_cost_less() -> None:
+    """Drafting is learnt from steps in which chains have different lengths, too."""
+    model = CostModel()
+    for drafts in ([3, 3], [3, 0], [3, 1], [1, 1], [1, 0], [0, 0]) * 40:
+        passes = [sum(count >= place for count in drafts) for place in (1, 2, 3)]
+        drafting = sum((0.1 + 0.05 * count) for count in passes if count)
+        model.observe(report(drafts, StepTimes(drafting, 1.0, 0.0, 0.0)))
+    assert model.draft_seconds(1, 3, 0) == pytest.approx(0.45, rel=0.05)
+    assert model.draft_seconds(2, 3, 0) == pytest.approx(0.60, rel=0.05)
+    assert model.draft_seconds(2, 1, 0) == pytest.approx(0.20, rel=0.05)
+
+
+def test_the_state_survives_json() -> None:
+    machine = Machine(attentive, windowless)
+    model = calibrated(machine)
+    for count, width in SHAPES:
+        model.observe(machine.step(count, width))
+    restored = CostModel()
+    restored.restore(json.loads(json.dumps(model.state())))
+    model.observe(machine.step(1, 0))  # predictions are computed anew
+    for count, width in [*SHAPES, (3, 2), (40, 5)]:
+        asked = count, width, count * (width + 1), count * 700
+        assert restored.seconds(*asked) == pytest.approx(model.seconds(*asked), rel=0.02)
+    for broken in ({}, {"rows": 3}, {**model.state(), "slopes": {}}):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            CostModel().restore(broken)
+
+
+def test_knows_from_which_acceptance_on_a_draft_pays() -> None:
+    assert CostRow(1, 1, 1.5).least_acceptance(1.0) == pytest.approx(0.5)
+    assert CostRow(1, 2, 1.75).least_acceptance(1.0) == pytest.approx(0.5)
+    assert CostRow(1, 3, 0.9).least_acceptance(1.0) == pytest.approx(0, abs=1e-6)
+    assert CostRow(1, 3, 4.1).least_acceptance(1.0) is None
+
+
+def test_a_table_tells_the_same_as_predictions() -> None:
+    model = calibrated(Machine(steep, chain))
+    for row in model.table((1, 5), (0, 3), 100):
+        expected = model.seconds(row.requests, row.drafts, row.requests * (row.drafts + 1), 500)
+        if row.requests == 5:
+            assert row.seconds == expected
+        assert row.seconds > 0
