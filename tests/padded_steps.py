@@ -2,7 +2,7 @@
 
 What a graph would replay is called again instead. So everything but the capture itself is tested
 where there is no GPU: padding to buckets, fixed numbers of rows, steps launched before the last
-one's results are taken in.
+one's results are taken in. Steps of tests are too small to be packed, unless that is asked for.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from typing import TypeVar
 import pytest
 import torch
 
+from slipstream import LLM
 from slipstream.runner.graphs import Between
 
 T = TypeVar("T")
@@ -33,3 +34,21 @@ def use_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that are built from here on run as though they captured graphs."""
     monkeypatch.setattr("slipstream.engine.resolve.captures_graphs", lambda *_: True)
     monkeypatch.setattr("slipstream.engine.build.Recorder", DirectRecorder)
+
+
+def use_packed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides, steps have few rows left over where requests draft different numbers of tokens."""
+    use_padded_steps(monkeypatch)
+
+    def row_totals(bucket: int, width: int) -> list[int]:
+        full = bucket * (width + 1)
+        return [*range(2, full, 3), full]
+
+    monkeypatch.setattr("slipstream.core.step_form.row_totals", row_totals)
+
+
+def packed_rows(llm: LLM) -> list[tuple[int, int, int]]:
+    """(bucket, width, rows) of the packed steps that an engine has run."""
+    graphs = llm.engine._step._graphs
+    assert graphs is not None
+    return [(key.bucket, key.width, key.rows) for key in graphs._graphs if key.rows is not None]

@@ -155,7 +155,9 @@ def assemble(
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
     graphs = None
     if resolved.captures:
-        form = CapturedForm(limits.max_num_seqs, scheduler.policy.widths, packs=False)
+        form = CapturedForm(
+            limits.max_num_seqs, scheduler.policy.widths, packs=not limits.drafts_trees
+        )
         graphs = GraphRunner(state, sampling, form, Recorder(device))
     step = Step(
         scheduler,

@@ -32,7 +32,7 @@ from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner
 from slipstream.runner.model_runner import Forward, ModelRunner
-from slipstream.runner.rows import TreeRows
+from slipstream.runner.rows import RowLayout, TreeRows
 from slipstream.runner.transfer import Download, upload
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.tree_verification import DraftedTrees, verify_trees
@@ -117,7 +117,7 @@ class Step:
             logits = self._runner.logits(forward.layout.ends(forward.hidden, draft.num_tokens + 1))
         computed = self._now()
         with label(_VERIFY):
-            verdict, largest = self._verify(batch, draft, logits, allowed)
+            verdict, largest = self._verify(batch, draft, logits, allowed, forward.layout)
             verdict = self._commit(batch, verdict)
             self._drafter.observe(batch, verdict, forward)
         cached = self._drafter.cached_tokens(batch.slots)
@@ -151,7 +151,12 @@ class Step:
         return self._runner.forward(batch.target_rows(starts, draft.num_tokens, most, tree))
 
     def _verify(
-        self, batch: DeviceBatch, draft: Draft, logits: Tensor, allowed: Tensor | None
+        self,
+        batch: DeviceBatch,
+        draft: Draft,
+        logits: Tensor,
+        allowed: Tensor | None,
+        layout: RowLayout,
     ) -> tuple[Verdict, Tensor]:
         """The verdict on every request's draft, and [R, K + 1] the largest logit of the row that
         each of its tokens comes from, which is finite if all of them are."""
@@ -165,6 +170,7 @@ class Step:
             draft.vocabulary,
             num_rows=logits.shape[0],
             certain=draft.certain_tokens() if draft.tree is None else None,
+            layout=layout.packed,
         )
         largest = rows.by_request(logits.amax(-1))
         if allowed is not None:
@@ -241,7 +247,8 @@ class Step:
         graphs = None if Uses.BAD_WORDS in packed.uses else self._graphs
         padded = graphs is not None and batch.is_decode
         if graphs is not None and padded:
-            outcome = graphs.run("step", self.run, packed, steering)
+            # What grammars put into drafts comes too late to be counted.
+            outcome = graphs.run("step", self.run, packed, steering, packs=steering is None)
         else:
             outcome = self._run_exactly(batch, packed, steering, graphs)
         numbers = Download(outcome.numbers[: len(batch.requests)])
@@ -281,18 +288,19 @@ class Step:
         """Wait for the step's results and take them in."""
         batch, outcome = launched.batch, launched.outcome
         live = [not item.request.finished for item in batch.requests]
-        committed, (draft, target, verify) = launched.read(self._limits.tree_depth)
+        committed, logit_starts, seconds = launched.read(self._limits.tree_depth)
+        draft, target, verify = seconds
         self._scheduler.commit(batch, committed)
         ended = perf_counter()
         # From its launch, or from the end of the step before.
-        seconds = ended - max(launched.began, self._ended)
+        whole = ended - max(launched.began, self._ended)
         self._ended = ended
-        times = StepTimes(draft, target, verify, max(0.0, seconds - draft - target - verify))
+        times = StepTimes(draft, target, verify, max(0.0, whole - draft - target - verify))
         num_rows = len(outcome.forward.hidden)
         return StepResult(
             report=StepReport(batch, committed, live, times, launched.padded, num_rows),
             logits=outcome.logits,
-            logit_starts=launched.logit_starts(committed),
+            logit_starts=logit_starts,
             path=outcome.path,
             forward=outcome.forward,
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from slipstream.runner.transfer import Download
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft
 
-_NUM_COUNTS, _NUM_TIMES = 4, 4  # columns of `Outcome.numbers` behind the tokens
-_CACHED = -_NUM_TIMES - 1
+_NUM_TIMES = 4  # columns of `Outcome.numbers` behind the counts
+_FIRST_ROW, _CACHED = -_NUM_TIMES - 2, -_NUM_TIMES - 1
 _EXPONENT = 0x7F800000  # bits of a float32 that are all set where it is not finite
 
 
@@ -23,10 +23,11 @@ class Outcome:
     """Results of the device's part of a step.
 
     Attributes:
-        numbers: [R, 2 (K + 1) + 8] int64, for the host: the K + 1 places of the verdict's tokens,
+        numbers: [R, 2 (K + 1) + 9] int64, for the host: the K + 1 places of the verdict's tokens,
             and for each the bits of the largest logit of its row; how many tokens, accepted and
-            draft tokens there are, and what the drafter has cached; and when the step began, had
-            its drafts, had the target's logits, and ended, in nanoseconds.
+            draft tokens there are, the first row of the target's pass, and what the drafter has
+            cached; and when the step began, had its drafts, had the target's logits, and ended, in
+            nanoseconds.
         logits: [N, V] float32, the target's raw logits.
         forward: the target's pass.
         path: [R, W] int64, which of a request's rows of logits gave each token; None: the first.
@@ -53,7 +54,8 @@ class Outcome:
         cached: [R] int64, what the drafter has cached.
         times: when the step began, had drafts, had logits, and ended.
         """
-        counts = (verdict.num_tokens, verdict.num_accepted, draft.num_tokens, cached)
+        gains = (verdict.num_tokens, verdict.num_accepted, draft.num_tokens)
+        counts = (*gains, forward.layout.first_row, cached)
         rows = torch.stack(tuple(times)).expand(len(cached), _NUM_TIMES)
         bits = largest.view(torch.int32).to(torch.int64)  # cat converts more slowly
         numbers = torch.cat((verdict.token_ids, bits, torch.stack(counts, 1), rows), 1)
@@ -69,7 +71,7 @@ class Launched:
     """A step whose device work is under way.
 
     Attributes:
-        padded: every request has as many rows of logits.
+        padded: all rows of the target's pass have logits, as many as the host had said.
     """
 
     batch: Batch
@@ -78,23 +80,17 @@ class Launched:
     began: float
     padded: bool
 
-    def read(self, tree_depth: int | None) -> tuple[list[Committed], list[float]]:
-        """Wait for the numbers: what each request gained, and the seconds that drafting, the
-        target's pass and verification took."""
+    def read(self, tree_depth: int | None) -> tuple[list[Committed], list[int], list[float]]:
+        """Wait for the numbers: what each request gained, its first row of logits, and the seconds
+        that drafting, the target's pass and verification took."""
         rows = self.numbers.wait()
         stamps = rows[0][-_NUM_TIMES:]
         seconds = [(end - begin) / 1e9 for begin, end in pairwise(stamps)]
-        return [_committed(row[:-_NUM_TIMES], tree_depth) for row in rows], seconds
-
-    def logit_starts(self, committed: Sequence[Committed]) -> list[int]:
-        """The first row of logits of each request."""
+        committed = [_committed(row[:-_NUM_TIMES], tree_depth) for row in rows]
         if self.padded:
-            width = (self.outcome.numbers.shape[1] - _NUM_COUNTS - _NUM_TIMES) // 2
-            return [index * width for index in range(len(committed))]
-        starts = [0]
-        for gain in committed:
-            starts.append(starts[-1] + gain.num_draft_tokens + 1)
-        return starts[:-1]
+            return committed, [row[_FIRST_ROW] for row in rows], seconds
+        counts = [gain.num_draft_tokens + 1 for gain in committed[:-1]]
+        return committed, [*accumulate(counts, initial=0)], seconds
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,7 @@ class StepResult:
 
 def _committed(row: Sequence[int], tree_depth: int | None) -> Committed:
     """One request's share of `Outcome.numbers`, without times."""
-    *pairs, count, accepted, drafts, cached = row
+    *pairs, count, accepted, drafts, _, cached = row
     width = len(pairs) // 2
     tokens, bits = pairs[:count], pairs[width : width + count]
     positions = None if tree_depth is None else min(drafts, tree_depth)

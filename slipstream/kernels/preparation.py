@@ -75,7 +75,7 @@ class PlacedRows:
             other's.
         request, offset: [T] int64, which request a row belongs to and its place among that
             request's rows; None where every request has as many rows.
-        row_starts: `first_row` on the host, and T; empty where every request has as many rows.
+        row_starts: `first_row` on the host, and T; empty where the host does not know.
     """
 
     token_ids: Tensor
@@ -93,6 +93,9 @@ class ExpandRowsOp(Protocol):
     A request without rows has no context either: `starts` may then lie beyond its block table.
     slots, starts, lengths [R] int64; T = R * most. With a `mask_token` the rows behind the known
     tokens hold that in place of what `token_ids` has there.
+
+    With `num_rows`, at least the sum of `lengths` and below R * most, T = num_rows: each request
+    has its rows, and what is left over is padding of the last ones, `most` rows at most each.
     """
 
     def __call__(
@@ -103,6 +106,7 @@ class ExpandRowsOp(Protocol):
         lengths: Tensor,
         most: int,
         mask_token: int | None = None,
+        num_rows: int | None = None,
     ) -> PlacedRows: ...
 
 

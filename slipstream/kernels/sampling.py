@@ -70,6 +70,7 @@ class SampleRows:
     before it. An empty draft (k = 0) is plain decoding. A draft token of -1 ends the draft, as
     though it had been that short. Ragged rows are 1 + k for each request, one behind the other;
     uniform rows are 1 + K for each, and those behind a shorter draft are computed for nothing.
+    Packed rows are ragged with some up to 1 + K behind a draft, for nothing too.
 
     Attributes:
         slots: [R] int64, slots in the `SamplingState`.
@@ -114,15 +115,17 @@ class SampleRows:
         draft_vocabulary: Tensor | None = None,
         num_rows: int | None = None,
         certain: Tensor | None = None,
+        layout: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> "SampleRows":
         """Lay the rows out, without waiting for the device.
 
         Args:
             num_rows: the sum of `num_draft_tokens` and R, for ragged rows; None for uniform ones.
+            layout: of rows that have been laid out; None where they follow from the numbers.
         """
-        layout = None
         # Without a shorter draft among them they are uniform, which takes no layout.
-        if num_rows is not None and num_rows != draft_tokens.numel() + slots.shape[0]:
+        uniform = num_rows is None or num_rows == draft_tokens.numel() + slots.shape[0]
+        if layout is None and num_rows is not None and not uniform:
             layout = _ragged(num_draft_tokens, num_rows)
         return cls(
             slots=slots,

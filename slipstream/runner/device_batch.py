@@ -82,6 +82,8 @@ class DeviceBatch:
         exact: passes compute exactly the rows that there are, for which the host may wait to
             learn how many; otherwise each request gets as many as it can have at most, and the
             host waits for nothing.
+        num_rows: where the batch is not exact, rows of the target's pass: at least all that there
+            can be; None: as many as each request can have.
         kept: [R] int64, how many of the draft's first tokens are what the drafter proposed; None:
             all of them.
     """
@@ -96,13 +98,32 @@ class DeviceBatch:
     uses: frozenset[Uses]
     exact: bool
     kept: Tensor | None = None
+    num_rows: int | None = None
 
     @classmethod
-    def over(cls, columns: Tensor, width: int, uses: frozenset[Uses], exact: bool) -> "DeviceBatch":
+    def over(
+        cls,
+        columns: Tensor,
+        width: int,
+        uses: frozenset[Uses],
+        exact: bool,
+        num_rows: int | None = None,
+    ) -> "DeviceBatch":
         """Views of `PackedBatch.columns` [5 or 5 + K, R] int64 on the device."""
         slots, new, drafts, at_end, rereads = columns[:5].unbind(0)
         guesses = columns[5:].T.contiguous()
-        return cls(slots, new, drafts, at_end != 0, rereads, guesses, width, uses, exact)
+        return cls(
+            slots,
+            new,
+            drafts,
+            at_end != 0,
+            rereads,
+            guesses,
+            width,
+            uses,
+            exact,
+            num_rows=num_rows,
+        )
 
     @property
     def num_requests(self) -> int:
@@ -149,7 +170,10 @@ class DeviceBatch:
         tokens, `most_drafts` of a request at most."""
         lengths = self.num_new_tokens + num_drafts
         if not self.exact:
-            return PassRows(self.slots, starts, lengths, most_drafts + 1, tree=tree)
+            most, total = most_drafts + 1, self.num_rows
+            if total is not None and total >= self.num_requests * most:
+                total = None
+            return PassRows(self.slots, starts, lengths, most, total, tree=tree)
         starts, lengths = starts - self.rereads, lengths + self.rereads
         return PassRows(self.slots, starts, lengths, rereads=self.rereads, tree=tree)
 

@@ -50,11 +50,14 @@ class HostPart(Protocol):
 
 @dataclass(frozen=True)
 class _Key:
+    """`rows` of the target's pass; None: width + 1 for each request of the bucket."""
+
     name: str
     bucket: int
     width: int
     uses: frozenset[Uses]
     guessed: bool
+    rows: int | None = None
 
 
 @dataclass(eq=False)
@@ -152,13 +155,15 @@ class GraphRunner:
         function: BatchFunction[T],
         packed: PackedBatch,
         host: HostPart | None = None,
+        packs: bool = False,
     ) -> T:
         """`function` of the packed batch; the first rows of what it returns are its requests'.
 
         Args:
             host: its part in the middle of the function.
+            packs: it has a pass of the target, over one known token of each request and its draft.
         """
-        key = self._key(name, packed)
+        key = self._key(name, packed, packs)
         captured: _Captured[T] | None = self._graphs.get(key)
         if captured is None:
             captured = self._capture(key, function, host)
@@ -194,7 +199,7 @@ class GraphRunner:
             for uses in reversed(LEAN)
         ]
 
-    def _key(self, name: str, packed: PackedBatch) -> _Key:
+    def _key(self, name: str, packed: PackedBatch, packs: bool) -> _Key:
         bucket, width = self._form.bucket(len(packed.slots)), self._form.width(packed.width)
         uses, guided = packed.uses - GUIDED, packed.uses & GUIDED
         if uses not in LEAN:
@@ -204,7 +209,11 @@ class GraphRunner:
         if self._generation != self._sampling.generation:
             self._graphs = {key: it for key, it in self._graphs.items() if key.uses in LEAN}
             self._generation = self._sampling.generation
-        return _Key(name, bucket, width, uses, packed.guesses is not None and width > 0)
+        rows = None
+        if packs:
+            found = self._form.rows(len(packed.slots), width, sum(packed.num_draft_tokens))
+            rows = found if found < bucket * (width + 1) else None
+        return _Key(name, bucket, width, uses, packed.guesses is not None and width > 0, rows)
 
     def _padded(self, columns: list[list[int]], bucket: int) -> list[list[int]]:
         """Columns for requests without tokens behind those of the packed."""
@@ -224,7 +233,7 @@ class GraphRunner:
         columns = upload(self._padded(nobody.columns(key.width), key.bucket), self._state.device)
 
         def call(between: Between) -> T:
-            batch = DeviceBatch.over(columns, key.width, key.uses, exact=False)
+            batch = DeviceBatch.over(columns, key.width, key.uses, False, key.rows)
             return function(batch) if host is None else function(batch, between)
 
         replay = self._record(call, _nothing if host is None else host.buffers)

@@ -1,8 +1,9 @@
 """The rows of a pass through a network: which tokens they are, and where they stand.
 
-A pass has an exact number of rows for each request, which the host must wait for, or as many rows
-for every request (padded), so that it can be captured in a graph. `DeviceBatch.rows` knows which,
-and whoever works on the rows asks the `RowLayout` of the pass.
+A pass has an exact number of rows for each request, which the host must wait for; or a number of
+rows that the host knows before, so that it can be captured in a graph: as many for every request
+(padded), or so many in all (packed). `DeviceBatch.rows` knows which, and whoever works on the rows
+asks the `RowLayout` of the pass.
 """
 
 from collections.abc import Sequence
@@ -65,6 +66,8 @@ class PassRows:
         lengths: [R] int64.
         width: every request gets this many rows, of which those behind `lengths` write nothing and
             mean nothing; None: exactly `lengths`.
+        total: in place of that, so many rows in all, with up to `width` for a request; those that
+            `lengths` leave over are behind them. None: no such bound.
         rereads: [R] int64, leading rows of each request that write nothing, because the cache has
             them already and only their features are wanted; None: no request has any. Only of
             exact rows.
@@ -76,6 +79,7 @@ class PassRows:
     starts: Tensor
     lengths: Tensor
     width: int | None = None
+    total: int | None = None
     rereads: Tensor | None = None
     mask_token: int | None = None
     tree: TreeRows | None = None
@@ -90,8 +94,8 @@ class RowLayout:
         inputs: for attention; rows behind a request's length write nothing.
         first_row: [R] int64, of each request.
         last_row: [R] int64, the last that means something; of requests without rows some other's.
-        width: rows of every request where they are padded; None where they are exact.
-        row_starts: `first_row` on the host, and T; empty where rows are padded.
+        width: rows of every request where they are padded; None where they are exact or packed.
+        row_starts: `first_row` on the host, and T, where rows are exact; else empty.
     """
 
     token_ids: Tensor
@@ -114,10 +118,16 @@ class RowLayout:
     @property
     def is_single(self) -> bool:
         """Whether every request has exactly one row."""
-        count = self.num_requests
-        return self.token_ids.shape[0] == count and (
-            not self.row_starts or [*self.row_starts] == [*range(count + 1)]
-        )
+        if self.row_starts:
+            return [*self.row_starts] == [*range(self.num_requests + 1)]
+        return self.width == 1
+
+    @property
+    def packed(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(`request`, `offset`, `first_row`) of packed rows; None where they are not."""
+        if self.width is not None or self.row_starts:
+            return None
+        return self.request, self.offset, self.first_row
 
     @property
     def request(self) -> Tensor:
@@ -166,8 +176,8 @@ class RowLayout:
 
     def ends(self, values: Tensor, counts: Tensor) -> Tensor:
         """values [T, ...] -> [N, ...]: the last counts[r] rows of each request, one behind the
-        other; all rows where they are padded."""
-        if self.width is not None:
+        other; all rows where they are padded or packed."""
+        if not self.row_starts:
             return values
         num_rows = int(counts.sum())
         if num_rows == values.shape[0]:
@@ -177,9 +187,9 @@ class RowLayout:
         return values[(self.last_row + 1 - counts)[request] + place]
 
     def leading(self, counts: Tensor) -> Tensor | slice:
-        """An index of the first counts[r] rows of each request; of all rows where they are
-        padded."""
-        if self.width is not None:
+        """An index of the first counts[r] rows of each request; of all rows where they are padded
+        or packed."""
+        if not self.row_starts:
             return slice(None)
         request = torch.repeat_interleave(counts)
         place = torch.arange(len(request), device=counts.device)
@@ -205,7 +215,7 @@ def lay_out(state: DeviceState, rows: PassRows, windowed: bool = False) -> RowLa
     if rows.width is None:
         placed = ops.place_rows(*which, rows.rereads, rows.mask_token)
     else:
-        placed = ops.expand_rows(*which, rows.width, rows.mask_token)
+        placed = ops.expand_rows(*which, rows.width, rows.mask_token, rows.total)
     request, offset = placed.request, placed.offset
     inputs = placed.inputs
     if inputs.window_paging is not None and not windowed:
@@ -215,7 +225,7 @@ def lay_out(state: DeviceState, rows: PassRows, windowed: bool = False) -> RowLa
         inputs,
         placed.first_row,
         placed.last_row,
-        rows.width,
+        rows.width if rows.total is None else None,
         placed.row_starts,
         None if request is None or offset is None else (request, offset),
     )

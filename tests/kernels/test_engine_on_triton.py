@@ -3,9 +3,11 @@ is not there, whatever views of tensors the engine hands over."""
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,9 @@ from slipstream import LLM, SamplingParams
 from slipstream.kernels import registry
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.triton import attention
+from slipstream.runner.graphs import GraphRunner
 from tests.drafters.assistants import write_sliding_target
+from tests.padded_steps import packed_rows, use_packed_steps
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -69,6 +73,41 @@ def test_one_sampled_request(
         assert generate(tiny_target, tiny_heads[method], k) == expected
     assert kernels_for(torch.device("cpu")).network.backend != "triton"
     assert len(expected) == SAMPLED.max_tokens
+
+
+def test_packed_steps(tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that draft different numbers of tokens, in steps as where they are captured."""
+    use_packed_steps(monkeypatch)
+    monkeypatch.setattr(GraphRunner, "capture_all", lambda *_: None)  # most are never run
+    prompts: list[Any] = [{"prompt_token_ids": PROMPT[index:]} for index in range(3)]
+    params = [
+        replace(
+            SAMPLED,
+            seed=index,
+            temperature=min(index, 1),
+            num_speculative_tokens=count,
+            max_tokens=3,
+        )
+        for index, count in enumerate((1, 3, 0))
+    ]
+
+    def run() -> list[Sequence[int]]:
+        llm = LLM(
+            tiny_target,
+            speculative_config={"model": tiny_draft, "num_speculative_tokens": 3},
+            skip_tokenizer_init=True,
+            max_num_seqs=3,
+            max_model_len=64,
+            num_kv_blocks=16,
+            dtype="float32",
+        )
+        outputs = llm.generate(prompts, params)
+        assert packed_rows(llm)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    expected = run()
+    with triton_serves_the_cpu():
+        assert run() == expected
 
 
 def test_blocks_behind_windows_are_given_back(tmp_path: Path) -> None:

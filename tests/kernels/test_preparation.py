@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.preparation import PreparationOps, RequestTables
+from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
 from slipstream.kernels.reference.preparation import PREPARATION as REFERENCE
 from tests.kernels.device import DEVICE
 
@@ -110,6 +110,63 @@ def test_rows_are_expanded_as_by_the_reference(
     assert ours.inputs.rows.max_rows == most
     assert (ours.inputs.paging.slots >= 0).sum() == lengths.sum()  # padding writes nothing
     assert ours.inputs.rows.positions.max() < LENGTH
+
+
+@pytest.mark.parametrize(
+    ("slots", "lengths", "most"),
+    [
+        ((3,), (2,), 5),
+        ((2, 0, 5, 1), (1, 4, 1, 2), 4),
+        ((2, 0, 5, 1, 3, 4), (9, 1, 3, 9, 1, 2), 9),
+        ((4, 1, PADDING, PADDING), (1, 3, 0, 0), 3),
+        ((PADDING, PADDING, PADDING), (0, 0, 0), 2),
+    ],
+)
+@pytest.mark.parametrize("mask_token", [None, 7])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_rows_are_packed_as_by_the_reference(
+    slots: tuple[int, ...],
+    lengths: tuple[int, ...],
+    most: int,
+    mask_token: int | None,
+    windowed: bool,
+    column: str,
+) -> None:
+    tables, where = make_tables(windowed=windowed), on_device(*slots)
+    counts = on_device(*lengths)
+    starts = torch.minimum(tables.num_computed[where], LENGTH - counts)
+    given = tables, where, starts, counts, most, mask_token
+    needed = sum(lengths)
+    for num_rows in range(max(1, needed), len(slots) * most):
+        ours = ops_of(column).expand_rows(*given, num_rows)
+        theirs = REFERENCE.expand_rows(*given, num_rows)
+        for name in ("token_ids", "request", "offset", "first_row", "last_row"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+        assert_same_inputs(ours.inputs, theirs.inputs)
+        assert_packed(ours, counts, most, num_rows)
+        # The rows that mean something are those of the padded layout.
+        padded = REFERENCE.expand_rows(*given)
+        assert ours.request is not None
+        assert ours.offset is not None
+        place = ours.request * most + ours.offset
+        assert torch.equal(ours.token_ids, padded.token_ids[place])
+        assert torch.equal(ours.inputs.rows.positions, padded.inputs.rows.positions[place])
+        assert torch.equal(ours.inputs.paging.slots, padded.inputs.paging.slots[place])
+
+
+def assert_packed(rows: PlacedRows, lengths: torch.Tensor, most: int, num_rows: int) -> None:
+    """Each request has its rows, one behind the other, and all rows have a request."""
+    starts = rows.inputs.rows.query_start
+    assert (int(starts[0]), int(starts[-1]), len(rows.token_ids)) == (0, num_rows, num_rows)
+    own = starts.diff()
+    assert ((own >= lengths) & (own <= most)).all()
+    assert rows.inputs.rows.max_rows == most
+    assert rows.request is not None
+    assert torch.equal(rows.request.bincount(minlength=len(lengths)), own)
+    assert ((rows.first_row == starts[:-1]) | (own == 0)).all()
+    assert torch.equal(rows.last_row, rows.first_row + (lengths - 1).clamp_min(0))
+    assert int(rows.last_row.max()) < num_rows
+    assert (rows.inputs.paging.slots >= 0).sum() == lengths.sum()  # what is left writes nothing
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Greedy output with speculation is token for token the plain output, in float32."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from slipstream.speculative.catalogue import METHODS
 from tests import fake_drafters
 from tests.last_hidden_checkpoints import medusa_for, mlp_for
 from tests.lossless.pairwise import Case, every_case, pairwise_cases
-from tests.padded_steps import use_padded_steps
+from tests.padded_steps import packed_rows, use_packed_steps, use_padded_steps
 
 AXES: dict[str, list[Any]] = {
     "drafter": [
@@ -44,6 +45,20 @@ def test_greedy_output_is_the_plain_output(
     tiny_heads: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    check(case, tiny_target, tiny_draft, tiny_heads, monkeypatch)
+
+
+@pytest.mark.parametrize("drafter", AXES["drafter"])
+def test_greedy_output_of_packed_steps_is_the_plain_output(
+    drafter: str,
+    tiny_target: str,
+    tiny_draft: str,
+    tiny_heads: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests draft different numbers of tokens."""
+    case = {"drafter": drafter, "k": 7, "batch": 8, "rows": 512, "blocks": 400, "prefix": False}
+    case.update(penalties=drafter > "eagle", steps="packed")
     check(case, tiny_target, tiny_draft, tiny_heads, monkeypatch)
 
 
@@ -81,11 +96,19 @@ def check(
 
     if case["steps"] == "padded":
         use_padded_steps(monkeypatch)
+    if case["steps"] == "packed":
+        use_packed_steps(monkeypatch)
     llm = make_llm(tiny_target, speculative_config(case, tiny_target, tiny_draft, tiny_heads), case)
     if case["prefix"]:
         llm.generate(prompts, params)
-    outputs = llm.generate(prompts, params)
+    asked: Any = params
+    if case["steps"] == "packed":
+        counts = [1 + 5 * index % 7 for index in range(case["batch"])]
+        asked = [replace(params, num_speculative_tokens=count) for count in counts]
+    outputs = llm.generate(prompts, asked)
     assert tokens(outputs) == expected
+    if case["steps"] == "packed":
+        assert any(bucket == 6 for bucket, _, _ in packed_rows(llm))
     assert all(output.metrics.num_drafts > 0 for output in outputs)
     if case["blocks"] == 16 and case["batch"] == 8:
         assert sum(output.metrics.num_preemptions for output in outputs) > 0

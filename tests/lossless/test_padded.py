@@ -24,7 +24,7 @@ from slipstream.kernels.registry import kernels_for
 from slipstream.runner import device_state
 from tests.checkpoints import VOCAB_SIZE
 from tests.last_hidden_checkpoints import medusa_for, mlp_for
-from tests.padded_steps import use_padded_steps
+from tests.padded_steps import packed_rows, use_packed_steps, use_padded_steps
 
 K = 4
 MAX_TOKENS = 18
@@ -239,6 +239,24 @@ def test_every_wish_may_stand_beside_every_other(pair: Pair) -> None:
     for order in (params, params[::-1]):
         pair.agree(random_prompts((7,) * len(params), seed=3), order)
         assert pair.ahead.batches
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "medusa"])
+def test_packed_steps_say_what_exact_ones_say(
+    drafter: str, make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With different numbers of draft tokens in one batch, none among them."""
+    pair = make.pair(drafter, enable_prefix_caching=False)
+    use_packed_steps(monkeypatch)
+    for wish in (*WISHES.values(), {"logprobs": 2}):
+        params = [
+            replace(own, num_speculative_tokens=(3 * index + 1) % (K + 1))
+            for index, own in enumerate(seeded(**{"temperature": 1.0, **wish}))
+        ]
+        pair.agree(PROMPTS, params)
+    packed = packed_rows(pair.padded)
+    assert {bucket for bucket, _, _ in packed} >= {4, 6}
+    assert all(rows < bucket * (width + 1) for bucket, width, rows in packed)
 
 
 @pytest.mark.parametrize("drafter", ["greedy_drafts", "subset", "medusa", "mlp_speculator"])

@@ -269,6 +269,28 @@ def test_a_step_is_padded_to_the_smallest_width_that_holds_it(captures: Captures
     assert runner.num_lean() == 3 * 2 * len(bucket_sizes(5))
 
 
+def test_a_step_of_few_drafts_is_packed_into_the_rows_that_hold_them(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.core.step_form.row_totals", lambda *_: (6, 10, 16))
+
+    def rows(drafts: list[int], name: str = "step", packs: bool = True) -> int | None:
+        given = plan(list(range(len(drafts))), drafts)
+        captures.runner.run(name, captures.function, given, packs=packs)
+        return captures.batches[-1].num_rows
+
+    assert rows([3, 0, 0]) == rows([1, 1, 1]) == 6
+    assert rows([3, 0, 1]) == rows([3, 3, 0, 0]) == 10
+    assert rows([3, 3, 3, 0]) is None  # all the rows that four requests can have
+    assert rows([3, 0, 0], "propose", packs=False) is None
+    assert captures.recorder.captures == 4
+    target = captures.batches[0].target_rows(tensor(0, 0, 0, 0), tensor(0, 0, 0, 0), 3, None)
+    assert (target.width, target.total) == (4, 6)
+    # A drafter that makes no more than one token each: as many rows as there can be.
+    target = captures.batches[0].target_rows(tensor(0, 0, 0, 0), tensor(0, 0, 0, 0), 0, None)
+    assert (target.width, target.total) == (1, None)
+
+
 # ---------------------------------------------------------------------- the full variant
 
 

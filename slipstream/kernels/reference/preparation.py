@@ -18,24 +18,43 @@ def expand_rows(
     lengths: Tensor,
     most: int,
     mask_token: int | None = None,
+    num_rows: int | None = None,
 ) -> PlacedRows:
-    row = torch.arange(len(slots) * most, device=slots.device)
-    request, offset = row // most, row % most
+    if num_rows is None:
+        query_start = torch.arange(len(slots) + 1, device=slots.device) * most
+        row = torch.arange(len(slots) * most, device=slots.device)
+        request, offset = row // most, row % most
+    else:
+        query_start = _packed_starts(lengths, most, num_rows)
+        row = torch.arange(num_rows, device=slots.device)
+        request = torch.searchsorted(query_start[1:], row, right=True)
+        offset = row - query_start[request]
     positions = (starts[request] + offset).clamp_max(tables.last_position)
     row_slots = slots[request]
     places = torch.where(offset < lengths[request], _all_places(tables, row_slots, positions), -1)
-    first_row = torch.arange(len(slots) + 1, device=slots.device) * most
     inputs = tables.inputs(
-        RowPlaces(first_row, positions, max_rows=most),
+        RowPlaces(query_start, positions, max_rows=most),
         tables.block_tables[slots],
         torch.where(lengths > 0, starts + lengths, 0),
         places.flatten(),
     )
-    last_row = first_row[:-1] + (lengths - 1).clamp_min(0)
+    first_row = query_start[:-1].clamp_max(len(row) - 1)  # of requests without rows, any
+    last_row = first_row + (lengths - 1).clamp_min(0)
     token_ids = tables.token_ids[row_slots, positions]
     if mask_token is not None:
         token_ids = token_ids.masked_fill(positions >= tables.num_tokens[row_slots], mask_token)
-    return PlacedRows(token_ids, inputs, first_row[:-1], last_row)
+    if num_rows is None:
+        return PlacedRows(token_ids, inputs, first_row, last_row)
+    return PlacedRows(token_ids, inputs, first_row, last_row, request, offset)
+
+
+def _packed_starts(lengths: Tensor, most: int, num_rows: int) -> Tensor:
+    """[R + 1] int64, the first row of each request and `num_rows`: what is left over behind the
+    `lengths` [R] fills the last requests up to `most` rows."""
+    left = num_rows - lengths.sum()
+    room = (most - lengths).flip(0).cumsum(0).flip(0)  # of a request and those behind it
+    starts = lengths.cumsum(0) - lengths + (left - room).clamp_min(0)
+    return torch.cat((starts, torch.full_like(starts[:1], num_rows)))
 
 
 def place_rows(

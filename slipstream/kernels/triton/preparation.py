@@ -17,16 +17,31 @@ TABLE_BLOCK = 1024
 
 
 @triton.jit
+def _packed_rows(lengths, request, requests, most, num_rows, block_r: tl.constexpr):
+    """(first row, number of rows) of a request: its length, and what is left over goes to the last
+    requests, `most` rows at most each."""
+    other = tl.arange(0, block_r)
+    length = tl.load(lengths + other, mask=other < requests, other=0)
+    room = tl.where(other < requests, most - length, 0)
+    # What is left over for this request and those before it.
+    left = num_rows - tl.sum(length) - tl.sum(tl.where(other > request, room, 0))
+    own = tl.load(lengths + request)
+    first = tl.sum(tl.where(other < request, length, 0)) + tl.maximum(left - (most - own), 0)
+    return first, own + tl.minimum(tl.maximum(left, 0), most - own)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _expand_kernel(
     slots, starts, lengths, all_tokens, all_tables, tokens, positions, places, tables, query_start,
-    contexts, last_rows, requests, most, tokens_stride, tables_stride, num_blocks, last_position,
-    block_size, num_tokens, mask_token, window_column: tl.constexpr, block_m: tl.constexpr,
-    block_b: tl.constexpr, pdl: tl.constexpr,
+    contexts, last_rows, first_rows, row_requests, row_offsets, requests, most, num_rows,
+    tokens_stride, tables_stride, num_blocks, last_position, block_size, num_tokens, mask_token,
+    window_column: tl.constexpr, block_m: tl.constexpr, block_b: tl.constexpr,
+    block_r: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (request, part): part 0 lays the rows out, the others copy the block table.
 
     Without `num_tokens` (None) no row is masked. Places by the table at `window_column` stand
-    behind those by the first one.
+    behind those by the first one. With `first_rows` the rows are packed.
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
@@ -41,14 +56,18 @@ def _expand_kernel(
     else:
         start, length = tl.load(starts + request), tl.load(lengths + request)
         offset = tl.arange(0, block_m)
-        inside = offset < most
+        if first_rows is None:
+            first, inside = request * most, offset < most
+        else:
+            first, count = _packed_rows(lengths, request, requests, most, num_rows, block_r)
+            inside = offset < count
         position = tl.minimum(start + offset, last_position)
         block = tl.load(own_table + position // block_size, mask=inside, other=0)
         place = block.to(tl.int64) * block_size + position % block_size
         token = tl.load(all_tokens + slot * tokens_stride + position, mask=inside, other=0)
         if num_tokens is not None:
             token = tl.where(position >= tl.load(num_tokens + slot), mask_token, token)
-        row = request * most + offset
+        row = first + offset
         tl.store(tokens + row, token, mask=inside)
         tl.store(positions + row, position, mask=inside)
         tl.store(places + row, tl.where(offset < length, place, -1), mask=inside)
@@ -56,12 +75,17 @@ def _expand_kernel(
             own_table += window_column
             block = tl.load(own_table + position // block_size, mask=inside, other=0)
             place = block.to(tl.int64) * block_size + position % block_size
-            places += requests * most
+            places += num_rows
             tl.store(places + row, tl.where(offset < length, place, -1), mask=inside)
-        tl.store(query_start + request, request * most)
-        tl.store(query_start + requests, requests * most)
+        tl.store(query_start + request, first)
+        tl.store(query_start + requests, num_rows)
         tl.store(contexts + request, tl.where(length > 0, start + length, 0))
-        tl.store(last_rows + request, request * most + tl.maximum(length - 1, 0))
+        if first_rows is not None:
+            tl.store(row_requests + row, request, mask=inside)
+            tl.store(row_offsets + row, offset, mask=inside)
+            first = tl.minimum(first, num_rows - 1)
+            tl.store(first_rows + request, first)
+        tl.store(last_rows + request, first + tl.maximum(length - 1, 0))
 
 
 def expand_rows(
@@ -71,27 +95,35 @@ def expand_rows(
     lengths: Tensor,
     most: int,
     mask_token: int | None = None,
+    num_rows: int | None = None,
 ) -> PlacedRows:
     device, requests = slots.device, len(slots)
     slots, starts, lengths = dense(slots, starts, lengths)
-    num_blocks = tables.block_tables.shape[1]
-    token_ids = torch.empty(requests * most, dtype=torch.int32, device=device)
-    numbers = torch.empty(
-        (1 + tables.num_tables, requests * most), dtype=torch.int64, device=device
-    )
-    positions, places = numbers[0], numbers[1:].view(-1)
+    num_blocks, packed = tables.block_tables.shape[1], num_rows is not None
+    count = requests * most if num_rows is None else num_rows
+    token_ids = torch.empty(count, dtype=torch.int32, device=device)
+    own = 1 + tables.num_tables
+    numbers = torch.empty((own + 2 * packed, count), dtype=torch.int64, device=device)
+    positions, places = numbers[0], numbers[1:own].view(-1)
+    first_row = request = offset = None
+    if packed:
+        first_row = torch.empty(requests, dtype=torch.int64, device=device)
+        request, offset = numbers[own:]
     own_tables = torch.empty((requests, num_blocks), dtype=torch.int32, device=device)
     query_start = torch.empty(requests + 1, dtype=torch.int64, device=device)
     contexts, last_rows = torch.empty((2, requests), dtype=torch.int64, device=device)
     _expand_kernel[(requests, 1 + triton.cdiv(num_blocks, TABLE_BLOCK))](
         slots, starts, lengths, tables.token_ids, tables.block_tables, token_ids, positions, places,
-        own_tables, query_start, contexts, last_rows, requests, most, tables.token_ids.stride(0),
-        tables.block_tables.stride(0), num_blocks, tables.last_position, tables.block_size,
+        own_tables, query_start, contexts, last_rows, first_row, request, offset, requests, most,
+        count, tables.token_ids.stride(0), tables.block_tables.stride(0), num_blocks,
+        tables.last_position, tables.block_size,
         None if mask_token is None else tables.num_tokens, mask_token or 0, tables.window_column,
-        block_m=triton.next_power_of_2(most), block_b=TABLE_BLOCK, num_warps=4, **options(device),
+        block_m=triton.next_power_of_2(most), block_b=TABLE_BLOCK,
+        block_r=triton.next_power_of_2(requests) if packed else 1, num_warps=4, **options(device),
     )  # fmt: skip
     inputs = tables.inputs(RowPlaces(query_start, positions, most), own_tables, contexts, places)
-    return PlacedRows(token_ids, inputs, query_start[:-1], last_rows)
+    first_row = query_start[:-1] if first_row is None else first_row
+    return PlacedRows(token_ids, inputs, first_row, last_rows, request, offset)
 
 
 @triton.jit
