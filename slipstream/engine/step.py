@@ -88,6 +88,12 @@ class Step:
         self._now = partial(state.ops.timestamp, state.device)
         self._ended = 0.0
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether steps of decoding requests may be launched before the last one's results are
+        here."""
+        return self._runs_ahead and self._graphs is not None
+
     # ------------------------------------------------------------------ the device's part
 
     def run(

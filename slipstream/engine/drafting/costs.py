@@ -175,29 +175,33 @@ class CostModel:
         self._forget_predictions()
 
     def _fit_slopes(self, points: Sequence[Point], short: Mapping[tuple[int, int], Point]) -> None:
-        found: dict[str, list[float]] = {name: [] for name in self._slopes}
+        # Of each slope what pairs say, and by how much their amounts differ.
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in self._slopes}
         for point in sorted(points, key=lambda it: it.width):
             base = short[point.requests, point.width]
             longer = point.context - base.context
-            if not longer:
+            if longer < base.context:
                 continue
             slope = (point.target - base.target) / longer
             if not point.width:
-                found["context"].append(slope)
+                found["context"].append((slope, longer))
                 continue
             if found["context"]:
                 more = point.rows / point.requests - 1
-                found["attention"].append((slope - found["context"][0]) / more)
-            found["draft_context"].append((point.draft - base.draft) / longer / point.width)
+                plain = _mean(found["context"])
+                found["attention"].append(((slope - plain) / more, longer * more))
+            slope = (point.draft - base.draft) / longer / point.width
+            found["draft_context"].append((slope, longer * point.width))
         by_rows: dict[int, Point] = {}
         for point in short.values():
             other = by_rows.setdefault(point.rows, point)
-            if other.requests != point.requests:
-                slope = (point.target - other.target) / (point.requests - other.requests)
-                found["requests"].append(slope)
+            apart = point.requests - other.requests
+            if apart:
+                slope = (point.target - other.target) / apart
+                found["requests"].append((slope, abs(apart)))
         for name, slopes in found.items():
             if slopes:
-                self._slopes[name].value = max(0.0, sum(slopes) / len(slopes))
+                self._slopes[name].value = max(0.0, _mean(slopes))
 
     def observe(self, report: StepReport) -> None:
         """Learn from a step, unless it has prompt chunks or ran uncaptured where others do not."""
@@ -246,6 +250,7 @@ class CostModel:
             self._hear(self._rest.knot(requests), seconds, seconds)
             return
         most, width, slope = counts[0], len(counts), self._slopes["draft_context"]
+        context = context * most // requests
         knot = self._drafting.knot(most, width)
         drafting = seconds - self._rest(requests) - slope.value * width * context
         # Fewer requests at later places: what that saves is added, as if all went on.
@@ -304,3 +309,8 @@ class CostModel:
         for name, value in slopes.items():
             self._slopes[name].value = value
         self._forget_predictions()
+
+
+def _mean(pairs: Sequence[tuple[float, float]]) -> float:
+    """The mean of weighted values."""
+    return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)

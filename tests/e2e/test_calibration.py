@@ -1,0 +1,146 @@
+"""Measuring what steps cost leaves nothing behind, and ends in time."""
+
+from typing import Any
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.core.batch import Batch
+from slipstream.engine.drafting.calibration import calibrate
+from slipstream.engine.drafting.costs import CostModel
+from slipstream.engine.prompts import Prompt
+from slipstream.engine.step import Step
+from slipstream.engine.step_results import Launched
+from tests.drafters.assistants import write_sliding_target
+from tests.padded_steps import use_padded_steps
+
+K = 3
+PROMPTS: list[Prompt] = [
+    {"prompt_token_ids": [(start + place * step) % 90 for place in range(40)]}
+    for start, step in ((5, 7), (11, 1), (5, 7))
+]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=1, seed=3, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True),
+]
+
+
+def build(target: str, drafter: dict[str, Any] | None) -> LLM:
+    config = drafter and {"num_speculative_tokens": K, **drafter}
+    return LLM(
+        target,
+        speculative_config=config,
+        skip_tokenizer_init=True,
+        num_kv_blocks=48,
+        max_num_seqs=6,
+    )
+
+
+def measure(llm: LLM, widths: tuple[int, ...] = (0, 1, K), **options: Any) -> CostModel:
+    engine = llm.engine
+    graphs = engine._step._graphs
+    costs = CostModel(None if graphs is None else graphs._form.bucket)
+    assert calibrate(costs, engine._step, engine.resolved, widths, 16, **options)
+    return costs
+
+
+def outputs(llm: LLM) -> list[Any]:
+    """Everything that a user sees, of two rounds, so that the second finds prefixes cached."""
+    seen: list[Any] = []
+    for _ in range(2):
+        for one in llm.generate(PROMPTS, PARAMS):
+            metrics = one.metrics
+            seen.append((one.outputs[0].token_ids, metrics.num_accepted_tokens))
+            seen.append((metrics.num_draft_tokens, metrics.num_cached_tokens))
+    blocks, totals = llm.engine.scheduler.block_manager, llm.engine.metrics
+    seen.append((blocks.num_queried_tokens, blocks.num_hit_tokens, blocks.num_available))
+    seen.append((totals.num_steps, totals.num_output_tokens, totals.speculation))
+    return seen
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("drafter", ["none", "draft", "ngram", "suffix", "eagle3", "both"])
+def test_nothing_is_left_behind(
+    drafter: str,
+    padded: bool,
+    tiny_target: str,
+    tiny_draft: str,
+    tiny_heads: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if padded:
+        use_padded_steps(monkeypatch)
+    config = {
+        "none": None,
+        "draft": {"model": tiny_draft},
+        "eagle3": {"model": tiny_heads["eagle3"]},
+        "both": {"drafters": [{"method": "suffix"}, {"model": tiny_draft}]},
+    }.get(drafter, {"method": drafter})
+    expected = outputs(build(tiny_target, config))
+    llm = build(tiny_target, config)
+    widths = (0, K) if drafter != "none" else (0,)
+    costs = measure(llm, widths)
+    scheduler = llm.engine.scheduler
+    scheduler.check_invariants()
+    assert not scheduler.has_unfinished
+    assert scheduler.block_manager.usage == 0
+    assert llm.engine.metrics.num_steps == 0
+    assert outputs(llm) == expected
+    scheduler.check_invariants()
+    for requests in (1, 3, 6):
+        assert costs.plain_seconds(requests, 100 * requests) > 1e-5
+        if drafter in ("draft", "eagle3"):
+            assert costs.draft_seconds(requests, K, 100 * requests) > 1e-5
+
+
+def test_layers_with_a_window_are_measured(tmp_path_factory: pytest.TempPathFactory) -> None:
+    target = str(write_sliding_target(tmp_path_factory.mktemp("sliding") / "target"))
+    expected = outputs(build(target, {"method": "ngram"}))
+    llm = build(target, {"method": "ngram"})
+    assert llm.engine.resolved.num_window_blocks
+    measure(llm)
+    assert outputs(llm) == expected
+    llm.engine.scheduler.check_invariants()
+
+
+class Clock:
+    """Goes on by a tenth of a second whenever it is looked at."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def __call__(self) -> float:
+        self.looks += 1
+        return self.looks / 10
+
+
+def test_the_budget_is_kept(
+    tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, clock = build(tiny_target, {"model": tiny_draft}), Clock()
+    launched: list[tuple[float, Batch]] = []
+    launch = Step.launch
+
+    def recorded(step: Step, batch: Batch) -> Launched:
+        launched.append((clock.looks / 10, batch))
+        return launch(step, batch)
+
+    monkeypatch.setattr(Step, "launch", recorded)
+    measure(llm, budget_seconds=1.0, now=clock)
+    began = next(when for when, batch in launched if batch.is_decode)
+    assert launched[-1][0] < began + 1.0 + 0.5  # what was begun in time was ended
+    short = len(launched)
+    launched.clear()
+    clock.looks = 0
+    measure(llm, budget_seconds=4.0, now=clock)
+    assert len(launched) > 2 * short
+    widths = [item.num_draft_tokens for _, batch in launched[:short] for item in batch.requests]
+    assert {0, K} <= set(widths), "the most important come first"
+
+
+def test_a_model_for_very_short_requests_is_not_measured(tiny_target: str) -> None:
+    llm = LLM(tiny_target, skip_tokenizer_init=True, num_kv_blocks=8, max_model_len=8)
+    costs = CostModel()
+    assert not calibrate(costs, llm.engine._step, llm.engine.resolved, (0,), 16)
+    assert costs.plain_seconds(1, 8) > 0
