@@ -13,6 +13,16 @@ DEMO, DEMO_DRAFT = "demo", "demo/draft"
 _DEMO_TOKENS = 4
 
 
+def _parse_count(flag_name: str, text: str) -> int | str:
+    """A number of draft tokens, or `auto`."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{flag_name} must be a number or auto, not {text!r}") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class DrafterFlags:
     """The drafter, by short flags or by one JSON object."""
@@ -25,8 +35,12 @@ class DrafterFlags:
         panel="Drafting",
         also=("--spec-model",),
     )
-    num_speculative_tokens: int | None = flag(
-        None, "Maximum draft tokens per step. [4]", also=("-k", "--spec-tokens")
+    num_speculative_tokens: int | str | None = flag(
+        None,
+        "Maximum draft tokens per step, or auto: as many as are worth it, step by step. [4]",
+        metavar="<int|auto>",
+        parse=_parse_count,
+        also=("-k", "--spec-tokens"),
     )
     spec_method: str | None = flag(
         None,

@@ -86,7 +86,7 @@ def resolved_table(resolved: "Resolved") -> Table:
         "device": str(resolved.device),
         "dtype": str(resolved.dtype).removeprefix("torch."),
         "method": resolved.method or "plain decoding",
-        "num_speculative_tokens": str(limits.num_speculative_tokens),
+        "num_speculative_tokens": resolved.drafts,
         "max_model_len": str(limits.max_model_len),
         "drafter_max_model_len": str(limits.drafter_max_model_len),
         "max_num_seqs": str(limits.max_num_seqs),

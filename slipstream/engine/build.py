@@ -8,7 +8,10 @@ from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.cache.window_blocks import WindowBlocks
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.core.step_form import CapturedForm
+from slipstream.core.step_form import CapturedForm, ExactForm, StepForm
+from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
+from slipstream.engine.drafting.costs import CostModel
+from slipstream.engine.drafting.policy import AdaptivePolicy, captured_widths
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.guidance import Guidance
@@ -150,14 +153,12 @@ def assemble(
         )
     drafter = loaded_drafter.build(resources)
     shares_prefixes = config.enable_prefix_caching and layout.blocks_resume
-    scheduler = Scheduler(limits, _block_manager(resolved, size, shares_prefixes))
+    policy, form = _draft_policy(resolved)
+    scheduler = Scheduler(limits, _block_manager(resolved, size, shares_prefixes), policy)
     on_device = loaded_drafter.limits.on_device
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
     graphs = None
-    if resolved.captures:
-        form = CapturedForm(
-            limits.max_num_seqs, scheduler.policy.widths, packs=not limits.drafts_trees
-        )
+    if isinstance(form, CapturedForm):
         graphs = GraphRunner(state, sampling, form, Recorder(device))
     step = Step(
         scheduler,
@@ -175,6 +176,20 @@ def assemble(
         with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
             graphs.capture_all("step", step.run, not on_device, progress)
     return Engine(resolved, scheduler, step, LogprobReader(runner, tokenizer), tokenizer, grammars)
+
+
+def _draft_policy(resolved: Resolved) -> tuple[DraftPolicy, StepForm]:
+    """What decides how much is drafted, and the form of the steps in which it is."""
+    limits = resolved.limits
+    fixed = FixedPolicy(limits.num_speculative_tokens)
+    widths = captured_widths(limits) if resolved.adaptive else fixed.widths
+    form: StepForm = ExactForm()
+    if resolved.captures:
+        form = CapturedForm(limits.max_num_seqs, widths, packs=not limits.drafts_trees)
+    if not resolved.adaptive:
+        return fixed, form
+    costs = CostModel(form.bucket if isinstance(form, CapturedForm) else None)
+    return AdaptivePolicy(limits, widths, costs, form), form
 
 
 def _block_manager(resolved: Resolved, block_size: int, shares_prefixes: bool) -> BlockManager:

@@ -41,6 +41,7 @@ class Resolved:
         bytes_per_block: of all layers.
         cache_dtype: of the target's keys and values.
         captures: whether steps are captured in CUDA graphs.
+        adaptive: how much is drafted is chosen step by step.
         reasons: (name, value, why) of everything that was derived.
     """
 
@@ -58,7 +59,14 @@ class Resolved:
     synthetic_rates: tuple[float, ...]
     seed: int
     captures: bool
+    adaptive: bool = False
     reasons: tuple[tuple[str, str, str], ...] = field(default=())
+
+    @property
+    def drafts(self) -> str:
+        """K in words: the most draft tokens of a request in a step."""
+        most = str(self.limits.num_speculative_tokens)
+        return f"auto (up to {most})" if self.adaptive else most
 
 
 def resolve_dtype(config: EngineConfig, checkpoint_dtype: torch.dtype) -> torch.dtype:
@@ -180,6 +188,7 @@ def resolve(
         synthetic_rates=speculation.synthetic_rates,
         seed=config.seed,
         captures=captures,
+        adaptive=speculation.adaptive,
         reasons=reasons.rows,
     )
 

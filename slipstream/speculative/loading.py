@@ -20,6 +20,9 @@ from slipstream.speculative.trees.shapes import TokenTree, read_tree, require_co
 from slipstream.speculative.verification_options import read_verification
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
+AUTO = "auto"
+# Most draft tokens where the engine chooses; of drafters that look up, whose guesses cost nothing.
+MOST_CHOSEN, MOST_LOOKED_UP = 7, 12
 
 
 class Loader(Protocol):
@@ -36,6 +39,7 @@ class Loader(Protocol):
 class Speculation:
     """A resolved `speculative_config`: the drafter and the most tokens it guesses a step.
 
+    `adaptive`: how many it guesses is chosen step by step.
     `synthetic_rates` are a benchmark's conditional acceptance rates; empty verifies for real.
     `enforce_eager`: no step is to be captured, since target and drafter are captured together.
     """
@@ -43,6 +47,7 @@ class Speculation:
     method: str | None
     num_speculative_tokens: int
     drafter: LoadedDrafter
+    adaptive: bool = False
     synthetic_rates: tuple[float, ...] = ()
     enforce_eager: bool = False
 
@@ -52,7 +57,8 @@ class Choice:
     """A drafter that was named and is not loaded yet.
 
     Attributes:
-        given: `num_speculative_tokens`, if it was given.
+        given: `num_speculative_tokens`, if it was given; where it is "auto", the most.
+        adaptive: whether it is "auto".
         proposed: as many as the drafter itself proposes, if it does.
         config: its method's own.
     """
@@ -61,6 +67,7 @@ class Choice:
     given: int | None
     proposed: int | None
     config: Any
+    adaptive: bool = False
 
     @property
     def name(self) -> str:
@@ -79,9 +86,14 @@ def choose(options: Options) -> Choice:
     """Take the method and what it wants to know; UsageError for an unknown method or value."""
     kind, num_tokens = _find(options)
     method = _method(options, kind)
+    adaptive = options.peek("num_speculative_tokens") == AUTO
+    if adaptive:
+        options.take("num_speculative_tokens")
+        most = MOST_CHOSEN if method.match_keys is None else MOST_LOOKED_UP
+        options.fill("num_speculative_tokens", min(most, num_tokens or most))
     config = _loader(method).read_options(options)
     proposed = getattr(config, "num_speculative_tokens", num_tokens)
-    return Choice(method, _num_speculative_tokens(options), proposed, config)
+    return Choice(method, _num_speculative_tokens(options), proposed, config, adaptive)
 
 
 def describe_head(kind: str, checkpoint: HeadCheckpoint) -> HeadConfig | None:
@@ -117,7 +129,7 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
     tree = read_tree(options)
     choice = choose(options)
     count = choice.given
-    if count is None:
+    if count is None or (choice.adaptive and tree is not None):
         count = choice.proposed or DEFAULT_NUM_SPECULATIVE_TOKENS
         count = count if tree is None else tree.num_nodes
     rates = read_verification(options, count)
@@ -129,7 +141,10 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
         return Speculation(None, 0, PLAIN_DECODING)
     if tree is not None:
         require_count(tree, count)
-    return Speculation(choice.name, count, choice.load(target, tree), rates, eager)
+    drafter = choice.load(target, tree)
+    if choice.adaptive:
+        count = min(count, drafter.limits.max_speculative_tokens or count)
+    return Speculation(choice.name, count, drafter, choice.adaptive, rates, eager)
 
 
 def _loader(method: Method) -> Loader:
@@ -209,8 +224,8 @@ def _num_speculative_tokens(options: Options) -> int | None:
         return None
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise UsageError(
-            "speculative_config: num_speculative_tokens must be an integer, 0 (plain decoding) or "
-            f"more, not {count!r}"
+            f'speculative_config: num_speculative_tokens must be "{AUTO}" or an integer, 0 (plain '
+            f"decoding) or more, not {count!r}"
         )
     return count
 

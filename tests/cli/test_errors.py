@@ -145,6 +145,7 @@ def test_speculative_config_is_read_strictly(
     ("flags", "named"),
     [
         (["--prompt", "x", "-k", "-1"], "num_speculative_tokens"),
+        (["--prompt", "x", "-k", "many"], "a number or auto"),
         (["--prompt", ""], "empty"),
         (["--prompt", "x y " * 100, "--max-model-len", "50"], "max_model_len"),
     ],

@@ -174,6 +174,7 @@ def test_the_line_of_the_draft_model_pull_request(
         ("-k 2", {"model": "demo/draft", "num_speculative_tokens": 2}),
         ("--num_speculative_tokens 2", {"model": "demo/draft", "num_speculative_tokens": 2}),
         ("m --drafter d", {"model": "d"}),
+        ("m --drafter d -k auto", {"model": "d", "num_speculative_tokens": "auto"}),
         ("m --drafter d -k 3", {"model": "d", "num_speculative_tokens": 3}),
         ("m --drafter ngram -k 3", {"method": "ngram", "num_speculative_tokens": 3}),
         ("--drafter ngram", {"method": "ngram"}),

@@ -20,7 +20,7 @@ AXES: dict[str, list[Any]] = {
         *("dflash", "assistant", "mtp", "mtp_modules"),
         *("combination", "host_combination", "uneven_combination"),
     ],
-    "k": [1, 3, 7, 15],
+    "k": [1, "auto", 7, 15],
     "batch": [1, 8],
     "rows": [512, 24],  # 24: prompts come in chunks, mixed with decoding
     "blocks": [400, 16],  # 16 blocks of 8 tokens: requests are preempted
@@ -109,7 +109,10 @@ def check(
     assert tokens(outputs) == expected
     if case["steps"] == "packed":
         assert any(bucket == 6 for bucket, _, _ in packed_rows(llm))
-    assert all(output.metrics.num_drafts > 0 for output in outputs)
+    if case["k"] == "auto":
+        assert llm.metrics.speculation.num_drafts > 0
+    else:
+        assert all(output.metrics.num_drafts > 0 for output in outputs)
     if case["blocks"] == 16 and case["batch"] == 8:
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
     if case["prefix"] and case["blocks"] == 400:
@@ -148,7 +151,7 @@ def speculative_config(
                     "method": "pard",
                     "model": draft,
                     "pard_token": 90,
-                    "num_speculative_tokens": min(2, case["k"]),
+                    "num_speculative_tokens": 2 if case["k"] == "auto" else min(2, case["k"]),
                 },
             ]
         },

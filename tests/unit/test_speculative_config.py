@@ -9,6 +9,7 @@ import pytest
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
 from slipstream.speculative.draft_model.vocabularies import require_same_vocabulary
 from tests.checkpoints import write_qwen3
+from tests.last_hidden_checkpoints import medusa_for
 
 
 def make(target: str, config: Any) -> LLM:
@@ -21,8 +22,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_speculative_tokens": 3}, "needs method"),
     ({"method": "teleport"}, "unknown method 'teleport'; known methods: combination, custom, "),
     ({"method": "ngram", "num_speculative_tokens": -1}, "0 .plain decoding. or more, not -1"),
-    ({"method": "ngram", "num_speculative_tokens": True}, "must be an integer"),
-    ({"method": "ngram", "num_speculative_tokens": "auto"}, "must be an integer"),
+    ({"method": "ngram", "num_speculative_tokens": True}, 'must be "auto" or an integer'),
+    ({"method": "ngram", "num_speculative_tokens": "many"}, 'must be "auto" or an integer'),
     ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "between 1 and"),
     ({"method": "ngram", "prompt_lookup_max": 0}, "between 1 and"),
     ({"method": "ngram", "model": "x"}, "leave it out"),
@@ -92,6 +93,26 @@ def test_hyphens_equal_underscores(tiny_target: str, tiny_draft: str) -> None:
     )
     assert llm.engine.resolved.limits.num_speculative_tokens == 2
     assert llm.engine.resolved.limits.drafter_max_model_len == 100
+
+
+@pytest.mark.parametrize(
+    ("config", "most"),
+    [
+        ({"model": "DRAFT"}, 7),
+        ({"method": "ngram"}, 12),
+        ({"method": "suffix"}, 12),
+        ({"drafters": [{"method": "ngram"}, {"model": "DRAFT"}]}, 7),
+        ({"method": "medusa", "model": "MEDUSA"}, 3),
+    ],
+)
+def test_auto_drafts_no_more_than_the_drafter_can(
+    config: dict[str, Any], most: int, tiny_target: str, tiny_draft: str
+) -> None:
+    text = json.dumps({**config, "num_speculative_tokens": "auto"}).replace("DRAFT", tiny_draft)
+    medusa = medusa_for(tiny_target, heads=3)
+    llm = make(tiny_target, json.loads(text.replace("MEDUSA", medusa)))
+    assert llm.engine.resolved.drafts == f"auto (up to {most})"
+    assert llm.engine.resolved.limits.num_speculative_tokens == most
 
 
 def test_k_of_zero_is_plain_decoding(tiny_target: str) -> None:

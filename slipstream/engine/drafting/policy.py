@@ -38,6 +38,19 @@ _MOST_UNCHANGED = 16  # plans that a choice serves at most
 _LEAST_TO_STOP, _MOST_TO_STOP = 0.02, 0.9
 
 
+# Graphs are captured for these: near enough to each other that a step loses little in the next
+# larger one, and few, since each is captured for every number of requests while the engine starts.
+_WIDTHS = (1, 2, 4, 7, 12)
+
+
+def captured_widths(limits: StepLimits) -> tuple[int, ...]:
+    """Numbers of draft tokens that captured steps have, rising from 0."""
+    most = limits.num_speculative_tokens
+    if limits.drafts_trees:
+        return (0, most)
+    return (0, *(width for width in _WIDTHS if width < most), most)
+
+
 class LearningCosts(StepCosts, Protocol):
     """Costs that learn from what steps took; see `CostModel`."""
 

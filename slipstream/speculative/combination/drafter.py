@@ -36,7 +36,7 @@ from slipstream.speculative.drafter import (
     DrafterResources,
     LoadedDrafter,
 )
-from slipstream.speculative.loading import DEFAULT_NUM_SPECULATIVE_TOKENS, Choice, choose
+from slipstream.speculative.loading import AUTO, DEFAULT_NUM_SPECULATIVE_TOKENS, Choice, choose
 from slipstream.speculative.options import Options, TargetModel
 
 # Of drafters that are asked before another: behind shorter matches the demo draft guesses better.
@@ -94,6 +94,11 @@ def _read_member(given: Any, index: int, is_last: bool) -> Choice:
         raise UsageError("speculative_config: a drafter with num_speculative_tokens 0; take it out")
     _fill_min_match(options, not is_last)
     choice = choose(options)
+    if choice.adaptive:
+        raise UsageError(
+            "speculative_config: num_speculative_tokens is chosen for all drafters together; give "
+            f'"{AUTO}" beside drafters'
+        )
     options.finish(f"{choice.name} (number {index + 1} of drafters)")
     return choice
 
