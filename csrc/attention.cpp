@@ -115,16 +115,18 @@ const int64_t* long_numbers(const Array& array, int64_t count, const char* name)
 class AttentionPass {
   public:
     AttentionPass(const Array& query_start, const Array& context_lens, const Array& block_tables,
-                  const Array& positions, const Array& slots, int64_t first_seen, bool causal,
+                  const Array& positions, const Array& places, const Array& slots,
+                  int64_t first_seen, bool causal,
                   const Optional& tree_starts, const Optional& tree_tokens,
                   const Optional& tree_ancestors)
-        : kept_{query_start, context_lens, block_tables, positions, slots},
+        : kept_{query_start, context_lens, block_tables, positions, places, slots},
           tree_{tree_starts, tree_tokens, tree_ancestors} {
         rows_.num_rows = static_cast<int64_t>(positions.size());
         rows_.num_requests = static_cast<int64_t>(context_lens.size());
         rows_.query_start = long_numbers(query_start, rows_.num_requests + 1, "query_start");
         rows_.context_lens = long_numbers(context_lens, rows_.num_requests, "context_lens");
         rows_.positions = long_numbers(positions, rows_.num_rows, "positions");
+        rows_.places = long_numbers(places, rows_.num_rows, "places");
         rows_.slots = long_numbers(slots, rows_.num_rows, "slots");
         require(block_tables.ndim() == 2 && axis(block_tables, 0) >= rows_.num_requests,
                 "block_tables: [R, blocks]");
@@ -152,15 +154,15 @@ class AttentionPass {
             numbers<const int32_t>(block_tables, Number::i32, 1, "windowed block_tables");
         windowed_.table_stride = block_tables.stride(0);
         windowed_.table_width = axis(block_tables, 1);
-        kept_[5] = block_tables;
-        kept_[6] = slots;
+        kept_[6] = block_tables;
+        kept_[7] = slots;
         rows_.windowed = &windowed_;
     }
 
     const AttentionRows& rows() const { return rows_; }
 
   private:
-    Array kept_[7];
+    Array kept_[8];
     Optional tree_[3];
     AttentionRows rows_{}, windowed_{};
 };
@@ -230,10 +232,11 @@ void bind_attention(nb::module_& module) {
              nb::arg("query_norm").none(), nb::arg("key_norm").none(), nb::arg("norm_eps"),
              nb::arg("cos_sin"), nb::arg("scale"), nb::arg("window"), nb::arg("sinks").none());
     nb::class_<AttentionPass>(module, "AttentionPass")
-        .def(nb::init<const Array&, const Array&, const Array&, const Array&, const Array&, int64_t,
-                      bool, const Optional&, const Optional&, const Optional&>(),
+        .def(nb::init<const Array&, const Array&, const Array&, const Array&, const Array&,
+                      const Array&, int64_t, bool, const Optional&, const Optional&, const Optional&>(),
              nb::arg("query_start"), nb::arg("context_lens"), nb::arg("block_tables"),
-             nb::arg("positions"), nb::arg("slots"), nb::arg("first_seen"), nb::arg("causal"),
+             nb::arg("positions"), nb::arg("places"), nb::arg("slots"), nb::arg("first_seen"),
+             nb::arg("causal"),
              nb::arg("tree_starts").none(), nb::arg("tree_tokens").none(),
              nb::arg("tree_ancestors").none())
         .def("set_windowed", &AttentionPass::set_windowed, nb::arg("block_tables"),

@@ -29,7 +29,8 @@ struct AttentionRows {
     int64_t num_rows, num_requests;
     const int64_t* query_start;   // [num_requests + 1]
     const int64_t* context_lens;  // [num_requests]
-    const int64_t *positions, *slots;  // [num_rows]
+    // [num_rows]; places: which token of the paged context a row is
+    const int64_t *positions, *places, *slots;
     const int32_t* block_tables;  // [num_requests, table_stride], of which table_width are entries
     int64_t table_stride, table_width;
     int64_t first_seen;

@@ -26,7 +26,7 @@ inline int64_t context_of(const AttentionCall& call, int64_t request) {
 inline Span seen_by(const AttentionCall& call, int64_t request, int64_t row) {
     const AttentionRows& rows = *call.rows;
     Span span = {rows.first_seen > 0 ? rows.first_seen : 0, context_of(call, request)};
-    const int64_t position = rows.positions[row], window = call.shape->window;
+    const int64_t position = rows.places[row], window = call.shape->window;
     if (window > 0 && span.first < position - window + 1) span.first = position - window + 1;
     const int64_t own = rows.tree_tokens ? rows.tree_tokens[row] : position;
     if ((rows.causal || rows.tree_tokens) && span.end > own + 1) span.end = own + 1;

@@ -41,7 +41,8 @@ def changed(inputs: PassInputs, **values: Any) -> PassInputs:
 def moved(inputs: PassInputs, device: str | torch.device) -> PassInputs:
     """The inputs with their tensors on a device."""
     parts = {**vars(inputs.rows), **vars(inputs.paging)}
-    tensors = {name: parts[name].to(device) for name in TENSORS}
+    names = TENSORS if inputs.rows.places is None else (*TENSORS, "places")
+    tensors = {name: parts[name].to(device) for name in names}
     tree = inputs.sees.tree
     if tree is not None:
         tree = replace(tree, **{name: value.to(device) for name, value in vars(tree).items()})

@@ -22,18 +22,26 @@ class Qwen3Oracle:
             for name, value in load_file(Path(folder) / "model.safetensors").items()
         }
 
-    def logits(self, ids: list[int], added: Tensor | None = None) -> Tensor:
+    def logits(
+        self, ids: list[int], added: Tensor | None = None, positions: list[int] | None = None
+    ) -> Tensor:
         """[T, vocab_size] float64 of a text, each row for the token behind it.
 
         Args:
             added: [T, hidden_size] to the embeddings.
+            positions: of the tokens, where they are not all of a text.
         """
+        self._positions = torch.tensor(positions or range(len(ids)))
         tied = self.config["tie_word_embeddings"]
         head = self.weights["model.embed_tokens.weight" if tied else "lm_head.weight"]
-        return self.hidden_states(ids, added)[-1] @ head.T
+        return self._states(ids, added)[-1] @ head.T
 
     def hidden_states(self, ids: list[int], added: Tensor | None = None) -> list[Tensor]:
         """Each [T, hidden_size]: what enters each layer, and what leaves the final norm."""
+        self._positions = torch.arange(len(ids))
+        return self._states(ids, added)
+
+    def _states(self, ids: list[int], added: Tensor | None) -> list[Tensor]:
         stream = self.weights["model.embed_tokens.weight"][torch.tensor(ids)]
         if added is not None:
             stream = stream + added
@@ -75,10 +83,10 @@ class Qwen3Oracle:
         return mixed.transpose(0, 1).reshape(count, -1) @ self.weights[name + "o_proj.weight"].T
 
     def _rotate(self, heads: Tensor) -> Tensor:
-        """heads [heads, T, head_dim], row t at position t."""
+        """heads [heads, T, head_dim], row t at `_positions[t]`."""
         half = heads.shape[-1] // 2
         powers = torch.arange(half, dtype=torch.float64) / half
-        angles = torch.arange(heads.shape[1]).unsqueeze(1) / self.config["rope_theta"] ** powers
+        angles = self._positions.unsqueeze(1) / self.config["rope_theta"] ** powers
         first, second = heads[..., :half], heads[..., half:]
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

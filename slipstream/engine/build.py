@@ -146,7 +146,7 @@ def assemble(
         captured=resolved.captures,
         target_cache=cache,
     )
-    if loaded_drafter.layout is not None and not loaded_drafter.layout.blocks_resume:
+    if not all(kept.blocks_resume for kept in loaded_drafter.layouts):
         raise UsageError(
             "drafters whose layers keep a state of each request are not supported; use a draft "
             "model with attention alone"

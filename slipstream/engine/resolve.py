@@ -156,17 +156,21 @@ def resolve(
     blocks = BlockBytes.of(layouts, config.block_size, longest)
     rows = _max_num_batched_tokens(config, device, reasons)
     captures = captures_graphs(device, bool(config.enforce_eager) or speculation.enforce_eager)
+    count = speculation.num_speculative_tokens
+    windowed = 0
+    if drafter.window is not None:
+        windowed = drafter.window.bytes_per_request(config.block_size, count)
     step = StepSizes(
         network=shape,
         itemsize=dtype.itemsize,
         max_num_batched_tokens=rows,
         max_num_seqs=config.max_num_seqs,
         max_model_len=longest,
-        num_speculative_tokens=speculation.num_speculative_tokens,
-        draft_probabilities=drafter.layout is not None or drafter.limits.keeps_probabilities,
+        num_speculative_tokens=count,
+        draft_probabilities=bool(drafter.layouts) or drafter.limits.keeps_probabilities,
         graphs=captures,
-        max_draft_rows=drafter.limits.draft_rows(speculation.num_speculative_tokens),
-        layer_state=sum(layout.bytes_per_request for layout in layouts),
+        max_draft_rows=drafter.limits.draft_rows(count),
+        layer_state=sum(layout.bytes_per_request for layout in layouts) + windowed,
     )
     num_blocks, num_window_blocks = size_cache(config, device_memory(device), step, blocks, reasons)
     max_model_len = _fit_model_len(config, longest, num_blocks * config.block_size, reasons)

@@ -16,6 +16,8 @@ class RowPlaces:
     Attributes:
         query_start: [R + 1] int64, first row of each request; the last entry is the row count.
         positions: [T] int64, of each row.
+        places: [T] int64, which token of the context that `Paging` has each row is, where that is
+            an excerpt of its request; None: the one of its position.
         max_rows: upper bound on the rows of any request, as far as the host knows; None if it does
             not. A hint for launch sizes: results do not depend on it.
     """
@@ -23,6 +25,12 @@ class RowPlaces:
     query_start: Tensor
     positions: Tensor
     max_rows: int | None = None
+    places: Tensor | None = None
+
+    @property
+    def in_context(self) -> Tensor:
+        """[T] int64, which token of the paged context each row is."""
+        return self.positions if self.places is None else self.places
 
 
 @dataclass(frozen=True, eq=False)

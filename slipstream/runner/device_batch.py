@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from slipstream.runner.excerpts import Excerpt
 from slipstream.runner.rows import PassRows, TreeRows
 from slipstream.runner.transfer import upload
 from slipstream.sampling.state import Uses
@@ -157,11 +158,20 @@ class DeviceBatch:
         most: int,
         mask_token: int | None = None,
         tree: TreeRows | None = None,
+        excerpt: Excerpt | None = None,
     ) -> PassRows:
         """The rows of a drafter's pass: lengths[r] of each request from position starts[r] on, of
         which no request has more than `most`; see `PassRows`."""
         width = None if self.exact else most
-        return PassRows(self.slots, starts, lengths, width, mask_token=mask_token, tree=tree)
+        return PassRows(
+            self.slots,
+            starts,
+            lengths,
+            width,
+            mask_token=mask_token,
+            tree=tree,
+            excerpt=excerpt,
+        )
 
     def target_rows(
         self, starts: Tensor, num_drafts: Tensor, most_drafts: int, tree: TreeRows | None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
 from slipstream.runner.device_state import DeviceState
+from slipstream.runner.excerpts import Excerpt
 from slipstream.sampling.tree_verification import TreeNodes
 
 _ALL_VISIBLE = -1  # as the ancestors of a row: every bit is set
@@ -73,6 +74,8 @@ class PassRows:
             exact rows.
         mask_token: what rows behind the known tokens hold; None: what stands in the state.
         tree: of rows that are nodes of token trees; None where rows are a chain.
+        excerpt: what the rows see, where that is not all; `starts` and the roots of trees are then
+            places in it.
     """
 
     slots: Tensor
@@ -83,6 +86,7 @@ class PassRows:
     rereads: Tensor | None = None
     mask_token: int | None = None
     tree: TreeRows | None = None
+    excerpt: Excerpt | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +142,14 @@ class RowLayout:
     def offset(self) -> Tensor:
         """[T] int64, each row's place among the rows of its request."""
         return self._places[1]
+
+    def of_requests(self, values: Tensor) -> Tensor:
+        """values [R] -> [T], of each row's request."""
+        if self.is_single:
+            return values
+        if self.width is not None:
+            return values.unsqueeze(1).expand(-1, self.width).flatten()
+        return values[self.request]
 
     def spread(self, values: Tensor) -> Tensor:
         """values [R, W, ...], of each request's first W rows -> [T, ...], of every row."""
@@ -210,8 +222,9 @@ def lay_out(state: DeviceState, rows: PassRows, windowed: bool = False) -> RowLa
     Args:
         windowed: of a network whose layers with a window have blocks of their own.
     """
-    ops = state.ops
-    which = state.tables, rows.slots, rows.starts, rows.lengths
+    ops, excerpt = state.ops, rows.excerpt
+    tables, own = (state.tables, rows.slots) if excerpt is None else (excerpt.tables, excerpt.rows)
+    which = tables, own, rows.starts, rows.lengths
     if rows.width is None:
         placed = ops.place_rows(*which, rows.rereads, rows.mask_token)
     else:
@@ -229,6 +242,7 @@ def lay_out(state: DeviceState, rows: PassRows, windowed: bool = False) -> RowLa
         placed.row_starts,
         None if request is None or offset is None else (request, offset),
     )
-    if rows.tree is None:
-        return layout
-    return replace(layout, inputs=rows.tree.inputs(layout))
+    inputs = layout.inputs if rows.tree is None else rows.tree.inputs(layout)
+    if excerpt is not None and excerpt.skipped is not None:
+        inputs = excerpt.inputs(inputs, layout.of_requests(excerpt.skipped))
+    return replace(layout, inputs=inputs)

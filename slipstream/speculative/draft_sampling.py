@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.runner.device_batch import DeviceBatch
+from slipstream.runner.excerpts import Excerpt
 from slipstream.runner.rows import PassRows
 from slipstream.sampling.state import Uses
 from slipstream.sampling.verification import sample_draft
@@ -44,8 +45,9 @@ class DraftSampling:
         wanted: Tensor,
         most: int,
         forward: Callable[[PassRows, int], Tensor],
+        excerpt: Excerpt,
     ) -> Draft:
-        """K draft tokens from K passes, which are written behind the known tokens.
+        """K draft tokens from K passes, which are written behind the known tokens of the excerpt.
 
         Args:
             known, starts: [R] int64, known tokens, and those that the drafter has computed.
@@ -57,16 +59,19 @@ class DraftSampling:
         state, slots = resources.state, batch.slots
         tokens = slots.new_zeros((batch.num_requests, batch.width))
         probs = self.probabilities(batch)
-        lengths = torch.where(wanted > 0, known - starts, 0)
+        placed, starts = excerpt.places(known), excerpt.places(starts)
+        lengths = torch.where(wanted > 0, placed - starts, 0)
         for index in range(batch.width):
-            logits = forward(batch.rows(starts, lengths, 1 if index else most), index)
+            most = 1 if index else most
+            logits = forward(batch.rows(starts, lengths, most, excerpt=excerpt), index)
             probs_out = None if probs is None else probs[:, index]
             picked = self.sample(logits, slots, known + index, batch, resources, probs_out)
             starts, lengths = state.ops.advance_drafts(
-                state.tables, slots, known, wanted, picked, self.vocabulary, tokens, index
+                *(excerpt.tables, excerpt.rows, placed, wanted),
+                *(picked, self.vocabulary, tokens, index),
             )
-        one_hot = self.one_hot(batch, resources)
-        return Draft(tokens, wanted, one_hot, probs, self.vocabulary, written=True)
+        one_hot, written = self.one_hot(batch, resources), excerpt.skipped is None
+        return Draft(tokens, wanted, one_hot, probs, self.vocabulary, written=written)
 
     def sample(
         self,

@@ -16,6 +16,7 @@ from slipstream.core.request import Request
 from slipstream.models.decoder import Decoder
 from slipstream.runner.device_batch import DeviceBatch, Guesses
 from slipstream.runner.device_state import DeviceState
+from slipstream.runner.excerpts import ExcerptSizes
 from slipstream.runner.model_runner import Forward
 from slipstream.sampling.state import SamplingState
 from slipstream.sampling.tree_verification import TreeNodes
@@ -219,6 +220,18 @@ class DrafterResources:
     in_combination: bool = False
 
 
+@dataclass(frozen=True)
+class DraftWindow:
+    """Keys and values of the last `tokens` tokens, and the first ones, of every slot."""
+
+    layout: CacheLayout
+    tokens: int
+
+    def bytes_per_request(self, block_size: int, num_speculative_tokens: int) -> int:
+        blocks = ExcerptSizes(self.tokens, num_speculative_tokens, block_size).num_blocks
+        return blocks * block_size * self.layout.bytes_per_token
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LoadedDrafter:
     """A drafter's weights in memory, before the size of the cache is known.
@@ -226,12 +239,20 @@ class LoadedDrafter:
     Attributes:
         build: makes the drafter with what the engine lends it.
         layout: what it adds to every block; None: nothing.
+        window: what it keeps of each request beside the blocks; None: nothing.
     """
 
     build: Callable[[DrafterResources], Drafter]
     limits: DrafterLimits = DrafterLimits()
     needs: Needs = Needs()
     layout: CacheLayout | None = None
+    window: DraftWindow | None = None
+
+    @property
+    def layouts(self) -> list[CacheLayout]:
+        """All that its layers keep."""
+        own = [] if self.window is None else [self.window.layout]
+        return own if self.layout is None else [self.layout, *own]
 
 
 def load_host_drafter(make: Callable[[DeviceState], Drafter]) -> LoadedDrafter:

@@ -19,6 +19,7 @@ class ModelKeys:
         remedy: what to do instead of giving the other.
         mask_token, vocabulary, other_tokenizer: whether `pard_token`, `draft_vocab_size` and
             `use_heterogeneous_vocab` are taken.
+        window: whether `draft_window` is.
         in_target: without `model` the target's own checkpoint is read.
     """
 
@@ -27,6 +28,7 @@ class ModelKeys:
     mask_token: bool = False
     vocabulary: bool = False
     other_tokenizer: bool = False
+    window: bool = False
     in_target: bool = False
 
 
@@ -40,6 +42,7 @@ class ModelOptions:
         mask_token: `pard_token`; None leaves it to the checkpoint.
         vocabulary: the tokens to draft over; None is all.
         maps_tokens: `use_heterogeneous_vocab`: its tokenizer may be another one.
+        draft_window: how many of the last tokens it attends to, besides the first few; None: all.
     """
 
     model: str | None
@@ -51,6 +54,12 @@ class ModelOptions:
     mask_token: int | None = None
     vocabulary: DraftVocabularyConfig | None = None
     maps_tokens: bool = False
+    draft_window: int | None = None
+
+    def window_within(self, longest: int) -> int | None:
+        """`draft_window` where requests of `longest` tokens are longer."""
+        window = self.draft_window
+        return window if window is not None and window < longest else None
 
     def load_options(self, target: TargetModel) -> LoadOptions:
         """As the target is loaded, unless asked otherwise."""
@@ -77,9 +86,10 @@ def read_model_options(options: Options, method: str, keys: ModelKeys) -> ModelO
         revision=revision,
         dtype=options.take_str("dtype", None),
         quantization=options.take_quantization(),
-        max_model_len=options.take_max_model_len(),
+        max_model_len=options.take_positive("max_model_len"),
         greedy_only=options.take_greedy_only(),
         mask_token=options.take_int("pard_token", None) if keys.mask_token else None,
         vocabulary=read_draft_vocabulary(options) if keys.vocabulary else None,
         maps_tokens=keys.other_tokenizer and options.take_bool("use_heterogeneous_vocab"),
+        draft_window=options.take_positive("draft_window") if keys.window else None,
     )

@@ -90,12 +90,12 @@ class Options:
             )
         return sampling == "greedy"
 
-    def take_max_model_len(self) -> int | None:
-        """Beyond so many tokens a request runs without drafts; None leaves it to the drafter."""
-        longest = self.take_int("max_model_len", None)
-        if longest is not None and longest < 1:
-            raise UsageError(f"speculative_config: max_model_len must be positive, not {longest}")
-        return longest
+    def take_positive(self, key: str) -> int | None:
+        """A number of tokens; None where it is not given."""
+        count = self.take_int(key, None)
+        if count is not None and count < 1:
+            raise UsageError(f"speculative_config: {key} must be positive, not {count}")
+        return count
 
     def take_only(self, key: str, supported: Any, remedy: str) -> None:
         """A key of other engines that is honoured for one value only."""

@@ -177,7 +177,7 @@ def test_sinks_and_heads_that_turn_in_part(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("change", ["no norms", "not causal", "first seen", "nowhere"])
+@pytest.mark.parametrize("change", ["no norms", "not causal", "first seen", "nowhere", "excerpt"])
 def test_other_ways_to_attend(change: str, dtype: torch.dtype) -> None:
     shape = Shape(4, 2, 64, 8, dtype)
     requests = Requests([30, 60], [5, 3])
@@ -188,6 +188,10 @@ def test_other_ways_to_attend(change: str, dtype: torch.dtype) -> None:
         inputs = changed(inputs, causal=False)
     elif change == "first seen":
         inputs = changed(inputs, first_seen=29)
+    elif change == "excerpt":
+        places = inputs.rows.positions
+        heads = replace(heads, window=40)
+        inputs = changed(inputs, positions=places * 7 + 3, places=places)
     elif change == "nowhere":
         inputs = changed(
             inputs, slots=torch.where(inputs.rows.positions % 2 == 0, -1, inputs.paging.slots)

@@ -182,6 +182,29 @@ def test_rotate_and_store(
     assert_untouched(cache, before, inputs.paging.slots)
 
 
+def test_rows_of_an_excerpt_turn_by_positions_and_see_by_places() -> None:
+    shape, requests = Shape(6, 2, 10, 4), Requests([2, 5, 0], [3, 1, 6])
+    whole = attention_inputs(requests, shape.block_size)
+    far = 2 * whole.rows.positions + 9
+    query, key, value = query_key_value(shape, len(far), torch.float32)
+    table = cos_sin(shape.head_dim, 100.0)
+    results = []
+    for inputs in (changed(whole, positions=far), changed(whole, positions=far, places=far - far)):
+        cache = filled_cache(whole, requests, shape)
+        op = REFERENCE_PARTS.rotate_and_store
+        results.append((op(query, key, value, None, table, inputs, cache), *cache))
+    for ours, theirs in zip(*results, strict=True):
+        assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    cache = filled_cache(whole, requests, shape)
+    excerpt = changed(whole, positions=far, places=whole.rows.positions)
+    for window in (None, 3):
+        seen = [
+            REFERENCE_PARTS.paged_attention(query, cache, inputs, 0.3, window)
+            for inputs in (whole, excerpt)
+        ]
+        assert_close(*seen, rtol=0, atol=0)
+
+
 def test_rows_without_a_slot_are_rotated_but_not_stored() -> None:
     shape, requests = Shape(6, 2, 10, 4), Requests([2, 5, 0], [3, 1, 6])
     whole = attention_inputs(requests, shape.block_size)

@@ -156,6 +156,16 @@ def test_heads_that_turn_in_part(
     assert_agrees(case(shape, requests, dtype, normed, sinks=True, rotated=rotated))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 33])
+def test_rows_of_an_excerpt_turn_by_their_positions(window: int | None, dtype: torch.dtype) -> None:
+    requests = Requests([0, 150, 40], [5, 2, 20])
+    qkv, heads, inputs, cache = case(Shape(6, 2, 24, 16), requests, dtype, window=window)
+    places = inputs.rows.positions
+    moved_on = changed(inputs, positions=places + 1 + places % 5, places=places)
+    assert_agrees((qkv, heads, moved_on, cache))
+
+
 class Noted:
     """A kernel whose grids are noted."""
 

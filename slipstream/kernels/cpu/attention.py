@@ -83,6 +83,7 @@ def _pass(inputs: PassInputs) -> cpp.AttentionPass:
         paging.context_lens.contiguous(),
         paging.block_tables,
         rows.positions.contiguous(),
+        rows.in_context.contiguous(),
         paging.slots.contiguous(),
         sees.first_seen,
         sees.causal,

@@ -80,7 +80,7 @@ def paged_attention(
         if rows.start == rows.stop:
             continue
         keys, values = (_gather(pages, paging.block_tables[request], length) for pages in cache)
-        mask = _mask(inputs.rows.positions[rows], length, window, sees.causal)
+        mask = _mask(inputs.rows.in_context[rows], length, window, sees.causal)
         if sees.tree is not None:
             mask = _tree_mask(inputs, sees.tree, request, rows, length, window)
         if sees.first_seen:
@@ -119,13 +119,13 @@ def _tree_mask(
     window: int | None,
 ) -> Tensor:
     """`_mask` where rows are nodes of trees."""
-    keys = torch.arange(length, device=inputs.rows.positions.device)
+    keys = torch.arange(length, device=tree.tokens.device)
     behind = keys - tree.starts[request]
     words = tree.ancestors[rows].unsqueeze(1) >> behind.clamp(0, MOST_TREE_TOKENS)
     mask = (keys <= tree.tokens[rows].unsqueeze(1)) & ((behind < 0) | (words & 1 > 0))
     if window is None:
         return mask
-    return mask & (inputs.rows.positions[rows].unsqueeze(1) - keys < window)
+    return mask & (inputs.rows.in_context[rows].unsqueeze(1) - keys < window)
 
 
 def _attend(

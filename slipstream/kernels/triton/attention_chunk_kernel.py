@@ -103,8 +103,9 @@ def chunk_kernel(
     rows = tl.load(query_start + request + 1).to(tl.int32) - first
     context = tl.load(context_lens + request).to(tl.int32)
     row, head, _, begins, ends = sight(
-        positions, tokens, first, rows, context, tile, kv_head, window, causal, groups, block_m
-    )
+        positions, None, tokens, first, rows, context, tile, kv_head, window, causal, groups,
+        block_m,
+    )  # fmt: skip
     inside = row < rows
     source = (first + row).to(tl.int64) * row_stride + head * head_dim
     loaded = queries(query, source, inside, head_dim, block_d)

@@ -172,18 +172,21 @@ def queries(source, place, inside, head_dim: tl.constexpr, block_d: tl.constexpr
 
 @triton.jit
 def sight(
-    positions, tokens, first, rows, context, tile, kv_head, window, causal: tl.constexpr,
+    positions, places, tokens, first, rows, context, tile, kv_head, window, causal: tl.constexpr,
     groups: tl.constexpr, block_m: tl.constexpr,
 ):  # fmt: skip
     """(row, query head, position, first token seen, end of the tokens seen) of a tile's lines.
 
     Line m of a request and KV head is its row m // groups and its query head m % groups. Which
-    token a row is stands in `tokens`, where that is not its position.
+    token a row is stands in `tokens`, where that is not its position, or in `places`.
     """
     line = tile * block_m + tl.arange(0, block_m)
     row = line // groups
     position = tl.load(positions + first + row, mask=row < rows, other=0)
-    own = tl.maximum(position.to(tl.int32), context - rows)  # one that means nothing may be lower
+    place = position
+    if places is not None:
+        place = tl.load(places + first + row, mask=row < rows, other=0)
+    own = tl.maximum(place.to(tl.int32), context - rows)  # one that means nothing may be lower
     token = own
     if tokens is not None:
         token = tl.load(tokens + first + row, mask=row < rows, other=0).to(tl.int32)

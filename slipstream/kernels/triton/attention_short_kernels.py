@@ -41,7 +41,7 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _new_tokens(
-    positions, tokens, slots, first, rows, begin, end, new_rows: tl.constexpr
+    positions, places, tokens, slots, first, rows, begin, end, new_rows: tl.constexpr
 ):  # fmt: skip
     """(row, position, slot, whether it is stored) of the request's rows.
 
@@ -51,6 +51,8 @@ def _new_tokens(
     position = tl.load(positions + first + row, mask=row < rows, other=0)
     slot = tl.load(slots + first + row, mask=row < rows, other=-1)
     token = position
+    if places is not None:
+        token = tl.load(places + first + row, mask=row < rows, other=-1)
     if tokens is not None:
         token = tl.load(tokens + first + row, mask=row < rows, other=-1)
     return row, position, slot, (slot >= 0) & (token >= begin) & (token < end)
@@ -244,8 +246,8 @@ def _splits(context, rows, window):
 @triton.jit
 def short_kernel(
     qkv, keys, values, out, part, part_exponent, part_total, query_start, context_lens, tables,
-    positions, slots, tokens, ancestors, tree_starts, sinks, query_weight, key_weight, eps, cos_sin,
-    row_stride, table_stride, scale, softcap, window, most_rows, most_splits,
+    positions, places, slots, tokens, ancestors, tree_starts, sinks, query_weight, key_weight, eps,
+    cos_sin, row_stride, table_stride, scale, softcap, window, most_rows, most_splits,
     kv_heads: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, pdl: tl.constexpr,
     early: tl.constexpr, first_seen: tl.constexpr, causal: tl.constexpr,
@@ -281,8 +283,9 @@ def short_kernel(
     values += kv_head * head_dim
     table = tables + request.to(tl.int64) * table_stride
     row, head, position, begins, ends = sight(
-        positions, tokens, first, rows, context, tile, kv_head, window, causal, groups, block_m
-    )
+        positions, places, tokens, first, rows, context, tile, kv_head, window, causal, groups,
+        block_m,
+    )  # fmt: skip
     if early:
         known = context if cos_sin is None else context - rows  # tokens that are stored already
         _ask_for(
@@ -292,7 +295,7 @@ def short_kernel(
     if cos_sin is not None:
         turn = turns(cos_sin, position, row < rows, rotary_dim, head_dim, block_d)
         new_row, new_position, slot, stored = _new_tokens(
-            positions, tokens, slots, first, rows, begin, end, new_rows
+            positions, places, tokens, slots, first, rows, begin, end, new_rows
         )
         new_turn = turns(cos_sin, new_position, stored, rotary_dim, head_dim, block_d)
     wait_for_inputs(pdl)

@@ -172,6 +172,7 @@ def _combine(loaded: Sequence[LoadedDrafter], counts: Sequence[int]) -> LoadedDr
         ),
         needs=last.needs,
         layout=last.layout,
+        window=last.window,
     )
 
 

@@ -1,7 +1,9 @@
 """How far a drafter that reads token ids has computed each request.
 
 Such a drafter needs nothing of the target's passes, so it may fall behind and catch up in one pass
-over the token ids that stand in the device state.
+over the token ids that stand in the device state. With a window it only ever reads what that sees,
+begins where a request first gets drafts, and keeps blocks of its own for each slot: nothing of it
+is shared between requests, so prefixes are found as though there were no drafter.
 """
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
+from slipstream.runner.excerpts import Excerpt, ExcerptSizes, whole
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.rows import PassRows
 
@@ -23,6 +26,7 @@ class DraftContext:
         most_missing: known tokens that a round can read before it drafts; what is more than that is
             read before the round.
         captured: see `DrafterResources`.
+        window: what rounds see of a request; None: all of it.
     """
 
     def __init__(
@@ -32,12 +36,25 @@ class DraftContext:
         max_model_len: int,
         most_missing: int,
         captured: bool = True,
+        window: ExcerptSizes | None = None,
     ) -> None:
         self._runner, self._state, self._captured = runner, state, captured
+        self._window = window
         self._max_model_len, self._most_missing = max_model_len, most_missing
         self.computed = torch.zeros_like(state.num_computed)
         # On the host: no more known tokens of a slot are missing when the next step begins.
         self._missing = [0] * state.num_slots
+
+    def excerpt(self, slots: Tensor) -> Excerpt:
+        """What rounds see of the requests in these slots."""
+        if self._window is None:
+            return whole(self._state, slots)
+        known = self._state.num_tokens[slots]
+        return self._window.excerpt(self._state, slots, known, self._window.ring)
+
+    def cached_tokens(self, slots: Tensor) -> Tensor:
+        """See `Drafter.cached_tokens`."""
+        return (self.computed if self._window is None else self._state.num_computed)[slots]
 
     def prepare(self, batch: Batch, left_by: int | None) -> None:
         """Compute what a round cannot catch up with; see `Drafter.prepare`.
@@ -47,13 +64,16 @@ class DraftContext:
                 that is one more than it drafted.
         """
         behind: list[int] = []
+        # Behind a prompt: with a window nobody has read any of it.
+        left = 1 if self._window is None else self._state.max_model_len
         for item in batch.requests:
             slot = item.request.slot
             if item.admitted:
-                self.computed[slot] = min(item.start, self._max_model_len)
-                self._missing[slot] = 1  # or it has a prompt chunk
+                computed = min(item.start, self._max_model_len) if self._window is None else 0
+                self.computed[slot] = computed
+                self._missing[slot] = left
             if item.is_prompt_chunk:  # `read_prompts` will catch up
-                self._missing[slot] = 1
+                self._missing[slot] = left
             elif item.request.guide is not None:
                 if self._is_behind_grammar(item):
                     behind.append(slot)
@@ -63,14 +83,18 @@ class DraftContext:
                 if self._missing[slot] > self._most_missing:
                     behind.append(slot)
                 self._missing[slot] = left_by or item.num_draft_tokens + 1
-        if behind:
-            self._catch_up(behind)
+        if behind and (self._captured or self._window is None):  # exact rounds read all they see
+            self._catch_up(behind, self._most_missing)
 
     def _is_behind_grammar(self, item: ScheduledRequest) -> bool:
         """Whether too much is missing of a request whose grammar replaces drafts: the tokens in
         their place were never computed. Its steps do not run ahead, so the counts are those of now,
         and exact batches read any number."""
-        if item.admitted or not item.num_draft_tokens or not self._captured:
+        if not item.num_draft_tokens or not self._captured:
+            return False
+        if self._window is not None:  # the device knows
+            return True
+        if item.admitted:
             return False
         return item.request.num_tokens - item.request.drafter_computed > self._most_missing
 
@@ -91,7 +115,10 @@ class DraftContext:
         self.computed.index_copy_(0, slots, computed)
 
     def read_prompts(self, batch: Batch) -> None:
-        """Catch up with the target on prompts; see `Drafter.read_prompts`."""
+        """Catch up with the target on prompts; see `Drafter.read_prompts`. With a window that waits
+        for the first draft, which may never come."""
+        if self._window is not None:
+            return
         slots = [
             item.request.slot
             for item in batch.requests
@@ -100,12 +127,14 @@ class DraftContext:
         if slots:
             self._catch_up(slots)
 
-    def _catch_up(self, host_slots: list[int]) -> None:
-        """Compute the tokens that the target has computed and this model has not."""
+    def _catch_up(self, host_slots: list[int], least: int = 1) -> None:
+        """Compute the tokens that rounds see, the target has computed and this model has not, if
+        there are `least` of any request."""
         slots = torch.tensor(host_slots, device=self._state.device)
-        starts = self.computed[slots]
+        excerpt, computed = self.excerpt(slots), self.computed[slots]
         ends = self._state.num_computed[slots].clamp(max=self._max_model_len)
-        lengths = (ends - starts).clamp(min=0)
-        if lengths.any():
-            self._runner.forward(PassRows(slots, starts, lengths))
-            self.computed[slots] = starts + lengths
+        starts = excerpt.places(computed)
+        lengths = (excerpt.places(ends) - starts).clamp(min=0)
+        if (lengths >= least).any():
+            self._runner.forward(PassRows(slots, starts, lengths, excerpt=excerpt))
+            self.computed[slots] = torch.maximum(computed, ends)

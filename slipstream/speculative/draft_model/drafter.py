@@ -29,7 +29,10 @@ MOST_MISSING = 2
 def read_options(options: Options) -> ModelOptions:
     """Every key that other engines know for a draft model."""
     keys = ModelKeys(
-        remedy="leave it out, or use method pard", vocabulary=True, other_tokenizer=True
+        remedy="leave it out, or use method pard",
+        vocabulary=True,
+        other_tokenizer=True,
+        window=True,
     )
     return read_model_options(options, "draft_model", keys)
 
@@ -38,7 +41,7 @@ def load(options: ModelOptions, target: TargetModel) -> LoadedDrafter:
     """Load the draft model's weights and check that it fits the target."""
     network = load_network(options, target, "draft_model")
     return LoadedDrafter(
-        build=partial(DraftModelDrafter, network), limits=network.limits, layout=network.layout
+        build=partial(DraftModelDrafter, network), limits=network.limits, **network.kept
     )
 
 
@@ -59,6 +62,7 @@ class DraftModelDrafter(Drafter):
             network.max_model_len,
             self._most_missing,
             resources.captured,
+            network.excerpt_sizes(resources),
         )
 
     def prepare(self, batch: Batch) -> None:
@@ -75,7 +79,8 @@ class DraftModelDrafter(Drafter):
             return runner.logits(forward.layout.last(forward.hidden))
 
         draft = self._network.drafting.draft_chain(
-            batch, self._resources, known, starts, wanted, self._most_missing, logits
+            *(batch, self._resources, known, starts, wanted, self._most_missing, logits),
+            self._context.excerpt(slots),
         )
         self._context.advance(slots, wanted, known + wanted - 1)
         return draft
@@ -87,4 +92,4 @@ class DraftModelDrafter(Drafter):
         self._context.read_prompts(batch)
 
     def cached_tokens(self, slots: Tensor) -> Tensor:
-        return self._context.computed[slots]
+        return self._context.cached_tokens(slots)

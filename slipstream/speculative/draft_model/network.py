@@ -1,5 +1,8 @@
 """A whole language model as the network of a drafter: its options, weights and vocabulary."""
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from slipstream.cache.spec import ModelCache
@@ -8,6 +11,7 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import load_decoder
+from slipstream.runner.excerpts import ExcerptSizes
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.speculative.draft_model.vocabularies import (
     TokenMap,
@@ -17,7 +21,7 @@ from slipstream.speculative.draft_model.vocabularies import (
 )
 from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.draft_vocabulary import choose_draft_vocabulary
-from slipstream.speculative.drafter import DrafterLimits, DrafterResources
+from slipstream.speculative.drafter import DrafterLimits, DrafterResources, DraftWindow
 from slipstream.speculative.model_options import ModelOptions
 from slipstream.speculative.options import TargetModel
 from slipstream.speculative.parallel.mask_token import MASK_TOKEN_KEYS
@@ -39,8 +43,10 @@ def load_network(
     load = config.load_options(target)
     network, dtype = load_decoder(checkpoint, load, shape), load.dtype
     kind = "tli" if tokens else "same"
+    window = config.window_within(load.max_positions)
     identity = f"{method}:{checkpoint.path}:{dtype}:{config.quantization}:{kind}:{mask_token}"
-    return DraftNetwork(config, network, target, dtype, identity, vocabulary, tokens, mask_token)
+    drafting = identity, vocabulary, tokens, mask_token, window
+    return DraftNetwork(config, network, target, dtype, *drafting)
 
 
 def _token_map(
@@ -69,6 +75,7 @@ class DraftNetwork:
     Attributes:
         drafting: how its logits become draft tokens.
         mask_token: its id among the inputs; None without one.
+        identity: names what its layers keep of a token.
     """
 
     def __init__(
@@ -81,9 +88,10 @@ class DraftNetwork:
         vocabulary: list[int] | None,
         tokens: TokenMap | None,
         mask_token: int | None,
+        window: int | None,
     ) -> None:
         device, shape = target.load.device, network.config
-        self.mask_token = mask_token
+        self.mask_token, self.identity, self._window = mask_token, identity, window
         self._head: LanguageModelHead | None = None
         num_legal_tokens, ids = min(target.vocab_size, shape.vocab_size), None
         if vocabulary is not None:
@@ -105,15 +113,34 @@ class DraftNetwork:
         longest = config.max_model_len or shape.max_position_embeddings
         self.max_model_len = min(longest, shape.max_position_embeddings, target.load.max_positions)
         self.limits = DrafterLimits(
-            max_model_len=self.max_model_len, cache_identity=identity, may_skip_steps=True
+            max_model_len=self.max_model_len,
+            cache_identity=identity if window is None else "",
+            may_skip_steps=True,
         )
         self.width = shape.hidden_size
         self.dtype = dtype
         self.decoder = network
         self.layout = shape.cache_layout(dtype)
 
+    @property
+    def kept(self) -> dict[str, Any]:
+        """Where its layers keep keys and values, as `LoadedDrafter` has it."""
+        if self._window is None:
+            return {"layout": self.layout}
+        return {"layout": None, "window": DraftWindow(self.layout, self._window)}
+
+    def excerpt_sizes(self, resources: DrafterResources) -> ExcerptSizes | None:
+        """What its rounds see of a request; None: all of it."""
+        if self._window is None:
+            return None
+        size = resources.cache_sizes.block_size
+        return ExcerptSizes(self._window, resources.num_speculative_tokens, size)
+
     def cache(self, resources: DrafterResources) -> ModelCache:
-        return ModelCache(self.layout, resources.cache_sizes)
+        sizes, window = resources.cache_sizes, self.excerpt_sizes(resources)
+        if window is not None:
+            sizes = replace(sizes, num_blocks=sizes.num_slots * window.num_blocks)
+        return ModelCache(self.layout, sizes)
 
     def runner(self, resources: DrafterResources) -> ModelRunner:
         return ModelRunner(self.decoder, self.cache(resources), resources.state)

@@ -29,6 +29,7 @@ from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter
 from slipstream.speculative.heads.kinds import DecoderHeadConfig, HeadParts
 from slipstream.speculative.heads.loading import HeadNetwork, load_network
 from slipstream.speculative.heads.method import HeadMethod
+from slipstream.speculative.model_options import ModelKeys
 from slipstream.speculative.trees.drafter import TreeDrafter
 
 
@@ -88,4 +89,5 @@ HEAD = HeadMethod(
     network=partial(load_network, Eagle1Head),
     drafter=FeatureRowsDrafter,
     tree_drafter=TreeDrafter,
+    keys=ModelKeys(window=True),
 )

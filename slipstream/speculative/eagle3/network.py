@@ -30,6 +30,7 @@ from slipstream.speculative.eagle3.config import Eagle3Config, read_eagle3_confi
 from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter
 from slipstream.speculative.heads.loading import HeadNetwork, load_network
 from slipstream.speculative.heads.method import HeadMethod
+from slipstream.speculative.model_options import ModelKeys
 from slipstream.speculative.trees.drafter import TreeDrafter
 
 
@@ -120,4 +121,5 @@ HEAD = HeadMethod(
     network=partial(load_network, Eagle3Head),
     drafter=FeatureRowsDrafter,
     tree_drafter=TreeDrafter,
+    keys=ModelKeys(window=True),
 )

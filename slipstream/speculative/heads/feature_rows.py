@@ -23,6 +23,7 @@ from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.runner.device_batch import DeviceBatch
+from slipstream.runner.excerpts import Excerpt, ExcerptSizes, whole
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.rows import PassRows, RowLayout, lay_out
 from slipstream.runner.transfer import upload
@@ -92,6 +93,10 @@ class FeatureRowsDrafter(Drafter):
         self._max_model_len = head.max_model_len or state.max_model_len
         self._computed = torch.full_like(state.num_computed, FIRST_ROW)
         self._most = (most_accepted or resources.num_speculative_tokens) + 1  # rows that wait
+        self._window: ExcerptSizes | None = None
+        if head.window is not None:  # which holds all rows that wait
+            ahead = resources.num_speculative_tokens
+            self._window = ExcerptSizes(max(head.window, self._most), ahead, state.block_size)
         shape = (state.num_slots, self._most + 1, self._network.feature_size)
         self._features = torch.zeros(shape, dtype=layout.dtype, device=state.device)
         # On the host: no more rows of a slot wait when the next step begins.
@@ -115,7 +120,8 @@ class FeatureRowsDrafter(Drafter):
             return self._network.head(hidden)
 
         draft = self._drafting.draft_chain(
-            batch, self._resources, known, starts, wanted, self._most, forward
+            *(batch, self._resources, known, starts, wanted, self._most, forward),
+            self._excerpt(slots),
         )
         computed = torch.where(wanted > 0, known, starts)
         self._computed.index_copy_(0, slots, computed)
@@ -161,8 +167,10 @@ class FeatureRowsDrafter(Drafter):
         kept = self._features[slots, :1]
         rows = [chunk.features(projected, kept[index]) for index, chunk in enumerate(chunks)]
         if any(chunk.length for chunk in chunks):
-            layout = lay_out(self._state, PassRows(slots, starts, lengths))
-            self._pass(layout, torch.cat(rows), 0)
+            longest = max(chunk.length for chunk in chunks)
+            excerpt = self._excerpt(slots, starts, longest)
+            placed = PassRows(slots, excerpt.places(starts), lengths, excerpt=excerpt)
+            self._pass(lay_out(self._state, placed), torch.cat(rows), 0)
         self._features[slots, 0] = projected[last]
         self._computed[slots] = starts + lengths
 
@@ -190,9 +198,25 @@ class FeatureRowsDrafter(Drafter):
         """Compute the rows that wait, without a draft."""
         starts = self._computed[slots]
         lengths = (self._state.num_tokens[slots] - starts).clamp(0, self._most)
-        rows = PassRows(slots, starts, lengths, self._most)
+        excerpt = self._excerpt(slots)
+        rows = PassRows(slots, excerpt.places(starts), lengths, self._most, excerpt=excerpt)
         self._forward(rows, self._features[slots, : self._most])
         self._computed[slots] = starts + lengths
+
+    def _excerpt(
+        self, slots: Tensor, ends: Tensor | None = None, ahead: int | None = None
+    ) -> Excerpt:
+        """What passes see of the requests in these slots.
+
+        Args:
+            ends: [R] int64, where the last rows' windows begin to count; None: at known tokens.
+            ahead: rows from there on at most; None: those of drafts.
+        """
+        if self._window is None:
+            return whole(self._state, slots)
+        window = self._window if ahead is None else replace(self._window, ahead=ahead)
+        known = self._state.num_tokens[slots] if ends is None else ends
+        return window.excerpt(self._state, slots, known)
 
     def _forward(self, rows: PassRows, features: Tensor, draft: int = 0) -> tuple[Tensor, Tensor]:
         """features [R, W, F], of each request's rows -> of each request's last row what enters the

@@ -46,6 +46,7 @@ class Head(Generic[C, N]):
 
     Attributes:
         max_model_len: beyond so many tokens of a request it does not draft; None: no limit.
+        window: how many of the last tokens it attends to, besides the first few; None: all.
     """
 
     config: C
@@ -54,6 +55,7 @@ class Head(Generic[C, N]):
     layout: CacheLayout | None
     max_model_len: int | None
     target: DecoderConfig
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ class HeadMethod(Generic[C, N]):
                 f"{target.load.dtype}, but {config.shared}; leave dtype out"
             )
         network = self.network(checkpoint, config, shape, load)
-        identity = f"{self.name}:{checkpoint.path}:{load.dtype}:{options.quantization}"
+        window = options.window_within(load.max_positions)
+        identity = f"{self.name}:{checkpoint.path}:{load.dtype}:{options.quantization}:{window}"
         limits = config.limits(options, target.load.max_positions, identity)
         head = Head(
             config=config,
@@ -114,6 +117,7 @@ class HeadMethod(Generic[C, N]):
             layout=config.layout(load.dtype),
             max_model_len=limits.max_model_len,
             target=shape,
+            window=window,
         )
         build = partial(self.drafter, head)
         if tree is not None:

@@ -64,7 +64,7 @@ class ModulesDrafter(FeatureRowsDrafter):
     def _place_before(self, layout: RowLayout) -> Tensor:
         """[T] int64, the slot of the token before each row's."""
         inputs, size, request = layout.inputs, self._state.block_size, layout.request
-        before = (inputs.rows.positions - 1).clamp_min(0)
+        before = (inputs.rows.in_context - 1).clamp_min(0)
         return inputs.paging.block_tables[request, before // size].long() * size + before % size
 
 
@@ -79,5 +79,5 @@ HEAD = HeadMethod(
     network=load_mtp,
     drafter=_build,
     checkpoint=MtpCheckpoint,
-    keys=ModelKeys(vocabulary=True, in_target=True),
+    keys=ModelKeys(vocabulary=True, window=True, in_target=True),
 )

@@ -40,7 +40,10 @@ class PEagleDrafter(FeatureRowsDrafter):
         # Behind a prefix hit the first feature comes with this step.
         wanted = batch.num_featured_drafts
         starts = self._computed[slots]
-        rows = parallel_rows(state, batch, starts, wanted, self._most_rows, self._mask_token)
+        rows = parallel_rows(
+            *(state, batch, starts, wanted, self._most_rows, self._mask_token),
+            self._excerpt(slots),
+        )
         layout = lay_out(state, rows)
         if layout.is_empty:  # no request drafts
             return Draft.empty(batch)
@@ -68,5 +71,6 @@ HEAD = HeadMethod(
         parallel=True,
         remedy="this head drafts all tokens at once; leave it out, or choose a head for a chain",
         mask_token=True,
+        window=True,
     ),
 )

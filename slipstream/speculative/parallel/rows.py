@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
+from slipstream.runner.excerpts import Excerpt
 from slipstream.runner.rows import PassRows
 from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Draft, DrafterResources
@@ -37,6 +38,7 @@ def parallel_rows(
     wanted: Tensor,
     most: int,
     mask_token: int,
+    excerpt: Excerpt,
 ) -> PassRows:
     """The rows of the pass.
 
@@ -44,10 +46,12 @@ def parallel_rows(
         starts: [R] int64, tokens that the drafter has computed.
         wanted: [R] int64, drafts; a request that wants none has no rows.
         most: rows of a request at most (`most_rows`).
+        excerpt: what they see.
     """
-    waiting = state.num_tokens[batch.slots] - starts
+    starts = excerpt.places(starts)
+    waiting = excerpt.places(state.num_tokens[batch.slots]) - starts
     lengths = torch.where(wanted > 0, waiting + wanted - 1, 0)
-    return batch.rows(starts, lengths, most, mask_token=mask_token)
+    return batch.rows(starts, lengths, most, mask_token=mask_token, excerpt=excerpt)
 
 
 def parallel_draft(

@@ -51,6 +51,7 @@ def read_options(options: Options) -> ModelOptions:
         mask_token=True,
         vocabulary=True,
         other_tokenizer=True,
+        window=True,
     )
     return read_model_options(options, "pard", keys)
 
@@ -66,21 +67,24 @@ def load(options: ModelOptions, target: TargetModel) -> LoadedDrafter:
         checkpoint.config_file, mask, options.mask_token, shape.vocab_size, otherwise
     )
     network = load_network(options, target, "pard", token)
-    needs, layout, projection = Needs(), network.layout, None
+    needs, projection, kept = Needs(), None, network.kept
+    limits = replace(network.limits, parallel=True)
     if reads_features(checkpoint.config):
         config = read_pard2_config(checkpoint, network.width, target.shape)
         load = replace(target.load, dtype=network.dtype)
         projection = load_projection(checkpoint, config, load)
         # Features are kept in the blocks, so no token is computed again for them.
         needs = Needs(stream_layers=config.stream_layers)
-        layout = replace(layout, extra_bytes_per_token=network.width * network.dtype.itemsize)
+        own = kept["layout"] or replace(network.layout, specs=())
+        extra = network.width * network.dtype.itemsize
+        kept["layout"] = replace(own, extra_bytes_per_token=extra)
+        limits = replace(limits, cache_identity=network.identity)
 
     def build(resources: DrafterResources) -> Drafter:
         warn_untrained(mask.trained_tokens, resources.num_speculative_tokens)
         return PardDrafter(network, projection, resources)
 
-    limits = replace(network.limits, parallel=True)
-    return LoadedDrafter(build=build, limits=limits, needs=needs, layout=layout)
+    return LoadedDrafter(build=build, limits=limits, needs=needs, **kept)
 
 
 class PardDrafter(Drafter):
@@ -106,7 +110,9 @@ class PardDrafter(Drafter):
         count = resources.num_speculative_tokens
         self._most_rows = most_rows(count)
         self._context = DraftContext(
-            self._runner, self._state, network.max_model_len, most_waiting(count)
+            *(self._runner, self._state, network.max_model_len, most_waiting(count)),
+            resources.captured,
+            network.excerpt_sizes(resources),
         )
 
     def prepare(self, batch: Batch) -> None:
@@ -116,7 +122,10 @@ class PardDrafter(Drafter):
         """One ragged pass over what is missing and the masks."""
         state, slots, wanted = self._state, batch.slots, batch.num_draft_tokens
         starts = self._context.computed[slots]
-        rows = parallel_rows(state, batch, starts, wanted, self._most_rows, self._mask_token)
+        rows = parallel_rows(
+            *(state, batch, starts, wanted, self._most_rows, self._mask_token),
+            self._context.excerpt(slots),
+        )
         forward = self._runner.forward(rows)
         logits = self._runner.logits(
             forward.layout.tails(forward.hidden, wanted, batch.width).flatten(0, 1)
@@ -133,4 +142,4 @@ class PardDrafter(Drafter):
         self._context.read_prompts(batch)
 
     def cached_tokens(self, slots: Tensor) -> Tensor:
-        return self._context.computed[slots]
+        return self._context.cached_tokens(slots)

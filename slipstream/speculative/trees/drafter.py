@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.runner.device_batch import DeviceBatch
+from slipstream.runner.excerpts import Excerpt
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.rows import TreeRows, lay_out
 from slipstream.sampling.logits import allow_next
@@ -39,7 +40,9 @@ class TreeDrafter(FeatureRowsDrafter):
         wanted = batch.num_featured_drafts
         growth = self._begin_growth(wanted, batch.width)
         starts = self._computed[slots]
-        rows = batch.rows(starts, torch.where(wanted > 0, known - starts, 0), self._most)
+        excerpt = self._excerpt(slots)
+        lengths = torch.where(wanted > 0, known - starts, 0)
+        rows = batch.rows(excerpt.places(starts), lengths, self._most, excerpt=excerpt)
         hidden, following = self._forward(rows, self._features[slots, : self._most])
         logits = self._next_logits(hidden, batch, known)
         level = growth.add(*_likeliest(logits.unsqueeze(1), growth.reach, growth.scored))
@@ -47,9 +50,11 @@ class TreeDrafter(FeatureRowsDrafter):
         tentative = slots.new_empty((batch.num_requests, 0))
         while level is not None:
             tentative = torch.cat((tentative, self._drafting.token_ids(level.token_ids)), 1)
-            self._write(state.tables, slots, tentative, wanted.clamp_max(tentative.shape[1]))
-            tree = TreeRows(growth.frontier(), known - 1, level.first, wanted > 0)
-            hidden, following = self._read(batch, level, tree, known, wanted, following)
+            written = wanted.clamp_max(tentative.shape[1])
+            self._write(excerpt.tables, excerpt.rows, tentative, written)
+            root = excerpt.places(known) - 1
+            tree = TreeRows(growth.frontier(), root, level.first, wanted > 0)
+            hidden, following = self._read(batch, level, tree, excerpt, wanted, following)
             logits = self._logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
             level = growth.add(*_likeliest(logits, growth.reach, growth.scored))
         computed = torch.where(wanted > 0, known, starts)
@@ -67,7 +72,7 @@ class TreeDrafter(FeatureRowsDrafter):
         batch: DeviceBatch,
         level: Level,
         tree: TreeRows,
-        known: Tensor,
+        excerpt: Excerpt,
         wanted: Tensor,
         features: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -75,7 +80,9 @@ class TreeDrafter(FeatureRowsDrafter):
         [R, B, H] and the next features [R, B, F]."""
         width, first = level.token_ids.shape[1], level.first
         lengths = (wanted - (first - 1)).clamp(0, width)
-        layout = lay_out(self._state, batch.rows(known + (first - 1), lengths, width, tree=tree))
+        starts = tree.roots + first
+        rows = batch.rows(starts, lengths, width, tree=tree, excerpt=excerpt)
+        layout = lay_out(self._state, rows)
         index = level.parents.unsqueeze(-1).expand(-1, -1, features.shape[-1])
         features = features.gather(1, index)
         if layout.is_empty:

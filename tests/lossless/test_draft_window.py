@@ -1,0 +1,237 @@
+"""Drafters with a window: the text stays the target's, and what they read stays bounded."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import LLM, RequestOutput, SamplingParams, UsageError
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.rows import PassRows
+from tests.drafters.recording import assert_drafts_are, record_drafts
+from tests.lossless.test_greedy import make_prompts, tokens
+from tests.padded_steps import use_padded_steps
+from tests.qwen3_oracle import Qwen3Oracle
+
+WINDOW, BLOCK, FIRST = 8, 4, 4
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+TREE = "[(0,), (1,), (0, 0), (0, 1)]"
+CONFIGS: dict[str, dict[str, Any]] = {
+    "draft_model": {"model": "draft"},
+    "pard": {"method": "pard", "model": "draft", "pard_token": 90},
+    "combination": {"drafters": [{"method": "ngram", "min_match": 1}, {"model": "draft"}]},
+    "eagle3": {"model": "eagle3"},
+    "p-eagle": {"model": "p-eagle"},
+    "mtp": {"model": "mtp"},
+    "mtp_modules": {"model": "mtp_modules"},
+    "tree": {"model": "eagle3", "speculative_token_tree": TREE},
+}
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Builds engines over the tiny models; a name of a model in a config stands for its folder."""
+
+    folders: dict[str, str]
+
+    def __call__(self, config: dict[str, Any] | None, k: int = 4, **options: Any) -> LLM:
+        if config is not None:
+            config = {"num_speculative_tokens": k, **self._filled(config)}
+        limits = {"num_kv_blocks": 400, "max_model_len": 128, "max_num_seqs": 6}
+        return LLM(
+            self.folders["target"],
+            speculative_config=config,
+            skip_tokenizer_init=True,
+            **{"block_size": BLOCK, **limits, **options},
+        )
+
+    def _filled(self, config: dict[str, Any]) -> dict[str, Any]:
+        members = config.get("drafters")
+        if members is not None:
+            return {"drafters": [members[0], self._filled(members[1])]}
+        return {"draft_window": WINDOW, **config, "model": self.folders[config["model"]]}
+
+
+@pytest.fixture(scope="module")
+def make(tiny_target: str, tiny_draft: str, tiny_heads: dict[str, str]) -> Maker:
+    return Maker({"target": tiny_target, "draft": tiny_draft, **tiny_heads})
+
+
+@pytest.fixture(scope="module")
+def expected(make: Maker) -> list[list[int]]:
+    return tokens(make(None).generate(make_prompts(8), GREEDY))
+
+
+@pytest.mark.parametrize("steps", ["exact", "padded"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_output_is_the_plain_output(
+    name: str,
+    steps: str,
+    make: Maker,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Texts longer than the window, chunks of prompts, preemption, and the same prompts again."""
+    if steps == "padded":
+        use_padded_steps(monkeypatch)
+    k = 1 if name in ("draft_model", "eagle3") and steps == "exact" else 4
+    llm = make(CONFIGS[name], k, max_num_batched_tokens=40, num_kv_blocks=60)
+    prompts = make_prompts(8)
+    first, again = llm.generate(prompts, GREEDY), llm.generate(prompts[-1:], GREEDY)
+    assert tokens([*first, *again]) == [*expected, expected[-1]]
+    assert all(output.metrics.num_drafts > 0 for output in first)
+    assert sum(output.metrics.num_preemptions for output in first) > 0
+    assert sum(output.metrics.num_cached_tokens for output in again) > 0
+    assert sum(output.metrics.num_accepted_tokens for output in first) > 0
+
+
+@dataclass
+class Windowed:
+    """A drafter of Qwen3 layers whose rounds begin with an excerpt, as `assert_drafts_are` asks."""
+
+    oracle: Qwen3Oracle
+
+    def drafts(self, known: list[int], count: int) -> tuple[list[int], list[Tensor]]:
+        seen_from = max(FIRST, (len(known) - WINDOW) // BLOCK * BLOCK)
+        drafted: list[int] = []
+        rows: list[Tensor] = []
+        for _ in range(count):
+            text = [*known, *drafted]
+            positions = [*range(min(FIRST, len(text))), *range(seen_from, len(text))]
+            ids = [text[position] for position in positions]
+            rows.append(self.oracle.logits(ids, positions=positions)[-1])
+            drafted.append(int(rows[-1].argmax()))
+        return drafted, rows
+
+
+@pytest.mark.parametrize("steps", ["exact", "padded"])
+def test_every_draft_sees_the_first_tokens_and_the_window(
+    steps: str, make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft has one layer, whose keys follow from the tokens alone."""
+    if steps == "padded":
+        use_padded_steps(monkeypatch)
+    drafted = record_drafts(monkeypatch)
+    make(CONFIGS["draft_model"], max_num_batched_tokens=40).generate(make_prompts(8), GREEDY)
+    assert max(len(item.known) for item in drafted) > 80
+    assert_drafts_are(drafted, Windowed(Qwen3Oracle(make.folders["draft"])))
+
+
+def test_a_first_round_reads_an_excerpt_as_though_it_were_the_text(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two layers: the keys of the second follow from what rows of the same pass see."""
+    drafted = record_drafts(monkeypatch)
+    llm = make({"model": "target"}, max_num_batched_tokens=40)
+    for prompt in make_prompts(8):
+        drafted.clear()
+        llm.generate([prompt], GREEDY)
+        assert_drafts_are(drafted[:1], Windowed(Qwen3Oracle(make.folders["target"])))
+
+
+@dataclass
+class CountedRows:
+    """The rows of each pass of a drafter outside and inside of rounds."""
+
+    rows: list[int] = field(default_factory=list)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> CountedRows:
+    found = CountedRows()
+
+    class Runner(ModelRunner):
+        def forward(self, rows: PassRows) -> Any:
+            forward = super().forward(rows)
+            found.rows.append(len(forward.hidden))
+            return forward
+
+    monkeypatch.setattr("slipstream.speculative.draft_model.network.ModelRunner", Runner)
+    return found
+
+
+@pytest.mark.parametrize("steps", ["exact", "padded"])
+def test_a_long_prompt_costs_a_draft_model_no_more_than_its_window(
+    steps: str, make: Maker, counted: CountedRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And all requests that join in a step do so in one pass."""
+    if steps == "padded":
+        use_padded_steps(monkeypatch)
+    llm = make(CONFIGS["draft_model"], max_num_batched_tokens=40)
+    prompts: list[Any] = [
+        {"prompt_token_ids": [*range(1, 90)]},
+        {"prompt_token_ids": [*range(2, 80)]},
+    ]
+    counted.rows.clear()
+    llm.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    assert not sum(counted.rows)  # it never drafts
+    llm.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert 0 < sum(counted.rows[:2]) <= FIRST + WINDOW + BLOCK + 2
+    counted.rows.clear()
+    llm = make(CONFIGS["draft_model"])
+    counted.rows.clear()  # captured on padding
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    joined = [rows for rows in counted.rows if rows > 2 * 2]
+    assert len(joined) == 1
+    assert joined[0] <= 2 * (FIRST + WINDOW + BLOCK)
+
+
+def accepted(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.metrics.num_accepted_tokens_per_pos) for output in outputs]
+
+
+@pytest.mark.parametrize("name", ["draft_model", "pard", "eagle3", "mtp_modules"])
+def test_acceptance_is_as_good_behind_a_prefix_hit(name: str, make: Maker) -> None:
+    """Blocks that a request finds hold all that its drafter sees, or it reads it anew."""
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompt: list[Any] = [{"prompt_token_ids": torch.arange(1, 74).remainder(31).tolist()}]
+    llm = make(CONFIGS[name], max_num_batched_tokens=40)
+    first, again = llm.generate(prompt, long), llm.generate(prompt, long)
+    assert again[0].metrics.num_cached_tokens >= 64
+    # Heads draft a step later there, since the last feature comes with that step.
+    ours, before = (sum(accepted(outputs)[0]) for outputs in (again, first))
+    assert before > 0
+    assert ours >= before - 4
+
+
+def test_prefixes_are_shared_with_requests_that_never_draft(make: Maker) -> None:
+    llm = make(CONFIGS["draft_model"])
+    prompt: list[Any] = [{"prompt_token_ids": [*range(1, 60)]}]
+    plain = SamplingParams(temperature=0, max_tokens=2, num_speculative_tokens=0)
+    llm.generate(prompt, plain)
+    output = llm.generate(prompt, GREEDY)[0]
+    assert output.metrics.num_cached_tokens >= 56
+    assert output.metrics.num_drafts > 0
+
+
+@pytest.mark.parametrize("window", [128, 4096])
+def test_a_window_as_long_as_any_request_is_none(window: int, make: Maker) -> None:
+    llm = make({**CONFIGS["draft_model"], "draft_window": window})
+    assert llm.engine.scheduler.limits.cache_identity
+
+
+def test_memory_of_a_draft_model_is_that_of_its_windows(make: Maker) -> None:
+    """A block holds the target's layers alone."""
+    engines = [make(None), make(CONFIGS["draft_model"])]
+    plain, windowed = (llm.engine.resolved.bytes_per_block for llm in engines)
+    assert plain == windowed
+
+
+@pytest.mark.parametrize("window", [0, -3, 1.5, True, "64"])
+def test_nonsense_is_refused(window: Any, make: Maker) -> None:
+    with pytest.raises(UsageError, match="draft_window must be"):
+        make({**CONFIGS["draft_model"], "draft_window": window})
+
+
+@pytest.mark.parametrize(
+    "config", [{"method": "ngram"}, {"method": "suffix"}, {"model": "assistant"}], ids=str
+)
+def test_drafters_without_a_cache_of_their_own_have_no_window(
+    config: dict[str, Any], make: Maker
+) -> None:
+    folder = {"model": make.folders[config["model"]]} if "model" in config else {}
+    speculative = {**config, **folder, "draft_window": 8}
+    with pytest.raises(UsageError, match="unknown key draft_window"):
+        LLM(make.folders["target"], speculative_config=speculative, skip_tokenizer_init=True)
