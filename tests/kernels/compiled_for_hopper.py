@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from slipstream.kernels.triton.grouped_stream_kernels import BYTES, grouped_stream_kernel
+from slipstream.kernels.triton.grouped_stream_kernels import BYTES, HALVES, grouped_stream_kernel
 from slipstream.kernels.triton.matmul_stream_kernels import SWIZZLED, stream_kernel
 from slipstream.kernels.triton.matmul_tiles import Stream
 
@@ -59,6 +59,8 @@ def grouped(
     if sorted_pairs:
         types |= dict.fromkeys(("pairs", "starts", "ends"), "*i32")
         types["factors"] = None if gated else "*fp32"
+    else:
+        types["x_tiles"] = f"tensordesc<bf16[{count}, {64 * chunks}],{HALVES.value}>"
     ints = ("row_stride", "rows", "width", "depth", "part", "size", "pitch", "lift")
     types |= dict.fromkeys(ints, "i32")
     constants = {
@@ -117,6 +119,7 @@ def main() -> None:
         grouped((8, 4, 4), words=1, gated=True, sorted_pairs=True, out=half),
         grouped((128, 2, 3), words=2, gated=False, sorted_pairs=True, out=whole),
         grouped((16, 4, 6), words=2, gated=True, sorted_pairs=False, out=half),
+        grouped((64, 2, 4), words=2, gated=True, sorted_pairs=False, out=half),
     ]
     print(json.dumps(results))
 

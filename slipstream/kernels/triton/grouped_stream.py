@@ -20,7 +20,11 @@ from slipstream.kernels.triton.operands import Choice, Operand
 try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from slipstream.kernels.triton.grouped_stream_kernels import BYTES, grouped_stream_kernel
+    from slipstream.kernels.triton.grouped_stream_kernels import (
+        BYTES,
+        HALVES,
+        grouped_stream_kernel,
+    )
 except ImportError:  # Gluon is still an experiment of Triton's
     grouped_stream_kernel = None
 
@@ -93,8 +97,12 @@ def multiply(
     described = TensorDescriptor(
         weight.values, list(weight.values.shape), [128, 1], [8 * chunks, 128], BYTES.value
     )
+    x_tiles = None
+    if choice is None and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+        tile = [count, 64 * chunks]
+        x_tiles = TensorDescriptor(x, list(x.shape), list(x.stride()), tile, HALVES.value)
     grouped_stream_kernel[(tiles, slots, splits)](
-        x, described, weight.scales, weight.row_scales, bias,
+        x, x_tiles, described, weight.scales, weight.row_scales, bias,
         *((choice.pairs, choice.starts, choice.ends) if choice else (None, None, None)),
         choice.weights if choice is not None and scatters else None, out, x.stride(0), len(x),
         width, depth, part, size, pitch, weight.lift * 0x10001, weight.lift_back, experts=experts,
@@ -120,5 +128,5 @@ def _tiles(count: int, programs: float) -> tuple[int, int]:
     enough, by as many programs as fit together: two, of one kernel and the next, always do."""
     chunks = 4 if count <= 16 else 2
     size = chunks * (2048 + 128 * count + 256)
-    together = min(4 if count <= 16 else 3 if count <= 32 else 2, int(programs) // 132 + 1)
+    together = min(4 if count <= 32 else 3 if count <= 64 else 2, int(programs) // 132 + 1)
     return chunks, max(3, min(12, MEMORY // max(2, together) // size))

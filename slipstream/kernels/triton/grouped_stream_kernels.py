@@ -151,10 +151,13 @@ def _weights(
 
 @gluon.jit
 def _fetch_weights(
-    weight, ring, barrier, slot, group, beside, chunk, depth, chunks: gl.constexpr, wanted
-):
-    """Both halves of a tile: 32 rows each, of which the second are those `beside` the first."""
-    mbarrier.expect(barrier, 2048 * chunks, wanted)
+    weight, ring, barrier, slot, group, beside, chunk, depth, chunks: gl.constexpr,
+    more: gl.constexpr, wanted,
+):  # fmt: skip
+    """Both halves of a tile: 32 rows each, of which the second are those `beside` the first.
+
+    The barrier waits for `more` bytes of x as well."""
+    mbarrier.expect(barrier, 2048 * chunks + more, wanted)
     place = ring.index(slot)
     per_row: gl.constexpr = 8 * chunks
     of_group = depth // CHUNK
@@ -166,15 +169,18 @@ def _fetch_weights(
 
 @gluon.jit
 def _fetch_rest(
-    x_rows, there, scales, ring_x, ring_scales, slot, group, beside, chunk, end, depth,
-    chunks: gl.constexpr, words: gl.constexpr,
+    x_tiles, barrier, place0, x_rows, there, scales, ring_x, ring_scales, slot, group, beside,
+    chunk, end, depth, chunks: gl.constexpr, words: gl.constexpr, wanted,
 ):  # fmt: skip
     """Rows of x and scales of the columns from `chunk` on; zeros from column `end` on."""
-    width: gl.constexpr = CHUNK * chunks
-    x_layout: gl.constexpr = x_rows.type.layout.parent
-    column = chunk * CHUNK + gl.arange(0, width, layout=gl.SliceLayout(0, x_layout))
-    inside = there[:, None] & (column < end)[None, :]
-    _fetch_by_thread(ring_x.index(slot), x_rows[:, None] + column[None, :], mask=inside)
+    if x_tiles is None:
+        x_layout: gl.constexpr = x_rows.type.layout.parent
+        columns = gl.arange(0, CHUNK * chunks, layout=gl.SliceLayout(0, x_layout))
+        column = chunk * CHUNK + columns
+        inside = (there & wanted)[:, None] & (column < end)[None, :]
+        _fetch_by_thread(ring_x.index(slot), x_rows[:, None] + column[None, :], mask=inside)
+    else:
+        _fetch(x_tiles, [place0, chunk * CHUNK], barrier, ring_x.index(slot), wanted)
     count: gl.constexpr = 32 * words * chunks
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     word = gl.arange(0, count, layout=layout)
@@ -182,7 +188,7 @@ def _fetch_rest(
     at = word % (count // 2)
     of_group = depth // CHUNK
     first = ((group + half * beside) * of_group + chunk).to(gl.int64) * (16 * words)
-    known = chunk + at // (16 * words) < of_group
+    known = (chunk + at // (16 * words) < of_group) & wanted
     _fetch_by_thread(ring_scales.index(slot), scales + first + at, mask=known)
     async_copy.commit_group()
 
@@ -255,13 +261,14 @@ def _expert_tile(starts, ends, slot, experts: gl.constexpr, block: gl.constexpr)
 
 @gluon.jit
 def _sum(
-    x, weight, scales, pairs, ring, ring_x, ring_scales, full, row_stride, base, tile, width, depth,
-    place0, end, lift, part, chosen: gl.constexpr, gathers: gl.constexpr, words: gl.constexpr,
-    shift: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
+    x, x_tiles, weight, scales, pairs, ring, ring_x, ring_scales, full, row_stride, base, tile,
+    width, depth, place0, end, lift, part, chosen: gl.constexpr, gathers: gl.constexpr,
+    words: gl.constexpr, shift: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
 ):  # fmt: skip
     """[64, count]: the tile's products over all of k."""
     count: gl.constexpr = ring_x.shape[1]
     chunks: gl.constexpr = ring_x.shape[2] // CHUNK
+    of_x: gl.constexpr = 0 if x_tiles is None else 2 * CHUNK * count * chunks
     if gated:
         group, beside = (base + tile * 32) // 32, width // 32
     else:
@@ -273,7 +280,7 @@ def _sum(
     for slot in gl.static_range(stages - 1):
         _fetch_weights(
             weight, ring, full.index(slot), slot, group, beside, first + slot * chunks, depth,
-            chunks, slot < steps,
+            chunks, of_x, slot < steps,
         )  # fmt: skip
     if pairs is None:
         wait_for_inputs(pdl)
@@ -286,8 +293,8 @@ def _sum(
     x_rows = x + source.to(gl.int64) * row_stride
     for slot in gl.static_range(stages - 1):
         _fetch_rest(
-            x_rows, there, scales, ring_x, ring_scales, slot, group, beside,
-            first + slot * chunks, last_column, depth, chunks, words,
+            x_tiles, full.index(slot), place0, x_rows, there, scales, ring_x, ring_scales, slot,
+            group, beside, first + slot * chunks, last_column, depth, chunks, words, slot < steps,
         )  # fmt: skip
     sums_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, count, 16]
@@ -305,11 +312,11 @@ def _sum(
         chunk = first + (step + stages - 1) * chunks
         wanted = step + stages - 1 < steps
         _fetch_weights(
-            weight, ring, full.index(last), last, group, beside, chunk, depth, chunks, wanted
+            weight, ring, full.index(last), last, group, beside, chunk, depth, chunks, of_x, wanted
         )
         _fetch_rest(
-            x_rows, there & wanted, scales, ring_x, ring_scales, last, group, beside, chunk,
-            last_column, depth, chunks, words,
+            x_tiles, full.index(last), place0, x_rows, there, scales, ring_x, ring_scales, last,
+            group, beside, chunk, last_column, depth, chunks, words, wanted,
         )  # fmt: skip
         codes, of_codes = _halves(raw, chunks), _halves(raw_scales, chunks)
         tile_x = ring_x.index(now)
@@ -335,8 +342,8 @@ def _sum(
 
 @gluon.jit(do_not_specialize=["rows"])
 def grouped_stream_kernel(
-    x, weight, scales, row_scales, bias, pairs, starts, ends, factors, out, row_stride, rows,
-    width, depth, part, size, pitch, lift, lift_back, experts: gl.constexpr, block: gl.constexpr,
+    x, x_tiles, weight, scales, row_scales, bias, pairs, starts, ends, factors, out, row_stride,
+    rows, width, depth, part, size, pitch, lift, lift_back, experts: gl.constexpr, block: gl.constexpr,
     chosen: gl.constexpr, gathers: gl.constexpr, words: gl.constexpr, shift: gl.constexpr,
     gated: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr, count: gl.constexpr,
     chunks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
@@ -346,6 +353,7 @@ def grouped_stream_kernel(
     A split adds up `part` columns, and its `out` is that of the split before it plus `size`; rows
     of `out` begin every `pitch` numbers.
 
+    x_tiles describes x by tiles where its rows follow one another and the copy engine can read them.
     weight describes the fragments [.., 128] bytes by the 32 rows and `chunks` chunks fetched at
     once; scales: `words` words of every 16 rows and chunk, in the order of the fragments.
     """
@@ -366,8 +374,8 @@ def grouped_stream_kernel(
     if expert < experts:
         place = first + line * count
         sums = _sum(
-            x, weight, scales, pairs, ring, ring_x, ring_scales, full, row_stride, base, tile,
-            width, depth, place, end, lift, part, chosen, gathers, words, shift, gated, stages, pdl,
+            x, x_tiles, weight, scales, pairs, ring, ring_x, ring_scales, full, row_stride, base,
+            tile, width, depth, place, end, lift, part, chosen, gathers, words, shift, gated, stages, pdl,
         )  # fmt: skip
         own = out + gl.program_id(2).to(gl.int64) * size
         _store(

@@ -30,7 +30,7 @@ class Linears:
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         if is_packed(weight):
-            splitting = len(x) <= FEW_ROWS or self.invariant
+            splitting = len(x) <= 2 * FEW_ROWS or self.invariant
             return _packed(x, weight, bias, x.dtype, splitting=splitting)
         factor = operand(weight)
         if not self._ours(x, factor, splitting=True):
