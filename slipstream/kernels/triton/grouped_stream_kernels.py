@@ -263,7 +263,8 @@ def _expert_tile(starts, ends, slot, experts: gl.constexpr, block: gl.constexpr)
 def _sum(
     x, x_tiles, weight, scales, pairs, ring, ring_x, ring_scales, full, row_stride, base, tile,
     width, depth, place0, end, lift, part, chosen: gl.constexpr, gathers: gl.constexpr,
-    words: gl.constexpr, shift: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
+    words: gl.constexpr, shift: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr,
+    pdl: gl.constexpr,
 ):  # fmt: skip
     """[64, count]: the tile's products over all of k."""
     count: gl.constexpr = ring_x.shape[1]
@@ -343,7 +344,8 @@ def _sum(
 @gluon.jit(do_not_specialize=["rows"])
 def grouped_stream_kernel(
     x, x_tiles, weight, scales, row_scales, bias, pairs, starts, ends, factors, out, row_stride,
-    rows, width, depth, part, size, pitch, lift, lift_back, experts: gl.constexpr, block: gl.constexpr,
+    rows, width, depth, part, size, pitch, lift, lift_back, experts: gl.constexpr,
+    block: gl.constexpr,
     chosen: gl.constexpr, gathers: gl.constexpr, words: gl.constexpr, shift: gl.constexpr,
     gated: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr, count: gl.constexpr,
     chunks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
@@ -353,7 +355,7 @@ def grouped_stream_kernel(
     A split adds up `part` columns, and its `out` is that of the split before it plus `size`; rows
     of `out` begin every `pitch` numbers.
 
-    x_tiles describes x by tiles where its rows follow one another and the copy engine can read them.
+    x_tiles describes x by tiles, where its rows follow one another and the copy engine reads them.
     weight describes the fragments [.., 128] bytes by the 32 rows and `chunks` chunks fetched at
     once; scales: `words` words of every 16 rows and chunk, in the order of the fragments.
     """
@@ -375,7 +377,9 @@ def grouped_stream_kernel(
         place = first + line * count
         sums = _sum(
             x, x_tiles, weight, scales, pairs, ring, ring_x, ring_scales, full, row_stride, base,
-            tile, width, depth, place, end, lift, part, chosen, gathers, words, shift, gated, stages, pdl,
+            tile, width, depth, place, end, lift, part, chosen, gathers, words, shift, gated,
+            stages,
+            pdl,
         )  # fmt: skip
         own = out + gl.program_id(2).to(gl.int64) * size
         _store(
