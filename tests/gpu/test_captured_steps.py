@@ -25,6 +25,7 @@ from tests.gpu.engines import (
     tokens,
     turn,
 )
+from tests.padded_steps import packed_rows
 
 if not torch.cuda.is_available():
     pytest.skip("steps are captured on a GPU only", allow_module_level=True)
@@ -126,6 +127,36 @@ def test_replayed_steps_say_what_eager_steps_say(
     if sampling == "greedy":
         plain = engines.get("plain", enforce_eager=True)
         assert tokens(plain, prompts, params) == expected
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("drafter", ["draft_model", "ngram", "eagle3", "p-eagle", "combination"])
+def test_packed_steps_say_what_eager_steps_say(
+    drafter: str, sampling: str, engines: Engines
+) -> None:
+    """Requests that draft different numbers of tokens; and nobody waits for the device."""
+    prompts = make_prompts(8)
+    counts = [7, 0, 1, 0, 5, 0, 2, 7]
+    params = [
+        replace(own, num_speculative_tokens=count, max_tokens=30)
+        for own, count in zip(own_seeds(SAMPLINGS[sampling], 8), counts, strict=True)
+    ]
+    llm = engines.get(drafter, 7)
+    expected = tokens(engines.get(drafter, 7, enforce_eager=True), prompts, params)
+    assert tokens(llm, prompts, params) == expected
+    assert any(bucket == 8 and rows < 64 for bucket, _, rows in packed_rows(llm))
+    for number, prompt, own in zip("01234567", prompts, params, strict=True):
+        submit(llm, number, prompt, replace(own, max_tokens=120, stop_token_ids=(), min_tokens=0))
+    try:
+        for _ in range(4):
+            llm.engine.step()
+        with synchronisation_is_an_error():
+            for _ in range(8):
+                llm.engine.step()
+        assert llm.engine.scheduler.num_running == len(prompts)
+    finally:
+        for number in "01234567":
+            llm.engine.abort(number)
 
 
 def remember(prompts: list[list[int]], engines: Engines) -> None:
