@@ -10,7 +10,7 @@ namespace {
 
 using Optional = std::optional<Array>;
 
-constexpr int64_t num_columns = 6;  // INTS and FLOATS of kernels/sampling.py
+constexpr int64_t num_ints = 7, num_floats = 6;  // INTS and FLOATS of kernels/sampling.py
 
 // The tensors are kept by whoever keeps what is made.
 void make_slots(SlotTensors* made, const Array& ints, const Array& floats, const Array& stop_ids,
@@ -22,9 +22,9 @@ void make_slots(SlotTensors* made, const Array& ints, const Array& floats, const
         if (table) vocab_size = length(*table, 2, 1, "a table over the vocabulary");
     new (made) SlotTensors{
         slots,
-        shaped<int64_t>(ints, {slots, num_columns}, 1, "ints"),
+        shaped<int64_t>(ints, {slots, num_ints}, 1, "ints"),
         ints.stride(0),
-        shaped<float>(floats, {slots, num_columns}, 1, "floats"),
+        shaped<float>(floats, {slots, num_floats}, 1, "floats"),
         floats.stride(0),
         dense<int64_t>(stop_ids, {slots, num_stop_ids}, "stop_ids"),
         num_stop_ids,
@@ -65,8 +65,8 @@ void check_rows(const DraftedRows& rows) {
 }
 
 void make_needs(Needs* made, bool sampling, bool top_k, bool top_p, bool min_p, bool penalties,
-                bool bias, bool min_tokens) {
-    new (made) Needs{sampling, top_k, top_p, min_p, penalties, bias, min_tokens};
+                bool bias, bool min_tokens, bool block) {
+    new (made) Needs{sampling, top_k, top_p, min_p, penalties, bias, min_tokens, block};
 }
 
 // Rows of a step; `layout`: request [N], offset [N] and first_row [R] of rows that are not uniform.

@@ -123,6 +123,28 @@ void find_best(std::vector<Row>& rows, int64_t tokens, Workspace& space) {
     }
 }
 
+// The weights of tokens [first, first + size) in a race.
+void weigh(const Race& race, int64_t first, int64_t size, float* weights) {
+    const auto& kernels = sampling_kernels.active();
+    kernels.probabilities(race.row->logits + first, size, race.row->distribution, weights);
+    if (race.scale != 1.0f)
+        for (int64_t i = 0; i < size; ++i) weights[i] *= race.scale;
+    if (race.draft_probs && race.draft_vocabulary) {
+        const int64_t* token = race.draft_vocabulary;
+        const int64_t* end = token + race.draft_width;
+        for (token = std::lower_bound(token, end, first); token < end && *token < first + size;
+             ++token) {
+            float& weight = weights[*token - first];
+            const float rest = weight - race.draft_probs[token - race.draft_vocabulary];
+            weight = std::max(rest, 0.0f);
+        }
+    } else if (race.draft_probs && race.draft_width > first) {
+        kernels.subtract(weights, race.draft_probs + first,
+                         std::min(size, race.draft_width - first));
+    }
+    if (race.removed >= first && race.removed < first + size) weights[race.removed - first] = 0.0f;
+}
+
 }  // namespace
 
 Workspace& workspace() {
@@ -204,22 +226,7 @@ void run_races(Race* races, int64_t count, int64_t tokens, Workspace& space) {
         const int64_t first = task % slices * slice_tokens, size = slice_size(first, tokens);
         float own[slice_tokens];
         float* weights = race.probs_out ? race.probs_out + first : own;
-        kernels.probabilities(race.row->logits + first, size, race.row->distribution, weights);
-        if (race.draft_probs && race.draft_vocabulary) {
-            const int64_t* token = race.draft_vocabulary;
-            const int64_t* end = token + race.draft_width;
-            for (token = std::lower_bound(token, end, first); token < end && *token < first + size;
-                 ++token) {
-                float& weight = weights[*token - first];
-                const float rest = weight - race.draft_probs[token - race.draft_vocabulary];
-                weight = std::max(rest, 0.0f);
-            }
-        } else if (race.draft_probs && race.draft_width > first) {
-            kernels.subtract(weights, race.draft_probs + first,
-                             std::min(size, race.draft_width - first));
-        }
-        if (race.removed >= first && race.removed < first + size)
-            weights[race.removed - first] = 0.0f;
+        weigh(race, first, size, weights);
         bests[task] = kernels.race(weights, first, size, race.key);
     });
     for (int64_t index = 0; index < count; ++index) {
@@ -228,6 +235,23 @@ void run_races(Race* races, int64_t count, int64_t tokens, Workspace& space) {
         for (int64_t slice = 1; slice < slices; ++slice)
             if (bests[index * slices + slice].score > winner.score)
                 winner = bests[index * slices + slice];
+    }
+}
+
+void sum_weights(const Race* races, int64_t count, int64_t tokens, Workspace& space, float* out) {
+    const int64_t slices = num_slices(tokens);
+    space.sums.resize(count * slices);
+    float* sums = space.sums.data();
+    spread(count * slices, count * tokens, [&](int64_t task) {
+        const int64_t first = task % slices * slice_tokens, size = slice_size(first, tokens);
+        float weights[slice_tokens];
+        weigh(races[task / slices], first, size, weights);
+        sums[task] = sampling_kernels.active().sum_reaching(weights, size, 0.0f);
+    });
+    for (int64_t index = 0; index < count; ++index) {
+        double total = 0.0;
+        for (int64_t slice = 0; slice < slices; ++slice) total += sums[index * slices + slice];
+        out[index] = static_cast<float>(total);
     }
 }
 

@@ -28,15 +28,19 @@ struct SlotTensors {
     int64_t& steps(int64_t slot) const { return ints[slot * ints_stride + 2]; }
     int64_t min_tokens(int64_t slot) const { return ints[slot * ints_stride + 3]; }
     int64_t& num_output(int64_t slot) const { return ints[slot * ints_stride + 4]; }
+    int64_t verification(int64_t slot) const { return ints[slot * ints_stride + 6]; }
     const float* numbers(int64_t slot) const { return floats + slot * floats_stride; }
     float temperature(int64_t slot) const { return numbers(slot)[0]; }
     float top_p(int64_t slot) const { return numbers(slot)[1]; }
     float min_p(int64_t slot) const { return numbers(slot)[2]; }
 };
 
+// `Verification` of core/verification.py.
+constexpr int64_t block_verification = 2;
+
 // What any request of the batch needs.
 struct Needs {
-    bool sampling, top_k, top_p, min_p, penalties, bias, min_tokens;
+    bool sampling, top_k, top_p, min_p, penalties, bias, min_tokens, block;
 };
 
 struct Row {
@@ -74,6 +78,7 @@ void find_confidences(const std::vector<Row>& rows, int64_t tokens, Workspace& s
 struct Race {
     const Row* row;
     NoiseKey key;
+    float scale = 1.0f;               // of the row's distribution
     const float* draft_probs;         // q, or null
     int64_t draft_width;              // columns of q
     const int64_t* draft_vocabulary;  // the rising tokens of its columns, or null for 0, 1 ...
@@ -83,5 +88,8 @@ struct Race {
 };
 
 void run_races(Race* races, int64_t count, int64_t tokens, Workspace& space);
+
+// The sums of their weights, to out [count].
+void sum_weights(const Race* races, int64_t count, int64_t tokens, Workspace& space, float* out);
 
 }  // namespace slipstream

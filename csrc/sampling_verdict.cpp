@@ -84,19 +84,29 @@ float uniform(const NoiseKey& key) {
     return static_cast<float>(c0 >> 8) * 0x1p-24f;
 }
 
+float acceptance_noise(const DraftedRows& rows, const SlotTensors& slots, int64_t request,
+                       int64_t place) {
+    const int64_t slot = rows.slots[request];
+    return uniform(noise_key(slots.seed(slot), rows.positions[request] + place, slots.steps(slot),
+                             accept_noise));
+}
+
+// The probability of a token in a row; 0 of what is none.
+float probability(const LogitRows& logits, const Row& row, int64_t token) {
+    if (token < 0 || token >= logits.tokens) return 0.0f;
+    float p;
+    sampling_kernels.active().probabilities(row.logits + token, 1, row.distribution, &p);
+    return p;
+}
+
 bool is_accepted(const LogitRows& logits, const DraftedRows& rows, const SlotTensors& slots,
                  const Row& row, const float* rates, int64_t request, int64_t place) {
     const int64_t token = rows.draft_tokens[request * rows.most_drafts + place];
-    const int64_t slot = rows.slots[request];
     if (!rates && !row.is_sampled) return token == row.best.token;
-    const float chance = uniform(noise_key(slots.seed(slot), rows.positions[request] + place,
-                                           slots.steps(slot), accept_noise));
+    const float chance = acceptance_noise(rows, slots, request, place);
     if (rates) return chance < rates[place];
-    if (token < 0 || token >= logits.tokens) return false;
-    float p;
-    sampling_kernels.active().probabilities(row.logits + token, 1, row.distribution, &p);
     // Strict, so that p = 0 is refused even where the other side is 0.
-    return chance * draft_probability(rows, request, place, token) < p;
+    return chance * draft_probability(rows, request, place, token) < probability(logits, row, token);
 }
 
 // The race for the last token of a request, behind `accepted` draft tokens.
@@ -134,6 +144,7 @@ void settle(std::vector<Race>& races, std::vector<int64_t*>& tokens, int64_t num
         // Where p and q are equal up to rounding nothing is left, and p is as good.
         if (race.winner.score > 0.0f || !(race.draft_probs || race.removed >= 0)) continue;
         race.draft_probs = nullptr;
+        race.scale = 1.0f;
         race.removed = padding;
         races[again] = race;
         tokens[again++] = tokens[index];
@@ -141,6 +152,85 @@ void settle(std::vector<Race>& races, std::vector<int64_t*>& tokens, int64_t num
     if (!again) return;
     run_races(races.data(), static_cast<int64_t>(again), num_tokens, space);
     for (size_t index = 0; index < again; ++index) *tokens[index] = races[index].winner.token;
+}
+
+// Drafts whose tokens are judged together. What the numbers are, and why:
+// slipstream/kernels/reference/block_verification.py.
+struct Blocks {
+    std::vector<float> weights, masses;  // [R, K + 1], of prefixes
+    std::vector<int64_t> lengths;        // [R], -1 of requests that are judged in another way
+    std::vector<Race> races;             // whose weights sum up to the masses at `places`
+    std::vector<int64_t> places;
+    std::vector<float> sums;
+
+    void weigh(const LogitRows& logits, const DraftedRows& rows, const SlotTensors& slots,
+               int64_t request, const Row* own);
+    int64_t accepted(const DraftedRows& rows, const SlotTensors& slots, int64_t request) const;
+};
+
+void Blocks::weigh(const LogitRows& logits, const DraftedRows& rows, const SlotTensors& slots,
+                   int64_t request, const Row* own) {
+    const int64_t* drafted = rows.draft_tokens + request * rows.most_drafts;
+    const int64_t first = request * (rows.most_drafts + 1);
+    int64_t& length = lengths[request];
+    length = 0;
+    while (length < rows.num_draft_tokens[request] && drafted[length] >= 0) ++length;
+    float weight = weights[first] = 1.0f;
+    for (int64_t place = 0; place < length; ++place) {
+        const float p = probability(logits, own[place], drafted[place]);
+        const float q = draft_probability(rows, request, place, drafted[place]);
+        const bool is_certain = !rows.draft_probs || rows.is_certain(request, place);
+        // Broken numbers end the draft: nothing behind them is accepted.
+        masses[first + place] = p == p ? weight * (1.0f - p) : weight;
+        // Of weights 0 and 1 the prefix is refused and accepted whatever the mass is.
+        if (p == p && !is_certain && weight > 0.0f && weight < 1.0f) {
+            Race race = last_race(rows, slots, own[place], request, place);
+            race.scale = weight;
+            races.push_back(race);
+            places.push_back(first + place);
+        }
+        const float reached = weight * p;
+        weight = reached > 0.0f ? (reached < q ? reached / q : 1.0f) : 0.0f;
+        weights[first + place + 1] = weight;
+    }
+}
+
+int64_t Blocks::accepted(const DraftedRows& rows, const SlotTensors& slots,
+                         int64_t request) const {
+    const int64_t first = request * (rows.most_drafts + 1);
+    for (int64_t count = lengths[request]; count > 0; --count) {
+        const float weight = weights[first + count], mass = masses[first + count];
+        float bound = weight;
+        if (count < lengths[request] && weight > 0.0f && weight < 1.0f)
+            bound = mass / (mass + 1.0f - weight);
+        if (acceptance_noise(rows, slots, request, count - 1) < bound) return count;
+    }
+    return 0;
+}
+
+Blocks& weigh_blocks(const LogitRows& logits, const DraftedRows& rows, const SlotTensors& slots,
+                     const Needs& needs, Workspace& space) {
+    thread_local Blocks found;
+    const int64_t width = rows.most_drafts + 1;
+    found.lengths.assign(rows.num_requests, padding);
+    if (!needs.block) return found;
+    found.weights.resize(rows.num_requests * width);
+    found.masses.resize(rows.num_requests * width);
+    found.races.clear();
+    found.places.clear();
+    for (int64_t request = 0; request < rows.num_requests; ++request) {
+        const int64_t slot = rows.slots[request];
+        const Row* own =
+            &space.rows[rows.first_row ? rows.first_row[request] : request * width];
+        if (own->is_sampled && slots.verification(slot) == block_verification)
+            found.weigh(logits, rows, slots, request, own);
+    }
+    const auto count = static_cast<int64_t>(found.races.size());
+    found.sums.resize(count);
+    sum_weights(found.races.data(), count, logits.tokens, space, found.sums.data());
+    for (int64_t index = 0; index < count; ++index)
+        found.masses[found.places[index]] = found.sums[index];
+    return found;
 }
 
 }  // namespace
@@ -152,6 +242,7 @@ void verify(const LogitRows& logits, const DraftedRows& rows, const SlotTensors&
     Workspace& space = workspace();
     set_rows(space.rows, logits, rows, slots, needs);
     scan(space.rows, logits.tokens, space);
+    const Blocks& blocks = weigh_blocks(logits, rows, slots, needs, space);
     races.clear();
     drawn.clear();
     const int64_t width = rows.most_drafts + 1;
@@ -159,12 +250,12 @@ void verify(const LogitRows& logits, const DraftedRows& rows, const SlotTensors&
         const int64_t first = rows.first_row ? rows.first_row[request] : request * width;
         const int64_t drafts = std::min(rows.num_draft_tokens[request], rows.most_drafts);
         int64_t* tokens = out.token_ids + request * width;
-        int64_t count = 0;
-        while (count < drafts && is_accepted(logits, rows, slots, space.rows[first + count], rates,
-                                             request, count)) {
-            tokens[count] = rows.draft_tokens[request * rows.most_drafts + count];
+        const bool is_block = blocks.lengths[request] >= 0;
+        int64_t count = is_block ? blocks.accepted(rows, slots, request) : 0;
+        while (!is_block && count < drafts &&
+               is_accepted(logits, rows, slots, space.rows[first + count], rates, request, count))
             ++count;
-        }
+        std::copy_n(rows.draft_tokens + request * rows.most_drafts, count, tokens);
         const Row& last = space.rows[first + count];
         std::fill(tokens + count, tokens + width, padding);
         tokens[count] = last.best.token;
@@ -172,6 +263,8 @@ void verify(const LogitRows& logits, const DraftedRows& rows, const SlotTensors&
         out.num_accepted[request] = count;
         if (!last.is_sampled) continue;
         races.push_back(last_race(rows, slots, last, request, count));
+        if (count < blocks.lengths[request])
+            races.back().scale = blocks.weights[request * width + count];
         drawn.push_back(tokens + count);
     }
     if (!races.empty()) settle(races, drawn, logits.tokens, space);

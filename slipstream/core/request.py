@@ -6,6 +6,7 @@ from enum import Enum
 
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import Guide
+from slipstream.core.verification import Verification
 
 
 class RequestStatus(Enum):
@@ -53,6 +54,7 @@ class Request:
         arrival: place in the queue; the smaller goes first.
         bad_words: token sequences that are never completed (from `params.bad_words`).
         guide: takes in every token of the output, where it has to follow a grammar.
+        verification: how its drafts are judged.
     """
 
     request_id: str
@@ -65,6 +67,7 @@ class Request:
     arrival: int
     bad_words: tuple[tuple[int, ...], ...] = ()
     guide: Guide | None = None
+    verification: Verification = Verification.REJECTION
     num_prompt_tokens: int = field(init=False)
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None

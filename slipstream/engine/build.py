@@ -9,6 +9,7 @@ from slipstream.cache.window_blocks import WindowBlocks
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.step_form import CapturedForm, ExactForm, StepForm
+from slipstream.core.verification import Verification
 from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
 from slipstream.engine.drafting.costs import CostModel
 from slipstream.engine.drafting.policy import AdaptivePolicy, captured_widths
@@ -52,7 +53,7 @@ from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner, Recorder
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.threads import set_threads
-from slipstream.sampling.state import SamplingState
+from slipstream.sampling.state import SamplingState, Uses
 from slipstream.speculative.catalogue import kind_of_drafter
 from slipstream.speculative.drafter import DrafterResources, LoadedDrafter
 from slipstream.speculative.loading import load_drafter
@@ -159,7 +160,7 @@ def assemble(
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
     graphs = None
     if isinstance(form, CapturedForm):
-        graphs = GraphRunner(state, sampling, form, Recorder(device))
+        graphs = GraphRunner(state, sampling, form, Recorder(device), _of_drafts(resolved))
     step = Step(
         scheduler,
         runner,
@@ -190,6 +191,11 @@ def _draft_policy(resolved: Resolved) -> tuple[DraftPolicy, StepForm]:
         return fixed, form
     costs = CostModel(form.bucket if isinstance(form, CapturedForm) else None)
     return AdaptivePolicy(limits, widths, costs, form), form
+
+
+def _of_drafts(resolved: Resolved) -> frozenset[Uses]:
+    """What sampled requests with drafts use, all of them."""
+    return frozenset({Uses.BLOCK} if resolved.verification is Verification.BLOCK else ())
 
 
 def _block_manager(resolved: Resolved, block_size: int, shares_prefixes: bool) -> BlockManager:

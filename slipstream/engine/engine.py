@@ -360,6 +360,7 @@ class Engine:
             ),
             arrival=number,
             bad_words=prompt.bad_words,
+            verification=resolved.verification,
         )
         if params.structured is not None:
             request.guide = self._grammars.guide(params.structured, request.stop_token_ids)

@@ -8,6 +8,7 @@ import torch
 from slipstream.core.config import EngineConfig, known_quantization
 from slipstream.core.errors import DraftTooLongError, UsageError
 from slipstream.core.limits import StepLimits
+from slipstream.core.verification import Verification
 from slipstream.engine.sizing import BlockBytes, Reasons, size_cache
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import dtype_named
@@ -40,6 +41,7 @@ class Resolved:
             they see at most; 0 where these layers keep all tokens.
         bytes_per_block: of all layers.
         cache_dtype: of the target's keys and values.
+        verification: of all requests.
         captures: whether steps are captured in CUDA graphs.
         adaptive: how much is drafted is chosen step by step.
         reasons: (name, value, why) of everything that was derived.
@@ -56,6 +58,7 @@ class Resolved:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     method: str | None
+    verification: Verification
     synthetic_rates: tuple[float, ...]
     seed: int
     captures: bool
@@ -189,6 +192,7 @@ def resolve(
         vocab_size=shape.vocab_size,
         eos_token_ids=eos_token_ids,
         method=speculation.method,
+        verification=speculation.verification,
         synthetic_rates=speculation.synthetic_rates,
         seed=config.seed,
         captures=captures,

@@ -9,7 +9,15 @@ from torch import Tensor
 
 PADDING = -1
 # The order is known to all backends.
-INTS = ("top_k", "seeds", "steps", "min_tokens", "num_output_tokens", "num_prompt_tokens")
+INTS = (
+    "top_k",
+    "seeds",
+    "steps",
+    "min_tokens",
+    "num_output_tokens",
+    "num_prompt_tokens",
+    "verification",
+)
 FLOATS = (
     "temperature",
     "top_p",
@@ -25,7 +33,7 @@ class SamplingSlots:
     """Tensors by slot.
 
     Attributes:
-        ints: [S, 6] int64, the columns `INTS`.
+        ints: [S, 7] int64, the columns `INTS`.
         floats: [S, 6] float32, the columns `FLOATS`.
         stop_ids: [S, M] int64, padded with -1.
         output_counts: [S, V] int32.
@@ -60,6 +68,7 @@ class Needs:
     penalties: bool = False
     bias: bool = False
     min_tokens: bool = False
+    block: bool = False
 
 
 @dataclass(frozen=True, eq=False)

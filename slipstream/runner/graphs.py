@@ -26,9 +26,10 @@ Between = Callable[[Any], Any]
 BatchFunction = Callable[..., T]
 
 LEAN = (frozenset[Uses](), frozenset({Uses.SAMPLING}))
+# What a graph has only where a request of its batch asks for it.
+APART = frozenset({Uses.GRAMMAR, Uses.BLOCK})
 # Words that must not be completed are looked for on the host.
-FULL = frozenset(Uses) - {Uses.BAD_WORDS, Uses.GRAMMAR}
-GUIDED = frozenset({Uses.GRAMMAR})
+FULL = frozenset(Uses) - {Uses.BAD_WORDS} - APART
 
 
 def captures_graphs(device: torch.device, enforce_eager: bool) -> bool:
@@ -134,6 +135,7 @@ class GraphRunner:
     Args:
         form: the sizes that graphs are for: a batch takes the smallest that holds it.
         recorder: captures a call.
+        of_drafts: what all sampled requests use where they draft.
     """
 
     def __init__(
@@ -142,8 +144,10 @@ class GraphRunner:
         sampling: SamplingState,
         form: CapturedForm,
         recorder: Recorder,
+        of_drafts: frozenset[Uses] = frozenset(),
     ) -> None:
         self._state, self._sampling, self._form = state, sampling, form
+        self._of_drafts = of_drafts
         self._graphs: dict[_Key, _Captured[Any]] = {}
         self._generation = sampling.generation
         self._record = recorder
@@ -193,19 +197,24 @@ class GraphRunner:
 
     def _lean_keys(self, name: str, guessed: bool) -> list[_Key]:
         return [
-            _Key(name, bucket, width, uses, guessed and width > 0)
+            _Key(name, bucket, width, self._lean(uses, width), guessed and width > 0)
             for width in reversed(self._form.widths)
             for bucket in reversed(self._form.buckets)
             for uses in reversed(LEAN)
         ]
 
+    def _lean(self, uses: frozenset[Uses], width: int) -> frozenset[Uses]:
+        return uses | self._of_drafts if uses and width else uses
+
     def _key(self, name: str, packed: PackedBatch, packs: bool) -> _Key:
         bucket, width = self._form.bucket(len(packed.slots)), self._form.width(packed.width)
-        uses, guided = packed.uses - GUIDED, packed.uses & GUIDED
+        uses, apart = packed.uses - APART, packed.uses & APART
+        if not width:
+            apart -= {Uses.BLOCK}  # which is about drafts
         if uses not in LEAN:
             uses = FULL
             self._sampling.allocate_all()
-        uses |= guided
+        uses |= apart
         if self._generation != self._sampling.generation:
             self._graphs = {key: it for key, it in self._graphs.items() if key.uses in LEAN}
             self._generation = self._sampling.generation

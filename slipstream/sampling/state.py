@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.verification import Verification
 from slipstream.kernels.devices import send
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.sampling import SamplingSlots
@@ -18,8 +19,8 @@ SIGN_BIT = 1 << 63
 # Numbers beyond this mean the same, and float32 arithmetic on them could overflow.
 LARGE = 1e30
 MOST_TOKENS = 1 << 62
-# A slot's numbers as they lie in memory: six int64, then six float32 in the place of three.
-NUM_INTS = NUM_FLOATS = 6
+# A slot's numbers as they lie in memory: int64, then six float32 in the place of three.
+NUM_INTS, NUM_FLOATS = 7, 6
 NUMBERS = struct.Struct(f"={NUM_INTS}q{NUM_FLOATS}f")
 FEWEST_STOP_IDS = 8
 
@@ -40,6 +41,7 @@ class Uses(Enum):
     MIN_TOKENS = "min_tokens"
     BAD_WORDS = "bad_words"
     GRAMMAR = "structured output"
+    BLOCK = "block verification"
 
 
 class SamplingState:
@@ -59,13 +61,14 @@ class SamplingState:
         seeds: [S] int64, the 64 bits of the seed.
         steps: [S] int64, verification steps so far; equals `Request.num_steps`.
         min_tokens, num_output_tokens, num_prompt_tokens: [S] int64.
+        verification: [S] int64, see `Verification`.
         stop_ids: [S, M] int64, padded with -1; M grows with the longest list.
         output_counts: [S, V] int32 or None, how often each token was generated.
         prompt_mask: [S, V] bool or None, which tokens the prompt holds.
         bias: [S, V] float32 or None, logit_bias, and -inf outside allowed_token_ids.
         allowed_next: [S, ceil(V / 32)] int32 or None, the tokens that a grammar allows behind the
             known ones, a bit each; all where there is no grammar.
-        ints, floats: [S, 6], the numbers above, packed.
+        ints, floats: [S, 7] and [S, 6], the numbers above, packed.
         ops: sample by these tensors.
         generation: rises whenever one of these tensors is replaced: whoever keeps their addresses
             (a captured graph) must then look again.
@@ -105,6 +108,7 @@ class SamplingState:
             self.min_tokens,
             self.num_output_tokens,
             self.num_prompt_tokens,
+            self.verification,
         ) = self.ints.unbind(1)
         # Slots that nobody had yet (padding) are greedy and need nothing.
         self.top_p.fill_(1.0)
@@ -209,6 +213,7 @@ class SamplingState:
             min(request.params.min_tokens, MOST_TOKENS),
             request.num_output_tokens,
             request.num_prompt_tokens,
+            request.verification,
         ]
 
     def _fill_stop_ids(self, slot: int, stop_ids: list[int]) -> None:
@@ -291,6 +296,7 @@ def _uses(request: Request) -> set[Uses]:
         Uses.MIN_TOKENS: params.min_tokens > 0 and bool(request.stop_token_ids),
         Uses.BAD_WORDS: bool(request.bad_words),
         Uses.GRAMMAR: request.guide is not None,
+        Uses.BLOCK: request.verification is Verification.BLOCK and not params.greedy,
     }
     return {use for use, answer in answers.items() if answer}
 

@@ -55,6 +55,8 @@ def verify(
     """
     if Uses.BAD_WORDS in uses:
         logits = ban_words(logits, rows, state)
+    if rates or not rows.max_draft_tokens:
+        uses -= {Uses.BLOCK}
     rates = rates[: rows.max_draft_tokens]
     return Verdict(*state.ops.verify(logits, rows, state.tensors(), needs_of(uses), rates))
 
@@ -114,4 +116,5 @@ def needs_of(uses: frozenset[Uses]) -> Needs:
         penalties=Uses.PENALTIES in uses,
         bias=Uses.BIAS in uses,
         min_tokens=Uses.MIN_TOKENS in uses,
+        block=Uses.BLOCK in uses,
     )

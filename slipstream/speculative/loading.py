@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any, Protocol, cast
 
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.verification import Verification
 from slipstream.models.checkpoint import resolve_checkpoint
 from slipstream.models.modules_beside import own_drafter_tensors
 from slipstream.speculative.catalogue import DRAFT_MODEL, METHODS, method_named, recognise
@@ -40,6 +41,7 @@ class Speculation:
     """A resolved `speculative_config`: the drafter and the most tokens it guesses a step.
 
     `adaptive`: how many it guesses is chosen step by step.
+    `verification`: of all requests.
     `synthetic_rates` are a benchmark's conditional acceptance rates; empty verifies for real.
     `enforce_eager`: no step is to be captured, since target and drafter are captured together.
     """
@@ -48,6 +50,7 @@ class Speculation:
     num_speculative_tokens: int
     drafter: LoadedDrafter
     adaptive: bool = False
+    verification: Verification = Verification.REJECTION
     synthetic_rates: tuple[float, ...] = ()
     enforce_eager: bool = False
 
@@ -132,9 +135,9 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
     if count is None or (choice.adaptive and tree is not None):
         count = choice.proposed or DEFAULT_NUM_SPECULATIVE_TOKENS
         count = count if tree is None else tree.num_nodes
-    rates = read_verification(options, count)
+    verification, rates = read_verification(options, count)
     if tree is not None:
-        _require_trees(choice.method, rates)
+        _require_trees(choice.method, verification, rates)
     eager = options.take_bool("enforce_eager")
     options.finish(choice.name)
     if count == 0:
@@ -144,7 +147,7 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
     drafter = choice.load(target, tree)
     if choice.adaptive:
         count = min(count, drafter.limits.max_speculative_tokens or count)
-    return Speculation(choice.name, count, drafter, choice.adaptive, rates, eager)
+    return Speculation(choice.name, count, drafter, choice.adaptive, verification, rates, eager)
 
 
 def _loader(method: Method) -> Loader:
@@ -230,13 +233,18 @@ def _num_speculative_tokens(options: Options) -> int | None:
     return count
 
 
-def _require_trees(method: Method, rates: tuple[float, ...]) -> None:
+def _require_trees(method: Method, verification: Verification, rates: tuple[float, ...]) -> None:
     """Raise UsageError where there are no trees."""
     if not method.drafts_trees:
         names = " and ".join(sorted(it.name for it in METHODS.values() if it.drafts_trees))
         raise UsageError(
             f"speculative_config: {method.name} drafts no trees, {names} do; leave out the keys of "
             "the tree"
+        )
+    if verification is Verification.BLOCK:
+        raise UsageError(
+            "speculative_config: blocks are chains of sampled tokens, which trees have none of; "
+            'leave out either the tree or rejection_sample_method "block"'
         )
     if rates:
         raise UsageError(

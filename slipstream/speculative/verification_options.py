@@ -10,19 +10,25 @@ from itertools import pairwise
 from typing import Any
 
 from slipstream.core.errors import UsageError
+from slipstream.core.verification import Verification
 from slipstream.speculative.options import Options
 
-_LOSSLESS = ("rejection", "standard")
+_LOSSLESS = {
+    "rejection": Verification.REJECTION,
+    "standard": Verification.REJECTION,
+    "block": Verification.BLOCK,
+}
 _SYNTHETIC = "synthetic"
 
 
-def read_verification(options: Options, count: int) -> tuple[float, ...]:
-    """Conditional rates of a benchmark for `count` positions; nothing for lossless verification."""
-    method = options.take_str("rejection_sample_method", _LOSSLESS[0])
+def read_verification(options: Options, count: int) -> tuple[Verification, tuple[float, ...]]:
+    """How all requests are verified; and a benchmark's conditional rates for `count` positions,
+    none for lossless verification."""
+    method = options.take_str("rejection_sample_method", "rejection")
     length = options.take("synthetic_acceptance_length")
     rates = options.take("synthetic_acceptance_rates")
     if method == _SYNTHETIC:
-        return conditional_rates(_rates(length, rates, count))
+        return Verification.REJECTION, conditional_rates(_rates(length, rates, count))
     if method not in _LOSSLESS:
         raise UsageError(
             f"speculative_config: rejection_sample_method {method!r} is not supported; use "
@@ -33,7 +39,7 @@ def read_verification(options: Options, count: int) -> tuple[float, ...]:
             "speculative_config: synthetic_acceptance_length and synthetic_acceptance_rates need "
             f'rejection_sample_method "{_SYNTHETIC}", which makes the output meaningless'
         )
-    return ()
+    return _LOSSLESS[method], ()
 
 
 def _rates(length: Any, rates: Any, count: int) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.verification import Verification
 from slipstream.kernels.reference.sampling import SAMPLING as PLAIN
 from slipstream.kernels.sampling import SampleRows, SamplingOps
 from slipstream.sampling.state import SamplingState, Uses
@@ -52,12 +53,15 @@ PROCESSED: list[dict[str, Any]] = [
 FULL: list[dict[str, Any]] = [
     a | b for a, b in zip(TRUNCATED, [PENALISED, {}, {"min_tokens": 4}, PENALISED, {}], strict=True)
 ]
+BLOCK: dict[str, Any] = {"verification": Verification.BLOCK}
 KINDS: dict[str, list[dict[str, Any]]] = {
     "greedy": [GREEDY] * 5,
     "lean": LEAN,
     "truncated": TRUNCATED,
     "processed": PROCESSED,
     "full": FULL,
+    "block": [BLOCK, SAMPLED | BLOCK, GREEDY | BLOCK, SAMPLED, {"temperature": 1.7} | BLOCK],
+    "full block": [kind | BLOCK for kind in FULL],
 }
 
 
@@ -66,7 +70,9 @@ def make_state(
 ) -> SamplingState:
     """Slots in reverse order, with some history."""
     state = SamplingState(len(kinds), vocab_size, device)
-    for index, params in enumerate(kinds):
+    for index, kind in enumerate(kinds):
+        params = dict(kind)
+        verification = params.pop("verification", Verification.REJECTION)
         prompt = [token % vocab_size for token in (0, 3, 1, 30 + index)]
         request = Request(
             request_id=str(index),
@@ -77,6 +83,7 @@ def make_state(
             max_tokens=100,
             num_speculative_tokens=4,
             arrival=index,
+            verification=verification,
         )
         request.token_ids.extend(token % vocab_size for token in (7, 7, 36, 9))
         request.num_steps = 3 * index

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from slipstream.core.request import Request, derive_seed
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.verification import Verification
 from slipstream.kernels.reference import sampling as reference
 from slipstream.kernels.reference.noise import Purpose, gumbel
 from slipstream.kernels.sampling import SampleRows, SamplingOps
@@ -53,6 +54,7 @@ def tables() -> tuple[Tensor, Tensor]:
 
 
 TARGET, DRAFT = tables()
+SOME_TOKENS = torch.tensor([0, 2, 3, 5, 7], device=DEVICE)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,10 @@ class Case:
     ragged: bool = False  # a request's draft is as long as its number says, 0 to K
     uniform_rows: bool = False
     fp64: bool = False
+    reduced: bool = False  # the drafter knows SOME_TOKENS alone
+    # Where a chain ends: [R], before a token, by its distribution [R, Vq] and its column [R].
+    stop: Callable[[Tensor, Tensor], Tensor] | None = None
+    verification: Verification = Verification.REJECTION
     alter: Alter | None = None  # changes draft tokens behind the verifier's back
     ops: SamplingOps | None = None  # in place of those of the device
 
@@ -101,11 +107,17 @@ def oracle(logits: Floats, params: SamplingParams, context: Sequence[int]) -> Fl
 def exact_conditionals(params: SamplingParams, length: int) -> list[Floats]:
     """For n = 0..length: [V] * n + [V], the next token given the first n."""
     found = []
+    logits = TARGET.double().cpu().numpy()
+    if not any(getattr(params, name) != neutral for name, neutral in NO_PENALTIES.items()):
+        # Nothing but the last token counts.
+        behind = np.stack([oracle(row, params, PROMPT) for row in logits])
+        found = [behind[PROMPT[-1]], behind]
+        return found + [np.broadcast_to(behind, [VOCAB] * (n + 1)) for n in range(2, length + 1)]
     for n in range(length + 1):
         table = np.zeros([VOCAB] * (n + 1))
         for prefix in product(range(VOCAB), repeat=n):
             context = (*PROMPT, *prefix)
-            table[prefix] = oracle(TARGET[context[-1]].double().cpu().numpy(), params, context)
+            table[prefix] = oracle(logits[context[-1]], params, context)
         found.append(table)
     return found
 
@@ -132,11 +144,16 @@ class Emitted:
     drafted: int
 
 
-def requests(params: dict[str, Any], fp64: bool = False) -> SamplingState:
+def requests(
+    params: dict[str, Any],
+    fp64: bool = False,
+    verification: Verification = Verification.REJECTION,
+) -> SamplingState:
     state = SamplingState(NUM_REQUESTS, VOCAB, DEVICE, fp64)
     chosen = SamplingParams(**params)
     for slot in range(NUM_REQUESTS):
         request = Request(str(slot), list(PROMPT), chosen, 0, frozenset(), 100, 3, slot)
+        request.verification = verification
         state.admit(slot, request)
     return state
 
@@ -153,38 +170,45 @@ def restart(state: SamplingState, number: int) -> None:
 
 def propose(
     case: Case, state: SamplingState, last: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Draft tokens [R, K] and their probabilities [R, K, V]."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draft tokens [R, K], their numbers [R] and their probabilities [R, K, Vq]."""
     slots = torch.arange(NUM_REQUESTS, device=DEVICE)
+    lengths = torch.tensor(case.lengths(), device=DEVICE)
     tokens = slots.new_empty(NUM_REQUESTS, case.num_draft_tokens)
-    probs = None if case.one_hot else torch.empty(*tokens.shape, VOCAB, device=DEVICE)
+    table = DRAFT[:, SOME_TOKENS] if case.reduced else DRAFT
+    width = table.shape[1]
+    probs = None if case.one_hot else torch.empty(*tokens.shape, width, device=DEVICE)
     for index in range(case.num_draft_tokens):
-        logits = DRAFT[tokens[:, index - 1] if index else last]
+        logits = table[tokens[:, index - 1] if index else last]
         picked = verification.sample_draft(
             logits,
             slots,
             positions + index,
             state,
             state.uses([0]),
-            VOCAB,
+            width,
             greedy_only=case.one_hot,
             probs_out=None if probs is None else probs[:, index],
         )
-        tokens[:, index] = case.alter(picked, logits) if case.alter else picked
-    return tokens, probs
+        if case.stop is not None:
+            stopped = case.stop(logits.softmax(-1), picked)
+            lengths = torch.where(stopped, lengths.clamp_max(index), lengths)
+        picked = case.alter(picked, logits) if case.alter else picked
+        tokens[:, index] = SOME_TOKENS[picked] if case.reduced else picked
+    return tokens, lengths, probs
 
 
 def step(case: Case, state: SamplingState, last: Tensor, positions: Tensor) -> verification.Verdict:
-    drafted, probs = propose(case, state, last, positions)
-    lengths = case.lengths()
+    drafted, lengths, probs = propose(case, state, last, positions)
     rows = SampleRows.build(
         torch.arange(NUM_REQUESTS, device=DEVICE),
         positions,
         drafted,
-        torch.tensor(lengths, device=DEVICE),
+        lengths,
         torch.full((NUM_REQUESTS,), case.one_hot, device=DEVICE),
         probs,
-        num_rows=None if case.uniform_rows else sum(lengths) + NUM_REQUESTS,
+        SOME_TOKENS if case.reduced and probs is not None else None,
+        num_rows=None if case.uniform_rows else int(lengths.sum()) + NUM_REQUESTS,
     )
     behind = torch.cat((last.unsqueeze(1), drafted), 1)[rows.request, rows.offset]
     uses = state.uses([0])  # all requests are alike
@@ -208,18 +232,17 @@ def run_round(case: Case, state: SamplingState) -> Emitted:
         last = verdict.token_ids[slots, verdict.num_tokens - 1]
         length += verdict.num_tokens
         verdicts.append(verdict)
-    drafted = torch.tensor(case.lengths()) > 0
     return Emitted(
         tokens=tokens[:, :LENGTH].cpu(),
         first_step=verdicts[0].num_tokens.cpu(),
         after=tokens[:, : width + 1].cpu(),
         accepted=int((verdicts[0].num_accepted > 0).sum()),
-        drafted=int(drafted.sum()),
+        drafted=sum(length > 0 for length in case.lengths()),
     )
 
 
 def run(case: Case, num_rounds: int) -> Emitted:
-    state = requests(case.params, case.fp64)
+    state = requests(case.params, case.fp64, case.verification)
     if case.ops is not None:
         state.ops = case.ops
     rounds = []
@@ -311,10 +334,18 @@ def p_values(case: Case, num_rounds: int) -> tuple[list[float], Emitted]:
     return values, emitted
 
 
+NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 PENALTIES = {"presence_penalty": 0.6, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
 NUCLEUS = {"temperature": 0.7, "top_p": 0.9}
 BIAS = {"logit_bias": {1: 1.5, 4: 1.0, 6: -100.0}}
 
+
+def unsure(probs: Tensor, column: Tensor) -> Tensor:
+    """As nosy as a stop may be: by what the next token may be."""
+    return probs.amax(-1) < 0.3
+
+
+BLOCK: dict[str, Any] = {"verification": Verification.BLOCK}
 CASES = {
     "plain decoding": Case(0, NUCLEUS),
     "temperature 1, K=1": Case(1),
@@ -332,6 +363,14 @@ CASES = {
     "everything, K=2, ragged": Case(
         2, {**PENALTIES, **BIAS, "temperature": 1.4, "top_k": 6, "min_p": 0.02}, ragged=True
     ),
+    "block, K=1": Case(1, **BLOCK),
+    "block, K=3": Case(3, **BLOCK),
+    "block, K=3, one-hot, ragged drafts of uniform rows": Case(
+        3, one_hot=True, ragged=True, uniform_rows=True, **BLOCK
+    ),
+    "block, K=3, reduced, ragged": Case(3, reduced=True, ragged=True, **BLOCK),
+    "block, K=5, stopped": Case(5, stop=unsure, **BLOCK),
+    "block, K=2, penalties, top_p": Case(2, {**PENALTIES, **NUCLEUS}, **BLOCK),
 }
 
 
@@ -341,6 +380,8 @@ def acceptance(case: Case) -> float:
     last = PROMPT[-1]
     p = oracle(TARGET[last].double().cpu().numpy(), params, PROMPT)
     draft = DRAFT[last].double().cpu().numpy()
+    if case.reduced:
+        draft[np.setdiff1d(np.arange(VOCAB), SOME_TOKENS.cpu().numpy())] = -np.inf
     if case.one_hot:
         return float(p[draft.argmax()])
     # The drafter applies temperature and truncation, but no processors.
@@ -435,6 +476,48 @@ def forget_the_drafted_prefix(monkeypatch: pytest.MonkeyPatch) -> Case:
     return Case(2, PENALTIES)
 
 
+def forget_the_weight(monkeypatch: pytest.MonkeyPatch) -> Case:
+    """What follows the accepted prefix of a block is sampled as behind a refused token."""
+    judge = reference._accept_block
+
+    def unweighted(*args: Any) -> tuple[Tensor, Tensor]:
+        count, weight = judge(*args)
+        return count, torch.ones_like(weight)
+
+    monkeypatch.setattr(reference, "_accept_block", unweighted)
+    return Case(3, **BLOCK)
+
+
+def judge_prefixes_by_weight(monkeypatch: pytest.MonkeyPatch) -> Case:
+    """As though each prefix of a block were the whole of it."""
+    judge = reference.accepted_prefix
+    monkeypatch.setattr(
+        reference, "accepted_prefix", lambda weights, masses, *rest: judge(weights, weights, *rest)
+    )
+    return Case(3, **BLOCK)
+
+
+def forget_the_step(monkeypatch: pytest.MonkeyPatch) -> Case:
+    """Numbers that refused longer prefixes of a block come again in the next step."""
+    keys = reference._keys
+
+    def without_step(*args: Any) -> Any:
+        found = keys(*args)
+        return replace(found, steps=torch.zeros_like(found.steps))
+
+    monkeypatch.setattr(reference, "_keys", without_step)
+    return Case(3, **BLOCK)
+
+
+def stop_before_unlikely_tokens(monkeypatch: pytest.MonkeyPatch) -> Case:
+    """A chain ends by the token that it drops, not only by the distribution of that."""
+
+    def unlikely(probs: Tensor, column: Tensor) -> Tensor:
+        return probs.gather(1, column.unsqueeze(1)).squeeze(1) < 0.2
+
+    return Case(3, stop=unlikely, **BLOCK)
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -445,6 +528,10 @@ def forget_the_drafted_prefix(monkeypatch: pytest.MonkeyPatch) -> Case:
         alter_the_draft,
         draft_at_another_temperature,
         forget_the_drafted_prefix,
+        forget_the_weight,
+        judge_prefixes_by_weight,
+        forget_the_step,
+        stop_before_unlikely_tokens,
     ],
 )
 def test_broken_verifiers_are_found(

@@ -22,7 +22,7 @@ from slipstream.models.loading import LoadOptions, load_decoder
 from slipstream.runner import graphs
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
-from slipstream.runner.graphs import FULL, LEAN, GraphRunner
+from slipstream.runner.graphs import APART, FULL, LEAN, GraphRunner
 from slipstream.runner.model_runner import Forward, ModelRunner
 from slipstream.runner.rows import PassRows, RowLayout
 from slipstream.sampling.state import SamplingState, Uses
@@ -305,15 +305,28 @@ def admit(sampling: SamplingState, slot: int, **params: Any) -> Request:
 PENALTIES = frozenset({Uses.PENALTIES})
 
 
-SPECIAL = (Uses.SAMPLING, Uses.BAD_WORDS, Uses.GRAMMAR)
+SPECIAL = (Uses.SAMPLING, Uses.BAD_WORDS, *APART)
 
 
-def test_a_grammar_stands_beside_the_other_uses(captures: Captures) -> None:
-    """It is said what is allowed whatever else is done."""
-    guided = frozenset({Uses.GRAMMAR})
+@pytest.mark.parametrize("use", APART)
+def test_some_uses_stand_beside_the_others(captures: Captures, use: Uses) -> None:
+    """It is said what is allowed, or how drafts are judged, whatever else is done."""
+    apart = frozenset({use})
     for others, run in ((LEAN[0], LEAN[0]), (LEAN[1], LEAN[1]), (frozenset({Uses.TOP_K}), FULL)):
-        captures.run(plan([0], uses=others | guided))
-        assert captures.batches[-1].uses == run | guided
+        captures.run(plan([0], [1], uses=others | apart))
+        assert captures.batches[-1].uses == run | apart
+    captures.run(plan([0], [0], uses=LEAN[1] | {Uses.BLOCK}))
+    assert captures.batches[-1].uses == LEAN[1]
+
+
+def test_graphs_of_drafts_are_captured_with_what_all_drafts_use(captures: Captures) -> None:
+    state, sampling, block = captures.state, captures.sampling, frozenset({Uses.BLOCK})
+    runner = GraphRunner(state, sampling, form(0, K), captures.recorder, block)  # type: ignore[arg-type]
+    runner.capture_all("step", captures.function, False, lambda count: None)
+    before = captures.recorder.captures
+    runner.run("step", captures.function, plan([0], [K], uses=LEAN[1] | block))
+    runner.run("step", captures.function, plan([0], [0], uses=LEAN[1] | block))
+    assert captures.recorder.captures == before
 
 
 @pytest.mark.parametrize("use", [use for use in Uses if use not in SPECIAL])

@@ -57,7 +57,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": "DRAFT", "dtype": "int3"}, "dtype must be one of"),
     ({"model": "DRAFT", "max_model_len": 0}, "max_model_len must be positive"),
     ({"model": "DRAFT", "draft_sample_method": "best"}, "probabilistic or greedy"),
-    ({"model": "DRAFT", "rejection_sample_method": "block"}, "use rejection, standard"),
+    ({"model": "DRAFT", "rejection_sample_method": "strict"}, "use rejection, standard"),
     ({"model": "DRAFT", "rejection_sample_method": "synthetic"}, "needs either"),
     ({"model": "DRAFT", "synthetic_acceptance_length": 2}, "makes the output meaningless"),
     ({**SYNTHETIC, "synthetic_acceptance_length": 5.5}, "between 1 and 5"),

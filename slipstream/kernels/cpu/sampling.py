@@ -100,7 +100,7 @@ def _slots(state: SamplingSlots) -> cpp.SlotTensors:
 def _needs(needs: Needs) -> cpp.Needs:
     return cpp.Needs(
         needs.sampling, needs.top_k, needs.top_p, needs.min_p, needs.penalties, needs.bias,
-        needs.min_tokens,
+        needs.min_tokens, needs.block,
     )  # fmt: skip
 
 

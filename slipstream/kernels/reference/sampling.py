@@ -4,6 +4,7 @@ Speculative sampling (Leviathan et al. 2023; Chen et al. 2023): with p the targe
 and q the one that the draft token x was sampled from, x is accepted with probability
 min(1, p(x) / q(x)); after the first refusal a token is sampled from max(p - q, 0), scaled to 1.
 What leaves has exactly the distribution p. Plain decoding is the verification of an empty draft.
+`block_verification.py` judges the tokens of a draft together.
 """
 
 from functools import partial
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from slipstream.core.verification import Verification
+from slipstream.kernels.reference.block_verification import accepted_prefix, prefix_weights
 from slipstream.kernels.reference.noise import NoiseKeys, Purpose, gumbel, uniform
 from slipstream.kernels.reference.processors import probabilities, process
 from slipstream.kernels.sampling import INTS, PADDING, Needs, SampleRows, SamplingOps, SamplingSlots
@@ -42,9 +45,15 @@ def verify(
     if rates:
         accepted = _accept_synthetic(rows, state, rates)
     num_accepted = _accepted_prefix(accepted)
+    weight = None
+    if target is not None and needs.block:
+        is_block = is_sampled & (state.int_column("verification", rows.slots) == Verification.BLOCK)
+        by_block, weight = _accept_block(target, rows, state)
+        num_accepted = torch.where(is_block, by_block, num_accepted)
+        weight = torch.where(is_block, weight, 1.0)
     last_token = choice[rows.first_row + num_accepted]
     if target is not None:
-        drawn = _sample_last(target, rows, num_accepted, state, fp64)
+        drawn = _sample_last(target, rows, num_accepted, weight, state, fp64)
         last_token = torch.where(is_sampled, drawn, last_token)
     return _token_ids(rows, num_accepted, last_token), num_accepted + 1, num_accepted
 
@@ -108,10 +117,31 @@ def _distribution(logits: Tensor, slots: Tensor, state: SamplingSlots, needs: Ne
 def _accept(target: Tensor, rows: SampleRows, state: SamplingSlots) -> Tensor:
     """[R, K] bool, whether each draft token, by itself, is accepted under target [N, V]."""
     u = _acceptance_noise(rows, state)
+    p, q, legal = _odds(target, rows)
+    return legal & _is_accepted(u, p, q)
+
+
+def _odds(target: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor, Tensor]:
+    """[R, K], p and q of each draft token, and whether it is one."""
     drafted = rows.draft_tokens
     legal = rows.draft_mask() & (drafted >= 0) & (drafted < target.shape[-1])
     safe = torch.where(legal, drafted, 0)
-    return legal & _is_accepted(u, target[rows.draft_rows(), safe], _draft_probability(rows, safe))
+    return target[rows.draft_rows(), safe], _draft_probability(rows, safe), legal
+
+
+def _accept_block(target: Tensor, rows: SampleRows, state: SamplingSlots) -> tuple[Tensor, Tensor]:
+    """How many tokens of each draft are accepted [R], all of them judged together under target
+    [N, V], and the weight of that prefix [R]."""
+    p, q, legal = _odds(target, rows)
+    weights = prefix_weights(torch.where(legal, p, 0.0), q)
+    lengths = _accepted_prefix(rows.draft_mask() & (rows.draft_tokens >= 0))
+    masses = torch.zeros_like(weights)
+    for place in range(1, rows.max_draft_tokens):
+        row = target[rows.first_row + rows.num_draft_tokens.clamp_max(place)]
+        weighted = row * weights[:, place : place + 1]
+        masses[:, place] = _beyond_draft(weighted, rows, torch.full_like(lengths, place)).sum(-1)
+    count = accepted_prefix(weights, masses, _acceptance_noise(rows, state), lengths)
+    return count, weights.gather(-1, count.unsqueeze(-1)).squeeze(-1)
 
 
 def _acceptance_noise(rows: SampleRows, state: SamplingSlots) -> Tensor:
@@ -154,29 +184,44 @@ def _certain_places(rows: SampleRows) -> Tensor:
 
 
 def _sample_last(
-    target: Tensor, rows: SampleRows, num_accepted: Tensor, state: SamplingSlots, fp64: bool
+    target: Tensor,
+    rows: SampleRows,
+    num_accepted: Tensor,
+    weight: Tensor | None,
+    state: SamplingSlots,
+    fp64: bool,
 ) -> Tensor:
     """[R] int64: the recovered token where a draft token was refused, elsewhere the bonus token.
 
     Only here, on one row a request, is there noise over the vocabulary.
+
+    Args:
+        weight: [R], of the accepted prefixes in block verification; None: all 1.
     """
     target = target[rows.first_row + num_accepted]  # [R, V]
     refused = _refused_token(rows, num_accepted)
     is_refused = refused >= 0
     weights = target
     if rows.max_draft_tokens:
-        certain = _certain_places(rows).expand(rows.draft_tokens.shape)
         place = num_accepted.clamp_max(rows.max_draft_tokens - 1)
-        certain = certain.gather(-1, place.unsqueeze(-1)).squeeze(-1)
-        draft = _last_draft_probs(rows, place, certain)
-        one_hot_token = torch.where(certain, refused, PADDING)
-        residual = _residual(target, draft, rows.draft_vocabulary, one_hot_token)
+        weighted = target if weight is None else target * weight.unsqueeze(-1)
+        residual = _beyond_draft(weighted, rows, place)
         # Where p and q are equal up to rounding nothing is left, and p is as good.
         usable = is_refused & (residual.sum(-1) > 0)
         weights = torch.where(usable.unsqueeze(-1), residual, target)
     keys = _keys(state, rows.slots, rows.positions + num_accepted)
     purpose = torch.where(is_refused, int(Purpose.RESIDUAL), int(Purpose.TARGET))
     return _sample(weights, keys, purpose, fp64)
+
+
+def _beyond_draft(target: Tensor, rows: SampleRows, place: Tensor) -> Tensor:
+    """[R, V], what target [R, V] has beyond the draft's distribution in a place [R] of each."""
+    at = place.unsqueeze(-1)
+    certain = _certain_places(rows).expand(rows.draft_tokens.shape).gather(-1, at).squeeze(-1)
+    token = rows.draft_tokens.gather(-1, at).squeeze(-1)
+    one_hot_token = torch.where(certain, token, PADDING)
+    draft = _last_draft_probs(rows, place, certain)
+    return _residual(target, draft, rows.draft_vocabulary, one_hot_token)
 
 
 def _refused_token(rows: SampleRows, num_accepted: Tensor) -> Tensor:

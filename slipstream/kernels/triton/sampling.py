@@ -2,6 +2,7 @@
 
     scan        one read of all logits, several programs a row (`sampling_scan.py`)
     thresholds  of top_k, top_p and min_p, where a request of the batch has any
+    weigh, mass where drafts are judged as blocks (`sampling_blocks.py`)
     accept      the verdict on every draft; greedy requests end here (`sampling_verdict.py`)
     race        the last token of sampled requests: one row of a request, several programs
 
@@ -10,6 +11,7 @@ a fixed size, and every sum has one order.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -18,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from slipstream.kernels.sampling import Needs, SampleRows, SamplingOps, SamplingSlots
 from slipstream.kernels.triton.launch import dense, options
+from slipstream.kernels.triton.sampling_blocks import mass_kernel, weigh_kernel
 from slipstream.kernels.triton.sampling_draft import draft_choice_kernel, draft_race_kernel
 from slipstream.kernels.triton.sampling_scan import scan_kernel
 from slipstream.kernels.triton.sampling_thresholds import thresholds_kernel
@@ -91,29 +94,46 @@ def verify(
     columns = None
     if probs is not None and rows.draft_vocabulary is not None:
         columns = _columns(rows.draft_vocabulary, vocab_size)
-    draft_strides = _draft_strides(probs)
+    draft_strides, prefixes, masses = _draft_strides(probs), None, None
     assert state.ints.stride(1) == state.floats.stride(1) == 1
     numbers = (state.ints, state.floats, state.ints.stride(0), state.floats.stride(0))
     one_hot, stride = rows.one_hot.view(torch.uint8), scanned.source.stride(0)
     certain = None
     if probs is not None and rows.certain is not None:
         certain = rows.certain.contiguous().view(torch.uint8)
+    first_row, block_k = rows.layout and rows.layout[2], triton.next_power_of_2(width)
+    drafted = (rows.draft_tokens, rows.num_draft_tokens, one_hot, certain, probs, columns)
+    place: dict[str, Any] = {"uniform_rows": rows.layout is None, "block_s": scanned.block_s}
+    place |= {"truncated": scanned.facts is not None, **launch}
+    if needs.block:
+        prefixes = torch.empty((requests, 2, width), dtype=torch.float32, device=device)
+        weigh_kernel[(requests,)](
+            scanned.source, scanned.largest, scanned.total, scanned.facts, prefixes, first_row,
+            rows.slots, *drafted, *numbers, stride, rows.draft_tokens.stride(0), *draft_strides,
+            width, vocab_size, chunks, block_k=block_k, num_warps=4, **place,
+        )  # fmt: skip
+        if probs is not None and most_drafts > 1:
+            masses = torch.empty((requests, width, chunks), dtype=torch.float32, device=device)
+            mass_kernel[(chunks, most_drafts - 1, requests)](
+                scanned.source, scanned.largest, scanned.total, scanned.facts, prefixes, masses,
+                first_row, rows.slots, probs, columns, state.floats, state.floats.stride(0),
+                stride, *draft_strides, width, vocab_size, block=TILES.block,
+                num_warps=TILES.race_warps, **place,
+            )  # fmt: skip
     accept_kernel[(requests,)](
         scanned.source, scanned.largest, scanned.choice, scanned.total, scanned.facts, token_ids,
-        num_tokens, num_accepted, last, last_facts, arrivals, rows.layout and rows.layout[2],
-        rows.slots, rows.positions, rows.draft_tokens, rows.num_draft_tokens, one_hot, certain,
-        probs, columns, *numbers, stride, rows.draft_tokens.stride(0), *draft_strides, width,
-        vocab_size, chunks, rates=rates, num_rates=len(rates), uniform_rows=rows.layout is None,
-        sampled=needs.sampling, truncated=scanned.facts is not None,
-        block_k=triton.next_power_of_2(width), block_s=scanned.block_s, num_warps=4, **launch,
+        num_tokens, num_accepted, last, last_facts, arrivals, prefixes, masses, first_row,
+        rows.slots, rows.positions, *drafted, *numbers, stride, rows.draft_tokens.stride(0),
+        *draft_strides, width, vocab_size, chunks, rates=rates, num_rates=len(rates),
+        sampled=needs.sampling, block_k=block_k, num_warps=4, **place,
     )  # fmt: skip
     if needs.sampling:
         scores = torch.empty((requests, 2, chunks), dtype=torch.float32, device=device)
         tokens = torch.empty((requests, 2, chunks), dtype=torch.int32, device=device)
         race_kernel[(chunks, requests)](
-            scanned.source, last, last_facts, arrivals, scores, tokens, token_ids, rows.slots,
-            rows.positions, one_hot, certain, probs, columns, *numbers, stride, *draft_strides,
-            width, vocab_size, block=TILES.block, block_s=scanned.block_s,
+            scanned.source, last, last_facts, arrivals, prefixes, scores, tokens, token_ids,
+            rows.slots, rows.positions, one_hot, certain, probs, columns, *numbers, stride,
+            *draft_strides, width, vocab_size, block=TILES.block, block_s=scanned.block_s,
             num_warps=TILES.race_warps, **launch,
         )  # fmt: skip
     return token_ids, num_tokens, num_accepted

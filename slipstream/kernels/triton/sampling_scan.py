@@ -25,6 +25,8 @@ SEED = tl.constexpr(1)
 STEPS = tl.constexpr(2)
 MIN_TOKENS = tl.constexpr(3)
 NUM_OUTPUT = tl.constexpr(4)
+VERIFICATION = tl.constexpr(6)
+BLOCK = tl.constexpr(2)
 
 SMALLEST_TEMPERATURE = tl.constexpr(1e-5)  # as in sampling/logits.py
 MOST_LEVELS = tl.constexpr(14)  # of a tree

@@ -19,14 +19,17 @@ from slipstream.kernels.triton.philox import (
     uniform,
 )
 from slipstream.kernels.triton.sampling_scan import (
+    BLOCK,
     NO_TOKEN,
     NUM_OUTPUT,
     SEED,
     STEPS,
     TEMPERATURE,
+    VERIFICATION,
     choices,
     inverse_of,
     row_sums,
+    tree_sum,
     weight_of,
 )
 from slipstream.kernels.triton.sampling_thresholds import (
@@ -66,7 +69,22 @@ def row_facts(
 
 
 @triton.jit
-def _draft_probability(
+def _store_last(
+    line, facts, here, rows, count, in_use, drafted, largest, total, lowest_logit, lowest_weight
+):
+    """Where the last token of a sampled request comes from: see `accept_kernel`."""
+    refused = tl.sum(tl.where(here & in_use, drafted + 1, 0)) - 1
+    tl.store(line, tl.sum(tl.where(here, rows, 0)))
+    tl.store(line + 1, count)
+    tl.store(line + 2, tl.maximum(refused, -1).to(tl.int32))
+    tl.store(facts + LARGEST, largest, mask=here)
+    tl.store(facts + TOTAL, total, mask=here)
+    tl.store(facts + LOWEST_LOGIT, lowest_logit, mask=here)
+    tl.store(facts + LOWEST_WEIGHT, lowest_weight, mask=here)
+
+
+@triton.jit
+def draft_probability(
     draft_probs, draft_columns, request, index, token, asked, probs_stride, probs_place_stride,
     probs_width,
 ):  # fmt: skip
@@ -79,7 +97,7 @@ def _draft_probability(
 
 
 @triton.jit
-def _is_certain(one_hot, certain, request, index, width, asked):
+def is_certain_at(one_hot, certain, request, index, width, asked):
     """Whether draft tokens were not sampled."""
     sure = tl.load(one_hot + request) != 0
     if certain is not None:
@@ -87,15 +105,42 @@ def _is_certain(one_hot, certain, request, index, width, asked):
     return sure
 
 
+@triton.jit
+def _or_block_prefix(
+    count, temperature, prefixes, masses, request, column, drafted, ints, positions, width, chunks,
+    block_k: tl.constexpr, block_s: tl.constexpr,
+):  # fmt: skip
+    """The count; in place of it, where drafts are judged as blocks, the longest prefix whose number
+    is below its bound, given what `sampling_blocks.py` says of them."""
+    length = tl.min(tl.where(drafted, block_k, column))
+    line = prefixes + request * 2 * width + column
+    weight = tl.load(line, mask=column < width, other=0.0)
+    mass = tl.load(line + width, mask=column < width, other=0.0)
+    if masses is not None:
+        chunk = tl.arange(0, block_s)
+        cell = (request * width + column)[:, None] * chunks + chunk[None, :]
+        there = (mass < 0.0)[:, None] & (chunk < chunks)[None, :]
+        summed = tree_sum(tl.load(masses + cell, mask=there, other=0.0))
+        mass = tl.where(mass < 0.0, summed, mass)
+    is_open = (column < length) & (weight > 0.0) & (weight < 1.0)
+    bound = tl.where(is_open, mass / (mass + 1.0 - weight), weight)
+    # Each prefix has the number of its last token.
+    position = tl.load(positions + request) + column - 1
+    chance = uniform(tl.load(ints + SEED), position, tl.load(ints + STEPS), ACCEPT)
+    passed = (chance < bound) & (column > 0) & (column <= length)
+    is_block = (tl.load(ints + VERIFICATION) == BLOCK) & (temperature > 0)
+    return tl.where(is_block, tl.max(tl.where(passed, column, 0)), count)
+
+
 @triton.jit(do_not_specialize=["width"])
 def accept_kernel(
     source, chunk_largest, chunk_choice, chunk_sum, result, token_ids, num_tokens, num_accepted,
-    last, last_facts, arrivals, first_row, slots, positions, draft_tokens, num_draft_tokens,
-    one_hot, certain, draft_probs, draft_columns, all_ints, all_floats, ints_stride, floats_stride,
-    source_stride, draft_stride, probs_stride, probs_place_stride, probs_width, width, vocab_size,
-    chunks, rates: tl.constexpr, num_rates: tl.constexpr, uniform_rows: tl.constexpr,
-    sampled: tl.constexpr, truncated: tl.constexpr, block_k: tl.constexpr, block_s: tl.constexpr,
-    pdl: tl.constexpr,
+    last, last_facts, arrivals, prefixes, masses, first_row, slots, positions, draft_tokens,
+    num_draft_tokens, one_hot, certain, draft_probs, draft_columns, all_ints, all_floats,
+    ints_stride, floats_stride, source_stride, draft_stride, probs_stride, probs_place_stride,
+    probs_width, width, vocab_size, chunks, rates: tl.constexpr, num_rates: tl.constexpr,
+    uniform_rows: tl.constexpr, sampled: tl.constexpr, truncated: tl.constexpr,
+    block_k: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Program (request): how many draft tokens are accepted. Greedy requests are done with that.
 
@@ -123,11 +168,11 @@ def accept_kernel(
         logit = tl.load(source + place, mask=legal, other=float("-inf")).to(tl.float32)
         q = tl.full((block_k,), 1.0, tl.float32)
         if draft_probs is not None:
-            probability = _draft_probability(
+            probability = draft_probability(
                 draft_probs, draft_columns, request, tl.minimum(column, width - 2), token, legal,
                 probs_stride, probs_place_stride, probs_width,
             )  # fmt: skip
-            is_certain = _is_certain(one_hot, certain, request, column, width, legal)
+            is_certain = is_certain_at(one_hot, certain, request, column, width, legal)
             q = tl.where(is_certain, 1.0, probability)
     if sampled or num_rates > 0:
         seed = tl.load(all_ints + slot * ints_stride + SEED)
@@ -150,6 +195,11 @@ def accept_kernel(
             rate = tl.where(column == index, rates[index], rate)
         accepted = in_use & (chance < rate)
     count = tl.min(tl.where(accepted, block_k, column))
+    if prefixes is not None:
+        count = _or_block_prefix(
+            count, temperature, prefixes, masses, request, column, in_use & (drafted >= 0),
+            all_ints + slot * ints_stride, positions, width, chunks, block_k, block_s,
+        )  # fmt: skip
     here = column == count
     behind = tl.where(here, choice, -1).to(tl.int64)
     token_ids += request * width + column
@@ -158,16 +208,11 @@ def accept_kernel(
     tl.store(num_accepted + request, count.to(tl.int64))
     if sampled:
         if temperature > 0:
-            refused = tl.sum(tl.where(here & in_use, drafted + 1, 0)) - 1
             tl.store(arrivals + request, 0)
-            tl.store(last + request * 3, tl.sum(tl.where(here, rows, 0)))
-            tl.store(last + request * 3 + 1, count)
-            tl.store(last + request * 3 + 2, tl.maximum(refused, -1).to(tl.int32))
-            line = last_facts + request * 4 + column * 0
-            tl.store(line + LARGEST, largest, mask=here)
-            tl.store(line + TOTAL, total, mask=here)
-            tl.store(line + LOWEST_LOGIT, lowest_logit, mask=here)
-            tl.store(line + LOWEST_WEIGHT, lowest_weight, mask=here)
+            _store_last(
+                last + request * 3, last_facts + request * 4 + column * 0, here, rows, count,
+                in_use, drafted, largest, total, lowest_logit, lowest_weight,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -204,8 +249,8 @@ def chunk_tokens(chunk, block: tl.constexpr):
 
 @triton.jit(do_not_specialize=["width"])
 def race_kernel(
-    source, last, last_facts, arrivals, scores, tokens, token_ids, slots, positions, one_hot,
-    certain, draft_probs, draft_columns, all_ints, all_floats, ints_stride, floats_stride,
+    source, last, last_facts, arrivals, prefixes, scores, tokens, token_ids, slots, positions,
+    one_hot, certain, draft_probs, draft_columns, all_ints, all_floats, ints_stride, floats_stride,
     source_stride, probs_stride, probs_place_stride, probs_width, width, vocab_size,
     block: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
@@ -243,14 +288,16 @@ def race_kernel(
     tl.store(tokens + chunk, best)
     if refused >= 0:
         rest = p
-        if _is_certain(one_hot, certain, request, place, width, place < width - 1):
+        if is_certain_at(one_hot, certain, request, place, width, place < width - 1):
             rest = tl.where(token == refused, 0.0, p)
         elif draft_probs is not None:
-            q = _draft_probability(
+            q = draft_probability(
                 draft_probs, draft_columns, request, place, token, inside, probs_stride,
                 probs_place_stride, probs_width,
             )  # fmt: skip
-            rest = tl.maximum(p - q, 0.0)
+            if prefixes is not None:
+                rest = p * tl.load(prefixes + request * 2 * width + place)
+            rest = tl.maximum(rest - q, 0.0)
         score, best = winner(ratio(rest, noise), token)
         tl.store(scores + chunks + chunk, score)
         tl.store(tokens + chunks + chunk, best)
