@@ -79,6 +79,10 @@ class Watched:
     def widths(self) -> tuple[int, ...]:
         return self._policy.widths
 
+    @property
+    def reads_confidences(self) -> bool:
+        return self._policy.reads_confidences
+
     def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
         return self._policy.plan(candidates)
 

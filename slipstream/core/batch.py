@@ -100,7 +100,8 @@ class Committed:
         num_accepted: how many of them were accepted.
         drafter_computed: leading tokens that the drafter has in the shared blocks, as of now.
         num_positions: of the draft tokens; of a tree its depth at most.
-        confidences: the drafter's, of each draft token that was verified; empty where it has none.
+        confidences: the drafter's, of each draft token that was verified; empty where it has none,
+            or nobody reads them.
         broken: the logits behind these tokens are not finite, so there is no further one.
     """
 

@@ -138,6 +138,9 @@ def assemble(
     cache = ModelCache(layout, replace(sizes, num_window_blocks=windows))
     needs = loaded_drafter.needs
     runner = ModelRunner(network, cache, state, stream_layers=needs.stream_layers)
+    shares_prefixes = config.enable_prefix_caching and layout.blocks_resume
+    policy, form = _draft_policy(resolved)
+    scheduler = Scheduler(limits, _block_manager(resolved, size, shares_prefixes), policy)
     resources = DrafterResources(
         state=state,
         sampling=sampling,
@@ -146,6 +149,7 @@ def assemble(
         target=network,
         captured=resolved.captures,
         target_cache=cache,
+        gives_confidences=scheduler.policy.reads_confidences,
     )
     if not all(kept.blocks_resume for kept in loaded_drafter.layouts):
         raise UsageError(
@@ -153,9 +157,6 @@ def assemble(
             "model with attention alone"
         )
     drafter = loaded_drafter.build(resources)
-    shares_prefixes = config.enable_prefix_caching and layout.blocks_resume
-    policy, form = _draft_policy(resolved)
-    scheduler = Scheduler(limits, _block_manager(resolved, size, shares_prefixes), policy)
     on_device = loaded_drafter.limits.on_device
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
     graphs = None

@@ -29,6 +29,10 @@ class DraftPolicy(Protocol):
         the smallest that none of its requests exceeds. The last is the most that the policy gives.
         """
 
+    @property
+    def reads_confidences(self) -> bool:
+        """Whether results are to tell how confident drafters were of their tokens."""
+
     def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
         """A plan for each; rows and blocks that are short may cut it further."""
 
@@ -45,6 +49,10 @@ class FixedPolicy:
     @property
     def widths(self) -> tuple[int, ...]:
         return tuple(sorted({0, self.num_speculative_tokens}))
+
+    @property
+    def reads_confidences(self) -> bool:
+        return False
 
     def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
         most = self.num_speculative_tokens

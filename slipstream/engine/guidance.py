@@ -76,12 +76,18 @@ class SteeredDraft:
             probs = pad(probs, (0, 0, 0, missing))
         # Of padding nothing is known here.
         num_tokens = torch.where(batch.at_end, self.num_tokens, 0)
+        confidences = draft.confidences
+        if confidences is not None:  # nobody has any in a token of the grammar's own
+            place = torch.arange(self.token_ids.shape[1], device=num_tokens.device)
+            confidences = pad(confidences, (0, missing))
+            confidences = confidences.masked_fill(place >= self.kept.unsqueeze(1), torch.nan)
         steered = replace(
             draft,
             token_ids=self.token_ids,
             num_tokens=num_tokens,
             probs=probs,
             certain=None if probs is None else self.certain,
+            confidences=confidences,
         )
         return replace(batch, kept=self.kept), steered, self.allowed
 

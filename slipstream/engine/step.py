@@ -336,6 +336,7 @@ class Step:
         width = max(drafts)
         if Uses.GRAMMAR in uses:  # which may have something to say where a drafter has not
             width = max(item.num_draft_tokens for item in items)
+        stops = [item.stops for item in items]
         return PackedBatch(
             slots=slots,
             num_new_tokens=[item.num_new_tokens for item in items],
@@ -345,6 +346,7 @@ class Step:
             uses=uses,
             guesses=guesses,
             rereads=[int(self._rereads and item.admitted and item.start > 0) for item in items],
+            stops=stops if any(stops) else (),
         )
 
 

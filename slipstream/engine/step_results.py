@@ -1,5 +1,6 @@
 """Results of a step: packed into one tensor for one copy to the host, and unpacked there."""
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -27,13 +28,16 @@ class Outcome:
             and for each the bits of the largest logit of its row; how many tokens, accepted and
             draft tokens there are, the first row of the target's pass, and what the drafter has
             cached; and when the step began, had its drafts, had the target's logits, and ended, in
-            nanoseconds.
+            nanoseconds. Where drafts have confidences, their bits stand in K more columns before
+            the counts.
+        width: K + 1.
         logits: [N, V] float32, the target's raw logits.
         forward: the target's pass.
         path: [R, W] int64, which of a request's rows of logits gave each token; None: the first.
     """
 
     numbers: Tensor
+    width: int
     logits: Tensor
     forward: Forward
     path: Tensor | None
@@ -57,9 +61,11 @@ class Outcome:
         gains = (verdict.num_tokens, verdict.num_accepted, draft.num_tokens)
         counts = (*gains, forward.layout.first_row, cached)
         rows = torch.stack(tuple(times)).expand(len(cached), _NUM_TIMES)
-        bits = largest.view(torch.int32).to(torch.int64)  # cat converts more slowly
-        numbers = torch.cat((verdict.token_ids, bits, torch.stack(counts, 1), rows), 1)
-        return cls(numbers, logits, forward, verdict.path)
+        bits = [_bits(largest)]
+        if draft.confidences is not None:
+            bits.append(_bits(draft.confidences))
+        numbers = torch.cat((verdict.token_ids, *bits, torch.stack(counts, 1), rows), 1)
+        return cls(numbers, verdict.token_ids.shape[1], logits, forward, verdict.path)
 
     def set_cached(self, cached: Tensor) -> None:
         """The drafter has more in its cache by now: [requests] int64, of the first requests."""
@@ -86,7 +92,8 @@ class Launched:
         rows = self.numbers.wait()
         stamps = rows[0][-_NUM_TIMES:]
         seconds = [(end - begin) / 1e9 for begin, end in pairwise(stamps)]
-        committed = [_committed(row[:-_NUM_TIMES], tree_depth) for row in rows]
+        width = self.outcome.width
+        committed = [_committed(row[:-_NUM_TIMES], width, tree_depth) for row in rows]
         if self.padded:
             return committed, [row[_FIRST_ROW] for row in rows], seconds
         counts = [gain.num_draft_tokens + 1 for gain in committed[:-1]]
@@ -120,11 +127,15 @@ class StepResult:
         return self.logits[first + self.path[index, :count]]
 
 
-def _committed(row: Sequence[int], tree_depth: int | None) -> Committed:
+def _bits(numbers: Tensor) -> Tensor:
+    """float32 -> int64, which `cat` would convert to more slowly."""
+    return numbers.view(torch.int32).to(torch.int64)
+
+
+def _committed(row: Sequence[int], width: int, tree_depth: int | None) -> Committed:
     """One request's share of `Outcome.numbers`, without times."""
-    *pairs, count, accepted, drafts, _, cached = row
-    width = len(pairs) // 2
-    tokens, bits = pairs[:count], pairs[width : width + count]
+    *places, count, accepted, drafts, _, cached = row
+    tokens, bits = places[:count], places[width : width + count]
     positions = None if tree_depth is None else min(drafts, tree_depth)
     sound = next((place for place, it in enumerate(bits) if it & _EXPONENT == _EXPONENT), count)
     return Committed(
@@ -134,4 +145,12 @@ def _committed(row: Sequence[int], tree_depth: int | None) -> Committed:
         drafter_computed=cached,
         num_positions=positions,
         broken=sound < count,
+        confidences=_confidences(places[2 * width :][:drafts]),
     )
+
+
+def _confidences(bits: Sequence[int]) -> tuple[float, ...]:
+    """Nothing where some place has none."""
+    if any(it & _EXPONENT == _EXPONENT for it in bits):
+        return ()
+    return struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits))

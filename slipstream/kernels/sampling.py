@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 PADDING = -1
+_NOT_NEGATIVE = (1 << 63) - 1
 # The order is known to all backends.
 INTS = (
     "top_k",
@@ -223,6 +224,12 @@ def _uniform(draft_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     requests, width = draft_tokens.shape[0], draft_tokens.shape[1] + 1
     row = torch.arange(requests * width, device=draft_tokens.device)
     return row // width, row % width, torch.arange(requests, device=row.device) * width
+
+
+def rates_by_request(rates: Tensor, seeds: Tensor) -> Tensor:
+    """[R, K] float32, of a benchmark's lists of rates [L, K] the one of each seed [R] int64: that
+    of its number modulo L, without the sign bit."""
+    return rates[(seeds & _NOT_NEGATIVE) % len(rates)]
 
 
 class VerifyOp(Protocol):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from slipstream.core.batch import ChainStops
 from slipstream.runner.excerpts import Excerpt
 from slipstream.runner.rows import PassRows, TreeRows
 from slipstream.runner.transfer import upload
@@ -29,6 +30,7 @@ class PackedBatch:
             None when the device drafts for all.
         rereads: computed tokens before the new ones that the target computes again, for their
             features; None: nowhere.
+        stops: when each request's chain ends early (None: it does not); empty where none does.
     """
 
     slots: Sequence[int]
@@ -39,6 +41,7 @@ class PackedBatch:
     uses: frozenset[Uses]
     guesses: Guesses | None = None
     rereads: Sequence[int] | None = None
+    stops: Sequence[ChainStops | None] = ()
 
     def columns(self, width: int) -> list[list[int]]:
         """Rows of numbers, one column per request: five, and `width` more where there are
@@ -60,9 +63,8 @@ class PackedBatch:
 
     def on(self, device: torch.device) -> "DeviceBatch":
         """As tensors of exactly these requests."""
-        return DeviceBatch.over(
-            upload(self.columns(self.width), device), self.width, self.uses, True
-        )
+        columns = upload(self.columns(self.width), device)
+        return replace(DeviceBatch.over(columns, self.width, self.uses, True), stops=self.stops)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +89,8 @@ class DeviceBatch:
             can be; None: as many as each request can have.
         kept: [R] int64, how many of the draft's first tokens are what the drafter proposed; None:
             all of them.
+        stops: see `PackedBatch`; empty wherever the batch is not exact: chains of captured steps
+            are as long as they were planned.
     """
 
     slots: Tensor
@@ -100,6 +104,7 @@ class DeviceBatch:
     exact: bool
     kept: Tensor | None = None
     num_rows: int | None = None
+    stops: Sequence[ChainStops | None] = ()
 
     @classmethod
     def over(

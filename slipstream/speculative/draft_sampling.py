@@ -11,6 +11,7 @@ from slipstream.runner.excerpts import Excerpt
 from slipstream.runner.rows import PassRows
 from slipstream.sampling.state import Uses
 from slipstream.sampling.verification import sample_draft
+from slipstream.speculative.chains import Chains
 from slipstream.speculative.drafter import Draft, DrafterResources
 
 
@@ -46,32 +47,44 @@ class DraftSampling:
         most: int,
         forward: Callable[[PassRows, int], Tensor],
         excerpt: Excerpt,
-    ) -> Draft:
-        """K draft tokens from K passes, which are written behind the known tokens of the excerpt.
+    ) -> tuple[Draft, Tensor]:
+        """K draft tokens from K passes, which are written behind the known tokens of the excerpt;
+        fewer where all chains end before (`Chains`), and each in as many passes as it goes on for.
 
         Args:
             known, starts: [R] int64, known tokens, and those that the drafter has computed.
             wanted: [R] int64, draft tokens; a request that wants none has no rows.
             most: known tokens of a request that the first pass reads at most.
             forward: computes the rows of draft token `index` and returns the logits [R, V] behind
-                each request's last; from index 1 on every request has one row.
+                each request's last; from index 1 on requests whose chains go on have one row.
+
+        Returns:
+            The draft, and [R] int64, the passes that each request had rows in.
         """
         state, slots = resources.state, batch.slots
         tokens = slots.new_zeros((batch.num_requests, batch.width))
         probs = self.probabilities(batch)
+        chains = Chains(batch, resources, wanted)
         placed, starts = excerpt.places(known), excerpt.places(starts)
         lengths = torch.where(wanted > 0, placed - starts, 0)
         for index in range(batch.width):
             most = 1 if index else most
             logits = forward(batch.rows(starts, lengths, most, excerpt=excerpt), index)
             probs_out = None if probs is None else probs[:, index]
-            picked = self.sample(logits, slots, known + index, batch, resources, probs_out)
+            confidences = chains.out(index)
+            picked = self.sample(
+                logits, slots, known + index, batch, resources, probs_out, confidences
+            )
+            goes_on = chains.take(index)
             starts, lengths = state.ops.advance_drafts(
-                *(excerpt.tables, excerpt.rows, placed, wanted),
+                *(excerpt.tables, excerpt.rows, placed, chains.num_passes),
                 *(picked, self.vocabulary, tokens, index),
             )
+            if not goes_on:
+                break
         one_hot, written = self.one_hot(batch, resources), excerpt.skipped is None
-        return Draft(tokens, wanted, one_hot, probs, self.vocabulary, written=written)
+        draft = Draft(tokens, wanted, one_hot, probs, self.vocabulary, written=written)
+        return chains.finish(draft), chains.num_passes
 
     def sample(
         self,
@@ -81,6 +94,7 @@ class DraftSampling:
         batch: DeviceBatch,
         resources: DrafterResources,
         probs_out: Tensor | None,
+        confidence_out: Tensor | None,
     ) -> Tensor:
         """Draft tokens [n] (columns, not ids) of logits [n, V]; see `sample_draft`."""
         return sample_draft(
@@ -93,6 +107,7 @@ class DraftSampling:
             greedy_only=self.greedy_only,
             probs_out=probs_out,
             vocabulary=self.vocabulary,
+            confidence_out=confidence_out,
         )
 
     def token_ids(self, columns: Tensor) -> Tensor:

@@ -38,6 +38,8 @@ class Draft:
         written: whether the tokens stand behind the known ones in the device state already.
         tree: what each token continues; None: the one before it. Trees are one-hot.
         certain: [R, K] bool, tokens that a grammar put in place of what was sampled; None: nowhere.
+        confidences: [R, K] float32, the largest probability that the drafter gave any token in each
+            place; not a number where it had none to give. None: nobody asked, or nobody knows.
     """
 
     token_ids: Tensor
@@ -48,6 +50,7 @@ class Draft:
     written: bool = False
     tree: TreeNodes | None = None
     certain: Tensor | None = None
+    confidences: Tensor | None = None
 
     def certain_tokens(self) -> Tensor | None:
         """[R, K] bool, tokens whose q counts as 1, though the others of their request were sampled:
@@ -71,6 +74,7 @@ class Draft:
             num_tokens=self.num_tokens[:requests],
             one_hot=self.one_hot[:requests],
             probs=None if self.probs is None else self.probs[:requests],
+            confidences=None if self.confidences is None else self.confidences[:requests],
             tree=None if self.tree is None else self.tree.first(requests),
         )
 
@@ -208,6 +212,10 @@ class DrafterResources:
         target_cache: the target's keys and values, which a drafter may read.
         captured: steps are captured, so that there are batches that are not exact.
         in_combination: another drafter's guesses may be verified in place of its own.
+        gives_confidences: drafts come with the confidences of their tokens, if the drafter knows
+            them.
+        synthetic_rates: [L, K] float32 where a benchmark says what is accepted, see `VerifyOp`:
+            confidences are then these rates.
     """
 
     state: DeviceState
@@ -218,6 +226,8 @@ class DrafterResources:
     target_cache: ModelCache
     captured: bool = True
     in_combination: bool = False
+    gives_confidences: bool = False
+    synthetic_rates: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,11 @@ AT_ONCE = (PEagleDrafter, PardDrafter, DFlashDrafter)
 
 @dataclass
 class Drafted:
-    """One draft of one request: the known tokens, what was guessed, the logits of each guess."""
+    """One draft of one request: known tokens, guesses, how many were planned, logits of each."""
 
     known: list[int]
     tokens: list[int]
+    planned: int
     logits: list[Tensor] = field(default_factory=list)
 
 
@@ -71,7 +72,8 @@ def _record(
                 tokens = draft.token_ids[index, :count].tolist()
                 logits = [row[index].clone() for row in rows[:count]]
                 assert len(logits) == count
-                drafted.append(Drafted(text, tokens, logits))
+                planned = int(batch.num_draft_tokens[index])
+                drafted.append(Drafted(text, tokens, planned, logits))
         return draft
 
     monkeypatch.setattr(kind, "propose", recorded)
@@ -88,7 +90,8 @@ def assert_drafts_are(drafted: Sequence[Drafted], head: Any) -> None:
     """Tokens equal to the oracle's, logits within 1e-4."""
     assert drafted
     for item in drafted:
-        tokens, logits = head.drafts(item.known, len(item.tokens))
-        assert item.tokens == tokens, len(item.known)
-        for ours, theirs in zip(item.logits, logits, strict=True):
+        tokens, logits = head.drafts(item.known, item.planned)
+        count = len(item.tokens)
+        assert item.tokens == tokens[:count], len(item.known)
+        for ours, theirs in zip(item.logits, logits[:count], strict=True):
             torch.testing.assert_close(ours, theirs.to(ours.dtype), atol=1e-4, rtol=0)

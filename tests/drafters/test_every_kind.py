@@ -11,10 +11,11 @@ import pytest
 
 from slipstream import SamplingParams
 from slipstream.engine.scheduler import Scheduler
-from tests.drafters.engines import GREEDY, PROMPT, SEEDED, check_drafts, make, run
+from tests.drafters.engines import GREEDY, PROMPT, SEEDED, K, check_drafts, forced, make, run
 from tests.drafters.kinds import KINDS, Kind
 from tests.drafters.recording import assert_drafts_are, record_drafts
 from tests.padded_steps import use_padded_steps
+from tests.stopping_policy import use_stopping_policy
 
 TO_THE_END = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
@@ -133,6 +134,36 @@ def test_drafting_goes_on_rightly_after_a_pause(
     assert tuple(run(llm, GREEDY).outputs[0].token_ids) == expected
     known = [len(item.known) for item in drafted]
     assert max(after - before for before, after in pairwise(known)) > pause
+    assert_drafts_are(drafted, kind.oracle)
+
+
+def test_confidences_are_the_oracles_largest_probabilities(
+    steps: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies = use_stopping_policy(monkeypatch)
+    if steps == "padded":  # whose chains are as long as they were planned
+        use_padded_steps(monkeypatch)
+    drafted = record_drafts(monkeypatch)
+    run(make(kind.target, kind.config), GREEDY)
+    gains = [gain for _, gain in policies[0].seen if gain.num_draft_tokens]
+    assert gains
+    for item, gain in zip(drafted, gains, strict=False):
+        _, logits = kind.oracle.drafts(item.known, item.planned)
+        expected = [float(row.double().softmax(-1).amax()) for row in logits]
+        assert gain.confidences == pytest.approx(expected[: len(item.tokens)], abs=1e-4)
+
+
+def test_chains_that_end_early_leave_the_drafter_as_it_should_be(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verdicts are forced, so that chains of all lengths are accepted to all lengths."""
+    policies = use_stopping_policy(monkeypatch)
+    drafted = record_drafts(monkeypatch)
+    llm = make(kind.target, kind.config, speculative=forced(), block_size=8, max_num_seqs=3)
+    prompts: list[Any] = [{"prompt_token_ids": [*PROMPT[index:], 5, index]} for index in range(3)]
+    llm.generate(prompts, GREEDY)
+    lengths = [drafted for planned, drafted in policies[0].asked if planned == K]
+    assert len(set(lengths)) > 1
     assert_drafts_are(drafted, kind.oracle)
 
 

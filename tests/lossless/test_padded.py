@@ -316,6 +316,8 @@ def test_no_pass_reads_beyond_its_block_table(
 class ByLength:
     """A policy under which the number of draft tokens changes from step to step."""
 
+    reads_confidences = False
+
     def __init__(self, num_speculative_tokens: int) -> None:
         self.widths = (0, 1, num_speculative_tokens)
 

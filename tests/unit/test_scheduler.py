@@ -272,7 +272,7 @@ def test_drafts_stay_within_every_limit(
 class ByLength:
     """A policy: one draft token more, the longer a request is; it notes what it is asked."""
 
-    widths = (0, 1, 2, 3)
+    widths, reads_confidences = (0, 1, 2, 3), False
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []

@@ -109,6 +109,10 @@ class AdaptivePolicy:
     def widths(self) -> tuple[int, ...]:
         return self._widths
 
+    @property
+    def reads_confidences(self) -> bool:
+        return self._form.ends_chains
+
     # ------------------------------------------------------------------ the interface
 
     def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:

@@ -287,10 +287,14 @@ def _completed(draft: Draft, other: Draft) -> Draft:
     probs = other.probs
     if probs is not None and missing:
         probs = pad(probs, (0, 0, 0, missing))
+    confidences = other.confidences  # what was looked up has none
+    if confidences is not None:
+        confidences = pad(confidences, (0, missing)).masked_fill(taken.unsqueeze(1), torch.nan)
     return Draft(
         token_ids=tokens,
         num_tokens=torch.where(taken, draft.num_tokens, other.num_tokens),
         one_hot=taken | other.one_hot,
         probs=probs,
         vocabulary=other.vocabulary,
+        confidences=confidences,
     )

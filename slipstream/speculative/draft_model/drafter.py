@@ -78,11 +78,11 @@ class DraftModelDrafter(Drafter):
             forward = runner.forward(rows)
             return runner.logits(forward.layout.last(forward.hidden))
 
-        draft = self._network.drafting.draft_chain(
+        draft, passes = self._network.drafting.draft_chain(
             *(batch, self._resources, known, starts, wanted, self._most_missing, logits),
             self._context.excerpt(slots),
         )
-        self._context.advance(slots, wanted, known + wanted - 1)
+        self._context.advance(slots, wanted, known + passes - 1)
         return draft
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:

@@ -119,7 +119,7 @@ class FeatureRowsDrafter(Drafter):
             features = last.unsqueeze(1)
             return self._network.head(hidden)
 
-        draft = self._drafting.draft_chain(
+        draft, _ = self._drafting.draft_chain(
             *(batch, self._resources, known, starts, wanted, self._most, forward),
             self._excerpt(slots),
         )

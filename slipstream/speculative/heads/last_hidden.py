@@ -17,6 +17,7 @@ from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
 from slipstream.sampling.verification import Verdict
+from slipstream.speculative.chains import Chains
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources
 from slipstream.speculative.heads.method import Head
 
@@ -89,7 +90,7 @@ class LastHiddenDrafter(Drafter):
         known = self._state.num_tokens[slots]
         wanted = torch.where(self._last.is_there(slots), batch.num_draft_tokens, 0)
         tokens = slots.new_zeros((batch.num_requests, batch.width))
-        probs = drafting.probabilities(batch)
+        probs, chains = drafting.probabilities(batch), Chains(batch, self._resources, wanted)
         newest = (known - 1).clamp_min(0)
         last = self._state.token_ids[slots, newest]
         state = self._start(self._last.rows(slots), batch, newest)
@@ -102,11 +103,14 @@ class LastHiddenDrafter(Drafter):
                 batch,
                 self._resources,
                 None if probs is None else probs[:, index],
+                chains.out(index),
             )
             last = drafting.token_ids(picked)
             tokens[:, index] = last
+            if not chains.take(index):
+                break
         one_hot = drafting.one_hot(batch, self._resources)
-        return Draft(tokens, wanted, one_hot, probs, drafting.vocabulary)
+        return chains.finish(Draft(tokens, wanted, one_hot, probs, drafting.vocabulary))
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         self._last.keep(batch, verdict, forward)

@@ -17,6 +17,7 @@ from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.excerpts import Excerpt
 from slipstream.runner.rows import PassRows
+from slipstream.speculative.chains import Chains
 from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Draft, DrafterResources
 
@@ -62,10 +63,11 @@ def parallel_draft(
     drafting: DraftSampling,
     resources: DrafterResources,
 ) -> Draft:
-    """The draft from the logits [R * K, V] of each request's last rows (`RowLayout.tails`)."""
+    """The draft from the logits [R * K, V] of each request's last rows (`RowLayout.tails`); places
+    that are not worth a verdict (`Chains`) are dropped again."""
     slots, width = batch.slots, batch.width
     place = torch.arange(width, device=slots.device)
-    probs = drafting.probabilities(batch)
+    probs, chains = drafting.probabilities(batch), Chains(batch, resources, wanted, at_once=True)
     picked = drafting.sample(
         logits,
         slots.unsqueeze(1).expand(-1, width).contiguous().flatten(),
@@ -73,7 +75,11 @@ def parallel_draft(
         batch,
         resources,
         None if probs is None else probs.flatten(0, 1),
+        chains.whole_out(),
     )
     tokens = drafting.token_ids(picked).view(-1, width)
+    for index in range(width):
+        if not chains.take(index):
+            break
     one_hot = drafting.one_hot(batch, resources)
-    return Draft(tokens, wanted, one_hot, probs, drafting.vocabulary)
+    return chains.finish(Draft(tokens, wanted, one_hot, probs, drafting.vocabulary))

@@ -1,0 +1,152 @@
+"""Confidences of a step's draft tokens, and where its chains end because of them.
+
+The confidence of a draft token is the largest probability of the drafter's distribution at its
+place. A chain whose survival, the product of the chances that follow from confidences, becomes too
+small ends there (`ChainStops`).
+
+Why this biases nothing. Let a draft be x_1 x_2 ..., with x_i drawn from q_i, which follows from
+the known tokens and x_1 ... x_(i-1). Verification is exact for every number of draft tokens, and
+so it is for a number that is found on the way, as long as "place i is verified" is settled before
+x_i is drawn: by x_1 ... x_(i-1) and q_i. Then, given x_1 ... x_(i-1), either nobody drafts place i
+and its token is drawn from p_i, or x_i is drawn from q_i and judged as always; both give p_i. What
+happens here looks at the largest numbers of q_1 ... q_i alone. To look at x_i would be wrong, say
+to drop it where q_i(x_i) is small: an improbable token would then be drawn anew, mostly as another
+one, while probable ones stay, and the text would hold too few of the former. Likewise nothing
+that stands behind place i may decide about it. So confidences are those of the largest
+probability and not of the token that was drawn, though for a greedy draft, which is certain, any
+choice would do. Confidences of refused tokens may go into the next steps' plans: these draw noise
+of their own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slipstream.core.batch import ChainStops
+from slipstream.kernels.sampling import rates_by_request
+from slipstream.runner.device_batch import DeviceBatch
+from slipstream.runner.transfer import upload
+from slipstream.speculative.drafter import Draft, DrafterResources
+
+
+@dataclass
+class _OpenChain:
+    """A chain that may end by its confidences."""
+
+    row: int
+    stops: ChainStops
+    survival: float = 1.0
+
+    def takes(self, confidence: float) -> tuple[bool, bool]:
+        """Whether a place of this confidence is verified, and a token drafted behind it."""
+        stops, count = self.stops, len(self.stops.rates)
+        # Of logits that are no numbers there may be any.
+        place = int(confidence * count) if 0 <= confidence < 1 else count - 1
+        self.survival *= stops.rates[place]
+        is_verified = self.survival >= stops.least_to_verify
+        return is_verified, is_verified and self.survival >= stops.least_to_draft
+
+
+class Chains:
+    """The chains of one step, while their places are drafted in order.
+
+    Where the batch has stops, which only exact ones have, the host waits for the confidences of
+    every place. Elsewhere nothing waits: chains of captured steps are as long as they were planned.
+
+    Args:
+        wanted: [R] int64, draft tokens of each request.
+        at_once: all places are drafted together.
+
+    Attributes:
+        num_tokens: [R] int64, draft tokens of each request that are to be verified, as far as is
+            known.
+        num_passes: [R] int64, that were sampled: one more where the last was dropped.
+    """
+
+    def __init__(
+        self,
+        batch: DeviceBatch,
+        resources: DrafterResources,
+        wanted: Tensor,
+        at_once: bool = False,
+    ) -> None:
+        self.num_tokens = self.num_passes = wanted
+        self._confidences: Tensor | None = None  # [R, K]
+        self._forced: Tensor | None = None
+        self._tokens: list[int] | None = None  # on the host, where there are stops
+        self._passes: list[int] = []
+        self._open: Sequence[_OpenChain] = ()
+        requests, width = batch.num_requests, batch.width
+        if not (batch.stops or resources.gives_confidences):
+            return
+        shape = (requests, width) if at_once else (width, requests)
+        made = torch.empty(shape, dtype=torch.float32, device=wanted.device)
+        self._confidences = made if at_once else made.T
+        rates = resources.synthetic_rates
+        if rates is not None:
+            seeds = resources.sampling.seeds[batch.slots]
+            self._forced = rates_by_request(rates, seeds)[:, :width]
+        if batch.stops:
+            assert batch.exact, "the host waits for confidences"
+            self._tokens = wanted.tolist()
+            self._passes = list(self._tokens)
+            self._open = [
+                _OpenChain(row, stops)
+                for row, stops in enumerate(batch.stops)
+                if stops is not None and self._tokens[row]
+            ]
+
+    def out(self, index: int) -> Tensor | None:
+        """[R] float32, receives the confidences of place `index`."""
+        return None if self._confidences is None else self._confidences[:, index]
+
+    def whole_out(self) -> Tensor | None:
+        """[R * K] float32, receives those of all places, of chains that are drafted at once."""
+        return None if self._confidences is None else self._confidences.view(-1)
+
+    def take(self, index: int) -> bool:
+        """Place `index` was drafted: end the chains that it ends.
+
+        Returns:
+            Whether there is a chain to go on with.
+        """
+        if self._tokens is None:
+            return True
+        if self._open:
+            confidences = self._known()[:, index].tolist()
+            self._open, before = [], self._open
+            for chain in before:
+                is_verified, goes_on = chain.takes(confidences[chain.row])
+                if not goes_on:
+                    self._tokens[chain.row] = min(index + int(is_verified), self._tokens[chain.row])
+                    self._passes[chain.row] = index + 1
+                elif self._passes[chain.row] > index + 1:
+                    self._open.append(chain)
+            if len(self._open) < len(before):
+                numbers = upload([self._tokens, self._passes], self.num_tokens.device)
+                self.num_tokens, self.num_passes = numbers.unbind(0)
+        return max(self._passes) > index + 1
+
+    def finish(self, draft: Draft) -> Draft:
+        """The draft, of all places, with its confidences and the lengths of its chains."""
+        confidences = None if self._confidences is None else self._known()
+        if self._tokens is None:
+            return replace(draft, confidences=confidences)
+        most, probs = max(self._tokens), draft.probs
+        assert confidences is not None
+        return replace(
+            draft,
+            token_ids=draft.token_ids[:, :most],
+            num_tokens=self.num_tokens,
+            probs=None if probs is None else probs[:, :most],
+            confidences=confidences[:, :most],
+        )
+
+    def _known(self) -> Tensor:
+        """[R, K], what counts as confidences: where a benchmark says what is accepted, its
+        rates."""
+        known = self._confidences if self._forced is None else self._forced
+        assert known is not None
+        return known

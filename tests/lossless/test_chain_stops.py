@@ -1,0 +1,110 @@
+"""Chains that end by the drafter's confidence change no text and no distribution."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import SamplingParams
+from slipstream.sampling import verification
+from slipstream.speculative import draft_sampling
+from slipstream.speculative.catalogue import METHODS
+from tests import fake_drafters
+from tests.lossless.pairwise import Case, pairwise_cases
+from tests.lossless.test_greedy import AXES as GREEDY_AXES
+from tests.lossless.test_greedy import (
+    case_name,
+    make_llm,
+    make_prompts,
+    remember,
+    speculative_config,
+    tokens,
+)
+from tests.lossless.test_sampled import (
+    CASES,
+    draw,
+    exact_distribution,
+    heads,
+    p_value,
+    pair,
+)
+from tests.stopping_policy import use_stopping_policy
+
+__all__ = ["heads", "pair"]
+LOOKUPS = ("ngram", "suffix", "custom", "perfect", "wrong")
+AXES: dict[str, list[Any]] = {
+    "drafter": [name for name in GREEDY_AXES["drafter"] if name not in LOOKUPS],
+    "k": [3, 7],
+    "rows": [512, 24],
+    "blocks": [400, 16],
+    "prefix": [False, True],
+}
+
+
+@pytest.mark.parametrize("case", pairwise_cases(AXES), ids=case_name)
+def test_greedy_output_is_the_plain_output(
+    case: Case,
+    tiny_target: str,
+    tiny_draft: str,
+    tiny_heads: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
+    prompts = make_prompts(4)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    plain = make_llm(tiny_target, None, {"rows": 512, "blocks": 400})
+    expected = tokens(plain.generate(prompts, params))
+    remember(prompts, expected)
+    policies = use_stopping_policy(monkeypatch)
+    llm = make_llm(tiny_target, speculative_config(case, tiny_target, tiny_draft, tiny_heads), case)
+    if case["prefix"]:
+        llm.generate(prompts, params)
+    outputs = llm.generate(prompts, params)
+    assert tokens(outputs) == expected
+    (policy,) = policies
+    asked = policy.asked
+    assert any(drafted < planned for planned, drafted in asked)
+    if "combination" not in case["drafter"]:
+        assert all(len(gain.confidences) == gain.num_draft_tokens for _, gain in policy.seen)
+    if case["drafter"] == "self":
+        assert all(gain.num_accepted == gain.num_draft_tokens for _, gain in policy.seen)
+
+
+STOPPED = ("draft_model", "eagle3", "pard", "medusa", "assistant", "host_combination")
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_sampled_output_has_the_targets_distribution(
+    name: str, pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert least_p_value(name, pair, heads, monkeypatch) > 0.001
+
+
+def test_the_statistic_sees_a_place_that_is_dropped_for_its_token(
+    pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the probability of the token that was drawn."""
+
+    def sample_draft(*args: Any, **kwargs: Any) -> Tensor:
+        picked = verification.sample_draft(*args, **kwargs)
+        chances = kwargs["probs_out"].gather(1, picked.unsqueeze(1))
+        kwargs["confidence_out"].copy_(chances.squeeze(1))
+        return picked
+
+    monkeypatch.setattr(draft_sampling, "sample_draft", sample_draft)
+    assert least_p_value("draft_model", pair, heads, monkeypatch) < 1e-6
+
+
+def least_p_value(
+    name: str, pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> float:
+    """Of pairs of tokens within and across steps."""
+    case = CASES[name]
+    params: dict[str, Any] = {"temperature": 1.0, **case.get("params", {})}
+    exact = exact_distribution(pair[0], params)
+    policies = use_stopping_policy(monkeypatch)
+    drawn = draw(pair, case, params, heads)
+    drafted = torch.tensor([drafted for _, drafted in policies[-1].asked]).bincount()
+    assert (drafted > 200).sum() >= 2, drafted
+    return min(p_value(drawn, exact, places) for places in ((0, 1), (1, 2), (2, 3)))

@@ -1,0 +1,60 @@
+"""A policy whose chains end at all lengths, and engines that follow it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from slipstream.core.batch import ChainStops, Committed, DraftPlan, ScheduledRequest, StepReport
+from slipstream.engine.draft_policy import Candidate, FixedPolicy
+
+BINS = 2048
+# As nosy as can be: neighbouring confidences mean something else.
+RATES = tuple(0.4 + 0.6 * (place * 677 % BINS) / BINS for place in range(BINS))
+
+
+@dataclass(frozen=True)
+class StoppingPolicy(FixedPolicy):
+    """As many tokens as fit, but chains end by their confidences, every request's by bounds of its
+    own; it keeps what came of the steps."""
+
+    seen: list[tuple[ScheduledRequest, Committed]] = field(default_factory=list)
+
+    @property
+    def reads_confidences(self) -> bool:
+        return True
+
+    def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
+        plans = super().plan(candidates)
+        return [
+            DraftPlan(plan.num_tokens, stops_of(it.request.arrival))
+            for plan, it in zip(plans, candidates, strict=True)
+        ]
+
+    def observe(self, report: StepReport) -> None:
+        self.seen.extend(zip(report.batch.requests, report.committed, strict=True))
+
+    @property
+    def asked(self) -> list[tuple[int, int]]:
+        """(planned, drafted) of every share that was to draft."""
+        return [
+            (item.num_draft_tokens, gain.num_draft_tokens)
+            for item, gain in self.seen
+            if item.num_draft_tokens
+        ]
+
+
+def stops_of(number: int) -> ChainStops:
+    return ChainStops(RATES, 0.45 + 0.1 * (number % 5), 0.4 + 0.1 * (number % 4))
+
+
+def use_stopping_policy(monkeypatch: pytest.MonkeyPatch) -> list[StoppingPolicy]:
+    """Engines that are built from here on follow such policies, which are put into the list."""
+    made: list[StoppingPolicy] = []
+
+    def policy(count: int) -> StoppingPolicy:
+        made.append(StoppingPolicy(count))
+        return made[-1]
+
+    monkeypatch.setattr("slipstream.engine.build.FixedPolicy", policy)
+    return made
