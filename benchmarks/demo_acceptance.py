@@ -1,11 +1,14 @@
 """How far the demo draft's guesses get on text that no demo model saw, and that nothing changes.
 
     python -m benchmarks.demo_acceptance [--dtype bfloat16] [--prompts 80] [-k 4]
+    python -m benchmarks.demo_acceptance --windows 64 128 256 0 --prompt-tokens 1024
 
 For every drafter it runs the shipped held-out prompts greedily and at temperature 1, and prints
 AL, acceptance per position, tokens/s and the ratio to plain decoding in the same run. Greedy
 outputs are compared with plain ones; where one differs, the gap between the two largest logits at
 the first difference is printed (in bf16 two tokens can tie). The last line is one JSON document.
+With `--windows` it runs the demo's drafters that keep keys and values instead, with each
+`draft_window` (0: all tokens); `--prompt-tokens` joins prompts to long ones.
 """
 
 import argparse
@@ -17,6 +20,7 @@ from typing import Any
 from slipstream import LLM, RequestOutput, SamplingParams
 
 HELD_OUT = Path(__file__).parent.parent / "slipstream" / "demo" / "prompts" / "held_out.jsonl"
+WINDOWED = ("demo/draft", "demo/eagle3", "demo/p-eagle", "demo/mtp", "demo/pard")
 WHOLE_DRAFTS = 25  # behind the first token, so that AL is not lowered by a last draft cut short
 
 
@@ -28,6 +32,8 @@ def main() -> None:
     cli.add_argument("--prompts", type=int, default=80)
     cli.add_argument("-k", type=int, default=4)
     cli.add_argument("--batch", type=int, default=8)
+    cli.add_argument("--windows", type=int, nargs="+", default=[])
+    cli.add_argument("--prompt-tokens", type=int, default=0, help="of joined prompts, at least")
     options = cli.parse_args()
     drafters: dict[str, dict[str, Any]] = {
         "demo/draft": {"model": "demo/draft"},
@@ -35,6 +41,12 @@ def main() -> None:
         "suffix": {"method": "suffix"},
         "demo (itself)": {"model": "demo"},
     }
+    if options.windows:
+        drafters = {
+            f"{name} window {window or 'all'}": {"model": name, "draft_window": window or None}
+            for name in WINDOWED
+            for window in options.windows
+        }
     rows = []
     for temperature in (0.0, 1.0):
         plain, plain_rate = _run(None, temperature, options)
@@ -64,13 +76,36 @@ def _run(
     entries = [json.loads(line) for line in HELD_OUT.read_text().splitlines()][: options.prompts]
     max_tokens = 1 + WHOLE_DRAFTS * (options.k + 1)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, logprobs=1)
-    texts = [entry for entry in entries if "prompt" in entry]
+    texts = [entry["prompt"] for entry in entries if "prompt" in entry]
     chats = [entry["messages"] for entry in entries if "messages" in entry]
+    if options.prompt_tokens:
+        texts, chats = _joined(llm, texts, options.prompt_tokens), []
     began = time.perf_counter()
-    outputs = llm.generate([entry["prompt"] for entry in texts], params)
+    outputs = llm.generate(texts, params)
     outputs += llm.chat(chats, params) if chats else []
     seconds = time.perf_counter() - began
     return outputs, sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
+
+
+def _joined(llm: LLM, parts: list[str], least: int) -> list[str]:
+    """A prompt that ends with each part, behind as many before it as make `least` tokens."""
+    texts = []
+    for last in range(len(parts)):
+        text, first = parts[last], last
+        while len(llm.tokenizer.encode(text)) < least:
+            first -= 1
+            text = parts[first % len(parts)] + "\n\n\n" + text
+        texts.append(text)
+    return texts
+
+
+def _standard_error(metrics: list[Any]) -> float:
+    """Of AL as a ratio of sums over requests, which are taken to be independent."""
+    accepted = [m.num_accepted_tokens for m in metrics]
+    drafts = [m.num_drafts for m in metrics]
+    ratio, count = sum(accepted) / sum(drafts), len(metrics)
+    spread = sum((a - ratio * d) ** 2 for a, d in zip(accepted, drafts, strict=True))
+    return float((spread / (count - 1) * count) ** 0.5 / sum(drafts)) if count > 1 else 0.0
 
 
 def _row(
@@ -87,6 +122,7 @@ def _row(
         "drafter": name,
         "temperature": temperature,
         "AL": round(1 + sum(m.num_accepted_tokens for m in metrics) / drafts, 3),
+        "standard_error": round(_standard_error(metrics), 3),
         "per_position": [round(share, 3) for share in per_position],
         "times_plain": round(ratio, 2),
     }

@@ -150,6 +150,7 @@ def assemble(
         captured=resolved.captures,
         target_cache=cache,
         gives_confidences=scheduler.policy.reads_confidences,
+        shares_prefixes=shares_prefixes,
     )
     if not all(kept.blocks_resume for kept in loaded_drafter.layouts):
         raise UsageError(

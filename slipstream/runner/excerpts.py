@@ -93,6 +93,13 @@ class ExcerptSizes:
     def num_blocks(self) -> int:
         return self.first_blocks + self.window_blocks
 
+    def pieces(self, known: int, start: int, end: int) -> list[tuple[int, int]]:
+        """What of the tokens start .. end an excerpt of so many known tokens has."""
+        first = self.first_blocks * self.block_size
+        seen_from = max((known - self.window) // self.block_size * self.block_size, first)
+        parts = (start, min(end, first)), (max(start, seen_from), end)
+        return [part for part in parts if part[0] < part[1]]
+
     def excerpt(
         self, state: DeviceState, slots: Tensor, known: Tensor, blocks: BlockLookup | None = None
     ) -> Excerpt:

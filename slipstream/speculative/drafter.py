@@ -216,6 +216,7 @@ class DrafterResources:
             them.
         synthetic_rates: [L, K] float32 where a benchmark says what is accepted, see `VerifyOp`:
             confidences are then these rates.
+        shares_prefixes: later requests find the blocks of a prompt, and what it keeps in them.
     """
 
     state: DeviceState
@@ -228,6 +229,7 @@ class DrafterResources:
     in_combination: bool = False
     gives_confidences: bool = False
     synthetic_rates: Tensor | None = None
+    shares_prefixes: bool = True
 
 
 @dataclass(frozen=True)

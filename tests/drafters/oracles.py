@@ -55,7 +55,8 @@ def load(folder: Path | str) -> tuple[Config, Weights]:
 
 
 def attention(weights: Weights, name: str, x: Tensor, config: Config) -> Tensor:
-    """Causal attention of rows at positions 0, 1 ...; x [T, whatever q_proj takes]."""
+    """Causal attention of rows at positions 0, 1 ...; x [T, whatever q_proj takes]. No row sees
+    those of `left_out`."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     query, key, value = (
@@ -70,6 +71,8 @@ def attention(weights: Weights, name: str, x: Tensor, config: Config) -> Tensor:
     hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
     if config.get("use_sliding_window"):
         hidden |= torch.ones_like(hidden).tril(-config["sliding_window"])
+    if "left_out" in config:
+        hidden[:, slice(*config["left_out"])] = True
     mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value.transpose(0, 1)
     return weights.linear(f"{name}.o_proj", mixed.transpose(0, 1).flatten(1))
 

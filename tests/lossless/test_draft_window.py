@@ -1,6 +1,9 @@
 """Drafters with a window: the text stays the target's, and what they read stays bounded."""
 
+import inspect
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +11,11 @@ import torch
 from torch import Tensor
 
 from slipstream import LLM, RequestOutput, SamplingParams, UsageError
+from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import ModelRunner
-from slipstream.runner.rows import PassRows
+from slipstream.runner.rows import PassRows, RowLayout, lay_out
+from tests.drafters.heads import write_p_eagle
+from tests.drafters.oracles import MASK, Eagle3, Head, PEagle, Target
 from tests.drafters.recording import assert_drafts_are, record_drafts
 from tests.lossless.test_greedy import make_prompts, tokens
 from tests.padded_steps import use_padded_steps
@@ -119,6 +125,48 @@ def test_every_draft_sees_the_first_tokens_and_the_window(
     assert_drafts_are(drafted, Windowed(Qwen3Oracle(make.folders["draft"])))
 
 
+@dataclass
+class WindowedHead:
+    """The same of a head of one layer, whose row i is that of token i + 1."""
+
+    oracle: Head
+
+    def drafts(self, known: list[int], count: int) -> tuple[list[int], list[Tensor]]:
+        seen_from = max(FIRST, (len(known) - WINDOW) // BLOCK * BLOCK)
+        self.oracle.config["left_out"] = FIRST - 1, seen_from - 1
+        return self.oracle.drafts(known, count)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("name", ["eagle3", "p-eagle"])
+def test_every_draft_of_a_head_sees_the_first_tokens_and_the_window(
+    name: str, shares: bool, make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without shared prefixes it computes no more of a prompt than that."""
+    rows: list[int] = []
+
+    def noted(state: DeviceState, placed: PassRows) -> RowLayout:
+        if inspect.stack()[1].function == "read_prompts":
+            rows.append(int(placed.lengths.sum()))
+        return lay_out(state, placed)
+
+    monkeypatch.setattr("slipstream.speculative.heads.feature_rows.lay_out", noted)
+    drafted = record_drafts(monkeypatch)
+    if name == "p-eagle":
+        head = write_p_eagle(tmp_path, make.folders["target"], num_hidden_layers=1)
+        make.folders["one layer"] = str(head)
+        name = "one layer"
+    llm = make({"model": name}, max_num_batched_tokens=40, enable_prefix_caching=shares)
+    prompts = make_prompts(8)
+    llm.generate(prompts, GREEDY)
+    kind: Any = Eagle3 if name == "eagle3" else partial(PEagle, mask=MASK)
+    oracle = kind(make.folders[name], Target(make.folders["target"]))
+    assert_drafts_are(drafted, WindowedHead(oracle))
+    lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
+    most = FIRST + WINDOW + BLOCK
+    assert (sum(rows) <= sum(min(length, most) for length in lengths)) != shares
+
+
 def test_a_first_round_reads_an_excerpt_as_though_it_were_the_text(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +224,19 @@ def test_a_long_prompt_costs_a_draft_model_no_more_than_its_window(
     joined = [rows for rows in counted.rows if rows > 2 * 2]
     assert len(joined) == 1
     assert joined[0] <= 2 * (FIRST + WINDOW + BLOCK)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_without_a_window_a_draft_joins_late_where_nobody_finds_its_blocks(
+    shares: bool, make: Maker, counted: CountedRows
+) -> None:
+    llm = make({"model": "draft", "draft_window": None}, enable_prefix_caching=shares)
+    prompt: list[Any] = [{"prompt_token_ids": [*range(1, 90)]}]
+    counted.rows.clear()
+    llm.generate(prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    assert sum(counted.rows) == (89 if shares else 0)
+    output = llm.generate(prompt, GREEDY)[0]
+    assert output.metrics.num_accepted_tokens > 0
 
 
 def accepted(outputs: list[RequestOutput]) -> list[list[int]]:

@@ -2,8 +2,11 @@
 
 Such a drafter needs nothing of the target's passes, so it may fall behind and catch up in one pass
 over the token ids that stand in the device state. With a window it only ever reads what that sees,
-begins where a request first gets drafts, and keeps blocks of its own for each slot: nothing of it
-is shared between requests, so prefixes are found as though there were no drafter.
+and keeps blocks of its own for each slot: nothing of it is shared between requests, so prefixes are
+found as though there were no drafter.
+
+It joins a request late, when that first gets drafts, unless later requests are to find what it
+keeps of the prompt: blocks are shared once all that belongs in them is there.
 """
 
 import torch
@@ -27,6 +30,7 @@ class DraftContext:
             read before the round.
         captured: see `DrafterResources`.
         window: what rounds see of a request; None: all of it.
+        shares_prefixes: see `DrafterResources`.
     """
 
     def __init__(
@@ -37,9 +41,11 @@ class DraftContext:
         most_missing: int,
         captured: bool = True,
         window: ExcerptSizes | None = None,
+        shares_prefixes: bool = True,
     ) -> None:
         self._runner, self._state, self._captured = runner, state, captured
         self._window = window
+        self._joins_late = window is not None or not shares_prefixes
         self._max_model_len, self._most_missing = max_model_len, most_missing
         self.computed = torch.zeros_like(state.num_computed)
         # On the host: no more known tokens of a slot are missing when the next step begins.
@@ -64,8 +70,7 @@ class DraftContext:
                 that is one more than it drafted.
         """
         behind: list[int] = []
-        # Behind a prompt: with a window nobody has read any of it.
-        left = 1 if self._window is None else self._state.max_model_len
+        left = self._state.max_model_len if self._joins_late else 1  # behind a prompt
         for item in batch.requests:
             slot = item.request.slot
             if item.admitted:
@@ -115,9 +120,9 @@ class DraftContext:
         self.computed.index_copy_(0, slots, computed)
 
     def read_prompts(self, batch: Batch) -> None:
-        """Catch up with the target on prompts; see `Drafter.read_prompts`. With a window that waits
-        for the first draft, which may never come."""
-        if self._window is not None:
+        """Catch up with the target on prompts; see `Drafter.read_prompts`. Where it joins
+        late, that waits for the first draft, which may never come."""
+        if self._joins_late:
             return
         slots = [
             item.request.slot

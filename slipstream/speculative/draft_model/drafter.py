@@ -63,6 +63,7 @@ class DraftModelDrafter(Drafter):
             self._most_missing,
             resources.captured,
             network.excerpt_sizes(resources),
+            resources.shares_prefixes,
         )
 
     def prepare(self, batch: Batch) -> None:

@@ -145,8 +145,10 @@ class FeatureRowsDrafter(Drafter):
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
         """The rows of prompt chunks, as far as their features are there: a chunk's last feature
         waits for the row of the token behind it."""
+        # Who finds these blocks may have another window to fill.
+        seen = None if self._resources.shares_prefixes else self._window
         chunks = [
-            _Chunk(item, first, end, self._max_model_len)
+            _Chunk(item, first, end, self._max_model_len, seen)
             for item, (first, end) in zip(
                 batch.requests, pairwise(forward.layout.row_starts), strict=True
             )
@@ -154,12 +156,14 @@ class FeatureRowsDrafter(Drafter):
         ]
         if not chunks:
             return
-        slots, starts, lengths, last = upload(
+        slots, starts, ends, lengths, last, window_ends = upload(
             [
                 [chunk.item.request.slot for chunk in chunks],
                 [chunk.start for chunk in chunks],
+                [chunk.end for chunk in chunks],
                 [chunk.length for chunk in chunks],
                 [chunk.last_row for chunk in chunks],
+                [chunk.window_end for chunk in chunks],
             ],
             self._state.device,
         )
@@ -168,11 +172,11 @@ class FeatureRowsDrafter(Drafter):
         rows = [chunk.features(projected, kept[index]) for index, chunk in enumerate(chunks)]
         if any(chunk.length for chunk in chunks):
             longest = max(chunk.length for chunk in chunks)
-            excerpt = self._excerpt(slots, starts, longest)
+            excerpt = self._excerpt(slots, window_ends, longest)
             placed = PassRows(slots, excerpt.places(starts), lengths, excerpt=excerpt)
             self._pass(lay_out(self._state, placed), torch.cat(rows), 0)
         self._features[slots, 0] = projected[last]
-        self._computed[slots] = starts + lengths
+        self._computed[slots] = ends
 
     def cached_tokens(self, slots: Tensor) -> Tensor:
         return self._computed[slots]
@@ -209,8 +213,8 @@ class FeatureRowsDrafter(Drafter):
         """What passes see of the requests in these slots.
 
         Args:
-            ends: [R] int64, where the last rows' windows begin to count; None: at known tokens.
-            ahead: rows from there on at most; None: those of drafts.
+            ends: [R] int64, where their windows end; None: with the known tokens.
+            ahead: tokens from there on at most; None: those of drafts.
         """
         if self._window is None:
             return whole(self._state, slots)
@@ -256,27 +260,42 @@ class _Chunk:
     """A prompt chunk: which rows of the target's pass, and which of the drafter's.
 
     Attributes:
-        start, length: the drafter's rows.
+        start, end: the tokens whose rows it has.
+        pieces: those that are computed, `length` in all.
         last_row: of the target's.
+        window_end: where the window ends that the first row sees.
     """
 
     def __init__(
-        self, item: ScheduledRequest, first_row: int, end_row: int, max_model_len: int
+        self,
+        item: ScheduledRequest,
+        first_row: int,
+        end_row: int,
+        max_model_len: int,
+        seen: ExcerptSizes | None,
     ) -> None:
         self.item = item
         end = item.start + item.num_new_tokens
         self.start = max(FIRST_ROW, min(item.start, max_model_len))
-        self.length = max(0, min(end, max_model_len) - self.start)
+        self.end = max(self.start, min(end, max_model_len))
+        self.pieces = [(self.start, self.end)] if self.start < self.end else []
+        self.window_end = self.start if seen is None else item.request.num_tokens
+        if seen is not None:
+            self.pieces = seen.pieces(item.request.num_tokens, self.start, self.end)
+        self.length = sum(last - first for first, last in self.pieces)
         self.last_row = end_row - 1
         first_token = end - (end_row - first_row)  # one before `start` where it is read again
         # The row of token t takes the feature of token t - 1.
-        self._feature = first_row + self.start - 1 - first_token
-        self._is_kept = self._feature < first_row
+        self._first_feature = first_row - 1 - first_token
+        self._kept = first_row - 1  # what a row before the first stands for
 
     def features(self, projected: Tensor, kept: Tensor) -> Tensor:
         """[length, F] from those of the pass; `kept` [1, F] was the last of the chunk before."""
-        if not self.length:
-            return kept[:0]
-        if not self._is_kept:
-            return projected[self._feature : self._feature + self.length]
-        return torch.cat((kept, projected[self._feature + 1 : self._feature + self.length]))
+        parts = [kept[:0]]
+        for first, end in self.pieces:
+            row = self._first_feature + first
+            if row == self._kept:
+                parts.append(kept)
+                row += 1
+            parts.append(projected[row : self._first_feature + end])
+        return torch.cat(parts)

@@ -113,6 +113,7 @@ class PardDrafter(Drafter):
             *(self._runner, self._state, network.max_model_len, most_waiting(count)),
             resources.captured,
             network.excerpt_sizes(resources),
+            resources.shares_prefixes,
         )
 
     def prepare(self, batch: Batch) -> None:
