@@ -15,7 +15,11 @@ ones (num_speculative_tokens 0) and "auto" ones.
     of plain      tokens/s over plain decoding, median over rounds
     AL            tokens of a request and step
 
-The text of a twin means nothing, so acceptance behind a window is to be taken from real models.
+The text of a twin means nothing, and what its draft guesses behind a window neither: verdicts are
+drawn, --chance for each place, and tokens are those to be expected (of whole requests those that
+came). What a window does to acceptance has to be measured on real text. With --chance 0 drafts are
+judged for real.
+
 Bars: speculation is 1.3 times plain at batch 1 and never below plain at batch 8; whole requests
 are 1.2 times plain. The exit code is 1 where one is missed with a window.
 """
@@ -37,7 +41,7 @@ from benchmarks.cpu_bars import Bar
 from benchmarks.decode_timing import release
 from benchmarks.decode_windows import Asked, Window, run_window
 from benchmarks.geometries import geometry_named, write_config
-from benchmarks.policy_engines import AUTO, MOST, PLAIN, policies, sizes
+from benchmarks.policy_engines import AUTO, MOST, MOST_DRAWN, PLAIN, drawn, policies, sizes
 from slipstream import LLM, SamplingParams
 from slipstream.engine.prompts import TokensPrompt
 
@@ -99,7 +103,8 @@ def decode(llm: LLM, texts: Sequence[list[int]], given: argparse.Namespace) -> d
     output, most = given.output, (MOST + 1) * (max(given.output, given.warm_up) + 2)
 
     def run(name: str, shorter: int, tokens: int) -> Window:
-        asked = [Asked(prompt=text[: len(text) - shorter]) for text in texts]
+        rates = [given.chance] * MOST_DRAWN if given.chance else None
+        asked = [Asked(prompt=text[: len(text) - shorter], rates=rates) for text in texts]
         return run_window(llm, chosen[name], asked, tokens, most)
 
     for name in chosen:  # reads the contexts, and captures what is left
@@ -177,6 +182,8 @@ def measure(draft_window: int, given: argparse.Namespace) -> Iterator[Row]:
             "model": str(write_config(folder / "draft", given.draft, **changes)),
             "num_speculative_tokens": AUTO,
         }
+        if given.chance:
+            drafter.update(drawn([given.chance]))
         if draft_window:
             drafter["draft_window"] = draft_window
         llm = LLM(
@@ -255,6 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_argument("--whole-output", type=int, default=288)
     cli.add_argument("--draft-windows", type=sizes, default=(1024, 0))
     cli.add_argument("--num-speculative-tokens", "-k", type=int, default=4)
+    cli.add_argument("--chance", type=float, default=0.7)
     cli.add_argument("--output", type=int, default=48)
     cli.add_argument("--warm-up", type=int, default=24)
     cli.add_argument("--repeat", type=int, default=3)

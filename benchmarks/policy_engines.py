@@ -16,7 +16,8 @@ from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
 from slipstream.models.checkpoint import resolve_checkpoint
 
 AUTO, PLAIN = "auto", "0"
-MOST = 7  # draft tokens of a step
+MOST = 12  # draft tokens of a step, where they are looked up
+MOST_DRAWN = 7  # where verdicts are drawn
 TEXT = "text"
 # By kind of traffic the chance of every place, given those before it, of its requests in turn.
 TRAFFIC: Mapping[str, tuple[float, ...]] = {"high": (0.85,), "low": (0.1,), "mixed": (0.9, 0.0)}
@@ -76,13 +77,22 @@ def open_engine(pair: Pair, folder: Path, num_speculative_tokens: int | str, **o
     if "model" in drafter:
         drafter["model"] = _model(drafter["model"], folder / "drafter")
     if pair.is_drawn:
-        rates = [[chance**place for place in range(1, MOST + 1)] for chance in CHANCES]
-        drafter.update(rejection_sample_method="synthetic", synthetic_acceptance_rates=rates)
+        drafter.update(drawn(CHANCES))
     if pair.target != "demo":
         # The weights of a head are random anyway.
         options["load_format"] = "dummy" if drafter.get("model") in HEADS else "twin"
         options["skip_tokenizer_init"] = True
     return LLM(_model(pair.target, folder / "target"), speculative_config=drafter, **options)
+
+
+def drawn(chances: Sequence[float]) -> dict[str, Any]:
+    """Keys of a `speculative_config` by which verdicts are drawn with one of these chances of each
+    place, by the request's seed where there are several."""
+    rates = [[chance**place for place in range(1, MOST_DRAWN + 1)] for chance in chances]
+    return {
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": rates if len(rates) > 1 else rates[0],
+    }
 
 
 def _model(name: str, folder: Path) -> str:
@@ -138,7 +148,7 @@ class Requests:
 
 
 def _drawn(prompt: list[int], chance: float, number: int) -> Asked:
-    return Asked(prompt=prompt, seed=seed_for(chance, number), rates=[chance] * MOST)
+    return Asked(prompt=prompt, seed=seed_for(chance, number), rates=[chance] * MOST_DRAWN)
 
 
 def seed_for(chance: float, number: int) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import count
 from time import thread_time
 
-from benchmarks.policy_engines import MOST, sizes
+from benchmarks.policy_engines import sizes
 from slipstream.core.batch import (
     Batch,
     Committed,
@@ -36,7 +36,8 @@ from slipstream.engine.drafting.costs import CostModel, Point
 from slipstream.engine.drafting.policy import AdaptivePolicy
 
 MOST_US = 20.0  # the bar
-WIDTHS = (0, 1, 2, 3, 5, MOST)
+MOST = 7  # draft tokens of a step
+WIDTHS = (0, 1, 2, 4, MOST)
 CHANCES = (0.85, 0.2)
 CONTEXT = 500  # tokens of each request
 PASS, ROW, DRAFT_PASS, DRAFT_ROW = 4e-3, 1e-5, 4e-4, 2e-6  # seconds

