@@ -1,6 +1,4 @@
 // The door of sampling: what Python hands over.
-#include <nanobind/stl/vector.h>
-
 #include "bindings.h"
 #include "sampling_verdict.h"
 #include "tensor.h"
@@ -122,15 +120,14 @@ DraftedRows rows_of(const RowTensors& given, int64_t num_rows, int64_t tokens,
 }
 
 void run_verify(const Array& logits_in, const RowTensors& given, const SlotTensors& slots,
-                const Needs& needs, const std::vector<float>& rates, const Array& token_ids,
+                const Needs& needs, const Optional& rates, const Array& token_ids,
                 const Array& numbers) {
     const int64_t num_rows = length(logits_in, 2, 0, "logits"),
                   tokens = length(logits_in, 2, 1, "logits");
     const LogitRows logits = logits_of(logits_in, num_rows, tokens);
     const DraftedRows rows = rows_of(given, num_rows, tokens, slots);
     const int64_t requests = rows.num_requests;
-    require(rates.empty() || static_cast<int64_t>(rates.size()) >= rows.most_drafts,
-            "a rate for each draft token");
+    const auto* chances = dense<float>(rates, {requests, rows.most_drafts}, "rates");
     if (needs.penalties)
         require(slots.output_counts && slots.prompt_mask && slots.vocab_size == tokens,
                 "penalties need counts of all tokens");
@@ -139,8 +136,7 @@ void run_verify(const Array& logits_in, const RowTensors& given, const SlotTenso
     auto* chosen = dense<int64_t>(token_ids, {requests, rows.most_drafts + 1}, "token_ids");
     auto* counts = dense<int64_t>(numbers, {2, requests}, "numbers");
     nb::gil_scoped_release released;
-    verify(logits, rows, slots, needs, rates.empty() ? nullptr : rates.data(),
-           {chosen, counts, counts + requests});
+    verify(logits, rows, slots, needs, chances, {chosen, counts, counts + requests});
 }
 
 void run_best_tokens(const Array& logits_in, int64_t tokens, const Optional& confidence_out,
@@ -202,7 +198,9 @@ void bind_sampling(nb::module_& module) {
              nb::arg("request").none(), nb::arg("offset").none(), nb::arg("first_row").none(),
              nb::arg("draft_probs").none(), nb::arg("draft_vocabulary").none(),
              nb::arg("allowed").none(), nb::arg("certain").none());
-    module.def("verify", run_verify);
+    module.def("verify", run_verify, nb::arg("logits"), nb::arg("rows"), nb::arg("slots"),
+               nb::arg("needs"), nb::arg("rates").none(), nb::arg("token_ids"),
+               nb::arg("numbers"));
     module.def("best_tokens", run_best_tokens, nb::arg("logits"), nb::arg("tokens"),
                nb::arg("confidence_out").none(), nb::arg("out"));
     module.def("draft", run_draft, nb::arg("logits"), nb::arg("tokens"), nb::arg("slots"),

@@ -104,7 +104,7 @@ bool is_accepted(const LogitRows& logits, const DraftedRows& rows, const SlotTen
     const int64_t token = rows.draft_tokens[request * rows.most_drafts + place];
     if (!rates && !row.is_sampled) return token == row.best.token;
     const float chance = acceptance_noise(rows, slots, request, place);
-    if (rates) return chance < rates[place];
+    if (rates) return chance < rates[request * rows.most_drafts + place];
     // Strict, so that p = 0 is refused even where the other side is 0.
     return chance * draft_probability(rows, request, place, token) < probability(logits, row, token);
 }

@@ -39,7 +39,7 @@ struct VerdictOut {
     int64_t* num_accepted;  // [R]
 };
 
-// `rates`: [K] or null.
+// `rates`: [R, K] or null.
 void verify(const LogitRows& logits, const DraftedRows& rows, const SlotTensors& slots,
             const Needs& needs, const float* rates, const VerdictOut& out);
 

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from slipstream.cache.block_manager import BlockManager
 from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.cache.window_blocks import WindowBlocks
@@ -151,6 +153,7 @@ def assemble(
         target_cache=cache,
         gives_confidences=scheduler.policy.reads_confidences,
         shares_prefixes=shares_prefixes,
+        synthetic_rates=_synthetic_rates(resolved),
     )
     if not all(kept.blocks_resume for kept in loaded_drafter.layouts):
         raise UsageError(
@@ -169,7 +172,7 @@ def assemble(
         drafter,
         state,
         sampling,
-        resolved.synthetic_rates,
+        resources.synthetic_rates,
         Guidance(grammars, sampling, limits.num_speculative_tokens),
         graphs,
         runs_ahead=on_device and config.async_scheduling is not False,
@@ -179,6 +182,12 @@ def assemble(
         with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
             graphs.capture_all("step", step.run, not on_device, progress)
     return Engine(resolved, scheduler, step, LogprobReader(runner, tokenizer), tokenizer, grammars)
+
+
+def _synthetic_rates(resolved: Resolved) -> torch.Tensor | None:
+    """[L, K] float32 on the device."""
+    rates = resolved.synthetic_rates
+    return torch.tensor(rates, device=resolved.device) if rates else None
 
 
 def _draft_policy(resolved: Resolved) -> tuple[DraftPolicy, StepForm]:

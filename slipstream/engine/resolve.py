@@ -59,7 +59,7 @@ class Resolved:
     eos_token_ids: tuple[int, ...]
     method: str | None
     verification: Verification
-    synthetic_rates: tuple[float, ...]
+    synthetic_rates: tuple[tuple[float, ...], ...]
     seed: int
     captures: bool
     adaptive: bool = False

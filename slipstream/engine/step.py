@@ -27,7 +27,7 @@ from slipstream.engine.guidance import DraftSteering, Guidance, SteeredDraft
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.step_results import Launched, Outcome, StepResult
 from slipstream.kernels.devices import label
-from slipstream.kernels.sampling import SampleRows
+from slipstream.kernels.sampling import SampleRows, rates_by_request
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner
@@ -74,7 +74,7 @@ class Step:
         drafter: Drafter,
         state: DeviceState,
         sampling: SamplingState,
-        synthetic_rates: tuple[float, ...],
+        synthetic_rates: Tensor | None,
         guidance: Guidance,
         graphs: GraphRunner | None,
         runs_ahead: bool,
@@ -184,7 +184,10 @@ class Step:
             allowed.index_copy_(0, rows.first_row, self._sampling.allowed_next[batch.slots])
             rows = replace(rows, allowed=allowed)
         if draft.tree is None:
-            verdict = verify(logits, rows, self._sampling, batch.uses, self._synthetic_rates)
+            rates = self._synthetic_rates
+            if rates is not None:
+                rates = rates_by_request(rates, self._sampling.seeds[batch.slots])
+            verdict = verify(logits, rows, self._sampling, batch.uses, rates)
             return verdict, largest
         trees = DraftedTrees(
             nodes=draft.tree,

@@ -235,7 +235,7 @@ def rates_by_request(rates: Tensor, seeds: Tensor) -> Tensor:
 class VerifyOp(Protocol):
     """Logits [N, V] -> (token_ids [R, K + 1], num_tokens [R], num_accepted [R]) int64.
 
-    `rates`: for benchmarks, the chance that each draft token is accepted; else empty.
+    `rates` [R, K] float32: for benchmarks, the chance that each draft token is accepted; else None.
     """
 
     def __call__(
@@ -244,7 +244,7 @@ class VerifyOp(Protocol):
         rows: SampleRows,
         state: SamplingSlots,
         needs: Needs,
-        rates: tuple[float, ...],
+        rates: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 

@@ -34,7 +34,7 @@ def verify(
     rows: SampleRows,
     state: SamplingState,
     uses: frozenset[Uses],
-    rates: tuple[float, ...] = (),
+    rates: Tensor | None = None,
 ) -> Verdict:
     """Judge every request's draft, greedy and sampled requests side by side.
 
@@ -47,17 +47,18 @@ def verify(
         rows: whose rows these are, and the drafts.
         state: parameters, seeds and step counters of the requests.
         uses: of these requests; with `Uses.BAD_WORDS` the host waits for the device, else never.
-        rates: for benchmarks only: the chance that each position is accepted when all before it
-            were, whatever the target says; empty: the target decides.
+        rates: [R, K or more] float32, for benchmarks only: the chance that each position is
+            accepted when all before it were, whatever the target says; None: the target decides.
 
     Returns:
         The verdict for the R requests of `rows`.
     """
     if Uses.BAD_WORDS in uses:
         logits = ban_words(logits, rows, state)
-    if rates or not rows.max_draft_tokens:
+    if rates is not None or not rows.max_draft_tokens:
         uses -= {Uses.BLOCK}
-    rates = rates[: rows.max_draft_tokens]
+    if rates is not None:
+        rates = rates[:, : rows.max_draft_tokens]
     return Verdict(*state.ops.verify(logits, rows, state.tensors(), needs_of(uses), rates))
 
 

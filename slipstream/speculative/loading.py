@@ -42,7 +42,8 @@ class Speculation:
 
     `adaptive`: how many it guesses is chosen step by step.
     `verification`: of all requests.
-    `synthetic_rates` are a benchmark's conditional acceptance rates; empty verifies for real.
+    `synthetic_rates` are a benchmark's lists of conditional acceptance rates, of which each request
+    takes one by its seed; empty verifies for real.
     `enforce_eager`: no step is to be captured, since target and drafter are captured together.
     """
 
@@ -51,7 +52,7 @@ class Speculation:
     drafter: LoadedDrafter
     adaptive: bool = False
     verification: Verification = Verification.REJECTION
-    synthetic_rates: tuple[float, ...] = ()
+    synthetic_rates: tuple[tuple[float, ...], ...] = ()
     enforce_eager: bool = False
 
 
@@ -233,7 +234,9 @@ def _num_speculative_tokens(options: Options) -> int | None:
     return count
 
 
-def _require_trees(method: Method, verification: Verification, rates: tuple[float, ...]) -> None:
+def _require_trees(
+    method: Method, verification: Verification, rates: tuple[tuple[float, ...], ...]
+) -> None:
     """Raise UsageError where there are no trees."""
     if not method.drafts_trees:
         names = " and ".join(sorted(it.name for it in METHODS.values() if it.drafts_trees))

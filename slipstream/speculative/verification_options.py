@@ -21,14 +21,17 @@ _LOSSLESS = {
 _SYNTHETIC = "synthetic"
 
 
-def read_verification(options: Options, count: int) -> tuple[Verification, tuple[float, ...]]:
-    """How all requests are verified; and a benchmark's conditional rates for `count` positions,
-    none for lossless verification."""
+def read_verification(
+    options: Options, count: int
+) -> tuple[Verification, tuple[tuple[float, ...], ...]]:
+    """How all requests are verified; and a benchmark's lists of conditional rates for `count`
+    positions, none for lossless verification."""
     method = options.take_str("rejection_sample_method", "rejection")
     length = options.take("synthetic_acceptance_length")
     rates = options.take("synthetic_acceptance_rates")
     if method == _SYNTHETIC:
-        return Verification.REJECTION, conditional_rates(_rates(length, rates, count))
+        lists = _lists(length, rates, count)
+        return Verification.REJECTION, tuple(conditional_rates(rates) for rates in lists)
     if method not in _LOSSLESS:
         raise UsageError(
             f"speculative_config: rejection_sample_method {method!r} is not supported; use "
@@ -42,7 +45,7 @@ def read_verification(options: Options, count: int) -> tuple[Verification, tuple
     return _LOSSLESS[method], ()
 
 
-def _rates(length: Any, rates: Any, count: int) -> tuple[float, ...]:
+def _lists(length: Any, rates: Any, count: int) -> list[tuple[float, ...]]:
     if (length is None) == (rates is None):
         raise UsageError(
             f'speculative_config: rejection_sample_method "{_SYNTHETIC}" needs either '
@@ -54,7 +57,13 @@ def _rates(length: Any, rates: Any, count: int) -> tuple[float, ...]:
                 f"speculative_config: synthetic_acceptance_length must be between 1 and "
                 f"{count + 1} (num_speculative_tokens + 1), not {length!r}"
             )
-        return rates_for_length(float(length), count)
+        return [rates_for_length(float(length), count)]
+    if isinstance(rates, list | tuple) and rates and isinstance(rates[0], list | tuple):
+        return [_rates(one, count) for one in rates]
+    return [_rates(rates, count)]
+
+
+def _rates(rates: Any, count: int) -> tuple[float, ...]:
     if (
         not isinstance(rates, list | tuple)
         or len(rates) != count
@@ -63,7 +72,7 @@ def _rates(length: Any, rates: Any, count: int) -> tuple[float, ...]:
     ):
         raise UsageError(
             f"speculative_config: synthetic_acceptance_rates must be {count} numbers between 0 and "
-            f"1 that never rise, one per position, not {rates!r}"
+            f"1 that never rise, one per position (or a list of such lists), not {rates!r}"
         )
     return tuple(float(rate) for rate in rates)
 

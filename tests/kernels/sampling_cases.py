@@ -132,7 +132,7 @@ def judge(
     logits: Tensor,
     rows: SampleRows,
     state: SamplingState,
-    rates: tuple[float, ...] = (),
+    rates: Tensor | None = None,
 ) -> tuple[list[Any], ...]:
     with served_by(ops, state):
         uses = state.uses(rows.slots.tolist())

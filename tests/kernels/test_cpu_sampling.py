@@ -22,7 +22,7 @@ from slipstream.kernels.reference import SAMPLING as PLAIN
 from slipstream.kernels.reference import noise
 from slipstream.kernels.reference.noise import NoiseKeys, Purpose
 from slipstream.kernels.reference.processors import TRUNCATIONS, probabilities, process
-from slipstream.kernels.sampling import SampleRows, SamplingOps
+from slipstream.kernels.sampling import SampleRows, SamplingOps, rates_by_request
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.verification import needs_of, sample_draft, verify
 from tests.kernels.sampling_cases import (
@@ -97,13 +97,13 @@ def test_verify(name: str, most_drafts: int, vocab_size: int) -> None:
     assert accepted or not most_drafts
 
 
-@pytest.mark.parametrize("rates", [(1.0, 0.6, 0.3, 0.0), (0.5,)])
 @pytest.mark.parametrize("most_drafts", [0, 2, 4])
-def test_synthetic_rates(rates: tuple[float, ...], most_drafts: int) -> None:
+def test_synthetic_rates(most_drafts: int) -> None:
     state = make_state(LEAN, 37, CPU)
-    rates = (*rates, *[0.0] * 4)[:4]
+    lists = torch.tensor([(1.0, 0.6, 0.3, 0.0), (0.5, 0.5, 0.5, 0.5)], device=CPU)
     for seed in range(3):
-        batch = make_batch(state, most_drafts, seed, False, True)
+        _, rows = batch = make_batch(state, most_drafts, seed, False, True)
+        rates = rates_by_request(lists, state.seeds[rows.slots])
         assert judge(CPP, *batch, state, rates) == judge(PLAIN, *batch, state, rates)
 
 
@@ -423,15 +423,15 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         (ValueError, "request: shape", "layout", (rows.slots, rows.slots, rows.slots)),
     ):
         with pytest.raises(error, match=match):
-            CPP.verify(logits, replace(rows, **{name: value}), tensors, needs, ())
+            CPP.verify(logits, replace(rows, **{name: value}), tensors, needs, None)
     with pytest.raises(ValueError, match="logits: not as many rows"):
-        CPP.verify(logits[1:], rows, tensors, needs, ())
+        CPP.verify(logits[1:], rows, tensors, needs, None)
     with pytest.raises(ValueError, match="penalties need counts"):
-        CPP.verify(logits, rows, state.tensors(history=False), needs, ())
+        CPP.verify(logits, rows, state.tensors(history=False), needs, None)
     with pytest.raises(ValueError, match="bias"):
-        CPP.verify(logits, rows, replace(tensors, bias=None), needs, ())
+        CPP.verify(logits, rows, replace(tensors, bias=None), needs, None)
     with pytest.raises(TypeError, match="ints: dtype float32"):
-        CPP.verify(logits, rows, replace(tensors, ints=tensors.floats), needs, ())
+        CPP.verify(logits, rows, replace(tensors, ints=tensors.floats), needs, None)
     with pytest.raises(ValueError, match="probs_out: shape"):
         CPP.draft(logits[:1], one, one, tensors, needs, 37, torch.empty(1, 36), None)
     with pytest.raises(ValueError, match="confidence_out: shape"):

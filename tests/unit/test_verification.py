@@ -75,7 +75,7 @@ def make_rows(
 
 
 def judge(
-    logits: Tensor, rows: SampleRows, state: SamplingState, rates: tuple[float, ...] = ()
+    logits: Tensor, rows: SampleRows, state: SamplingState, rates: Tensor | None = None
 ) -> Verdict:
     return verify(logits, rows, state, state.uses(rows.slots.tolist()), rates)
 
@@ -401,7 +401,10 @@ def take_a_step(
     for index in range(rows.max_draft_tokens):
         out = probs[:, index, :5] if Uses.SAMPLING in uses else None
         sample_draft(logits[rows.first_row], slots, rows.positions, state, uses, 5, probs_out=out)
-    verdict = verify(logits, rows, state, uses, rates)
+    forced = None
+    if rates:
+        forced = torch.cat([torch.full((num, 1), rate, device=device) for rate in rates], 1)
+    verdict = verify(logits, rows, state, uses, forced)
     state.commit(slots, verdict.token_ids, verdict.num_tokens, uses)
     uniform_rows = SampleRows.build(
         slots, slots + 3, rows.draft_tokens, lengths, rows.one_hot, rows.draft_probs

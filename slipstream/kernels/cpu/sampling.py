@@ -20,15 +20,15 @@ def verify(
     rows: SampleRows,
     state: SamplingSlots,
     needs: Needs,
-    rates: tuple[float, ...],
+    rates: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     requests, most_drafts = rows.draft_tokens.shape
     token_ids = torch.empty((requests, most_drafts + 1), dtype=torch.int64)
     numbers = torch.empty((2, requests), dtype=torch.int64)
     if requests:
         cpp.verify(
-            _lines(logits), _rows(rows), _slots(state), _needs(needs), rates if most_drafts else (),
-            token_ids, numbers,
+            _lines(logits), _rows(rows), _slots(state), _needs(needs), _dense(rates), token_ids,
+            numbers,
         )  # fmt: skip
     return token_ids, numbers[0], numbers[1]
 

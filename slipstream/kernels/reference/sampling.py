@@ -25,7 +25,7 @@ def verify(
     rows: SampleRows,
     state: SamplingSlots,
     needs: Needs,
-    rates: tuple[float, ...],
+    rates: Tensor | None,
     fp64: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `VerifyOp`.
@@ -42,7 +42,7 @@ def verify(
         target = _distribution(logits, rows.row_slots, state, needs)
         by_chance = _accept(target, rows, state)
         accepted = torch.where(is_sampled.unsqueeze(-1), by_chance, accepted)
-    if rates:
+    if rates is not None:
         accepted = _accept_synthetic(rows, state, rates)
     num_accepted = _accepted_prefix(accepted)
     weight = None
@@ -152,11 +152,9 @@ def _acceptance_noise(rows: SampleRows, state: SamplingSlots) -> Tensor:
     return uniform(keys, Purpose.ACCEPT).view(rows.draft_tokens.shape)
 
 
-def _accept_synthetic(rows: SampleRows, state: SamplingSlots, rates: tuple[float, ...]) -> Tensor:
+def _accept_synthetic(rows: SampleRows, state: SamplingSlots, rates: Tensor) -> Tensor:
     """[R, K] bool, drawn with the benchmark's rates."""
-    noise = _acceptance_noise(rows, state)
-    accepted = [column < rate for column, rate in zip(noise.unbind(-1), rates, strict=False)]
-    return torch.stack(accepted, -1) & rows.draft_mask()
+    return (_acceptance_noise(rows, state) < rates) & rows.draft_mask()
 
 
 def _is_accepted(u: Tensor, p: Tensor, q: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def verify(
     rows: SampleRows,
     state: SamplingSlots,
     needs: Needs,
-    rates: tuple[float, ...],
+    rates: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     device, vocab_size = logits.device, logits.shape[1]
     requests, most_drafts = rows.draft_tokens.shape
@@ -124,7 +124,7 @@ def verify(
         scanned.source, scanned.largest, scanned.choice, scanned.total, scanned.facts, token_ids,
         num_tokens, num_accepted, last, last_facts, arrivals, prefixes, masses, first_row,
         rows.slots, rows.positions, *drafted, *numbers, stride, rows.draft_tokens.stride(0),
-        *draft_strides, width, vocab_size, chunks, rates=rates, num_rates=len(rates),
+        *draft_strides, width, vocab_size, chunks, None if rates is None else rates.contiguous(),
         sampled=needs.sampling, block_k=block_k, num_warps=4, **place,
     )  # fmt: skip
     if needs.sampling:

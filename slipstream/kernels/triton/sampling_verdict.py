@@ -138,7 +138,7 @@ def accept_kernel(
     last, last_facts, arrivals, prefixes, masses, first_row, slots, positions, draft_tokens,
     num_draft_tokens, one_hot, certain, draft_probs, draft_columns, all_ints, all_floats,
     ints_stride, floats_stride, source_stride, draft_stride, probs_stride, probs_place_stride,
-    probs_width, width, vocab_size, chunks, rates: tl.constexpr, num_rates: tl.constexpr,
+    probs_width, width, vocab_size, chunks, rates,
     uniform_rows: tl.constexpr, sampled: tl.constexpr, truncated: tl.constexpr,
     block_k: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +174,7 @@ def accept_kernel(
             )  # fmt: skip
             is_certain = is_certain_at(one_hot, certain, request, column, width, legal)
             q = tl.where(is_certain, 1.0, probability)
-    if sampled or num_rates > 0:
+    if sampled or rates is not None:
         seed = tl.load(all_ints + slot * ints_stride + SEED)
         step = tl.load(all_ints + slot * ints_stride + STEPS)
         chance = uniform(seed, tl.load(positions + request) + column, step, ACCEPT)
@@ -189,10 +189,8 @@ def accept_kernel(
         p = probability_of(logit, largest, total, lowest_logit, lowest_weight, inverse)
         # Strict, so that p = 0 is refused even where chance or q is 0.
         accepted = tl.where(temperature > 0, legal & (chance * q < p), accepted)
-    if num_rates > 0:
-        rate = tl.zeros((block_k,), tl.float32)
-        for index in tl.static_range(num_rates):
-            rate = tl.where(column == index, rates[index], rate)
+    if rates is not None:
+        rate = tl.load(rates + request * (width - 1) + column, mask=in_use, other=0.0)
         accepted = in_use & (chance < rate)
     count = tl.min(tl.where(accepted, block_k, column))
     if prefixes is not None:
