@@ -45,6 +45,7 @@ def use_packed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         return [*range(2, full, 3), full]
 
     monkeypatch.setattr("slipstream.core.step_form.row_totals", row_totals)
+    monkeypatch.setattr("slipstream.runner.graphs.WANTED_BEFORE_CAPTURE", 1)
 
 
 def packed_rows(llm: LLM) -> list[tuple[int, int, int]]:

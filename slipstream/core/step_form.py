@@ -69,10 +69,12 @@ class CapturedForm:
         return next(width for width in self.widths if width >= most_drafts)
 
     def rows(self, requests: int, width: int, num_drafts: int) -> int:
-        bucket, width = self.bucket(requests), self.width(width)
-        if not self.packs:
-            return bucket * (width + 1)
-        return next(it for it in row_totals(bucket, width) if it >= requests + num_drafts)
+        totals = self.totals(self.bucket(requests), self.width(width))
+        return next(rows for rows in totals if rows >= requests + num_drafts)
+
+    def totals(self, bucket: int, width: int) -> Sequence[int]:
+        """Numbers of rows for so many requests and this width, rising up to all."""
+        return row_totals(bucket, width) if self.packs else (bucket * (width + 1),)
 
 
 def bucket_sizes(most: int) -> list[int]:

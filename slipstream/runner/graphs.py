@@ -2,9 +2,10 @@
 
 import gc
 import logging
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -30,6 +31,9 @@ LEAN = (frozenset[Uses](), frozenset({Uses.SAMPLING}))
 APART = frozenset({Uses.GRAMMAR, Uses.BLOCK})
 # Words that must not be completed are looked for on the host.
 FULL = frozenset(Uses) - {Uses.BAD_WORDS} - APART
+# Steps that could have had fewer rows, before a graph for them is captured: until then they have
+# lost about as much time as that takes.
+WANTED_BEFORE_CAPTURE = 32
 
 
 def captures_graphs(device: torch.device, enforce_eager: bool) -> bool:
@@ -149,6 +153,7 @@ class GraphRunner:
         self._state, self._sampling, self._form = state, sampling, form
         self._of_drafts = of_drafts
         self._graphs: dict[_Key, _Captured[Any]] = {}
+        self._wanted = Counter[_Key]()
         self._generation = sampling.generation
         self._record = recorder
 
@@ -218,11 +223,19 @@ class GraphRunner:
         if self._generation != self._sampling.generation:
             self._graphs = {key: it for key, it in self._graphs.items() if key.uses in LEAN}
             self._generation = self._sampling.generation
-        rows = None
-        if packs:
-            found = self._form.rows(len(packed.slots), width, sum(packed.num_draft_tokens))
-            rows = found if found < bucket * (width + 1) else None
-        return _Key(name, bucket, width, uses, packed.guesses is not None and width > 0, rows)
+        key = _Key(name, bucket, width, uses, packed.guesses is not None and width > 0)
+        num_rows = len(packed.slots) + sum(packed.num_draft_tokens)
+        return self._with_fewer_rows(key, num_rows) if packs else key
+
+    def _with_fewer_rows(self, key: _Key, num_rows: int) -> _Key:
+        """With the smallest total that holds so many, of those captured or wanted often enough."""
+        totals = self._form.totals(key.bucket, key.width)
+        fitting = [replace(key, rows=rows) for rows in totals[:-1] if rows >= num_rows]
+        if fitting and fitting[0] not in self._graphs:
+            self._wanted[fitting[0]] += 1
+            if self._wanted[fitting[0]] >= WANTED_BEFORE_CAPTURE:
+                return fitting[0]
+        return next((packed for packed in fitting if packed in self._graphs), key)
 
     def _padded(self, columns: list[list[int]], bucket: int) -> list[list[int]]:
         """Columns for requests without tokens behind those of the packed."""

@@ -241,12 +241,16 @@ def test_every_wish_may_stand_beside_every_other(pair: Pair) -> None:
         assert pair.ahead.batches
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "medusa"])
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "block", "medusa"])
 def test_packed_steps_say_what_exact_ones_say(
     drafter: str, make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With different numbers of draft tokens in one batch, none among them."""
-    pair = make.pair(drafter, enable_prefix_caching=False)
+    options: dict[str, Any] = {"enable_prefix_caching": False}
+    if drafter == "block":
+        config = {"model": make.draft, "rejection_sample_method": "block"}
+        options["speculative_config"] = config
+    pair = make.pair(drafter, **options)
     use_packed_steps(monkeypatch)
     for wish in (*WISHES.values(), {"logprobs": 2}):
         params = [

@@ -273,6 +273,7 @@ def test_a_step_of_few_drafts_is_packed_into_the_rows_that_hold_them(
     captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.core.step_form.row_totals", lambda *_: (6, 10, 16))
+    monkeypatch.setattr(graphs, "WANTED_BEFORE_CAPTURE", 1)
 
     def rows(drafts: list[int], name: str = "step", packs: bool = True) -> int | None:
         given = plan(list(range(len(drafts))), drafts)
@@ -289,6 +290,25 @@ def test_a_step_of_few_drafts_is_packed_into_the_rows_that_hold_them(
     # A drafter that makes no more than one token each: as many rows as there can be.
     target = captures.batches[0].target_rows(tensor(0, 0, 0, 0), tensor(0, 0, 0, 0), 0, None)
     assert (target.width, target.total) == (1, None)
+
+
+def test_a_total_of_rows_is_captured_when_it_has_been_wanted_often(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.core.step_form.row_totals", lambda *_: (6, 10, 16))
+    monkeypatch.setattr(graphs, "WANTED_BEFORE_CAPTURE", 3)
+
+    def rows(*drafts: int) -> int | None:
+        given = plan(list(range(4)), drafts)
+        captures.runner.run("step", captures.function, given, packs=True)
+        return captures.batches[-1].num_rows
+
+    assert [rows(3, 3, 0, 0) for _ in range(3)] == [None, None, 10]
+    # Meanwhile one that is larger will do.
+    assert [rows(2, 0, 0, 0) for _ in range(4)] == [10, 10, 6, 6]
+    assert rows(3, 3, 0, 0) == 10
+    assert rows(3, 3, 3, 3) is None
+    assert captures.recorder.captures == 3
 
 
 # ---------------------------------------------------------------------- the full variant
