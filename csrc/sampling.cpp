@@ -63,8 +63,8 @@ void check_rows(const DraftedRows& rows) {
 }
 
 void make_needs(Needs* made, bool sampling, bool top_k, bool top_p, bool min_p, bool penalties,
-                bool bias, bool min_tokens, bool block) {
-    new (made) Needs{sampling, top_k, top_p, min_p, penalties, bias, min_tokens, block};
+                bool bias, bool min_tokens, bool block, bool coupled) {
+    new (made) Needs{sampling, top_k, top_p, min_p, penalties, bias, min_tokens, block, coupled};
 }
 
 // Rows of a step; `layout`: request [N], offset [N] and first_row [R] of rows that are not uniform.
@@ -151,16 +151,17 @@ void run_best_tokens(const Array& logits_in, int64_t tokens, const Optional& con
 
 void run_draft(const Array& logits_in, int64_t tokens, const Array& slots, const Array& positions,
                const SlotTensors& state, const Needs& needs, const Array& probs_out,
-               const Optional& confidence_out, const Array& out) {
+               const Optional& confidence_out, const Optional& vocabulary, const Array& out) {
     const int64_t count = length(out, 1, 0, "out");
     const LogitRows logits = logits_of(logits_in, count, tokens);
     const int64_t *own = checked(slots, count, state),
                   *places = dense<int64_t>(positions, {count}, "positions");
     auto* probs = shaped<float>(probs_out, {count, tokens}, 1, "probs_out");
     auto* confidences = dense<float>(confidence_out, {count}, "confidence_out");
+    const int64_t* ids = dense<int64_t>(vocabulary, {tokens}, "vocabulary");
     auto* chosen = dense<int64_t>(out, {count}, "out");
     nb::gil_scoped_release released;
-    draft(logits, count, own, places, state, needs, probs, probs_out.stride(0), confidences,
+    draft(logits, count, own, places, state, needs, probs, probs_out.stride(0), confidences, ids,
           chosen);
 }
 
@@ -205,7 +206,7 @@ void bind_sampling(nb::module_& module) {
                nb::arg("confidence_out").none(), nb::arg("out"));
     module.def("draft", run_draft, nb::arg("logits"), nb::arg("tokens"), nb::arg("slots"),
                nb::arg("positions"), nb::arg("state"), nb::arg("needs"), nb::arg("probs_out"),
-               nb::arg("confidence_out").none(), nb::arg("out"));
+               nb::arg("confidence_out").none(), nb::arg("vocabulary").none(), nb::arg("out"));
     module.def("commit_sampling", run_commit);
     module.def("fill_noise", fill_noise);
 }

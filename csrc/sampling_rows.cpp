@@ -145,6 +145,24 @@ void weigh(const Race& race, int64_t first, int64_t size, float* weights) {
     if (race.removed >= first && race.removed < first + size) weights[race.removed - first] = 0.0f;
 }
 
+// How many tokens there are noise for, of `columns` columns.
+int64_t num_raced(const Race& race, int64_t columns) {
+    return race.noise_tokens ? race.noise_tokens[columns - 1] + 1 : columns;
+}
+
+// The weights of a race's columns by their tokens, of the tokens [first, first + size) to `out`.
+void spread_columns(const Race& race, int64_t columns, int64_t first, int64_t size, float* out) {
+    const int64_t* ids = race.noise_tokens;
+    const int64_t begin = std::lower_bound(ids, ids + columns, first) - ids;
+    const int64_t end = std::lower_bound(ids, ids + columns, first + size) - ids;
+    std::fill(out, out + size, 0.0f);
+    if (begin == end) return;
+    sampling_kernels.active().probabilities(race.row->logits + begin, end - begin,
+                                            race.row->distribution, race.probs_out + begin);
+    for (int64_t column = begin; column < end; ++column)
+        out[ids[column] - first] = race.probs_out[column];
+}
+
 }  // namespace
 
 Workspace& workspace() {
@@ -218,13 +236,23 @@ void find_confidences(const std::vector<Row>& rows, int64_t tokens, Workspace& s
 
 void run_races(Race* races, int64_t count, int64_t tokens, Workspace& space) {
     const auto& kernels = sampling_kernels.active();
-    const int64_t slices = num_slices(tokens);
-    space.bests.resize(count * slices);
+    int64_t most = tokens;
+    for (int64_t index = 0; index < count; ++index)
+        most = std::max(most, num_raced(races[index], tokens));
+    const int64_t slices = num_slices(most);
+    space.bests.assign(count * slices, Best{0.0f, 0});
     Best* bests = space.bests.data();
-    spread(count * slices, count * tokens, [&](int64_t task) {
+    spread(count * slices, count * most, [&](int64_t task) {
         const Race& race = races[task / slices];
-        const int64_t first = task % slices * slice_tokens, size = slice_size(first, tokens);
+        const int64_t first = task % slices * slice_tokens;
+        const int64_t size = slice_size(first, num_raced(race, tokens));
+        if (size <= 0) return;
         float own[slice_tokens];
+        if (race.noise_tokens) {
+            spread_columns(race, tokens, first, size, own);
+            bests[task] = kernels.race(own, first, size, race.key);
+            return;
+        }
         float* weights = race.probs_out ? race.probs_out + first : own;
         weigh(race, first, size, weights);
         bests[task] = kernels.race(weights, first, size, race.key);
@@ -235,6 +263,8 @@ void run_races(Race* races, int64_t count, int64_t tokens, Workspace& space) {
         for (int64_t slice = 1; slice < slices; ++slice)
             if (bests[index * slices + slice].score > winner.score)
                 winner = bests[index * slices + slice];
+        if (const int64_t* ids = races[index].noise_tokens)  // 0 where no token has a weight
+            winner.token = std::lower_bound(ids, ids + tokens - 1, winner.token) - ids;
     }
 }
 

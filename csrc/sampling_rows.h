@@ -8,6 +8,9 @@
 
 namespace slipstream {
 
+// `Verification` of core/verification.py.
+constexpr int64_t coupled_verification = 1, block_verification = 2;
+
 // The state of all slots; shapes as in `SamplingSlots` of sampling.py, null where there is
 // none. `ints` and `floats` have a stride, the others are dense.
 struct SlotTensors {
@@ -29,18 +32,16 @@ struct SlotTensors {
     int64_t min_tokens(int64_t slot) const { return ints[slot * ints_stride + 3]; }
     int64_t& num_output(int64_t slot) const { return ints[slot * ints_stride + 4]; }
     int64_t verification(int64_t slot) const { return ints[slot * ints_stride + 6]; }
+    bool is_coupled(int64_t slot) const { return verification(slot) == coupled_verification; }
     const float* numbers(int64_t slot) const { return floats + slot * floats_stride; }
     float temperature(int64_t slot) const { return numbers(slot)[0]; }
     float top_p(int64_t slot) const { return numbers(slot)[1]; }
     float min_p(int64_t slot) const { return numbers(slot)[2]; }
 };
 
-// `Verification` of core/verification.py.
-constexpr int64_t block_verification = 2;
-
 // What any request of the batch needs.
 struct Needs {
-    bool sampling, top_k, top_p, min_p, penalties, bias, min_tokens, block;
+    bool sampling, top_k, top_p, min_p, penalties, bias, min_tokens, block, coupled;
 };
 
 struct Row {
@@ -84,6 +85,8 @@ struct Race {
     const int64_t* draft_vocabulary;  // the rising tokens of its columns, or null for 0, 1 ...
     int64_t removed;                  // this token is out of the race; -1 for none
     float* probs_out;                 // receives the weights, or null
+    const int64_t* noise_tokens;      // the rising tokens whose noise columns get, or null for
+                                      // 0, 1 ...; only with probs_out, and without a draft
     Best winner;                      // its score is 0 where no token has a weight
 };
 

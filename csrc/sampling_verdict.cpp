@@ -220,8 +220,7 @@ Blocks& weigh_blocks(const LogitRows& logits, const DraftedRows& rows, const Slo
     found.places.clear();
     for (int64_t request = 0; request < rows.num_requests; ++request) {
         const int64_t slot = rows.slots[request];
-        const Row* own =
-            &space.rows[rows.first_row ? rows.first_row[request] : request * width];
+        const Row* own = &space.rows[rows.first(request)];
         if (own->is_sampled && slots.verification(slot) == block_verification)
             found.weigh(logits, rows, slots, request, own);
     }
@@ -233,23 +232,62 @@ Blocks& weigh_blocks(const LogitRows& logits, const DraftedRows& rows, const Slo
     return found;
 }
 
+// Coupled requests (batch indices `open`, which is used up): every place gets the target's sample,
+// and a draft token is accepted where it is that. Places are sampled one after the other, those of
+// all requests together, so that none behind a refused token costs any noise.
+void follow_samples(std::vector<int64_t>& open, const LogitRows& logits, const DraftedRows& rows,
+                    const SlotTensors& slots, const VerdictOut& out, Workspace& space) {
+    thread_local std::vector<Race> races;
+    const int64_t width = rows.most_drafts + 1;
+    for (int64_t place = 0; !open.empty(); ++place) {
+        races.assign(open.size(), Race{});
+        for (size_t index = 0; index < open.size(); ++index) {
+            const int64_t request = open[index], slot = rows.slots[request];
+            Race& race = races[index];
+            race.row = &space.rows[rows.first(request) + place];
+            race.removed = padding;
+            race.key = noise_key(slots.seed(slot), rows.positions[request] + place, 0,
+                                 target_noise);
+        }
+        run_races(races.data(), static_cast<int64_t>(races.size()), logits.tokens, space);
+        size_t again = 0;
+        for (size_t index = 0; index < races.size(); ++index) {
+            const int64_t request = open[index], token = races[index].winner.token;
+            out.token_ids[request * width + place] = token;
+            out.num_tokens[request] = place + 1;
+            out.num_accepted[request] = place;
+            if (place < rows.num_drafts(request) &&
+                rows.draft_tokens[request * rows.most_drafts + place] == token)
+                open[again++] = request;
+        }
+        open.resize(again);
+    }
+}
+
 }  // namespace
 
 void verify(const LogitRows& logits, const DraftedRows& rows, const SlotTensors& slots,
             const Needs& needs, const float* rates, const VerdictOut& out) {
     thread_local std::vector<Race> races;
     thread_local std::vector<int64_t*> drawn;
+    thread_local std::vector<int64_t> open;
     Workspace& space = workspace();
     set_rows(space.rows, logits, rows, slots, needs);
     scan(space.rows, logits.tokens, space);
     const Blocks& blocks = weigh_blocks(logits, rows, slots, needs, space);
     races.clear();
     drawn.clear();
+    open.clear();
     const int64_t width = rows.most_drafts + 1;
     for (int64_t request = 0; request < rows.num_requests; ++request) {
-        const int64_t first = rows.first_row ? rows.first_row[request] : request * width;
-        const int64_t drafts = std::min(rows.num_draft_tokens[request], rows.most_drafts);
+        const int64_t first = rows.first(request), drafts = rows.num_drafts(request);
         int64_t* tokens = out.token_ids + request * width;
+        if (needs.coupled && space.rows[first].is_sampled &&
+            slots.is_coupled(rows.slots[request])) {
+            std::fill(tokens, tokens + width, padding);
+            open.push_back(request);
+            continue;
+        }
         const bool is_block = blocks.lengths[request] >= 0;
         int64_t count = is_block ? blocks.accepted(rows, slots, request) : 0;
         while (!is_block && count < drafts &&
@@ -268,6 +306,7 @@ void verify(const LogitRows& logits, const DraftedRows& rows, const SlotTensors&
         drawn.push_back(tokens + count);
     }
     if (!races.empty()) settle(races, drawn, logits.tokens, space);
+    follow_samples(open, logits, rows, slots, out, space);
 }
 
 void find_best_tokens(const LogitRows& logits, int64_t count, float* confidence_out,
@@ -285,7 +324,8 @@ void find_best_tokens(const LogitRows& logits, int64_t count, float* confidence_
 
 void draft(const LogitRows& logits, int64_t count, const int64_t* request_slots,
            const int64_t* positions, const SlotTensors& slots, const Needs& needs,
-           float* probs_out, int64_t probs_stride, float* confidence_out, int64_t* out) {
+           float* probs_out, int64_t probs_stride, float* confidence_out,
+           const int64_t* vocabulary, int64_t* out) {
     thread_local std::vector<Race> races;
     thread_local std::vector<int64_t*> drawn;
     Workspace& space = workspace();
@@ -315,7 +355,10 @@ void draft(const LogitRows& logits, int64_t count, const int64_t* request_slots,
         Race race{};
         race.row = &row;
         race.removed = padding;
-        race.key = noise_key(slots.seed(slot), positions[index], slots.steps(slot), draft_noise);
+        const bool alike = needs.coupled && slots.is_coupled(slot);
+        race.key = noise_key(slots.seed(slot), positions[index], slots.steps(slot),
+                             alike ? target_noise : draft_noise);
+        race.noise_tokens = alike ? vocabulary : nullptr;
         race.probs_out = probs;
         races.push_back(race);
         drawn.push_back(out + index);

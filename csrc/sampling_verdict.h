@@ -23,6 +23,12 @@ struct DraftedRows {
     const uint8_t* certain;  // [R, K], dense
     int64_t num_rows, num_requests, most_drafts;
 
+    int64_t first(int64_t request) const {
+        return first_row ? first_row[request] : request * (most_drafts + 1);
+    }
+    int64_t num_drafts(int64_t request) const {
+        return num_draft_tokens[request] < most_drafts ? num_draft_tokens[request] : most_drafts;
+    }
     bool is_certain(int64_t request, int64_t place) const {
         return one_hot[request] || (certain && certain[request * most_drafts + place]);
     }
@@ -46,10 +52,12 @@ void verify(const LogitRows& logits, const DraftedRows& rows, const SlotTensors&
 // The first of the largest of each row, to out [count]. confidence_out: [count] or null.
 void find_best_tokens(const LogitRows& logits, int64_t count, float* confidence_out, int64_t* out);
 
-// probs_out: [R, tokens]; confidence_out: [R] or null.
+// probs_out: [R, tokens]; confidence_out: [R] or null; vocabulary: [tokens], rising, the token of
+// each column, or null.
 void draft(const LogitRows& logits, int64_t count, const int64_t* request_slots,
            const int64_t* positions, const SlotTensors& slots, const Needs& needs,
-           float* probs_out, int64_t probs_stride, float* confidence_out, int64_t* out);
+           float* probs_out, int64_t probs_stride, float* confidence_out,
+           const int64_t* vocabulary, int64_t* out);
 
 void commit(int64_t count, const int64_t* request_slots, const int64_t* token_ids, int64_t width,
             const int64_t* num_tokens, const SlotTensors& slots);

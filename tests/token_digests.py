@@ -215,6 +215,11 @@ def _engine(case: Case, models: TinyModels) -> LLM:
     }.get(case["room"], _tiny_engine)(case, models)
 
 
+def _by_rejection(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Coupled texts are those of plain decoding, and would say nothing of drafts."""
+    return None if config is None else {**config, "rejection_sample_method": "rejection"}
+
+
 def _tiny_engine(case: Case, models: TinyModels) -> LLM:
     config: dict[str, Any] | None = None
     if case["room"] == "tree":
@@ -222,6 +227,7 @@ def _tiny_engine(case: Case, models: TinyModels) -> LLM:
     elif case["drafter"] != "none":
         heads = models.heads if case["drafter"] in FITTED else dict.fromkeys(HEADS, "")
         config = speculative_config(case, models.target, models.draft, heads)
+    config = _by_rejection(config)
     if case["room"] != "int8 cache":
         return make_llm(models.target, config, case)
     return LLM(
@@ -242,6 +248,7 @@ def _engine_of_architecture(case: Case, models: TinyModels) -> LLM:
     if case["drafter"] != "none":
         draft = models.of_architecture(case["name"], keep_layers=1)
         config = {"model": draft, "num_speculative_tokens": case["k"]}
+    config = _by_rejection(config)
     return make_llm(models.of_architecture(case["name"]), config, {**case, "blocks": 400})
 
 
@@ -253,7 +260,7 @@ def _engine_of_format(case: Case, models: TinyModels) -> LLM:
     return LLM(
         str(folder),
         dtype=case["dtype"],
-        speculative_config=config if case["k"] else None,
+        speculative_config=_by_rejection(config) if case["k"] else None,
         skip_tokenizer_init=True,
         num_kv_blocks=400,
         block_size=8,
@@ -275,7 +282,7 @@ def _demo_engine(case: Case, models: TinyModels) -> LLM:
         device="cpu",
         dtype=case["dtype"],
         quantization=case["quantization"],
-        speculative_config=config,
+        speculative_config=_by_rejection(config),
         **{**shape, **DEMO_SHAPES[case["shape"]]},
     )
 

@@ -206,7 +206,8 @@ def _draft_policy(resolved: Resolved) -> tuple[DraftPolicy, StepForm]:
 
 def _of_drafts(resolved: Resolved) -> frozenset[Uses]:
     """What sampled requests with drafts use, all of them."""
-    return frozenset({Uses.BLOCK} if resolved.verification is Verification.BLOCK else ())
+    uses = {Verification.BLOCK: Uses.BLOCK, Verification.COUPLED: Uses.COUPLED}
+    return frozenset(use for way, use in uses.items() if way is resolved.verification)
 
 
 def _block_manager(resolved: Resolved, block_size: int, shares_prefixes: bool) -> BlockManager:

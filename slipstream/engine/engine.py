@@ -9,6 +9,7 @@ from slipstream.core.outputs import RequestMetrics
 from slipstream.core.request import FinishReason, Request, derive_seed
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
+from slipstream.core.verification import Verification
 from slipstream.engine.detokenizer import Detokenizer
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.isolation import Isolation
@@ -192,8 +193,8 @@ class Engine:
         """A step raised `error`: end the request whose fault that is, so that others can go on.
 
         As long as that is not known, those that took part are tried one by one; they lose the work
-        of this step. Greedy text stays what it is; sampled text keeps its distribution, but where
-        steps begin anew a draft may be cut elsewhere, so that a seed gives other tokens.
+        of this step. Greedy and coupled text stays what it is; other sampled text keeps its
+        distribution, but where steps begin anew a draft may be cut elsewhere.
 
         Returns:
             What ended.
@@ -360,12 +361,17 @@ class Engine:
             ),
             arrival=number,
             bad_words=prompt.bad_words,
-            verification=resolved.verification,
+            verification=self._verification(params),
         )
         if params.structured is not None:
             request.guide = self._grammars.guide(params.structured, request.stop_token_ids)
         detokenizer = self._detokenizer(params)
         return Sample(index, request, detokenizer, None if params.logprobs is None else [])
+
+    def _verification(self, params: SamplingParams) -> Verification:
+        if self.resolved.verification is not None:
+            return self.resolved.verification
+        return Verification.REJECTION if params.seed is None else Verification.COUPLED
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None:

@@ -41,7 +41,7 @@ class Resolved:
             they see at most; 0 where these layers keep all tokens.
         bytes_per_block: of all layers.
         cache_dtype: of the target's keys and values.
-        verification: of all requests.
+        verification: of all requests; None: coupled for those with a seed, rejection for others.
         captures: whether steps are captured in CUDA graphs.
         adaptive: how much is drafted is chosen step by step.
         reasons: (name, value, why) of everything that was derived.
@@ -58,7 +58,7 @@ class Resolved:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     method: str | None
-    verification: Verification
+    verification: Verification | None
     synthetic_rates: tuple[tuple[float, ...], ...]
     seed: int
     captures: bool

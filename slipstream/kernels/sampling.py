@@ -70,6 +70,7 @@ class Needs:
     bias: bool = False
     min_tokens: bool = False
     block: bool = False
+    coupled: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,8 +253,11 @@ class DraftOp(Protocol):
     """Logits [R, V] of any float dtype -> draft tokens [R] int64, below `num_legal_tokens`.
 
     With probs_out [R, min(V, num_legal_tokens)] requests are sampled, and it receives their
-    distributions. confidence_out [R] float32, dense: the largest probability of each row of logits
-    at temperature 1, whatever a request's parameters; rows that are no numbers give any number.
+    distributions. Those with `Verification.COUPLED` are sampled with the target's own noise, of the
+    token ids that `vocabulary` [V] int64, rising, gives the columns (None: those from 0 on), so
+    that draft and target choose alike. confidence_out [R] float32, dense: the largest probability
+    of each row of logits at temperature 1, whatever a request's parameters; rows that are no
+    numbers give any number.
     """
 
     def __call__(
@@ -266,6 +270,7 @@ class DraftOp(Protocol):
         num_legal_tokens: int,
         probs_out: Tensor | None,
         confidence_out: Tensor | None,
+        vocabulary: Tensor | None,
     ) -> Tensor: ...
 
 

@@ -28,7 +28,8 @@ BatchFunction = Callable[..., T]
 
 LEAN = (frozenset[Uses](), frozenset({Uses.SAMPLING}))
 # What a graph has only where a request of its batch asks for it.
-APART = frozenset({Uses.GRAMMAR, Uses.BLOCK})
+OF_DRAFTS = frozenset({Uses.BLOCK, Uses.COUPLED})
+APART = OF_DRAFTS | {Uses.GRAMMAR}
 # Words that must not be completed are looked for on the host.
 FULL = frozenset(Uses) - {Uses.BAD_WORDS} - APART
 # Steps that could have had fewer rows, before a graph for them is captured: until then they have
@@ -215,7 +216,7 @@ class GraphRunner:
         bucket, width = self._form.bucket(len(packed.slots)), self._form.width(packed.width)
         uses, apart = packed.uses - APART, packed.uses & APART
         if not width:
-            apart -= {Uses.BLOCK}  # which is about drafts
+            apart -= OF_DRAFTS
         if uses not in LEAN:
             uses = FULL
             self._sampling.allocate_all()

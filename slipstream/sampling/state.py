@@ -42,6 +42,7 @@ class Uses(Enum):
     BAD_WORDS = "bad_words"
     GRAMMAR = "structured output"
     BLOCK = "block verification"
+    COUPLED = "coupled verification"
 
 
 class SamplingState:
@@ -297,6 +298,7 @@ def _uses(request: Request) -> set[Uses]:
         Uses.BAD_WORDS: bool(request.bad_words),
         Uses.GRAMMAR: request.guide is not None,
         Uses.BLOCK: request.verification is Verification.BLOCK and not params.greedy,
+        Uses.COUPLED: request.verification is Verification.COUPLED and not params.greedy,
     }
     return {use for use, answer in answers.items() if answer}
 

@@ -98,7 +98,9 @@ def verify_trees(
         torch.ones_like(trees.slots, dtype=torch.bool),
         num_rows=trees.num_rows,
     )
-    sampled = verify(logits, _node_rows(trees, layout, uses), state, uses).token_ids[:, 0]
+    # Every row is without a draft: its sample is that of plain decoding, in all modes.
+    plain = uses - {Uses.COUPLED}
+    sampled = verify(logits, _node_rows(trees, layout, uses), state, plain).token_ids[:, 0]
     node = torch.arange(width, device=logits.device)
     row = layout.first_row.unsqueeze(1) + torch.minimum(node, trees.num_nodes.unsqueeze(1))
     return _walk(trees, sampled[row])

@@ -38,9 +38,10 @@ def verify(
 ) -> Verdict:
     """Judge every request's draft, greedy and sampled requests side by side.
 
-    Greedy requests (temperature 0) accept while the draft token is the argmax. Nothing here
-    changes the state: `SamplingState.commit` takes the verdict over. What a request gets does not
-    depend on the others, nor on whether rows are ragged or uniform.
+    Greedy requests (temperature 0) accept while the draft token is the argmax, coupled ones while
+    it is the target's own sample. Nothing here changes the state: `SamplingState.commit` takes the
+    verdict over. What a request gets does not depend on the others, nor on whether rows are ragged
+    or uniform.
 
     Args:
         logits: [N, V] float32, the target's raw logits.
@@ -56,7 +57,7 @@ def verify(
     if Uses.BAD_WORDS in uses:
         logits = ban_words(logits, rows, state)
     if rates is not None or not rows.max_draft_tokens:
-        uses -= {Uses.BLOCK}
+        uses -= {Uses.BLOCK, Uses.COUPLED}
     if rates is not None:
         rates = rates[:, : rows.max_draft_tokens]
     return Verdict(*state.ops.verify(logits, rows, state.tensors(), needs_of(uses), rates))
@@ -77,8 +78,8 @@ def sample_draft(
     """Sample one draft token for each request.
 
     Requests with a temperature are sampled from their temperature, min_p, top_k and top_p (but
-    without processors: the target corrects for those) with noise of their own; greedy ones take
-    the argmax.
+    without processors: the target corrects for those) with noise of their own, coupled ones with
+    the target's; greedy ones take the argmax.
 
     Args:
         logits: [R, V] of the drafter, any float dtype.
@@ -102,8 +103,9 @@ def sample_draft(
     assert (probs_out is None) == is_plain, "probs_out belongs to batches that are sampled"
     tensors, needs = state.tensors(), needs_of(uses)
     return state.ops.draft(
-        logits, slots, positions, tensors, needs, num_legal_tokens, probs_out, confidence_out
-    )
+        logits, slots, positions, tensors, needs, num_legal_tokens, probs_out, confidence_out,
+        vocabulary,
+    )  # fmt: skip
 
 
 @cache
@@ -118,4 +120,5 @@ def needs_of(uses: frozenset[Uses]) -> Needs:
         bias=Uses.BIAS in uses,
         min_tokens=Uses.MIN_TOKENS in uses,
         block=Uses.BLOCK in uses,
+        coupled=Uses.COUPLED in uses,
     )

@@ -41,7 +41,7 @@ class Speculation:
     """A resolved `speculative_config`: the drafter and the most tokens it guesses a step.
 
     `adaptive`: how many it guesses is chosen step by step.
-    `verification`: of all requests.
+    `verification`: of all requests; None: coupled for those with a seed, rejection for others.
     `synthetic_rates` are a benchmark's lists of conditional acceptance rates, of which each request
     takes one by its seed; empty verifies for real.
     `enforce_eager`: no step is to be captured, since target and drafter are captured together.
@@ -51,7 +51,7 @@ class Speculation:
     num_speculative_tokens: int
     drafter: LoadedDrafter
     adaptive: bool = False
-    verification: Verification = Verification.REJECTION
+    verification: Verification | None = Verification.REJECTION
     synthetic_rates: tuple[tuple[float, ...], ...] = ()
     enforce_eager: bool = False
 
@@ -235,7 +235,7 @@ def _num_speculative_tokens(options: Options) -> int | None:
 
 
 def _require_trees(
-    method: Method, verification: Verification, rates: tuple[tuple[float, ...], ...]
+    method: Method, verification: Verification | None, rates: tuple[tuple[float, ...], ...]
 ) -> None:
     """Raise UsageError where there are no trees."""
     if not method.drafts_trees:

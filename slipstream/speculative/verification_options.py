@@ -1,5 +1,8 @@
 """The keys of a `speculative_config` that say how drafts are verified.
 
+Where none is given requests with a seed are coupled, so that the seed gives the text of plain
+decoding, and all others are verified by rejection, which accepts more.
+
 Synthetic verification forces acceptance, for benchmarks alone: with random weights no draft is ever
 accepted, so the verdict is drawn. All other work of the step is done as always; the output means
 nothing.
@@ -17,22 +20,23 @@ _LOSSLESS = {
     "rejection": Verification.REJECTION,
     "standard": Verification.REJECTION,
     "block": Verification.BLOCK,
+    "coupled": Verification.COUPLED,
 }
 _SYNTHETIC = "synthetic"
 
 
 def read_verification(
     options: Options, count: int
-) -> tuple[Verification, tuple[tuple[float, ...], ...]]:
-    """How all requests are verified; and a benchmark's lists of conditional rates for `count`
-    positions, none for lossless verification."""
-    method = options.take_str("rejection_sample_method", "rejection")
+) -> tuple[Verification | None, tuple[tuple[float, ...], ...]]:
+    """How all requests are verified, None where it is by their seeds; and a benchmark's lists of
+    conditional rates for `count` positions, none for lossless verification."""
+    method = options.take_str("rejection_sample_method", None)
     length = options.take("synthetic_acceptance_length")
     rates = options.take("synthetic_acceptance_rates")
     if method == _SYNTHETIC:
         lists = _lists(length, rates, count)
         return Verification.REJECTION, tuple(conditional_rates(rates) for rates in lists)
-    if method not in _LOSSLESS:
+    if method is not None and method not in _LOSSLESS:
         raise UsageError(
             f"speculative_config: rejection_sample_method {method!r} is not supported; use "
             f"{', '.join(_LOSSLESS)}, or {_SYNTHETIC} in a benchmark"
@@ -42,7 +46,7 @@ def read_verification(
             "speculative_config: synthetic_acceptance_length and synthetic_acceptance_rates need "
             f'rejection_sample_method "{_SYNTHETIC}", which makes the output meaningless'
         )
-    return _LOSSLESS[method], ()
+    return None if method is None else _LOSSLESS[method], ()
 
 
 def _lists(length: Any, rates: Any, count: int) -> list[tuple[float, ...]]:

@@ -54,6 +54,14 @@ FULL: list[dict[str, Any]] = [
     a | b for a, b in zip(TRUNCATED, [PENALISED, {}, {"min_tokens": 4}, PENALISED, {}], strict=True)
 ]
 BLOCK: dict[str, Any] = {"verification": Verification.BLOCK}
+OF_COUPLED: dict[str, Any] = {"verification": Verification.COUPLED}
+COUPLED: list[dict[str, Any]] = [
+    SAMPLED | OF_COUPLED,
+    SAMPLED,
+    GREEDY | OF_COUPLED,
+    OF_COUPLED | {"top_p": 0.83, "top_k": 30, "temperature": 1.3},
+    SAMPLED | PENALISED | OF_COUPLED,
+]
 KINDS: dict[str, list[dict[str, Any]]] = {
     "greedy": [GREEDY] * 5,
     "lean": LEAN,
@@ -62,6 +70,7 @@ KINDS: dict[str, list[dict[str, Any]]] = {
     "full": FULL,
     "block": [BLOCK, SAMPLED | BLOCK, GREEDY | BLOCK, SAMPLED, {"temperature": 1.7} | BLOCK],
     "full block": [kind | BLOCK for kind in FULL],
+    "coupled": COUPLED,
 }
 
 
@@ -170,3 +179,51 @@ def check_confidences(
             if out is not None:
                 expected = logits.double()[:, :width].softmax(-1).amax(-1)
                 torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=0)
+
+
+# Coupled requests
+
+
+def check_coupled(
+    ops: SamplingOps, plain: SamplingOps, vocab_size: int, reduced: bool, device: torch.device
+) -> None:
+    """Drafts of the target's own logits are all accepted, and each token is that of plain decoding;
+    tokens are those of `plain` ops.
+
+    Args:
+        reduced: the drafter knows a part of the vocabulary, and the target forbids the rest.
+    """
+    kinds = [SAMPLED | OF_COUPLED, OF_COUPLED | {"top_p": 0.83, "top_k": 30}, GREEDY | OF_COUPLED]
+    state = make_state(kinds, vocab_size, device)
+    uses, width, num = state.uses(range(3)), 4, len(kinds)
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = (torch.randn(num, width, vocab_size, generator=generator) * 1.5).to(device)
+    slots, positions = torch.arange(num, device=device), torch.arange(num, device=device) + 9
+    vocabulary = None
+    if reduced:
+        vocabulary = torch.arange(vocab_size, device=device)[1::3].contiguous()
+        known = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        known[vocabulary] = True
+        logits.masked_fill_(~known, -torch.inf)
+    columns = logits if vocabulary is None else logits[..., vocabulary]
+    drafts, probs = [], torch.empty(num, width - 1, columns.shape[-1], device=device)
+    for place in range(width - 1):
+        args = columns[:, place], slots, positions + place, state, uses, columns.shape[-1]
+        picked = []
+        for each in (plain, ops):
+            with served_by(each, state):
+                out = probs[:, place]
+                picked.append(sample_draft(*args, probs_out=out, vocabulary=vocabulary))
+        assert torch.equal(*picked)
+        drafts.append(picked[1] if vocabulary is None else vocabulary[picked[1]])
+    lengths = torch.full_like(slots, width - 1)
+    rows = SampleRows.build(
+        slots, positions, torch.stack(drafts, 1), lengths, slots < 0, probs, vocabulary
+    )
+    tokens, _, accepted = judge(ops, logits.flatten(0, 1), rows, state)
+    assert accepted == [width - 1] * num
+    for place in range(width):
+        none = slots.new_empty(num, 0)
+        rows = SampleRows.build(slots, positions + place, none, slots * 0, slots < 0)
+        alone, _, _ = judge(ops, logits[:, place].contiguous(), rows, state)
+        assert [row[place] for row in tokens] == [row[0] for row in alone]

@@ -34,6 +34,7 @@ from tests.kernels.sampling_cases import (
     SAMPLED,
     TRUNCATED,
     check_confidences,
+    check_coupled,
     judge,
     make_batch,
     make_state,
@@ -241,6 +242,14 @@ def test_the_verdict_does_not_depend_on_threads_or_neighbours(threads: int) -> N
     assert judge(CPP, logits, rows, state)[0] == tokens
 
 
+@pytest.mark.parametrize("vocab_size", [37, 1000, 9001])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_coupled_requests_get_the_tokens_of_plain_decoding(
+    vocab_size: int, reduced: bool, threads: int
+) -> None:
+    check_coupled(CPP, PLAIN, vocab_size, reduced, CPU)
+
+
 # Truncation
 
 
@@ -320,7 +329,7 @@ def test_a_whole_vocabulary(kinds: list[dict[str, Any]], level: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("legal", [30, 151, 1000])
-@pytest.mark.parametrize("name", ["greedy", "lean", "truncated"])
+@pytest.mark.parametrize("name", ["greedy", "lean", "truncated", "coupled"])
 def test_draft(name: str, legal: int, dtype: torch.dtype) -> None:
     vocab_size = 151
     state = make_state(KINDS[name], 1000, CPU)
@@ -433,11 +442,13 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(TypeError, match="ints: dtype float32"):
         CPP.verify(logits, rows, replace(tensors, ints=tensors.floats), needs, None)
     with pytest.raises(ValueError, match="probs_out: shape"):
-        CPP.draft(logits[:1], one, one, tensors, needs, 37, torch.empty(1, 36), None)
+        CPP.draft(logits[:1], one, one, tensors, needs, 37, torch.empty(1, 36), None, None)
     with pytest.raises(ValueError, match="confidence_out: shape"):
-        CPP.draft(logits[:1], one, one, tensors, needs, 37, None, torch.empty(2))
+        CPP.draft(logits[:1], one, one, tensors, needs, 37, None, torch.empty(2), None)
     with pytest.raises(TypeError, match="slots: dtype int32"):
-        CPP.draft(logits[:1], one.int(), one, tensors, needs, 37, torch.empty(1, 37), None)
+        CPP.draft(logits[:1], one.int(), one, tensors, needs, 37, torch.empty(1, 37), None, None)
+    with pytest.raises(ValueError, match="vocabulary: shape"):
+        CPP.draft(logits[:1], one, one, tensors, needs, 37, torch.empty(1, 37), None, one)
     with pytest.raises(ValueError, match="no such slot"):
         CPP.commit(one + 9, one.view(1, 1), one, tensors)
     with pytest.raises(TypeError, match="num_tokens: dtype bool"):

@@ -39,6 +39,7 @@ from tests.kernels.sampling_cases import (
     SAMPLED,
     TRUNCATED,
     check_confidences,
+    check_coupled,
     judge,
     make_batch,
     make_state,
@@ -235,6 +236,14 @@ def test_an_empty_residual_samples_the_target() -> None:
     assert judge(fused.SAMPLING, logits, rows, state)[0] == [[11, -1]] * 5
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "reduced"),
+    [(37, False), (300, True), *([(151936, False), (151936, True)] if ON_GPU else [])],
+)
+def test_coupled_requests_get_the_tokens_of_plain_decoding(vocab_size: int, reduced: bool) -> None:
+    check_coupled(fused.SAMPLING, PLAIN, vocab_size, reduced, DEVICE)
+
+
 # Truncation
 
 
@@ -347,7 +356,7 @@ def test_the_verdict_does_not_depend_on_the_layout_of_the_batch() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("legal", [30, 151, 1000])
-@pytest.mark.parametrize("name", ["greedy", "lean", "truncated"])
+@pytest.mark.parametrize("name", ["greedy", "lean", "truncated", "coupled"])
 def test_draft(name: str, legal: int, dtype: torch.dtype) -> None:
     vocab_size = 151
     state = make_state(KINDS[name], 1000)

@@ -149,6 +149,8 @@ class Maker:
             config["num_speculative_tokens"] = K
         elif drafter != "none":
             config = {**speculative[drafter], "num_speculative_tokens": K}
+        if config is not None:  # so that texts tell what was drafted
+            config = {**config, "rejection_sample_method": "rejection"}
         limits = {"num_kv_blocks": 200, "block_size": 8, "max_model_len": 128, "max_num_seqs": 6}
         given = {"tokenizer": self.words, **limits, **options}
         return LLM(self.target, speculative_config=config, **given)

@@ -433,10 +433,10 @@ def accept_always(monkeypatch: pytest.MonkeyPatch) -> Case:
 def share_noise(monkeypatch: pytest.MonkeyPatch) -> Case:
     """The residual is sampled with the noise that the draft token was sampled with."""
 
-    def shared(keys: Any, purpose: Any, vocab_size: int, fp64: bool = False) -> Tensor:
+    def shared(keys: Any, purpose: Any, vocab_size: int, *how: Any) -> Tensor:
         if isinstance(purpose, Tensor):
             purpose = torch.where(purpose == Purpose.RESIDUAL, int(Purpose.DRAFT), purpose)
-        return gumbel(keys, purpose, vocab_size, fp64)
+        return gumbel(keys, purpose, vocab_size, *how)
 
     monkeypatch.setattr(reference, "_is_accepted", lambda u, p, q: u <= p / q)
     monkeypatch.setattr(reference, "gumbel", shared)

@@ -12,6 +12,7 @@ from slipstream import LLM
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.request import Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.verification import Verification
 from slipstream.runner.device_state import DeviceState
 from slipstream.speculative.options import Options
 from slipstream.speculative.suffix.automaton import GuessLimits, SuffixAutomaton
@@ -191,14 +192,18 @@ def test_a_sampled_request_with_a_seed_does_not_see_other_texts() -> None:
         (SamplingParams(temperature=1.0, seed=3), []),
     ):
         assert guesses(drafter, request(repr(params), [4, 7, 8, 9], params=params)) == [expected]
+    coupled = request("coupled", [4, 7, 8, 9], params=params)
+    coupled.verification = Verification.COUPLED  # as little as greedy text
+    assert guesses(drafter, coupled) == [[5, 6]]
     own = request("own", [4, 7, 8, 9, 7, 8], params=SamplingParams(temperature=1.0, seed=3))
     assert guesses(drafter, own) == [[9, 7]]
 
 
-def test_a_seeded_request_gives_the_same_text_again(tiny_target: str) -> None:
+@pytest.mark.parametrize("method", ["rejection", "coupled", None])
+def test_a_seeded_request_gives_the_same_text_again(tiny_target: str, method: str | None) -> None:
     llm = LLM(
         tiny_target,
-        speculative_config={"method": "suffix"},
+        speculative_config={"method": "suffix", "rejection_sample_method": method},
         skip_tokenizer_init=True,
         num_kv_blocks=32,
     )

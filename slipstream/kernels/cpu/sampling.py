@@ -42,6 +42,7 @@ def draft(
     num_legal_tokens: int,
     probs_out: Tensor | None,
     confidence_out: Tensor | None,
+    vocabulary: Tensor | None,
 ) -> Tensor:
     requests, num_tokens = slots.shape[0], min(logits.shape[1], num_legal_tokens)
     out = torch.empty(requests, dtype=torch.int64)
@@ -53,7 +54,8 @@ def draft(
     else:
         cpp.draft(
             logits, num_tokens, slots.contiguous(), positions.contiguous(), _slots(state),
-            _needs(needs), probs_out, confidence_out, out,
+            _needs(needs), probs_out, confidence_out,
+            None if vocabulary is None else vocabulary[:num_tokens].contiguous(), out,
         )  # fmt: skip
     return out
 
@@ -100,7 +102,7 @@ def _slots(state: SamplingSlots) -> cpp.SlotTensors:
 def _needs(needs: Needs) -> cpp.Needs:
     return cpp.Needs(
         needs.sampling, needs.top_k, needs.top_p, needs.min_p, needs.penalties, needs.bias,
-        needs.min_tokens, needs.block,
+        needs.min_tokens, needs.block, needs.coupled,
     )  # fmt: skip
 
 

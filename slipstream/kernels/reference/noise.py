@@ -64,7 +64,11 @@ def uniform(keys: NoiseKeys, purpose: Purpose | Tensor) -> Tensor:
 
 
 def gumbel(
-    keys: NoiseKeys, purpose: Purpose | Tensor, vocab_size: int, fp64: bool = False
+    keys: NoiseKeys,
+    purpose: Purpose | Tensor,
+    vocab_size: int,
+    fp64: bool = False,
+    tokens: Tensor | None = None,
 ) -> Tensor:
     """Gumbel noise for each key and token: argmax(log w + noise) samples from the weights w.
 
@@ -76,16 +80,21 @@ def gumbel(
         purpose: one for all rows, or [N] int64.
         vocab_size: V.
         fp64: 63 random bits and float64 arithmetic instead of 32 bits and float32.
+        tokens: [V] int64, whose noise it is; None: of the tokens from 0 on.
 
     Returns:
         [N, V] float32 (float64 with `fp64`).
     """
-    tokens_per_counter = 2 if fp64 else 4
-    num_counters = -(-vocab_size // tokens_per_counter)
-    index = torch.arange(num_counters, dtype=torch.int64, device=keys.seeds.device)
-    words = _words(keys, purpose, index)
+    # Token v: counter v // 4, word v % 4 (fp64: v // 2, v % 2).
+    per_counter = 2 if fp64 else 4
+    index = torch.arange(-(-vocab_size // per_counter), device=keys.seeds.device)
+    words = _words(keys, purpose, index if tokens is None else tokens // per_counter)
     u = _open_uniforms_fp64(words) if fp64 else _open_uniforms(words)
-    u = u.flatten(1)[:, :vocab_size]  # token v: counter v // 4, word v % 4 (fp64: v // 2, v % 2)
+    if tokens is None:
+        u = u.flatten(1)[:, :vocab_size]
+    else:
+        place = (tokens % per_counter).view(1, -1, 1).expand(len(u), -1, 1)
+        u = u.gather(2, place).squeeze(2)
     return u.neg_().log1p_().neg_().log_().neg_()
 
 

@@ -5,6 +5,11 @@ and q the one that the draft token x was sampled from, x is accepted with probab
 min(1, p(x) / q(x)); after the first refusal a token is sampled from max(p - q, 0), scaled to 1.
 What leaves has exactly the distribution p. Plain decoding is the verification of an empty draft.
 `block_verification.py` judges the tokens of a draft together.
+
+Coupled requests (`Verification.COUPLED`; Daliri et al. 2024, arXiv 2408.07978) get in every place
+the target's own sample, with the noise that plain decoding has there, and a draft token is accepted
+where it is that sample. The drafter samples with the same noise, so that both choose the same token
+with probability (1 - d) / (1 + d) at least, d the total variation distance of p and q.
 """
 
 from functools import partial
@@ -35,11 +40,18 @@ def verify(
     """
     logits = process(logits, rows, state, needs)
     choice = logits.argmax(-1)  # [N]
-    accepted = rows.draft_mask() & (rows.draft_tokens == choice[rows.draft_rows()])
     is_sampled = state.float_column("temperature", rows.slots) > 0
     target = None
     if needs.sampling:
         target = _distribution(logits, rows.row_slots, state, needs)
+    if target is not None and needs.coupled:
+        is_coupled = is_sampled & _is_coupled(state, rows.slots)
+        keys = _keys(state, rows.row_slots, rows.positions[rows.request] + rows.offset)
+        drawn = _sample(target, keys, Purpose.TARGET, fp64)
+        choice = torch.where(is_coupled[rows.request], drawn, choice)
+        is_sampled &= ~is_coupled
+    accepted = rows.draft_mask() & (rows.draft_tokens == choice[rows.draft_rows()])
+    if target is not None:
         by_chance = _accept(target, rows, state)
         accepted = torch.where(is_sampled.unsqueeze(-1), by_chance, accepted)
     if rates is not None:
@@ -67,6 +79,7 @@ def draft(
     num_legal_tokens: int,
     probs_out: Tensor | None,
     confidence_out: Tensor | None,
+    vocabulary: Tensor | None,
     fp64: bool = False,
 ) -> Tensor:
     """See `DraftOp`; `fp64` as in `verify`."""
@@ -78,7 +91,12 @@ def draft(
         return choice
     is_sampled = state.float_column("temperature", slots) > 0
     probs = _distribution(logits, slots, state, needs)
-    drawn = _sample(probs, _keys(state, slots, positions), Purpose.DRAFT, fp64)
+    keys = _keys(state, slots, positions)
+    drawn = _sample(probs, keys, Purpose.DRAFT, fp64)
+    if needs.coupled:
+        tokens = None if vocabulary is None else vocabulary[: probs.shape[-1]]
+        alike = _sample(probs, keys, Purpose.TARGET, fp64, tokens)
+        drawn = torch.where(_is_coupled(state, slots), alike, drawn)
     probs_out.copy_(torch.where(is_sampled.unsqueeze(-1), probs, 0.0))
     return torch.where(is_sampled, drawn, choice)
 
@@ -100,6 +118,10 @@ def commit(slots: Tensor, token_ids: Tensor, num_tokens: Tensor, state: Sampling
 def _keys(state: SamplingSlots, slots: Tensor, positions: Tensor) -> NoiseKeys:
     seeds, steps = state.int_column("seeds", slots), state.int_column("steps", slots)
     return NoiseKeys(seeds, positions, steps)
+
+
+def _is_coupled(state: SamplingSlots, slots: Tensor) -> Tensor:
+    return state.int_column("verification", slots) == Verification.COUPLED
 
 
 def _distribution(logits: Tensor, slots: Tensor, state: SamplingSlots, needs: Needs) -> Tensor:
@@ -261,10 +283,15 @@ def _residual(
 
 
 def _sample(
-    weights: Tensor, keys: NoiseKeys, purpose: Purpose | Tensor, fp64: bool = False
+    weights: Tensor,
+    keys: NoiseKeys,
+    purpose: Purpose | Tensor,
+    fp64: bool = False,
+    tokens: Tensor | None = None,
 ) -> Tensor:
-    """[n] int64, a token for each row of weights [n, V] (Gumbel-max); never one of weight 0."""
-    noise = gumbel(keys, purpose, weights.shape[-1], fp64)
+    """[n] int64, a column for each row of weights [n, V] (Gumbel-max); never one of weight 0. The
+    noise is that of `tokens` [V]."""
+    noise = gumbel(keys, purpose, weights.shape[-1], fp64, tokens)
     return noise.add_(weights.to(noise.dtype).log()).argmax(-1)
 
 

@@ -3,7 +3,9 @@
     scan        one read of all logits, several programs a row (`sampling_scan.py`)
     thresholds  of top_k, top_p and min_p, where a request of the batch has any
     weigh, mass where drafts are judged as blocks (`sampling_blocks.py`)
-    accept      the verdict on every draft; greedy requests end here (`sampling_verdict.py`)
+    draw        a sample for every row of coupled requests, where there are any
+    accept      the verdict on every draft; greedy and coupled requests end here
+                (`sampling_verdict.py`)
     race        the last token of sampled requests: one row of a request, several programs
 
 Nothing here waits for the device, and a row's bits do not depend on the other rows: chunks are of
@@ -24,7 +26,12 @@ from slipstream.kernels.triton.sampling_blocks import mass_kernel, weigh_kernel
 from slipstream.kernels.triton.sampling_draft import draft_choice_kernel, draft_race_kernel
 from slipstream.kernels.triton.sampling_scan import scan_kernel
 from slipstream.kernels.triton.sampling_thresholds import thresholds_kernel
-from slipstream.kernels.triton.sampling_verdict import accept_kernel, commit_kernel, race_kernel
+from slipstream.kernels.triton.sampling_verdict import (
+    accept_kernel,
+    commit_kernel,
+    draw_kernel,
+    race_kernel,
+)
 
 ALIGNMENT = 16
 NO_COLUMN = 0x7FFFFFFF
@@ -120,12 +127,16 @@ def verify(
                 stride, *draft_strides, width, vocab_size, block=TILES.block,
                 num_warps=TILES.race_warps, **place,
             )  # fmt: skip
+    drawn_scores = drawn_tokens = None
+    if needs.coupled:
+        drawn_scores, drawn_tokens = _draw(scanned, rows, state, vocab_size)
     accept_kernel[(requests,)](
         scanned.source, scanned.largest, scanned.choice, scanned.total, scanned.facts, token_ids,
-        num_tokens, num_accepted, last, last_facts, arrivals, prefixes, masses, first_row,
-        rows.slots, rows.positions, *drafted, *numbers, stride, rows.draft_tokens.stride(0),
-        *draft_strides, width, vocab_size, chunks, None if rates is None else rates.contiguous(),
-        sampled=needs.sampling, block_k=block_k, num_warps=4, **place,
+        num_tokens, num_accepted, last, last_facts, arrivals, prefixes, masses, drawn_scores,
+        drawn_tokens, first_row, rows.slots, rows.positions, *drafted, *numbers, stride,
+        rows.draft_tokens.stride(0), *draft_strides, width, vocab_size, chunks,
+        None if rates is None else rates.contiguous(), sampled=needs.sampling, block_k=block_k,
+        num_warps=4, **place,
     )  # fmt: skip
     if needs.sampling:
         scores = torch.empty((requests, 2, chunks), dtype=torch.float32, device=device)
@@ -133,7 +144,8 @@ def verify(
         race_kernel[(chunks, requests)](
             scanned.source, last, last_facts, arrivals, prefixes, scores, tokens, token_ids,
             rows.slots, rows.positions, one_hot, certain, probs, columns, *numbers, stride,
-            *draft_strides, width, vocab_size, block=TILES.block, block_s=scanned.block_s,
+            *draft_strides, width, vocab_size, coupled=needs.coupled, block=TILES.block,
+            block_s=scanned.block_s,
             num_warps=TILES.race_warps, **launch,
         )  # fmt: skip
     return token_ids, num_tokens, num_accepted
@@ -148,6 +160,7 @@ def draft(
     num_legal_tokens: int,
     probs_out: Tensor | None,
     confidence_out: Tensor | None,
+    vocabulary: Tensor | None,
 ) -> Tensor:
     requests, device = len(slots), logits.device
     vocab_size = min(logits.shape[1], num_legal_tokens)
@@ -157,7 +170,7 @@ def draft(
     slots, positions = dense(slots, positions)
     logits, launch = _aligned(logits), options(device)
     sampled = probs_out is not None
-    needs = Needs(sampled, needs.top_k, needs.top_p, needs.min_p)
+    needs = Needs(sampled, needs.top_k, needs.top_p, needs.min_p, coupled=needs.coupled)
     arrivals = torch.empty(requests, dtype=torch.int32, device=device) if sampled else None
     scanned = _scan(
         logits, _plain_rows(slots, positions), state, needs, vocab_size, arrivals,
@@ -175,11 +188,11 @@ def draft(
     tokens = torch.empty((requests, chunks), dtype=torch.int32, device=device)
     draft_race_kernel[(chunks, requests)](
         logits, scanned.largest, scanned.choice, scanned.total, scanned.mass, scanned.facts,
-        arrivals, scores, tokens, probs_out, confidence_out, out, slots, positions, state.ints,
-        state.floats, state.ints.stride(0), state.floats.stride(0), logits.stride(0),
-        probs_out.stride(0), vocab_size,
-        truncated=scanned.facts is not None, block=TILES.block, block_s=block_s,
-        num_warps=TILES.race_warps, **launch,
+        arrivals, scores, tokens, probs_out, confidence_out, out, slots, positions,
+        vocabulary if needs.coupled else None, state.ints, state.floats, state.ints.stride(0),
+        state.floats.stride(0), logits.stride(0), probs_out.stride(0), vocab_size,
+        truncated=scanned.facts is not None, coupled=needs.coupled, block=TILES.block,
+        block_s=block_s, num_warps=TILES.race_warps, **launch,
     )  # fmt: skip
     return out
 
@@ -246,6 +259,26 @@ def _scan(
             block_s=triton.next_power_of_2(chunks), num_warps=tiles.threshold_warps, **place,
         )  # fmt: skip
     return Scan(source, largest, choice, total, mass, facts, chunks)
+
+
+def _draw(
+    scanned: Scan, rows: SampleRows, state: SamplingSlots, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """(scores, tokens) [N, chunks]: the winners of the target's own races in the chunks of the rows
+    of coupled requests."""
+    num_rows, chunks, device = len(scanned.source), scanned.chunks, scanned.source.device
+    scores = torch.empty((num_rows, chunks), dtype=torch.float32, device=device)
+    tokens = torch.empty((num_rows, chunks), dtype=torch.int32, device=device)
+    request, offset, _ = rows.layout or (None, None, None)
+    draw_kernel[(chunks, num_rows)](
+        scanned.source, scanned.largest, scanned.total, scanned.facts, scores, tokens, request,
+        offset, rows.slots, rows.positions, rows.num_draft_tokens, state.ints, state.floats,
+        state.ints.stride(0), state.floats.stride(0), scanned.source.stride(0),
+        rows.max_draft_tokens + 1, vocab_size, uniform_rows=rows.layout is None,
+        truncated=scanned.facts is not None, block=TILES.block, block_s=scanned.block_s,
+        num_warps=TILES.race_warps, **options(device),
+    )  # fmt: skip
+    return scores, tokens
 
 
 def _dense_rows(rows: SampleRows) -> SampleRows:

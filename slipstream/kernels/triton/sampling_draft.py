@@ -5,11 +5,13 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
-from slipstream.kernels.triton.philox import DRAFT, ratio, token_noise
+from slipstream.kernels.triton.philox import DRAFT, TARGET, listed_noise, ratio, token_noise
 from slipstream.kernels.triton.sampling_scan import (
+    COUPLED,
     SEED,
     STEPS,
     TEMPERATURE,
+    VERIFICATION,
     choices,
     inverse_of,
     store_confidence,
@@ -33,9 +35,9 @@ def _choice(chunk_largest, chunk_choice, request, chunks, vocab_size, block_s: t
 @triton.jit
 def draft_race_kernel(
     logits, chunk_largest, chunk_choice, chunk_sum, chunk_mass, result, arrivals, scores, tokens,
-    probs, confidences, out, slots, positions, all_ints, all_floats, ints_stride, floats_stride,
-    logits_stride, probs_stride, vocab_size, truncated: tl.constexpr, block: tl.constexpr,
-    block_s: tl.constexpr, pdl: tl.constexpr,
+    probs, confidences, out, slots, positions, vocabulary, all_ints, all_floats, ints_stride,
+    floats_stride, logits_stride, probs_stride, vocab_size, truncated: tl.constexpr,
+    coupled: tl.constexpr, block: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (chunk, request): writes the chunk's probabilities, and its winner [R, chunks].
 
@@ -71,7 +73,18 @@ def draft_race_kernel(
     tl.store(target, p, mask=inside)
     seed = tl.load(all_ints + slot * ints_stride + SEED)
     step = tl.load(all_ints + slot * ints_stride + STEPS)
-    noise = token_noise(seed, tl.load(positions + request), step, DRAFT, counter)
+    position = tl.load(positions + request)
+    alike = False
+    if coupled:
+        alike = tl.load(all_ints + slot * ints_stride + VERIFICATION) == COUPLED
+    if alike:
+        if vocabulary is None:
+            noise = token_noise(seed, position, step, TARGET, counter)
+        else:
+            target_token = tl.load(vocabulary + token, mask=inside, other=0)
+            noise = listed_noise(seed, position, step, TARGET, target_token)
+    else:
+        noise = token_noise(seed, position, step, DRAFT, counter)
     score, best = winner(ratio(p, noise), token)
     scores += request * chunks
     tokens += request * chunks

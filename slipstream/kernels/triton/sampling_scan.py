@@ -26,6 +26,7 @@ STEPS = tl.constexpr(2)
 MIN_TOKENS = tl.constexpr(3)
 NUM_OUTPUT = tl.constexpr(4)
 VERIFICATION = tl.constexpr(6)
+COUPLED = tl.constexpr(1)
 BLOCK = tl.constexpr(2)
 
 SMALLEST_TEMPERATURE = tl.constexpr(1e-5)  # as in sampling/logits.py

@@ -1,4 +1,4 @@
-"""The kernels of verification behind the scan: accept and race; and the commit.
+"""The kernels of verification behind the scan: draw, accept and race; and the commit.
 
 A race samples a token from weights: the largest weight / exponential number wins. That is the
 choice of Gumbel-max, log weight + Gumbel noise, from the same uniform numbers, with one logarithm
@@ -20,6 +20,7 @@ from slipstream.kernels.triton.philox import (
 )
 from slipstream.kernels.triton.sampling_scan import (
     BLOCK,
+    COUPLED,
     NO_TOKEN,
     NUM_OUTPUT,
     SEED,
@@ -28,6 +29,7 @@ from slipstream.kernels.triton.sampling_scan import (
     VERIFICATION,
     choices,
     inverse_of,
+    place_of,
     row_sums,
     tree_sum,
     weight_of,
@@ -132,34 +134,48 @@ def _or_block_prefix(
     return tl.where(is_block, tl.max(tl.where(passed, column, 0)), count)
 
 
+@triton.jit
+def _or_drawn(
+    choice, temperature, scores, tokens, ints, rows, chunks, vocab_size, block_s: tl.constexpr
+):  # fmt: skip
+    """(choices, temperature): coupled requests are judged as greedy ones, by what was drawn."""
+    if scores is not None:
+        is_coupled = tl.load(ints + VERIFICATION) == COUPLED
+        drawn = choices(scores, tokens, rows, chunks, vocab_size, block_s)
+        choice = tl.where(is_coupled & (temperature > 0), drawn, choice)
+        temperature = tl.where(is_coupled, 0.0, temperature)
+    return choice, temperature
+
+
 @triton.jit(do_not_specialize=["width"])
 def accept_kernel(
     source, chunk_largest, chunk_choice, chunk_sum, result, token_ids, num_tokens, num_accepted,
-    last, last_facts, arrivals, prefixes, masses, first_row, slots, positions, draft_tokens,
-    num_draft_tokens, one_hot, certain, draft_probs, draft_columns, all_ints, all_floats,
-    ints_stride, floats_stride, source_stride, draft_stride, probs_stride, probs_place_stride,
-    probs_width, width, vocab_size, chunks, rates,
-    uniform_rows: tl.constexpr, sampled: tl.constexpr, truncated: tl.constexpr,
-    block_k: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
+    last, last_facts, arrivals, prefixes, masses, drawn_scores, drawn_tokens, first_row, slots,
+    positions, draft_tokens, num_draft_tokens, one_hot, certain, draft_probs, draft_columns,
+    all_ints, all_floats, ints_stride, floats_stride, source_stride, draft_stride, probs_stride,
+    probs_place_stride, probs_width, width, vocab_size, chunks, rates, uniform_rows: tl.constexpr,
+    sampled: tl.constexpr, truncated: tl.constexpr, block_k: tl.constexpr, block_s: tl.constexpr,
+    pdl: tl.constexpr,
 ):  # fmt: skip
-    """Program (request): how many draft tokens are accepted. Greedy requests are done with that.
+    """Program (request): how many draft tokens are accepted. Greedy requests are done with that,
+    and coupled ones, of which drawn_scores and drawn_tokens [N, chunks] are there.
 
-    For sampled ones it leaves last [R, 3] (row of logits, offset, refused token or -1) and
+    For others it leaves last [R, 3] (row of logits, offset, refused token or -1) and
     last_facts [R, 4] of that row, and sets arrivals [R] to 0.
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
     request = tl.program_id(0)
     slot = tl.load(slots + request)
-    column = tl.arange(0, block_k)
+    ints, column = all_ints + slot * ints_stride, tl.arange(0, block_k)
     drafts = tl.load(num_draft_tokens + request).to(tl.int32)
-    drafted = tl.load(
-        draft_tokens + request * draft_stride + column, mask=column < width - 1, other=-1
-    )
+    draft_tokens += request * draft_stride + column
+    drafted = tl.load(draft_tokens, mask=column < width - 1, other=-1)
     in_use = (column < drafts) & (column < width - 1)
     rows = first_row_of(request, first_row, width, uniform_rows) + tl.minimum(column, drafts)
     # All loads before the first reduction, so that their latencies overlap.
     temperature = tl.load(all_floats + slot * floats_stride + TEMPERATURE)
+    inverse = inverse_of(temperature)
     if sampled:
         by_chance = column < tl.where(temperature > 0, drafts, 0)
         legal = in_use & by_chance & (drafted >= 0) & (drafted < vocab_size)
@@ -175,13 +191,14 @@ def accept_kernel(
             is_certain = is_certain_at(one_hot, certain, request, column, width, legal)
             q = tl.where(is_certain, 1.0, probability)
     if sampled or rates is not None:
-        seed = tl.load(all_ints + slot * ints_stride + SEED)
-        step = tl.load(all_ints + slot * ints_stride + STEPS)
+        seed, step = tl.load(ints + SEED), tl.load(ints + STEPS)
         chance = uniform(seed, tl.load(positions + request) + column, step, ACCEPT)
     choice = choices(chunk_largest, chunk_choice, rows, chunks, vocab_size, block_s)
+    choice, temperature = _or_drawn(
+        choice, temperature, drawn_scores, drawn_tokens, ints, rows, chunks, vocab_size, block_s
+    )
     accepted = in_use & (drafted == choice)
     if sampled:
-        inverse = inverse_of(temperature)
         # Numbers without meaning for greedy requests, which do not look at them.
         largest, total, lowest_logit, lowest_weight = row_facts(
             result, chunk_largest, chunk_sum, rows, chunks, inverse, truncated, block_s
@@ -195,8 +212,8 @@ def accept_kernel(
     count = tl.min(tl.where(accepted, block_k, column))
     if prefixes is not None:
         count = _or_block_prefix(
-            count, temperature, prefixes, masses, request, column, in_use & (drafted >= 0),
-            all_ints + slot * ints_stride, positions, width, chunks, block_k, block_s,
+            count, temperature, prefixes, masses, request, column, in_use & (drafted >= 0), ints,
+            positions, width, chunks, block_k, block_s,
         )  # fmt: skip
     here = column == count
     behind = tl.where(here, choice, -1).to(tl.int64)
@@ -218,6 +235,47 @@ def winner(score, token):
     """The largest score, none negative, and the first token that has it."""
     best = tl.max(score)
     return best, tl.min(tl.where(score == best, token, NO_TOKEN))
+
+
+@triton.jit(do_not_specialize=["width"])
+def draw_kernel(
+    source, chunk_largest, chunk_sum, result, scores, tokens, request, offset, slots, positions,
+    num_draft_tokens, all_ints, all_floats, ints_stride, floats_stride, source_stride, width,
+    vocab_size, uniform_rows: tl.constexpr, truncated: tl.constexpr, block: tl.constexpr,
+    block_s: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Programs (chunk, row): the chunk's winner in the target's own race, [N, chunks], of the rows
+    of coupled requests; other rows are left out."""
+    launch_dependents(pdl)
+    wait_for_inputs(pdl)
+    chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    found, place = place_of(row, request, offset, width, uniform_rows)
+    slot = tl.load(slots + found)
+    ints = all_ints + slot * ints_stride
+    temperature = tl.load(all_floats + slot * floats_stride + TEMPERATURE)
+    if (temperature == 0.0) | (tl.load(ints + VERIFICATION) != COUPLED):
+        return
+    if place > tl.load(num_draft_tokens + found):
+        return
+    inverse = inverse_of(temperature)
+    counter, token = chunk_tokens(chunk, block)
+    inside = token < vocab_size  # others have the weight 0
+    logit = tl.load(
+        source + row.to(tl.int64) * source_stride + token, mask=inside, other=float("-inf")
+    )
+    largest, total, lowest_logit, lowest_weight = row_facts(
+        result, chunk_largest, chunk_sum, row + tl.zeros((1,), tl.int32), chunks, inverse,
+        truncated, block_s,
+    )  # fmt: skip
+    p = probability_of(
+        logit.to(tl.float32), tl.sum(largest), tl.sum(total), tl.sum(lowest_logit),
+        tl.sum(lowest_weight), inverse,
+    )  # fmt: skip
+    position = tl.load(positions + found) + place
+    noise = token_noise(tl.load(ints + SEED), position, position * 0, TARGET, counter)
+    score, best = winner(ratio(p, noise), token)
+    tl.store(scores + row * chunks + chunk, score)
+    tl.store(tokens + row * chunks + chunk, best)
 
 
 @triton.jit
@@ -250,7 +308,7 @@ def race_kernel(
     source, last, last_facts, arrivals, prefixes, scores, tokens, token_ids, slots, positions,
     one_hot, certain, draft_probs, draft_columns, all_ints, all_floats, ints_stride, floats_stride,
     source_stride, probs_stride, probs_place_stride, probs_width, width, vocab_size,
-    block: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
+    coupled: tl.constexpr, block: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (chunk, request): the chunk's winner among the tokens for the last place.
 
@@ -264,6 +322,9 @@ def race_kernel(
     temperature = tl.load(all_floats + slot * floats_stride + TEMPERATURE)
     if temperature == 0.0:
         return
+    if coupled:
+        if tl.load(all_ints + slot * ints_stride + VERIFICATION) == COUPLED:
+            return
     row = tl.load(last + request * 3).to(tl.int64)
     place = tl.load(last + request * 3 + 1)
     refused = tl.load(last + request * 3 + 2)

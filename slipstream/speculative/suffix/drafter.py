@@ -2,8 +2,8 @@
 and in earlier outputs, and how often?
 
 Needs no second model. The longer the match and the surer what followed it, the longer the guess.
-Sampled requests with a seed are guessed from their own text alone, so that the seed gives the same
-text whatever ran before.
+Sampled requests with a seed that are not coupled are guessed from their own text alone, so that the
+seed gives the same text whatever ran before.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from slipstream.core.batch import Batch
 from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
+from slipstream.core.verification import Verification
 from slipstream.runner.device_batch import Guesses
 from slipstream.runner.device_state import DeviceState
 from slipstream.speculative.drafter import HostDrafter, LoadedDrafter, load_host_drafter
@@ -83,16 +84,16 @@ class SuffixDrafter(HostDrafter):
         own.extend(request.token_ids[own.num_tokens :])
         context = request.token_ids[-self._limits.depth :]
         guess = own.guess(context, most)
-        if _is_reproducible(request):
+        if _depends_on_guesses(request):
             return guess.token_ids
         return self._past.automaton.guess(context, most, better_than=guess).token_ids
 
 
-def _is_reproducible(request: Request) -> bool:
-    """Whether its text must not depend on other requests: it has a seed, and which tokens are
-    drafted decides which noise samples the text. (Greedy text is the target's whatever is
-    drafted.)"""
-    return request.params.seed is not None and request.params.temperature != 0
+def _depends_on_guesses(request: Request) -> bool:
+    """Whether a seed would give another text with other guesses: which tokens are drafted decides
+    which noise samples the text, unless that is greedy or coupled."""
+    params, coupled = request.params, request.verification is Verification.COUPLED
+    return params.seed is not None and not params.greedy and not coupled
 
 
 class PastOutputs:
