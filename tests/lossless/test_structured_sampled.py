@@ -24,6 +24,7 @@ from tests.drafters.heads import write_eagle1, write_eagle3
 from tests.last_hidden_checkpoints import mapped_medusa_for
 from tests.lossless.test_sampled import NGRAM, SHAPE
 from tests.padded_steps import use_padded_steps
+from tests.stopping_policy import use_stopping_policy
 from tests.tokenizers import write_byte_tokenizer
 
 pytest.importorskip("llguidance")
@@ -129,6 +130,15 @@ def test_so_it_is_in_padded_steps(
 ) -> None:
     use_padded_steps(monkeypatch)
     check(name, models, truth)
+
+
+def test_so_it_is_where_chains_end_early(
+    models: dict[str, str], truth: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies = use_stopping_policy(monkeypatch)
+    check("draft_model", models, truth)
+    asked = Counter(drafted for planned, drafted in policies[-1].asked if planned == 3)
+    assert len(asked) == 4, asked
 
 
 def test_the_statistic_sees_a_wrong_distribution(models: dict[str, str], truth: Outputs) -> None:
