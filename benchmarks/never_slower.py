@@ -33,7 +33,8 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -48,9 +49,11 @@ from benchmarks.policy_engines import (
     MOST,
     PAIRS,
     PLAIN,
+    TEXT,
     TRAFFIC,
     Pair,
     Requests,
+    SomeDraft,
     open_engine,
     policies,
     sizes,
@@ -58,6 +61,7 @@ from benchmarks.policy_engines import (
 from benchmarks.policy_pictures import never_slower_figure
 from slipstream import LLM
 from slipstream.bench.pictures import require_plots, save
+from slipstream.core.step_form import PARTS
 from slipstream.kernels.registry import kernels_for
 from slipstream.models.loading import dtype_named
 
@@ -77,6 +81,7 @@ class Method:
     """
 
     settings: tuple[str, ...]
+    traffic: tuple[str, ...]
     concurrency: tuple[int, ...]
     prompt: int
     output: int
@@ -156,6 +161,8 @@ class Measuring:
         windows: dict[str, list[Window]] = {name: [] for name in names}
         for name in names:  # what is done once is done then
             self._round(name, traffic, concurrency, 0, method.warm_up)
+        if AUTO in names and self._llm.engine.resolved.captures:
+            self._capture(traffic, concurrency)
         for number in range(method.repeat):
             first = number % len(names)
             for name in [*names[first:], *names[:first]]:
@@ -164,6 +171,14 @@ class Measuring:
                 round_of_it = self._round(name, traffic, concurrency, number, method.output)
                 windows[name].append(round_of_it)
         return Cell(self._name, traffic, concurrency, windows)
+
+    def _capture(self, traffic: str, concurrency: int) -> None:
+        """Run the steps that "auto" may choose, whose graphs are captured when they first run."""
+        for width in self._policies[AUTO].widths[1:]:
+            for part in range(1, PARTS):
+                asked = self._requests.take(traffic, 0, concurrency, True)
+                some = SomeDraft(width, part / PARTS)
+                run_window(self._llm, some, asked, 1, self._method.most)
 
     def _round(
         self,
@@ -189,12 +204,11 @@ class Measuring:
 
 def measure(
     name: str, pair: Pair, method: Method, device: str, options: Mapping[str, Any]
-) -> list[Cell]:
+) -> Iterator[Cell]:
     """The cells of a pair, which are printed as they come."""
     count: int | str = max((int(it) for it in method.settings if it != AUTO), default=MOST)
     if AUTO in method.settings:
         count = AUTO
-    cells = []
     with tempfile.TemporaryDirectory() as folder:
         began = perf_counter()
         llm = open_engine(
@@ -211,10 +225,12 @@ def measure(
         headings = _headings(method.settings)
         print(_line(headings), _line(["---"] * len(headings)), sep="\n")
         for traffic in pair.traffic:
+            if traffic not in method.traffic:
+                continue
             for concurrency in method.concurrency:
-                cells.append(measuring.cell(traffic, concurrency))
-                print(_line(_row(cells[-1], method.settings, device)), flush=True)
-    return cells
+                cell = measuring.cell(traffic, concurrency)
+                print(_line(_row(cell, method.settings, device)), flush=True)
+                yield cell
 
 
 def _headings(settings: Sequence[str]) -> list[str]:
@@ -245,6 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     on_gpu = given.device == "cuda"
     method = Method(
         settings=tuple(given.settings.split(",")),
+        traffic=tuple(given.traffic.split(",")),
         concurrency=given.concurrency or ((1, 8, 32, 128) if on_gpu else (1, 4, 16)),
         prompt=given.prompt,
         output=given.output,
@@ -259,24 +276,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kernels = kernels_for(torch.device(given.device), dtype_named(given.dtype)).network.backend
     print(f"kernels: {kernels}")
     cells: list[Cell] = []
-    for name, pair in PAIRS[given.device].items():
-        if given.only and name not in given.only:
-            continue
-        cells += measure(name, pair, method, given.device, {"dtype": given.dtype})
-        release()
+    document: dict[str, Any] = {"method": asdict(method), "kernels": kernels, "cells": []}
+    with suppress(KeyboardInterrupt):  # what is there by then is shown
+        for name, pair in PAIRS[given.device].items():
+            if given.only and name not in given.only:
+                continue
+            for cell in measure(name, pair, method, given.device, {"dtype": given.dtype}):
+                cells.append(cell)
+                document["cells"].append(cell.document())
+                if given.json is not None:
+                    given.json.write_text(json.dumps(document, indent=1))
+            release()
     missed = [
         f"{cell.drafter}, {cell.traffic}, {cell.concurrency}: {miss}"
         for cell in cells
         for miss in cell.misses(given.device)
     ]
     print(f"\n{len(cells)} cells, {len(missed)} bars missed", *missed, sep="\n  ")
-    document = {
-        "method": asdict(method),
-        "kernels": kernels,
-        "cells": [cell.document() for cell in cells],
-    }
-    if given.json is not None:
-        given.json.write_text(json.dumps(document, indent=1))
     if given.plot is not None:
         save(lambda: never_slower_figure(document), given.plot)
     return int(bool(missed))
@@ -289,7 +305,12 @@ def _parser() -> argparse.ArgumentParser:
     names = dict.fromkeys(name for pairs in PAIRS.values() for name in pairs)
     cli.add_argument("--device", choices=PAIRS, default="cpu")
     cli.add_argument("--only", nargs="*", choices=names, help="drafters [all]")
-    cli.add_argument("--settings", default="0,1,2,4,7,auto")
+    cli.add_argument(
+        "--settings",
+        default="0,1,2,4,7,auto",
+        help="without auto a GPU pads all steps to the largest number",
+    )
+    cli.add_argument("--traffic", default=",".join((TEXT, *TRAFFIC)))
     cli.add_argument("--concurrency", type=sizes, help="[1,8,32,128 or, on a CPU, 1,4,16]")
     cli.add_argument("--prompt", type=int, default=128)
     cli.add_argument("--output", type=int, default=48)

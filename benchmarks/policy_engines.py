@@ -12,7 +12,8 @@ from benchmarks.demo_drafters import DRAFTERS
 from benchmarks.geometries import GEOMETRIES, HEADS, geometry_named, write_config
 from benchmarks.prompt_ids import PromptText
 from slipstream import LLM
-from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
+from slipstream.core.batch import DraftPlan, StepReport
+from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy
 from slipstream.models.checkpoint import resolve_checkpoint
 
 AUTO, PLAIN = "auto", "0"
@@ -108,6 +109,29 @@ def policies(llm: LLM, settings: Sequence[str]) -> dict[str, DraftPolicy]:
         for name in settings
         if name == AUTO or int(name) <= most
     }
+
+
+@dataclass(frozen=True)
+class SomeDraft:
+    """A policy by which a share of the requests drafts `width` tokens, the others none."""
+
+    width: int
+    share: float
+    reads_confidences = False
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (0, self.width)
+
+    def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
+        number = max(1, int(self.share * len(candidates)))
+        counts = [self.width] * number + [0] * (len(candidates) - number)
+        return [
+            DraftPlan(min(it.most, count)) for it, count in zip(candidates, counts, strict=True)
+        ]
+
+    def observe(self, report: StepReport) -> None:
+        """Nothing changes it."""
 
 
 class Requests:
