@@ -10,10 +10,11 @@ and then 0.8 again, in two ways:
     same    the requests go on, and their text has become another
 
 Choice is the number of draft tokens that were verified, per request. It is right where the same
-engine goes in the same traffic: between the tenth and the ninetieth percentile of the last third of
-the steps, or within half a token of that. A change has been followed from the first right choice on
-of which three in four of the next 20 are right too; the others may try whether more would be
-accepted. The exit code is 1 where that took more than 30 steps.
+engine goes in steady traffic: between the tenth and the ninetieth percentile of the second half of
+twice as many steps of requests whose acceptance never changed, or within half a token of that. A
+change has been followed from the first right choice on of which three in four of the next 20 are
+right too; the others may try whether more would be accepted. The exit code is 1 where that took
+more than 30 steps.
 """
 
 import argparse
@@ -45,7 +46,7 @@ class Change:
 
     Attributes:
         choices: of all steps since then.
-        low, high: choices between these are right.
+        low, high: choices from the one to the other are right.
         steps: until the choice was right; None: never.
     """
 
@@ -60,11 +61,15 @@ class Change:
         return self.steps is not None and self.steps <= MOST_STEPS
 
 
-def judged(chance: float, choices: Sequence[float]) -> Change:
-    """A change by the choices since then."""
-    settled = sorted(choices[-(len(choices) // 3) :])
+def right_choices(steady: Sequence[float]) -> tuple[float, float]:
+    """The least and the largest, by the choices in steady traffic."""
+    settled = sorted(steady[len(steady) // 2 :])
     tenth = len(settled) // 10
-    low, high = settled[tenth] - 0.5, settled[-1 - tenth] + 0.5
+    return max(0.0, settled[tenth] - 0.5), settled[-1 - tenth] + 0.5
+
+
+def judged(chance: float, choices: Sequence[float], low: float, high: float) -> Change:
+    """A change by the choices since then."""
     right = [low <= choice <= high for choice in choices]
     steps = None
     for number in range(len(right)):
@@ -72,7 +77,7 @@ def judged(chance: float, choices: Sequence[float]) -> Change:
         if right[number] and following and 4 * sum(following) >= 3 * len(following):
             steps = number
             break
-    return Change(chance, choices, max(0.0, low), high, steps)
+    return Change(chance, choices, low, high, steps)
 
 
 class Traffic:
@@ -88,16 +93,17 @@ class Traffic:
         self._policy = llm.engine.scheduler.policy
         self._choices: list[float] = []
 
+    def steady(self, chance: float) -> list[float]:
+        """The choices for requests whose acceptance never changes, of twice as many steps."""
+        with policy_of(self._llm, Watched(self._policy, self._watch)):
+            return [choice for phase in self._phases([chance, chance]) for choice in phase]
+
     def run(self, way: str) -> list[list[float]]:
         """The choices of each phase."""
-        phases: list[list[float]] = []
         with policy_of(self._llm, Watched(self._policy, self._watch)):
-            if way == "new":
-                for chance in PHASES:
-                    phases += self._phases([chance])
-            else:
-                phases += self._phases(PHASES)
-        return phases
+            if way == "same":
+                return self._phases(PHASES)
+            return [choices for chance in PHASES for choices in self._phases([chance])]
 
     def _watch(self, report: StepReport) -> None:
         drafts = [gain.num_draft_tokens for gain in report.committed]
@@ -122,12 +128,15 @@ class Traffic:
         return found
 
 
-def measure(llm: LLM, pair: Pair, concurrency: int, steps: int, way: str) -> list[Change]:
-    """The changes of one way, behind as many steps for warming up."""
+def measure(llm: LLM, pair: Pair, concurrency: int, steps: int) -> dict[str, list[Change]]:
+    """The changes in either way, behind steady traffic of both kinds."""
     traffic = Traffic(llm, Requests(pair, 64, concurrency), concurrency, steps)
-    traffic.run(way)
-    phases = traffic.run(way)
-    return [judged(chance, choices) for chance, choices in zip(PHASES, phases, strict=True)][1:]
+    right = {chance: right_choices(traffic.steady(chance)) for chance in (HIGH, LOW)}
+    found = {}
+    for way in WAYS:
+        phases = zip(PHASES, traffic.run(way), strict=True)
+        found[way] = [judged(chance, choices, *right[chance]) for chance, choices in phases][1:]
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -146,8 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             max_num_seqs=max(given.concurrency),
         )
         for concurrency in given.concurrency:
-            for way in WAYS:
-                found = measure(llm, pair, concurrency, given.steps, way)
+            for way, found in measure(llm, pair, concurrency, given.steps).items():
                 changes[f"{way} requests, {concurrency}"] = found
                 for change in found:
                     _show(f"{concurrency:4d} {way}", change)

@@ -1,11 +1,13 @@
 """How fast the bundled target decodes with each of its drafters, beside plain decoding.
 
     python -m benchmarks.demo_drafters [--prompts 12] [--tokens 128] [--rounds 1] [--only NAME ...]
+    SLIPSTREAM_CPU_KERNELS=avx512 python -m benchmarks.demo_drafters --auto
 
 Held-out chats, greedy, one request at a time. All engines answer a prompt before any of them goes
 on to the next, each time another one first; a time is that of the whole answer, its prompt's pass
-included. Every answer is compared with the plain one. Prints medians as a table of Markdown: times
-plain is that of the ratios within each prompt. The last line is one JSON document.
+included. With --auto engines choose how much they draft. Every answer is compared with the plain
+one. Prints medians as a table of Markdown: times plain is that of the ratios within each prompt.
+The last line is one JSON document.
 """
 
 import argparse
@@ -77,12 +79,12 @@ class Measured:
         )
         rates = [count / took for count, took in zip(counts, self.seconds, strict=True)]
         ratios = [before / took for before, took in zip(plain.seconds, self.seconds, strict=True)]
-        config = DRAFTERS[self.name] or {}
+        most = self.llm.engine.resolved.limits.num_speculative_tokens
         pairs = zip(self.tokens, plain.tokens, strict=True)
         totals = {part: 1e6 * took for part, took in self.llm.metrics.seconds.items()}
         return {
             "drafter": self.name,
-            "K": config.get("num_speculative_tokens", 0),
+            "K": f"auto, {most}" if self.llm.engine.resolved.adaptive else most,
             "tokens/s": round(statistics.median(rates)),
             "times plain": round(statistics.median(ratios), 2),
             "AL": round(1 + accepted / max(drafts, 1), 2),
@@ -102,10 +104,11 @@ def main() -> None:
     cli.add_argument("--tokens", type=int, default=128)
     cli.add_argument("--rounds", type=int, default=1, help="how often to go through the prompts")
     cli.add_argument("--dtype", default="bfloat16")
+    cli.add_argument("--auto", action="store_true", help="K auto for every drafter")
     cli.add_argument("--only", nargs="*", choices=[*DRAFTERS][1:], help="beside plain decoding")
     options = cli.parse_args()
     names = [*DRAFTERS] if options.only is None else [PLAIN, *options.only]
-    engines = [Measured(name=name, llm=_open(name, options.dtype)) for name in names]
+    engines = [Measured(name=name, llm=_open(name, options)) for name in names]
     _run(engines, _chats(options.prompts), options.tokens, options.rounds)
     rows = [engine.row(engines[0]) for engine in engines]
     kernels = kernels_for(torch.device("cpu"), dtype_named(options.dtype)).network.backend
@@ -115,12 +118,15 @@ def main() -> None:
         sys.exit("answers differ from plain decoding")
 
 
-def _open(name: str, dtype: str) -> LLM:
+def _open(name: str, options: argparse.Namespace) -> LLM:
+    config = DRAFTERS[name]
+    if config is not None and options.auto:
+        config = {**config, "num_speculative_tokens": "auto"}
     return LLM(
         "demo",
-        speculative_config=DRAFTERS[name],
+        speculative_config=config,
         device="cpu",
-        dtype=dtype,
+        dtype=options.dtype,
         max_num_seqs=1,
         enable_prefix_caching=False,
     )

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import long_contexts, never_slower, policy_overhead
-from benchmarks.changing_traffic import judged
+from benchmarks import changing_traffic, long_contexts, never_slower, policy_overhead
+from benchmarks.changing_traffic import judged, right_choices
 from benchmarks.decode_windows import Asked, Window, num_gained, run_window, running
 from benchmarks.never_slower import Cell
 from benchmarks.policy_engines import CHANCES, PAIRS, TRAFFIC, Requests, seed_for
@@ -98,15 +98,32 @@ def test_drafters_are_measured_in_turns(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_change_is_followed_when_choices_are_right_and_stay_so() -> None:
+    low, high = right_choices([9.0] * 30 + [2.0, 3.0] * 15)
+    assert (low, high) == (1.5, 3.5)
     settled = [2.0, 3.0] * 30
-    change = judged(0.1, [7.0] * 5 + [2.0] + [7.0] * 20 + [4.0] * 3 + settled)
-    assert (change.low, change.high) == (1.5, 3.5)
+    change = judged(0.1, [7.0] * 5 + [2.0] + [7.0] * 20 + [4.0] * 3 + settled, low, high)
     assert change.steps == 29
     assert change.met
-    late = judged(0.1, [7.0] * 40 + settled)
+    late = judged(0.1, [7.0] * 40 + settled, low, high)
     assert (late.steps, late.met) == (40, False)
-    probing = judged(0.1, [7.0, 0.0, 0.0, 0.0, 1.0] + [0.0, 0.0, 0.0, 1.0, 0.0] * 12)
+    probing = judged(0.1, [7.0] + [0.0, 0.0, 0.0, 1.0, 0.0] * 12, *right_choices([0.0] * 20))
     assert probing.steps == 1
+    assert judged(0.8, [0.0] * 60, low, high).steps is None
+
+
+def test_choices_are_told_for_requests_whose_acceptance_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = tmp_path / "x.json", tmp_path / "x.svg"
+    line = "--concurrency 2 --steps 6 --dtype float32"
+    changing_traffic.main([*line.split(), "--json", str(files[0]), "--plot", str(files[1])])
+    assert capsys.readouterr().out.count("   2 ") == 4
+    document = json.loads(files[0].read_text())
+    for way in ("new", "same"):
+        low, high = document[f"{way} requests, 2"]
+        assert (low["chance"], high["chance"]) == (0.1, 0.8)
+        assert len(low["choices"]) == len(high["choices"]) == 6
+    assert "new requests, 2: to 0.8" in files[1].read_text()
 
 
 @pytest.mark.parametrize("captured", [False, True])
