@@ -4,6 +4,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
+
 from slipstream.core.batch import Batch, Committed, ScheduledRequest, StepReport, StepTimes
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
@@ -39,6 +41,11 @@ class Costs:
 
     def observe(self, report: StepReport) -> None:
         """It knows already."""
+
+
+def learn_costs_while_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines that choose how much they draft measure nothing at the start: it takes long."""
+    monkeypatch.setattr("slipstream.engine.build.calibrate", lambda *_: 0)
 
 
 def limits(most: int, tree_depth: int | None = None) -> StepLimits:

@@ -13,6 +13,7 @@ from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.step_form import CapturedForm, ExactForm, StepForm
 from slipstream.core.verification import Verification
 from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
+from slipstream.engine.drafting.calibration import calibrate
 from slipstream.engine.drafting.costs import CostModel
 from slipstream.engine.drafting.policy import AdaptivePolicy, captured_widths
 from slipstream.engine.engine import Engine
@@ -141,7 +142,9 @@ def assemble(
     needs = loaded_drafter.needs
     runner = ModelRunner(network, cache, state, stream_layers=needs.stream_layers)
     shares_prefixes = config.enable_prefix_caching and layout.blocks_resume
-    policy, form = _draft_policy(resolved)
+    form = _step_form(resolved)
+    costs = CostModel(form.bucket if isinstance(form, CapturedForm) else None)
+    policy = _draft_policy(resolved, costs, form)
     scheduler = Scheduler(limits, _block_manager(resolved, size, shares_prefixes), policy)
     resources = DrafterResources(
         state=state,
@@ -155,11 +158,7 @@ def assemble(
         shares_prefixes=shares_prefixes,
         synthetic_rates=_synthetic_rates(resolved),
     )
-    if not all(kept.blocks_resume for kept in loaded_drafter.layouts):
-        raise UsageError(
-            "drafters whose layers keep a state of each request are not supported; use a draft "
-            "model with attention alone"
-        )
+    _require_attention(loaded_drafter)
     drafter = loaded_drafter.build(resources)
     on_device = loaded_drafter.limits.on_device
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
@@ -181,7 +180,18 @@ def assemble(
     if graphs is not None:  # what plain requests need
         with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
             graphs.capture_all("step", step.run, not on_device, progress)
+    if resolved.adaptive:
+        calibrate(costs, step, resolved, policy.widths, size)
     return Engine(resolved, scheduler, step, LogprobReader(runner, tokenizer), tokenizer, grammars)
+
+
+def _require_attention(drafter: LoadedDrafter) -> None:
+    """Raise UsageError for a drafter that cannot go on from blocks alone."""
+    if not all(kept.blocks_resume for kept in drafter.layouts):
+        raise UsageError(
+            "drafters whose layers keep a state of each request are not supported; use a draft "
+            "model with attention alone"
+        )
 
 
 def _synthetic_rates(resolved: Resolved) -> torch.Tensor | None:
@@ -190,18 +200,25 @@ def _synthetic_rates(resolved: Resolved) -> torch.Tensor | None:
     return torch.tensor(rates, device=resolved.device) if rates else None
 
 
-def _draft_policy(resolved: Resolved) -> tuple[DraftPolicy, StepForm]:
-    """What decides how much is drafted, and the form of the steps in which it is."""
+def _draft_policy(resolved: Resolved, costs: CostModel, form: StepForm) -> DraftPolicy:
+    """What decides how much is drafted."""
+    if resolved.adaptive:
+        return AdaptivePolicy(resolved.limits, _widths(resolved), costs, form)
+    return FixedPolicy(resolved.limits.num_speculative_tokens)
+
+
+def _step_form(resolved: Resolved) -> StepForm:
     limits = resolved.limits
-    fixed = FixedPolicy(limits.num_speculative_tokens)
-    widths = captured_widths(limits) if resolved.adaptive else fixed.widths
-    form: StepForm = ExactForm()
-    if resolved.captures:
-        form = CapturedForm(limits.max_num_seqs, widths, packs=not limits.drafts_trees)
-    if not resolved.adaptive:
-        return fixed, form
-    costs = CostModel(form.bucket if isinstance(form, CapturedForm) else None)
-    return AdaptivePolicy(limits, widths, costs, form), form
+    if not resolved.captures:
+        return ExactForm()
+    return CapturedForm(limits.max_num_seqs, _widths(resolved), packs=not limits.drafts_trees)
+
+
+def _widths(resolved: Resolved) -> tuple[int, ...]:
+    """Numbers of draft tokens that captured steps have."""
+    if resolved.adaptive:
+        return captured_widths(resolved.limits)
+    return FixedPolicy(resolved.limits.num_speculative_tokens).widths
 
 
 def _of_drafts(resolved: Resolved) -> frozenset[Uses]:

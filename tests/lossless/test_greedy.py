@@ -9,6 +9,7 @@ import torch
 from slipstream import LLM, RequestOutput, SamplingParams
 from slipstream.speculative.catalogue import METHODS
 from tests import fake_drafters
+from tests.draft_traffic import learn_costs_while_running
 from tests.last_hidden_checkpoints import medusa_for, mlp_for
 from tests.lossless.pairwise import Case, every_case, pairwise_cases
 from tests.padded_steps import packed_rows, use_packed_steps, use_padded_steps
@@ -94,6 +95,7 @@ def check(
     expected = tokens(plain.generate(prompts, params))
     remember(prompts, expected)
 
+    learn_costs_while_running(monkeypatch)
     if case["steps"] == "padded":
         use_padded_steps(monkeypatch)
     if case["steps"] == "packed":

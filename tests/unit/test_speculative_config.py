@@ -9,6 +9,7 @@ import pytest
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
 from slipstream.speculative.draft_model.vocabularies import require_same_vocabulary
 from tests.checkpoints import write_qwen3
+from tests.draft_traffic import learn_costs_while_running
 from tests.last_hidden_checkpoints import medusa_for
 
 
@@ -106,8 +107,13 @@ def test_hyphens_equal_underscores(tiny_target: str, tiny_draft: str) -> None:
     ],
 )
 def test_auto_drafts_no_more_than_the_drafter_can(
-    config: dict[str, Any], most: int, tiny_target: str, tiny_draft: str
+    config: dict[str, Any],
+    most: int,
+    tiny_target: str,
+    tiny_draft: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    learn_costs_while_running(monkeypatch)
     text = json.dumps({**config, "num_speculative_tokens": "auto"}).replace("DRAFT", tiny_draft)
     medusa = medusa_for(tiny_target, heads=3)
     llm = make(tiny_target, json.loads(text.replace("MEDUSA", medusa)))

@@ -12,18 +12,21 @@ confidence, for everybody, and for each request a factor on it.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.core.batch import Committed, StepReport
+from slipstream.core.batch import Committed, ScheduledRequest, StepReport
 from slipstream.core.request import Request
 
 MEMORY = 0.1  # weight of the latest result in a request's averages: half is forgotten in 7 results
 TRAFFIC_MEMORY = 0.02
 UNKNOWN = 0.75  # chance before anything is known: optimistic, so that it is tried
-PRIOR_TRIALS = 3  # results that what a request begins with counts for
-SURPRISED = -1  # results that a request counts for once a probe found it changed
+PRIOR_TRIALS = 2  # results that what a request begins with counts for
+SURPRISED = 0  # results that a request counts for once a probe found it changed
 NUM_BINS = 16
 _BIN_MEMORY = 0.01
 _FACTOR_STEPS = 8
+_LATEST = 0.3
+_FEWEST_DRAWN, _DRAWN_PLACES = 4, 3
 _MOST_FACTOR = 1.5
+_EXAMINED = 8  # one request of every so many steps tells how reliable its chances are
 _MOST_JUDGED = 16  # requests of a step that are looked at; of larger batches they take turns
 
 
@@ -104,6 +107,7 @@ class Acceptance:
         self.reliability = Reliability()
         self.num_steps = self.all_until = 0  # up to that step all requests are looked at
         self.has_confidences = False
+        self.latest = 0.0  # accepted tokens of a request in a step
 
     def __len__(self) -> int:
         """How many requests something is kept about."""
@@ -129,6 +133,23 @@ class Acceptance:
                 name: it for name, it in self._histories.items() if not it.request.finished
             }
 
+    def chances_of(self, histories: Sequence[History]) -> list[Sequence[float]]:
+        """The chances of several requests by place. Where they differ no more than moving averages
+        do by chance they are taken to be equal, else drawn to their mean (James and Stein 1961): of
+        many noisy averages the best are not as good as they look."""
+        if len(histories) < _FEWEST_DRAWN:
+            return [it.chances for it in histories]
+        drawn = [list(it.chances) for it in histories]
+        for place in range(min(_DRAWN_PLACES, self._places)):
+            column = [row[place] for row in drawn]
+            mean = sum(column) / len(column)
+            spread = sum([(it - mean) ** 2 for it in column]) / len(column)
+            noise = mean * (1 - mean) * MEMORY / (2 - MEMORY)
+            share = noise / spread if spread > noise else 1.0
+            for row in drawn:
+                row[place] += share * (mean - row[place])
+        return list[Sequence[float]](drawn)
+
     def rates(self, factor: float) -> tuple[float, ...]:
         """The chance by confidence, where a request has this factor: place i of n is for
         confidences from i / n on."""
@@ -145,21 +166,31 @@ class Acceptance:
         stride = 1 + (len(pairs) - 1) // _MOST_JUDGED
         if self.num_steps <= self.all_until:
             stride = 1
-        examined = self.num_steps % len(pairs)
+        examined = (
+            self.num_steps // _EXAMINED % len(pairs) if self.num_steps % _EXAMINED == 0 else -1
+        )
         probes: list[tuple[int, int]] = []
+        looked_at = accepted = 0
         for index in range(self.num_steps % stride, len(pairs), stride):
             item, gain = pairs[index]
-            if gain.num_draft_tokens and report.live[index]:
-                self._learn(item.request, gain, probes, index == examined)
+            if (gain.num_draft_tokens or item.stops is not None) and report.live[index]:
+                self._learn(item, gain, probes, index == examined)
+            looked_at += 1
+            accepted += gain.num_accepted
             if item.request.finished:
                 self._histories.pop(item.request.request_id, None)
+        self.latest += _LATEST * (accepted / looked_at - self.latest)
         return probes
 
     def _learn(
-        self, request: Request, gain: Committed, probes: list[tuple[int, int]], examined: bool
+        self,
+        item: ScheduledRequest,
+        gain: Committed,
+        probes: list[tuple[int, int]],
+        examined: bool,
     ) -> None:
-        history = self._histories.get(request.request_id)
-        if history is None or history.request is not request:
+        history = self._histories.get(item.request.request_id)
+        if history is None or history.request is not item.request:
             return
         drafted = gain.num_draft_tokens if gain.num_positions is None else gain.num_positions
         accepted, chances = gain.num_accepted, history.chances
@@ -174,6 +205,9 @@ class Acceptance:
         elif examined:
             for place in range(judged):
                 self.reliability.add(chances[place], place < accepted)
+        if item.stops is not None and accepted == drafted < item.num_draft_tokens:
+            # Its chain has ended early: as far as plans go, the next token was not to be had.
+            judged += bool(gain.confidences) or not drafted
         weight = max(MEMORY, 1 / (history.num_results + PRIOR_TRIALS))
         history.num_results += 1
         for place in range(min(accepted, judged)):

@@ -37,39 +37,41 @@ class CostTable:
     ) -> None:
         self._costs, self._form, self._unit = costs, form, unit
         self._requests, self._context = requests, context
-        self._targets: dict[int, float] = {}
-        self._added: dict[tuple[int, int], float] = {}
+        self.exact = form.ends_chains
+        self._targets: dict[int, list[float]] = {}
+        self._added: dict[int, list[float]] = {}
 
     def is_flat(self, width: int) -> bool:
         """Whether draft tokens within this width cost nothing."""
         requests, form, most = self._requests, self._form, width * self._unit
         return form.rows(requests, most, 0) == form.rows(requests, most, requests * most)
 
-    def target(self, units: int, width: int) -> float:
-        """Seconds of a step that verifies so many units of draft tokens, without drafting."""
-        requests = self._requests
-        rows = self._form.rows(requests, width * self._unit, units * self._unit)
-        found = self._targets.get(rows)
+    def targets(self, units: int, width: int) -> Sequence[float]:
+        """Seconds of a step without drafting that verifies 0, 1, .. `units` units or more."""
+        found = self._targets.setdefault(0 if self.exact else width, [])
+        requests, unit = self._requests, self._unit
+        for count in range(len(found), units + 1):
+            rows = self._form.rows(requests, width * unit, count * unit)
+            found.append(self._costs.target_seconds(requests, rows, self._context))
+        return found
+
+    def added(self, place: int) -> Sequence[float]:
+        """What drafting costs more if a token at this place is drafted for 0, 1, .. all requests
+        and not for one less; nothing where steps are padded."""
+        found = self._added.get(place)
         if found is None:
-            found = self._costs.target_seconds(requests, rows, self._context)
-            self._targets[rows] = found
+            passes = [0.0] * (self._requests + 1)
+            if self.exact:
+                passes = [self._pass(count, place) for count in range(self._requests + 1)]
+            found = self._added[place] = [0.0, *(now - last for last, now in pairwise(passes))]
         return found
 
     def padded_drafting(self, width: int) -> float:
         """Seconds of drafting in a step of this width, whoever drafts."""
-        return 0.0 if self._form.ends_chains else self._drafting(self._requests, width)
+        return 0.0 if self.exact else self._drafting(self._requests, width)
 
-    def added(self, place: int, count: int) -> float:
-        """What drafting costs more if a token at this place is drafted for so many requests and not
-        for one less."""
-        if not self._form.ends_chains:
-            return 0.0
-        found = self._added.get((place, count))
-        if found is None:
-            with_it = self._drafting(count, place) - self._drafting(count, place - 1)
-            without = self._drafting(count - 1, place) - self._drafting(count - 1, place - 1)
-            found = self._added[place, count] = with_it - without
-        return found
+    def _pass(self, drafting: int, place: int) -> float:
+        return self._drafting(drafting, place) - self._drafting(drafting, place - 1)
 
     def _drafting(self, drafting: int, width: int) -> float:
         """Seconds of drafting `width` units for so many of the requests."""
@@ -113,33 +115,24 @@ def choose(gains: Sequence[Sequence[float]], widths: Sequence[int], table: CostT
     """
     requests = len(gains)
     ranked = sorted(
-        (-gain, place, index)
-        for index, chain in enumerate(gains)
-        for place, gain in enumerate(chain, 1)
-        if gain > LEAST_SURVIVAL
+        [
+            (-gain, place, index)
+            for index, chain in enumerate(gains)
+            for place, gain in enumerate(chain, 1)
+            if gain > LEAST_SURVIVAL
+        ]
     )
-    tokens, seconds = float(requests), table.target(0, 0)
+    tokens, seconds = float(requests), table.targets(0, 0)[0]
     best = _Best(tokens / seconds, tokens, seconds, 0, 0)
     longest = max(map(len, gains), default=0)
+    if table.exact and requests == 1:
+        widths = (0, widths[-1])  # shorter chains are what a longer one begins with
     for before, width in pairwise(widths):
         if longest <= before:
             break  # no wider than the last
-        within = [pair for pair in ranked if pair[1] <= width]
-        tokens = float(requests)
-        if table.is_flat(width):
-            tokens -= sum(pair[0] for pair in within)
-            seconds = table.target(0, width) + table.padded_drafting(width)
-            if tokens > best.speed * seconds:
-                best = _Best(tokens / seconds, tokens, seconds, width, len(within))
-            continue
-        drafting, at_place = table.padded_drafting(width), [0] * (width + 1)
-        for taken, (negated, place, _) in enumerate(within, 1):
-            tokens -= negated
-            at_place[place] += 1
-            drafting += table.added(place, at_place[place])
-            seconds = table.target(taken, width) + drafting
-            if tokens > best.speed * seconds:
-                best = _Best(tokens / seconds, tokens, seconds, width, taken)
+        within = ranked if width >= longest else [pair for pair in ranked if pair[1] <= width]
+        narrower = 0 if table.exact else before
+        best = max(best, _best_of(within, requests, narrower, width, table))
     counts, least = [0] * requests, 1.0
     for negated, place, index in [it for it in ranked if it[1] <= best.width][: best.taken]:
         counts[index], least = place, -negated
@@ -147,8 +140,42 @@ def choose(gains: Sequence[Sequence[float]], widths: Sequence[int], table: CostT
 
 
 class _Best(NamedTuple):
+    """The first so many of the ranked tokens within a width."""
+
     speed: float
     tokens: float
     seconds: float
     width: int
     taken: int
+
+
+def _best_of(
+    within: Sequence[tuple[float, int, int]],
+    requests: int,
+    narrower: int,
+    width: int,
+    table: CostTable,
+) -> _Best:
+    """Args:
+    within: tokens of up to this width as (minus its gain, place, request), best first.
+    narrower: a step that is no wider than this is none of this width.
+    """
+    tokens, drafting = float(requests), table.padded_drafting(width)
+    if table.is_flat(width):
+        tokens -= sum([pair[0] for pair in within])
+        seconds = table.targets(0, width)[0] + drafting
+        return _Best(tokens / seconds, tokens, seconds, width, len(within))
+    targets = table.targets(len(within), width)
+    added = [table.added(place) for place in range(width + 1)]
+    at_place = [0] * (width + 1)
+    best, best_tokens, best_seconds, best_taken = 0.0, tokens, 1.0, 0
+    is_wide = not narrower
+    for taken, (negated, place, _) in enumerate(within, 1):
+        tokens -= negated
+        at_place[place] = count = at_place[place] + 1
+        drafting += added[place][count]
+        seconds = targets[taken] + drafting
+        is_wide = is_wide or place > narrower
+        if is_wide and tokens > best * seconds:
+            best, best_tokens, best_seconds, best_taken = tokens / seconds, tokens, seconds, taken
+    return _Best(best, best_tokens, best_seconds, width, best_taken)

@@ -2,9 +2,7 @@
 
 From the results of earlier steps follow the chances that draft tokens are accepted (acceptance.py)
 and what steps cost (costs.py); the choice between all ways to draft is that of choice.py. Whoever
-drafts nothing, or less than it could, is tried again now and then: the time that probes take is
-kept in a ledger, into which a small share of all time is paid, and back into which goes the time
-that accepted tokens saved. So probes come seldom where they fail, and in a row where they pay.
+drafts less than it could is tried again now and then (probes.py).
 
 Why the output keeps the target's distribution. A step's tokens follow the target's distribution
 given all tokens before them, for every number of draft tokens (Leviathan et al. 2023, theorem 1),
@@ -18,7 +16,6 @@ to sample these tokens more often than the target does.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import log2
 from typing import Protocol
 
@@ -29,10 +26,9 @@ from slipstream.core.step_form import StepForm
 from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.drafting.acceptance import Acceptance, History, survivals
 from slipstream.engine.drafting.choice import Choice, CostTable, StepCosts, choose
+from slipstream.engine.drafting.probes import Probes
 
-PROBE_SHARE = 0.01  # of all time
-_MOST_PROBES = 4  # that are saved up for
-_LEAST_PROBE = 0.002  # what a probe counts for at least, in steps
+_SURPRISE = 0.5  # how far off results are where a choice is made anew sooner
 _TABLE_AGE = 128  # plans; then costs are asked for anew
 _MOST_UNCHANGED = 16  # plans that a choice serves at most
 _LEAST_TO_STOP, _MOST_TO_STOP = 0.02, 0.9
@@ -51,27 +47,14 @@ def captured_widths(limits: StepLimits) -> tuple[int, ...]:
     return (0, *(width for width in _WIDTHS if width < most), most)
 
 
+_NARROW = (1, 2, 3, 4)  # widths that are compared with each other where none is captured
+
+
 class LearningCosts(StepCosts, Protocol):
     """Costs that learn from what steps took; see `CostModel`."""
 
     def observe(self, report: StepReport) -> None:
         """Take in the times of a step."""
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What is tried beyond a choice.
-
-    Attributes:
-        width: draft tokens that every request drafts in a padded step; 0: some requests draft one
-            token (or tree) more than they were given.
-        seconds: that it costs; 0: there is nothing to try.
-        requests: how many try something.
-    """
-
-    width: int
-    seconds: float
-    requests: int
 
 
 class AdaptivePolicy:
@@ -92,7 +75,7 @@ class AdaptivePolicy:
         self._unit = self._most if limits.drafts_trees else 1
         self._choices = (0, 1) if limits.drafts_trees else self._widths
         if form.ends_chains and not limits.drafts_trees:
-            self._choices = tuple(range(self._most + 1))
+            self._choices = tuple(sorted({*_NARROW, *self._widths} & {*range(self._most + 1)}))
         self._costs, self._form = costs, form
         self.acceptance = Acceptance(self._places)
         self._tables: dict[tuple[int, int], CostTable] = {}
@@ -102,8 +85,9 @@ class AdaptivePolicy:
         self._plans: list[DraftPlan] = []
         self._by_id: dict[str, DraftPlan] = {}
         self._longest = self._left = self._age = 0
-        self._probe = Probe(0, 0.0, 0)
-        self._ledger = 0.0  # seconds that probes may take
+        self._probes = Probes(
+            self.acceptance, self._most, self._unit, self._choices, form.ends_chains
+        )
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -127,22 +111,21 @@ class AdaptivePolicy:
         elif self._left <= 0:
             self._choose(requests, candidates)
         plans = self._plans
-        if self._ledger >= self._probe.seconds > 0:
-            plans = self._probing(candidates)
-        if min([it.most for it in candidates]) < max(self._longest, self._probe.width):
+        if self._probes.is_due():
+            plans = self._probes.plans(candidates, plans)
+        if min([it.most for it in candidates]) < self._longest:
             plans = [_cut(plan, it.most) for plan, it in zip(plans, candidates, strict=True)]
         return plans
 
     def observe(self, report: StepReport) -> None:
         self._costs.observe(report)
         results = self.acceptance.observe(report)
-        paid = PROBE_SHARE * self._choice.seconds
-        if results:
-            saved = sum(max(0, accepted - place + 1) for place, accepted in results)
-            taken = self._probe.seconds * min(1.0, len(results) / max(1, self._probe.requests))
-            paid += saved / self._choice.speed - taken
-            self._left = 0  # what was learnt counts at once
-        self._ledger = min(self._ledger + paid, _MOST_PROBES * self._probe.seconds)
+        choice = self._choice
+        expected = choice.tokens / len(choice.counts) - 1 if choice.counts else 0.0
+        if abs(self.acceptance.latest - expected) > _SURPRISE * (0.5 + expected):
+            self._left = min(self._left, 3)
+        if self._probes.take_in(results):  # what was learnt counts soon
+            self._left = min(self._left, len(self._requests) // 4)
 
     # ------------------------------------------------------------------ the choice
 
@@ -172,10 +155,12 @@ class AdaptivePolicy:
         acceptance.keep_only(size)
         histories = [acceptance.of(request) for request in requests]
         bounds = [min(it.most, it.request.num_speculative_tokens, self._most) for it in candidates]
-        gains = [self._gains(*pair) for pair in zip(histories, bounds, strict=True)]
+        chances = acceptance.chances_of(histories)
+        gains = [self._gains(*pair) for pair in zip(chances, bounds, strict=True)]
         table = self._table(size, sum([request.num_tokens for request in requests]))
         choice = self._choice = choose(gains, self._choices, table)
-        self._requests, self._left = requests, 1 + min(size // 2, _MOST_UNCHANGED)
+        self._requests = requests
+        self._left = min(4 + min(size // 2, _MOST_UNCHANGED), 1 + acceptance.num_steps // 4)
         if table.is_flat(choice.width):  # then all that is within it costs nothing
             most = choice.width * self._unit
             self._plans = [DraftPlan(min(most, bound)) for bound in bounds]
@@ -188,13 +173,13 @@ class AdaptivePolicy:
         self._by_id = {
             request.request_id: plan for request, plan in zip(requests, self._plans, strict=True)
         }
-        self._probe = self._next_probe(bounds, table)
+        self._probes.follow(choice, self._plans, bounds, table)
 
-    def _gains(self, history: History, bound: int) -> list[float]:
+    def _gains(self, chances: Sequence[float], bound: int) -> list[float]:
         """Tokens to be expected of each unit."""
         if self._unit == 1:
-            return survivals(history.chances, bound)
-        return [sum(survivals(history.chances, self._places))] if bound else []
+            return survivals(chances, bound)
+        return [sum(survivals(chances, self._places))] if bound else []
 
     def _exact_plans(
         self, histories: Sequence[History], bounds: Sequence[int], table: CostTable
@@ -225,8 +210,9 @@ class AdaptivePolicy:
         drafting = sum([count > 0 for count in choice.counts])
         around = max(1, requests // 2)
         low, high = max(0, taken - around), taken + around
-        row = (table.target(high, width) - table.target(low, width)) / (high - low)
-        further = sum([table.added(width, count) for count in range(1, drafting + 1)])
+        targets = table.targets(high, width)
+        row = (targets[high] - targets[low]) / (high - low)
+        further = sum(table.added(width)[: drafting + 1])
         to_draft = choice.speed * (row + further / drafting)
         return _bounded(to_draft), _bounded(choice.speed * row)
 
@@ -242,67 +228,6 @@ class AdaptivePolicy:
             found = CostTable(self._costs, self._form, requests, context, self._unit)
             self._tables[key] = found
         return found
-
-    # ------------------------------------------------------------------ probes
-
-    def _next_probe(self, bounds: Sequence[int], table: CostTable) -> Probe:
-        """What to try next, and what it costs beyond the choice."""
-        choice, unit, size = self._choice, self._unit, len(bounds)
-        least = _LEAST_PROBE * choice.seconds
-        short = [
-            plan.num_tokens // unit
-            for plan, bound in zip(self._plans, bounds, strict=True)
-            if self._is_short(plan, bound)
-        ]
-        if short:
-            return self._group_probe(short, least, table)
-        wider = next((width for width in self._choices if width > choice.width), 0)
-        if not wider or self._form.ends_chains or max(bounds) <= choice.width * unit:
-            return Probe(0, 0.0, 0)
-        seconds = table.target(size * wider, wider) + table.padded_drafting(wider)
-        seconds -= choice.seconds
-        return Probe(wider * unit, max(least, seconds), size)
-
-    def _group_probe(self, short: Sequence[int], least: float, table: CostTable) -> Probe:
-        """As many requests as can try one more for at most twice what it costs for one of them: a
-        pass of the drafter may cost much, and little more for several."""
-        choice, place = self._choice, 1 + min(short)
-        taken, at_place = sum(choice.counts), sum([it >= place for it in choice.counts])
-        width = max(choice.width, place)
-        before = table.target(taken, width)
-        drafting, costs = 0.0, list[float]()
-        for number in range(1, len(short) + 1):
-            drafting += table.added(place, at_place + number)
-            costs.append(max(least, table.target(taken + number, width) - before + drafting))
-            if costs[-1] > 2 * costs[0]:
-                costs.pop()
-                break
-        return Probe(0, costs[-1], len(costs))
-
-    def _is_short(self, plan: DraftPlan, bound: int) -> bool:
-        """Whether a request could draft more, and nobody else would have to for it."""
-        most = self._most if self._form.ends_chains else self._choice.width * self._unit
-        return plan.num_tokens < min(bound, most) and plan.stops is None
-
-    def _probing(self, candidates: Sequence[Candidate]) -> list[DraftPlan]:
-        """The plans of a step that tries something."""
-        acceptance, width, unit = self.acceptance, self._probe.width, self._unit
-        acceptance.all_until = acceptance.num_steps + 3
-        plans = list(self._plans)
-        short: list[tuple[bool, int, int, int]] = []
-        for index, it in enumerate(candidates):
-            history, count = acceptance.of(it.request), plans[index].num_tokens
-            bound = min(it.most, it.request.num_speculative_tokens, self._most)
-            if width:
-                history.probed = self._choice.width + 1
-                plans[index] = DraftPlan(min(width, bound))
-            elif self._is_short(plans[index], bound):
-                short.append((count > 0, history.probed_at, index, min(count + unit, bound)))
-        for _, _, index, count in sorted(short)[: self._probe.requests]:
-            history = acceptance.of(candidates[index].request)
-            history.probed, history.probed_at = max(1, count // unit), acceptance.num_steps
-            plans[index] = DraftPlan(count)
-        return plans
 
 
 def _cut(plan: DraftPlan, most: int) -> DraftPlan:
