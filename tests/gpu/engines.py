@@ -64,6 +64,8 @@ class Engines:
         chosen: dict[str, dict[str, Any]] = {
             "draft_model": {"model": self._draft},
             "self": {"model": self._target},
+            "windowed": {"model": self._draft, "draft_window": 20},
+            "windowed_head": {"model": self._heads["eagle3"], "draft_window": 20},
             "subset": {"model": self._draft, "draft_vocab_size": 60},
             "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
             "combination": {

@@ -38,11 +38,13 @@ DRAFTERS = [
     *(("self", 3), ("subset", 7), ("perfect", 3), ("wrong", 1)),
     *(("eagle", 3), ("eagle3", 1), ("eagle3", 7), ("p-eagle", 3), ("p-eagle", 8)),
     *(("mtp", 3), ("mtp_modules", 3), ("combination", 3), ("host_combination", 3)),
+    *(("windowed", 3), ("windowed_head", 3)),
     *(("eagle_tree", 6), ("eagle3_tree", 12), ("eagle3_tree", 20)),
 ]
 ON_DEVICE = [
     *(("plain", 0), ("draft_model", 3), ("ngram", 3), ("eagle3", 3), ("p-eagle", 3)),
     *(("mtp_modules", 3), ("combination", 3), ("eagle3_tree", 12)),
+    *(("windowed", 3), ("windowed_head", 3)),
 ]
 SAMPLINGS: dict[str, SamplingParams | Sequence[SamplingParams]] = {
     "greedy": GREEDY,

@@ -24,7 +24,7 @@ from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.triton import attention
 from slipstream.runner.graphs import GraphRunner
 from tests.drafters.assistants import write_sliding_target
-from tests.padded_steps import packed_rows, use_packed_steps
+from tests.padded_steps import packed_rows, use_packed_steps, use_padded_steps
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -73,6 +73,36 @@ def test_one_sampled_request(
         assert generate(tiny_target, tiny_heads[method], k) == expected
     assert kernels_for(torch.device("cpu")).network.backend != "triton"
     assert len(expected) == SAMPLED.max_tokens
+
+
+def test_a_drafter_with_a_window(
+    tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 25 tokens it sees the first 4 and the last 8 or more, in steps as where captured."""
+    use_padded_steps(monkeypatch)
+    monkeypatch.setattr(GraphRunner, "capture_all", lambda *_: None)
+
+    def run() -> tuple[list[int], int]:
+        llm = LLM(
+            tiny_target,
+            speculative_config={
+                "model": tiny_draft,
+                "num_speculative_tokens": 2,
+                "draft_window": 8,
+            },
+            skip_tokenizer_init=True,
+            max_num_seqs=1,
+            max_model_len=64,
+            num_kv_blocks=16,
+            block_size=4,
+            dtype="float32",
+        )
+        (output,) = llm.generate([{"prompt_token_ids": PROMPT * 5}], SAMPLED)
+        return list(output.outputs[0].token_ids), output.metrics.num_accepted_tokens
+
+    expected = run()
+    with triton_serves_the_cpu():
+        assert run() == expected
 
 
 def test_packed_steps(tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
