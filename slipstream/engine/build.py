@@ -114,7 +114,7 @@ def build_engine(config: EngineConfig, progress_bar: ProgressBar = no_progress_b
     size = decoder_bytes(checkpoint, shape, options)
     reasons.add("threads", *set_threads(device, dtype, config.threads, size))
     beside = replace(options, memory_check=room.beside(size))
-    target = TargetModel(checkpoint.path, shape.vocab_size, beside)
+    target = TargetModel(checkpoint.path, shape.vocab_size, beside, config.max_num_seqs)
     speculation = load_drafter(config.drafter_options, target)
     network = load_decoder(checkpoint, options)
     tokenizer = _tokenizer(config, checkpoint)

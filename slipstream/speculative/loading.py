@@ -1,7 +1,7 @@
 """From a `speculative_config` to a drafter in memory."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Protocol, cast
 
@@ -16,6 +16,7 @@ from slipstream.speculative.heads.config import wrapped_num_tokens
 from slipstream.speculative.heads.kinds import HeadConfig
 from slipstream.speculative.heads.method import HeadMethod
 from slipstream.speculative.method import Method
+from slipstream.speculative.model_options import ModelOptions
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.trees.shapes import TokenTree, read_tree, require_count
 from slipstream.speculative.verification_options import read_verification
@@ -79,11 +80,13 @@ class Choice:
 
     def load(self, target: TargetModel, tree: TokenTree | None = None) -> LoadedDrafter:
         """Its weights, checked against the target; to draft in this tree, if any."""
-        loader = _loader(self.method)
+        loader, config = _loader(self.method), self.config
+        if isinstance(config, ModelOptions):
+            config = replace(config, adaptive=self.adaptive)
         if tree is None:
-            return loader.load(self.config, target)
+            return loader.load(config, target)
         assert isinstance(loader, HeadMethod), "only heads draft trees"
-        return loader.load(self.config, target, tree)
+        return loader.load(config, target, tree)
 
 
 def choose(options: Options) -> Choice:

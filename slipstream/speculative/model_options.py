@@ -7,6 +7,8 @@ from slipstream.models.loading import LoadOptions, dtype_named
 from slipstream.speculative.draft_vocabulary import DraftVocabularyConfig, read_draft_vocabulary
 from slipstream.speculative.options import Options, TargetModel
 
+# Where requests may have so many tokens an adaptive drafter has a window (docs/drafters.md).
+LONG_TEXT, LONG_TEXT_WINDOW = 8192, 1024
 _ONE_WAY = "this method has one way to draft; leave it out"
 
 
@@ -42,7 +44,9 @@ class ModelOptions:
         mask_token: `pard_token`; None leaves it to the checkpoint.
         vocabulary: the tokens to draft over; None is all.
         maps_tokens: `use_heterogeneous_vocab`: its tokenizer may be another one.
-        draft_window: how many of the last tokens it attends to, besides the first few; None: all.
+        draft_window: how many of the last tokens it attends to, besides the first few; None: all,
+            or as many as suit long texts, if it is `adaptive`.
+        adaptive: the engine chooses how much it drafts.
     """
 
     model: str | None
@@ -55,10 +59,13 @@ class ModelOptions:
     vocabulary: DraftVocabularyConfig | None = None
     maps_tokens: bool = False
     draft_window: int | None = None
+    adaptive: bool = False
 
     def window_within(self, longest: int) -> int | None:
-        """`draft_window` where requests of `longest` tokens are longer."""
+        """The window where requests may have `longest` tokens; None: they are not longer."""
         window = self.draft_window
+        if window is None and self.adaptive and longest >= LONG_TEXT:
+            window = LONG_TEXT_WINDOW
         return window if window is not None and window < longest else None
 
     def load_options(self, target: TargetModel) -> LoadOptions:

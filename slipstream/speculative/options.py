@@ -20,6 +20,7 @@ class TargetModel:
     path: Path
     vocab_size: int
     load: LoadOptions
+    max_num_seqs: int = 1
 
     @property
     def shape(self) -> DecoderConfig:

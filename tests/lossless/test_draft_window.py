@@ -11,9 +11,15 @@ import torch
 from torch import Tensor
 
 from slipstream import LLM, RequestOutput, SamplingParams, UsageError
+from slipstream.models.loading import LoadOptions
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.rows import PassRows, RowLayout, lay_out
+from slipstream.speculative.draft_model import network
+from slipstream.speculative.loading import load_drafter
+from slipstream.speculative.model_options import LONG_TEXT, LONG_TEXT_WINDOW, ModelOptions
+from slipstream.speculative.options import TargetModel
+from tests.checkpoints import write_qwen3
 from tests.drafters.heads import write_p_eagle
 from tests.drafters.oracles import MASK, Eagle3, Head, PEagle, Target
 from tests.drafters.recording import assert_drafts_are, record_drafts
@@ -278,6 +284,35 @@ def test_memory_of_a_draft_model_is_that_of_its_windows(make: Maker) -> None:
     engines = [make(None), make(CONFIGS["draft_model"])]
     plain, windowed = (llm.engine.resolved.bytes_per_block for llm in engines)
     assert plain == windowed
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("given", [None, 64])
+@pytest.mark.parametrize("longest", [LONG_TEXT - 1, LONG_TEXT])
+def test_long_texts_have_a_window_where_the_engine_chooses(
+    longest: int, given: int | None, adaptive: bool
+) -> None:
+    options = ModelOptions(
+        model="m", revision=None, dtype=None, quantization=None, max_model_len=None,
+        greedy_only=False, draft_window=given, adaptive=adaptive,
+    )  # fmt: skip
+    chosen = LONG_TEXT_WINDOW if adaptive and longest >= LONG_TEXT else None
+    assert options.window_within(longest) == (given or chosen)
+
+
+@pytest.mark.parametrize("memory", ["enough", "too little"])
+def test_a_draft_model_gets_a_window_by_itself_where_there_is_memory(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, layers in (("target", 2), ("draft", 1)):
+        write_qwen3(tmp_path / name, keep_layers=layers, max_position_embeddings=LONG_TEXT)
+    if memory == "too little":
+        monkeypatch.setattr(network, "_MEMORY_SHARE", 1 << 50)
+    load = LoadOptions(torch.float32, torch.device("cpu"), "auto", LONG_TEXT)
+    config = {"model": str(tmp_path / "draft"), "num_speculative_tokens": "auto"}
+    loaded = load_drafter(config, TargetModel(tmp_path / "target", 96, load, 4)).drafter
+    assert (loaded.window is not None) == (memory == "enough")
+    assert (loaded.layout is None) == (memory == "enough")
 
 
 @pytest.mark.parametrize("window", [0, -3, 1.5, True, "64"])

@@ -12,6 +12,7 @@ from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import load_decoder
 from slipstream.runner.excerpts import ExcerptSizes
+from slipstream.runner.memory import device_memory
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.speculative.draft_model.vocabularies import (
     TokenMap,
@@ -25,6 +26,8 @@ from slipstream.speculative.drafter import DrafterLimits, DrafterResources, Draf
 from slipstream.speculative.model_options import ModelOptions
 from slipstream.speculative.options import TargetModel
 from slipstream.speculative.parallel.mask_token import MASK_TOKEN_KEYS
+
+_MEMORY_SHARE = 8  # of what is free, windows that nobody asked for take one part at most
 
 
 def load_network(
@@ -44,6 +47,9 @@ def load_network(
     network, dtype = load_decoder(checkpoint, load, shape), load.dtype
     kind = "tli" if tokens else "same"
     window = config.window_within(load.max_positions)
+    if window is not None and config.draft_window is None:  # nobody has asked for it
+        size = target.max_num_seqs * window * shape.cache_layout(dtype).bytes_per_token
+        window = window if size <= device_memory(load.device).free // _MEMORY_SHARE else None
     identity = f"{method}:{checkpoint.path}:{dtype}:{config.quantization}:{kind}:{mask_token}"
     drafting = identity, vocabulary, tokens, mask_token, window
     return DraftNetwork(config, network, target, dtype, *drafting)
