@@ -1,8 +1,9 @@
 """Excerpts of requests for drafters: their first tokens and their last ones, as one short context.
 
-A drafter with a window attends to the last tokens of a text and to its first ones, without which
-attention has nowhere to put what it does not need (Xiao et al. 2023, "StreamingLLM"). Both are
-whole blocks, so what it sees is a block table with the blocks between left out:
+A draft model with a window attends to the last tokens of a text and to its first ones, without
+which the attention of many language models has nowhere to put what it does not need (Xiao et al.
+2023, "StreamingLLM"); a head to the last ones alone. Both are whole blocks, so what it sees is a
+block table with the blocks between left out:
 
     token    0 .... first | ......... | ............ known ..
              first tokens |  skipped  | the window, drafts
@@ -74,15 +75,17 @@ class ExcerptSizes:
     Attributes:
         window: the last tokens that are seen, and at most block_size - 1 before them.
         ahead: tokens behind the known ones that passes may write.
+        first_tokens: how many of the first are seen, in whole blocks.
     """
 
     window: int
     ahead: int
     block_size: int
+    first_tokens: int = FIRST_TOKENS
 
     @property
     def first_blocks(self) -> int:
-        return -(-FIRST_TOKENS // self.block_size)
+        return -(-self.first_tokens // self.block_size)
 
     @property
     def window_blocks(self) -> int:

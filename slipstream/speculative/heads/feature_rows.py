@@ -96,7 +96,9 @@ class FeatureRowsDrafter(Drafter):
         self._window: ExcerptSizes | None = None
         if head.window is not None:  # which holds all rows that wait
             ahead = resources.num_speculative_tokens
-            self._window = ExcerptSizes(max(head.window, self._most), ahead, state.block_size)
+            # First tokens that are far away do heads harm (docs/drafters.md).
+            size = max(head.window, self._most)
+            self._window = ExcerptSizes(size, ahead, state.block_size, first_tokens=0)
         shape = (state.num_slots, self._most + 1, self._network.feature_size)
         self._features = torch.zeros(shape, dtype=layout.dtype, device=state.device)
         # On the host: no more rows of a slot wait when the next step begins.
