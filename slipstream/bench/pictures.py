@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.sweep import PLAIN, Point
+from slipstream.bench.sweep import AUTO, PLAIN, Point
 from slipstream.core.errors import UsageError
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -116,8 +116,12 @@ def _figure(size: tuple[float, float], title: str | None) -> Any:
 
 def _against_k(axes: Any, points: Sequence[Point], names: Sequence[str], field: str) -> None:
     for index, name in enumerate(names):
-        own = sorted((it for it in points if it.drafter == name), key=lambda it: it.k)
-        values = [(it.k, getattr(it, field)) for it in own if getattr(it, field) is not None]
+        known = [it for it in points if it.drafter == name and getattr(it, field) is not None]
+        values = sorted((it.k, getattr(it, field)) for it in known if isinstance(it.k, int))
+        for point in known:
+            if point.k == AUTO:
+                level, colour = getattr(point, field), _COLOURS[index % len(_COLOURS)]
+                axes.axhline(level, color=colour, linestyle=":", linewidth=1.4, label="_")
         axes.plot(
             [k for k, _ in values],
             [value for _, value in values],
@@ -132,8 +136,9 @@ def _against_k(axes: Any, points: Sequence[Point], names: Sequence[str], field: 
         label = PLAIN if number == 0 else "_"
         axes.axhline(level, color="#808080", linestyle="--", linewidth=1, label=label)
     axes.set_ylim(bottom=1 if field == "acceptance_length" else 0)
-    axes.set_xlabel("K, draft tokens per step")
-    axes.set_xticks(sorted({it.k for it in points if it.drafter != PLAIN}))
+    axes.set_xlabel("K, draft tokens per step (dotted: auto)")
+    fixed = {it.k for it in points if it.drafter != PLAIN and isinstance(it.k, int)}
+    axes.set_xticks(sorted(fixed))
     axes.grid(alpha=0.25)
 
 

@@ -17,16 +17,17 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 PLAIN = "plain"
+AUTO = "auto"  # as K: the engine chooses
 Open = Callable[[dict[str, Any] | None, int], "LLM"]  # speculative_config, batch -> an engine
 Measure = Callable[["LLM", "Cell"], OfflineRun]  # runs the workload on an engine
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One drafter, K (draft tokens per step) and batch size."""
+    """One drafter, K (draft tokens per step, or AUTO) and batch size."""
 
     drafter: str
-    k: int
+    k: int | str
     batch: int
 
     @property
@@ -76,13 +77,13 @@ class Sweep:
 
     Attributes:
         drafters: a `speculative_config` without K, by the name to show.
-        counts: values of K.
+        counts: values of K; AUTO may be among them.
         batches: batch sizes, the maximum numbers of running requests.
         limits: the largest K of drafters that support fewer than the largest of `counts`.
     """
 
     drafters: Mapping[str, Mapping[str, Any]]
-    counts: Sequence[int]
+    counts: Sequence[int | str]
     batches: Sequence[int]
     limits: Mapping[str, int] = field(default_factory=dict)
 
@@ -100,11 +101,12 @@ class Sweep:
             SlipstreamError: a drafter cannot be run at all.
         """
         limits = {}
+        fixed = [count for count in self.counts if isinstance(count, int)]
         for name, config in self.drafters.items():
             try:
-                self._load(name, config, max(self.counts), open_llm)
+                self._load(name, config, max(fixed, default=AUTO), open_llm)
             except DraftTooLongError as error:
-                fitting = [count for count in self.counts if count <= error.most]
+                fitting = [count for count in fixed if count <= error.most]
                 if not fitting:
                     raise UsageError(
                         f"{name} drafts at most {counted(error.most, 'token')} per step; give "
@@ -115,7 +117,7 @@ class Sweep:
         return replace(self, limits=limits)
 
     @staticmethod
-    def _load(name: str, config: Mapping[str, Any], count: int, open_llm: Open) -> None:
+    def _load(name: str, config: Mapping[str, Any], count: int | str, open_llm: Open) -> None:
         try:
             open_llm({**config, "num_speculative_tokens": count}, 1)
         except DraftTooLongError:
@@ -125,9 +127,9 @@ class Sweep:
         finally:
             gc.collect()  # frees the engine's memory for the next one
 
-    def _counts(self, name: str) -> list[int]:
+    def _counts(self, name: str) -> list[int | str]:
         most = self.limits.get(name)
-        return [count for count in self.counts if most is None or count <= most]
+        return [it for it in self.counts if most is None or isinstance(it, str) or it <= most]
 
     def run(
         self, open_llm: Open, measure: Measure, stopped: Callable[[], bool]

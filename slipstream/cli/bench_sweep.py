@@ -44,7 +44,7 @@ class SweepFlags:
     )
     num_speculative_tokens: str = flag(
         "1-8",
-        "Numbers of draft tokens per step (K), such as 1,2,4 or 1-8.",
+        "Numbers of draft tokens per step (K), such as 1,2,4 or 1-8; auto may be among them.",
         also=("-k",),
         metavar="<list>",
     )
@@ -72,14 +72,32 @@ def sweep(
     measured first and last at each batch size; speed-ups are relative to the first. Ctrl-C ends the
     sweep and reports what was measured so far.
     """
+    sweep_and_report(over, dataset, sampling, report, profile, engine, run)
+
+
+def sweep_and_report(
+    over: SweepFlags,
+    dataset: DatasetFlags,
+    sampling: BenchSamplingFlags,
+    report: ReportFlags,
+    profile: ProfileFlags,
+    engine: EngineConfig,
+    run: RunFlags,
+    conclude: "Callable[[Sequence[Point], Sweep], str] | None" = None,
+) -> None:
+    """Measure and report; see `sweep`.
+
+    Args:
+        conclude: what is said below the tables of a sweep that was measured whole.
+    """
     from slipstream.bench.sweep import Sweep
 
     refuse_num_seqs("--batch-sizes", engine.max_num_seqs)
     files = report.files()
     profile.prepare()
     plan = Sweep(
-        _drafters(over.drafter, engine.model),
-        _numbers("-k", over.num_speculative_tokens, least=1),
+        read_drafters(over.drafter, engine.model),
+        _counts(over.num_speculative_tokens),
         _numbers("--batch-sizes", over.batch_sizes, least=1),
     )
     workload = read_workload(dataset, sampling, engine)
@@ -89,7 +107,7 @@ def sweep(
         own = replace(engine, speculative_config=speculative_config, max_num_seqs=batch)
         return open_llm(own, run.verbose)[0]
 
-    cells = _Cells(plan, workload, profile)
+    cells = _Cells(plan, workload, profile, conclude)
     cells.measure(open_engine)
     cells.report(f"{engine.model}, {workload.title}", report.output, files)
 
@@ -97,8 +115,15 @@ def sweep(
 class _Cells:
     """A sweep and its results so far; a cell is one drafter, K and batch size."""
 
-    def __init__(self, plan: "Sweep", workload: "Workload", profile: ProfileFlags) -> None:
+    def __init__(
+        self,
+        plan: "Sweep",
+        workload: "Workload",
+        profile: ProfileFlags,
+        conclude: "Callable[[Sequence[Point], Sweep], str] | None",
+    ) -> None:
         self._plan, self._workload, self._profile = plan, workload, profile
+        self._conclude = conclude
         self._points: list[Point] = []
         self._failures: list[Failure] = []
         self._profiles: list[ReportTable] = []
@@ -126,6 +151,8 @@ class _Cells:
             failures = [failures_table(self._failures)] if self._failures else []
             # Last: the reader of a pipe may be gone, which ends the command.
             show_report(title, [sweep_table(self._points), *failures, *self._profiles])
+            if self._conclude is not None and not self._stopped:
+                print(self._conclude(self._points, self._plan), flush=True)
         if self._stopped:
             say(f"interrupted after {len(self._points)} of {self._plan.num_points} cells")
             raise typer.Exit(INTERRUPTED)
@@ -185,7 +212,7 @@ def _fit(plan: "Sweep", config: EngineConfig) -> "Sweep":
     return fitting
 
 
-def _drafters(given: Sequence[str], model: str) -> dict[str, dict[str, Any]]:
+def read_drafters(given: Sequence[str], model: str) -> dict[str, dict[str, Any]]:
     if not given:
         if model != DEMO:
             raise UsageError("there is nothing to sweep; add --drafter for each drafter")
@@ -216,6 +243,16 @@ def _bundled() -> list[str]:
     from slipstream.models.checkpoint import bundled_names
 
     return [name for name in bundled_names() if name != DEMO]
+
+
+def _counts(text: str) -> list[int | str]:
+    """Values of K: numbers, and behind them "auto" if that is among them."""
+    from slipstream.bench.sweep import AUTO
+
+    parts = [part.strip() for part in text.split(",")]
+    numbers = ",".join(part for part in parts if part != AUTO)
+    auto: list[int | str] = [AUTO] * (AUTO in parts)
+    return auto if auto and not numbers else [*_numbers("-k", numbers, least=1), *auto]
 
 
 def _numbers(flag: str, text: str, least: int) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from slipstream import __version__
+from slipstream.cli.bench_advise import advise
 from slipstream.cli.bench_offline import latency, throughput
 from slipstream.cli.bench_serve import serve as bench_serve
 from slipstream.cli.bench_sweep import sweep
@@ -43,7 +44,7 @@ bench_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-add_commands(bench_app, bench_serve, latency, throughput, sweep)
+add_commands(bench_app, bench_serve, latency, throughput, sweep, advise)
 app.add_typer(bench_app)
 app.add_typer(train_app)
 

@@ -327,3 +327,21 @@ def test_without_matplotlib_plots_are_refused_at_once(
     ran = slipstream("bench", "sweep", "--plot", "x.png")
     assert ran.code == 2
     assert "pip install 'slipstream[bench]'" in ran.err
+
+
+def test_advice_ends_with_what_to_serve(slipstream: CommandLine, prompts: Path) -> None:
+    ran = slipstream(
+        *("bench", "advise", "--prompts", str(prompts), "--max-tokens", "6", "-k", "2,auto"),
+        *("--drafter", "ngram", "--batch-sizes", "1"),
+    )
+    assert ran.code == 0, ran.err
+    assert "ngram K=auto" in ran.err
+    *_, conclusion = ran.out.split("\n\n")
+    assert conclusion.startswith("1 at once: plain decoding gives ")
+    assert "slipstream serve demo" in conclusion or "No drafter is faster" in conclusion
+
+
+def test_auto_is_no_number_of_a_range(slipstream: CommandLine, prompts: Path) -> None:
+    ran = slipstream("bench", "sweep", "--prompts", str(prompts), "-k", "1-auto")
+    assert ran.code == 2
+    assert "-k must be a list such as 1,2,4 or 1-8" in ran.err
