@@ -122,8 +122,7 @@ def test_rows_are_expanded_as_by_the_reference(
         ((PADDING, PADDING, PADDING), (0, 0, 0), 2),
     ],
 )
-@pytest.mark.parametrize("mask_token", [None, 7])
-@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize(("mask_token", "windowed"), [(None, True), (7, False)])
 def test_rows_are_packed_as_by_the_reference(
     slots: tuple[int, ...],
     lengths: tuple[int, ...],
@@ -137,7 +136,7 @@ def test_rows_are_packed_as_by_the_reference(
     starts = torch.minimum(tables.num_computed[where], LENGTH - counts)
     given = tables, where, starts, counts, most, mask_token
     needed = sum(lengths)
-    for num_rows in range(max(1, needed), len(slots) * most):
+    for num_rows in range(max(1, needed), len(slots) * most, max(1, most - 2)):
         ours = ops_of(column).expand_rows(*given, num_rows)
         theirs = REFERENCE.expand_rows(*given, num_rows)
         for name in ("token_ids", "request", "offset", "first_row", "last_row"):
