@@ -6,7 +6,7 @@ rows that the host knows before, so that it can be captured in a graph: as many 
 asks the `RowLayout` of the pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -178,6 +178,13 @@ class RowLayout:
     def last(self, values: Tensor) -> Tensor:
         """values [T, ...] -> [R, ...]: each request's last row."""
         return values if self.is_single else values[self.last_row]
+
+    def over_last(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+        """`last` of what a function of single rows makes of values [T, ...], computed for few rows:
+        requests whose chains have ended have none."""
+        if self.row_starts and 0 < self.row_starts[-1] < self.num_requests:
+            return self.last(function(values))
+        return function(self.last(values))
 
     def tails(self, values: Tensor, counts: Tensor, width: int) -> Tensor:
         """values [T, ...] -> [R, width, ...]: the last counts[r] rows of each request, of which

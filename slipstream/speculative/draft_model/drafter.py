@@ -77,7 +77,7 @@ class DraftModelDrafter(Drafter):
 
         def logits(rows: PassRows, index: int) -> Tensor:
             forward = runner.forward(rows)
-            return runner.logits(forward.layout.last(forward.hidden))
+            return forward.layout.over_last(runner.logits, forward.hidden)
 
         draft, passes = self._network.drafting.draft_chain(
             *(batch, self._resources, known, starts, wanted, self._most_missing, logits),

@@ -10,7 +10,7 @@ Rows of committed tokens wait as features in a buffer per slot until the next dr
 of them; where nothing is drafted for so long that the buffer is full, one pass computes them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -117,9 +117,9 @@ class FeatureRowsDrafter(Drafter):
 
         def forward(rows: PassRows, index: int) -> Tensor:
             nonlocal features
-            hidden, last = self._forward(rows, features, index)
+            logits, last = self._forward(rows, features, index, self._network.head)
             features = last.unsqueeze(1)
-            return self._network.head(hidden)
+            return logits
 
         draft, _ = self._drafting.draft_chain(
             *(batch, self._resources, known, starts, wanted, self._most, forward),
@@ -224,15 +224,21 @@ class FeatureRowsDrafter(Drafter):
         known = self._state.num_tokens[slots] if ends is None else ends
         return window.excerpt(self._state, slots, known)
 
-    def _forward(self, rows: PassRows, features: Tensor, draft: int = 0) -> tuple[Tensor, Tensor]:
-        """features [R, W, F], of each request's rows -> of each request's last row what enters the
-        head [R, H] and the next feature [R, F]; `draft` as `_pass` has it."""
+    def _forward(
+        self,
+        rows: PassRows,
+        features: Tensor,
+        draft: int = 0,
+        read: Callable[[Tensor], Tensor] = lambda hidden: hidden,
+    ) -> tuple[Tensor, Tensor]:
+        """features [R, W, F], of each request's rows -> of each request's last row what `read`
+        makes of the head's input [R, H], and the next feature [R, F]; `draft` as `_pass` has it."""
         layout = lay_out(self._state, rows)
         if layout.is_empty:  # no request drafts
             width = self._network.head.width
-            return features.new_zeros(len(features), width), torch.zeros_like(features[:, 0])
+            return read(features.new_zeros(len(features), width)), torch.zeros_like(features[:, 0])
         hidden, following = self._pass(layout, layout.spread(features), draft)
-        return layout.last(hidden), layout.last(following)
+        return layout.over_last(read, hidden), layout.last(following)
 
     def _pass(self, layout: RowLayout, features: Tensor, draft: int) -> tuple[Tensor, Tensor]:
         """What the last rows of such a pass give is draft token `draft`, from 0 on; a network
