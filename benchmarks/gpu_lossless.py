@@ -3,7 +3,12 @@
     python -m benchmarks.gpu_lossless                  # all pairs, bf16, K in 1, 3, 7
     python -m benchmarks.gpu_lossless --pairs demo --cpu
     python -m benchmarks.gpu_lossless --pairs moe      # 100 requests
+    python -m benchmarks.gpu_lossless --mode coupled   # seeds at temperature 1 with top-p
     python -m benchmarks.gpu_lossless --device cpu --tiny
+
+With `--mode coupled` every request is sampled with a seed of its own, which promises the text of
+plain decoding. Two texts part where the noise makes two tokens nearly equal, which their logprobs
+do not tell, so differences are only counted where outputs need not be the same.
 
 There are three pairs: the bundled demo, a dense twin, and "moe", a twin of gpt-oss with experts in
 MXFP4 and prompts longer than its window, so that blocks behind it are given back. All run with and
@@ -99,12 +104,13 @@ class Row:
     num_requests: int
     al: float
     must_be_same: bool
+    is_sampled: bool = False
     differences: tuple[Difference, ...]
 
     @property
     def failed(self) -> bool:
-        if self.must_be_same:
-            return bool(self.differences)
+        if self.must_be_same or self.is_sampled:
+            return self.must_be_same and bool(self.differences)
         return not all(difference.is_near_tie for difference in self.differences)
 
 
@@ -137,6 +143,7 @@ class Comparison:
     Args:
         batch_sizes: rising.
         options: of every engine.
+        sampled: requests have seeds, and are coupled.
     """
 
     def __init__(
@@ -145,8 +152,9 @@ class Comparison:
         invariant: bool,
         batch_sizes: Sequence[int],
         options: dict[str, Any],
+        sampled: bool,
     ) -> None:
-        self._pair, self._invariant = pair, invariant
+        self._pair, self._invariant, self._sampled = pair, invariant, sampled
         self._batch_sizes, self._options = batch_sizes, options
         self._expected: dict[int, list[Expected]] = {}
 
@@ -158,9 +166,8 @@ class Comparison:
 
     def _plain(self) -> Iterator[Row]:
         llm = self._engine(0)
-        params = self._params(logprobs=CANDIDATES)
         for batch in self._batch_sizes:
-            outputs = self._together(llm, batch, params)
+            outputs = self._together(llm, batch, logprobs=CANDIDATES)
             self._expected[batch] = [_expected(output) for output in outputs]
             if batch != self._batch_sizes[0]:
                 yield self._row(0, batch, outputs, compared_with=self._batch_sizes[0])
@@ -171,7 +178,7 @@ class Comparison:
     def _drafted(self, k: int) -> Iterator[Row]:
         llm = self._engine(k)
         for batch in self._batch_sizes:
-            outputs = self._together(llm, batch, self._params())
+            outputs = self._together(llm, batch)
             yield self._row(k, batch, outputs, compared_with=batch)
         yield self._staggered_row(llm, k)
         del llm
@@ -179,7 +186,7 @@ class Comparison:
 
     def _staggered_row(self, llm: LLM, k: int) -> Row:
         batch = min(STAGGERED_BATCH, self._batch_sizes[-1])
-        outputs = _staggered(llm, self._pair.prompts[:batch], self._params())
+        outputs = _staggered(llm, self._pair.prompts[:batch], self._params(range(batch)))
         return self._row(k, batch, outputs, compared_with=self._batch_sizes[-1], staggered=True)
 
     def _row(
@@ -203,23 +210,28 @@ class Comparison:
             num_requests=len(compared),
             al=_acceptance_length(outputs),
             must_be_same=self._invariant or alike,
+            is_sampled=self._sampled,
             differences=tuple(differences(expected, compared)),
         )
 
-    def _together(self, llm: LLM, batch: int, params: SamplingParams) -> list[RequestOutput]:
+    def _together(self, llm: LLM, batch: int, logprobs: int | None = None) -> list[RequestOutput]:
         """So many requests at a time, each time all at once; of single ones a few are enough."""
         prompts = self._pair.prompts
         most = len(prompts) if batch > 1 else min(8, len(prompts))
         outputs: list[RequestOutput] = []
         for first in range(0, most, batch):
             group = [{"prompt_token_ids": ids} for ids in prompts[first : first + batch]]
+            params = self._params(range(first, first + len(group)), logprobs)
             outputs += llm.generate(group, params)  # type: ignore[arg-type]
         return outputs
 
-    def _params(self, logprobs: int | None = None) -> SamplingParams:
-        return SamplingParams(
-            temperature=0, max_tokens=self._pair.length, ignore_eos=True, logprobs=logprobs
-        )
+    def _params(self, requests: range, logprobs: int | None = None) -> list[SamplingParams]:
+        how: dict[str, Any] = {"temperature": 0}
+        if self._sampled:
+            how = {"temperature": 1, "top_p": 0.95}
+        how |= {"max_tokens": self._pair.length, "ignore_eos": True, "logprobs": logprobs}
+        seeds = requests if self._sampled else [None] * len(requests)
+        return [SamplingParams(seed=seed, **how) for seed in seeds]
 
     def _engine(self, k: int) -> LLM:
         longest = max(map(len, self._pair.prompts)) + self._pair.length + 16
@@ -241,14 +253,16 @@ class Comparison:
         )
 
 
-def _staggered(llm: LLM, prompts: Prompts, params: SamplingParams) -> list[RequestOutput]:
+def _staggered(llm: LLM, prompts: Prompts, params: Sequence[SamplingParams]) -> list[RequestOutput]:
     """Requests that arrive while others decode."""
     finished: dict[str, RequestOutput] = {}
     step = 0
     while llm.engine.has_unfinished or step <= STAGGERED_STEPS * (len(prompts) - 1):
         index, between = divmod(step, STAGGERED_STEPS)
         if not between and index < len(prompts):
-            llm.engine.add(f"staggered-{index}", EncodedPrompt(None, prompts[index], ()), params)
+            llm.engine.add(
+                f"staggered-{index}", EncodedPrompt(None, prompts[index], ()), params[index]
+            )
         for submission in llm.engine.step():
             if submission.finished:
                 finished[submission.request_id] = submission.output()
@@ -352,7 +366,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{len(pair.prompts)} prompts, {pair.length} tokens each, {given.dtype}")
             print(HEADINGS, flush=True)
             for invariant in (True, False):
-                run = Comparison(pair, invariant, given.batch_sizes, options)
+                sampled = given.mode == "coupled"
+                run = Comparison(pair, invariant, given.batch_sizes, options, sampled)
                 for row in run.rows(given.depths):
                     show(row)
                     rows.append(row)
@@ -390,6 +405,7 @@ def _parser(tiny: bool) -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cli.add_argument("--pairs", default="demo,twin,moe")
+    cli.add_argument("--mode", choices=["greedy", "coupled"], default="greedy")
     cli.add_argument("--target", default="qwen3-0.6b:8", help="of the twin")
     cli.add_argument("--draft", default="qwen3-0.6b:2", help="of the twin")
     cli.add_argument("--moe-target", default="gpt-oss-20b:6")

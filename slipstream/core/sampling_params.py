@@ -42,9 +42,10 @@ class SamplingParams:
         stop, stop_token_ids: end the output; the text of a stop string is cut unless
             `include_stop_str_in_output`.
         ignore_eos: the model's own end tokens do not end the output.
-        seed: the same seed gives the same text for the same drafter and K, and without
-            speculation whatever else runs; where load cuts drafts short (rows or blocks run out,
-            the request is preempted) a drafted text may be another of the same distribution.
+        seed: the same seed gives the same text, with and without speculation, whatever is drafted
+            and whatever else runs, as far as the device's numbers allow (docs/architecture.md,
+            "Seeds and batch invariance"). Where `rejection_sample_method` is given and not
+            `coupled`, a drafted text is the same for the same drafts only.
         logprobs, prompt_logprobs: how many alternatives to report per token (0: the token alone),
             of the target's raw logits, before penalties and temperature.
         num_speculative_tokens: draft tokens per step for this request, 0 to the engine's K.
@@ -82,7 +83,7 @@ class SamplingParams:
     skip_special_tokens: bool = flag(True, "Leave special tokens out of the text.")
     ignore_eos: bool = flag(False, "Do not stop at the model's end-of-sequence token.")
     seed: int | None = flag(
-        None, "Random seed: the same text again, for the same drafter and number of draft tokens."
+        None, "Random seed: the same text again, whatever the drafter and number of draft tokens."
     )
     logprobs: int | None = None
     prompt_logprobs: int | None = None

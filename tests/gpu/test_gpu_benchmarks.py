@@ -51,8 +51,9 @@ def test_only_near_ties_may_differ_and_only_where_that_is_allowed(
     assert row.failed is failed
 
 
-def test_all_pairs_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "--device cpu --tiny --depths 3 --length 8 --cpu"
+@pytest.mark.parametrize("mode", ["greedy", pytest.param("coupled", marks=pytest.mark.full)])
+def test_all_pairs_are_compared(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"--device cpu --tiny --depths 3 --length 8 --cpu --mode {mode}"
     assert gpu_lossless.main(line.split()) == 0
     out = capsys.readouterr().out
     assert "30 runs, 0 failed; differences: 0 near ties, 0 others" in out
