@@ -9,7 +9,8 @@ given all tokens before them, for every number of draft tokens (Leviathan et al.
 if that number is known before the step's noise is looked at: the noise of a draft, of its verdict
 and of the token behind it is keyed by the step and drawn by nobody else. What is planned here
 depends on results of earlier steps alone, on tokens and confidences as much as it likes, and on
-other requests, whose noise is another. Within a step only `ChainStops` act, which see of a place
+other requests, whose noise is another. (Coupled requests get the target's own samples whatever is
+drafted, so there is nothing to bias.) Within a step only `ChainStops` act, which see of a place
 its confidence: a function of the tokens before it and of the distribution that its token is drawn
 from. To look at that token would be wrong: to verify only what the target is likely to accept is
 to sample these tokens more often than the target does.
