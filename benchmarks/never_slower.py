@@ -64,6 +64,7 @@ from slipstream.bench.pictures import require_plots, save
 from slipstream.core.step_form import PARTS
 from slipstream.kernels.registry import kernels_for
 from slipstream.models.loading import dtype_named
+from slipstream.runner import graphs
 
 LEAST_OF_BEST = {"cuda": 0.97, "cpu": 0.95}
 LEAST_OF_FIXED = 1.05  # with mixed traffic
@@ -173,12 +174,15 @@ class Measuring:
         return Cell(self._name, traffic, concurrency, windows)
 
     def _capture(self, traffic: str, concurrency: int) -> None:
-        """Run the steps that "auto" may choose, whose graphs are captured when they first run."""
+        """Run the steps that "auto" may choose: a server captures them once it has often wanted
+        them."""
+        often, graphs.WANTED_BEFORE_CAPTURE = graphs.WANTED_BEFORE_CAPTURE, 1
         for width in self._policies[AUTO].widths[1:]:
             for part in range(1, PARTS):
                 asked = self._requests.take(traffic, 0, concurrency, True)
                 some = SomeDraft(width, part / PARTS)
                 run_window(self._llm, some, asked, 1, self._method.most)
+        graphs.WANTED_BEFORE_CAPTURE = often
 
     def _round(
         self,
