@@ -125,9 +125,9 @@ class SomeDraft:
 
     def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
         number = max(1, int(self.share * len(candidates)))
-        counts = [self.width] * number + [0] * (len(candidates) - number)
         return [
-            DraftPlan(min(it.most, count)) for it, count in zip(candidates, counts, strict=True)
+            DraftPlan(min(it.most, self.width) if place < number else 0)
+            for place, it in enumerate(candidates)
         ]
 
     def observe(self, report: StepReport) -> None:
