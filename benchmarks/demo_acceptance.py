@@ -9,10 +9,16 @@ outputs are compared with plain ones; where one differs, the gap between the two
 the first difference is printed (in bf16 two tokens can tie). The last line is one JSON document.
 With `--windows` it runs the demo's drafters that keep keys and values instead, with each
 `draft_window` (0: all tokens); `--prompt-tokens` joins prompts to long ones.
+
+    python -m benchmarks.demo_acceptance --verification rejection,block [--rounds 3]
+
+compares ways of verification instead, at temperature 1 and with every bundled drafter: AL, and the
+standard error of AL and of the differences, prompt by prompt.
 """
 
 import argparse
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +26,7 @@ from typing import Any
 from slipstream import LLM, RequestOutput, SamplingParams
 
 HELD_OUT = Path(__file__).parent.parent / "slipstream" / "demo" / "prompts" / "held_out.jsonl"
-WINDOWED = ("demo/draft", "demo/eagle3", "demo/p-eagle", "demo/mtp", "demo/pard")
+BUNDLED = ("demo/draft", "demo/eagle3", "demo/p-eagle", "demo/mtp", "demo/pard")
 WHOLE_DRAFTS = 25  # behind the first token, so that AL is not lowered by a last draft cut short
 
 
@@ -34,7 +40,12 @@ def main() -> None:
     cli.add_argument("--batch", type=int, default=8)
     cli.add_argument("--windows", type=int, nargs="+", default=[])
     cli.add_argument("--prompt-tokens", type=int, default=0, help="of joined prompts, at least")
+    cli.add_argument("--rounds", type=int, default=1, help="with other seeds")
+    cli.add_argument("--verification", help="ways to compare, the first with the others")
     options = cli.parse_args()
+    if options.verification is not None:
+        _compare(options)
+        return
     drafters: dict[str, dict[str, Any]] = {
         "demo/draft": {"model": "demo/draft"},
         "ngram": {"method": "ngram"},
@@ -44,7 +55,7 @@ def main() -> None:
     if options.windows:
         drafters = {
             f"{name} window {window or 'all'}": {"model": name, "draft_window": window or None}
-            for name in WINDOWED
+            for name in BUNDLED
             for window in options.windows
         }
     rows = []
@@ -62,14 +73,52 @@ def main() -> None:
     print(json.dumps({"dtype": options.dtype, "k": options.k, "rows": rows}))
 
 
+def _compare(options: argparse.Namespace) -> None:
+    """AL of each bundled drafter by the way of verification."""
+    rows = []
+    for name in BUNDLED:
+        lengths = {}
+        for way in options.verification.split(","):
+            config = {"model": name, "num_speculative_tokens": options.k}
+            config["rejection_sample_method"] = way
+            outputs: list[RequestOutput] = []
+            for seed in range(options.rounds):
+                outputs += _run(config, 1.0, options, seed)[0]
+            lengths[way] = [_acceptance_length([output]) for output in outputs]
+        first, *others = lengths
+        row: dict[str, Any] = {"drafter": name, "prompts": len(lengths[first])}
+        row[first] = _mean_and_error(lengths[first])
+        for way in others:
+            gains = [a - b for a, b in zip(lengths[way], lengths[first], strict=True)]
+            row |= {way: _mean_and_error(lengths[way]), f"{way} gains": _mean_and_error(gains)}
+        rows.append(row)
+        print(f"  {json.dumps(row)}", flush=True)
+    print(json.dumps({"dtype": options.dtype, "k": options.k, "rows": rows}))
+
+
+def _mean_and_error(values: list[float]) -> tuple[float, float]:
+    error = statistics.stdev(values) / len(values) ** 0.5
+    return round(statistics.fmean(values), 3), round(error, 3)
+
+
+def _acceptance_length(outputs: list[RequestOutput]) -> float:
+    drafts = sum(output.metrics.num_drafts for output in outputs)
+    # An output of one token has no draft.
+    return 1 + sum(output.metrics.num_accepted_tokens for output in outputs) / max(drafts, 1)
+
+
 def _run(
-    config: dict[str, Any] | None, temperature: float, options: argparse.Namespace
+    config: dict[str, Any] | None,
+    temperature: float,
+    options: argparse.Namespace,
+    seed: int = 0,
 ) -> tuple[list[RequestOutput], float]:
     """The outputs, and output tokens per second."""
     llm = LLM(
         "demo",
         speculative_config=config,
         dtype=options.dtype,
+        seed=seed,
         max_num_seqs=options.batch,
         enable_prefix_caching=False,
     )
@@ -121,7 +170,7 @@ def _row(
     return {
         "drafter": name,
         "temperature": temperature,
-        "AL": round(1 + sum(m.num_accepted_tokens for m in metrics) / drafts, 3),
+        "AL": round(_acceptance_length(outputs), 3),
         "standard_error": round(_standard_error(metrics), 3),
         "per_position": [round(share, 3) for share in per_position],
         "times_plain": round(ratio, 2),

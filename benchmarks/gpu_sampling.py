@@ -30,6 +30,7 @@ from torch import Tensor
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.verification import Verification
 from slipstream.kernels.reference import SAMPLING as REFERENCE
 from slipstream.kernels.sampling import SampleRows
 from slipstream.kernels.triton import sampling as fused
@@ -62,9 +63,10 @@ class Case:
     kind: str
     requests: int
     drafts: int
+    block: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind:8} R={self.requests:3} K={self.drafts}"
+        return f"{'block' if self.block else self.kind:8} R={self.requests:3} K={self.drafts}"
 
 
 def main() -> None:
@@ -83,8 +85,11 @@ def _table(quick: bool) -> Iterator[dict[str, Any]]:
     print(f"{'':22}{'fused':>9}{'torch':>9}{'limit':>9} us")
     for requests in (1, 32) if quick else (1, 8, 32, 100):
         for kind in PARAMS:
-            for drafts in (0, 4):
-                case = Case(kind, requests, drafts)
+            of_kind = [Case(kind, requests, 0), Case(kind, requests, 4)]
+            if kind == "sampled":
+                of_kind.append(Case(kind, requests, 4, block=True))
+            for case in of_kind:
+                drafts = case.drafts
                 limit = requests * (drafts + 1) * VOCAB_SIZE * 4 / BYTES_PER_US
                 yield _measured(f"verify {case}", _verify(case), limit)
             if kind not in ("full", "reduced"):  # drafts have no processors
@@ -148,6 +153,11 @@ def _logits(case: Case, rows: int) -> Tensor:
 
 def _verify(case: Case) -> Work:
     state, num = _state(case), case.requests
+    if case.block:
+        for slot in range(num):
+            request = state.request(slot)
+            request.verification = Verification.BLOCK
+            state.admit(slot, request)
     uses = state.uses(range(num))
     batches = []
     slots = torch.arange(num, device=DEVICE)

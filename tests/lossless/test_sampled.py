@@ -128,6 +128,12 @@ CASES: dict[str, dict[str, Any]] = {
     "mtp_modules": {"drafter": "mtp_modules", "params": {"temperature": 0.7, "top_p": 0.9}},
     "mtp_subset": {"drafter": "mtp", "draft_vocab_size": 4},
     "mtp_greedy_drafts": {"drafter": "mtp", "draft_sample_method": "greedy"},
+    "block": {"drafter": "draft", "rejection_sample_method": "block"},
+    "block_combination": {
+        "drafter": "ngram+subset",
+        "rejection_sample_method": "block",
+        "params": {"temperature": 0.7, "top_p": 0.9},
+    },
     "truncated": {"drafter": "draft", "params": {"temperature": 0.7, "top_p": 0.9}},
     "penalties": {
         "drafter": "draft",
@@ -143,7 +149,7 @@ def test_sampled_output_has_the_targets_distribution(
     check(CASES[name], pair, heads, None)
 
 
-@pytest.mark.parametrize("name", ["mtp", "mtp_modules", "p-eagle"])
+@pytest.mark.parametrize("name", ["mtp", "mtp_modules", "p-eagle", "block"])
 def test_padded_steps_sample_from_the_targets_distribution(
     name: str, pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
