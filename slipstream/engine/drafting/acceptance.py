@@ -19,13 +19,14 @@ MEMORY = 0.1  # weight of the latest result in a request's averages: half is for
 TRAFFIC_MEMORY = 0.02
 UNKNOWN = 0.75  # chance before anything is known: optimistic, so that it is tried
 PRIOR_TRIALS = 2  # results that what a request begins with counts for
-SURPRISED = 0  # results that a request counts for once a probe found it changed
 NUM_BINS = 16
 _BIN_MEMORY = 0.01
 _FACTOR_STEPS = 8
 _LATEST = 0.3
 _FEWEST_DRAWN, _DRAWN_PLACES = 4, 3
 _MOST_FACTOR = 1.5
+_KNOWN_TRIALS, _MANY = 6, 64  # the same, once the traffic has told so much about the first place
+_STOPPED = 0.5  # weight of a token that was not to be had, since its chain had ended
 _EXAMINED = 8  # one request of every so many steps tells how reliable its chances are
 _MOST_JUDGED = 16  # requests of a step that are looked at; of larger batches they take turns
 
@@ -195,20 +196,20 @@ class Acceptance:
         drafted = gain.num_draft_tokens if gain.num_positions is None else gain.num_positions
         accepted, chances = gain.num_accepted, history.chances
         judged = min(accepted + 1, drafted, self._places)
+        prior = PRIOR_TRIALS if self._num_results[0] < _MANY else _KNOWN_TRIALS
         if history.probed and drafted >= history.probed:
             probes.append((history.probed, accepted))
             if accepted >= history.probed:
-                history.num_results = SURPRISED
+                history.num_results = PRIOR_TRIALS - prior  # it has changed: little is known
             history.probed = 0
         if gain.confidences:
             self._learn_confidences(history, gain, judged)
         elif examined:
             for place in range(judged):
                 self.reliability.add(chances[place], place < accepted)
-        if item.stops is not None and accepted == drafted < item.num_draft_tokens:
-            # Its chain has ended early: as far as plans go, the next token was not to be had.
-            judged += bool(gain.confidences) or not drafted
-        weight = max(MEMORY, 1 / (history.num_results + PRIOR_TRIALS))
+        weight = max(MEMORY, 1 / (history.num_results + prior))
+        if _was_stopped(item, gain):  # as far as plans go, the next token was not to be had
+            chances[accepted] -= _STOPPED * weight * chances[accepted]
         history.num_results += 1
         for place in range(min(accepted, judged)):
             chances[place] += weight * (1 - chances[place])
@@ -236,6 +237,14 @@ class Acceptance:
             # A factor of which the table is right on average: the step is what is left over.
             error = taken - min(1.0, by_table * history.factor)
             history.factor = min(_MOST_FACTOR, max(0.0, history.factor + MEMORY * error))
+
+
+def _was_stopped(item: ScheduledRequest, gain: Committed) -> bool:
+    """Whether a chain of which all was accepted might have gone on, but for its stops."""
+    if item.stops is None or gain.num_accepted < gain.num_draft_tokens:
+        return False
+    has_ended = gain.num_draft_tokens < item.num_draft_tokens
+    return has_ended and (bool(gain.confidences) or not gain.num_draft_tokens)
 
 
 def survivals(chances: Iterable[float], most: int) -> list[float]:

@@ -136,7 +136,8 @@ def choose(gains: Sequence[Sequence[float]], widths: Sequence[int], table: CostT
     counts, least = [0] * requests, 1.0
     for negated, place, index in [it for it in ranked if it[1] <= best.width][: best.taken]:
         counts[index], least = place, -negated
-    return Choice(best.width, counts, least, best.tokens, best.seconds)
+    width = max(counts, default=0) if table.exact else best.width
+    return Choice(width, counts, least, best.tokens, best.seconds)
 
 
 class _Best(NamedTuple):

@@ -213,7 +213,8 @@ class AdaptivePolicy:
         low, high = max(0, taken - around), taken + around
         targets = table.targets(high, width)
         row = (targets[high] - targets[low]) / (high - low)
-        further = sum(table.added(width)[: drafting + 1])
+        places = range(2, max(2, width) + 1)  # of which single ones may be off
+        further = sum([sum(table.added(it)[: drafting + 1]) for it in places]) / len(places)
         to_draft = choice.speed * (row + further / drafting)
         return _bounded(to_draft), _bounded(choice.speed * row)
 

@@ -13,7 +13,7 @@ from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.drafting.acceptance import Acceptance
 from slipstream.engine.drafting.choice import Choice, CostTable
 
-PROBE_SHARE = 0.01  # of all time
+PROBE_SHARE = 0.015  # of all time
 _MOST_SAVED = 4  # probes that are saved up for
 _LEAST_SECONDS = 0.002  # what a probe counts for at least, in steps
 _RESULTS_IN = 3  # steps until the results of a probe are here
@@ -114,7 +114,9 @@ class Probes:
         drafting, costs = 0.0, list[float]()
         for number in range(1, 1 + min(len(short), len(added) - 1 - at_place)):
             drafting += added[at_place + number]
-            costs.append(max(self._least, targets[taken + number] - targets[taken] + drafting))
+            more = targets[taken + number] - targets[taken] + drafting
+            # What was not tried for long may be thought dearer than it is.
+            costs.append(min(max(self._least, more), self._choice.seconds))
             if costs[-1] > 2 * costs[0]:
                 costs.pop()
                 break
