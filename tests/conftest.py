@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from slipstream.engine.drafting.kept_costs import CACHE
 from slipstream.kernels import registry
 from slipstream.kernels.registry import kernels_for
 from tests.tiny_models import TinyModels
@@ -46,6 +47,12 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return TinyModels(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cost_files(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What this session's engines measure is nobody else's."""
+    os.environ[CACHE] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from slipstream.cli.checkpoint_facts import BLOCK_SIZE, CheckpointFacts, read_fa
 from slipstream.cli.drafter_fit import Fit, check_fit
 from slipstream.cli.drafter_flags import is_method
 from slipstream.cli.errors import FAILED
+from slipstream.cli.inspect_costs import show_costs
 from slipstream.cli.terminal import QUIET_STYLE, stdout_console
 from slipstream.core.errors import UsageError, counted
 from slipstream.core.flags import REQUIRED, flag
@@ -25,19 +26,32 @@ class InspectFlags:
     path: str = flag(REQUIRED, "A local directory, a hub name or a bundled demo.", argument=True)
     target: str | None = flag(None, "Check whether PATH can draft for this model.")
     json: bool = flag(False, "Print one JSON document.")
+    costs: bool = flag(
+        False, "Load the model, and tell what steps cost and which acceptance makes drafts pay."
+    )
+    drafter: str | None = flag(
+        None, "With --costs, the drafter. [demo/draft for the demo, else ngram]"
+    )
 
 
 def inspect(*, flags: InspectFlags) -> None:
-    """Describe a checkpoint without loading its weights.
+    """Describe a checkpoint without loading its weights, unless --costs asks for times.
 
     With --target the exit code is 1 when it does not fit as a drafter.
     """
     path, target = flags.path, flags.target
+    if flags.costs and target is not None:
+        raise UsageError("give --costs for a model, or --target for a drafter, not both")
+    if flags.drafter is not None and not flags.costs:
+        raise UsageError("--drafter goes with --costs; add that, or leave it out")
     if is_method(path) and not Path(path).exists():
         raise UsageError(
             f"{path} is a drafting method without a checkpoint, so there is nothing to inspect; "
             "give a model or a drafter's checkpoint"
         )
+    if flags.costs:
+        show_costs(path, flags.drafter, flags.json)
+        return
     facts = read_facts(path)
     fit = None if target is None else check_fit(facts, read_facts(target))
     if flags.json:

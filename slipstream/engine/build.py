@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
 import torch
 
@@ -14,7 +15,7 @@ from slipstream.core.step_form import CapturedForm, ExactForm, StepForm
 from slipstream.core.verification import Verification
 from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
 from slipstream.engine.drafting.calibration import calibrate
-from slipstream.engine.drafting.costs import CostModel
+from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
 from slipstream.engine.drafting.policy import AdaptivePolicy, captured_widths
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar import Grammars
@@ -32,6 +33,7 @@ from slipstream.engine.resolve import (
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sizing import Reasons, WeightRoom
 from slipstream.engine.step import Step
+from slipstream.kernels.registry import kernels_for
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.decoder import Decoder
@@ -48,6 +50,7 @@ from slipstream.models.quantized.catalogue import read_quantization
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.runner.capability import (
     choose_device,
+    device_name,
     kept_formats,
     require_stored,
     stored_note,
@@ -139,11 +142,10 @@ def assemble(
     layout = shape.cache_layout(resolved.cache_dtype)
     sizes = CacheSizes(resolved.num_blocks, size, state.num_slots, device)
     cache = ModelCache(layout, replace(sizes, num_window_blocks=windows))
-    needs = loaded_drafter.needs
-    runner = ModelRunner(network, cache, state, stream_layers=needs.stream_layers)
+    runner = ModelRunner(network, cache, state, stream_layers=loaded_drafter.needs.stream_layers)
     shares_prefixes = config.enable_prefix_caching and layout.blocks_resume
     form = _step_form(resolved)
-    costs = CostModel(form.bucket if isinstance(form, CapturedForm) else None)
+    costs = _costs(resolved, config, shape, form)
     policy = _draft_policy(resolved, costs, form)
     scheduler = Scheduler(limits, _block_manager(resolved, size, shares_prefixes), policy)
     resources = DrafterResources(
@@ -175,14 +177,15 @@ def assemble(
         Guidance(grammars, sampling, limits.num_speculative_tokens),
         graphs,
         runs_ahead=on_device and config.async_scheduling is not False,
-        rereads=needs.features,
+        rereads=loaded_drafter.needs.features,
     )
     if graphs is not None:  # what plain requests need
         with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
             graphs.capture_all("step", step.run, not on_device, progress)
     if resolved.adaptive:
-        calibrate(costs, step, resolved, policy.widths, size)
-    return Engine(resolved, scheduler, step, LogprobReader(runner, tokenizer), tokenizer, grammars)
+        costs.begin(partial(calibrate, costs, step, resolved, policy.widths, size))
+    reader = LogprobReader(runner, tokenizer)
+    return Engine(resolved, scheduler, step, reader, tokenizer, grammars, costs)
 
 
 def _require_attention(drafter: LoadedDrafter) -> None:
@@ -200,7 +203,29 @@ def _synthetic_rates(resolved: Resolved) -> torch.Tensor | None:
     return torch.tensor(rates, device=resolved.device) if rates else None
 
 
-def _draft_policy(resolved: Resolved, costs: CostModel, form: StepForm) -> DraftPolicy:
+def _costs(
+    resolved: Resolved, config: EngineConfig, shape: DecoderConfig, form: StepForm
+) -> KeptCosts:
+    """What steps cost; nothing is known of it yet."""
+    device, most = resolved.device, resolved.limits.max_num_seqs
+    kernels = kernels_for(device, resolved.dtype, config.batch_invariant)
+    threads = [value for name, value, _ in resolved.reasons if name == "threads"]
+    file = CostFile(
+        {
+            "version": import_module("slipstream").__version__,
+            "model": [config.model, config.revision, config.load_format, repr(shape)],
+            "drafter": [config.speculative_config, resolved.limits],
+            "numbers": [resolved.dtype, resolved.cache_dtype, config.quantization],
+            "device": [device_name(device), threads, kernels.network.backend],
+            "captured": resolved.captures,
+        }
+    )
+    requests = [count for count in (1, 2, 4, 8, 16, 32, 64, 128, 256) if count < most]
+    padded = form.bucket if isinstance(form, CapturedForm) else None
+    return KeptCosts(padded, file, (*requests, most), _widths(resolved))
+
+
+def _draft_policy(resolved: Resolved, costs: KeptCosts, form: StepForm) -> DraftPolicy:
     """What decides how much is drafted."""
     if resolved.adaptive:
         return AdaptivePolicy(resolved.limits, _widths(resolved), costs, form)

@@ -1,6 +1,7 @@
 """The engine: requests in, outputs out, one step at a time."""
 
 import logging
+from collections.abc import Sequence
 from time import perf_counter
 
 from slipstream.core.batch import ScheduledRequest
@@ -11,6 +12,8 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
 from slipstream.core.verification import Verification
 from slipstream.engine.detokenizer import Detokenizer
+from slipstream.engine.drafting.costs import CostRow
+from slipstream.engine.drafting.kept_costs import KeptCosts
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.isolation import Isolation
 from slipstream.engine.logprobs import LogprobReader
@@ -42,9 +45,10 @@ class Engine:
         logprobs: LogprobReader,
         tokenizer: Tokenizer | None,
         grammars: Grammars,
+        costs: KeptCosts,
     ) -> None:
         self.resolved, self.tokenizer, self._grammars = resolved, tokenizer, grammars
-        self.metrics = EngineMetrics()
+        self.metrics, self._costs = EngineMetrics(), costs
         self._scheduler, self._step, self._logprobs = scheduler, step, logprobs
         self._submissions: dict[str, Submission] = {}
         self._owners: dict[str, tuple[Submission, Sample]] = {}  # by the sample's request id
@@ -61,6 +65,11 @@ class Engine:
     def scheduler(self) -> Scheduler:
         """For looking at; the engine alone schedules."""
         return self._scheduler
+
+    @property
+    def costs(self) -> Sequence[CostRow]:
+        """What the policy expects decode steps to take by now; empty if it asks for no costs."""
+        return self._costs.rows if self.resolved.adaptive else ()
 
     def compile(self, structured: StructuredOutput) -> None:
         """Compile a grammar before `add` needs it. May be called from any thread.

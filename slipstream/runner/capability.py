@@ -1,5 +1,7 @@
 """Capabilities of devices, and the meaning of the engine's options on them."""
 
+import platform
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -52,6 +54,18 @@ def choose_device(name: str) -> tuple[torch.device, str]:
             f"{_shown(LEAST_CAPABILITY)} (Ampere) or newer; use device=cpu"
         )
     return device, f"{gpu}, compute capability {_shown(capability)}"
+
+
+def device_name(device: torch.device) -> str:
+    """What the manufacturer calls a device: others of this name are as fast."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def require_quantization(device: torch.device, option: str, quantization: str) -> None:

@@ -60,7 +60,7 @@ FLAGS = {
         --receive-timeout --request-timeout --root-path --send-timeout --served-model-name
         --ssl-certfile --ssl-keyfile --tool-call-parser --reasoning-parser
     """,
-    "inspect": f"{COMMON} --json --target",
+    "inspect": f"{COMMON} --costs --drafter --json --target",
     "bench serve": f"""
         {BENCH} --api-key --backend --base-url --burstiness --compare-texts --endpoint --extra-body
         --goodput --header --host --max-concurrency --metric-percentiles --model

@@ -340,3 +340,22 @@ def test_a_parallel_drafter_is_told_from_a_draft_model(
     assert ran.code == 0
     assert "all draft tokens from one pass (method pard), with mask token 90" in ran.out
     assert "method pard" not in slipstream("inspect", str(chain), "--target", tiny_target).out
+
+
+def test_tells_what_steps_cost(slipstream: CommandLine, tiny_target: str, tiny_draft: str) -> None:
+    ran = slipstream("inspect", tiny_target, "--costs", "--drafter", tiny_draft, "--json")
+    rows = json.loads(ran.out)["costs"]
+    assert {row["requests"] for row in rows} == {1, 2, 4, 8, 16, 32, 64}
+    for row in rows:
+        assert row["seconds"] > 1e-5
+        assert (row["drafts"] == 0) <= (row["least_acceptance"] is None)
+    words = slipstream("inspect", tiny_target, "--costs").out
+    assert "milliseconds of a step" in words
+    assert "from which on steps pay" in words
+
+
+@pytest.mark.parametrize("other", [("--target", "demo", "--costs"), ("--drafter", "ngram")])
+def test_costs_are_of_a_model(slipstream: CommandLine, other: tuple[str, ...]) -> None:
+    ran = slipstream("inspect", "demo", *other)
+    assert ran.code == 2
+    assert "--costs" in ran.err

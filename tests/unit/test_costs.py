@@ -4,13 +4,16 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
 from slipstream.core.batch import Batch, Committed, ScheduledRequest, StepReport, StepTimes
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.drafting.calibration import plausible
 from slipstream.engine.drafting.costs import CostModel, CostRow, Point
+from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
 
 PARAMS = SamplingParams(temperature=0)
 
@@ -259,3 +262,119 @@ def test_a_table_tells_the_same_as_predictions() -> None:
         if row.requests == 5:
             assert row.seconds == expected
         assert row.seconds > 0
+
+
+class Clock:
+    """Says what time it is set to."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def kept(file: CostFile, now: Clock | None = None) -> KeptCosts:
+    return KeptCosts(None, file, (1, 4), (0, 1, 4), now or Clock())
+
+
+def points(slower: float = 1.0) -> list[Point]:
+    shapes = [(1, 0), (1, 4), (4, 0), (4, 4)]
+    return [
+        Point(count, width, count * (width + 1), 64 * count, 0.1 * slower, slower * (1 + width))
+        for count, width in shapes
+    ]
+
+
+def test_a_point_that_was_disturbed_is_not_believed() -> None:
+    sound = [
+        Point(count, width, count * (width + 1), 64 * count, 0.1 * (width + 1), 1.0 + 0.1 * count)
+        for count in (1, 4, 8)
+        for width in (0, 1, 4)
+    ]
+    assert plausible(sound) == sound
+    for index, point in enumerate(sound[:-1]):
+        disturbed = [*sound]
+        disturbed[index] = replace(point, target=9.0, draft=9.0)
+        found = plausible(disturbed)[index]
+        assert found.target <= 1.25 * 1.8
+        assert found.draft <= 1.25 * 0.5
+    assert plausible([*sound, replace(sound[-1], rows=99, target=9.0)])[-1].target == 9.0
+
+
+def test_costs_are_kept_for_another_start(tmp_path: Path) -> None:
+    file = CostFile({"model": "a", "threads": 2}, tmp_path / "not" / "there")
+    budgets: list[float] = []
+    first = kept(file)
+
+    def measure(seconds: float) -> None:
+        budgets.append(seconds)
+        first.calibrate(points())
+
+    first.begin(measure)
+    again = kept(CostFile({"threads": 2, "model": "a"}, tmp_path / "not" / "there"))
+    again.begin(budgets.append)
+    assert again.rows == first.rows
+    assert budgets[0] == 2.0
+    assert budgets[1] < 0.5
+    other = kept(CostFile({"model": "b", "threads": 2}, tmp_path / "not" / "there"))
+    other.begin(budgets.append)
+    assert budgets[2] == 2.0
+    assert {it.suffix for it in file.path.parent.iterdir()} == {".json"}
+
+
+def test_what_moved_is_kept_every_few_minutes(tmp_path: Path) -> None:
+    file, now = CostFile({}, tmp_path), Clock()
+    costs = kept(file, now)
+    costs.begin(lambda _: costs.calibrate(points()))
+    before = file.path.read_text()
+
+    def steps(seconds: float) -> None:
+        for _ in range(2048):
+            costs.observe(report([0], StepTimes(0.0, seconds, 0.0, 0.1), 64))
+
+    steps(1.0)
+    now.seconds = 1000.0
+    steps(1.02)
+    assert file.path.read_text() == before, "it has hardly moved"
+    steps(2.0)
+    assert file.path.read_text() == before, "that was asked just now"
+    now.seconds = 2000.0
+    steps(2.0)
+    assert file.path.read_text() != before
+    loaded = CostModel()
+    assert file.load(loaded)
+    assert loaded.plain_seconds(1, 64) == pytest.approx(2.1, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"key": {}, "costs": {}}', '{"key": {}, "costs": 3}', "\0"]
+)
+def test_a_broken_file_is_measured_over(content: str, tmp_path: Path) -> None:
+    file, budgets = CostFile({}, tmp_path), list[float]()
+    file.path.write_text(content)
+    kept(file).begin(budgets.append)
+    assert budgets == [2.0]
+    assert file.load(CostModel())
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "slipstream")
+    taken = tmp_path / "taken"
+    taken.write_text("not a folder")
+    costs = kept(CostFile({}, taken))
+    costs.begin(lambda _: costs.calibrate(points()))
+    assert costs.plain_seconds(1, 64) == pytest.approx(1.1)
+    assert "cannot be written" in caplog.text
+
+
+def test_the_environment_says_where_costs_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    assert CostFile({}).path.parent == tmp_path / "costs"
+    monkeypatch.setenv("SLIPSTREAM_CACHE", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert CostFile({}).path.parent == tmp_path / "home" / ".cache" / "slipstream" / "costs"

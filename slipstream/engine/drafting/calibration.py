@@ -27,6 +27,7 @@ _REQUESTS = (1, 16, 4, 64, 2, 8, 32, 128, 256)  # the most important first
 _ROUNDS = 2  # since what else the machine does comes and goes
 _MOST_RUNS, _FEWEST_RUNS = 6, 2  # of a kind of step in a round, of which the first does not count
 _ENOUGH_SECONDS = 0.02
+_MOST_OVER = 1.25
 _GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
@@ -72,7 +73,7 @@ def calibrate(
             point = measured.run(shape, points.get(replace(shape, width=0)))
             if point is not None:
                 points[shape] = _least([point, points.get(shape, point)])
-                costs.calibrate(tuple(points.values()))
+                costs.calibrate(plausible(tuple(points.values())))
     finally:
         measured.clear()
     return len(points)
@@ -82,6 +83,23 @@ def _least(points: Sequence[Point]) -> Point:
     """The least of both parts, since what disturbs a step only makes it longer."""
     draft, target = min(it.draft for it in points), min(it.target for it in points)
     return replace(points[0], draft=draft, target=target)
+
+
+def plausible(points: Sequence[Point]) -> list[Point]:
+    """Points without what can only be a disturbance: a step takes hardly longer than one that does
+    more of everything, though tiles and experts may make it take a little longer."""
+    found = []
+    for point in points:
+        larger = [it for it in points if _does_more(it, point)]
+        draft = min([point.draft, *(_MOST_OVER * it.draft for it in larger)])
+        target = min([point.target, *(_MOST_OVER * it.target for it in larger)])
+        found.append(replace(point, draft=draft, target=target))
+    return found
+
+
+def _does_more(one: Point, other: Point) -> bool:
+    requests, width = one.requests >= other.requests, one.width >= other.width
+    return requests and width and one.rows >= other.rows and one.context * 2 >= other.context
 
 
 def shapes(resolved: Resolved, widths: Sequence[int], length: int, longest: int) -> list[Shape]:
@@ -117,7 +135,7 @@ class Measured:
         self.length = min(_LENGTH, self._most // 2, self.longest)
         self._block_size = block_size
         self._requests: list[Request | None] = [None] * limits.max_num_seqs
-        self._known = [0] * limits.max_num_seqs  # tokens by now
+        self._known = [0] * limits.max_num_seqs  # tokens by now, at most
         self._began = [0] * limits.max_num_seqs  # the same when it was admitted
 
     def run(self, shape: Shape, plain: Point | None) -> Point | None:
@@ -215,7 +233,9 @@ class Measured:
         for item, gain in zip(report.batch.requests, report.committed, strict=True):
             slot = item.request.slot
             before = item.start + 1 if item.admitted else self._known[slot]
-            self._known[slot] = before + len(gain.token_ids)
+            # Blocks that nobody wrote may hold no numbers; then it gained more than it tells.
+            gained = item.num_draft_tokens + 1 if gain.broken else len(gain.token_ids)
+            self._known[slot] = before + gained
         return report
 
     def _drop(self, slots: Sequence[int]) -> None:

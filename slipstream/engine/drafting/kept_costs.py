@@ -1,0 +1,121 @@
+"""Costs that are kept on disk, so that the next start need not measure everything again.
+
+One file per model, drafter and machine, in $SLIPSTREAM_CACHE/costs or ~/.cache/slipstream/costs.
+Nothing depends on it: a file that is broken or cannot be written is a line in the log.
+"""
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from slipstream.core.batch import StepReport
+from slipstream.engine.drafting.costs import CostModel, CostRow
+
+logger = logging.getLogger("slipstream")
+
+CACHE = "SLIPSTREAM_CACHE"
+LENGTH = 512  # tokens of each request in tables of costs
+_SECONDS, _FEW_SECONDS = 2.0, 0.25  # to measure in, without a file and with one
+_EVERY_SECONDS, _EVERY_STEPS = 180.0, 1024  # how often it is asked whether costs have moved
+_MOVED = 0.1
+
+
+class CostFile:
+    """Where costs are kept.
+
+    Args:
+        key: all that costs depend on, for JSON.
+        folder: None: as the environment has it.
+    """
+
+    def __init__(self, key: Mapping[str, Any], folder: Path | None = None) -> None:
+        self._key = json.loads(json.dumps(key, default=str))
+        digest = sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
+        self.path = (_folder() if folder is None else folder) / f"{digest[:32]}.json"
+
+    def load(self, costs: CostModel) -> bool:
+        """Let costs begin with what is kept; whether there is something."""
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            if found["key"] == self._key:
+                costs.restore(found["costs"])
+                return True
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.debug("%s cannot be used (%r): costs are measured anew", self.path, error)
+        return False
+
+    def save(self, costs: CostModel) -> None:
+        """Keep costs in place of earlier ones, at once for whoever reads them."""
+        text = json.dumps({"key": self._key, "costs": costs.state()})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
+                written = Path(folder) / self.path.name
+                written.write_text(text, encoding="utf-8")
+                written.replace(self.path)
+        except OSError as error:
+            logger.debug("%s cannot be written (%s)", self.path, error)
+
+
+class KeptCosts(CostModel):
+    """A cost model that begins with what is kept of it, and keeps what it learns.
+
+    Args:
+        padded: see `CostModel`.
+        requests, drafts: the sizes of steps that `rows` tells, and by which changes are judged.
+        now: seconds of some clock.
+    """
+
+    def __init__(
+        self,
+        padded: Callable[[int], int] | None,
+        file: CostFile,
+        requests: Sequence[int],
+        drafts: Sequence[int],
+        now: Callable[[], float] = monotonic,
+    ) -> None:
+        super().__init__(padded)
+        self._file, self._requests, self._widths, self._now = file, requests, drafts, now
+        self._kept: list[CostRow] = []
+        self._asked, self._steps = 0.0, 0
+
+    @property
+    def rows(self) -> list[CostRow]:
+        """Predictions for requests of `LENGTH` tokens."""
+        return self.table(self._requests, self._widths, LENGTH)
+
+    def begin(self, measure: Callable[[float], object]) -> None:
+        """Begin with what is kept, and what is measured in addition.
+
+        Args:
+            measure: measures for so many seconds, the most important first.
+        """
+        measure(_FEW_SECONDS if self._file.load(self) else _SECONDS)
+        self._keep()
+
+    def observe(self, report: StepReport) -> None:
+        super().observe(report)
+        self._steps += 1
+        if self._steps % _EVERY_STEPS or self._now() < self._asked + _EVERY_SECONDS:
+            return
+        pairs = zip(self._kept, self.rows, strict=True)
+        if any(abs(new.seconds - old.seconds) > _MOVED * old.seconds for old, new in pairs):
+            self._keep()
+        self._asked = self._now()
+
+    def _keep(self) -> None:
+        self._file.save(self)
+        self._kept, self._asked = self.rows, self._now()
+
+
+def _folder() -> Path:
+    given = os.environ.get(CACHE)
+    return (Path(given) if given else Path.home() / ".cache" / "slipstream") / "costs"
