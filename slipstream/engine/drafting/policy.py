@@ -200,7 +200,10 @@ class AdaptivePolicy:
             if factor not in stops:
                 rates = self.acceptance.rates(factor)
                 stops[factor] = ChainStops(rates, least_to_draft, least_to_verify)
-            plans.append(DraftPlan(bound, stops[factor]))
+            # Beside others no chain goes further than the longest that was chosen: passes for few
+            # of the requests cost each of them more.
+            most = bound if len(counts) == 1 else min(bound, self._choice.width)
+            plans.append(DraftPlan(most, stops[factor]))
         return plans
 
     def _thresholds(self, table: CostTable) -> tuple[float, float]:
