@@ -347,8 +347,25 @@ def test_what_moved_is_kept_every_few_minutes(tmp_path: Path) -> None:
     assert loaded.plain_seconds(1, 64) == pytest.approx(2.1, rel=0.02)
 
 
+def written(rows: str = "[[1, 1.0]]", slope: str = "0.0") -> str:
+    names = ("requests", "context", "attention", "draft_context")
+    slopes = ", ".join(f'"{name}": {slope}' for name in names)
+    costs = f'{{"rows": {rows}, "rest": [], "drafting": [], "slopes": {{{slopes}}}}}'
+    return f'{{"key": {{}}, "costs": {costs}}}'
+
+
+def test_what_is_written_by_hand_is_read(tmp_path: Path) -> None:
+    file = CostFile({}, tmp_path)
+    file.path.write_text(written())
+    assert file.load(CostModel())
+
+
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"key": {}, "costs": {}}', '{"key": {}, "costs": 3}', "\0"]
+    "content",
+    [
+        *("", "[]", "{}", '{"key": {}, "costs": {}}', '{"key": {}, "costs": 3}', "\0"),
+        *(written(slope="NaN"), written("[[1, Infinity]]"), written("[[1e999, 1.0]]")),
+    ],
 )
 def test_a_broken_file_is_measured_over(content: str, tmp_path: Path) -> None:
     file, budgets = CostFile({}, tmp_path), list[float]()
@@ -378,3 +395,19 @@ def test_the_environment_says_where_costs_are_kept(
     monkeypatch.setenv("SLIPSTREAM_CACHE", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert CostFile({}).path.parent == tmp_path / "home" / ".cache" / "slipstream" / "costs"
+    monkeypatch.setenv("SLIPSTREAM_CACHE", "~/kept")
+    assert CostFile({}).path.parent == tmp_path / "home" / "kept" / "costs"
+
+
+def test_a_user_without_a_home_keeps_no_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLIPSTREAM_CACHE", raising=False)
+    monkeypatch.delenv("HOME")
+
+    def nobody(_: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    costs = kept(CostFile({}))
+    costs.begin(lambda _: costs.calibrate(points()))
+    assert costs.plain_seconds(1, 64) == pytest.approx(1.1)
+    assert not CostFile({}).load(CostModel())

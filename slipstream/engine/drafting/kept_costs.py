@@ -42,26 +42,27 @@ class CostFile:
     def load(self, costs: CostModel) -> bool:
         """Let costs begin with what is kept; whether there is something."""
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            text = self.path.read_text(encoding="utf-8")
+            found = json.loads(text, parse_constant=_refuse)
             if found["key"] == self._key:
                 costs.restore(found["costs"])
                 return True
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
             logger.debug("%s cannot be used (%r): costs are measured anew", self.path, error)
         return False
 
     def save(self, costs: CostModel) -> None:
         """Keep costs in place of earlier ones, at once for whoever reads them."""
-        text = json.dumps({"key": self._key, "costs": costs.state()})
         try:
+            text = json.dumps({"key": self._key, "costs": costs.state()}, allow_nan=False)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
                 written = Path(folder) / self.path.name
                 written.write_text(text, encoding="utf-8")
                 written.replace(self.path)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.debug("%s cannot be written (%s)", self.path, error)
 
 
@@ -116,6 +117,14 @@ class KeptCosts(CostModel):
         self._kept, self._asked = self.rows, self._now()
 
 
+def _refuse(constant: str) -> float:
+    """NaN and infinities are no costs, and what is predicted with one never recovers."""
+    raise ValueError(f"{constant} is no cost")
+
+
 def _folder() -> Path:
     given = os.environ.get(CACHE)
-    return (Path(given) if given else Path.home() / ".cache" / "slipstream") / "costs"
+    try:
+        return Path(given or "~/.cache/slipstream").expanduser() / "costs"
+    except RuntimeError:  # a user without a home, as in containers: nothing can be kept
+        return Path(os.devnull)
