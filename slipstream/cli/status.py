@@ -35,6 +35,10 @@ class Status:
         if self.speculation.num_drafts:
             parts.append(f"AL {self.speculation.acceptance_length:.2f}")
             parts.append(f"accepted {self._shares()}")
+        speedup = self.speculation.estimated_speedup
+        if speedup is not None:  # then K is chosen, too
+            parts.append(f"K {self.speculation.mean_draft_tokens:.1f}")
+            parts.append(f"{speedup:.2f}x plain")
         if any(self.time_shares.values()):
             times = self.time_shares.items()
             parts.append(" ".join(f"{name} {share:.0%}" for name, share in times))
@@ -72,10 +76,5 @@ def _difference(now: "EngineMetrics", before: "EngineMetrics") -> "EngineMetrics
     for field in fields(gained):
         if field.name != "speculation":
             setattr(gained, field.name, getattr(now, field.name) - getattr(before, field.name))
-    old, new = before.speculation, gained.speculation
-    new.num_drafts -= old.num_drafts
-    new.num_draft_tokens -= old.num_draft_tokens
-    new.num_accepted_tokens -= old.num_accepted_tokens
-    for position, count in enumerate(old.num_accepted_tokens_per_pos):
-        new.num_accepted_tokens_per_pos[position] -= count
+    gained.speculation.add(before.speculation, sign=-1)
     return gained

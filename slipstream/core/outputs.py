@@ -45,12 +45,30 @@ def token_origin(place: int, num_draft_tokens: int, num_accepted: int) -> TokenO
     return TokenOrigin("recovered", place)
 
 
+_SUMS = (
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_steps",
+    "refused_drafting_seconds",
+    "decode_seconds",
+    "plain_seconds",
+)
+_SUMS_BY_PLACE = ("num_accepted_tokens_per_pos", "num_steps_by_draft_tokens")
+
+
 @dataclass
 class RequestMetrics:
     """Counts and times of one request, summed over its samples.
 
     A draft is one step's guess for one sample; AL (the acceptance length) is
     1 + num_accepted_tokens / num_drafts. Times are seconds of a monotonic clock.
+
+    Attributes:
+        num_steps_by_draft_tokens: how many steps that gave tokens drafted 0, 1, .. of them.
+        refused_drafting_seconds: of drafting, the part of the draft tokens that were refused.
+        decode_seconds: what those steps without prompts took whose costs without drafts are known.
+        plain_seconds: what plain decoding would have taken for the tokens of these steps.
     """
 
     num_drafts: int = 0
@@ -63,15 +81,25 @@ class RequestMetrics:
     arrival_time: float = 0.0
     first_token_time: float | None = None
     finished_time: float | None = None
+    num_steps_by_draft_tokens: list[int] = field(default_factory=list)
+    refused_drafting_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    plain_seconds: float = 0.0
 
     def count_draft(
         self, num_draft_tokens: int, num_accepted: int, num_positions: int | None = None
     ) -> None:
-        """Take in the verdict on one draft.
+        """Take in the verdict on one draft, or that a step had none.
 
         Args:
             num_positions: of its tokens, where that is not their number: a tree's depth.
         """
+        chosen = self.num_steps_by_draft_tokens
+        if len(chosen) <= num_draft_tokens:
+            chosen.extend([0] * (num_draft_tokens + 1 - len(chosen)))
+        chosen[num_draft_tokens] += 1
+        if not num_draft_tokens:
+            return
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
@@ -95,7 +123,21 @@ class RequestMetrics:
             self.arrival_time,
             self.first_token_time,
             self.finished_time,
+            [*self.num_steps_by_draft_tokens],
+            self.refused_drafting_seconds,
+            self.decode_seconds,
+            self.plain_seconds,
         )
+
+    def add(self, other: "RequestMetrics", sign: int = 1) -> None:
+        """Add the counts of speculation and of steps, or with sign -1 take them away."""
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
+        for name in _SUMS_BY_PLACE:
+            counts, added = getattr(self, name), getattr(other, name)
+            counts.extend([0] * (len(added) - len(counts)))
+            for place, count in enumerate(added):
+                counts[place] += sign * count
 
     @property
     def acceptance_length(self) -> float:
@@ -106,6 +148,17 @@ class RequestMetrics:
     def acceptance_per_position(self) -> list[float]:
         """The share of drafts whose token at each position was accepted."""
         return [count / max(self.num_drafts, 1) for count in self.num_accepted_tokens_per_pos]
+
+    @property
+    def estimated_speedup(self) -> float | None:
+        """How many times as fast as plain decoding the decode steps were; None where costs are not
+        known, as they are with `num_speculative_tokens="auto"` alone."""
+        return self.plain_seconds / self.decode_seconds if self.decode_seconds > 0 else None
+
+    @property
+    def mean_draft_tokens(self) -> float:
+        """Draft tokens per step that gave tokens."""
+        return self.num_draft_tokens / max(sum(self.num_steps_by_draft_tokens), 1)
 
     @property
     def time_to_first_token(self) -> float | None:

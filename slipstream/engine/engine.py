@@ -17,7 +17,7 @@ from slipstream.engine.drafting.kept_costs import KeptCosts
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.isolation import Isolation
 from slipstream.engine.logprobs import LogprobReader
-from slipstream.engine.metrics import EngineMetrics
+from slipstream.engine.metrics import EngineMetrics, StepEstimate
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.resolve import Resolved
 from slipstream.engine.samples import Sample, SampleMark, Submission
@@ -55,6 +55,7 @@ class Engine:
         self._arrivals = 0
         self._launched: Launched | None = None
         self._marks: list[SampleMark] = []  # of the step that is being taken in
+        self._estimate = StepEstimate(1, 0.0)  # of that step
         self._isolation = Isolation(scheduler)
 
     @property
@@ -170,7 +171,7 @@ class Engine:
             if not item.request.finished
         ]
         result = self._step.finish(launched)
-        self.metrics.count_step(result.report.times)
+        self.metrics.count_step(result.report)
         self._scheduler.policy.observe(result.report)
         changed = self._take_all(result)
         self._marks.clear()
@@ -183,6 +184,8 @@ class Engine:
         """Take in a step's results; whoever gained tokens or failed."""
         changed: dict[str, Submission] = {}
         report = result.report
+        known = self._costs if self.resolved.adaptive else None
+        self._estimate = StepEstimate.of(report, known)
         for index, (item, gained) in enumerate(
             zip(report.batch.requests, report.committed, strict=True)
         ):
@@ -298,8 +301,8 @@ class Engine:
         stop = sample.take(gained, candidates)
         if stop is not None:
             self._stop_at(sample, stop)
-        submission.count(gained)
-        self.metrics.count_tokens(gained, sample.num_taken - before)
+        submission.count(gained, self._estimate)
+        self.metrics.count_tokens(gained, sample.num_taken - before, self._estimate)
         if sample.request.finished:
             if stop is None and sample.detokenizer is not None:
                 sample.detokenizer.finish()

@@ -2,8 +2,57 @@
 
 from dataclasses import dataclass, field
 
-from slipstream.core.batch import Committed, StepTimes
+from slipstream.core.batch import Committed, StepReport
 from slipstream.core.outputs import RequestMetrics
+from slipstream.engine.drafting.choice import StepCosts
+
+
+@dataclass(frozen=True, slots=True)
+class StepEstimate:
+    """What speculation cost in a step, and what plain decoding would have cost.
+
+    Attributes:
+        num_requests: of the step.
+        drafting: seconds per draft token.
+        seconds: of a decode step whose costs without drafts are known; 0 of others.
+        plain: estimated seconds of that step without drafts.
+    """
+
+    num_requests: int
+    drafting: float
+    seconds: float = 0.0
+    plain: float = 0.0
+
+    @classmethod
+    def of(cls, report: StepReport, costs: StepCosts | None) -> "StepEstimate":
+        """Args:
+        costs: of steps; None: not known.
+        """
+        batch, times = report.batch, report.times
+        requests = len(batch.requests)
+        drafted = sum([gained.num_draft_tokens for gained in report.committed])
+        drafting = times.draft / drafted if drafted else 0.0
+        if costs is None or not (report.padded or batch.is_decode):
+            return cls(requests, drafting)
+        context = sum([item.start + 1 for item in batch.requests])
+        plain = costs.target_seconds(requests, requests, context)
+        return cls(
+            requests, drafting, times.draft + times.target + times.verify + times.rest, plain
+        )
+
+    def count(self, metrics: RequestMetrics, gained: Committed, share: float = 1.0) -> None:
+        """Take one request's share of the step into metrics.
+
+        Args:
+            share: of the step's time that counts.
+        """
+        if not (gained.token_ids or gained.num_draft_tokens):
+            return
+        drafted, accepted = gained.num_draft_tokens, gained.num_accepted
+        metrics.count_draft(drafted, accepted, gained.num_positions)
+        metrics.refused_drafting_seconds += self.drafting * (drafted - accepted)
+        metrics.decode_seconds += self.seconds * share
+        metrics.plain_seconds += self.plain * len(gained.token_ids) * share
 
 
 @dataclass
@@ -12,8 +61,8 @@ class EngineMetrics:
 
     `num_broken` counts samples that ended because the model's logits were not finite.
 
-    `speculation` counts drafts, draft tokens and accepted tokens by the definitions of
-    `RequestMetrics`.
+    `speculation` counts by the definitions of `RequestMetrics`; of a step's time each request has
+    an equal share.
     """
 
     num_steps: int = 0
@@ -25,21 +74,19 @@ class EngineMetrics:
     rest_seconds: float = 0.0
     speculation: RequestMetrics = field(default_factory=RequestMetrics)
 
-    def count_step(self, times: StepTimes) -> None:
+    def count_step(self, report: StepReport) -> None:
+        times = report.times
         self.num_steps += 1
         self.draft_seconds += times.draft
         self.target_seconds += times.target
         self.verify_seconds += times.verify
         self.rest_seconds += times.rest
 
-    def count_tokens(self, gained: Committed, num_kept: int) -> None:
+    def count_tokens(self, gained: Committed, num_kept: int, step: StepEstimate) -> None:
         """Take in one request's share of a step, of which stop conditions left `num_kept`."""
         self.num_output_tokens += num_kept
         self.num_broken += gained.broken
-        if gained.num_draft_tokens:
-            self.speculation.count_draft(
-                gained.num_draft_tokens, gained.num_accepted, gained.num_positions
-            )
+        step.count(self.speculation, gained, 1 / step.num_requests)
 
     @property
     def seconds(self) -> dict[str, float]:

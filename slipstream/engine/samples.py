@@ -16,6 +16,7 @@ from slipstream.core.outputs import (
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.detokenizer import Detokenizer
+from slipstream.engine.metrics import StepEstimate
 
 Candidates = Mapping[int, Logprob]
 
@@ -143,17 +144,14 @@ class Submission:
     def finished(self) -> bool:
         return all(sample.request.finished for sample in self.samples)
 
-    def count(self, gained: Committed) -> None:
+    def count(self, gained: Committed, step: StepEstimate) -> None:
         """Take one step of one sample into the metrics."""
         if not gained.token_ids:
             return
         self.metrics.num_steps += 1
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = perf_counter()
-        if gained.num_draft_tokens:
-            self.metrics.count_draft(
-                gained.num_draft_tokens, gained.num_accepted, gained.num_positions
-            )
+        step.count(self.metrics, gained)
 
     def close(self) -> None:
         """Take in what is only known at the end."""

@@ -126,14 +126,7 @@ async def _read(place: int, stream: UpdateStream, queue: _Queue) -> None:
 def _speculation(metrics: Sequence[RequestMetrics]) -> SpeculationUsage:
     total = RequestMetrics()
     for one in metrics:
-        total.num_drafts += one.num_drafts
-        total.num_draft_tokens += one.num_draft_tokens
-        total.num_accepted_tokens += one.num_accepted_tokens
-        total.num_steps += one.num_steps
-        counts, own = total.num_accepted_tokens_per_pos, one.num_accepted_tokens_per_pos
-        counts.extend([0] * (len(own) - len(counts)))
-        for position, count in enumerate(own):
-            counts[position] += count
+        total.add(one)
     return SpeculationUsage(
         drafts=total.num_drafts,
         draft_tokens=total.num_draft_tokens,
@@ -141,4 +134,6 @@ def _speculation(metrics: Sequence[RequestMetrics]) -> SpeculationUsage:
         accepted_per_position=total.num_accepted_tokens_per_pos,
         steps=total.num_steps,
         acceptance_length=total.acceptance_length,
+        estimated_speedup=total.estimated_speedup,
+        refused_drafting_seconds=total.refused_drafting_seconds,
     )

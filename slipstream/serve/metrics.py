@@ -19,6 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from slipstream.engine.drafting.policy import AdaptivePolicy
 from slipstream.engine.engine import Engine
 from slipstream.engine.samples import Submission
 
@@ -183,6 +184,10 @@ class _EngineTotals(_OneModelCollector):
 
     def collect(self) -> Iterator[Metric]:
         """The metrics."""
+        yield from self._totals()
+        yield from self._choices()
+
+    def _totals(self) -> Iterator[Metric]:
         scheduler, metrics = self._engine.scheduler, self._engine.metrics
         blocks, spec = scheduler.block_manager, metrics.speculation
         limits = self._engine.resolved.limits
@@ -203,6 +208,11 @@ class _EngineTotals(_OneModelCollector):
             ("spec_decode_num_drafts", "Drafts", spec.num_drafts),
             ("spec_decode_num_draft_tokens", "Draft tokens", spec.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Accepted draft tokens", spec.num_accepted_tokens),
+            (
+                "spec_decode_refused_drafting_seconds",
+                "Time spent on draft tokens that were refused",
+                spec.refused_drafting_seconds,
+            ),
         )
         for name, text, value in gauges:
             yield self._family(GaugeMetricFamily, name, text, {"": value})
@@ -224,3 +234,43 @@ class _EngineTotals(_OneModelCollector):
             metrics.seconds,
             "part",
         )
+
+    def _choices(self) -> Iterator[Metric]:
+        """How much was drafted, and where that is chosen, what the choice rests on."""
+        engine = self._engine
+        spec, policy = engine.metrics.speculation, engine.scheduler.policy
+        yield self._family(
+            CounterMetricFamily,
+            "spec_decode_num_draft_tokens_chosen",
+            "Steps that gave a request tokens, by the draft tokens it had",
+            {str(k): count for k, count in enumerate([*spec.num_steps_by_draft_tokens])},
+            "k",
+        )
+        speedup = spec.estimated_speedup
+        if speedup is not None:
+            name, text = "spec_decode_estimated_speedup", "Estimated speed-up over plain decoding"
+            yield self._family(GaugeMetricFamily, name, text, {"": speedup})
+        costs = GaugeMetricFamily(
+            PREFIX + "step_cost_seconds",
+            "Predicted time of a decode step in which each request drafts so many tokens",
+            labels=["model_name", "requests", "draft_tokens"],
+        )
+        for row in engine.costs:
+            labels = [self._model_name, str(row.requests), str(row.drafts)]
+            costs.add_metric(labels, row.seconds)
+        yield costs
+        if isinstance(policy, AdaptivePolicy):
+            bins = policy.acceptance.reliability.bins
+            tops = [f"{(place + 1) / len(bins):g}" for place in range(len(bins))]
+            for name, text, values in (
+                ("judged", "Draft tokens that were judged", [it.count for it in bins]),
+                ("accepted", "Those of them that were accepted", [it.accepted for it in bins]),
+                ("predicted", "Sum of their predicted chances", [it.predicted for it in bins]),
+            ):
+                yield self._family(
+                    CounterMetricFamily,
+                    f"spec_decode_reliability_{name}",
+                    f"{text}, by predicted chance up to `bin`",
+                    dict(zip(tops, values, strict=True)),
+                    "bin",
+                )

@@ -232,6 +232,15 @@ def test_places_of_a_tree_that_were_never_accepted_are_not_told() -> None:
     assert told(4, 0) == "0.00 0.00 0.00 0.00"
 
 
+def test_chosen_k_and_speed_up_are_told_where_costs_are_known() -> None:
+    metrics = RequestMetrics(decode_seconds=2.0, plain_seconds=3.8)
+    for drafted in (4, 3, 0):
+        metrics.count_draft(drafted, 0)
+    assert Status(3, 1.0, metrics, {}).line().endswith(" · K 2.3 · 1.90x plain")
+    metrics.decode_seconds = 0.0
+    assert "K " not in Status(3, 1.0, metrics, {}).line()
+
+
 class Thinking:
     """A parser: what stands in brackets is reasoning; a star ends the content."""
 

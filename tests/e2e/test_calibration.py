@@ -55,7 +55,8 @@ def outputs(llm: LLM) -> list[Any]:
             seen.append((metrics.num_draft_tokens, metrics.num_cached_tokens))
     blocks, totals = llm.engine.scheduler.block_manager, llm.engine.metrics
     seen.append((blocks.num_queried_tokens, blocks.num_hit_tokens, blocks.num_available))
-    seen.append((totals.num_steps, totals.num_output_tokens, totals.speculation))
+    drafts = totals.speculation.num_steps_by_draft_tokens
+    seen.append((totals.num_steps, totals.num_output_tokens, drafts))
     return seen
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -202,3 +203,42 @@ def test_exceptions_are_in_the_log(log: io.StringIO) -> None:
     line = json.loads(log.getvalue())
     assert (line["message"], line["level"]) == ("it failed", "error")
     assert "RuntimeError: broken" in line["exception"]
+
+
+def test_what_chooses_k_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    llm = LLM(
+        "demo",
+        speculative_config={"method": "ngram", "num_speculative_tokens": "auto"},
+        max_num_seqs=2,
+        num_kv_blocks=300,
+        threads=1,
+    )
+    metrics = ServerMetrics(llm.engine, "a name")
+    prefix = "slipstream:spec_decode_"
+    assert prefix + "estimated_speedup" not in samples(metrics)
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params)
+    assert all((it.metrics.estimated_speedup or 0) > 0 for it in outputs)
+    found = samples(metrics)
+    assert found[prefix + "estimated_speedup"] == pytest.approx(
+        llm.engine.metrics.speculation.estimated_speedup
+    )
+    chosen = {
+        int(json.loads(name.partition("total")[2])["k"]): count
+        for name, count in found.items()
+        if name.startswith(prefix + "num_draft_tokens_chosen_total")
+    }
+    assert sum(chosen.values()) == sum(it.metrics.num_steps for it in outputs)
+    drafted = sum(k * count for k, count in chosen.items())
+    assert drafted == found[prefix + "num_draft_tokens_total"] > 0
+    costs = [it for name, it in found.items() if name.startswith("slipstream:step_cost_seconds")]
+    assert len(costs) == len(llm.engine.costs) > 2
+    assert min(costs) > 0
+    bins = {
+        kind: [it for name, it in found.items() if f"reliability_{kind}_total" in name]
+        for kind in ("judged", "accepted", "predicted")
+    }
+    assert [len(values) for values in bins.values()] == [16, 16, 16]
+    for judged, accepted, predicted in zip(*bins.values(), strict=True):
+        assert 0 <= accepted <= judged >= predicted >= 0

@@ -42,7 +42,12 @@ class CompletionTokensDetails(ResponseBody):
 
 
 class SpeculationUsage(ResponseBody):
-    """Statistics of speculation, summed over a request's samples."""
+    """Statistics of speculation, summed over a request's samples.
+
+    Attributes:
+        estimated_speedup: over plain decoding; None where the costs of steps are not known.
+        refused_drafting_seconds: spent on draft tokens that were refused.
+    """
 
     drafts: int
     draft_tokens: int
@@ -50,6 +55,8 @@ class SpeculationUsage(ResponseBody):
     accepted_per_position: list[int]
     steps: int
     acceptance_length: float
+    estimated_speedup: float | None = None
+    refused_drafting_seconds: float
 
 
 class Usage(ResponseBody):

@@ -325,6 +325,8 @@ def test_where_tokens_came_from(client: openai.OpenAI, stream: bool) -> None:
     assert all(token["logprob"] <= 0 for token in tokens)
     assert usage["steps"] < 24
     assert usage["acceptance_length"] == 1 + usage["accepted_tokens"] / usage["drafts"]
+    assert usage["refused_drafting_seconds"] > 0
+    assert usage.get("estimated_speedup") is None  # K is fixed
 
 
 def test_fields_that_change_nothing(client: openai.OpenAI) -> None:
