@@ -33,11 +33,12 @@ class FakeServer:
     url: str = ""
     key: str | None = None
     has_drafter: bool = True
+    speedup: float | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     num_gone: int = 0  # clients that left in the middle of a stream
 
     def reset(self) -> None:
-        self.key, self.has_drafter, self.num_gone = None, True, 0
+        self.key, self.has_drafter, self.num_gone, self.speedup = None, True, 0, None
         self.bodies.clear()
 
     async def models(self, request: Request) -> Response:
@@ -88,7 +89,7 @@ class FakeServer:
                 if index == 5 and "#failed" in prompt:
                     yield _event({"error": {"message": "this request failed", "code": 500}})
                     return
-            yield _event({"choices": [], "usage": _usage(steps, most)})
+            yield _event({"choices": [], "usage": _usage(steps, most, self.speedup)})
             yield b"data: [DONE]\n\n"
         except asyncio.CancelledError:
             self.num_gone += 1
@@ -167,7 +168,7 @@ def _chunk(step: Step, chat: bool, finish_reason: str | None) -> dict[str, Any]:
     return {"choices": [choice]}
 
 
-def _usage(steps: list[Step], most: int) -> dict[str, Any]:
+def _usage(steps: list[Step], most: int, speedup: float | None) -> dict[str, Any]:
     drafts = [step for step in steps if most and step[-1]["kind"] != "plain"]
     accepted = [sum(token["kind"] == "accepted" for token in step) for step in drafts]
     return {
@@ -179,6 +180,7 @@ def _usage(steps: list[Step], most: int) -> dict[str, Any]:
             "accepted_per_position": [sum(n > p for n in accepted) for p in range(most)],
             "steps": len(steps),
             "acceptance_length": 1 + sum(accepted) / max(len(drafts), 1),
+            "estimated_speedup": speedup,
         },
     }
 

@@ -160,6 +160,20 @@ def test_tokens_can_be_walked_with_the_keyboard(open_page: OpenPage) -> None:
     assert card.is_hidden()
 
 
+def test_a_server_that_chooses_k_tells_what_it_gains(
+    open_page: OpenPage, server: FakeServer
+) -> None:
+    server.speedup = 1.87
+    drafts = sum(token[1] in ("bonus", "recovered") for token in COMPLETION["tokens"])
+    page = open_page()
+    page.click("#run")
+    page.wait_for_selector(".replays")
+    note = "estimated 1.87\u00d7 plain"
+    wait_until(page, f"document.getElementById('rate-note').textContent === '{note}'")
+    chosen = f", K {drafts * K / (drafts + 1):.1f}"
+    assert (page.locator("#accepted-note").text_content() or "").endswith(chosen)
+
+
 def test_figures_are_those_of_the_answer(open_page: OpenPage) -> None:
     tokens = COMPLETION["tokens"]
     accepted = [token for token in tokens if token[1] == "accepted"]

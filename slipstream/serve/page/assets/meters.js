@@ -8,7 +8,7 @@ import { count, percent, rate } from "./words.js";
 
 const DRAW_EVERY = 50; // milliseconds: alive, and cheap
 
-const NOTHING = { tally: new Tally(), numDraftTokens: 4, numGuesses: null, element: null };
+const NOTHING = { tally: new Tally(), numDraftTokens: 4, numGuesses: null, speedup: null, element: null };
 
 export class Meters {
   /** @param root the element that holds the figures */
@@ -67,7 +67,8 @@ export class Meters {
     const pace = shown.tally.secondsPerToken ?? null;
     this._at("rate").textContent = pace ? rate(1 / pace) : "–";
     const other = panes.find((pane) => pane !== shown)?.tally.secondsPerToken;
-    this._at("rate-note").textContent = other ? `${rate(1 / other)} without` : "";
+    const estimated = shown.speedup === null ? "" : `estimated ${rate(shown.speedup)}× plain`;
+    this._at("rate-note").textContent = other ? `${rate(1 / other)} without` : estimated;
   }
 
   _passes({ tally, numDraftTokens, element }) {
@@ -79,10 +80,11 @@ export class Meters {
       ? `${count(tally.numTokens, "token")}, ${count(tally.steps.length, "pass", "passes")}` : "";
   }
 
-  _positions({ tally, numDraftTokens, numGuesses }) {
+  _positions({ tally, numDraftTokens, numGuesses, speedup }) {
     drawAcceptance(this._at("acceptance-chart"), tally.acceptance(numDraftTokens), tally.numDrafts > 0);
     const guesses = numGuesses ?? tally.numDrafts * numDraftTokens;
     this._at("accepted").textContent = guesses ? percent(tally.numAccepted / guesses) : "–";
-    this._at("accepted-note").textContent = guesses ? `${tally.numAccepted} of ${guesses}` : "";
+    const chosen = speedup === null ? "" : `, K ${(guesses / Math.max(tally.steps.length, 1)).toFixed(1)}`;
+    this._at("accepted-note").textContent = guesses ? `${tally.numAccepted} of ${guesses}${chosen}` : "";
   }
 }

@@ -16,6 +16,7 @@ export class Pane {
     this.recording = null;
     this.tally = new Tally();
     this.numGuesses = null; // known when the server has counted them
+    this.speedup = null; // over plain decoding, as the server estimates it where it chooses K
     this.element = document.createElement("section");
     this.element.className = "pane";
     this.element.setAttribute("aria-label", title ?? "Answer");
@@ -46,6 +47,7 @@ export class Pane {
   begin() {
     this.tally = new Tally();
     this.numGuesses = null;
+    this.speedup = null;
     this.tokens.begin();
     this.say("…");
   }
@@ -59,6 +61,7 @@ export class Pane {
   end(recording) {
     this.recording = recording;
     this.numGuesses = recording.usage?.speculation?.draft_tokens ?? null;
+    this.speedup = recording.usage?.speculation?.estimated_speedup ?? null;
     this.tokens.end(recording.textIsCut ? recording.text : null);
     const { tally } = this;
     const pace = tally.secondsPerToken;
