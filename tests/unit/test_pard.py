@@ -9,6 +9,7 @@ import pytest
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
 from tests.checkpoints import write_qwen3
+from tests.draft_traffic import learn_costs_while_running
 from tests.drafter_recording import record
 from tests.drafters.engines import forced
 from tests.drafters.recording import assert_drafts_are, record_drafts
@@ -117,7 +118,10 @@ def test_the_mask_token_is_found_in_the_checkpoint(
 
 
 def test_more_tokens_than_it_was_trained_for_are_drafted_with_a_note(
-    tiny_target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_target: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = write_qwen3(tmp_path / "draft", keep_layers=1, pard_token=MASK, para_num=4)
     with caplog.at_level(logging.WARNING, "slipstream"):
@@ -125,6 +129,11 @@ def test_more_tokens_than_it_was_trained_for_are_drafted_with_a_note(
         assert not caplog.messages
         llm = make(tiny_target, {"model": str(folder), "num_speculative_tokens": 6})
     assert "was trained for 4 tokens at once and is asked for 6" in caplog.text
+    caplog.clear()
+    learn_costs_while_running(monkeypatch)
+    auto = make(tiny_target, {"model": str(folder), "num_speculative_tokens": "auto"})
+    assert auto.engine.resolved.drafts == "auto (up to 4)"
+    assert not caplog.messages
     assert len(generate(llm, PROMPT)[0].metrics.num_accepted_tokens_per_pos) == 6
 
 

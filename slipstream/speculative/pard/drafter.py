@@ -69,6 +69,8 @@ def load(options: ModelOptions, target: TargetModel) -> LoadedDrafter:
     network = load_network(options, target, "pard", token)
     needs, projection, kept = Needs(), None, network.kept
     limits = replace(network.limits, parallel=True)
+    if options.adaptive:
+        limits = replace(limits, max_speculative_tokens=mask.trained_tokens)
     if reads_features(checkpoint.config):
         config = read_pard2_config(checkpoint, network.width, target.shape)
         load = replace(target.load, dtype=network.dtype)
