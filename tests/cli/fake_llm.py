@@ -46,6 +46,7 @@ class FakeLLM:
                 dtype=torch.bfloat16,
                 num_blocks=8,
                 seed=config.seed,
+                drafts="4",
                 limits=SimpleNamespace(
                     num_speculative_tokens=4,
                     max_model_len=64,

@@ -94,4 +94,4 @@ def assert_drafts_are(drafted: Sequence[Drafted], head: Any) -> None:
         count = len(item.tokens)
         assert item.tokens == tokens[:count], len(item.known)
         for ours, theirs in zip(item.logits, logits[:count], strict=True):
-            torch.testing.assert_close(ours, theirs.to(ours.dtype), atol=1e-4, rtol=0)
+            torch.testing.assert_close(ours, theirs.to(ours), atol=1e-4, rtol=0)
