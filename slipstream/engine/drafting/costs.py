@@ -213,7 +213,9 @@ class CostModel:
         requests = self._pad(len(batch.requests))
         context = sum(item.start + 1 for item in batch.requests)
         self._learn_target(requests, report.num_rows, context, times.target + times.verify)
-        self._learn_drafting(requests, self._counts(report), context, times.draft + times.rest)
+        if not _ended_early(report):
+            counts = self._counts(report)
+            self._learn_drafting(requests, counts, context, times.draft + times.rest)
         if self._moved > _STALE:
             self._forget_predictions()
 
@@ -224,8 +226,8 @@ class CostModel:
         if self._padded is not None:
             return [self._padded(len(items))] * width
         ending = [0] * (width + 1)
-        for item, gain in zip(items, report.committed, strict=True):
-            ending[gain.num_draft_tokens if item.stops is None else item.num_draft_tokens] += 1
+        for gain in report.committed:
+            ending[gain.num_draft_tokens] += 1
         return [count for count in reversed(list(accumulate(reversed(ending[1:])))) if count]
 
     def _learn_target(self, requests: int, rows: int, context: int, seconds: float) -> None:
@@ -309,6 +311,15 @@ class CostModel:
         for name, value in slopes.items():
             self._slopes[name].value = value
         self._forget_predictions()
+
+
+def _ended_early(report: StepReport) -> bool:
+    """Whether a chain ended before its plan: how many passes its drafter made is not known."""
+    pairs = zip(report.batch.requests, report.committed, strict=True)
+    return any(
+        item.stops is not None and gain.num_draft_tokens < item.num_draft_tokens
+        for item, gain in pairs
+    )
 
 
 def _mean(pairs: Sequence[tuple[float, float]]) -> float:

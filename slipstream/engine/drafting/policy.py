@@ -185,41 +185,25 @@ class AdaptivePolicy:
     def _exact_plans(
         self, histories: Sequence[History], bounds: Sequence[int], table: CostTable
     ) -> list[DraftPlan]:
-        """Chains of their own lengths; where confidences are known, these say when they end."""
-        counts = self._choice.counts
-        if not self.acceptance.has_confidences or not self._choice.width:
-            return [DraftPlan(count) for count in counts]
-        least_to_draft, least_to_verify = self._thresholds(table)
-        stops: dict[float, ChainStops] = {}
-        plans = []
-        for history, count, bound in zip(histories, counts, bounds, strict=True):
-            if not count:
-                plans.append(DraftPlan(0))
-                continue
-            factor = history.rounded_factor
-            if factor not in stops:
-                rates = self.acceptance.rates(factor)
-                stops[factor] = ChainStops(rates, least_to_draft, least_to_verify)
-            # Beside others no chain goes further than the longest that was chosen: passes for few
-            # of the requests cost each of them more.
-            most = bound if len(counts) == 1 else min(bound, self._choice.width)
-            plans.append(DraftPlan(most, stops[factor]))
-        return plans
+        """Chains of their own lengths; that of a request alone ends where its drafter's confidence
+        says so. Several chains end as they were planned: a pass for the few that would go on costs
+        nearly as much as one for all of them."""
+        choice = self._choice
+        if len(bounds) > 1 or not self.acceptance.has_confidences or not choice.width:
+            return [DraftPlan(count) for count in choice.counts]
+        rates = self.acceptance.rates(histories[0].rounded_factor)
+        return [DraftPlan(bounds[0], ChainStops(rates, *self._thresholds(table)))]
 
     def _thresholds(self, table: CostTable) -> tuple[float, float]:
-        """The least survival with which one more token is worth a draft pass and a row, and with
-        which it is worth a row: what they cost in tokens."""
-        choice, requests = self._choice, len(self._choice.counts)
-        taken, width = sum(choice.counts), choice.width
-        drafting = sum([count > 0 for count in choice.counts])
-        around = max(1, requests // 2)
-        low, high = max(0, taken - around), taken + around
+        """The least survival with which one more token of a single chain is worth a draft pass and
+        a row, and with which it is worth a row: what they cost in tokens."""
+        choice, width = self._choice, self._choice.width
+        low, high = max(0, width - 1), width + 1
         targets = table.targets(high, width)
         row = (targets[high] - targets[low]) / (high - low)
         places = range(2, max(2, width) + 1)  # of which single ones may be off
-        further = sum([sum(table.added(it)[: drafting + 1]) for it in places]) / len(places)
-        to_draft = choice.speed * (row + further / drafting)
-        return _bounded(to_draft), _bounded(choice.speed * row)
+        further = sum([sum(table.added(it)[:2]) for it in places]) / len(places)
+        return _bounded(choice.speed * (row + further)), _bounded(choice.speed * row)
 
     def _table(self, requests: int, context: int) -> CostTable:
         """Costs by the number of requests and, roughly, by their length."""
