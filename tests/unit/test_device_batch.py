@@ -328,7 +328,7 @@ PENALTIES = frozenset({Uses.PENALTIES})
 SPECIAL = (Uses.SAMPLING, Uses.BAD_WORDS, *APART)
 
 
-@pytest.mark.parametrize("use", APART)
+@pytest.mark.parametrize("use", sorted(APART, key=lambda use: use.name))
 def test_some_uses_stand_beside_the_others(captures: Captures, use: Uses) -> None:
     """It is said what is allowed, or how drafts are judged, whatever else is done."""
     apart = frozenset({use})
