@@ -325,7 +325,7 @@ def admit(sampling: SamplingState, slot: int, **params: Any) -> Request:
 PENALTIES = frozenset({Uses.PENALTIES})
 
 
-SPECIAL = (Uses.SAMPLING, Uses.BAD_WORDS, *APART)
+SPECIAL = (Uses.SAMPLING, Uses.BAD_WORDS, *sorted(APART, key=lambda use: use.name))
 
 
 @pytest.mark.parametrize("use", sorted(APART, key=lambda use: use.name))
