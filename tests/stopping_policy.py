@@ -49,12 +49,13 @@ def stops_of(number: int) -> ChainStops:
 
 
 def use_stopping_policy(monkeypatch: pytest.MonkeyPatch) -> list[StoppingPolicy]:
-    """Engines that are built from here on follow such policies, which are put into the list."""
+    """An engine that is built from here on follows such a policy, which is put into the list."""
     made: list[StoppingPolicy] = []
 
     def policy(count: int) -> StoppingPolicy:
-        made.append(StoppingPolicy(count))
-        return made[-1]
+        if not made:
+            made.append(StoppingPolicy(count))
+        return made[0]
 
     monkeypatch.setattr("slipstream.engine.build.FixedPolicy", policy)
     return made

@@ -67,11 +67,16 @@ def test_the_policy_biases_nothing(
     steps: str, pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learn_costs_while_running(monkeypatch)
-    monkeypatch.setattr("slipstream.engine.build.CostModel", lambda _: Costs(draft_pass=0.2))
+    plan, made = AdaptivePolicy.plan, AdaptivePolicy.__init__
+    costs = Costs(draft_pass=0.2)
+    monkeypatch.setattr(
+        AdaptivePolicy,
+        "__init__",
+        lambda self, limits, widths, _, form: made(self, limits, widths, costs, form),
+    )
     if steps == "padded":
         use_padded_steps(monkeypatch)
     chosen: set[int] = set()
-    plan = AdaptivePolicy.plan
 
     def noted(policy: AdaptivePolicy, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
         plans = plan(policy, candidates)

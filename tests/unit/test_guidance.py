@@ -110,9 +110,11 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ran: list[str] = []
     run = GraphRunner.run
 
-    def noted(self: GraphRunner, name: str, function: Any, packed: Any, host: Any = None) -> Any:
+    def noted(
+        self: GraphRunner, name: str, function: Any, packed: Any, host: Any = None, **more: Any
+    ) -> Any:
         ran.append(name if host is None else f"guided {name}")
-        return run(self, name, function, packed, host)
+        return run(self, name, function, packed, host, **more)
 
     monkeypatch.setattr(GraphRunner, "run", noted)
     return ran
