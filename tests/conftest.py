@@ -51,7 +51,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cost_files(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What this session's engines measure is nobody else's."""
+    """Engines of tests keep their measured costs apart from a user's."""
     os.environ[CACHE] = str(tmp_path_factory.mktemp("cache"))
 
 
