@@ -100,12 +100,15 @@ class PlainFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s")
 
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, a hook of logging
+        """One line, whatever a client has put into the message: control characters are escaped."""
+        return _printable(super().formatMessage(record))
+
     def format(self, record: logging.LogRecord) -> str:
-        """One line, with the traceback indented after it: a message cannot forge another line."""
+        """The line, with a traceback indented after it."""
         text = super().format(record)
         request_id = getattr(record, "request_id", "")
-        first, *rest = text.split("\n")
-        indented = "\n    ".join([_printable(first), *map(_printable, rest)])
+        indented = "\n    ".join(map(_printable, text.split("\n")))
         return f"{indented} [{_printable(request_id)}]" if request_id else indented
 
 

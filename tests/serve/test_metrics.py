@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Message, Receive, Scope, Send
 
 from slipstream import LLM, SamplingParams
 from slipstream.engine.prompts import PromptEncoder
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.limits import ServeLimits
-from slipstream.serve.logs import JsonFormatter, PlainFormatter, set_up_logs
+from slipstream.serve.logs import JsonFormatter, PlainFormatter, RequestIds, set_up_logs
 from slipstream.serve.metrics import REASONS, ServerMetrics
 from slipstream.serve.observers import ActivityLog, Observer
 
@@ -184,15 +185,59 @@ def record(message: str, **extra: object) -> logging.LogRecord:
     return made
 
 
-def test_nothing_logged_can_forge_a_line() -> None:
+def test_nothing_logged_can_make_another_line() -> None:
     hostile = record("a\nb\x1b[31m\r\u2028c", request_id="id\nx")
     line = PlainFormatter().format(hostile)
-    assert len(line.splitlines()) == 2
-    assert all(start == "    " for start in [part[:4] for part in line.splitlines()[1:]])
-    assert "\x1b" not in line
+    assert line.endswith(r" a\nb\x1b[31m\r\u2028c [id\nx]")
+    assert len(line.splitlines()) == 1
     parsed = json.loads(JsonFormatter().format(hostile))
     assert parsed["message"] == "a\nb\x1b[31m\r\u2028c"
     assert len(JsonFormatter().format(hostile).splitlines()) == 1
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"path": "/x\n2026-01-01 INFO forged\r\x1b[2J\x85\u2029"},  # as %0a is decoded
+        {"method": "GET\nforged"},
+        {"client": ("::1%\nforged", 1)},
+        {"headers": [(b"x-request-id", b"a\nforged"), (b"user-agent", b"b\rforged")]},
+        {"query_string": b"q=\nforged"},
+    ],
+)
+def test_a_request_is_one_line_of_the_log(
+    log: io.StringIO, as_json: bool, hostile: dict[str, object]
+) -> None:
+    set_up_logs(as_json, "info", log)
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "client": None} | hostile
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": []})
+
+    async def send(message: Message) -> None:
+        assert message["status"] == 404
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    asyncio.run(RequestIds(answer)(scope, receive, send))
+    (line,) = log.getvalue().splitlines()
+    assert line.isprintable()
+    told = {"path", "method", "client"} if as_json else {"path", "method"}
+    assert ("forged" in line) == bool(told & {*hostile})
+
+
+def test_a_traceback_is_indented_behind_its_line(log: io.StringIO) -> None:
+    set_up_logs(False, "info", log)
+    try:
+        raise RuntimeError("broken\nforged")
+    except RuntimeError:
+        logging.getLogger("slipstream.serve").exception("it\nfailed")
+    first, *rest = log.getvalue().splitlines()
+    assert first.endswith(r"it\nfailed")
+    assert len(rest) > 2
+    assert all(line.startswith("    ") for line in rest)
 
 
 def test_exceptions_are_in_the_log(log: io.StringIO) -> None:
