@@ -1,5 +1,6 @@
-"""The answer to a generating request, whole or streamed: what both protocols share."""
+"""The answer to a generating request, whole or streamed: what the protocols share."""
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,17 +20,22 @@ from slipstream.serve.sse import DONE, ChunkWriter, EventStream, error_event
 from slipstream.serve.updates import Delta, RequestUpdate
 
 
-class AnswerChoice(Protocol):
-    """Turns the deltas of one sample into the protocol's form.
+class SampleReader(Protocol):
+    """Reads the deltas of one sample.
 
     Attributes:
         ended: no further delta is wanted.
     """
 
-    ended: bool
+    @property
+    def ended(self) -> bool: ...
 
     def collect(self, delta: Delta) -> None:
-        """Keep a delta for `whole`."""
+        """Keep a delta for the whole answer."""
+
+
+class AnswerChoice(SampleReader, Protocol):
+    """Turns the deltas of one sample into a choice of the protocol."""
 
     def whole(self) -> dict[str, Any]:
         """The choice of a whole answer."""
@@ -38,37 +44,41 @@ class AnswerChoice(Protocol):
         """The choices of the chunks that a delta becomes; may be none."""
 
 
+Reader = TypeVar("Reader", bound=SampleReader)
 Choice = TypeVar("Choice", bound=AnswerChoice)
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What a protocol's answers look like.
+    """What answers with choices look like.
 
     Attributes:
         kind, chunk_kind: the field `object` of a whole answer and of a chunk.
     """
 
-    id_prefix: str
     kind: str
     chunk_kind: str
     answer: Callable[..., ResponseBody]
     choice: Callable[..., ResponseBody]
 
 
-class Answer(Generic[Choice]):
-    """Turns a generation into the body of a response."""
+class Answer(ABC, Generic[Reader]):
+    """Turns a generation into the body of a response.
 
-    form: AnswerForm
+    Attributes:
+        id_prefix: of the answers of a protocol.
+    """
+
+    id_prefix: str
 
     def __init__(
         self,
         service: ModelService,
         body: SamplingFields,
         generation: Generation,
-        choices: Sequence[Choice],
+        choices: Sequence[Reader],
     ) -> None:
-        self.id = f"{self.form.id_prefix}-{uuid4().hex}"
+        self.id = f"{self.id_prefix}{uuid4().hex}"
         self._service, self._body, self._generation = service, body, generation
         self._choices = choices
         self._created = int(time())
@@ -83,6 +93,37 @@ class Answer(Generic[Choice]):
                     choice.collect(delta)
         document = await self._service.aside(self._document)  # slow if there are many logprobs
         return Response(document, media_type="application/json")
+
+    @abstractmethod
+    def _document(self) -> str | bytes:
+        """The whole answer as JSON."""
+
+    @abstractmethod
+    def _events(self) -> AsyncGenerator[bytes, None]:
+        """The events of a streamed answer; an error becomes an event."""
+
+    async def _updates(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
+        """Until no choice wants more, which may be before the engine is done."""
+        async with aclosing(self._generation.updates()) as updates:
+            async for place, update in updates:
+                yield place, update
+                if all(choice.ended for choice in self._choices):
+                    return
+
+    def _deltas(self, place: int, update: RequestUpdate) -> Iterator[tuple[Reader, Delta]]:
+        """The deltas of a prompt's samples, each with its choice."""
+        for delta in update.deltas:
+            yield self._choices[delta.index], delta
+
+    def _usage(self) -> Usage:
+        """Token counts so far."""
+        return self._generation.usage()
+
+
+class ChoicesAnswer(Answer[Choice]):
+    """An answer with a choice for each sample."""
+
+    form: AnswerForm
 
     def _document(self) -> str:
         answer = self.form.answer(
@@ -114,23 +155,6 @@ class Answer(Generic[Choice]):
             yield DONE
         except Exception as error:
             yield error_event(error)
-
-    async def _updates(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
-        """Until no choice wants more, which may be before the engine is done."""
-        async with aclosing(self._generation.updates()) as updates:
-            async for place, update in updates:
-                yield place, update
-                if all(choice.ended for choice in self._choices):
-                    return
-
-    def _deltas(self, place: int, update: RequestUpdate) -> Iterator[tuple[Choice, Delta]]:
-        """The deltas of a prompt's samples, each with its choice."""
-        for delta in update.deltas:
-            yield self._choices[delta.index], delta
-
-    def _usage(self) -> Usage:
-        """Token counts so far."""
-        return self._generation.usage()
 
     def _extra_fields(self) -> dict[str, Any]:
         """Further fields of a whole answer."""

@@ -1,6 +1,7 @@
 """/v1/chat/completions: answer conversations."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -9,7 +10,8 @@ from starlette.responses import Response
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine.prompts import EncodedPrompt, Prompt
-from slipstream.serve.answer import Answer, AnswerForm, check_stream_fields
+from slipstream.serve.answer import AnswerForm, ChoicesAnswer, check_stream_fields
+from slipstream.serve.answer_reader import AnswerReader
 from slipstream.serve.chat_choices import ChatAnswerChoice
 from slipstream.serve.conversation import render, require_template
 from slipstream.serve.errors import bad_request
@@ -39,42 +41,58 @@ class ChatEndpoint:
     async def _answer(self, body: ChatRequest) -> Response:
         service = self._service
         service.thread.check_room(body.n or 1)
-        tools, params, prompt = await service.aside(self._prepare, body)
-        await service.compile(params)
-        generation = Generation([prompt], bool(body.return_speculation))
+        chat = await service.aside(prepare, service, body)
+        await service.compile(chat.params)
+        generation = Generation([chat.prompt], bool(body.return_speculation))
         choices = [
-            ChatAnswerChoice(service, body, tools, prompt.token_ids, index)
+            ChatAnswerChoice(body, chat.reader(service, body), index)
             for index in range(body.n or 1)
         ]
         answer = _ChatAnswer(service, body, generation, choices)
-        await generation.start(service.thread, params)
+        await generation.start(service.thread, chat.params)
         return await answer.response()
 
-    def _prepare(self, body: ChatRequest) -> tuple[ToolUse, SamplingParams, EncodedPrompt]:
-        """Check, render and tokenize; slow for large requests."""
-        service = self._service
-        _check(body)
-        require_template(service.template)
-        tools = choose_tools(body, service)
-        params = _params(body, tools, service)
-        written = render(service, body.messages, body, tools.in_prompt)
-        given: Prompt = written if isinstance(written, str) else {"prompt_token_ids": written}
-        [prompt] = service.encode([given], params, body.add_special_tokens is True, "messages")
-        service.require_room([prompt], *_max_tokens(body), "messages")
-        format = service.output_format
-        if format and params.structured and not format.begins_anew(prompt.token_ids):
-            raise bad_request(
-                "structured output and tools that are strict, required or named begin with a new "
-                "message; leave continue_final_message and add_generation_prompt out",
-                "messages",
-            )
-        return tools, params, prompt
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A conversation as the engine takes it.
+
+    Attributes:
+        params: without a compiled grammar.
+    """
+
+    tools: ToolUse
+    params: SamplingParams
+    prompt: EncodedPrompt
+
+    def reader(self, service: ModelService, body: ChatRequest) -> AnswerReader:
+        """For one sample of the answer."""
+        return AnswerReader(service, body, self.tools, self.prompt.token_ids)
 
 
-class _ChatAnswer(Answer[ChatAnswerChoice]):
-    form = AnswerForm(
-        "chatcmpl", "chat.completion", "chat.completion.chunk", ChatCompletion, ChatChoice
-    )
+def prepare(service: ModelService, body: ChatRequest) -> PreparedChat:
+    """Check, render and tokenize a conversation of any protocol; slow for large requests."""
+    _check(body)
+    require_template(service.template)
+    tools = choose_tools(body, service)
+    params = _params(body, tools, service)
+    written = render(service, body.messages, body, tools.in_prompt)
+    given: Prompt = written if isinstance(written, str) else {"prompt_token_ids": written}
+    [prompt] = service.encode([given], params, body.add_special_tokens is True, "messages")
+    service.require_room([prompt], *_max_tokens(body), "messages")
+    format = service.output_format
+    if format and params.structured and not format.begins_anew(prompt.token_ids):
+        raise bad_request(
+            "structured output and tools that are strict, required or named begin with a new "
+            "message; leave continue_final_message and add_generation_prompt out",
+            "messages",
+        )
+    return PreparedChat(tools, params, prompt)
+
+
+class _ChatAnswer(ChoicesAnswer[ChatAnswerChoice]):
+    id_prefix = "chatcmpl-"
+    form = AnswerForm("chat.completion", "chat.completion.chunk", ChatCompletion, ChatChoice)
     _prompt_logprobs: Any = None
 
     def _deltas(

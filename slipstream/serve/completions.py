@@ -10,7 +10,7 @@ from starlette.responses import Response
 from slipstream.core.outputs import RequestMetrics
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.prompts import EncodedPrompt, Prompt
-from slipstream.serve.answer import Answer, AnswerForm, check_stream_fields
+from slipstream.serve.answer import AnswerForm, ChoicesAnswer, check_stream_fields
 from slipstream.serve.errors import bad_request
 from slipstream.serve.generation import Generation
 from slipstream.serve.logprobs_format import (
@@ -69,8 +69,9 @@ class CompletionEndpoint:
         return params, encoded
 
 
-class _CompletionAnswer(Answer["_Choice"]):
-    form = AnswerForm("cmpl", "text_completion", "text_completion", Completion, CompletionChoice)
+class _CompletionAnswer(ChoicesAnswer["_Choice"]):
+    id_prefix = "cmpl-"
+    form = AnswerForm("text_completion", "text_completion", Completion, CompletionChoice)
     _body: CompletionRequest
 
     def _updates(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:

@@ -1,0 +1,141 @@
+"""Read one sample's output as the events of an answer, for every protocol of conversations."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import Any
+
+from slipstream.serve.logprobs_format import chat_logprobs, read_tokens, speculation
+from slipstream.serve.model_service import ModelService
+from slipstream.serve.output.parts import AnswerParser, CallsInText, Part, Piece, Reading
+from slipstream.serve.protocol.chat import ChatRequest
+from slipstream.serve.token_texts import TokenReader
+from slipstream.serve.tools.choice import ToolUse
+from slipstream.serve.tools.events import (
+    AnswerEvent,
+    CallBegun,
+    CallEnded,
+    Content,
+    Reasoning,
+)
+from slipstream.serve.updates import Delta
+
+
+@dataclass(frozen=True, slots=True)
+class Increment:
+    """What follows from further output.
+
+    Attributes:
+        events: without reasoning, if the request leaves it out.
+        delta: as much of the output as belongs to the answer.
+        parts: of the delta's tokens; None where they are not told apart.
+    """
+
+    events: Sequence[AnswerEvent]
+    delta: Delta
+    parts: Sequence[Part] | None = None
+
+
+class AnswerReader:
+    """Finds reasoning, content and tool calls in the output of one sample.
+
+    Attributes:
+        ended: no further output is wanted.
+        num_reasoning_tokens: so far, where the model's format tells them apart.
+        num_calls: tool calls so far.
+    """
+
+    def __init__(
+        self, service: ModelService, body: ChatRequest, tools: ToolUse, prompt: Sequence[int]
+    ) -> None:
+        self.ended = False
+        self.num_reasoning_tokens = self.num_calls = 0
+        self._service, self._body, self._tools = service, body, tools
+        self._parser = _parser(service, body, tools, prompt)
+        self._reader = TokenReader(service.texts, body.skip_special_tokens is not False)
+
+    def take(self, delta: Delta) -> Increment:
+        """What follows from a delta; to be called until `ended`."""
+        over = delta.finish_reason is not None
+        if self._parser is None:
+            self.ended = over
+            return Increment([Content(delta.text)], delta)
+        piece = self._parser.feed(delta)
+        if piece.stop is not None:
+            delta, over = _cut(delta, piece), True
+        self.num_reasoning_tokens += sum(part is Part.REASONING for part in piece.parts or ())
+        events = [*piece.events, *(self._parser.finish() if over else ())]
+        if self._tools.single:
+            events = self._up_to_first_call(events)
+        self.ended = self.ended or over
+        self.num_calls += sum(isinstance(event, CallBegun) for event in events)
+        if self._body.include_reasoning is False:
+            events = [event for event in events if not isinstance(event, Reasoning)]
+        return Increment(events, delta, piece.parts)
+
+    def finish_reason(self, delta: Delta) -> str | None:
+        """Why the answer ended with this delta; None if it goes on."""
+        if self.ended and self.num_calls and delta.finish_reason != "length":
+            return "tool_calls"
+        return delta.finish_reason
+
+    def new_call_id(self) -> str:
+        """An id in the form of the model's family."""
+        assert self._tools.format is not None
+        return self._tools.format.call_id()
+
+    def logprobs(
+        self, delta: Delta, parts: Sequence[Part] | None, num_top: int
+    ) -> dict[str, Any] | None:
+        """Those of the content's tokens in the form of chats; None if there are none."""
+        tokens, rows = [*delta.token_ids], [*(delta.logprobs or ())]
+        if parts is not None:
+            own = [part is Part.CONTENT for part in parts]
+            tokens, rows = [*compress(tokens, own)], [*compress(rows, own)]
+        return chat_logprobs(self._service.texts, tokens, rows, num_top) if rows else None
+
+    def speculation(self, delta: Delta, parts: Sequence[Part] | None) -> dict[str, Any]:
+        """The tokens of a delta with their origins; deltas are to be given in their order."""
+        told = speculation(delta, read_tokens(self._reader, delta.token_ids))
+        for token, part in zip(told["tokens"], parts or (), strict=False):
+            token["part"] = part.value
+        return told
+
+    def _up_to_first_call(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
+        for place, event in enumerate(events):
+            if isinstance(event, CallEnded):
+                self.ended = True
+                return events[: place + 1]
+        return events
+
+
+def _parser(
+    service: ModelService, body: ChatRequest, tools: ToolUse, prompt: Sequence[int]
+) -> AnswerParser | None:
+    """None where all text is content."""
+    skip_special = body.skip_special_tokens is not False
+    if service.output_format is None:
+        parser = tools.parser(service.tokenizer, skip_special)
+        return None if parser is None else CallsInText(parser)
+    reading = Reading(
+        prompt=prompt,
+        functions=tools.functions if tools.format is not None else None,
+        skip_special=skip_special,
+        stop=[body.stop] if isinstance(body.stop, str) else body.stop or (),
+        include_stop=body.include_stop_str_in_output is True,
+        min_tokens=body.min_tokens or 0,
+    )
+    return service.output_format.parser(service.texts, reading)
+
+
+def _cut(delta: Delta, piece: Piece) -> Delta:
+    """Up to the token that completed a stop string."""
+    end = len(piece.parts or ())
+    return replace(
+        delta,
+        token_ids=delta.token_ids[:end],
+        logprobs=None if delta.logprobs is None else delta.logprobs[:end],
+        origins=delta.origins[:end],
+        finish_reason="stop",
+        stop_reason=piece.stop,
+    )
