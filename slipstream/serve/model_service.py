@@ -22,7 +22,8 @@ from slipstream.serve.output.formats import choose_output_format
 from slipstream.serve.output.parts import OutputFormat
 from slipstream.serve.protocol.server import ModelCard, ModelSpeculation
 from slipstream.serve.token_texts import TokenTexts
-from slipstream.serve.tools.formats import FORMATS, CallFormat, find_format
+from slipstream.serve.tools.call_format import CallFormat
+from slipstream.serve.tools.formats import FORMATS, find_format
 
 _SHRINKING = 4  # tokenizers may merge so many characters into one before they look up tokens
 _TOO_LONG = "context_length_exceeded"

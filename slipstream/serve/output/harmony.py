@@ -11,7 +11,8 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.output.harmony_parser import HarmonyParser
 from slipstream.serve.output.parts import Reading
 from slipstream.serve.token_texts import TokenTexts
-from slipstream.serve.tools.formats import ANY_ARGUMENTS, WRITING, Schemas, long_id
+from slipstream.serve.tools.call_format import Schemas, long_id
+from slipstream.serve.tools.call_rules import ANY_ARGUMENTS, json_value
 
 _FREE = ["body: TEXT"]
 
@@ -93,9 +94,8 @@ def _answers(tokens: HarmonyTokens, functions: Schemas, asides: str, final: bool
         recipient = f"to=functions.{name}"
         behind_channel = f"{channel} {json.dumps(f'commentary {recipient} ')}"
         behind_role = f'{json.dumps(f" {recipient}")} {channel} "commentary "'
-        arguments = json.dumps({**(schema or ANY_ARGUMENTS), "x-guidance": WRITING})
         rules.append(
             f"{call}: ({behind_channel} | {behind_role}) <[{tokens.constrain}]> "
-            f'"json" {message} %json {arguments}'
+            f'"json" {message} {json_value(schema or ANY_ARGUMENTS)}'
         )
     return rules

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from slipstream.core.structured import StructuredOutput
 from slipstream.serve.token_texts import TokenTexts
+from slipstream.serve.tools.call_format import CallFormat, Schemas
 from slipstream.serve.tools.events import AnswerEvent, ToolParser
-from slipstream.serve.tools.formats import CallFormat, Schemas
 from slipstream.serve.updates import Delta
 
 

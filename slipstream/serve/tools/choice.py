@@ -1,16 +1,15 @@
 """The tools of a request, and what `tool_choice` asks for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.conversation import require_tools
 from slipstream.serve.errors import bad_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol.chat import ChatRequest, ChosenTool, Tool
+from slipstream.serve.tools.call_format import CallFormat, Schemas, ToolFormat
 from slipstream.serve.tools.events import ToolParser
-from slipstream.serve.tools.formats import CallFormat, Schemas, ToolFormat
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class ToolUse:
         if skip_special and self.keeps_special(tokenizer):
             spelled = map(tokenizer.id_to_token, sorted(tokenizer.special_token_ids))
             dropped = [token for token in spelled if token is not None]
-        return self.format.parser([tool.function.name for tool in self.in_prompt or ()], dropped)
+        return self.format.parser(_functions(self.in_prompt or ()), dropped)
 
 
 def choose_tools(body: ChatRequest, model: ModelService) -> ToolUse:
@@ -85,10 +84,8 @@ def choose_tools(body: ChatRequest, model: ModelService) -> ToolUse:
     return ToolUse(body.tools, format, functions, single, grammar)
 
 
-def _functions(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
-    functions: dict[str, Mapping[str, Any]] = {
-        tool.function.name: tool.function.parameters or {} for tool in tools
-    }
+def _functions(tools: Sequence[Tool]) -> Schemas:
+    functions = {tool.function.name: tool.function.parameters or {} for tool in tools}
     if len(functions) < len(tools):
         raise bad_request("two tools have the same name; give each its own", "tools")
     return functions

@@ -1,8 +1,13 @@
 """Qwen, Hermes and others: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
 
 from collections.abc import Sequence
+from typing import Final
 
+from slipstream.models.chat_template import ChatTemplate
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.serve.tools.call_format import ToolFormat
 from slipstream.serve.tools.call_reader import CallReader
+from slipstream.serve.tools.call_rules import Literals, json_calls
 from slipstream.serve.tools.events import Content, ToolEvent
 from slipstream.serve.tools.marked_text import ContentWriter, MarkFinder
 
@@ -59,3 +64,29 @@ class HermesParser:
             self._call, self._closing = None, MarkFinder([END])
             return call.rest
         return ""
+
+
+def _shown_by(template: ChatTemplate, _: Tokenizer) -> bool:
+    # Another format uses the same tags, with XML inside.
+    return template.mentions(BEGIN) and not template.mentions("<function=")
+
+
+def _only(literal: Literals, several: bool) -> list[str]:
+    more = ' ("\\n" marked)*' if several else ""
+    return [f"start: marked{more}", f'marked: {literal(BEGIN)} "\\n" call "\\n" {literal(END)}']
+
+
+def _amid(literal: Literals) -> list[str]:
+    inner = f'inner: "\\n" call "\\n" {literal(END)}'
+    return ["start: (begun inner)* TEXT", literal.up_to_mark("begun", BEGIN), inner]
+
+
+FORMAT: Final = ToolFormat(
+    name="hermes",
+    marks=(BEGIN, END),
+    parser=lambda _, dropped: HermesParser(dropped),
+    shown_by=_shown_by,
+    only=_only,
+    amid=_amid,
+    calls=lambda _, functions: json_calls(functions, "arguments"),
+)

@@ -1,8 +1,11 @@
 """Llama 3: the whole answer is {"name": ..., "parameters": {...}}, or several after semicolons."""
 
 from collections.abc import Collection, Sequence
+from typing import Final
 
+from slipstream.serve.tools.call_format import ToolFormat
 from slipstream.serve.tools.call_reader import CallReader
+from slipstream.serve.tools.call_rules import Literals, json_calls
 from slipstream.serve.tools.events import Content, ToolEvent
 
 TAG = "<|python_tag|>"  # may come first; a special token, so the text has it only if those are kept
@@ -67,3 +70,23 @@ class Llama3Parser:
             held, self._held = self._held, ""
             return call.rest if call.begun else held + call.raw
         return ""
+
+
+def _only(_: Literals, several: bool) -> list[str]:
+    return ['start: call ("; " call)*' if several else "start: call"]
+
+
+def _amid(_: Literals) -> list[str]:
+    """The whole answer is calls, or there are none."""
+    return ['start: call ("; " call)* | other', r"other: /([^{\s](.|\n)*)?/"]
+
+
+FORMAT: Final = ToolFormat(
+    name="llama3_json",
+    marks=(),
+    parser=lambda functions, _: Llama3Parser(functions),
+    shown_by=lambda _, tokenizer: tokenizer.token_to_id(TAG) is not None,
+    only=_only,
+    amid=_amid,
+    calls=lambda _, functions: json_calls(functions, "parameters"),
+)

@@ -2,8 +2,14 @@
 
 import re
 from collections.abc import Sequence
+from typing import Final
+from uuid import uuid4
 
+from slipstream.models.chat_template import ChatTemplate
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.serve.tools.call_format import ToolFormat
 from slipstream.serve.tools.call_reader import CallReader
+from slipstream.serve.tools.call_rules import Literals, json_calls
 from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, Content, ToolEvent
 from slipstream.serve.tools.marked_text import ContentWriter, MarkFinder
 from slipstream.serve.tools.partial_json import ValueScanner
@@ -108,3 +114,36 @@ class MistralParser:
             events.append(CallEnded())
             self._value = None
         return text[end:]
+
+
+def _shown_by(template: ChatTemplate, tokenizer: Tokenizer) -> bool:
+    return tokenizer.token_to_id(BEGIN) is not None or template.mentions(BEGIN)
+
+
+def _only(literal: Literals, several: bool) -> list[str]:
+    more = ' (", " call)*' if several else ""
+    return [f'start: {literal(BEGIN)} "[" call{more} "]"']
+
+
+def _amid(literal: Literals) -> list[str]:
+    return [
+        'start: begun "[" call (", " call)* "]" | TEXT',
+        literal.up_to_mark("begun", BEGIN),
+    ]
+
+
+def _short_id() -> str:
+    """Mistral's templates refuse ids of any other length."""
+    return uuid4().hex[:9]
+
+
+FORMAT: Final = ToolFormat(
+    name="mistral",
+    marks=(BEGIN,),
+    parser=lambda _, dropped: MistralParser(dropped),
+    shown_by=_shown_by,
+    only=_only,
+    amid=_amid,
+    calls=lambda _, functions: json_calls(functions, "arguments"),
+    call_id=_short_id,
+)

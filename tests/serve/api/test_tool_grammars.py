@@ -7,7 +7,8 @@ import pytest
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine.grammar import Grammars
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.serve.tools.formats import FORMATS, ToolFormat
+from slipstream.serve.tools.call_format import ToolFormat
+from slipstream.serve.tools.formats import FORMATS
 from tests.serve.api.tool_models import write_tool_tokenizer
 
 CITY = {

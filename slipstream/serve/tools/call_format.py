@@ -1,0 +1,74 @@
+"""What a format of tool calls has to offer; formats whose calls stand in the text of an answer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from uuid import uuid4
+
+from slipstream.models.chat_template import ChatTemplate
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.serve.tools.call_rules import Literals
+from slipstream.serve.tools.events import ToolParser
+
+Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by function name
+
+
+class CallFormat(Protocol):
+    """How a family of models writes tool calls."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def call_id(self) -> Callable[[], str]:
+        """Returns a new id."""
+
+    def only_calls(self, functions: Schemas, tokenizer: Tokenizer, several: bool) -> str:
+        """A Lark grammar (of llguidance) of nothing but calls of these functions.
+
+        Raises:
+            UsageError: a schema says what the format cannot express.
+        """
+
+    def calls_amid_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
+        """A Lark grammar of any text, in which each call is one of these functions.
+
+        Raises:
+            UsageError: a schema says what the format cannot express.
+        """
+
+
+def long_id() -> str:
+    """An id of a call."""
+    return f"call_{uuid4().hex}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolFormat:
+    """A `CallFormat` whose calls stand in the text of an answer.
+
+    Attributes:
+        marks: texts around its calls; a mark that is a special token must be kept in the text.
+        parser: (schemas of the functions, special tokens that are not content) -> parser.
+        shown_by: whether a model's template and vocabulary show that it writes this format.
+        only: Lark rules, `start` among them, of nothing but `call`, once or several times.
+        amid: Lark rules of the text `TEXT`, in which each call is a `call`.
+        calls: Lark rules of `call`, which is a call of one of the functions.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    parser: Callable[[Schemas, Sequence[str]], ToolParser]
+    shown_by: Callable[[ChatTemplate, Tokenizer], bool]
+    only: Callable[[Literals, bool], list[str]]
+    amid: Callable[[Literals], list[str]]
+    calls: Callable[[Literals, Schemas], list[str]]
+    call_id: Callable[[], str] = field(default=long_id)
+
+    def only_calls(self, functions: Schemas, tokenizer: Tokenizer, several: bool) -> str:
+        literal = Literals(tokenizer)
+        return "\n".join([*self.only(literal, several), *self.calls(literal, functions)])
+
+    def calls_amid_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
+        literal = Literals(tokenizer)
+        rules = [*self.amid(literal), "TEXT: /(.|\\n)*/", *self.calls(literal, functions)]
+        return "\n".join(rules)

@@ -1,0 +1,78 @@
+"""Rules of llguidance's Lark grammars from which formats build the grammars of their calls."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from slipstream.core.errors import UsageError
+from slipstream.models.tokenizer import Tokenizer
+
+ANY_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object"}
+# The way models write JSON; if any white space is allowed, small models may never stop writing it.
+WRITING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+DEFINITIONS: Final = ("$defs", "definitions")  # keys of what references in a schema mean
+
+
+class Literals:
+    """Spells texts in a grammar; a mark that is a special token is written as the token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> str:
+        token = self._special(text)
+        return json.dumps(text) if token is None else f"<[{token}]>"
+
+    def up_to_mark(self, rule: str, mark: str) -> str:
+        """A rule for any text up to the first occurrence of a mark."""
+        token = self._special(mark)
+        if token is None:
+            return f"{rule}[lazy]: /(.|\\n)*{re.escape(mark)}/"
+        return f"{rule}: TEXT <[{token}]>"
+
+    def _special(self, text: str) -> int | None:
+        token = self._tokenizer.token_to_id(text)
+        return token if token in self._tokenizer.special_token_ids else None
+
+
+def json_value(schema: Mapping[str, Any]) -> str:
+    """A Lark expression for JSON that follows a schema."""
+    return f"%json {json.dumps({**schema, 'x-guidance': WRITING})}"
+
+
+def json_calls(functions: Mapping[str, Mapping[str, Any]], arguments: str) -> list[str]:
+    """The rule `call` of a format that writes a call as one object.
+
+    Args:
+        functions: schemas of the arguments, by function name.
+        arguments: the key of the arguments.
+    """
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, arguments: schema or ANY_ARGUMENTS},
+            "required": ["name", arguments],
+            "additionalProperties": False,
+        }
+        for name, schema in functions.items()
+    ]
+    return [f"call: {json_value(_lifted(calls))}"]
+
+
+def _lifted(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A schema of any of these, with their `$defs` at the top, where references look for them."""
+    definitions: dict[str, Any] = {}
+    for call in calls:
+        for name, arguments in call["properties"].items():
+            for key in DEFINITIONS:
+                if isinstance(arguments, Mapping) and key in arguments:
+                    inner = dict(arguments)
+                    for defined, value in inner.pop(key).items():
+                        if definitions.setdefault(key, {}).setdefault(defined, value) != value:
+                            raise UsageError(
+                                f"tools define {defined!r} in two ways; give the definitions "
+                                "different names"
+                            )
+                    call["properties"][name] = arguments = inner
+    return {**(calls[0] if len(calls) == 1 else {"anyOf": [*calls]}), **definitions}
