@@ -124,7 +124,7 @@ class ListenFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class LogFlags:
-    """What the server logs."""
+    """What the server logs and measures."""
 
     log_level: str = flag(
         "info",
@@ -134,6 +134,12 @@ class LogFlags:
     )
     log_json: bool = flag(False, "Log one JSON object per line.")
     log_prompts: bool = flag(False, "Log prompts and outputs, too.")
+    metrics_prefix: str = flag(
+        "slipstream",
+        "Names of the metrics: vllm uses vLLM's names and labels where the meaning is the same, "
+        "for dashboards made for it.",
+        choices=("slipstream", "vllm"),
+    )
 
 
 def serve(
@@ -199,6 +205,7 @@ def _options(
         log_prompts=log.log_prompts,
         log_json=log.log_json,
         log_level=log.log_level,
+        metrics_prefix=log.metrics_prefix,
     )
 
 

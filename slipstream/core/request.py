@@ -75,6 +75,7 @@ class Request:
     slot: int = -1  # place in the device state while running
     num_computed: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was admitted
+    place_time: float | None = None  # when it first got a place, in seconds of `perf_counter`
     num_steps: int = 0  # verification steps so far; keys the noise, survives preemption
     num_preemptions: int = 0
     drafter_computed: int = 0  # leading tokens that the drafter had behind the last known step

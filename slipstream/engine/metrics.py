@@ -59,6 +59,7 @@ class StepEstimate:
 class EngineMetrics:
     """Totals over all requests; times in seconds.
 
+    `num_prompt_tokens` counts those that steps have computed, after a preemption again.
     `num_broken` counts samples that ended because the model's logits were not finite.
 
     `speculation` counts by the definitions of `RequestMetrics`; of a step's time each request has
@@ -66,6 +67,7 @@ class EngineMetrics:
     """
 
     num_steps: int = 0
+    num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_broken: int = 0
     draft_seconds: float = 0.0
@@ -77,6 +79,9 @@ class EngineMetrics:
     def count_step(self, report: StepReport) -> None:
         times = report.times
         self.num_steps += 1
+        if not report.padded:  # captured steps have no prompts
+            chunks = [it for it in report.batch.requests if it.admitted or it.is_prompt_chunk]
+            self.num_prompt_tokens += sum([it.num_new_tokens for it in chunks])
         self.draft_seconds += times.draft
         self.target_seconds += times.target
         self.verify_seconds += times.verify

@@ -3,6 +3,7 @@
 import heapq
 from bisect import insort_left, insort_right
 from collections.abc import Sequence
+from time import perf_counter
 
 from slipstream.cache.block_manager import BlockManager
 from slipstream.core.batch import Batch, Committed, DraftPlan, ScheduledRequest
@@ -270,6 +271,7 @@ class Scheduler:
         assert grown, "can_admit promised the blocks"
         if first:
             request.num_cached_tokens = request.num_computed
+            request.place_time = request.place_time or perf_counter()
         del self._waiting[0]
         insort_right(self._running, request, key=arrival)
         request.status = RequestStatus.RUNNING

@@ -1,5 +1,6 @@
 """The FastAPI application: routes, error handlers and the OpenAPI document."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -144,7 +145,8 @@ def _add_metrics(app: FastAPI, metrics: ServerMetrics) -> None:
     )
     async def show_metrics() -> Response:
         """Counts and times for Prometheus."""
-        return Response(metrics.render(), headers={"Content-Type": metrics.content_type})
+        text = await asyncio.to_thread(metrics.render)
+        return Response(text, headers={"Content-Type": metrics.content_type})
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -1,20 +1,13 @@
-"""Prometheus metrics, with the names and meanings that vLLM's dashboards know.
+"""Prometheus metrics of a server.
 
 Totals that the engine counts anyway are read on request; only distributions are observed as they
 come.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
@@ -22,68 +15,96 @@ from prometheus_client.registry import Collector
 from slipstream.engine.drafting.policy import AdaptivePolicy
 from slipstream.engine.engine import Engine
 from slipstream.engine.samples import Submission
+from slipstream.serve.metric_families import Families, Histogram
 
-PREFIX = "slipstream:"
 REASONS = ("stop", "length", "abort", "error", "timeout")
 
-_SHORT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2)
-_PER_TOKEN = (*_SHORT, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
-_FIRST_TOKEN = (*_SHORT, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
-_SECONDS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0)
-_WHOLE = (*_SECONDS, 240.0, 480.0, 960.0, 1920.0)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+# Bounds of buckets. They have all of vLLM's, for queries by `le`, and finer ones for fast models.
+_FAST = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075, 0.08),
+    *(0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
+    *(640.0, 2560.0),
+)
+_SECONDS = (
+    *(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
+    *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_STEP_TOKENS = tuple(2**power for power in range(15))
+_FEW = (1, 2, 3, 4, 5, 10, 20)
 
 
-class ServerMetrics:
+def _histograms(max_model_len: int) -> dict[str, Histogram]:
+    series = (digit * 10**power for power in range(10) for digit in (1, 2, 5))
+    tokens = tuple(bound for bound in series if bound <= max_model_len)
+    made = (
+        ("time_to_first_token_seconds", "From arrival to the first token", _FAST),
+        ("inter_token_latency_seconds", "Between two steps that gave a request tokens", _FAST),
+        (
+            "request_time_per_output_token_seconds",
+            "A request's mean time per token after the first",
+            _FAST,
+        ),
+        ("e2e_request_latency_seconds", "From arrival to the end", _SECONDS),
+        ("request_queue_time_seconds", "From arrival to a place among those that run", _SECONDS),
+        ("request_prefill_time_seconds", "From the place to the first token", _SECONDS),
+        ("request_decode_time_seconds", "From the first token to the end", _SECONDS),
+        ("request_inference_time_seconds", "From the place to the end", _SECONDS),
+        ("request_prompt_tokens", "Prompt tokens", tokens),
+        ("request_generation_tokens", "Output tokens", tokens),
+        ("request_max_num_generation_tokens", "Output tokens of the longest sample", tokens),
+        ("request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache", tokens),
+        ("request_params_max_tokens", "Output tokens that a sample may have", tokens),
+        ("request_params_n", "Samples asked for", _FEW),
+        ("request_num_preemptions", "How often a request gave its blocks back", _FEW),
+        ("iteration_tokens_total", "Prompt and output tokens of a step", _STEP_TOKENS),
+    )
+    return {name: Histogram(text, bounds) for name, text, bounds in made}
+
+
+class ServerMetrics(Collector):
     """The registry of one server; an `Observer` of its engine's thread.
 
     Args:
         model_name: a label of all metrics.
+        as_vllm: use vLLM's names and labels for what vLLM measures, too.
     """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str, as_vllm: bool = False) -> None:
+        self._families = Families(model_name, as_vllm)
+        self._engine_totals = _EngineTotals(engine, self._families)
+        self._histograms = _histograms(engine.resolved.limits.max_model_len)
+        self._inter_token = self._histograms["inter_token_latency_seconds"]
+        self._step_tokens = self._histograms["iteration_tokens_total"]
+        self._ended = dict.fromkeys(REASONS, 0)
+        self._prompt_tokens = self._cached_tokens = 0
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._engine_totals = _EngineTotals(engine, model_name)
-        self.registry.register(self._engine_totals)
-        self._inter_token = _UnlockedHistogram(
-            "inter_token_latency_seconds",
-            "Between two steps that gave a request tokens",
-            _PER_TOKEN,
-            model_name,
-        )
-        self.registry.register(self._inter_token)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            labels, registry = ["model_name"], self.registry
-            made = Histogram(PREFIX + name, text, labels, buckets=buckets, registry=registry)
-            return made.labels(model_name)
-
-        self._first_token = histogram(
-            "time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN
-        )
-        self._per_token = histogram(
-            "request_time_per_output_token_seconds",
-            "A request's mean time per token after the first",
-            _PER_TOKEN,
-        )
-        self._latency = histogram("e2e_request_latency_seconds", "From arrival to the end", _WHOLE)
-        self._prompt_sizes = histogram("request_prompt_tokens", "Prompt tokens", _TOKENS)
-        self._output_sizes = histogram("request_generation_tokens", "Output tokens", _TOKENS)
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(PREFIX + name, text, ["model_name", *labels], registry=self.registry)
-
-        prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began")
-        self._prompt_tokens = prompt_tokens.labels(model_name)
-        success = counter("request_success", "Requests that ended", "finished_reason")
-        self._ended = {reason: success.labels(model_name, reason) for reason in REASONS}
+        self.registry.register(self)
 
     def render(self) -> bytes:
         """The metrics in Prometheus's text format."""
         return generate_latest(self.registry)
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing, so that registering does not collect."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics."""
+        yield from self._engine_totals.collect()
+        for name, histogram in self._histograms.items():
+            yield self._families.histogram(name, histogram)
+        found, cached = self._prompt_tokens, self._cached_tokens
+        sources = {"local_compute": found - cached, "local_cache_hit": cached}
+        for name, text, value, label in (
+            ("prompt_tokens", "Prompt tokens of requests that began", found, None),
+            ("prompt_tokens_cached", "Those found in the prefix cache", cached, None),
+            ("prompt_tokens_by_source", "Prompt tokens, computed or found", sources, "source"),
+            ("request_success", "Requests that ended", self._ended, "finished_reason"),
+        ):
+            yield self._families.one(CounterMetricFamily, name, text, value, label)
 
     def tokens_added(self, submission: Submission, gap: float | None) -> None:
         """Observe the time since the request's last tokens."""
@@ -92,95 +113,72 @@ class ServerMetrics:
             return
         first = submission.metrics.time_to_first_token
         if first is not None:
-            self._first_token.observe(first)
-        self._prompt_tokens.inc(len(submission.prompt_token_ids))
+            self._histograms["time_to_first_token_seconds"].observe(first)
+        self._prompt_tokens += len(submission.prompt_token_ids)
+        self._cached_tokens += submission.samples[0].request.num_cached_tokens
 
     def request_ended(self, request_id: str, submission: Submission, reason: str) -> None:
-        """Observe the request's size and times."""
-        self._ended[reason].inc()
-        metrics = submission.metrics
-        latency, first = metrics.latency, metrics.time_to_first_token
-        num_tokens = sum(sample.num_taken for sample in submission.samples)
-        self._prompt_sizes.observe(len(submission.prompt_token_ids))
-        self._output_sizes.observe(num_tokens)
-        if latency is None:
-            return
-        self._latency.observe(latency)
-        after_first = num_tokens / len(submission.samples) - 1
-        if first is not None and after_first > 0:
-            self._per_token.observe((latency - first) / after_first)
+        """Observe the request's sizes and times."""
+        self._ended[reason] += 1
+        num_prompt, samples = len(submission.prompt_token_ids), submission.samples
+        lengths = [sample.num_taken for sample in samples]
+        values: dict[str, float] = {
+            "request_prompt_tokens": num_prompt,
+            "request_generation_tokens": sum(lengths),
+            "request_max_num_generation_tokens": max(lengths),
+            "request_prefill_kv_computed_tokens": num_prompt - samples[0].request.num_cached_tokens,
+            "request_params_max_tokens": samples[0].request.max_tokens,
+            "request_params_n": len(samples),
+            "request_num_preemptions": sum(sample.request.num_preemptions for sample in samples),
+        }
+        for name, value in (values | _times(submission, sum(lengths))).items():
+            self._histograms[name].observe(value)
 
     def step_done(self, engine: Engine) -> None:
-        """Note the drafts of the step."""
-        self._engine_totals.note_drafts()
+        """Note the tokens and drafts of the step."""
+        self._step_tokens.observe(self._engine_totals.note_step())
 
 
-class _OneModelCollector(Collector):
-    """Builds metric families with the label of one model."""
-
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing, so that registering does not collect."""
-        return iter(())
-
-    def _family(
-        self,
-        kind: type[CounterMetricFamily | GaugeMetricFamily],
-        name: str,
-        text: str,
-        values: Mapping[str, float],
-        label: str | None = None,
-    ) -> Metric:
-        """One metric; with a further label, one value for each of its values."""
-        labels = ["model_name"] if label is None else ["model_name", label]
-        family = kind(PREFIX + name, text, labels=labels)
-        for key, value in values.items():
-            family.add_metric([self._model_name, key][: len(labels)], value)
-        return family
+def _times(submission: Submission, num_tokens: int) -> dict[str, float]:
+    """How long the phases of a request took that it has reached, by the histogram of each."""
+    metrics = submission.metrics
+    arrival, first, end = metrics.arrival_time, metrics.first_token_time, metrics.finished_time
+    if end is None:  # it has failed
+        return {}
+    times = {"e2e_request_latency_seconds": end - arrival}
+    places = [sample.request.place_time for sample in submission.samples]
+    placed = min((time for time in places if time is not None), default=None)
+    if placed is not None:
+        times["request_queue_time_seconds"] = placed - arrival
+        times["request_inference_time_seconds"] = end - placed
+        if first is not None:
+            times["request_prefill_time_seconds"] = first - placed
+    if first is not None:
+        times["request_decode_time_seconds"] = end - first
+        after_first = num_tokens / len(submission.samples) - 1
+        if after_first > 0:
+            times["request_time_per_output_token_seconds"] = (end - first) / after_first
+    return times
 
 
-class _UnlockedHistogram(_OneModelCollector):
-    """A histogram without a lock, which would cost more than its two additions: only the engine's
-    thread observes, for every request in every step."""
-
-    def __init__(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> None:
-        super().__init__(model_name)
-        self._name, self._text, self._bounds = PREFIX + name, text, bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Count a value."""
-        self._counts[bisect_left(self._bounds, seconds)] += 1
-        self._sum += seconds
-
-    def collect(self) -> Iterator[Metric]:
-        """The metric."""
-        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
-        names = [*map(str, self._bounds), "+Inf"]
-        counts = accumulate([*self._counts])
-        family.add_metric([self._model_name], [*zip(names, counts, strict=True)], self._sum)
-        yield family
-
-
-class _EngineTotals(_OneModelCollector):
+class _EngineTotals:
     """Reads the engine's counts, from any thread: they are plain numbers."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
-        super().__init__(model_name)
-        self._engine = engine
-        self._drafts = self._draft_tokens = 0
+    def __init__(self, engine: Engine, families: Families) -> None:
+        self._engine, self._families = engine, families
+        self._tokens = self._drafts = self._draft_tokens = 0
         self._current_k = 0.0
 
-    def note_drafts(self) -> None:
-        """Keep the draft tokens per draft of the last step that drafted."""
-        seen = self._engine.metrics.speculation
+    def note_step(self) -> int:
+        """The tokens of a step; keeps its draft tokens per draft, if it drafted."""
+        metrics = self._engine.metrics
+        before, seen = self._tokens, metrics.speculation
+        self._tokens = metrics.num_prompt_tokens + metrics.num_output_tokens
         drafts = seen.num_drafts - self._drafts
         if drafts:
             self._current_k = (seen.num_draft_tokens - self._draft_tokens) / drafts
             self._drafts, self._draft_tokens = seen.num_drafts, seen.num_draft_tokens
+        return self._tokens - before
 
     def collect(self) -> Iterator[Metric]:
         """The metrics."""
@@ -215,19 +213,19 @@ class _EngineTotals(_OneModelCollector):
             ),
         )
         for name, text, value in gauges:
-            yield self._family(GaugeMetricFamily, name, text, {"": value})
+            yield self._families.one(GaugeMetricFamily, name, text, value)
         for name, text, count in counters:
-            yield self._family(CounterMetricFamily, name, text, {"": count})
+            yield self._families.one(CounterMetricFamily, name, text, count)
         accepted = [*spec.num_accepted_tokens_per_pos]
         accepted += [0] * (limits.num_positions - len(accepted))
-        yield self._family(
+        yield self._families.one(
             CounterMetricFamily,
             "spec_decode_num_accepted_tokens_per_pos",
             "Accepted draft tokens by their position in the draft",
             {str(position): count for position, count in enumerate(accepted)},
             "position",
         )
-        yield self._family(
+        yield self._families.one(
             CounterMetricFamily,
             "step_time_seconds",
             "Time of the steps: drafting, the target's pass, verification, the rest",
@@ -239,7 +237,7 @@ class _EngineTotals(_OneModelCollector):
         """How much was drafted, and where that is chosen, what the choice rests on."""
         engine = self._engine
         spec, policy = engine.metrics.speculation, engine.scheduler.policy
-        yield self._family(
+        yield self._families.one(
             CounterMetricFamily,
             "spec_decode_num_draft_tokens_chosen",
             "Steps that gave a request tokens, by the draft tokens it had",
@@ -249,16 +247,14 @@ class _EngineTotals(_OneModelCollector):
         speedup = spec.estimated_speedup
         if speedup is not None:
             name, text = "spec_decode_estimated_speedup", "Estimated speed-up over plain decoding"
-            yield self._family(GaugeMetricFamily, name, text, {"": speedup})
-        costs = GaugeMetricFamily(
-            PREFIX + "step_cost_seconds",
+            yield self._families.one(GaugeMetricFamily, name, text, speedup)
+        yield self._families.labelled(
+            GaugeMetricFamily,
+            "step_cost_seconds",
             "Predicted time of a decode step in which each request drafts so many tokens",
-            labels=["model_name", "requests", "draft_tokens"],
+            ("requests", "draft_tokens"),
+            {(str(row.requests), str(row.drafts)): row.seconds for row in engine.costs},
         )
-        for row in engine.costs:
-            labels = [self._model_name, str(row.requests), str(row.drafts)]
-            costs.add_metric(labels, row.seconds)
-        yield costs
         if isinstance(policy, AdaptivePolicy):
             bins = policy.acceptance.reliability.bins
             tops = [f"{(place + 1) / len(bins):g}" for place in range(len(bins))]
@@ -267,7 +263,7 @@ class _EngineTotals(_OneModelCollector):
                 ("accepted", "Those of them that were accepted", [it.accepted for it in bins]),
                 ("predicted", "Sum of their predicted chances", [it.predicted for it in bins]),
             ):
-                yield self._family(
+                yield self._families.one(
                     CounterMetricFamily,
                     f"spec_decode_reliability_{name}",
                     f"{text}, by predicted chance up to `bin`",

@@ -67,6 +67,8 @@ class ServerOptions:
         tool_call_parser, reasoning_parser: as of `ModelService`.
         chat_template: replaces the checkpoint's.
         profiles: folder for traces; clients may profile the engine if there is one.
+        metrics_prefix: "slipstream" or "vllm", whose names metrics then have where they mean the
+            same.
         log_prompts: prompts and outputs may be in the log.
         log_json: the log is one JSON object per line.
         log_level: "debug", "info", "warning" or "error".
@@ -85,6 +87,7 @@ class ServerOptions:
     reasoning_parser: str | None = None
     chat_template: str | None = None
     profiles: Path | None = None
+    metrics_prefix: str = "slipstream"
     log_prompts: bool = False
     log_json: bool = False
     log_level: str = "info"
@@ -170,7 +173,7 @@ def start_server(
         pages: routes besides those of the protocol, such as the playground's.
     """
     set_up_logs(options.log_json, options.log_level.upper())
-    metrics = ServerMetrics(engine, options.names[0])
+    metrics = ServerMetrics(engine, options.names[0], options.metrics_prefix == "vllm")
     observers: list[Observer] = [metrics, ActivityLog(show_text=options.log_prompts)]
     thread = EngineThread(engine, options.limits, observers)
     service = ModelService(

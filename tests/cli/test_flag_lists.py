@@ -56,6 +56,7 @@ FLAGS = {
         {COMMON} {RUN} {ENGINE} {DRAFTER}
         --allow-synthetic --api-key --chat-template --cors-origin --drain-timeout --enable-profiling
         --host --keep-alive-timeout --log-json --log-level --log-prompts --max-body-bytes
+        --metrics-prefix
         --max-connections --max-header-bytes --max-json-values --max-queue --max-waiting --port
         --receive-timeout --request-timeout --root-path --send-timeout --served-model-name
         --ssl-certfile --ssl-keyfile --tool-call-parser --reasoning-parser

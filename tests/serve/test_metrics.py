@@ -148,6 +148,51 @@ def test_counts_are_those_of_the_engine(llm: LLM) -> None:
     assert now["process_resident_memory_bytes"] > 0
 
 
+def test_the_phases_of_a_request_add_up(llm: LLM) -> None:
+    metrics = ServerMetrics(llm.engine, "a name")
+    steps = llm.engine.metrics.num_steps
+    run(llm, metrics)
+    found = {name.removeprefix("slipstream:"): it for name, it in samples(metrics).items()}
+    queue, prefill, decode, inference, whole = (
+        found[f"{name}_seconds_sum"]
+        for name in (
+            *(f"request_{phase}_time" for phase in ("queue", "prefill", "decode", "inference")),
+            "e2e_request_latency",
+        )
+    )
+    assert found["request_decode_time_seconds_count"] >= len(PROMPTS)
+    assert min(queue, prefill, decode) > 0
+    assert inference >= prefill + decode - 1e-9  # one that was left early may have no first token
+    assert queue + inference == pytest.approx(whole, rel=0.01)
+    assert found["request_params_n_sum"] == found["request_params_n_count"] == len(PROMPTS) + 1
+    most = found["request_params_max_tokens_sum"]
+    assert TOKENS < most <= TOKENS + 4000
+    assert found["request_num_preemptions_sum"] == 0
+    assert found["iteration_tokens_total_count"] == llm.engine.metrics.num_steps - steps
+    computed = found["request_prefill_kv_computed_tokens_sum"]
+    assert 0 < computed <= found["request_prompt_tokens_sum"]
+    sources = [
+        found[f'prompt_tokens_by_source_total{{"source": "{source}"}}']
+        for source in ("local_compute", "local_cache_hit")
+    ]
+    assert sum(sources) == found["prompt_tokens_total"]
+    assert sources[1] == found["prompt_tokens_cached_total"]
+
+
+def test_the_tokens_of_steps_are_prompts_and_outputs(tiny_target: str) -> None:
+    llm = LLM(
+        tiny_target,
+        skip_tokenizer_init=True,
+        num_kv_blocks=8,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+    )
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": [*range(40)]}], params)
+    assert llm.engine.metrics.num_prompt_tokens == 40
+    assert llm.engine.metrics.num_output_tokens == 3
+
+
 def test_every_way_to_end_has_a_series_from_the_start(llm: LLM) -> None:
     found = samples(ServerMetrics(llm.engine, "a name"))
     for reason in REASONS:

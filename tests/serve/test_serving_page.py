@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream import LLM
 from slipstream.cli.serve import ListenFlags, LogFlags
 from slipstream.serve.limits import ServeLimits
-from slipstream.serve.metrics import PREFIX, ServerMetrics
+from slipstream.serve.metric_families import PREFIX
+from slipstream.serve.metrics import ServerMetrics
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "serving.md").read_text()

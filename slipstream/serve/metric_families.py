@@ -1,0 +1,133 @@
+"""Families of metrics for Prometheus: their names, the labels that all have, and histograms."""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+PREFIX = "slipstream:"
+VLLM_PREFIX = "vllm:"
+
+# The metrics that mean what vLLM's metric of that name does (vllm/v1/metrics/loggers.py).
+_AS_IN_VLLM = frozenset(
+    {
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "prompt_tokens",
+        "prompt_tokens_by_source",
+        "prompt_tokens_cached",
+        "generation_tokens",
+        "num_preemptions",
+        "request_success",
+        "iteration_tokens_total",
+        "inter_token_latency_seconds",
+        "time_to_first_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_time_per_output_token_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_inference_time_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_max_num_generation_tokens",
+        "request_prefill_kv_computed_tokens",
+        "request_num_preemptions",
+        "request_params_n",
+        "request_params_max_tokens",
+        "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos",
+    }
+)
+_NAMED_OTHERWISE = {"num_nonfinite_logits": "corrupted_requests"}
+
+
+class Histogram:
+    """Counts values up to each bound.
+
+    Without a lock, which would cost more than its two additions: one thread observes.
+    """
+
+    def __init__(self, text: str, bounds: Sequence[float]) -> None:
+        self.text, self.bounds = text, bounds
+        self.total = 0.0
+        self._counts = [0] * (len(bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """How many values were at most each bound, in Prometheus's spelling of it."""
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        return [*zip(names, accumulate([*self._counts]), strict=True)]
+
+
+@dataclass(frozen=True)
+class Families:
+    """Makes the metrics of one model.
+
+    Args:
+        model_name: a label of all.
+        as_vllm: metrics that vLLM has, too, are called by its names, and all have its label
+            `engine`, so that dashboards made for vLLM show them.
+    """
+
+    model_name: str
+    as_vllm: bool = False
+
+    def one(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        text: str,
+        values: float | Mapping[str, float],
+        label: str | None = None,
+    ) -> Metric:
+        """A counter or gauge; with a further label, one value for each of its values."""
+        by_value = values if isinstance(values, Mapping) else {"": values}
+        keyed: dict[tuple[str, ...], float] = {(key,): it for key, it in by_value.items()}
+        return self.labelled(kind, name, text, () if label is None else (label,), keyed)
+
+    def labelled(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        values: Mapping[tuple[str, ...], float],
+    ) -> Metric:
+        """A counter or gauge with a value for each tuple of its further labels' values."""
+        family = kind(self._name(name), text, labels=[*self._labels, *labels])
+        for key, value in values.items():
+            family.add_metric([*self._labels.values(), *key[: len(labels)]], value)
+        return family
+
+    def histogram(self, name: str, histogram: Histogram) -> Metric:
+        """A histogram as it is now."""
+        family = HistogramMetricFamily(self._name(name), histogram.text, labels=[*self._labels])
+        family.add_metric([*self._labels.values()], histogram.buckets(), histogram.total)
+        return family
+
+    @property
+    def _labels(self) -> dict[str, str]:
+        own = {"model_name": self.model_name}
+        return own | {"engine": "0"} if self.as_vllm else own
+
+    def _name(self, name: str) -> str:
+        if self.as_vllm and name in _NAMED_OTHERWISE:
+            return VLLM_PREFIX + _NAMED_OTHERWISE[name]
+        return (VLLM_PREFIX if self.as_vllm and name in _AS_IN_VLLM else PREFIX) + name
