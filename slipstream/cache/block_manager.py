@@ -55,6 +55,16 @@ class BlockManager:
         if self._window is not None:
             self._window.reset()
 
+    def forget_prefixes(self) -> None:
+        """No later request finds a prefix that was computed before; tables stay as they are.
+
+        Blocks that a table goes on to fill are found again only behind a prefix that is computed
+        anew, with the same content.
+        """
+        self._pool.forget_contents()
+        if self._window is not None:
+            self._window.forget_contents()
+
     @property
     def num_available(self) -> int:
         """Blocks that can be handed out now: free ones and evictable ones."""

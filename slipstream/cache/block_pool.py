@@ -57,6 +57,12 @@ class BlockPool:
         else:
             self._free.append(block)
 
+    def forget_contents(self) -> None:
+        """Empty the index: evictable blocks become free, and those in tables will when released."""
+        self.index.clear()
+        self._free.extend(self._evictable)
+        self._evictable.clear()
+
     def check_owned(self, block: int) -> None:
         """Raise AssertionError unless one table alone holds the block, which it will write."""
         assert block not in self.index, f"block {block} is indexed too early"

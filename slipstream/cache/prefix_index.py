@@ -49,6 +49,11 @@ class PrefixIndex:
         """Forget an indexed block."""
         del self._block_of[self._digest_of.pop(block)]
 
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._block_of.clear()
+        self._digest_of.clear()
+
     def block_of(self, digest: bytes) -> int | None:
         return self._block_of.get(digest)
 

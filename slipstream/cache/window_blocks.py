@@ -62,6 +62,10 @@ class WindowBlocks:
         self._tables: dict[str, _Table] = {}
         self._owed = 0
 
+    def forget_contents(self) -> None:
+        """As of `BlockPool`."""
+        self._pool.forget_contents()
+
     @property
     def num_available(self) -> int:
         return self._pool.num_available

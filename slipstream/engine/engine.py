@@ -121,6 +121,10 @@ class Engine:
             self._isolation.newcomer(sample.request)
         return submission
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all computed prefixes; unfinished requests keep what they have."""
+        self._scheduler.block_manager.forget_prefixes()
+
     def abort(self, request_id: str) -> Submission | None:
         """End a request at once; None when there is none of this id."""
         submission = self._submissions.get(request_id)
@@ -254,9 +258,7 @@ class Engine:
         return ended
 
     def _unfinished(self) -> list[Request]:
-        return [
-            sample.request for _, sample in self._owners.values() if not sample.request.finished
-        ]
+        return [it.request for _, it in self._owners.values() if not it.request.finished]
 
     def _probe(self) -> None:
         """Run a small request alone; raises what a step raises."""

@@ -17,12 +17,21 @@ from slipstream.serve.chat import ChatEndpoint
 from slipstream.serve.completions import CompletionEndpoint
 from slipstream.serve.errors import CLIENT_ERRORS, ApiError, as_api_error
 from slipstream.serve.metrics import ServerMetrics
+from slipstream.serve.middleware import LoadCount
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.openapi import Route, add_routes, json_response
 from slipstream.serve.profiling import ProfilingEndpoints
 from slipstream.serve.protocol.chat import ChatChunk, ChatCompletion, ChatRequest
 from slipstream.serve.protocol.completions import Completion, CompletionChunk, CompletionRequest
-from slipstream.serve.protocol.server import Health, ModelCard, ModelList, Profiling, Version
+from slipstream.serve.protocol.server import (
+    Health,
+    Load,
+    ModelCard,
+    ModelList,
+    PrefixCacheReset,
+    Profiling,
+    Version,
+)
 from slipstream.serve.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -65,16 +74,20 @@ def create_app(
         redoc_url=None,
     )
     _add_error_handlers(app)
-    add_routes(app, _routes(service, profiles))
+    load = LoadCount()
+    routes = _routes(service, profiles, load)
+    add_routes(app, routes)
+    generating = frozenset(route.path for route in routes if route.chunk is not None)
+    app.add_middleware(load.middleware, generating)
     if metrics is not None:
         _add_metrics(app, metrics)
     app.router.routes.extend(pages)
     return app
 
 
-def _routes(service: ModelService, profiles: Path | None) -> list[Route]:
+def _routes(service: ModelService, profiles: Path | None, load: LoadCount) -> list[Route]:
     completions, chats = CompletionEndpoint(service), ChatEndpoint(service)
-    tokens, info = TokenizeEndpoints(service), _InfoEndpoints(service)
+    tokens, info = TokenizeEndpoints(service), _InfoEndpoints(service, load)
     routes = [
         Route(
             *("POST", "/v1/completions", completions.answer, Completion, CompletionRequest),
@@ -94,6 +107,10 @@ def _routes(service: ModelService, profiles: Path | None) -> list[Route]:
             errors=(404, 415),
         ),
         Route("GET", "/health", info.health, Health, errors=(503,)),
+        Route("GET", "/ping", info.ping, Health, errors=(503,)),
+        Route("POST", "/ping", info.post_ping, Health, errors=(503,)),
+        Route("GET", "/load", info.load, Load),
+        Route("POST", "/reset_prefix_cache", info.reset_prefix_cache, PrefixCacheReset),
         Route("GET", "/version", info.version, Version),
     ]
     if profiles is not None:
@@ -106,10 +123,10 @@ def _routes(service: ModelService, profiles: Path | None) -> list[Route]:
 
 
 class _InfoEndpoints:
-    """Handles the paths that do not need the engine."""
+    """Handles the paths that neither generate nor tokenize."""
 
-    def __init__(self, service: ModelService) -> None:
-        self._service = service
+    def __init__(self, service: ModelService, load: LoadCount) -> None:
+        self._service, self._load = service, load
 
     async def models(self, _: Request) -> Response:
         """The names of the served model"""
@@ -129,6 +146,24 @@ class _InfoEndpoints:
         if thread.draining:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is about to stop")
         return json_response(Health(status="ok"))
+
+    async def ping(self, request: Request) -> Response:
+        """Whether requests are accepted, as /health says"""
+        return await self.health(request)
+
+    async def post_ping(self, request: Request) -> Response:
+        """Whether requests are accepted, as /health says"""
+        return await self.health(request)
+
+    async def load(self, _: Request) -> Response:
+        """How many generating requests are being answered"""
+        return json_response(Load(server_load=self._load.num_requests))
+
+    async def reset_prefix_cache(self, _: Request) -> Response:
+        """Forget the prompts that were computed before"""
+        service = self._service
+        await service.thread.between_steps(service.engine.reset_prefix_cache)
+        return json_response(PrefixCacheReset(success=True))
 
     async def version(self, _: Request) -> Response:
         """The version of Slipstream"""

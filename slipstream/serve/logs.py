@@ -20,7 +20,7 @@ SEND_BODY = "slipstream.send_body"
 
 _GIVEN = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
 # Paths that monitoring polls: logged at level DEBUG only.
-_ROUTINE = frozenset({"/health", "/metrics"})
+_ROUTINE = frozenset({"/health", "/load", "/metrics", "/ping"})
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
 _request_id: ContextVar[str] = ContextVar("request_id", default="")

@@ -119,11 +119,11 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 class DrainGate:
     """Counts the requests in progress; once closed, it refuses new ones (503).
 
-    Requests in progress are answered to their end; /metrics and /version stay open.
+    Requests in progress are answered to their end; /load, /metrics and /version stay open.
     """
 
     def __init__(
-        self, app: ASGIApp, still_open: Collection[str] = ("/metrics", "/version")
+        self, app: ASGIApp, still_open: Collection[str] = ("/load", "/metrics", "/version")
     ) -> None:
         self._app, self._still_open = app, frozenset(still_open)
         self._num_requests = 0
@@ -160,6 +160,30 @@ class DrainGate:
                 self._num_requests -= 1
                 if not self._num_requests:
                     self._empty.set()
+
+
+class LoadCount:
+    """Counts the requests to some paths until their answers are sent.
+
+    Attributes:
+        num_requests: that are being answered.
+    """
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+
+    def middleware(self, app: ASGIApp, paths: Collection[str]) -> ASGIApp:
+        """The application, its requests to these paths counted."""
+
+        async def counting(scope: Scope, receive: Receive, send: Send) -> None:
+            counts = scope["type"] == "http" and scope["path"] in paths
+            self.num_requests += counts
+            try:
+                await app(scope, receive, send)
+            finally:
+                self.num_requests -= counts
+
+        return counting
 
 
 class RootPath:

@@ -49,7 +49,7 @@ class Access:
 
     api_keys: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
-    open_paths: Collection[str] = ("/health",)
+    open_paths: Collection[str] = ("/health", "/ping")
 
     def __post_init__(self) -> None:
         if not all(key.strip() == key and key.isascii() and key for key in self.api_keys):

@@ -259,6 +259,25 @@ def test_caching_off_keeps_nothing() -> None:
     assert len(blocks._pool._free) == 8
 
 
+def test_forgotten_prefixes_are_not_found_while_their_request_goes_on() -> None:
+    blocks, tokens = manager(), list(range(13))
+    run_through(blocks, "ended", [90, 91, 92, 93, 94])
+    blocks.admit("running")
+    assert blocks.grow("running", 13)
+    blocks.index("running", "", tokens, 8)
+    table = list(blocks.table("running"))
+    blocks.forget_prefixes()
+    assert blocks.match_prefix("", tokens) == blocks.match_prefix("", [90, 91, 92, 93, 94]) == []
+    assert list(blocks.table("running")) == table
+    blocks.index("running", "", tokens, 12)
+    assert blocks.match_prefix("", tokens) == []
+    blocks.check_invariants()
+    blocks.free("running")
+    run_through(blocks, "again", tokens)
+    assert len(blocks.match_prefix("", tokens)) == 3
+    assert blocks.num_available == blocks.num_blocks
+
+
 def test_hit_statistics_count_what_admit_was_told() -> None:
     blocks = manager()
     tokens = list(range(9))

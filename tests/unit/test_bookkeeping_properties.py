@@ -572,6 +572,10 @@ class Engine(RuleBasedStateMachine):
         who = data.draw(st.sampled_from(range(len(self.world.unfinished))))
         self.world.leave(self.world.unfinished[who], stop_string)
 
+    @rule()
+    def reset_the_prefix_cache(self) -> None:
+        self.world.scheduler.block_manager.forget_prefixes()
+
     @invariant()
     def everything_is_in_its_place(self) -> None:
         self.world.scheduler.check_invariants()
@@ -647,6 +651,11 @@ class Blocks(RuleBasedStateMachine):
         name = self.some(data)
         del self.tokens[name]
         self.blocks.free(name)
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10))
+    def forget(self, tokens: list[int]) -> None:
+        self.blocks.forget_prefixes()
+        assert self.blocks.match_prefix("", tokens) == []
 
     @invariant()
     def everything_is_in_its_place(self) -> None:

@@ -53,6 +53,18 @@ class Health(ResponseBody):
     status: Literal["ok"]
 
 
+class Load(ResponseBody):
+    """The number of generating requests whose answers are not complete."""
+
+    server_load: int
+
+
+class PrefixCacheReset(ResponseBody):
+    """Whether the prefix cache is empty now, which it always is."""
+
+    success: Literal[True]
+
+
 class Profiling(ResponseBody):
     """Whether a profile is being taken; when it ends, the path of its trace."""
 

@@ -1,5 +1,6 @@
 """The endpoints that do not generate."""
 
+from time import sleep
 from typing import Any
 
 import httpx
@@ -33,7 +34,53 @@ def test_models_say_what_drafts(client: openai.OpenAI) -> None:
 
 def test_health_and_version(live: Live) -> None:
     assert httpx.get(f"{live.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{live.url}/ping").json() == {"status": "ok"}
+    assert httpx.post(f"{live.url}/ping").json() == {"status": "ok"}
     assert httpx.get(f"{live.url}/version").json() == {"version": __version__}
+
+
+def test_load_counts_the_generating_requests(live: Live, client: openai.OpenAI) -> None:
+    def load() -> int:
+        return int(httpx.get(f"{live.url}/load").json()["server_load"])
+
+    assert load() == 0
+    streams = [
+        client.completions.create(
+            model="demo", prompt=["a", "b"], max_tokens=1500, stream=True, timeout=60
+        )
+        for _ in range(2)
+    ]
+    for stream in streams:
+        next(iter(stream))
+    assert load() == 2
+    for stream in streams:
+        stream.close()
+    for _ in range(200):
+        if not load():
+            break
+        sleep(0.02)
+    assert load() == 0
+
+
+def test_the_prefix_cache_is_emptied_beside_running_requests(
+    live: Live, client: openai.OpenAI
+) -> None:
+    def answer() -> tuple[str, int]:
+        prompt = "def add_numbers(first, second):\n" * 8
+        done = client.completions.create(model="demo", prompt=prompt, max_tokens=8, temperature=0)
+        assert done.usage is not None
+        assert done.usage.prompt_tokens_details is not None
+        return done.choices[0].text, done.usage.prompt_tokens_details.cached_tokens or 0
+
+    text, _ = answer()
+    assert answer()[1] > 0
+    running = client.completions.create(model="demo", prompt="x", max_tokens=400, stream=True)
+    next(iter(running))
+    assert post(live, "/reset_prefix_cache") == {"success": True}
+    assert answer() == (text, 0)
+    assert answer()[1] > 0
+    assert sum(1 for _ in running) > 10
+    live.engine.scheduler.check_invariants()
 
 
 def test_texts_become_tokens_and_texts_again(live: Live) -> None:
