@@ -29,11 +29,12 @@ from slipstream.serve.app import create_app
 from slipstream.serve.connections import connection_class
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.limits import ServeLimits
+from slipstream.serve.listening import bind
 from slipstream.serve.memory import freeze_garbage_collection
 from slipstream.serve.metrics import ServerMetrics
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.observers import ActivityLog
-from slipstream.serve.run import Access, bind, guarded
+from slipstream.serve.run import Access, guarded
 
 HELD_OUT = Path(__file__).parent.parent / "slipstream" / "demo" / "prompts" / "held_out.jsonl"
 

@@ -1,6 +1,8 @@
 """`slipstream serve`: an OpenAI-compatible server."""
 
+import json
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +16,13 @@ from slipstream.cli.paths import make_folder, read_text
 from slipstream.cli.terminal import QUIET_STYLE, stderr_console
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import SlipstreamError, UsageError
-from slipstream.core.flags import flag
+from slipstream.core.flags import flag, given_flags, parse_object
 from slipstream.serve.limits import ServeLimits
+from slipstream.serve.options import AnswerOptions, LogOptions
 
 if TYPE_CHECKING:
-    from slipstream.serve.run import ServerOptions
+    from slipstream.serve.listening import Tls
+    from slipstream.serve.run import Access, ServerOptions
 
 _LOOPBACK = ("127.", "::1")
 
@@ -47,10 +51,32 @@ class ListenFlags:
         metavar="<key>",
         envvar="SLIPSTREAM_API_KEY",
     )
-    cors_origin: tuple[str, ...] = flag(
+    uds: Path | None = flag(
+        None,
+        "Listen on a Unix domain socket at this path, in place of host and port.",
+        metavar="<file>",
+    )
+    allowed_origins: tuple[str, ...] = flag(
         (),
-        "Allow web pages of this origin to use the server (repeatable); * allows all. [none]",
+        "Allow web pages of this origin to use the server (repeatable, or a JSON list); * allows "
+        "all. [none]",
         metavar="<origin>",
+        also=("--cors-origin",),
+    )
+    allowed_methods: tuple[str, ...] = flag(
+        (),
+        "Methods that these pages may use (repeatable, or a JSON list); * allows all. [GET, POST]",
+        metavar="<method>",
+        hidden=True,
+    )
+    allowed_headers: tuple[str, ...] = flag(
+        (),
+        "Headers that these pages may send (repeatable, or a JSON list). [*]",
+        metavar="<header>",
+        hidden=True,
+    )
+    allow_credentials: bool = flag(
+        False, "Let these pages send cookies and credentials of their own.", hidden=True
     )
     tool_call_parser: str | None = flag(
         None, "hermes, llama3_json, mistral or openai. [found from the checkpoint]"
@@ -71,6 +97,22 @@ class ListenFlags:
     ssl_keyfile: Path | None = flag(
         None, "The certificate's key. [in the certificate's file]", metavar="<file>"
     )
+    ssl_ca_certs: Path | None = flag(
+        None,
+        "Authorities whose certificates of clients count (PEM).",
+        metavar="<file>",
+        hidden=True,
+    )
+    ssl_cert_reqs: int = flag(
+        0,
+        "Certificates of clients: 0 asks for none, 1 takes them, 2 needs them.",
+        at_least=0,
+        at_most=2,
+        hidden=True,
+    )
+    ssl_ciphers: str | None = flag(
+        None, "Ciphers up to TLS 1.2, as OpenSSL writes them. [uvicorn's]", hidden=True
+    )
     root_path: str = flag(
         "",
         "Path under which a proxy offers this server, such as /models/a.",
@@ -82,7 +124,16 @@ class ListenFlags:
         "to this folder.",
         metavar="<folder>",
     )
-    enable_auto_tool_choice: bool = flag(False, hidden=True)  # of other servers; always on here
+    profiler_config: Mapping[str, Any] | None = flag(
+        None,
+        "--enable-profiling as vLLM has it: the folder stands under torch_profiler_dir.",
+        metavar="<json>",
+        parse=parse_object,
+        hidden=True,
+    )
+    disable_fastapi_docs: bool = flag(
+        False, "Do not offer /openapi.json; pages about it there are none.", hidden=True
+    )
     allow_synthetic: bool = flag(
         False,
         "Allow rejection_sample_method synthetic, for benchmarks: the texts are not the model's.",
@@ -106,6 +157,22 @@ class ListenFlags:
             ) from None
         return text
 
+    def traces(self) -> Path | None:
+        """The folder of profiles, made where it is not there; UsageError for other profilers."""
+        config = dict(self.profiler_config or {})
+        name, folder = "--enable-profiling", self.enable_profiling
+        if config:
+            name, given = "--profiler-config", config.pop("torch_profiler_dir", None)
+            if config.pop("profiler", "torch") != "torch" or config or not isinstance(given, str):
+                raise UsageError(
+                    '--profiler-config takes {"profiler": "torch", "torch_profiler_dir": FOLDER} '
+                    "and no other keys; or give --enable-profiling FOLDER"
+                )
+            folder = Path(given)
+        if folder is not None:
+            make_folder(name, folder)
+        return folder
+
     def require_parsers(self) -> None:
         """Raise UsageError for names that no parser has."""
         from slipstream.serve.output.formats import CALLS_WITHIN, OFF, OUTPUT_FORMATS
@@ -122,31 +189,12 @@ class ListenFlags:
                 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogFlags:
-    """What the server logs and measures."""
-
-    log_level: str = flag(
-        "info",
-        "debug, info, warning or error.",
-        panel="Log",
-        choices=("debug", "info", "warning", "error"),
-    )
-    log_json: bool = flag(False, "Log one JSON object per line.")
-    log_prompts: bool = flag(False, "Log prompts and outputs, too.")
-    metrics_prefix: str = flag(
-        "slipstream",
-        "Names of the metrics: vllm uses vLLM's names and labels where the meaning is the same, "
-        "for dashboards made for it.",
-        choices=("slipstream", "vllm"),
-    )
-
-
 def serve(
     *,
     listen: ListenFlags,
+    answers: AnswerOptions,
     limits: ServeLimits,
-    log: LogFlags,
+    log: LogOptions,
     drafter: DrafterFlags,
     engine: EngineConfig,
     run: RunFlags,
@@ -159,13 +207,14 @@ def serve(
     """
     config = drafter.apply(engine)
     _refuse_synthetic(config, listen.allow_synthetic)
-    options = _options(engine.model, listen, limits, log)
+    options = _options(engine.model, listen, limits, answers, log)
+    from slipstream.serve.listening import bind
+    from slipstream.serve.listening import listen as let_connect
     from slipstream.serve.memory import keep_few_matmuls
     from slipstream.serve.page import page_routes
-    from slipstream.serve.run import bind, start_server
-    from slipstream.serve.run import listen as let_connect
+    from slipstream.serve.run import start_server
 
-    sock = bind(listen.host, listen.port)
+    sock = bind(listen.host, listen.port, listen.uds)
     keep_few_matmuls()
     try:
         llm, seconds = open_llm(config, run.verbose)
@@ -174,17 +223,17 @@ def serve(
         code = start_server(llm.engine, config, options, sock, page_routes())
     finally:
         sock.close()
+        if listen.uds is not None:
+            listen.uds.unlink(missing_ok=True)
     raise typer.Exit(code)
 
 
 def _options(
-    model: str, listen: ListenFlags, limits: ServeLimits, log: LogFlags
+    model: str, listen: ListenFlags, limits: ServeLimits, answers: AnswerOptions, log: LogOptions
 ) -> "ServerOptions":
     """Check the flags before a model is loaded."""
-    if listen.enable_profiling is not None:
-        make_folder("--enable-profiling", listen.enable_profiling)
     try:
-        from slipstream.serve.run import Access, ServerOptions
+        from slipstream.serve.run import ServerOptions
     except ModuleNotFoundError as error:
         raise MissingPackagesError(
             f"the server needs the package {error.name}; install it with: pip install "
@@ -194,18 +243,64 @@ def _options(
     return ServerOptions(
         names=listen.served_model_name or (model,),
         limits=limits,
-        access=Access(api_keys=listen.api_key, allowed_origins=listen.cors_origin),
-        certificate=listen.ssl_certfile,
-        key=listen.ssl_keyfile,
+        access=_access(listen),
+        tls=_tls(listen),
         root_path=listen.root_path,
         tool_call_parser=listen.tool_call_parser,
         reasoning_parser=listen.reasoning_parser,
         chat_template=listen.template(),
-        profiles=listen.enable_profiling,
-        log_prompts=log.log_prompts,
-        log_json=log.log_json,
-        log_level=log.log_level,
-        metrics_prefix=log.metrics_prefix,
+        profiles=listen.traces(),
+        answers=answers,
+        log=log,
+        show_document=not listen.disable_fastapi_docs,
+    )
+
+
+def _access(listen: ListenFlags) -> "Access":
+    from slipstream.serve.run import Access
+
+    defaults = Access()
+    return Access(
+        api_keys=listen.api_key,
+        allowed_origins=_listed("--allowed-origins", listen.allowed_origins),
+        allowed_methods=_listed("--allowed-methods", listen.allowed_methods)
+        or defaults.allowed_methods,
+        allowed_headers=_listed("--allowed-headers", listen.allowed_headers)
+        or defaults.allowed_headers,
+        allow_credentials=listen.allow_credentials,
+    )
+
+
+def _listed(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
+    """The values of a flag that is repeated, or has a JSON list."""
+    found: list[str] = []
+    for text in given:
+        listed: object = [text]
+        if text.startswith("["):
+            try:
+                listed = json.loads(text)
+            except ValueError:
+                listed = None
+        if not isinstance(listed, list) or not all(isinstance(it, str) for it in listed):
+            raise UsageError(f'{name} takes a text or a JSON list such as ["*"], not {text!r}')
+        found += listed
+    return tuple(found)
+
+
+def _tls(listen: ListenFlags) -> "Tls | None":
+    from slipstream.serve.listening import Tls
+
+    if listen.ssl_certfile is None:
+        for name in given_flags(listen):
+            if name.startswith("--ssl-"):
+                raise UsageError(f"{name} goes with --ssl-certfile; give both")
+        return None
+    return Tls(
+        certificate=listen.ssl_certfile,
+        key=listen.ssl_keyfile,
+        authorities=listen.ssl_ca_certs,
+        client_certificates=listen.ssl_cert_reqs,
+        ciphers=listen.ssl_ciphers,
     )
 
 
@@ -223,23 +318,29 @@ def _announce(
     listen: ListenFlags, options: "ServerOptions", sock: socket.socket, seconds: float
 ) -> None:
     """Print the address and an example request."""
-    host, port = sock.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    scheme = "http" if options.certificate is None else "https"
-    url = f"{scheme}://{shown}:{port}"
+    host, url, through = "", "http://localhost", ""
+    if listen.uds is None:
+        host, port = sock.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        url = f"http://{shown}:{port}"
+    else:
+        through = f"--unix-socket {listen.uds} "
+    if options.tls is not None:
+        url = url.replace("http", "https", 1)
     key = "-H 'Authorization: Bearer KEY' " if options.access.api_keys else ""
     name = options.names[0]
     console = stderr_console()
-    line = f"{name} is served at {url}/v1, a page to try it at {url} (loaded in {seconds:.1f} s)"
+    where = f"{url}/v1, a page to try it at {url}" if listen.uds is None else str(listen.uds)
+    line = f"{name} is served at {where} (loaded in {seconds:.1f} s)"
     console.print(line, soft_wrap=True, highlight=False)
     console.print(
-        f"try: curl {url}/v1/completions {key}-H 'Content-Type: application/json' -d "
+        f"try: curl {through}{url}/v1/completions {key}-H 'Content-Type: application/json' -d "
         f'\'{{"model": "{name}", "prompt": "def main(", "temperature": 0}}\'',
         style=QUIET_STYLE,
         soft_wrap=True,
         highlight=False,
     )
-    if not host.startswith(_LOOPBACK) and not options.access.api_keys:
+    if host and not host.startswith(_LOOPBACK) and not options.access.api_keys:
         console.print(
             f"{host} is open to the network and no --api-key is set: anybody who reaches it may "
             "use it",

@@ -26,9 +26,16 @@ class ChatTemplate:
 
     chat_template.jinja counts before `chat_template` of tokenizer_config.json. Of several named
     templates "tool_use" is taken for a request with tools and "default" for any other.
+
+    Args:
+        template: in place of the tokenizer's.
+        in_parts: messages have lists of text parts as contents, not texts.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: str | None = None, in_parts: bool = False
+    ) -> None:
+        self._in_parts = in_parts
         self._path, self._special_tokens = tokenizer.path, tokenizer.special_tokens
         self._sources = _sources(tokenizer) if template is None else {"default": template}
         self._compiled: dict[str, jinja2.Template] = {}
@@ -72,7 +79,7 @@ class ChatTemplate:
             **self._special_tokens,
             "documents": None,
             **_plain("chat template options", kwargs),
-            "messages": _plain("messages", _checked(messages)),
+            "messages": _plain("messages", _checked(messages, self._in_parts)),
             "tools": _plain("tools", _checked_tools(tools)),
             "add_generation_prompt": add_generation_prompt,
         }
@@ -152,10 +159,15 @@ def _is_named_template(item: object) -> bool:
     )
 
 
-def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _checked(messages: Sequence[Message], in_parts: bool) -> list[dict[str, Any]]:
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise UsageError("messages must be a list of at least one {role, content} object")
-    return [_checked_message(index, message) for index, message in enumerate(messages)]
+    checked = [_checked_message(index, message) for index, message in enumerate(messages)]
+    if in_parts:
+        for message in checked:
+            if "content" in message:
+                message["content"] = [{"type": "text", "text": message["content"]}]
+    return checked
 
 
 def _checked_tools(tools: object) -> object:

@@ -136,7 +136,8 @@ class ChoicesAnswer(Answer[Choice]):
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         options = self._body.stream_options
-        wants_usage = options is not None and bool(options.include_usage)
+        forced = self._service.answers.enable_force_include_usage
+        wants_usage = forced or (options is not None and bool(options.include_usage))
         continuous = options is not None and bool(options.continuous_usage_stats)
         writer = ChunkWriter(self._common(self.form.chunk_kind), wants_usage or continuous)
         try:

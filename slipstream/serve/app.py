@@ -50,6 +50,7 @@ def create_app(
     metrics: ServerMetrics | None = None,
     pages: Sequence[BaseRoute] = (),
     profiles: Path | None = None,
+    show_document: bool = True,
 ) -> FastAPI:
     """The application; its caller starts the engine's thread.
 
@@ -57,6 +58,7 @@ def create_app(
         metrics: offered at /metrics.
         pages: further routes, which are not in the OpenAPI document.
         profiles: an existing folder for traces; without one the engine cannot be profiled.
+        show_document: the OpenAPI document is at /openapi.json.
     """
 
     @asynccontextmanager
@@ -70,6 +72,7 @@ def create_app(
         summary="The OpenAI protocol over one engine with speculative decoding.",
         lifespan=lifespan,
         # FastAPI's pages load scripts from elsewhere; the document itself is at /openapi.json.
+        openapi_url="/openapi.json" if show_document else None,
         docs_url=None,
         redoc_url=None,
     )

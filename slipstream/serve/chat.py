@@ -45,7 +45,7 @@ class ChatEndpoint:
         await service.compile(chat.params)
         generation = Generation([chat.prompt], bool(body.return_speculation))
         choices = [
-            ChatAnswerChoice(body, chat.reader(service, body), index)
+            ChatAnswerChoice(body, chat.reader(service, body), index, service.answers.response_role)
             for index in range(body.n or 1)
         ]
         answer = _ChatAnswer(service, body, generation, choices)
@@ -73,6 +73,8 @@ class PreparedChat:
 def prepare(service: ModelService, body: ChatRequest) -> PreparedChat:
     """Check, render and tokenize a conversation of any protocol; slow for large requests."""
     _check(body)
+    service.require_logprobs(body.top_logprobs, "top_logprobs")
+    service.require_logprobs(body.prompt_logprobs, "prompt_logprobs")
     require_template(service.template)
     tools = choose_tools(body, service)
     params = _params(body, tools, service)

@@ -11,10 +11,14 @@ from slipstream.serve.updates import Delta, join_deltas
 
 
 class ChatAnswerChoice:
-    """An `AnswerChoice` in the form of chats."""
+    """An `AnswerChoice` in the form of chats.
 
-    def __init__(self, body: ChatRequest, reader: AnswerReader, index: int) -> None:
-        self._body, self._reader, self._index = body, reader, index
+    Args:
+        role: of the message.
+    """
+
+    def __init__(self, body: ChatRequest, reader: AnswerReader, index: int, role: str) -> None:
+        self._body, self._reader, self._index, self._role = body, reader, index, role
         self._deltas: list[Delta] = []
         self._parts: list[Part] = []
         self._text: list[str] = []
@@ -51,7 +55,7 @@ class ChatAnswerChoice:
     def whole(self) -> dict[str, Any]:
         delta, text = join_deltas(self._deltas), "".join(self._text)
         message: dict[str, Any] = {
-            "role": "assistant",
+            "role": self._role,
             "content": None if self._calls and not text else text,
             "refusal": None,
         }
@@ -71,7 +75,7 @@ class ChatAnswerChoice:
         pieces = []
         if not self._begun:
             self._begun = True
-            opening = {"role": "assistant", "content": ""}
+            opening = {"role": self._role, "content": ""}
             pieces.append({"delta": opening, **self._rest(_EMPTY, None), "finish_reason": None})
         rest = self._rest(increment.delta, increment.parts)
         if found or self.ended or rest["logprobs"] or "speculation" in rest:

@@ -63,6 +63,8 @@ class CompletionEndpoint:
     ) -> tuple[SamplingParams, list[EncodedPrompt]]:
         """Check and tokenize; slow for large requests."""
         _check(body)
+        self._service.require_logprobs(body.logprobs, "logprobs")
+        self._service.require_logprobs(body.prompt_logprobs, "prompt_logprobs")
         params = _params(body)
         encoded = self._service.encode(prompts, params, body.add_special_tokens is not False)
         self._service.require_room(encoded, body.max_tokens, "max_tokens")

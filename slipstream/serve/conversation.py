@@ -37,7 +37,7 @@ def render(
     """
     template = service.template
     require_template(template)
-    options = _options(template, fields)
+    options = _options(service, fields)
     continues = bool(fields.continue_final_message)
     if continues and fields.add_generation_prompt:
         raise bad_request(
@@ -90,15 +90,17 @@ def require_tools(template: ChatTemplate) -> None:
         )
 
 
-def _options(template: ChatTemplate, fields: TemplateFields) -> Mapping[str, Any]:
+def _options(service: ModelService, fields: TemplateFields) -> Mapping[str, Any]:
     """Further variables; ApiError for those that the template does not read, and would silently
     ignore."""
-    options, effort = dict(fields.chat_template_kwargs or {}), fields.reasoning_effort
+    template, effort = service.template, fields.reasoning_effort
+    options = dict(fields.chat_template_kwargs or {})
     if effort is not None and options.setdefault("reasoning_effort", effort) != effort:
         raise bad_request(
             "reasoning_effort and chat_template_kwargs contradict each other; give one of them",
             "reasoning_effort",
         )
+    options = {**(service.answers.default_chat_template_kwargs or {}), **options}
     for name in options:
         if name in _OWN:
             raise bad_request(f"give {name} as a field of its own", "chat_template_kwargs")

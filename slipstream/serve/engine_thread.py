@@ -145,7 +145,8 @@ class EngineThread:
         assert self._loop is not None, "start comes first"
         if deadline is None:
             deadline = monotonic() + (self.limits.request_timeout or math.inf)
-        buffers = [UpdateBuffer(self._loop, params.n) for _ in prompts]
+        interval = self.limits.stream_interval
+        buffers = [UpdateBuffer(self._loop, params.n, interval) for _ in prompts]
         streams = [UpdateStream(buffer, self._abandon) for buffer in buffers]
         self._open.update(buffers)
         self._open_samples += params.n * len(prompts)
@@ -317,6 +318,8 @@ class EngineThread:
             running = _Running(request_id, engine_id, deadline, buffer, reader)
             self._running[buffer] = self._by_engine_id[engine_id] = running
             self._outbox.append((buffer, buffer.accept))
+            for observer in self._observers:
+                observer.request_added(request_id, submission)
 
     def _abort(self, buffer: UpdateBuffer, error: Exception | None = None) -> None:
         """End a request, unless it has ended."""

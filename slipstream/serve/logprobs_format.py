@@ -47,11 +47,11 @@ def completion_logprobs(
             None if row is None else finite(row[token.token_id].logprob)
             for token, row in zip(tokens, rows, strict=True)
         ],
-        "tokens": [texts.text(token.token_id) for token in tokens],
+        "tokens": [texts.name(token.token_id) for token in tokens],
         "top_logprobs": [
             None
             if row is None
-            else {texts.text(rival): finite(it.logprob) for rival, it in _top(row, num_top, token)}
+            else {texts.name(rival): finite(it.logprob) for rival, it in _top(row, num_top, token)}
             for token, row in zip(tokens, rows, strict=True)
         ],
     }
@@ -78,7 +78,7 @@ def chat_logprobs(
 
 def _chat_token(texts: TokenTexts, token_id: int, it: Logprob) -> dict[str, Any]:
     return {
-        "token": texts.text(token_id),
+        "token": texts.name(token_id),
         "logprob": finite(it.logprob),
         "bytes": list(texts.content(token_id)),
     }

@@ -5,12 +5,17 @@ import logging
 import re
 import sys
 from contextvars import ContextVar
+from logging.config import dictConfig
 from math import isfinite
+from pathlib import Path
 from time import perf_counter
 from typing import Any, TextIO
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slipstream.core.errors import UsageError
+from slipstream.serve.options import LogOptions
 
 logger = logging.getLogger("slipstream.serve.access")
 
@@ -18,6 +23,7 @@ logger = logging.getLogger("slipstream.serve.access")
 # so the chunks of a stream may bypass it.
 SEND_BODY = "slipstream.send_body"
 
+_TRACE = 5  # uvicorn's level below DEBUG
 _GIVEN = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
 # Paths that monitoring polls: logged at level DEBUG only.
 _ROUTINE = frozenset({"/health", "/load", "/metrics", "/ping"})
@@ -141,16 +147,34 @@ class _AddRequestId(logging.Filter):
         return True
 
 
-def set_up_logs(as_json: bool, level: str, stream: TextIO | None = None) -> None:
-    """Write the logs of the server and of uvicorn to a stream (by default standard error)."""
+def set_up_logs(options: LogOptions, stream: TextIO | None = None) -> None:
+    """Write the logs of the server and of uvicorn to a stream (by default standard error).
+
+    Raises:
+        UsageError: `log_config_file` cannot be applied.
+    """
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter() if as_json else PlainFormatter())
+    handler.setFormatter(JsonFormatter() if options.log_json else PlainFormatter())
     handler.addFilter(_AddRequestId())
-    for name in ("slipstream", "uvicorn"):
+    levels = {"slipstream": options.log_level}
+    levels["uvicorn"] = options.uvicorn_log_level or options.log_level
+    for name, level in levels.items():
         own = logging.getLogger(name)
         own.handlers[:] = [handler]
-        own.setLevel(level.upper())
+        own.setLevel(_TRACE if level == "trace" else level.upper())
         own.propagate = False
+    logger.disabled = options.disable_uvicorn_access_log
+    if options.log_config_file is not None:
+        _apply(options.log_config_file)
+
+
+def _apply(file: Path) -> None:
+    try:
+        dictConfig(json.loads(file.read_text("utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
+        raise UsageError(
+            f"--log-config-file {file} is not JSON for logging.config.dictConfig: {error}"
+        ) from None
 
 
 def _printable(text: str) -> str:

@@ -87,6 +87,9 @@ class ServerMetrics(Collector):
         """The metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
+    def request_added(self, request_id: str, submission: Submission) -> None:
+        """Nothing to observe yet."""
+
     def describe(self) -> Iterator[Metric]:
         """Nothing, so that registering does not collect."""
         return iter(())

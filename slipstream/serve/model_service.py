@@ -10,7 +10,7 @@ from time import time
 from typing import ParamSpec, TypeVar
 
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import counted
+from slipstream.core.errors import UsageError, counted
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.prompts import EncodedPrompt, Prompt, PromptEncoder
@@ -18,6 +18,7 @@ from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.errors import ApiError, bad_request
+from slipstream.serve.options import AnswerOptions
 from slipstream.serve.output.formats import choose_output_format
 from slipstream.serve.output.parts import OutputFormat
 from slipstream.serve.protocol.server import ModelCard, ModelSpeculation
@@ -44,6 +45,7 @@ class ModelService:
             None.
         reasoning_parser: a name of `OUTPUT_FORMATS`, or `OFF`; found from the checkpoint when None.
         chat_template: replaces the checkpoint's.
+        answers: how requests are read and answers written, where a request does not say.
     """
 
     names: Sequence[str]
@@ -53,6 +55,7 @@ class ModelService:
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     chat_template: str | None = None
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
     created: int = field(default_factory=lambda: int(time()))
     # Parsing holds the interpreter's lock, so more threads would only make others wait longer.
     _parser: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "parse"))
@@ -92,12 +95,27 @@ class ModelService:
     @cached_property
     def texts(self) -> TokenTexts:
         """Texts of single tokens."""
-        return TokenTexts(self.tokenizer)
+        return TokenTexts(self.tokenizer, self.answers.return_tokens_as_token_ids)
 
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template."""
-        return ChatTemplate(self.tokenizer, self.chat_template)
+        in_parts = self.answers.chat_template_content_format == "openai"
+        return ChatTemplate(self.tokenizer, self.chat_template, in_parts)
+
+    def require_fit(self) -> None:
+        """Raise UsageError for flags that do not fit the model; those of chats, without a tokenizer
+        or a template, have no effect to check."""
+        if self.engine.tokenizer is None:
+            return
+        _ = self.output_format
+        given = self.answers.default_chat_template_kwargs or {}
+        for name in given if self.template.exists else ():
+            if name not in self.template.variables:
+                raise UsageError(
+                    f"--default-chat-template-kwargs: the chat template of this model does not "
+                    f"read {name}; leave it out"
+                )
 
     @cached_property
     def output_format(self) -> OutputFormat | None:
@@ -143,6 +161,16 @@ class ModelService:
                     _TOO_LONG,
                 )
         return [self._encoder.encode(prompt, params, add_special_tokens) for prompt in prompts]
+
+    def require_logprobs(self, number: int | None, field: str) -> None:
+        """Raise ApiError where a field asks for more alternatives than the server gives."""
+        most = self.answers.max_logprobs
+        if number is not None and number > most:
+            raise bad_request(
+                f"{field} must be at most {most}, not {number}; ask for fewer, or start the server "
+                "with a larger --max-logprobs",
+                field,
+            )
 
     async def compile(self, params: SamplingParams) -> None:
         """Compile the request's grammar, if it has one, so that the engine need not wait for it."""

@@ -3,17 +3,23 @@
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from time import monotonic
 from typing import Protocol
 
+from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.samples import Submission
+from slipstream.serve.options import LogOptions
 
 logger = logging.getLogger("slipstream.serve")
 
 
 class Observer(Protocol):
     """Is notified on the engine's thread; must be quick."""
+
+    def request_added(self, request_id: str, submission: Submission) -> None:
+        """The engine has taken on a request."""
 
     def tokens_added(self, submission: Submission, gap: float | None) -> None:
         """A step gave a request tokens, `gap` seconds after its last ones (None: the first)."""
@@ -29,16 +35,31 @@ class ActivityLog:
     """Logs a line for each request that ended, and regularly one about the engine.
 
     Args:
-        show_text: whether prompts and outputs may be in the log.
+        options: which of these lines there are, and what is in them.
         interval: seconds between two lines about the engine while it is busy.
     """
 
-    def __init__(self, show_text: bool = False, interval: float = 10.0) -> None:
-        self._show_text, self._interval = show_text, interval
+    def __init__(self, options: LogOptions | None = None, interval: float = 10.0) -> None:
+        self._options, self._interval = options or LogOptions(), interval
         self._prompt_tokens = 0
         self._last_step = -math.inf
         self._start_time = -math.inf
         self._start: dict[str, int] = {}
+
+    def request_added(self, request_id: str, submission: Submission) -> None:
+        """Log what was asked for, if that is wanted."""
+        if not self._options.enable_log_requests:
+            return
+        facts: dict[str, object] = {
+            "request_id": request_id,
+            "prompt_tokens": len(submission.prompt_token_ids),
+            "params": self._cut(_given_params(submission.params)),
+        }
+        line = "begun: %(prompt_tokens)d prompt tokens; %(params)s"
+        if logger.isEnabledFor(logging.DEBUG):
+            facts["prompt"] = self._cut(submission.prompt)
+            line += "; prompt %(prompt)r"
+        logger.info(line, facts, extra=facts)
 
     def tokens_added(self, submission: Submission, gap: float | None) -> None:
         """Count the tokens of prompts."""
@@ -61,13 +82,21 @@ class ActivityLog:
         }
         line = "ended by %(finish_reason)s: %(prompt_tokens)d prompt tokens, %(output_tokens)d "
         line += "output tokens, AL %(acceptance_length).2f"
-        if self._show_text:
-            facts["prompt"], facts["outputs"] = submission.prompt, _texts(submission)
-            line += ", prompt %(prompt)r, outputs %(outputs)r"
+        if self._options.log_prompts:
+            facts["prompt"] = self._cut(submission.prompt)
+            line += ", prompt %(prompt)r"
+        if self._options.log_prompts or self._options.enable_log_outputs:
+            facts["outputs"] = [self._cut(text) for text in _texts(submission)]
+            line += ", outputs %(outputs)r"
         logger.info(line, facts, extra=facts)
+
+    def _cut(self, text: str | None) -> str | None:
+        return text if text is None else text[: self._options.max_log_len]
 
     def step_done(self, engine: Engine) -> None:
         """Log what the engine did since the last line, if the interval is over."""
+        if self._options.disable_log_stats:
+            return
         now = monotonic()
         idle, self._last_step = now - self._last_step, now
         seconds = now - self._start_time
@@ -90,6 +119,13 @@ class ActivityLog:
             "queried_tokens": blocks.num_queried_tokens,
             "hit_tokens": blocks.num_hit_tokens,
         }
+
+
+def _given_params(params: SamplingParams) -> str:
+    """The sampling parameters that do not have their defaults."""
+    given = {it.name: getattr(params, it.name) for it in fields(params)}
+    defaults = vars(SamplingParams())
+    return ", ".join(f"{name} {it!r}" for name, it in given.items() if it != defaults[name])
 
 
 def _texts(submission: Submission) -> list[str | None]:

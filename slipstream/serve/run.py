@@ -1,12 +1,11 @@
-"""Run a server: its options, listening, draining and stopping."""
+"""Run a server: its options, draining and stopping."""
 
 import asyncio
 import logging
 import resource
 import socket
-import ssl
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -22,12 +21,14 @@ from slipstream.serve.app import create_app
 from slipstream.serve.connections import connection_class
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.limits import ServeLimits
+from slipstream.serve.listening import Tls
 from slipstream.serve.logs import RequestIds, set_up_logs
 from slipstream.serve.memory import freeze_garbage_collection, return_memory, share_arenas
 from slipstream.serve.metrics import ServerMetrics
 from slipstream.serve.middleware import ApiKeyCheck, BodyLimits, DrainGate, RootPath
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.observers import ActivityLog, Observer
+from slipstream.serve.options import AnswerOptions, LogOptions
 
 logger = logging.getLogger("slipstream.serve")
 
@@ -44,11 +45,16 @@ class Access:
     Args:
         api_keys: requests must have one of them; without any, all requests are accepted.
         allowed_origins: origins whose web pages may use the server ("*": all); none by default.
+        allowed_methods, allowed_headers: that these pages may use ("*": all).
+        allow_credentials: these pages' requests may carry cookies and the like.
         open_paths: paths that need no key.
     """
 
     api_keys: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
+    allowed_methods: Sequence[str] = ("GET", "POST")
+    allowed_headers: Sequence[str] = ("*",)
+    allow_credentials: bool = False
     open_paths: Collection[str] = ("/health", "/ping")
 
     def __post_init__(self) -> None:
@@ -62,97 +68,36 @@ class ServerOptions:
 
     Args:
         names: of the model in requests; at least one.
-        certificate, key: PEM files for TLS; the key may be in the certificate's file.
+        tls: how connections are encrypted; None: they are not.
         root_path: path under which a proxy offers the server.
         tool_call_parser, reasoning_parser: as of `ModelService`.
         chat_template: replaces the checkpoint's.
         profiles: folder for traces; clients may profile the engine if there is one.
-        metrics_prefix: "slipstream" or "vllm", whose names metrics then have where they mean the
-            same.
-        log_prompts: prompts and outputs may be in the log.
-        log_json: the log is one JSON object per line.
-        log_level: "debug", "info", "warning" or "error".
+        answers, log: how answers are written, and what is logged.
+        show_document: /openapi.json exists.
 
     Raises:
-        UsageError: the files are not a certificate with its key, or the root path is not a path.
+        UsageError: the root path is not a path.
     """
 
     names: Sequence[str]
     limits: ServeLimits
     access: Access
-    certificate: Path | None = None
-    key: Path | None = None
+    tls: Tls | None = None
     root_path: str = ""
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     chat_template: str | None = None
     profiles: Path | None = None
-    metrics_prefix: str = "slipstream"
-    log_prompts: bool = False
-    log_json: bool = False
-    log_level: str = "info"
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+    show_document: bool = True
 
     def __post_init__(self) -> None:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path[-1] == "/"):
             raise UsageError(
                 f"--root-path must begin with a slash and not end with one, not {self.root_path!r}"
             )
-        if self.certificate is None:
-            if self.key is not None:
-                raise UsageError("--ssl-keyfile goes with --ssl-certfile; give both")
-            return
-        try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-                self.certificate, self.key, password=_refuse_encrypted_key
-            )
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"--ssl-certfile {self.certificate} with --ssl-keyfile {self.key} cannot be used: "
-                f"{error}"
-            ) from None
-
-
-def _refuse_encrypted_key() -> str:
-    """Without it, the library asks for the password on the terminal."""
-    raise ValueError("the key is encrypted; give one that is not")
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound; UsageError where that is not possible.
-
-    Done before a model is loaded, so that a port in use is known at once. Nobody can connect until
-    `listen`.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-        except BaseException:
-            sock.close()
-            raise
-    except (OSError, OverflowError) as error:
-        raise _cannot_listen(host, port, error) from error
-    return sock
-
-
-def listen(sock: socket.socket) -> None:
-    """Let clients connect; they wait until the event loop runs.
-
-    Raises UsageError where another server, which was bound at the same time, listens already.
-    """
-    try:
-        sock.listen()
-    except OSError as error:
-        host, port = sock.getsockname()[:2]
-        raise _cannot_listen(host, port, error) from error
-
-
-def _cannot_listen(host: str, port: int, error: Exception) -> UsageError:
-    return UsageError(f"cannot listen on {host}:{port} ({error}); choose another --host or --port")
 
 
 def start_server(
@@ -172,9 +117,9 @@ def start_server(
         sock: to listen on.
         pages: routes besides those of the protocol, such as the playground's.
     """
-    set_up_logs(options.log_json, options.log_level.upper())
-    metrics = ServerMetrics(engine, options.names[0], options.metrics_prefix == "vllm")
-    observers: list[Observer] = [metrics, ActivityLog(show_text=options.log_prompts)]
+    set_up_logs(options.log)
+    metrics = ServerMetrics(engine, options.names[0], options.log.metrics_prefix == "vllm")
+    observers: list[Observer] = [metrics, ActivityLog(options.log)]
     thread = EngineThread(engine, options.limits, observers)
     service = ModelService(
         names=options.names,
@@ -184,14 +129,16 @@ def start_server(
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         chat_template=options.chat_template,
+        answers=options.answers,
     )
-    if engine.tokenizer is not None:
-        _ = service.output_format  # flags that do not fit the model are told now
+    service.require_fit()
     # The playground asks its user for the key.
     open_paths = (*options.access.open_paths, *(page.path for page in pages))
     access = replace(options.access, open_paths=open_paths)
     app, gate = guarded(
-        create_app(service, metrics, pages, options.profiles), options.limits, access
+        create_app(service, metrics, pages, options.profiles, options.show_document),
+        options.limits,
+        access,
     )
     if options.root_path:
         app = RootPath(app, options.root_path)
@@ -213,8 +160,9 @@ def guarded(app: ASGIApp, limits: ServeLimits, access: Access) -> tuple[ASGIApp,
         whole = CORSMiddleware(
             whole,
             allow_origins=access.allowed_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
+            allow_methods=access.allowed_methods,
+            allow_headers=access.allowed_headers,
+            allow_credentials=access.allow_credentials,
             expose_headers=["x-request-id", "retry-after"],
         )
     return RequestIds(whole), gate
@@ -231,8 +179,7 @@ def _uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
         timeout_keep_alive=round(options.limits.keep_alive_timeout),
         timeout_graceful_shutdown=_FLUSH_SECONDS,
         backlog=_BACKLOG,
-        ssl_certfile=options.certificate,
-        ssl_keyfile=options.key,
+        **({} if options.tls is None else options.tls.options()),
     )
 
 

@@ -25,10 +25,14 @@ _BYTES = _byte_alphabet()
 
 
 class TokenTexts:
-    """Bytes and texts of tokens; cached, since logprobs need the same ones again and again."""
+    """Bytes and texts of tokens; cached, since logprobs need the same ones again and again.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    Args:
+        as_ids: logprobs name tokens by their ids, as token_id:5.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
+        self._tokenizer, self._as_ids = tokenizer, as_ids
         self._known: dict[int, bytes] = {}
 
     def content(self, token_id: int) -> bytes:
@@ -45,6 +49,10 @@ class TokenTexts:
             return content.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+    def name(self, token_id: int) -> str:
+        """What logprobs call a token."""
+        return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
 
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves the token out."""

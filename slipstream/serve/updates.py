@@ -145,14 +145,20 @@ class UpdateReader:
 class UpdateBuffer:
     """Updates of one request that were not read yet. Used on the event loop only.
 
+    Args:
+        interval: new tokens of a sample that all updates but the first and the last wait for.
+
     Attributes:
         abandoned: its reader is gone, so updates are dropped.
         closed: no further update comes.
         accepted: resolved when the engine has accepted the request, or with the error why not.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, num_samples: int) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, num_samples: int, interval: int = 1
+    ) -> None:
         self.num_samples = num_samples
+        self._interval, self._began = interval, False
         self.abandoned = self.closed = False
         self.accepted: asyncio.Future[None] = loop.create_future()
         self._loop = loop
@@ -186,20 +192,27 @@ class UpdateBuffer:
 
     async def get(self) -> RequestUpdate | None:
         """Wait for an update; None at the end."""
-        while self._update is None and not self.closed:
+        while not self._ready():
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        update, self._update = self._update, None
+        update, self._update, self._began = self._update, None, True
         if update is None and self._error is not None:
             error, self._error = self._error, None
             raise error
         return update
 
+    def _ready(self) -> bool:
+        if self.closed or self._update is None:
+            return self.closed
+        return not self._began or self._interval <= max(
+            (len(delta.token_ids) for delta in self._update.deltas), default=0
+        )
+
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._waiter is not None and not self._waiter.done() and self._ready():
             self._waiter.set_result(None)
 
 

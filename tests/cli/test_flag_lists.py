@@ -54,12 +54,13 @@ FLAGS = {
     "chat": f"{COMMON} {RUN} {ENGINE} {DRAFTER} {SAMPLING} --system",
     "serve": f"""
         {COMMON} {RUN} {ENGINE} {DRAFTER}
-        --allow-synthetic --api-key --chat-template --cors-origin --drain-timeout --enable-profiling
+        --allow-synthetic --allowed-origins --api-key --chat-template --cors-origin
+        --default-chat-template-kwargs --drain-timeout --enable-profiling
         --host --keep-alive-timeout --log-json --log-level --log-prompts --max-body-bytes
         --metrics-prefix
         --max-connections --max-header-bytes --max-json-values --max-queue --max-waiting --port
         --receive-timeout --request-timeout --root-path --send-timeout --served-model-name
-        --ssl-certfile --ssl-keyfile --tool-call-parser --reasoning-parser
+        --ssl-certfile --ssl-keyfile --tool-call-parser --reasoning-parser --uds
     """,
     "inspect": f"{COMMON} --costs --drafter --json --target",
     "bench serve": f"""

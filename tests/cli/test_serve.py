@@ -14,7 +14,9 @@ from slipstream.cli.open_llm import open_llm
 from slipstream.core.config import EngineConfig
 from slipstream.engine.llm import LLM
 from slipstream.serve.limits import ServeLimits
-from slipstream.serve.run import Access, ServerOptions, bind
+from slipstream.serve.listening import bind
+from slipstream.serve.options import LogOptions
+from slipstream.serve.run import Access, ServerOptions
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM
 
@@ -68,7 +70,7 @@ def test_every_flag_arrives(slipstream: CommandLine, started: Started, tmp_path:
         "--max-json-values 8 --max-header-bytes 16K --max-connections 99 --receive-timeout 3 "
         "--send-timeout 4 --keep-alive-timeout 5 --log-level debug --log-json --log-prompts "
         "--max-num-seqs 5 --drafter d -k 2 --root-path /m --chat-template {{messages}} "
-        f"--enable-auto-tool-choice --enable-profiling {tmp_path / 'new' / 'traces'}"
+        f"--enable-profiling {tmp_path / 'new' / 'traces'}"
     )
     ran = slipstream(*line.split())
     assert ran.code == 0, ran.err
@@ -97,9 +99,7 @@ def test_every_flag_arrives(slipstream: CommandLine, started: Started, tmp_path:
         tool_call_parser="hermes",
         chat_template="{{messages}}",
         profiles=tmp_path / "new" / "traces",
-        log_prompts=True,
-        log_json=True,
-        log_level="debug",
+        log=LogOptions(log_prompts=True, log_json=True, log_level="debug"),
     )
     assert (tmp_path / "new" / "traces").is_dir()
     assert "Authorization: Bearer KEY" in ran.err
@@ -178,7 +178,7 @@ def test_a_port_in_use(slipstream: CommandLine, started: Started) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ran = slipstream("serve", "--port", str(taken.getsockname()[1]))
     assert ran.code == 2
-    assert "choose another --host or --port" in ran.err
+    assert "choose another --host, --port or --uds" in ran.err
 
 
 def test_a_port_that_another_server_took_while_the_model_was_loaded(
@@ -194,7 +194,7 @@ def test_a_port_that_another_server_took_while_the_model_was_loaded(
         monkeypatch.setattr("slipstream.cli.serve.open_llm", load)
         ran = slipstream("serve", "--port", str(first.getsockname()[1]))
     assert ran.code == 2
-    assert "choose another --host or --port" in ran.err
+    assert "choose another --host, --port or --uds" in ran.err
     assert started.calls == []
 
 

@@ -13,7 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.serve.connections import BoundedConnection, connection_class
 from slipstream.serve.limits import ServeLimits
-from slipstream.serve.run import Access, bind, guarded
+from slipstream.serve.listening import bind
+from slipstream.serve.run import Access, guarded
 
 LIMITS = ServeLimits(
     receive_timeout=0.3,

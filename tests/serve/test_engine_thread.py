@@ -39,8 +39,12 @@ class Notes:
 
     def __init__(self) -> None:
         self.ends: list[tuple[str, str]] = []
+        self.added: list[str] = []
         self.tokens = 0
         self.steps = 0
+
+    def request_added(self, request_id: str, submission: Submission) -> None:
+        self.added.append(request_id)
 
     def tokens_added(self, submission: Submission, gap: float | None) -> None:
         self.tokens = sum(sample.num_taken for sample in submission.samples)

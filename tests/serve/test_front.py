@@ -17,6 +17,7 @@ import pytest
 
 from slipstream.core.errors import UsageError
 from slipstream.serve.limits import ServeLimits
+from slipstream.serve.listening import Tls
 from slipstream.serve.run import Access, ServerOptions
 
 OPENSSL = shutil.which("openssl")
@@ -123,14 +124,12 @@ def test_a_profile_is_of_the_steps_between_start_and_stop(
 @needs_openssl
 def test_certificates_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
-    assert options(certificate=certificate, key=key).root_path == ""
+    assert Tls(certificate=certificate, key=key).options()
     other = tmp_path / "other"
     other.mkdir()
     for wrong in (certificate, tmp_path / "none.pem", make_certificate(other)[1], None):
         with pytest.raises(UsageError, match="cannot be used"):
-            options(certificate=certificate, key=wrong)
-    with pytest.raises(UsageError, match="give both"):
-        options(key=key)
+            Tls(certificate=certificate, key=wrong)
     for path in ("models", "/models/", "/"):
         with pytest.raises(UsageError, match="--root-path must begin with a slash"):
             options(root_path=path)

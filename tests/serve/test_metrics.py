@@ -19,6 +19,7 @@ from slipstream.serve.limits import ServeLimits
 from slipstream.serve.logs import JsonFormatter, PlainFormatter, RequestIds, set_up_logs
 from slipstream.serve.metrics import REASONS, ServerMetrics
 from slipstream.serve.observers import ActivityLog, Observer
+from slipstream.serve.options import LogOptions
 
 PROMPTS = ["def main(", "class Engine:", "import os\n"]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -43,7 +44,7 @@ def log() -> Iterator[io.StringIO]:
         name: (logging.getLogger(name).handlers[:], logging.getLogger(name).propagate)
         for name in NAMES
     }
-    set_up_logs(True, "info", stream)
+    set_up_logs(LogOptions(log_json=True), stream)
     yield stream
     for name, (handlers, propagate) in before.items():
         own = logging.getLogger(name)
@@ -220,7 +221,7 @@ def test_the_log_has_a_line_for_each_request_and_one_now_and_then(
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_text_is_in_the_log_only_when_asked_for(llm: LLM, log: io.StringIO, shown: bool) -> None:
-    run(llm, ActivityLog(show_text=shown))
+    run(llm, ActivityLog(LogOptions(log_prompts=shown)))
     assert (PROMPTS[0] in log.getvalue()) == shown
 
 
@@ -254,7 +255,7 @@ def test_nothing_logged_can_make_another_line() -> None:
 def test_a_request_is_one_line_of_the_log(
     log: io.StringIO, as_json: bool, hostile: dict[str, object]
 ) -> None:
-    set_up_logs(as_json, "info", log)
+    set_up_logs(LogOptions(log_json=as_json), log)
     scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "client": None} | hostile
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -274,7 +275,7 @@ def test_a_request_is_one_line_of_the_log(
 
 
 def test_a_traceback_is_indented_behind_its_line(log: io.StringIO) -> None:
-    set_up_logs(False, "info", log)
+    set_up_logs(LogOptions(), log)
     try:
         raise RuntimeError("broken\nforged")
     except RuntimeError:

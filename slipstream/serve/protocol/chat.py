@@ -219,9 +219,13 @@ class ToolCall(ResponseBody):
 
 
 class AnswerMessage(ResponseBody):
-    """The assistant's message; `reasoning_content` repeats `reasoning` for older clients."""
+    """The assistant's message; `reasoning_content` repeats `reasoning` for older clients.
 
-    role: Literal["assistant"]
+    Attributes:
+        role: "assistant", unless the server's --response-role is another.
+    """
+
+    role: str
     content: str | None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -268,7 +272,7 @@ class ToolCallPiece(ResponseBody):
 class ChatDelta(ResponseBody):
     """New text of the assistant's message."""
 
-    role: Literal["assistant"] | None = None
+    role: str | None = None
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None

@@ -19,7 +19,7 @@ from slipstream.serve.protocol.base import (
 from slipstream.serve.protocol.bounds import AtMost
 from slipstream.serve.protocol.usage import SpeculativeOptions, StreamOptions
 
-MOST_LOGPROBS = 20
+MOST_LOGPROBS = 1000  # the server's --max-logprobs sets fewer
 _MOST_CHOICES = 128
 
 _Word = Annotated[str, Field(min_length=1, max_length=bounds.MOST_WORD_CHARACTERS)]

@@ -18,6 +18,7 @@ from slipstream.serve.connections import connection_class
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.model_service import ModelService
+from slipstream.serve.options import AnswerOptions
 from slipstream.serve.run import Access, guarded
 
 DEMO = EngineConfig(
@@ -71,6 +72,7 @@ def serving(
     access: Access | None = None,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
+    answers: AnswerOptions | None = None,
 ) -> Iterator[Live]:
     """A server until the end of the block."""
     limits, engine = limits or ServeLimits(), build_engine(config)
@@ -82,6 +84,7 @@ def serving(
         thread=thread,
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
+        answers=answers or AnswerOptions(),
     )
     app, _ = guarded(create_app(model), limits, access or Access())
     sock = socket.create_server(("127.0.0.1", 0))
