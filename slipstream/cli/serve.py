@@ -79,7 +79,9 @@ class ListenFlags:
         False, "Let these pages send cookies and credentials of their own.", hidden=True
     )
     tool_call_parser: str | None = flag(
-        None, "hermes, llama3_json, mistral or openai. [found from the checkpoint]"
+        None,
+        "Format of tool calls: hermes, qwen3_coder, glm45, llama3_json, mistral or openai. "
+        "[found from the checkpoint]",
     )
     reasoning_parser: str | None = flag(
         None,
@@ -176,10 +178,10 @@ class ListenFlags:
     def require_parsers(self) -> None:
         """Raise UsageError for names that no parser has."""
         from slipstream.serve.output.formats import CALLS_WITHIN, OFF, OUTPUT_FORMATS
-        from slipstream.serve.tools.formats import FORMATS
+        from slipstream.serve.tools.formats import NAMED
 
         for name, given, known in (
-            ("--tool-call-parser", self.tool_call_parser, (*FORMATS, *CALLS_WITHIN)),
+            ("--tool-call-parser", self.tool_call_parser, (*NAMED, *CALLS_WITHIN)),
             ("--reasoning-parser", self.reasoning_parser, (*OUTPUT_FORMATS, OFF)),
         ):
             if given is not None and given not in known:

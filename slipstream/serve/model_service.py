@@ -24,7 +24,7 @@ from slipstream.serve.output.parts import OutputFormat
 from slipstream.serve.protocol.server import ModelCard, ModelSpeculation
 from slipstream.serve.token_texts import TokenTexts
 from slipstream.serve.tools.call_format import CallFormat
-from slipstream.serve.tools.formats import FORMATS, find_format
+from slipstream.serve.tools.formats import NAMED, find_format
 
 _SHRINKING = 4  # tokenizers may merge so many characters into one before they look up tokens
 _TOO_LONG = "context_length_exceeded"
@@ -41,8 +41,7 @@ class ModelService:
         names: of the model in requests; answers have the first.
         config: that the engine was built from.
         engine: for its properties; only `thread` runs it.
-        tool_call_parser: a name of `FORMATS` or `CALLS_WITHIN`; found from the checkpoint when
-            None.
+        tool_call_parser: one of `NAMED` or `CALLS_WITHIN`; found from the checkpoint when None.
         reasoning_parser: a name of `OUTPUT_FORMATS`, or `OFF`; found from the checkpoint when None.
         chat_template: replaces the checkpoint's.
         answers: how requests are read and answers written, where a request does not say.
@@ -131,7 +130,7 @@ class ModelService:
         if self.output_format is not None:
             return self.output_format.calls
         if self.tool_call_parser is not None:
-            return FORMATS[self.tool_call_parser]
+            return NAMED[self.tool_call_parser]
         return find_format(self.template, self.tokenizer)
 
     @cached_property

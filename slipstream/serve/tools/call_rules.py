@@ -11,6 +11,7 @@ from slipstream.models.tokenizer import Tokenizer
 ANY_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object"}
 # The way models write JSON; if any white space is allowed, small models may never stop writing it.
 WRITING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SLASHED: Final = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 DEFINITIONS: Final = ("$defs", "definitions")  # keys of what references in a schema mean
 
 
@@ -25,15 +26,36 @@ class Literals:
         return json.dumps(text) if token is None else f"<[{token}]>"
 
     def up_to_mark(self, rule: str, mark: str) -> str:
-        """A rule for any text up to the first occurrence of a mark."""
+        """A rule for any text up to the first occurrence of a mark, and the mark."""
         token = self._special(mark)
         if token is None:
-            return f"{rule}[lazy]: /(.|\\n)*{re.escape(mark)}/"
-        return f"{rule}: TEXT <[{token}]>"
+            return f"{rule}[lazy]: /(.|\\n)*{_in_slashes(re.escape(mark))}/"
+        return f"{rule}: /(.|\\n)*/ <[{token}]>"
+
+    def limited(self, rule: str, mark: str, limits: Sequence[str], newline: bool) -> str:
+        """Rules for a text that matches regular expressions as a whole, and a mark behind it.
+
+        Args:
+            rule: name of the first rule; that of the other begins with it.
+            newline: a line break stands between them.
+        """
+        token, name = self._special(mark), f"{rule.upper()}_TEXT"
+        found = _in_slashes(re.escape(mark))
+        end = ("\\n" if newline else "") + (found if token is None else "")
+        body = [f"/({_in_slashes(limit)}){end}/" for limit in limits]
+        if token is None:
+            body.append(f"~/(?s:.*){found}(?s:.+)/")
+        behind = "" if token is None else f" <[{token}]>"
+        return f"{rule}: {name}{behind}\n{name}: {' & '.join(body)}"
 
     def _special(self, text: str) -> int | None:
         token = self._tokenizer.token_to_id(text)
         return token if token in self._tokenizer.special_token_ids else None
+
+
+def _in_slashes(pattern: str) -> str:
+    """A regular expression as it stands between slashes."""
+    return re.sub(r"\\.|/|\n", lambda it: _SLASHED.get(it[0], it[0]), pattern, flags=re.DOTALL)
 
 
 def json_value(schema: Mapping[str, Any]) -> str:

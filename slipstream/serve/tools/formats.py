@@ -7,11 +7,29 @@ from typing import Final
 
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.serve.tools import hermes, llama3, mistral
+from slipstream.serve.tools import glm45, hermes, llama3, mistral, qwen3_coder
 from slipstream.serve.tools.call_format import ToolFormat
 
 # In the order in which a model's checkpoint is asked for them.
-FORMATS: Final = {it.name: it for it in (mistral.FORMAT, hermes.FORMAT, llama3.FORMAT)}
+FORMATS: Final = {
+    it.name: it
+    for it in (
+        mistral.FORMAT,
+        qwen3_coder.FORMAT,
+        glm45.FORMAT,
+        hermes.FORMAT,
+        llama3.FORMAT,
+    )
+}
+
+# Names that vLLM has for a format, too.
+_ALIASES: Final = {
+    "qwen3_xml": qwen3_coder.FORMAT,
+    "qwen3_json": hermes.FORMAT,
+    "glm47": glm45.FORMAT,
+    "llama4_json": llama3.FORMAT,
+}
+NAMED: Final = {**FORMATS, **_ALIASES}
 
 
 def find_format(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFormat | None:

@@ -67,8 +67,8 @@ class HermesParser:
 
 
 def _shown_by(template: ChatTemplate, _: Tokenizer) -> bool:
-    # Another format uses the same tags, with XML inside.
-    return template.mentions(BEGIN) and not template.mentions("<function=")
+    # Other formats use the same tags, with tags inside.
+    return template.mentions(BEGIN) and not any(map(template.mentions, ("<function=", "<arg_key>")))
 
 
 def _only(literal: Literals, several: bool) -> list[str]:

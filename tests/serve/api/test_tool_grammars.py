@@ -1,14 +1,17 @@
 """The grammars of tool calls, token by token."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from slipstream.core.errors import UsageError
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine.grammar import Grammars
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.tools.call_format import ToolFormat
 from slipstream.serve.tools.formats import FORMATS
+from tests.serve.api.call_texts import SAID, Call
 from tests.serve.api.tool_models import write_tool_tokenizer
 
 CITY = {
@@ -18,9 +21,10 @@ CITY = {
     "additionalProperties": False,
 }
 FUNCTIONS = {"get_weather": CITY, "now": {}}
-WEATHER = '{"name": "get_weather", "ARGS": {"city": "Rome"}}'
-NOW = '{"name": "now", "ARGS": {"x": [1]}}'
-WRONG = '{"name": "get_weather", "ARGS": {"city": "Bonn"}}'
+WEATHER: Call = ("get_weather", {"city": "Rome"})
+NOW: Call = ("now", {"x": [1]})
+WRONG: Call = ("get_weather", {"city": "Bonn"})
+WHOLE = ("llama3_json", "pythonic")  # whose calls are the whole answer
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +43,9 @@ def follows(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
     return taken == len(tokens) and guide.matcher.is_accepting()
 
 
-def said(format: ToolFormat, *calls: str) -> str:
+def said(format: ToolFormat, *calls: Call) -> str:
     """Calls in the format of a family."""
-    key = "parameters" if format.name == "llama3_json" else "arguments"
-    own = [call.replace("ARGS", key) for call in calls]
-    if format.name == "hermes":
-        return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in own)
-    if format.name == "mistral":
-        return f"[TOOL_CALLS][{', '.join(own)}]"
-    return "; ".join(own)
+    return SAID[format.name](calls)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -59,7 +57,13 @@ def test_nothing_but_calls(tokenizer: Tokenizer, name: str) -> None:
     assert follows(tokenizer, one, said(format, NOW))
     assert not follows(tokenizer, one, said(format, NOW, WEATHER))
     assert follows(tokenizer, many, said(format, NOW, WEATHER, NOW))
-    for text in (said(format, WRONG), said(format, NOW, WRONG), "Hello", "", f"Hello {NOW}"):
+    for text in (
+        said(format, WRONG),
+        said(format, NOW, WRONG),
+        "Hello",
+        "",
+        f"Hello {said(format, NOW)}",
+    ):
         assert not follows(tokenizer, many, text)
 
 
@@ -71,7 +75,7 @@ def test_calls_amid_any_text(tokenizer: Tokenizer, name: str) -> None:
         assert follows(tokenizer, grammar, text), text
     assert not follows(tokenizer, grammar, said(format, WRONG))
     assert not follows(tokenizer, grammar, said(format, NOW, WRONG))
-    if name != "llama3_json":  # whose calls are the whole answer
+    if name not in WHOLE:
         assert follows(tokenizer, grammar, f"Let me see.\n{said(format, NOW)}")
         assert not follows(tokenizer, grammar, f"Let me see.\n{said(format, WRONG)}")
 
@@ -84,11 +88,71 @@ def test_definitions_are_found_from_within(tokenizer: Tokenizer) -> None:
     }
     format = FORMATS["hermes"]
     grammar = format.only_calls(functions, tokenizer, several=False)
-    assert follows(tokenizer, grammar, said(format, '{"name": "b", "ARGS": {"u": "C"}}'))
-    assert not follows(tokenizer, grammar, said(format, '{"name": "b", "ARGS": {"u": "F"}}'))
+    assert follows(tokenizer, grammar, said(format, ("b", {"u": "C"})))
+    assert not follows(tokenizer, grammar, said(format, ("b", {"u": "F"})))
     functions["b"]["$defs"] = {"u": {"enum": ["F"]}}
     with pytest.raises(ValueError, match="defin"):
         format.only_calls(functions, tokenizer, several=False)
+
+
+ANY_ORDER = {
+    "type": "object",
+    "properties": {
+        "size": {"$ref": "#/$defs/size"},
+        "note": {"type": ["string", "null"]},
+        "zip": {"type": "string", "pattern": "^[0-9/]{3}$"},
+        "word": {"type": "string", "minLength": 2, "maxLength": 5},
+        "unit": {"anyOf": [{"enum": ["C", "F"]}, {"type": "null"}]},
+    },
+    "required": ["size"],
+    "$defs": {"size": {"type": "integer", "maximum": 9}},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("more", "legal"),
+    [
+        ({}, True),
+        ({"note": "a\n\nb", "zip": "1/2", "word": "naïve", "unit": "F"}, True),
+        ({"note": None, "unit": None}, True),
+        ({"size": 10}, False),
+        ({"zip": "12"}, False),
+        ({"zip": "1234"}, False),
+        ({"word": "a"}, False),
+        ({"word": "abcdef"}, False),
+        ({"unit": "K"}, False),
+    ],
+)
+def test_arguments_follow_the_schema(
+    tokenizer: Tokenizer, name: str, more: dict[str, Any], legal: bool
+) -> None:
+    format, functions = FORMATS[name], {"f": ANY_ORDER}
+    text = said(format, ("f", {"size": 5, **more}))
+    for grammar in (
+        format.only_calls(functions, tokenizer, several=False),
+        format.calls_amid_text(functions, tokenizer),
+    ):
+        assert follows(tokenizer, grammar, text) is legal
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"properties": {"at": {"type": "string", "format": "date"}}}, "'at' has format"),
+        ({"properties": {"at": {"allOf": [{"type": "string"}, {}]}}}, "'at' has allOf"),
+        ({"properties": {"at": {"enum": ["a", "</parameter></arg_value>"]}}}, "has </"),
+        ({"minProperties": 1}, "schema has minProperties"),
+        ({"additionalProperties": {"type": "integer"}}, "has additionalProperties"),
+    ],
+)
+def test_what_plain_text_cannot_follow(
+    tokenizer: Tokenizer, name: str, schema: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UsageError, match="the tool 'f'") as raised:
+        FORMATS[name].only_calls({"f": schema}, tokenizer, several=False)
+    assert named in str(raised.value)
 
 
 def test_formats_are_found_from_templates(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -100,6 +164,10 @@ def test_formats_are_found_from_templates(tokenizer: Tokenizer, tmp_path: Path) 
     plain = Tokenizer(demo)
     assert find_format(ChatTemplate(plain), plain) is FORMATS["hermes"]
     assert find_format(ChatTemplate(plain, "{{ messages }}"), plain) is None
-    assert find_format(ChatTemplate(plain, "<tool_call><function=f>"), plain) is None
+    for name, text in (
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>"),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>"),
+    ):
+        assert find_format(ChatTemplate(plain, text), plain) is FORMATS[name]
     llama = Tokenizer(write_tool_tokenizer(tmp_path / "llama", "<|python_tag|>", special=True))
     assert find_format(ChatTemplate(llama), llama) is FORMATS["llama3_json"]

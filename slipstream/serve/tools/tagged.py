@@ -1,0 +1,163 @@
+"""Calls whose name and arguments stand between tags, each argument as plain text."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from slipstream.serve.tools.call_format import Schemas
+from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, ToolEvent
+from slipstream.serve.tools.marked_text import ContentWriter, MarkFinder
+from slipstream.serve.tools.typed_arguments import as_json, types_of
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+_STRING = frozenset({"string"})
+_NAME = re.compile(r"([a-zA-Z0-9_.-]{0,64})\s*")
+
+
+@dataclass(frozen=True)
+class Tags:
+    """The tags within a call.
+
+    Attributes:
+        name: stands before the name; may be empty.
+        name_end: stands behind the name; may be empty, as the first argument or the end follows.
+        key, key_end: around the name of an argument.
+        value, value_end: around its text; the first may be empty.
+        end: of the call; `END` may still follow.
+        newlines: stand around the text of an argument, and do not belong to it.
+    """
+
+    name: str
+    name_end: str
+    key: str
+    key_end: str
+    value: str
+    value_end: str
+    end: str
+    newlines: bool
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All of them, and those around calls."""
+        inner = (self.name, self.key, self.key_end, self.value, self.value_end, self.end)
+        return (BEGIN, END, *(it for it in inner if len(it) > 1 and it != END))
+
+
+class TaggedParser:
+    """Parses calls between tags, with text around them; arguments come one by one.
+
+    Args:
+        functions: schemas of the arguments, which say of what type they are.
+        dropped: special tokens that are not part of the content.
+    """
+
+    def __init__(self, tags: Tags, functions: Schemas, dropped: Sequence[str] = ()) -> None:
+        self._tags, self._functions = tags, functions
+        begins = [BEGIN, *([tags.name] if tags.name else [])]  # some models forget the first
+        self._content_marks = [*begins, *(it for it in dropped if it not in tags.marks)]
+        self._content = ContentWriter()
+        self._events: list[ToolEvent] = []
+        self._held = ""  # text until it is clear whether it belongs to a call
+        self._name = self._key = ""
+        self._num_arguments = 0
+        self._text: list[str] = []  # since the last tag of the call
+        self._finder = MarkFinder(self._content_marks)
+        self._read: Callable[[str], str] = self._read_content
+
+    def feed(self, text: str) -> Sequence[ToolEvent]:
+        while text:
+            text = self._read(text)
+        events, self._events = self._events, []
+        return events
+
+    def finish(self) -> Sequence[ToolEvent]:
+        if self._read == self._read_call:  # cut off: the call stays open
+            return []
+        held = self._finder.finish() if self._read == self._read_content else self._held
+        if self._read == self._read_end and END.startswith(held.strip()):
+            held = ""
+        return [*self._content.write(held), *self._content.flush()]
+
+    def _read_content(self, text: str) -> str:
+        before, mark, text = self._finder.feed(text)
+        self._events += self._content.write(before)
+        if mark == BEGIN or (mark and mark == self._tags.name):
+            self._held, self._read = mark, self._read_name
+        return text
+
+    def _read_name(self, text: str) -> str:
+        """Decide whether a function's name follows."""
+        self._held += text
+        tags, start = self._tags, self._held.removeprefix(BEGIN).lstrip()
+        if not start.startswith(tags.name):
+            return "" if tags.name.startswith(start) else self._no_call()
+        name = _NAME.match(start, len(tags.name))
+        assert name is not None, "it matches anything"
+        rest = start[name.end() :]
+        ends = (tags.name_end,) if tags.name_end else (tags.key, tags.end)
+        for end in ends:
+            if rest.startswith(end) and name[1]:
+                self._content.break_off()
+                self._name, self._num_arguments = name[1], 0
+                self._events.append(CallBegun(self._name))
+                self._read = self._read_call
+                self._expect(tags.key, tags.end, END)
+                return rest.removeprefix(tags.name_end)
+        return "" if any(end.startswith(rest) for end in ends) else self._no_call()
+
+    def _no_call(self) -> str:
+        """Returns the text behind the tag, which is content."""
+        tag = BEGIN if self._held.startswith(BEGIN) else self._tags.name
+        self._events += self._content.write(tag)
+        return self._to_content(self._held[len(tag) :])
+
+    def _expect(self, *marks: str) -> None:
+        self._finder, self._text = MarkFinder([*dict.fromkeys(marks)]), []
+
+    def _read_call(self, text: str) -> str:
+        before, mark, text = self._finder.feed(text)
+        self._text.append(before)
+        tags = self._tags
+        if mark is None:
+            return ""
+        if mark == tags.key:
+            self._expect(tags.key_end)
+        elif mark == tags.key_end:
+            self._key = "".join(self._text).strip()
+            self._expect(tags.value or tags.value_end)
+        elif mark == tags.value:
+            self._expect(tags.value_end)
+        elif mark == tags.value_end:
+            self._write("".join(self._text))
+            self._expect(tags.key, tags.end, END)
+        else:
+            self._events += [Arguments("}" if self._num_arguments else "{}"), CallEnded()]
+            if mark == END:
+                return self._to_content(text)
+            self._held, self._read = "", self._read_end
+        return text
+
+    def _write(self, value: str) -> None:
+        if self._tags.newlines:
+            value = value.removeprefix("\n").removesuffix("\n")
+        function = self._functions.get(self._name, {})
+        properties = function.get("properties")
+        schema = properties.get(self._key) if isinstance(properties, dict) else None
+        pair = f"{as_json(self._key, _STRING)}: {as_json(value, types_of(schema, function))}"
+        self._events.append(Arguments((", " if self._num_arguments else "{") + pair))
+        self._num_arguments += 1
+
+    def _read_end(self, text: str) -> str:
+        """Drop `END`, where it is not the end of the call itself."""
+        self._held += text
+        start = self._held.lstrip()
+        if END.startswith(start) and start != END:
+            return ""
+        if start.startswith(END):
+            self._held = start[len(END) :]
+        return self._to_content(self._held)
+
+    def _to_content(self, text: str) -> str:
+        self._held, self._read = "", self._read_content
+        self._finder = MarkFinder(self._content_marks)
+        return text

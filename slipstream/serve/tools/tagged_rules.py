@@ -1,0 +1,178 @@
+"""Grammars of calls whose name and arguments stand between tags, each argument as plain text."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from slipstream.core.errors import UsageError
+from slipstream.serve.tools.call_format import Schemas
+from slipstream.serve.tools.call_rules import DEFINITIONS, Literals, json_value
+from slipstream.serve.tools.tagged import BEGIN, END, Tags
+from slipstream.serve.tools.typed_arguments import resolved, types_of
+
+_NOTES: Final = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "type"}
+)
+_OF_FUNCTIONS: Final = _NOTES | {"properties", "required", "additionalProperties", *DEFINITIONS}
+_OF_TEXTS: Final = _NOTES | {"minLength", "maxLength", "pattern"}
+_MOST_BRANCHES = 64
+
+
+@dataclass(frozen=True)
+class TaggedRules:
+    """Writes the grammars; what a schema says that plain text cannot follow is a UsageError.
+
+    Args:
+        format: its name, for errors.
+    """
+
+    format: str
+    tags: Tags
+
+    @property
+    def _gap(self) -> str:
+        return '"\\n"' if self.tags.newlines else '"\\n"?'
+
+    def _marked(self, literal: Literals, call: str) -> str:
+        """What stands behind BEGIN."""
+        end = "" if self.tags.end == END else f" {self._gap} {literal(END)}"
+        return (f"{self._gap} " if self.tags.newlines else "") + call + end
+
+    def only(self, literal: Literals, several: bool) -> list[str]:
+        more = ' ("\\n" marked)*' if several else ""
+        return [f"start: marked{more}", f"marked: {literal(BEGIN)} {self._marked(literal, 'call')}"]
+
+    def amid(self, literal: Literals) -> list[str]:
+        rules = [literal.up_to_mark("begun", BEGIN), f"marked: {self._marked(literal, 'call')}"]
+        if not self.tags.name:
+            return ["start: (begun marked)* TEXT", *rules]
+        bare = literal.up_to_mark("bare", self.tags.name)
+        return ["start: (begun marked | bare named)* TEXT", *rules, bare]
+
+    def calls(self, literal: Literals, functions: Schemas) -> list[str]:
+        tags, names = self.tags, [f"named_{index}" for index in range(len(functions))]
+        opening = f"{literal(tags.name)} " if tags.name else ""
+        rules = [f"call: {opening}named", f"named: {' | '.join(names)}"]
+        for rule, (name, function) in zip(names, functions.items(), strict=True):
+            named = json.dumps(name + tags.name_end)
+            arguments = _Function(self, literal, name, function)
+            rules += arguments.rules(rule, f"{named} {self._gap}", literal(tags.end))
+        return rules
+
+
+@dataclass(frozen=True)
+class _Function:
+    """The rules of one function's arguments, in the order of its schema."""
+
+    format: TaggedRules
+    literal: Literals
+    name: str
+    schema: Mapping[str, Any]
+
+    def rules(self, rule: str, begin: str, end: str) -> list[str]:
+        function = resolved(self.schema, self.schema)
+        self._require("its schema", function, _OF_FUNCTIONS)
+        properties, required = function.get("properties") or {}, function.get("required") or []
+        schemas = {**{key: {} for key in required}, **properties}
+        more = function.get("additionalProperties")
+        if not schemas and more is not False:
+            if isinstance(more, Mapping) and more:
+                raise self._error("its schema", "additionalProperties")
+            key = f"/[^\\s{self.format.tags.key_end[0]}]{{1,64}}/"
+            return [
+                f"{rule}: {begin} {rule}_any* {end}",
+                f"{rule}_any: {self._argument(key, f'{rule}_text')}",
+                self._text(f"{rule}_text", {}),
+            ]
+        found, parts = [], []
+        for index, (key, schema) in enumerate(schemas.items()):
+            part = f"{rule}_{index}"
+            parts.append(part if key in required else f"{part}?")
+            spelled = self._spelled(key, self.format.tags.key_end)
+            found.append(f"{part}: {self._argument(spelled, f'{part}_value')}")
+            found += self._value(f"{part}_value", key, schema)
+        return [f"{rule}: {begin} {' '.join(parts)} {end}", *found]
+
+    def _argument(self, key: str, value: str) -> str:
+        tags, gap = self.format.tags, self.format._gap
+        between = f"{gap} {self.literal(tags.value)}" if tags.value else gap
+        return (
+            f"{self.literal(tags.key)} {key} {self.literal(tags.key_end)} {between} {value} {gap}"
+        )
+
+    def _value(self, rule: str, key: str, schema: object) -> list[str]:
+        """The rule of an argument's text and the tag behind it."""
+        newline = '"\\n" ' if self.format.tags.newlines else ""
+        end = f"{newline}{self.literal(self.format.tags.value_end)}"
+        choices, rules = [], []
+        for index, branch in enumerate(self._branches(f"its argument {key!r}", schema)):
+            if isinstance(branch, str):
+                choices.append(f"{self._spelled(branch, self.format.tags.value_end)} {end}")
+            elif "string" not in types_of(branch, self.schema):
+                choices.append(f"{json_value(branch)} {end}")
+            else:
+                choices.append(f"{rule}_{index}")
+                rules.append(self._text(f"{rule}_{index}", branch))
+        return [f"{rule}: {' | '.join(choices)}", *rules]
+
+    def _branches(self, what: str, schema: object) -> Iterator[str | Mapping[str, Any]]:
+        """Texts, schemas of texts, and schemas of JSON: the argument is one of them."""
+        definitions = {key: self.schema[key] for key in DEFINITIONS if key in self.schema}
+        waiting, num_branches = [schema], 0
+        while waiting:
+            found, num_branches = resolved(waiting.pop(0), self.schema), num_branches + 1
+            if num_branches > _MOST_BRANCHES:
+                raise self._error(what, f"more than {_MOST_BRANCHES} alternatives")
+            types = types_of(found, self.schema)
+            union = "anyOf" if "anyOf" in found else "oneOf"
+            if "string" not in types:
+                yield {**found, **definitions}
+            elif "enum" in found or "const" in found:
+                for value in found.get("enum", [found.get("const")]):
+                    yield value if isinstance(value, str) else json.dumps(value)
+            elif union in found:
+                self._require(what, found, _NOTES | {union})
+                waiting = [*found[union], *waiting]
+            else:
+                others = sorted(types - {"string"})
+                if others:
+                    yield {**found, "type": others, **definitions}
+                self._require(what, found, _OF_TEXTS)
+                yield found
+
+    def _text(self, rule: str, schema: Mapping[str, Any]) -> str:
+        """A text and the tag behind it, which the text does not hold."""
+        mark = self.format.tags.value_end
+        limits = [_pattern(schema["pattern"])] if "pattern" in schema else []
+        if "minLength" in schema or "maxLength" in schema:
+            limits.append(f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")
+        if not limits:
+            return self.literal.up_to_mark(rule, mark)
+        return self.literal.limited(rule, mark, limits, self.format.tags.newlines)
+
+    def _spelled(self, text: str, mark: str) -> str:
+        if mark in text:
+            raise self._error(f"the text {text!r}", mark)
+        return json.dumps(text)
+
+    def _require(self, what: str, schema: Mapping[str, Any], known: frozenset[str]) -> None:
+        for key in schema:
+            if key not in known:
+                raise self._error(what, key)
+
+    def _error(self, what: str, problem: str) -> UsageError:
+        return UsageError(
+            f"calls in the format {self.format.format} cannot be made to follow the schema of the "
+            f"tool {self.name!r}: {what} has {problem}; leave that out, or let the model choose "
+            "(tool_choice auto, not strict)"
+        )
+
+
+def _pattern(pattern: str) -> str:
+    """A schema's pattern as one of whole texts: it may be found anywhere, if it is not anchored."""
+    inner = pattern.removeprefix("^")
+    end = "" if re.search(r"(?<!\\)(\\\\)*\$$", inner) else "(?s:.*)"
+    start = "(?s:.*)" if inner == pattern else ""
+    return f"{start}(?:{inner if end else inner[:-1]}){end}"

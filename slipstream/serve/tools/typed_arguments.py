@@ -1,0 +1,89 @@
+"""Arguments that a format writes as plain text: their types are those of the tool's schema."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from slipstream.serve.tools.call_rules import DEFINITIONS
+
+_MOST_REFERENCES = 16  # that lead from one to the next
+_NAMES: Final = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+_KNOWN: Final = frozenset(_NAMES.values())
+
+
+def resolved(schema: object, function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema in place of a reference to one of the function's definitions.
+
+    Args:
+        function: schema of all arguments.
+    """
+    for _ in range(_MOST_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            break
+        _, key, name = (*reference.split("/", 2), "", "")[:3]
+        defined = function.get(key) if key in DEFINITIONS else None
+        schema = defined.get(name) if isinstance(defined, Mapping) else None
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def types_of(schema: object, function: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types that a schema allows; a schema that does not tell stands for a string."""
+    types: set[str] = set()
+    waiting, seen = [schema], set[int]()
+    while waiting:
+        found = resolved(waiting.pop(), function)
+        if id(found) in seen:  # references may lead round in circles
+            continue
+        seen.add(id(found))
+        types.update(it for it in _listed(found.get("type")) if isinstance(it, str))
+        values = _listed(found.get("enum")) + ([found["const"]] if "const" in found else [])
+        types.update(_NAMES[type(value)] for value in values)
+        for key in ("anyOf", "oneOf", "allOf"):
+            waiting += _listed(found.get(key))
+    return frozenset(types) & _KNOWN or frozenset({"string"})
+
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """JSON of an argument's text.
+
+    Of several types the string comes last. What is of none of them is whatever JSON it is, and
+    otherwise a string.
+    """
+    plain = text.strip()
+    lowered = plain.lower()
+    if lowered == "null" and "null" in types:
+        return "null"
+    if lowered in ("true", "false") and "boolean" in types:
+        return lowered
+    found = _type_of_json(plain)
+    if found in types or (found == "integer" and "number" in types):
+        return plain
+    if "string" in types or found is None:
+        return json.dumps(text, ensure_ascii=False)
+    return plain
+
+
+def _listed(value: object) -> list[Any]:
+    """The value itself if it is a list, and else a list of it."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _type_of_json(text: str) -> str | None:
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return _NAMES[type(value)]
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
