@@ -81,7 +81,8 @@ def step_tables(run: OfflineRun) -> list[ReportTable]:
             for name, own in spreads.items()
         ]
         tables.append(ReportTable("Times, ms", ("", "mean", "median", "std", "p99"), rows))
-    shares = " · ".join(f"{part} {share:.0%}" for part, share in run.shares.items())
+    shown = [it for it in run.shares.items() if it != ("draft", 0.0)]
+    shares = " · ".join(f"{part} {share:.0%}" for part, share in shown)
     rows = [list(row) for row in speculation_rows(run.speculation)]
     tables.append(ReportTable("Speculation", ("", ""), [*rows, ["time of a step", shares]]))
     return tables

@@ -198,5 +198,5 @@ def _sweep_row(point: Point, is_best: bool) -> list[str]:
         "-" if point.tpot_ms is None else f"{point.tpot_ms:.2f}",
         f"{point.tokens_per_second:.1f}{'*' if is_best else ' '}",
         f"{point.times_plain:.2f}",
-        f"{point.shares['draft']:.0%}",
+        f"{point.shares['draft']:.0%}" if point.k else "-",
     ]

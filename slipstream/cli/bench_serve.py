@@ -201,7 +201,7 @@ def _describe_drafter(speculative: Any, load: LoadFlags) -> str:
     name = speculative.get("model") or speculative.get("method") or "?"
     k = load.num_speculative_tokens
     count = speculative.get("num_speculative_tokens") if k is None else k
-    return f"{name}, K = {count}"
+    return f"{name}, K = {f'auto, up to {count}' if speculative.get('adaptive') else count}"
 
 
 def _settings(server: ServerFlags, load: LoadFlags, dataset: DatasetFlags) -> dict[str, Any]:

@@ -23,13 +23,16 @@ def show_costs(model: str, drafter: str | None, as_json: bool) -> None:
     flags = DrafterFlags(drafter=drafter)
     options = dict(flags.config(model) or {"method": "ngram"}, num_speculative_tokens="auto")
     config = EngineConfig(model=model, speculative_config=options, skip_tokenizer_init=True)
-    rows = open_llm(config, verbose=False)[0].engine.costs
+    engine = open_llm(config, verbose=False)[0].engine
+    rows, name = engine.costs, str(options.get("model") or engine.resolved.method)
     lines = {count: list(line) for count, line in groupby(rows, key=lambda row: row.requests)}
     if as_json:
         document = [_document(row, line[0].seconds) for line in lines.values() for row in line]
-        print(json.dumps({"costs": document}, indent=2))
+        print(json.dumps({"model": model, "drafter": name, "costs": document}, indent=2))
         return
-    _show(stdout_console(), lines)
+    console = stdout_console()
+    console.print(f"{model}, drafts of {name}", style="bold", soft_wrap=True)
+    _show(console, lines)
 
 
 def _document(row: "CostRow", plain: float) -> dict[str, Any]:

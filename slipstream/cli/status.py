@@ -40,7 +40,7 @@ class Status:
             parts.append(f"K {self.speculation.mean_draft_tokens:.1f}")
             parts.append(f"{speedup:.2f}x plain")
         if any(self.time_shares.values()):
-            times = self.time_shares.items()
+            times = [it for it in self.time_shares.items() if it != ("draft", 0.0)]
             parts.append(" ".join(f"{name} {share:.0%}" for name, share in times))
         return " · ".join(parts)
 

@@ -18,6 +18,7 @@ class StepLimits:
         cache_identity: what the blocks of drafting requests hold besides the target's layers
             (the drafter's identity); keys the prefix index, so that blocks without a drafter's
             layers are never taken for blocks with them.
+        adaptive: K is "auto": the engine chooses how much it drafts, up to that K.
         tree_depth: of drafts that are trees, their depth: at most so many tokens are accepted;
             None where drafts are chains.
     """
@@ -30,6 +31,7 @@ class StepLimits:
     drafts_at_prefill: bool
     cache_identity: str
     tree_depth: int | None = None
+    adaptive: bool = False
 
     @property
     def drafts_trees(self) -> bool:

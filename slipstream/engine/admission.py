@@ -11,12 +11,7 @@ def check_fits(request: Request, limits: StepLimits, blocks: BlockManager) -> No
     _check_choice(request)
     _check_lengths(request, limits)
     _check_blocks(request, limits, blocks)
-    if request.num_speculative_tokens > limits.num_speculative_tokens:
-        raise UsageError(
-            f"num_speculative_tokens is {request.num_speculative_tokens}, but this engine drafts "
-            f"at most {counted(limits.num_speculative_tokens, 'token')} a step; ask for fewer, or "
-            "start the engine with a larger num_speculative_tokens"
-        )
+    _check_drafts(request.num_speculative_tokens, limits)
 
 
 def _check_choice(request: Request) -> None:
@@ -32,6 +27,21 @@ def _check_choice(request: Request) -> None:
             "allowed_token_ids leave no token once bad_words, and stop tokens before min_tokens, "
             "are ruled out; allow more tokens"
         )
+
+
+def _check_drafts(wanted: int, limits: StepLimits) -> None:
+    most = limits.num_speculative_tokens
+    if wanted <= most:
+        return
+    remedy = "a larger num_speculative_tokens"
+    if limits.adaptive:
+        remedy = f'a num_speculative_tokens of {wanted} in place of "auto", which goes up to {most}'
+    elif not most:
+        remedy = "a drafter"
+    raise UsageError(
+        f"num_speculative_tokens is {wanted}, but this engine drafts at most "
+        f"{counted(most, 'token')} a step; ask for fewer, or start the engine with {remedy}"
+    )
 
 
 def _check_lengths(request: Request, limits: StepLimits) -> None:

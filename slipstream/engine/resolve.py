@@ -214,6 +214,7 @@ def _step_limits(
         drafts_at_prefill=drafter.drafts_at_prefill,
         cache_identity=drafter.cache_identity,
         tree_depth=drafter.tree_depth,
+        adaptive=speculation.adaptive,
     )
 
 

@@ -299,6 +299,8 @@ class Step:
         live = [not item.request.finished for item in batch.requests]
         committed, logit_starts, seconds = launched.read(self._limits.tree_depth)
         draft, target, verify = seconds
+        if not self._limits.num_speculative_tokens:  # these are moments of the host
+            draft = 0.0
         self._scheduler.commit(batch, committed)
         ended = perf_counter()
         # From its launch, or from the end of the step before.

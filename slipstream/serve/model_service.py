@@ -250,6 +250,7 @@ class ModelService:
             method=resolved.method,
             model=None if drafter is None else str(drafter),
             num_speculative_tokens=resolved.limits.num_speculative_tokens,
+            adaptive=resolved.adaptive,
         )
 
 

@@ -13,7 +13,10 @@ from tests.cli.conftest import CommandLine, Ran
 from tests.fake_openai_server import Script, answer, completion, delta, serving, usage
 
 DONE = b"data: [DONE]\n\n"
-OURS = {"id": "demo", "speculative": {"model": "demo/draft", "num_speculative_tokens": 4}}
+OURS: dict[str, Any] = {
+    "id": "demo",
+    "speculative": {"model": "demo/draft", "num_speculative_tokens": 4},
+}
 COUNTERS = """{p}spec_decode_num_drafts_total {d}
 {p}spec_decode_num_draft_tokens_total {n}
 {p}spec_decode_num_accepted_tokens_total {a}
@@ -139,6 +142,9 @@ def test_a_peer_is_asked_for_nothing_of_ours_and_its_counters_are_read(
     assert summary["mean_itl_per_token_ms"] is None
     assert "does not report the number of tokens per chunk" in " ".join(ran.out.split())
     script.pages.clear()
+    script.model = {**OURS, "speculative": {**OURS["speculative"], "adaptive": True}}
+    assert "drafter: demo/draft, K = auto, up to 4" in bench(*line).out
+    script.model = {"id": "fake"}
     ran = bench(*line)
     assert json.loads(figures.read_text())["spec_decode_source"] == "not reported"
     assert "not reported" in ran.out

@@ -232,6 +232,14 @@ def test_places_of_a_tree_that_were_never_accepted_are_not_told() -> None:
     assert told(4, 0) == "0.00 0.00 0.00 0.00"
 
 
+def test_drafting_has_no_share_where_nothing_drafts() -> None:
+    def told(draft: float) -> str:
+        return Status(2, 1.0, RequestMetrics(), {"draft": draft, "target": 1 - draft}).line()
+
+    assert told(0.0) == "2.0 tokens/s · target 100%"
+    assert told(0.001) == "2.0 tokens/s · draft 0% target 100%"
+
+
 def test_chosen_k_and_speed_up_are_told_where_costs_are_known() -> None:
     metrics = RequestMetrics(decode_seconds=2.0, plain_seconds=3.8)
     for drafted in (4, 3, 0):

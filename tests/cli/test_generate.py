@@ -172,6 +172,8 @@ def test_the_demo_speaks_the_same_with_and_without_its_draft(slipstream: Command
     assert fast_document["outputs"][0]["metrics"]["num_drafts"] > 0
     assert plain_document["outputs"][0]["metrics"]["num_drafts"] == 0
     assert plain_document["engine"]["method"] is None
+    assert fast_document["engine"]["time_shares"]["draft"] > 0
+    assert plain_document["engine"]["time_shares"]["draft"] == 0
 
 
 def test_the_text_is_that_of_the_api(slipstream: CommandLine) -> None:

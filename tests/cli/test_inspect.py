@@ -344,12 +344,15 @@ def test_a_parallel_drafter_is_told_from_a_draft_model(
 
 def test_tells_what_steps_cost(slipstream: CommandLine, tiny_target: str, tiny_draft: str) -> None:
     ran = slipstream("inspect", tiny_target, "--costs", "--drafter", tiny_draft, "--json")
-    rows = json.loads(ran.out)["costs"]
+    document = json.loads(ran.out)
+    rows = document["costs"]
+    assert (document["model"], document["drafter"]) == (tiny_target, tiny_draft)
     assert {row["requests"] for row in rows} == {1, 2, 4, 8, 16, 32, 64}
     for row in rows:
         assert row["seconds"] > 1e-5
         assert (row["drafts"] == 0) <= (row["least_acceptance"] is None)
     words = slipstream("inspect", tiny_target, "--costs").out
+    assert words.startswith(f"{tiny_target}, drafts of ngram\n")
     assert "milliseconds of a step" in words
     assert "from which on steps pay" in words
 

@@ -131,6 +131,7 @@ def test_trees_are_those_of_the_oracle(
     llm = make(tiny_target, folder, keys, max_num_seqs=1, max_num_batched_tokens=20)
     output = run(llm, replace(GREEDY, repetition_penalty=1.3))
     assert output.metrics.num_accepted_tokens > 1
+    assert len(output.metrics.num_accepted_tokens_per_pos) == (4 if tree == "static" else 3)
     assert len(drafted) > 8
     expected = static_paths if tree == "static" else dynamic_paths
     for known, paths in drafted[:: 2 if padded else 1]:

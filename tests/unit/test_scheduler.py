@@ -119,8 +119,13 @@ def test_max_model_len_bounds_what_a_request_may_need() -> None:
 
 
 def test_more_drafts_than_the_engine_makes_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"is 4, .* at most 3"):
-        scheduler().add(request("a", 4, drafts=4))
+    for limits, remedy in (
+        ({}, "at most 3 tokens a step; .* a larger num_speculative_tokens"),
+        ({"adaptive": True}, 'with a num_speculative_tokens of 4 in place of "auto".* up to 3'),
+        ({"num_speculative_tokens": 0}, "start the engine with a drafter"),
+    ):
+        with pytest.raises(UsageError, match=f"is 4, .*{remedy}"):
+            scheduler(**limits).add(request("a", 4, drafts=4))
 
 
 def test_a_live_request_id_cannot_be_used_twice() -> None:

@@ -21,11 +21,13 @@ class ErrorResponse(ResponseBody):
 
 
 class ModelSpeculation(ResponseBody):
-    """The drafter of a model, and the maximum number of draft tokens per step."""
+    """The drafter of a model, the maximum number of draft tokens per step, and whether the engine
+    chooses how many it drafts (`"auto"`)."""
 
     method: str
     model: str | None
     num_speculative_tokens: int
+    adaptive: bool
 
 
 class ModelCard(ResponseBody):

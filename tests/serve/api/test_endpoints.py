@@ -26,7 +26,7 @@ def test_models_say_what_drafts(client: openai.OpenAI) -> None:
     extra: Any = first
     assert extra.max_model_len == 2048
     drafter = {"method": "draft_model", "model": "demo/draft", "num_speculative_tokens": 4}
-    assert extra.speculative == drafter
+    assert extra.speculative == {**drafter, "adaptive": False}
     assert client.models.retrieve("other-name").id == "other-name"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")
