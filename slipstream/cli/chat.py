@@ -11,8 +11,8 @@ from rich.console import Console
 
 from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.errors import WRONG_USAGE, say
-from slipstream.cli.flags import RunFlags
-from slipstream.cli.open_llm import open_llm
+from slipstream.cli.flags import Given, RunFlags
+from slipstream.cli.open_llm import open_llm, with_defaults
 from slipstream.cli.prompts import decode, stdin_is_piped
 from slipstream.cli.spoken import Spoken, parser_of
 from slipstream.cli.status import Meter, Status
@@ -55,6 +55,7 @@ def chat(
     sampling: SamplingParams = _SAMPLING,
     engine: EngineConfig,
     run: RunFlags,
+    given: Given,
 ) -> None:
     """Chat on a terminal, or answer each line of a pipe.
 
@@ -63,6 +64,7 @@ def chat(
     """
     llm, _ = open_llm(drafter.apply(engine), run.verbose)
     _require_template(llm)
+    sampling = with_defaults(llm, sampling, given)
     conversation = Conversation(llm, sampling, flags.system)
     if stdin_is_piped() or not _is_terminal():
         _answer_lines(conversation, sampling)

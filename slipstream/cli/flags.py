@@ -51,21 +51,36 @@ def add_commands(app: typer.Typer, *commands: Callable[..., None]) -> None:
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
     """The command as Typer wants it: one parameter for each option."""
+    parameters = inspect.signature(command).parameters
     groups = {
-        name: _Group(name, parameter)
-        for name, parameter in inspect.signature(command).parameters.items()
+        name: _Group(name, it) for name, it in parameters.items() if it.annotation is not Given
     }
     options = [option for group in groups.values() for option in group.parameters()]
     options.append(_keyword("debug", DebugFlag, False))
+    options.append(_keyword("context", typer.Context, MISSING))
 
-    def call(debug: bool = False, **values: Any) -> None:
+    def call(context: typer.Context, debug: bool = False, **values: Any) -> None:
         del debug  # its callback did the work
-        command(**{name: group.take(values) for name, group in groups.items()})
+        taken = {name: group.take(values) for name, group in groups.items()}
+        given = {name: Given(context) for name in parameters.keys() - groups.keys()}
+        command(**taken, **given)
 
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     call.__annotations__ = {option.name: option.annotation for option in options}
     call.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     return call
+
+
+class Given:
+    """A parameter of a command that tells which of its flags were given."""
+
+    def __init__(self, context: typer.Context) -> None:
+        self._context = context
+
+    def __call__(self, group: str, field: str) -> bool:
+        """Whether the command line has the flag of this field of a parameter's dataclass."""
+        source = self._context.get_parameter_source(f"{group}__{field}")
+        return source is not None and source.name != "DEFAULT"
 
 
 class _Group:

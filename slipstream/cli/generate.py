@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from slipstream.cli.drafter_flags import DrafterFlags
-from slipstream.cli.flags import RunFlags
+from slipstream.cli.flags import Given, RunFlags
 from slipstream.cli.json_report import report
-from slipstream.cli.open_llm import open_llm
+from slipstream.cli.open_llm import open_llm, with_defaults
 from slipstream.cli.paths import read_text
 from slipstream.cli.prompts import gather_prompts
 from slipstream.cli.status import Meter, Status
@@ -91,6 +91,7 @@ def generate(
     structured: StructuredFlags,
     engine: EngineConfig,
     run: RunFlags,
+    given: Given,
 ) -> None:
     """Continue prompts with speculative decoding.
 
@@ -101,15 +102,16 @@ def generate(
     if not flags.json and (flags.logprobs is not None or flags.prompt_logprobs is not None):
         raise UsageError("--logprobs and --prompt-logprobs are shown in --json only; add --json")
     config = drafter.apply(engine)
+    output = structured.output()
+    prompts = gather_prompts(flags.prompt, flags.prompt_file, engine.model)
+    llm, load_seconds = open_llm(config, run.verbose)
     params = replace(
-        sampling,
+        with_defaults(llm, sampling, given),
         n=flags.n,
         logprobs=flags.logprobs,
         prompt_logprobs=flags.prompt_logprobs,
-        structured=structured.output(),
+        structured=output,
     )
-    prompts = gather_prompts(flags.prompt, flags.prompt_file, engine.model)
-    llm, load_seconds = open_llm(config, run.verbose)
     if flags.json:
         last = {int(output.request_id): output for output in llm.stream(prompts, params)}
         outputs = [last[number] for number in sorted(last)]

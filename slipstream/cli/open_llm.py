@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.cli.terminal import stderr_console
+from slipstream.cli.flags import Given
+from slipstream.cli.terminal import QUIET_STYLE, stderr_console
 from slipstream.core.config import EngineConfig
+from slipstream.core.sampling_defaults import SamplingDefaults
+from slipstream.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -34,6 +38,26 @@ def open_llm(config: EngineConfig, verbose: bool) -> tuple["LLM", float]:
     if verbose:
         console.print(resolved_table(llm.engine.resolved))
     return llm, seconds
+
+
+def tell_defaults(defaults: SamplingDefaults) -> None:
+    """One line on stderr, unless there are none."""
+    if defaults.values:
+        stderr_console().print(
+            f"defaults of requests: {defaults} ({defaults.source}; --generation-config vllm leaves "
+            "them out)",
+            style=QUIET_STYLE,
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def with_defaults(llm: "LLM", sampling: SamplingParams, given: Given) -> SamplingParams:
+    """The parameters of a command's flags; the checkpoint's where a flag was not given."""
+    defaults = llm.engine.resolved.sampling_defaults
+    tell_defaults(defaults)
+    values = {name: it for name, it in defaults.values.items() if not given("sampling", name)}
+    return replace(sampling, **values)
 
 
 class AmountColumn(ProgressColumn):

@@ -11,7 +11,7 @@ import typer
 
 from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.flags import RunFlags
-from slipstream.cli.open_llm import open_llm
+from slipstream.cli.open_llm import open_llm, tell_defaults
 from slipstream.cli.paths import make_folder, read_text
 from slipstream.cli.terminal import QUIET_STYLE, stderr_console
 from slipstream.core.config import EngineConfig
@@ -222,6 +222,7 @@ def serve(
         llm, seconds = open_llm(config, run.verbose)
         let_connect(sock)  # before the address is printed
         _announce(listen, options, sock, seconds)
+        tell_defaults(llm.engine.resolved.sampling_defaults)
         code = start_server(llm.engine, config, options, sock, page_routes())
     finally:
         sock.close()

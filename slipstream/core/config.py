@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.errors import UsageError
-from slipstream.core.flags import check_fields, flag, parse_bytes
+from slipstream.core.flags import (
+    check_fields,
+    flag,
+    parse_bytes,
+    parse_count,
+    parse_integers,
+    parse_object,
+)
 
 QUANTIZATIONS = (
     "fp8",
@@ -34,8 +41,10 @@ class EngineConfig:
         quantization: see docs/quantization.md; the drafter has a key of its own in
             `speculative_config`.
         skip_tokenizer_init: token ids in, token ids out.
+        rope_scaling, rope_theta: older spellings of keys of `hf_overrides`, which they join.
         enforce_eager, async_scheduling, trust_remote_code: accepted from other engines' command
-            lines; their effect is logged.
+            lines; their effect is logged. So are the fields under "Accepted for compatibility",
+            whose other values are refused.
     """
 
     model: str = flag(
@@ -47,7 +56,41 @@ class EngineConfig:
     tokenizer: str | None = flag(
         None, "Directory of a tokenizer to use in place of the model's.", panel="Engine"
     )
+    tokenizer_revision: str | None = flag(
+        None, "Branch, tag or commit of the tokenizer's hub name. [that of --revision]"
+    )
     revision: str | None = flag(None, "Branch, tag or commit of a hub name.")
+    download_dir: str | None = flag(
+        None, "Where downloads from the hub are kept. [the hub's own cache]", metavar="<folder>"
+    )
+    hf_token: str | None = flag(
+        None, "Access token for the hub. [that of `hf auth login`]", metavar="<token>"
+    )
+    hf_config_path: str | None = flag(
+        None, "Directory or hub name of a config.json in place of the model's.", metavar="<folder>"
+    )
+    hf_overrides: Mapping[str, Any] | None = flag(
+        None,
+        "Values in place of those in config.json; objects are merged key by key.",
+        metavar="<json>",
+        parse=parse_object,
+    )
+    rope_scaling: Mapping[str, Any] | None = flag(
+        None, "In place of that of config.json.", metavar="<json>", parse=parse_object
+    )
+    rope_theta: float | None = flag(None, "In place of that of config.json.", above=0)
+    generation_config: str = flag(
+        "auto",
+        "Where defaults of requests come from: auto is the model's generation_config.json, vllm "
+        "leaves them neutral, anything else is a directory that has the file.",
+        metavar="<auto|vllm|folder>",
+    )
+    override_generation_config: Mapping[str, Any] | None = flag(
+        None,
+        "Defaults of requests, before those of --generation-config: '{\"temperature\": 0.6}'",
+        metavar="<json>",
+        parse=parse_object,
+    )
     speculative_config: SpeculativeConfig = None
     dtype: str = flag("auto", "auto (the checkpoint's), bfloat16, float16 or float32.")
     device: str = flag("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))
@@ -56,6 +99,7 @@ class EngineConfig:
         "auto or safetensors: read the checkpoint's weights. dummy: random weights. twin: random "
         "weights whose output a drafter made of the model's first layers predicts.",
         choices=("auto", "safetensors", "dummy", "twin"),
+        remedy="convert other weights to safetensors with transformers' save_pretrained",
     )
     quantization: str | None = flag(
         None,
@@ -66,11 +110,19 @@ class EngineConfig:
         False, "A request's numbers do not depend on the requests batched with it; slower."
     )
     max_model_len: int | None = flag(
-        None, "Maximum tokens of a request, prompt and output. [derived]", at_least=1
+        None,
+        "Maximum tokens of a request, prompt and output: 8192, 8k, 8K, auto. [derived]",
+        metavar="<number>",
+        parse=parse_count,
+        at_least=1,
     )
     max_num_seqs: int = flag(64, "Maximum number of requests running at once.", at_least=1)
     max_num_batched_tokens: int | None = flag(
-        None, "Maximum tokens in one forward pass of the model. [by device]", at_least=1
+        None,
+        "Maximum tokens in one forward pass of the model. [by device]",
+        metavar="<number>",
+        parse=parse_count,
+        at_least=1,
     )
     block_size: int = flag(16, "Tokens per block of the KV cache.", at_least=1)
     kv_cache_dtype: str = flag(
@@ -81,18 +133,28 @@ class EngineConfig:
     kv_cache_memory: int | None = flag(
         None,
         "Memory for the KV cache, the drafter's included: bytes, 512M, 4G, 4GiB. [derived]",
+        also=("--kv-cache-memory-bytes",),
         metavar="<bytes>",
         parse=parse_bytes,
         at_least=1,
     )
     num_kv_blocks: int | None = flag(
-        None, "Size of the KV cache in blocks, in place of --kv-cache-memory.", at_least=1
+        None,
+        "Size of the KV cache in blocks, in place of --kv-cache-memory.",
+        also=("--num-gpu-blocks-override",),
+        at_least=1,
     )
     threads: int | None = flag(None, "CPU threads. [by model size and cores]", at_least=1)
     enable_prefix_caching: bool = flag(
         True, "Reuse the KV cache of earlier requests that begin with the same tokens."
     )
-    skip_tokenizer_init: bool = False
+    skip_tokenizer_init: bool = flag(False, "Token ids in, token ids out: load no tokenizer.")
+    logprobs_mode: str = flag(
+        "raw_logprobs",
+        "raw_logprobs, or raw_logits to report logits in their place.",
+        choices=("raw_logprobs", "raw_logits"),
+        remedy="log probabilities after temperature and penalties are not kept",
+    )
     seed: int = flag(
         0, "Random seed of requests without a seed of their own.", name="--engine-seed"
     )
@@ -102,19 +164,83 @@ class EngineConfig:
     )
     tensor_parallel_size: int = flag(1, "Number of GPUs; only 1 so far.", also=("-tp",))
     enforce_eager: bool | None = flag(None, "Do not capture CUDA graphs.")
+    cudagraph_capture_sizes: tuple[int, ...] | None = flag(
+        None,
+        "Numbers of requests for whose steps CUDA graphs are captured, besides --max-num-seqs: "
+        "1,2,4,8. [derived]",
+        metavar="<numbers>",
+        parse=parse_integers,
+    )
     async_scheduling: bool | None = flag(
         None, "Accepted for compatibility; --verbose tells its effect."
     )
     trust_remote_code: bool = flag(
         False, "Accepted for compatibility; code in a checkpoint is never run."
     )
+    enable_chunked_prefill: bool | None = flag(
+        None,
+        "Long prompts are always read in parts.",
+        panel="Accepted for compatibility",
+        choices=(True,),
+        remedy="raise max_num_batched_tokens to read longer prompts at once",
+    )
+    tokenizer_mode: str = flag(
+        "auto",
+        "auto or hf: tokenizer.json is always read.",
+        choices=("auto", "hf"),
+        remedy="make a tokenizer.json with transformers (save_pretrained), and leave this out",
+    )
+    config_format: str = flag(
+        "auto",
+        "auto or hf: config.json is always read.",
+        choices=("auto", "hf"),
+        remedy="use the checkpoint in its Hugging Face form, which has a config.json",
+    )
+    safetensors_load_strategy: str | None = flag(
+        None,
+        "eager or prefetch: files are always read from their beginning to their end.",
+        choices=("eager", "prefetch"),
+        remedy="weights are never mapped from their files; leave this out",
+    )
+    prefix_caching_hash_algo: str = flag(
+        "sha256",
+        "sha256 or sha256_cbor: a cryptographic digest (BLAKE2b) always names blocks.",
+        choices=("sha256", "sha256_cbor"),
+        remedy="faster digests may collide; leave this out",
+    )
+    attention_backend: str | None = flag(
+        None,
+        "TRITON_ATTN on a GPU, CPU_ATTN on a CPU: each device has one backend.",
+        choices=("TRITON_ATTN", "CPU_ATTN"),
+        remedy="leave this out to take the device's own",
+    )
+    max_cudagraph_capture_size: int | None = flag(
+        None,
+        "At least --max-num-seqs, up to which steps are captured.",
+        at_least=1,
+    )
+    optimization_level: int | None = flag(
+        None,
+        "0 is --enforce-eager; 1, 2 and 3 change nothing: kernels are compiled beforehand.",
+        also=("-O",),
+        at_least=0,
+        at_most=3,
+    )
+    compilation_config: Mapping[str, Any] | None = flag(
+        None,
+        "Its keys mode, cudagraph_mode and cudagraph_capture_sizes, for which there are flags.",
+        also=("-cc",),
+        metavar="<json>",
+        parse=parse_object,
+    )
 
     def __post_init__(self) -> None:
         check_fields(type(self), vars(self))
-        if not isinstance(self.skip_tokenizer_init, bool):
-            raise UsageError(
-                f"skip_tokenizer_init must be true or false, not {self.skip_tokenizer_init!r}"
-            )
+        self._take_compilation()
+        self._take_rope()
+        for name in ("hf_overrides", "override_generation_config"):
+            if not isinstance(getattr(self, name), Mapping | None):
+                raise UsageError(f"{name} must be a mapping such as {{'key': 1}}, or None")
         if self.kv_cache_memory is not None and self.num_kv_blocks is not None:
             raise UsageError("give kv_cache_memory or num_kv_blocks, not both")
         rows = self.max_num_batched_tokens
@@ -132,12 +258,52 @@ class EngineConfig:
             )
         if self.quantization is not None:
             name = known_quantization("quantization", self.quantization)
-            object.__setattr__(self, "quantization", name)  # frozen for everybody else
+            self._set("quantization", name)
         if not isinstance(self.speculative_config, Mapping | list | tuple | None):
             raise UsageError(
                 "speculative_config must be a mapping such as "
                 '{"model": "...", "num_speculative_tokens": 4}, or None'
             )
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # frozen for everybody else
+
+    def _take_rope(self) -> None:
+        """Let `hf_overrides` say all that is to be read in place of config.json's values."""
+        short = {"rope_scaling": self.rope_scaling, "rope_theta": self.rope_theta}
+        given = {name: value for name, value in short.items() if value is not None}
+        if twice := given.keys() & (self.hf_overrides or {}):
+            raise UsageError(f"{min(twice)} is given by itself and in hf_overrides; give one")
+        if given:
+            self._set("hf_overrides", {**(self.hf_overrides or {}), **given})
+            self._set("rope_scaling", None)
+            self._set("rope_theta", None)
+
+    def _take_compilation(self) -> None:
+        """Let `enforce_eager` and `cudagraph_capture_sizes` say what is to be captured."""
+        given = dict(self.compilation_config or {})
+        sizes = given.pop("cudagraph_capture_sizes", None)
+        modes = {given.pop("mode", None), given.pop("level", None), self.optimization_level}
+        if given.pop("cudagraph_mode", None) == "NONE" or 0 in modes:
+            self._set("enforce_eager", True)
+        if given:
+            raise UsageError(
+                f"compilation_config: {', '.join(given)} is not supported; leave it out: kernels "
+                "are compiled beforehand, and cudagraph_mode NONE turns graphs off"
+            )
+        if sizes is not None:
+            self._set("cudagraph_capture_sizes", tuple(sizes))
+        self._set("compilation_config", None)
+        most = self.max_cudagraph_capture_size
+        if most is not None and most < self.max_num_seqs and not self.enforce_eager:
+            raise UsageError(
+                f"max_cudagraph_capture_size ({most}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), as every step is captured; lower max_num_seqs, or give "
+                "enforce_eager"
+            )
+        bad = [it for it in self.cudagraph_capture_sizes or () if type(it) is not int or it < 1]
+        if bad:
+            raise UsageError(f"cudagraph_capture_sizes must be positive integers, not {bad[0]!r}")
 
     @property
     def drafter_options(self) -> Mapping[str, Any] | None:

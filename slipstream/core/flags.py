@@ -31,6 +31,7 @@ class Flag:
         parse: (flag, text) -> value; raises UsageError.
         stands_for_none: a value that means None.
         choices: the only values.
+        remedy: ends the message about a value that is refused.
         at_least, above, at_most, below: bounds of a number, which must be finite.
         argument: it is given by its place, without a name.
         envvar: where the value comes from when it is not given.
@@ -44,7 +45,8 @@ class Flag:
     metavar: str | None = None
     parse: Callable[[str, str], Any] | None = None
     stands_for_none: Any = None
-    choices: tuple[str, ...] | None = None
+    choices: tuple[Any, ...] | None = None
+    remedy: str = ""
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -129,15 +131,20 @@ def check_fields(
         value = values[it.name]
         wanted = None if value is None and NoneType in kinds else _refusal(found, kinds, value)
         if wanted is not None:
-            raise UsageError(f"{name(it)} must be {wanted}, not {value!r}")
+            remedy = f"; {found.remedy}" if found.remedy else ""
+            raise UsageError(f"{name(it)} must be {wanted}, not {value!r}{remedy}")
 
 
 def _refusal(found: Flag, kinds: tuple[Any, ...], value: Any) -> str | None:
     """What the value should be; None for a good value."""
-    if bool in kinds:
-        return None if isinstance(value, bool) else "true or false"
+    if bool in kinds and not isinstance(value, bool):
+        return "true or false"
     if found.choices is not None:
-        return None if value in found.choices else f"one of {', '.join(found.choices)}"
+        words = ", ".join(str(it).lower() if bool in kinds else it for it in found.choices)
+        several = "one of " if len(found.choices) > 1 else ""
+        return None if value in found.choices else several + words
+    if bool in kinds:
+        return None
     if not found.bounds:
         return None
     number = int if int in kinds else int | float
@@ -154,6 +161,17 @@ def parse_bytes(name: str, text: str) -> int:
     number, prefix, unit = match.groups()
     base = 1000 if prefix and unit.lower() == "b" else 1024
     return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+
+
+def parse_count(name: str, text: str) -> int | None:
+    """Read 8192, 8k (8,000) or 8K (8,192), with m and M likewise; auto and -1 are None."""
+    if text in ("auto", "-1"):
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip())
+    if match is None:
+        raise UsageError(f"{name} must be a number such as 8192, 8k (8000) or 8K (8192): {text!r}")
+    scale = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}[match[2]]
+    return int(float(match[1]) * scale)
 
 
 def parse_object(name: str, text: str) -> dict[str, Any] | None:

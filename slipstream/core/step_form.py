@@ -50,17 +50,22 @@ class CapturedForm:
         widths: numbers of draft tokens, rising.
         packs: whether there are totals below bucket * (width + 1), for requests that draft
             different numbers of tokens.
+        sizes: the buckets but for the largest; None: those that `bucket_sizes` gives.
     """
 
     max_requests: int
     widths: tuple[int, ...]
     packs: bool
+    sizes: tuple[int, ...] | None = None
     ends_chains = False
 
     @cached_property
     def buckets(self) -> Sequence[int]:
         """Numbers of requests, rising."""
-        return bucket_sizes(self.max_requests)
+        if self.sizes is None:
+            return bucket_sizes(self.max_requests)
+        smaller = {size for size in self.sizes if size < self.max_requests}
+        return [*sorted(smaller), self.max_requests]
 
     def bucket(self, requests: int) -> int:
         return next(size for size in self.buckets if size >= requests)

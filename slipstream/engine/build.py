@@ -35,9 +35,16 @@ from slipstream.engine.sizing import Reasons, WeightRoom
 from slipstream.engine.step import Step
 from slipstream.kernels.registry import kernels_for
 from slipstream.models.catalogue import read_decoder_config
-from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
+from slipstream.models.checkpoint import (
+    Checkpoint,
+    HubAccess,
+    Replaced,
+    reaching_hub,
+    resolve_checkpoint,
+)
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.generation_config import generation_folder, read_sampling_defaults
 from slipstream.models.harmony import find_harmony
 from slipstream.models.loading import (
     LoadOptions,
@@ -87,9 +94,19 @@ def build_engine(config: EngineConfig, progress_bar: ProgressBar = no_progress_b
         UsageError: options that contradict each other or ask for what is not there.
         CheckpointError: a checkpoint that is broken, unsupported or does not fit.
     """
+    with reaching_hub(HubAccess(config.download_dir, config.hf_token)):
+        return _build_engine(config, progress_bar)
+
+
+def _build_engine(config: EngineConfig, progress_bar: ProgressBar) -> Engine:
     reasons = Reasons()
     config = with_named_target(config, reasons)
-    checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision))
+    checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision), _replaced(config))
+    defaults = read_sampling_defaults(
+        checkpoint, config.generation_config, config.override_generation_config
+    )
+    if defaults.values:
+        reasons.add("defaults of requests", defaults, defaults.source)
     shape = _read_shape(checkpoint)
     device, why = choose_device(config.device)
     reasons.add("device", device, why)
@@ -117,13 +134,26 @@ def build_engine(config: EngineConfig, progress_bar: ProgressBar = no_progress_b
     size = decoder_bytes(checkpoint, shape, options)
     reasons.add("threads", *set_threads(device, dtype, config.threads, size))
     beside = replace(options, memory_check=room.beside(size))
-    target = TargetModel(checkpoint.path, shape.vocab_size, beside, config.max_num_seqs)
+    target = TargetModel(
+        checkpoint.path, shape.vocab_size, beside, config.max_num_seqs, checkpoint.replaced
+    )
     speculation = load_drafter(config.drafter_options, target)
     network = load_decoder(checkpoint, options)
     tokenizer = _tokenizer(config, checkpoint)
     eos = _eos_token_ids(checkpoint, tokenizer)
     resolved = resolve(config, shape, eos, dtype, device, speculation, reasons)
+    resolved = replace(resolved, sampling_defaults=defaults)
     return assemble(resolved, config, network, speculation.drafter, tokenizer, progress_bar)
+
+
+def _replaced(config: EngineConfig) -> Replaced:
+    """What the user puts in place of the model directory's files."""
+    elsewhere = config.hf_config_path
+    return Replaced(
+        config=config.hf_overrides or {},
+        config_folder=None if elsewhere is None else resolve_checkpoint(elsewhere),
+        generation_folder=generation_folder(config.generation_config),
+    )
 
 
 def assemble(
@@ -144,7 +174,7 @@ def assemble(
     cache = ModelCache(layout, replace(sizes, num_window_blocks=windows))
     runner = ModelRunner(network, cache, state, stream_layers=loaded_drafter.needs.stream_layers)
     shares_prefixes = config.enable_prefix_caching and layout.blocks_resume
-    form = _step_form(resolved)
+    form = _step_form(resolved, config)
     costs = _costs(resolved, config, shape, form)
     policy = _draft_policy(resolved, costs, form)
     scheduler = Scheduler(limits, _block_manager(resolved, size, shares_prefixes), policy)
@@ -184,7 +214,7 @@ def assemble(
             graphs.capture_all("step", step.run, not on_device, progress)
     if resolved.adaptive:
         costs.begin(partial(calibrate, costs, step, resolved, policy.widths, size))
-    reader = LogprobReader(runner, tokenizer)
+    reader = LogprobReader(runner, tokenizer, config.logprobs_mode == "raw_logprobs")
     return Engine(resolved, scheduler, step, reader, tokenizer, grammars, costs)
 
 
@@ -232,11 +262,16 @@ def _draft_policy(resolved: Resolved, costs: KeptCosts, form: StepForm) -> Draft
     return FixedPolicy(resolved.limits.num_speculative_tokens)
 
 
-def _step_form(resolved: Resolved) -> StepForm:
+def _step_form(resolved: Resolved, config: EngineConfig) -> StepForm:
     limits = resolved.limits
     if not resolved.captures:
         return ExactForm()
-    return CapturedForm(limits.max_num_seqs, _widths(resolved), packs=not limits.drafts_trees)
+    return CapturedForm(
+        limits.max_num_seqs,
+        _widths(resolved),
+        packs=not limits.drafts_trees,
+        sizes=config.cudagraph_capture_sizes,
+    )
 
 
 def _widths(resolved: Resolved) -> tuple[int, ...]:
@@ -272,4 +307,8 @@ def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
     if config.skip_tokenizer_init:
         return None
-    return Tokenizer(resolve_checkpoint(config.tokenizer) if config.tokenizer else checkpoint.path)
+    if config.tokenizer is None:
+        if config.tokenizer_revision not in (None, config.revision):
+            return Tokenizer(resolve_checkpoint(config.model, config.tokenizer_revision))
+        return Tokenizer(checkpoint.path)
+    return Tokenizer(resolve_checkpoint(config.tokenizer, config.tokenizer_revision))

@@ -70,6 +70,11 @@ class LLM:
         """Totals since the engine started."""
         return self.engine.metrics
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without parameters are sampled with: the checkpoint's defaults, where
+        `generation_config` lets them count, before those of `SamplingParams`."""
+        return self.engine.resolved.sampling_defaults.params({})
+
     def generate(
         self, prompts: Prompts, sampling_params: Params | None = None
     ) -> list[RequestOutput]:
@@ -78,7 +83,8 @@ class LLM:
         Args:
             prompts: one prompt or several, each a string, {"prompt": text} or
                 {"prompt_token_ids": [ids]}.
-            sampling_params: one for all, or one per prompt.
+            sampling_params: one for all, or one per prompt; None:
+                `get_default_sampling_params()`.
 
         Raises:
             UsageError: a prompt or parameter is wrong; nothing is run.
@@ -124,7 +130,7 @@ class LLM:
         self, prompts: Prompts, sampling_params: Params | None
     ) -> tuple[list[EncodedPrompt], list[SamplingParams]]:
         given: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else _listed(prompts)
-        params = _per_prompt(sampling_params, len(given))
+        params = self._per_prompt(sampling_params, len(given))
         encoded = [
             self._encoder.encode(prompt, own) for prompt, own in zip(given, params, strict=True)
         ]
@@ -139,7 +145,7 @@ class LLM:
         given: list[Any] = _listed(messages)
         if given and isinstance(given[0], Mapping):
             given = [given]
-        params = _per_prompt(sampling_params, len(given))
+        params = self._per_prompt(sampling_params, len(given))
         template = ChatTemplate(self.tokenizer)
         # The template writes the special tokens itself.
         encoded = [
@@ -149,6 +155,11 @@ class LLM:
             for conversation, own in zip(given, params, strict=True)
         ]
         return encoded, params
+
+    def _per_prompt(self, params: Params | None, number: int) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        return _per_prompt(params, number)
 
     def abort(self, request_id: str) -> None:
         """End a request that is being streamed; its stream yields what there is of it.
@@ -230,9 +241,7 @@ def _listed(given: Any) -> list[Any]:
     return list(given)
 
 
-def _per_prompt(params: Params | None, number: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
+def _per_prompt(params: Params, number: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * number
     listed: list[Any] = list(params) if isinstance(params, Sequence) else [params]

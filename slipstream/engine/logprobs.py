@@ -1,4 +1,4 @@
-"""Log probabilities of the target's raw logits, for the requests that ask for them."""
+"""Log probabilities of the target's raw logits, or the logits, for requests that ask for them."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,16 @@ _PROMPT_SLICE = 64  # prompt rows whose logits are in memory at once
 
 
 class LogprobReader:
-    """Turns rows of logits into candidates by token id, with their texts."""
+    """Turns rows of logits into candidates by token id, with their texts.
 
-    def __init__(self, runner: ModelRunner, tokenizer: Tokenizer | None) -> None:
-        self._runner, self._tokenizer = runner, tokenizer
+    Args:
+        normalised: false: candidates have logits where log probabilities are expected.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, tokenizer: Tokenizer | None, normalised: bool = True
+    ) -> None:
+        self._runner, self._tokenizer, self._normalised = runner, tokenizer, normalised
 
     def of_tokens(
         self, result: StepResult, index: int, token_ids: Sequence[int], num_top: int
@@ -46,7 +52,7 @@ class LogprobReader:
         self, logits: Tensor, token_ids: Sequence[int], num_top: int
     ) -> list[dict[int, Logprob]]:
         chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
-        found = token_logprobs(logits, chosen, num_top)
+        found = token_logprobs(logits, chosen, num_top, self._normalised)
         rows = zip(
             token_ids,
             found.logprobs.tolist(),

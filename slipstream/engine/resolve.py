@@ -8,6 +8,7 @@ import torch
 from slipstream.core.config import EngineConfig, known_quantization
 from slipstream.core.errors import DraftTooLongError, UsageError
 from slipstream.core.limits import StepLimits
+from slipstream.core.sampling_defaults import SamplingDefaults
 from slipstream.core.verification import Verification
 from slipstream.engine.sizing import BlockBytes, Reasons, size_cache
 from slipstream.models.decoder_config import DecoderConfig
@@ -44,6 +45,7 @@ class Resolved:
         verification: of all requests; None: coupled for those with a seed, rejection for others.
         captures: whether steps are captured in CUDA graphs.
         adaptive: how much is drafted is chosen step by step.
+        sampling_defaults: what a request gets for parameters that it leaves out.
         reasons: (name, value, why) of everything that was derived.
     """
 
@@ -63,6 +65,7 @@ class Resolved:
     seed: int
     captures: bool
     adaptive: bool = False
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     reasons: tuple[tuple[str, str, str], ...] = field(default=())
 
     @property
@@ -266,6 +269,12 @@ def _note_accepted_flags(
         reasons.add("enforce_eager", not captures, why)
     if config.async_scheduling and not captures:
         reasons.add("async_scheduling", False, "without graphs, host and device take turns")
+    backend = "TRITON_ATTN" if uses_gpu_memory(device) else "CPU_ATTN"
+    if config.attention_backend not in (None, backend):
+        raise UsageError(
+            f"attention_backend is {config.attention_backend}, but {device.type} has {backend}; "
+            "leave it out"
+        )
     if config.trust_remote_code:
         reasons.add("trust_remote_code", False, "no code of a checkpoint is ever run")
     if config.gpu_memory_utilization is not None and not uses_gpu_memory(device):

@@ -2,7 +2,10 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import torch
 
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.models.config_overrides import overridden
 from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_entries
 
 _SINGLE = "model.safetensors"
@@ -19,6 +23,33 @@ _HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 _HUB_PICKLED = ["pytorch_model*.bin", "warp_model.bin", "*.pt"]
 # Second copies of the weights in other layouts, which would double the download.
 _HUB_IGNORED = ["consolidated*", "*/*.safetensors", "*/*.json", "original/*"]
+
+
+@dataclass(frozen=True)
+class HubAccess:
+    """How the hub is reached.
+
+    Attributes:
+        folder: where downloads are kept; None: in the hub's own cache.
+        token: None: that of `hf auth login`, if there is one.
+    """
+
+    folder: str | None = None
+    token: str | None = field(default=None, repr=False)
+
+
+_ANYHOW = HubAccess()
+_HUB = ContextVar("_HUB", default=_ANYHOW)
+
+
+@contextmanager
+def reaching_hub(access: HubAccess) -> Iterator[None]:
+    """Downloads within are made so, those of drafters as well."""
+    before = _HUB.set(access)
+    try:
+        yield
+    finally:
+        _HUB.reset(before)
 
 
 def resolve_checkpoint(
@@ -66,29 +97,52 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return content
 
 
+@dataclass(frozen=True)
+class Replaced:
+    """What is read in place of a model directory's own files.
+
+    Attributes:
+        config: values in place of those in config.json (`config_overrides.py`).
+        config_folder, generation_folder: where config.json and generation_config.json lie; None:
+            in the model directory.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    config_folder: Path | None = None
+    generation_folder: Path | None = None
+
+
+_NOTHING = Replaced()
+
+
 class Checkpoint:
     """One model directory. Every part is read when it is first asked for."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path, replaced: Replaced = _NOTHING) -> None:
+        self.path, self.replaced = Path(path), replaced
 
     @property
     def config_file(self) -> Path:
-        return self.path / "config.json"
+        return (self.replaced.config_folder or self.path) / "config.json"
+
+    @property
+    def generation_file(self) -> Path:
+        return (self.replaced.generation_folder or self.path) / "generation_config.json"
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
         if not self.config_file.is_file():
             raise CheckpointError(
-                f"{self.path} has no config.json; give the directory of a Hugging Face checkpoint"
+                f"{self.config_file.parent} has no config.json; give the directory of a Hugging "
+                "Face checkpoint"
             )
-        return read_json_object(self.config_file)
+        return overridden(read_json_object(self.config_file), self.replaced.config)
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
         """The content of generation_config.json; empty without one."""
-        file = self.path / "generation_config.json"
+        file = self.generation_file
         return read_json_object(file) if file.is_file() else {}
 
     @cached_property
@@ -123,10 +177,10 @@ class Checkpoint:
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids that end an output: generation_config.json's, or else config.json's."""
         for file, content in (
-            ("generation_config.json", self.generation_config),
-            ("config.json", self.config),
+            (self.generation_file, self.generation_config),
+            (self.config_file, self.config),
         ):
-            ids = _token_ids(self.path / file, "eos_token_id", content)
+            ids = _token_ids(file, "eos_token_id", content)
             if ids:
                 return ids
         return ()
@@ -177,6 +231,8 @@ def _download(name: str, revision: str | None, pickled: bool) -> Path:
             revision=revision,
             allow_patterns=[*_HUB_PATTERNS, *(_HUB_PICKLED if pickled else ())],
             ignore_patterns=_HUB_IGNORED,
+            cache_dir=_HUB.get().folder,
+            token=_HUB.get().token,
         )
     except Exception as error:  # whatever the hub's client, its transport or the disk raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

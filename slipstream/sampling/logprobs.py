@@ -25,13 +25,16 @@ class TokenLogprobs:
     top_logprobs: Tensor
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobs:
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, num_top: int, normalised: bool = True
+) -> TokenLogprobs:
     """Log probabilities under the raw logits: before processors, temperature and truncation.
 
     Args:
         logits: [N, V], any float dtype; the arithmetic is float32.
         token_ids: [N] int64, the chosen tokens, all legal.
         num_top: n, how many of the most probable tokens to report; 0 for none.
+        normalised: false: the logits themselves stand for log probabilities.
     """
     logits = logits.float()
     chosen = token_ids.unsqueeze(-1)
@@ -39,6 +42,8 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogp
     # The largest logit is subtracted first: a log probability near 0 keeps its digits and its sign.
     largest = logits.amax(-1, keepdim=True)
     log_sum = (logits - largest).exp_().sum(-1, keepdim=True).log_()
+    if not normalised:
+        largest, log_sum = torch.zeros_like(largest), torch.zeros_like(log_sum)
     top = torch.topk(logits, min(num_top, logits.shape[-1]))
     return TokenLogprobs(
         token_ids=token_ids,

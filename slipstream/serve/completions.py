@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.core.outputs import RequestMetrics
+from slipstream.core.sampling_defaults import SamplingDefaults
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.prompts import EncodedPrompt, Prompt
 from slipstream.serve.answer import AnswerForm, ChoicesAnswer, check_stream_fields
@@ -65,7 +66,7 @@ class CompletionEndpoint:
         _check(body)
         self._service.require_logprobs(body.logprobs, "logprobs")
         self._service.require_logprobs(body.prompt_logprobs, "prompt_logprobs")
-        params = _params(body)
+        params = _params(body, self._service.sampling_defaults)
         encoded = self._service.encode(prompts, params, body.add_special_tokens is not False)
         self._service.require_room(encoded, body.max_tokens, "max_tokens")
         return params, encoded
@@ -222,10 +223,11 @@ def _needs_engine(body: CompletionRequest) -> bool:
     return body.max_tokens != 0 or _num_prompt_logprobs(body) is not None
 
 
-def _params(body: CompletionRequest) -> SamplingParams:
+def _params(body: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = sampling_params(
         body,
+        defaults,
         max_tokens or 1,  # the engine generates at least one token, which is then left out
         body.logprobs,
         structured_output(body, body.response_format),

@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError, counted
+from slipstream.core.sampling_defaults import SamplingDefaults
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.prompts import EncodedPrompt, Prompt, PromptEncoder
@@ -71,6 +72,11 @@ class ModelService:
     def max_model_len(self) -> int:
         """Maximum number of tokens of a request, prompt and output."""
         return self.engine.resolved.limits.max_model_len
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """What a request gets for sampling fields that it does not give."""
+        return self.engine.resolved.sampling_defaults
 
     def require_name(self, name: str | None) -> None:
         """Raise ApiError (404) if a request names another model."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from slipstream.core.sampling_defaults import SamplingDefaults
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
 from slipstream.serve.errors import bad_request
@@ -23,6 +24,7 @@ _COMMON = (
 
 def sampling_params(
     body: SamplingFields,
+    defaults: SamplingDefaults,
     max_tokens: int | None,
     logprobs: int | None,
     structured: StructuredOutput | None = None,
@@ -31,6 +33,7 @@ def sampling_params(
     """The sampling parameters of a request.
 
     Args:
+        defaults: of fields that the request does not give.
         max_tokens, logprobs: resolved, as the two endpoints have different names and defaults.
         structured: from `structured_output`.
         overrides: replace the request's own.
@@ -43,10 +46,10 @@ def sampling_params(
         given["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
     if body.speculative is not None:
         given["num_speculative_tokens"] = body.speculative.num_speculative_tokens
-    return SamplingParams(
-        **{**given, "max_tokens": max_tokens, "logprobs": logprobs, **overrides},
-        structured=structured,
-    )
+    if max_tokens is not None or "max_tokens" not in defaults.values:
+        given["max_tokens"] = max_tokens
+    given |= {"logprobs": logprobs, **overrides, "structured": structured}
+    return defaults.limited(defaults.params(given))
 
 
 def structured_output(

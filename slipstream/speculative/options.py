@@ -1,31 +1,36 @@
 """Reading `speculative_config` strictly: every key is honoured or refused."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slipstream.core.config import known_quantization
 from slipstream.core.errors import UsageError
 from slipstream.models.catalogue import read_decoder_config
-from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.checkpoint import Checkpoint, Replaced
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
 
 
 @dataclass(frozen=True)
 class TargetModel:
-    """What a drafter may want to know of the model that it drafts for."""
+    """What a drafter may want to know of the model that it drafts for.
+
+    Attributes:
+        replaced: what is read in place of its directory's files.
+    """
 
     path: Path
     vocab_size: int
     load: LoadOptions
     max_num_seqs: int = 1
+    replaced: Replaced = field(default_factory=Replaced)
 
     @property
     def shape(self) -> DecoderConfig:
         """As its config.json has it; its network is not loaded yet."""
-        return read_decoder_config(Checkpoint(self.path))
+        return read_decoder_config(Checkpoint(self.path, self.replaced))
 
 
 class Options:

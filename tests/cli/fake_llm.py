@@ -10,6 +10,7 @@ import torch
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from slipstream.core.sampling_defaults import SamplingDefaults
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.metrics import EngineMetrics
 
@@ -32,6 +33,7 @@ class FakeLLM:
 
     reply = "Hello, wörld!\nSecond line.\n"
     reason = "length"
+    defaults: ClassVar[SamplingDefaults] = SamplingDefaults()
     made: ClassVar[list["FakeLLM"]] = []
 
     def __init__(self, config: EngineConfig, progress_bar: Any = None) -> None:
@@ -47,6 +49,7 @@ class FakeLLM:
                 num_blocks=8,
                 seed=config.seed,
                 drafts="4",
+                sampling_defaults=self.defaults,
                 limits=SimpleNamespace(
                     num_speculative_tokens=4,
                     max_model_len=64,

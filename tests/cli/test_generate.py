@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, SamplingParams, StructuredOutput
+from slipstream.core.sampling_defaults import SamplingDefaults
 from slipstream.models.checkpoint import resolve_checkpoint
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM
@@ -105,6 +106,21 @@ def test_several_prompts_come_in_order_under_headings(
     assert slipstream("generate", "--prompt", "x", "-n", "2", "--temperature", "1").out == (
         "== sample 1 of 2 ==\ntext\n\n== sample 2 of 2 ==\ntext\n"
     )
+
+
+def test_the_checkpoint_s_defaults_count_where_no_flag_is_given(
+    slipstream: CommandLine, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = SamplingDefaults({"temperature": 0.6, "top_k": 20}, source="a file")
+    monkeypatch.setattr(fake_llm, "defaults", own)
+    ran = slipstream("generate", "--prompt", "x", "--top-k", "0")
+    params = fake_llm.made[-1].params
+    assert params == SamplingParams(temperature=0.6, top_k=0, max_tokens=128)
+    assert "defaults of requests: temperature 0.6, top_k 20 (a file;" in ran.err
+    assert "defaults" not in ran.out
+    slipstream("chat", "-t", "0", stdin=b"hi\n")
+    params = fake_llm.made[-1].params
+    assert params == SamplingParams(temperature=0, top_k=20, max_tokens=512)
 
 
 def test_json(slipstream: CommandLine, fake_llm: type[FakeLLM]) -> None:

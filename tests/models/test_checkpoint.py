@@ -12,7 +12,14 @@ from safetensors.torch import save_file
 
 from slipstream.core.errors import CheckpointError
 from slipstream.models import checkpoint as module
-from slipstream.models.checkpoint import Checkpoint, read_json_object, resolve_checkpoint
+from slipstream.models.checkpoint import (
+    Checkpoint,
+    HubAccess,
+    Replaced,
+    reaching_hub,
+    read_json_object,
+    resolve_checkpoint,
+)
 
 
 def write_json(file: Path, content: Any) -> None:
@@ -240,3 +247,49 @@ def test_weights_that_are_not_there(tmp_path: Path, file: str, message: str) -> 
     with pytest.raises(CheckpointError, match=message) as caught:
         _ = Checkpoint(tmp_path).entries
     assert str(tmp_path) in str(caught.value)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+REPLACED_ROPES = [
+    ({}, {"rope_scaling": YARN}, {"rope_scaling": YARN}),
+    (
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "low_freq_factor": 1.0}},
+        {"rope_scaling": YARN, "rope_theta": 1e6},
+        {"rope_parameters": {"rope_theta": 1e6, **YARN}},
+    ),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5.0},
+        {"rope_parameters": {"factor": 3.0}, "rope_theta": 7.0},
+        {"rope_scaling": {"type": "linear", "factor": 3.0}, "rope_theta": 7.0},
+    ),
+    ({"rope_scaling": YARN, "a": 1}, {"rope_scaling": None}, {"rope_scaling": {}, "a": 1}),
+    ({"a": {"b": 1, "c": {"d": 2}}}, {"a": {"c": {"d": 3}}}, {"a": {"b": 1, "c": {"d": 3}}}),
+    ({"a": {"b": 1}}, {"a": None, "new": [1]}, {"a": None, "new": [1]}),
+]
+
+
+@pytest.mark.parametrize(("content", "changes", "expected"), REPLACED_ROPES, ids=str)
+def test_values_in_place_of_those_in_config_json(
+    tmp_path: Path, content: dict[str, Any], changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    write_json(tmp_path / "config.json", content)
+    assert Checkpoint(tmp_path, Replaced(config=changes)).config == expected
+
+
+def test_a_config_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    write_json(tmp_path / "config.json", {"a": 1})
+    checkpoint = Checkpoint(tmp_path / "model", Replaced({"b": 2}, config_folder=tmp_path))
+    assert checkpoint.config == {"a": 1, "b": 2}
+    with pytest.raises(CheckpointError, match=r"model has no config\.json"):
+        _ = Checkpoint(tmp_path / "model").config
+
+
+def test_the_hub_is_reached_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub(tmp_path).install(monkeypatch)
+    with reaching_hub(HubAccess("there", "secret")):
+        resolve_checkpoint("org/model")
+    resolve_checkpoint("org/model")
+    asked = [(options["cache_dir"], options["token"]) for _, options in hub.asked]
+    assert asked == [("there", "secret"), (None, None)]
+    assert "secret" not in repr(HubAccess("there", "secret"))

@@ -132,7 +132,7 @@ class HeadMethod(Generic[C, N]):
     def _open(self, options: ModelOptions, target: TargetModel) -> HeadCheckpoint:
         """The head's directory; CheckpointError when it holds a drafter of another method."""
         if options.model is None:
-            return self.checkpoint(target.path)
+            return self.checkpoint(target.path, target.replaced)
         path = resolve_checkpoint(options.model, options.revision, pickled=True)
         checkpoint, own = HeadCheckpoint(path), self.checkpoint(path)
         kind = recognise(checkpoint.config, checkpoint.tensor_names)

@@ -76,7 +76,7 @@ def read_mtp_config(checkpoint: MtpCheckpoint) -> MtpConfig:
     style, modules, names = checkpoint.style, checkpoint.modules, checkpoint.tensor_names
     _require_known(checkpoint)
     if checkpoint.is_whole_model:
-        layers = read_decoder_config(Checkpoint(checkpoint.path))
+        layers = read_decoder_config(Checkpoint(checkpoint.path, checkpoint.replaced))
     else:
         layers = read_layers(head_reader(checkpoint, architectures=DENSE | WITH_EXPERTS), ())
     layers = with_stored_parts(layers, names, modules[0].layer)

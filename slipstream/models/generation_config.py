@@ -1,0 +1,82 @@
+"""Defaults of requests from a generation_config.json, and from what a user puts in its place."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.sampling_defaults import SamplingDefaults
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.models.checkpoint import Checkpoint
+
+AUTO, NEUTRAL = "auto", "vllm"
+_MOST_TOKENS = "max_new_tokens"
+_KEYS = {
+    name: name
+    for name in (
+        *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+        *("presence_penalty", "frequency_penalty", "skip_special_tokens"),
+    )
+} | {_MOST_TOKENS: "max_tokens"}
+
+
+def generation_folder(given: str) -> Path | None:
+    """The directory that `EngineConfig.generation_config` names; None for its two words."""
+    if given in (AUTO, NEUTRAL):
+        return None
+    folder = Path(given).expanduser()
+    if not (folder / "generation_config.json").is_file():
+        raise UsageError(
+            f"generation_config: {given} has no generation_config.json; give a directory that has "
+            f"one, {AUTO} or {NEUTRAL}"
+        )
+    return folder
+
+
+def read_sampling_defaults(
+    checkpoint: Checkpoint, given: str, overrides: Mapping[str, Any] | None
+) -> SamplingDefaults:
+    """The defaults of requests, as vLLM has them: `do_sample` is not heeded.
+
+    A number of new tokens is a default where the model's own file has it, and a limit of the
+    server where the user names a directory or the number.
+
+    Args:
+        given: "auto", "vllm" (nothing is read), or a directory, which `checkpoint` knows already.
+        overrides: count before the file.
+
+    Raises:
+        CheckpointError: a value in the file that no request could have.
+        UsageError: an override that no request could have.
+    """
+    unknown = sorted((overrides or {}).keys() - _KEYS.keys())
+    if unknown:
+        raise UsageError(
+            f"override_generation_config: {', '.join(unknown)} cannot be set; it takes "
+            f"{', '.join(_KEYS)}"
+        )
+    found = {} if given == NEUTRAL else checkpoint.generation_config
+    values, sources = _taken(found), []
+    if values:
+        sources.append(str(checkpoint.generation_file))
+        _check(values, CheckpointError, f"{checkpoint.generation_file}: ")
+    own = _taken(overrides or {})
+    if own:
+        sources.append("override_generation_config")
+        _check(own, UsageError, "override_generation_config: ")
+    values |= own
+    limits = given not in (AUTO, NEUTRAL) or "max_tokens" in own
+    most = values.get("max_tokens") if limits else None
+    return SamplingDefaults(values, most, " and ".join(sources))
+
+
+def _taken(content: Mapping[str, Any]) -> dict[str, Any]:
+    given = {field: content.get(key) for key, field in _KEYS.items()}
+    return {field: value for field, value in given.items() if value is not None}
+
+
+def _check(values: Mapping[str, Any], error: type[Exception], where: str) -> None:
+    try:
+        SamplingParams(**values)
+    except UsageError as problem:
+        raise error(f"{where}{problem}; mend it, or give generation_config={NEUTRAL}") from None
