@@ -1,7 +1,7 @@
 """The answer to a generating request, whole or streamed: what the protocols share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from time import time
@@ -78,7 +78,7 @@ class Answer(ABC, Generic[Reader]):
         generation: Generation,
         choices: Sequence[Reader],
     ) -> None:
-        self.id = f"{self.id_prefix}{uuid4().hex}"
+        self.id = f"{self.id_prefix}{body.request_id or uuid4().hex}"
         self._service, self._body, self._generation = service, body, generation
         self._choices = choices
         self._created = int(time())
@@ -140,6 +140,7 @@ class ChoicesAnswer(Answer[Choice]):
         wants_usage = forced or (options is not None and bool(options.include_usage))
         continuous = options is not None and bool(options.continuous_usage_stats)
         writer = ChunkWriter(self._common(self.form.chunk_kind), wants_usage or continuous)
+        first: Mapping[str, Any] = self._prompt_fields()
         try:
             async with aclosing(self._updates()) as updates:
                 async for place, update in updates:
@@ -150,7 +151,11 @@ class ChoicesAnswer(Answer[Choice]):
                     ]
                     if pieces:
                         usage = self._usage() if continuous else None
-                        yield b"".join(writer.chunk([piece], usage) for piece in pieces)
+                        yield b"".join(
+                            writer.chunk([piece], usage, None if place else first)
+                            for place, piece in enumerate(pieces)
+                        )
+                        first = {}
             if wants_usage:
                 yield writer.chunk([], self._usage())
             yield DONE
@@ -159,6 +164,10 @@ class ChoicesAnswer(Answer[Choice]):
 
     def _extra_fields(self) -> dict[str, Any]:
         """Further fields of a whole answer."""
+        return {}
+
+    def _prompt_fields(self) -> dict[str, Any]:
+        """Further fields of the first chunk."""
         return {}
 
     def _common(self, kind: str) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class AnswerReader:
         self.ended = False
         self.num_reasoning_tokens = self.num_calls = 0
         self._service, self._body, self._tools = service, body, tools
+        self._names = service.token_names(body.return_tokens_as_token_ids)
         self._parser = _parser(service, body, tools, prompt)
         self._reader = TokenReader(service.texts, body.skip_special_tokens is not False)
 
@@ -92,7 +93,7 @@ class AnswerReader:
         if parts is not None:
             own = [part is Part.CONTENT for part in parts]
             tokens, rows = [*compress(tokens, own)], [*compress(rows, own)]
-        return chat_logprobs(self._service.texts, tokens, rows, num_top) if rows else None
+        return chat_logprobs(self._names, tokens, rows, num_top) if rows else None
 
     def speculation(self, delta: Delta, parts: Sequence[Part] | None) -> dict[str, Any]:
         """The tokens of a delta with their origins; deltas are to be given in their order."""

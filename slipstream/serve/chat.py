@@ -18,10 +18,11 @@ from slipstream.serve.errors import bad_request
 from slipstream.serve.generation import Generation
 from slipstream.serve.logprobs_format import prompt_logprobs
 from slipstream.serve.model_service import ModelService
+from slipstream.serve.prompt_length import truncation
 from slipstream.serve.protocol.chat import ChatChoice, ChatCompletion, ChatRequest
 from slipstream.serve.protocol.usage import CompletionTokensDetails, Usage
 from slipstream.serve.request_parsing import read_body
-from slipstream.serve.sampling import sampling_params, structured_output
+from slipstream.serve.sampling import logit_bias, sampling_params, structured_output
 from slipstream.serve.sse import cancel_on_disconnect
 from slipstream.serve.tools.choice import ToolUse, choose_tools
 from slipstream.serve.updates import Delta, RequestUpdate
@@ -49,7 +50,7 @@ class ChatEndpoint:
             for index in range(body.n or 1)
         ]
         answer = _ChatAnswer(service, body, generation, choices)
-        await generation.start(service.thread, chat.params)
+        await generation.start(service.thread, chat.params, body.request_id)
         return await answer.response()
 
 
@@ -80,7 +81,9 @@ def prepare(service: ModelService, body: ChatRequest) -> PreparedChat:
     params = _params(body, tools, service)
     written = render(service, body.messages, body, tools.in_prompt)
     given: Prompt = written if isinstance(written, str) else {"prompt_token_ids": written}
-    [prompt] = service.encode([given], params, body.add_special_tokens is True, "messages")
+    cut = truncation(body, params.max_tokens, service.max_model_len)
+    special = body.add_special_tokens is True
+    [prompt] = service.encode([given], params, special, "messages", cut)
     service.require_room([prompt], *_max_tokens(body), "messages")
     format = service.output_format
     if format and params.structured and not format.begins_anew(prompt.token_ids):
@@ -95,6 +98,7 @@ def prepare(service: ModelService, body: ChatRequest) -> PreparedChat:
 class _ChatAnswer(ChoicesAnswer[ChatAnswerChoice]):
     id_prefix = "chatcmpl-"
     form = AnswerForm("chat.completion", "chat.completion.chunk", ChatCompletion, ChatChoice)
+    _body: ChatRequest
     _prompt_logprobs: Any = None
 
     def _deltas(
@@ -113,12 +117,23 @@ class _ChatAnswer(ChoicesAnswer[ChatAnswerChoice]):
         return usage
 
     def _extra_fields(self) -> dict[str, Any]:
-        num_top = self._body.prompt_logprobs
-        if num_top is None:
-            return {}
-        token_ids, texts = self._generation.prompts[0].token_ids, self._service.texts
-        rows = prompt_logprobs(texts, token_ids, self._prompt_logprobs, num_top)
-        return {"prompt_logprobs": rows}
+        num_top, fields = self._body.prompt_logprobs, self._prompt_fields()
+        if num_top is not None:
+            token_ids, texts = self._generation.prompts[0].token_ids, self._service.texts
+            rows = prompt_logprobs(texts, token_ids, self._prompt_logprobs, num_top)
+            fields["prompt_logprobs"] = rows
+        return fields
+
+    def _prompt_fields(self) -> dict[str, Any]:
+        prompt, fields = self._generation.prompts[0], dict[str, Any]()
+        if self._body.return_token_ids:
+            fields["prompt_token_ids"] = prompt.token_ids
+        if self._body.return_prompt_text:
+            text, tokenizer = prompt.text, self._service.tokenizer
+            if text is None:
+                text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+            fields["prompt_text"] = text
+        return fields
 
 
 def _check(body: ChatRequest) -> None:
@@ -145,7 +160,7 @@ def _params(body: ChatRequest, tools: ToolUse, service: ModelService) -> Samplin
         structured = format.framed(structured, {name: {} for name in tools.functions})
     elif tools.format is not None and structured and structured.kind not in ("regex", "grammar"):
         _refuse(structured, "JSON and choices leave no room for tool calls")
-    overrides: dict[str, Any] = {}
+    overrides: dict[str, Any] = {"logit_bias": logit_bias(body, service)}
     if format is not None:  # whose parser finds stop strings, in the content alone
         overrides["stop"] = ()
     if tools.keeps_special(service.tokenizer):

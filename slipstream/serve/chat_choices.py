@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.serve.answer_reader import AnswerReader
+from slipstream.serve.logprobs_format import TokenFields
 from slipstream.serve.output.parts import Part
 from slipstream.serve.protocol.chat import ChatRequest
 from slipstream.serve.tools.events import AnswerEvent, Arguments, CallBegun, Content, Reasoning
@@ -19,6 +20,7 @@ class ChatAnswerChoice:
 
     def __init__(self, body: ChatRequest, reader: AnswerReader, index: int, role: str) -> None:
         self._body, self._reader, self._index, self._role = body, reader, index, role
+        self._token_fields = TokenFields(body)
         self._deltas: list[Delta] = []
         self._parts: list[Part] = []
         self._text: list[str] = []
@@ -78,7 +80,7 @@ class ChatAnswerChoice:
             opening = {"role": self._role, "content": ""}
             pieces.append({"delta": opening, **self._rest(_EMPTY, None), "finish_reason": None})
         rest = self._rest(increment.delta, increment.parts)
-        if found or self.ended or rest["logprobs"] or "speculation" in rest:
+        if found or self.ended or any(rest.get(name) for name in _TELLING):
             pieces.append({"delta": found, **rest})
         return pieces
 
@@ -118,6 +120,7 @@ class ChatAnswerChoice:
             "logprobs": None,
             "finish_reason": reader.finish_reason(delta),
             "stop_reason": delta.stop_reason,
+            **self._token_fields.of(delta, self.ended and delta is not _EMPTY),
         }
         if body.logprobs:
             rest["logprobs"] = reader.logprobs(delta, parts, body.top_logprobs or 0)
@@ -131,4 +134,6 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning": text, "reasoning_content": text}
 
 
+# Fields for the sake of which a chunk without text is sent.
+_TELLING = ("logprobs", "speculation", "token_ids")
 _EMPTY = Delta(0, "", [], None, [], None, None)

@@ -8,24 +8,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.core.outputs import RequestMetrics
-from slipstream.core.sampling_defaults import SamplingDefaults
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.prompts import EncodedPrompt, Prompt
 from slipstream.serve.answer import AnswerForm, ChoicesAnswer, check_stream_fields
 from slipstream.serve.errors import bad_request
 from slipstream.serve.generation import Generation
 from slipstream.serve.logprobs_format import (
+    TokenFields,
     completion_logprobs,
     prompt_logprobs,
     read_tokens,
     speculation,
 )
 from slipstream.serve.model_service import ModelService
+from slipstream.serve.prompt_length import truncation
 from slipstream.serve.protocol.completions import Completion, CompletionChoice, CompletionRequest
 from slipstream.serve.request_parsing import read_body
-from slipstream.serve.sampling import sampling_params, structured_output
+from slipstream.serve.sampling import logit_bias, sampling_params, structured_output
 from slipstream.serve.sse import cancel_on_disconnect
-from slipstream.serve.token_texts import TokenReader
+from slipstream.serve.token_texts import TokenReader, TokenTexts
 from slipstream.serve.updates import Candidates, Delta, RequestUpdate, join_deltas
 
 _DEFAULT_MAX_TOKENS = 16
@@ -56,7 +57,7 @@ class CompletionEndpoint:
             for sample in range(n)
         ]
         if _needs_engine(body):
-            await generation.start(service.thread, params)
+            await generation.start(service.thread, params, body.request_id)
         return await _CompletionAnswer(service, body, generation, choices).response()
 
     def _prepare(
@@ -66,8 +67,10 @@ class CompletionEndpoint:
         _check(body)
         self._service.require_logprobs(body.logprobs, "logprobs")
         self._service.require_logprobs(body.prompt_logprobs, "prompt_logprobs")
-        params = _params(body, self._service.sampling_defaults)
-        encoded = self._service.encode(prompts, params, body.add_special_tokens is not False)
+        service, params = self._service, _params(self._service, body)
+        cut = truncation(body, params.max_tokens, service.max_model_len)
+        special = body.add_special_tokens is not False
+        encoded = service.encode(prompts, params, special, truncation=cut)
         self._service.require_room(encoded, body.max_tokens, "max_tokens")
         return params, encoded
 
@@ -114,6 +117,7 @@ class _Choice:
         self._skip_special = body.skip_special_tokens is not False
         self._reads = body.logprobs is not None or bool(body.return_speculation)
         self._reader: TokenReader | None = None
+        self._token_fields = TokenFields(body)
         self._begun = False
 
     def collect(self, delta: Delta) -> None:
@@ -125,7 +129,7 @@ class _Choice:
             text, logprobs = first["text"] + piece["text"], first["logprobs"]
             if logprobs is not None:
                 logprobs = {name: [*logprobs[name], *piece["logprobs"][name]] for name in logprobs}
-            first = {**piece, "text": text, "logprobs": logprobs}
+            first = {**first, **piece, "text": text, "logprobs": logprobs}
         if self._body.prompt_logprobs is not None:
             first["prompt_logprobs"] = prompt_logprobs(
                 self._service.texts,
@@ -136,24 +140,31 @@ class _Choice:
         return first
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
-        if self._body.echo and not self._begun:
-            self._begun = True
-            return [self._echo(), self._piece(delta)]
-        return [self._piece(delta)]
+        begins, self._begun = not self._begun, True
+        pieces = [self._echo()] if begins and self._body.echo else []
+        pieces.append(self._piece(delta))
+        if begins and self._body.return_token_ids:
+            pieces[0]["prompt_token_ids"] = [*self._prompt.token_ids]
+        return pieces
 
     def _piece(self, delta: Delta) -> dict[str, Any]:
         piece = _piece(self.index, delta.text, delta.finish_reason, delta.stop_reason)
+        piece.update(self._token_fields.of(delta, delta.finish_reason is not None))
         if self._reads:
             if self._reader is None:
                 self._reader = TokenReader(self._service.texts, self._skip_special)
             tokens = read_tokens(self._reader, delta.token_ids)
             if self._body.logprobs is not None:
                 piece["logprobs"] = completion_logprobs(
-                    self._service.texts, tokens, delta.logprobs or _NOTHING, self._body.logprobs
+                    self._names, tokens, delta.logprobs or _NOTHING, self._body.logprobs
                 )
             if self._body.return_speculation:
                 piece["speculation"] = speculation(delta, tokens)
         return piece
+
+    @property
+    def _names(self) -> TokenTexts:
+        return self._service.token_names(self._body.return_tokens_as_token_ids)
 
     def _echo(self) -> dict[str, Any]:
         text = self._prompt_text()
@@ -164,7 +175,7 @@ class _Choice:
             reader = TokenReader(self._service.texts, not self._shows_special(text))
             tokens = read_tokens(reader, self._prompt.token_ids)
             piece["logprobs"] = completion_logprobs(
-                self._service.texts, tokens, self.prompt_logprobs, self._body.logprobs
+                self._names, tokens, self.prompt_logprobs, self._body.logprobs
             )
         self._reader = TokenReader(self._service.texts, self._skip_special, len(text))
         return piece
@@ -223,14 +234,15 @@ def _needs_engine(body: CompletionRequest) -> bool:
     return body.max_tokens != 0 or _num_prompt_logprobs(body) is not None
 
 
-def _params(body: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
+def _params(service: ModelService, body: CompletionRequest) -> SamplingParams:
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = sampling_params(
         body,
-        defaults,
+        service.sampling_defaults,
         max_tokens or 1,  # the engine generates at least one token, which is then left out
         body.logprobs,
         structured_output(body, body.response_format),
         prompt_logprobs=_num_prompt_logprobs(body),
+        logit_bias=logit_bias(body, service),
     )
     return params if max_tokens else replace(params, n=1)

@@ -38,10 +38,17 @@ class Generation:
         self._return_speculation, self._counts_output = return_speculation, counts_output
         self._has_grammar = False
 
-    async def start(self, thread: EngineThread, params: SamplingParams) -> None:
-        """Submit all prompts; raises what `EngineThread.submit` raises."""
+    async def start(
+        self, thread: EngineThread, params: SamplingParams, request_id: str | None = None
+    ) -> None:
+        """Submit all prompts; raises what `EngineThread.submit` raises.
+
+        Args:
+            request_id: for the log; by default that of the HTTP request.
+        """
         self._has_grammar = params.structured is not None
-        self._streams = await thread.submit(current_request_id(), self.prompts, params)
+        name = request_id or current_request_id()
+        self._streams = await thread.submit(name, self.prompts, params)
 
     async def updates(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
         """Updates with the index of their prompt; closing the generator early ends all requests."""

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 from slipstream.core.outputs import Logprob
 from slipstream.serve.errors import generation_failed
+from slipstream.serve.protocol.sampling import SamplingFields
 from slipstream.serve.token_texts import TokenReader, TokenTexts
 from slipstream.serve.updates import Candidates, Delta
 
 _IMPOSSIBLE = -9999.0  # in place of minus infinity, as in OpenAI's API
+_WEIGHT_VERSION = "default"  # weights are loaded once
 
 
 class Token(NamedTuple):
@@ -104,6 +106,24 @@ def prompt_logprobs(
         }
         for token_id, row in zip(token_ids, rows, strict=True)
     ]
+
+
+class TokenFields:
+    """The fields of a choice that `return_token_ids` and `return_weight_versions` ask for."""
+
+    def __init__(self, body: SamplingFields) -> None:
+        self._body, self._num_tokens = body, 0
+
+    def of(self, delta: Delta, is_last: bool) -> dict[str, Any]:
+        """Those of the next piece."""
+        fields: dict[str, Any] = {}
+        self._num_tokens += len(delta.token_ids)
+        if self._body.return_token_ids:
+            fields["token_ids"] = [*delta.token_ids]
+        if self._body.return_weight_versions and is_last:
+            span = {"version": _WEIGHT_VERSION, "start": 0, "end": self._num_tokens}
+            fields["weight_versions"] = [span]
+        return fields
 
 
 def speculation(delta: Delta, tokens: Sequence[Token]) -> dict[str, Any]:

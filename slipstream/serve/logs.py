@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.core.errors import UsageError
 from slipstream.serve.options import LogOptions
+from slipstream.serve.protocol.base import REQUEST_ID
 
 logger = logging.getLogger("slipstream.serve.access")
 
@@ -24,7 +25,7 @@ logger = logging.getLogger("slipstream.serve.access")
 SEND_BODY = "slipstream.send_body"
 
 _TRACE = 5  # uvicorn's level below DEBUG
-_GIVEN = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
+_GIVEN = re.compile(REQUEST_ID)
 # Paths that monitoring polls: logged at level DEBUG only.
 _ROUTINE = frozenset({"/health", "/load", "/metrics", "/ping"})
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}

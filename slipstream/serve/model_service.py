@@ -22,6 +22,7 @@ from slipstream.serve.errors import ApiError, bad_request
 from slipstream.serve.options import AnswerOptions
 from slipstream.serve.output.formats import choose_output_format
 from slipstream.serve.output.parts import OutputFormat
+from slipstream.serve.prompt_length import Truncation
 from slipstream.serve.protocol.server import ModelCard, ModelSpeculation
 from slipstream.serve.token_texts import TokenTexts
 from slipstream.serve.tools.call_format import CallFormat
@@ -100,7 +101,16 @@ class ModelService:
     @cached_property
     def texts(self) -> TokenTexts:
         """Texts of single tokens."""
-        return TokenTexts(self.tokenizer, self.answers.return_tokens_as_token_ids)
+        return TokenTexts(self.tokenizer)
+
+    def token_names(self, by_id: bool | None) -> TokenTexts:
+        """What logprobs call tokens: their texts, or their ids; None is the server's choice."""
+        by_id = self.answers.return_tokens_as_token_ids if by_id is None else by_id
+        return self._token_ids if by_id else self.texts
+
+    @cached_property
+    def _token_ids(self) -> TokenTexts:
+        return TokenTexts(self.tokenizer, as_ids=True)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -155,8 +165,14 @@ class ModelService:
         params: SamplingParams,
         add_special_tokens: bool,
         field: str = "prompt",
+        truncation: Truncation | None = None,
     ) -> list[EncodedPrompt]:
-        """Tokenize prompts, which came in `field`; slow (call by `aside`)."""
+        """Tokenize prompts, which came in `field`, and cut them; slow (call by `aside`)."""
+        if truncation is not None:
+            prompts = [
+                truncation.cut_text(it, self._longest_text) if isinstance(it, str) else it
+                for it in prompts
+            ]
         for prompt in prompts:
             if isinstance(prompt, str) and len(prompt) > self._longest_text:
                 raise bad_request(
@@ -165,7 +181,8 @@ class ModelService:
                     field,
                     _TOO_LONG,
                 )
-        return [self._encoder.encode(prompt, params, add_special_tokens) for prompt in prompts]
+        encoded = [self._encoder.encode(it, params, add_special_tokens) for it in prompts]
+        return encoded if truncation is None else [truncation.cut(it) for it in encoded]
 
     def require_logprobs(self, number: int | None, field: str) -> None:
         """Raise ApiError where a field asks for more alternatives than the server gives."""

@@ -83,15 +83,15 @@ def _relevance(error: ErrorDetails) -> tuple[bool, int, int]:
     return too_many, depth, int(error["type"] not in _WRONG_KIND)
 
 
-_WRONG_KIND = (
-    *("string_type", "list_type", "dict_type", "int_type", "bool_type", "model_type"),
-    "none_required",
-)
+_WRONG_KIND = (*("string_type", "list_type", "dict_type", "int_type", "bool_type", "model_type"),)
+
+
+_REFUSED = ("extra_forbidden", "literal_error", "too_many")
 
 
 def _sentence(error: ErrorDetails, kind: type[RequestBody]) -> str:
     where, name = _place(error["loc"]), str(error["loc"][-1]) if error["loc"] else ""
-    if error["type"] in ("extra_forbidden", "none_required") and name in REFUSALS:
+    if error["type"] in _REFUSED and name in REFUSALS:
         return f"{where} is not supported: {REFUSALS[name]}"
     if error["type"] == "extra_forbidden":
         return f"unknown field {where}{_suggestion(where, kind)}"

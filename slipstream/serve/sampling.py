@@ -6,6 +6,8 @@ from slipstream.core.sampling_defaults import SamplingDefaults
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
 from slipstream.serve.errors import bad_request
+from slipstream.serve.model_service import ModelService
+from slipstream.serve.protocol.base import MOST_INT
 from slipstream.serve.protocol.sampling import (
     JsonSchemaFormat,
     ResponseFormat,
@@ -13,6 +15,7 @@ from slipstream.serve.protocol.sampling import (
     TextFormat,
 )
 
+_LONGEST_ID = 10  # characters of a token id
 # Fields with the same name and meaning on both sides; those not given keep the default.
 _COMMON = (
     *("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop"),
@@ -36,20 +39,39 @@ def sampling_params(
         defaults: of fields that the request does not give.
         max_tokens, logprobs: resolved, as the two endpoints have different names and defaults.
         structured: from `structured_output`.
-        overrides: replace the request's own.
+        overrides: replace the request's own; `logit_bias` is from the function of that name.
 
     Raises:
         UsageError: values that do not fit together.
     """
     given = {name: getattr(body, name) for name in _COMMON if getattr(body, name) is not None}
-    if body.logit_bias:
-        given["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
     if body.speculative is not None:
         given["num_speculative_tokens"] = body.speculative.num_speculative_tokens
     if max_tokens is not None or "max_tokens" not in defaults.values:
         given["max_tokens"] = max_tokens
     given |= {"logprobs": logprobs, **overrides, "structured": structured}
     return defaults.limited(defaults.params(given))
+
+
+def logit_bias(body: SamplingFields, service: ModelService) -> dict[int, float] | None:
+    """Biases by token id; a key that is no number is the text of one token."""
+    found: dict[int, float] = {}
+    for name, bias in (body.logit_bias or {}).items():
+        if name.isascii() and name.isdigit():
+            token = int(name) if len(name) <= _LONGEST_ID else MOST_INT
+        else:
+            ids = service.tokenizer.encode(name, add_special_tokens=False)
+            if len(ids) != 1:
+                raise bad_request(
+                    f"logit_bias: {name!r} is {len(ids)} tokens of this model, not one; give the "
+                    "ids of tokens, or other texts",
+                    "logit_bias",
+                )
+            [token] = ids
+        if token in found:
+            raise bad_request(f"logit_bias names token {token} twice", "logit_bias")
+        found[token] = bias
+    return found or None
 
 
 def structured_output(
@@ -81,6 +103,8 @@ def _from_format(response_format: ResponseFormat | None) -> dict[str, Any]:
         if schema is None:
             raise bad_request("response_format.json_schema.schema is missing", "response_format")
         return {"json_schema": schema}
+    if response_format.schema_ is not None:
+        return {"json_schema": response_format.schema_}
     return {"json_object": True}
 
 

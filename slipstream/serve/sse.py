@@ -36,9 +36,16 @@ class ChunkWriter:
         self._start = b"data: " + to_json(common)[:-1] + b',"choices":'
         self._with_usage = with_usage
 
-    def chunk(self, choices: Sequence[Mapping[str, Any]], usage: Any = None) -> bytes:
-        """One event."""
+    def chunk(
+        self,
+        choices: Sequence[Mapping[str, Any]],
+        usage: Any = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """One event; `more` are further fields."""
         end = b"}\n\n"
+        if more:
+            end = b"," + to_json(more)[1:-1] + end
         if self._with_usage:
             end = b',"usage":' + to_json(usage, exclude_none=True, inf_nan_mode="null") + end
         return self._start + to_json(choices, inf_nan_mode="null") + end

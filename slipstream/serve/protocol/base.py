@@ -1,60 +1,96 @@
 """Base classes and common types of bodies."""
 
-from typing import Annotated, Any, Final
+from functools import cache
+from itertools import islice
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from slipstream.serve.protocol.bounds import FEW_VALUES, MOST_TOKEN_IDS, AtMost
 
 MOST_INT = 2**31 - 1  # counts and token ids live in 32-bit tensors
+REQUEST_ID = r"^[A-Za-z0-9._:+/=@-]{1,128}$"
 
 TokenId = Annotated[int, Field(ge=0, le=MOST_INT)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1), AtMost(MOST_TOKEN_IDS)]
 Count = Annotated[int, Field(ge=0, le=MOST_INT)]
 JsonSchema = Annotated[dict[str, Any], FEW_VALUES]
 JsonSchemaOrText = Annotated[dict[str, Any] | str, FEW_VALUES]
+Empty = Annotated[dict[str, Any], AtMost(0)]
 
 
-# Fields of the OpenAI protocol that are refused, and what to do instead.
+def _require_boolean(value: Any) -> Any:
+    """Python takes 0 for False, JSON does not."""
+    if not isinstance(value, bool):
+        raise PydanticCustomError("bool_type", "input should be a boolean")
+    return value
+
+
+OnlyTrue = Annotated[Literal[True], BeforeValidator(_require_boolean)]
+OnlyFalse = Annotated[Literal[False], BeforeValidator(_require_boolean)]
+
+# Fields of the OpenAI protocol and of vLLM's that are refused, but for values that ask for nothing,
+# and what to do instead.
 REFUSALS: Final = {
     "audio": "this server reads and writes text only; leave it out",
+    "ec_transfer_params": "this server is not split into several; leave it out",
     "function_call": "it is the older form of tool calls; use tools and tool_choice",
     "file": "this server reads and writes text only; leave it out",
     "functions": "it is the older form of tools; use tools",
     "image_url": "this server reads and writes text only; leave it out",
     "input_audio": "this server reads and writes text only; leave it out",
+    "kv_transfer_params": "this server is not split into several; leave it out",
+    "logits_processors": "no code of a client is run; use logit_bias, allowed_token_ids, bad_words "
+    "or structured_outputs",
+    "media_io_kwargs": "this server reads and writes text only; leave it out",
+    "mm_processor_kwargs": "this server reads and writes text only; leave it out",
     "moderation": "this server moderates nothing; leave it out",
     "prediction": "the server drafts by itself; use speculative to set how much",
+    "prompt_embeds": "prompts are texts or token ids; put one into prompt",
     "prompt_cache_options": "the prefix cache has no options of a request; leave it out",
     "refusal": "this server's messages have none; leave it out",
+    "store": "nothing is stored; leave it out",
     "suffix": "nothing is filled in between two texts; put what the model needs into prompt",
+    "use_beam_search": "the most probable text is not what the model says; use temperature 0, or "
+    "n with logprobs and choose yourself",
     "verbosity": "say in a message how long the answer should be",
+    "vllm_xargs": "this server has no extensions that would read it; leave it out",
+    "watermarking": "this server marks no text; leave it out",
     "web_search_options": "this server searches nothing; leave it out",
 }
 
 
 class RequestBody(BaseModel):
-    """Values are never converted; unknown fields are refused by name."""
+    """Values are never converted; unknown fields are refused by name, unless they are null: clients
+    write null for what they do not ask for."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        json_schema_extra={"additionalProperties": {"type": "null"}},
     )
 
     @classmethod
+    @cache
     def field_names(cls) -> set[str]:
         """The names of the fields in JSON."""
         return {field.alias or name for name, field in cls.model_fields.items()}
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_further_unknown_fields(cls, value: Any) -> Any:
+    def _drop_unknown_fields(cls, value: Any) -> Any:
         """Keep one unknown field: an error for each of a million would take seconds."""
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+        if not isinstance(value, dict):
             return value
         known = cls.field_names()
+        if value.keys() <= known:
+            return value
         kept = {name: it for name, it in value.items() if name in known}
-        unknown = next(name for name in value if name not in known)
-        return {**kept, unknown: value[unknown]}
+        unknown = (name for name, it in value.items() if name not in known and it is not None)
+        return {**kept, **{name: value[name] for name in islice(unknown, 1)}}
 
 
 class ModelRequest(RequestBody):

@@ -5,11 +5,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from slipstream.serve.protocol import bounds
-from slipstream.serve.protocol.base import Count, JsonSchema, RequestBody, ResponseBody
+from slipstream.serve.protocol.base import Count, Empty, JsonSchema, RequestBody, ResponseBody
 from slipstream.serve.protocol.bounds import FEW_VALUES, AtMost
 from slipstream.serve.protocol.completions import PromptLogprobs
 from slipstream.serve.protocol.sampling import MOST_LOGPROBS, ResponseFormat, SamplingFields
-from slipstream.serve.protocol.usage import AnswerBody, SpeculatedTokens, Usage
+from slipstream.serve.protocol.usage import AnswerBody, SpeculatedTokens, Usage, WeightVersion
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -60,9 +60,6 @@ class AssistantMessage(RequestBody):
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[MessageToolCall], AtMost(bounds.MOST_PARTS)] | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
 
     @model_validator(mode="after")
     def _check(self) -> "AssistantMessage":
@@ -148,6 +145,7 @@ class ChatRequest(SamplingFields, TemplateFields):
         max_tokens: the older name of `max_completion_tokens`; by default up to `max_model_len`.
         parallel_tool_calls: false ends the answer after its first tool call.
         include_reasoning: false leaves the reasoning out of the answer.
+        return_prompt_text: the answer has what the chat template wrote.
     """
 
     messages: Messages
@@ -160,26 +158,13 @@ class ChatRequest(SamplingFields, TemplateFields):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
 
-    # Accepted without effect: see docs/protocol.md.
-    metadata: Annotated[dict[str, str], AtMost(bounds.MOST_LABELS)] | None = None
+    return_prompt_text: bool | None = None
+    # Accepted without effect, or empty: see docs/protocol.md.
     modalities: (
         Annotated[list[Literal["text"]], Field(min_length=1), AtMost(bounds.MOST_LABELS)] | None
     ) = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    safety_identifier: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
-
-    # Refused: see REFUSALS in base.py.
-    audio: None = None
-    function_call: None = None
-    functions: None = None
-    moderation: None = None
-    prediction: None = None
-    prompt_cache_options: None = None
-    verbosity: None = None
-    web_search_options: None = None
+    media_io_kwargs: Empty | None = None
+    mm_processor_kwargs: Empty | None = None
 
 
 class TopLogprob(ResponseBody):
@@ -242,6 +227,8 @@ class ChatChoice(ResponseBody):
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: str | int | None
     speculation: SpeculatedTokens | None = None
+    token_ids: list[int] | None = None
+    weight_versions: list[WeightVersion] | None = None
 
 
 class ChatCompletion(AnswerBody):
@@ -251,6 +238,8 @@ class ChatCompletion(AnswerBody):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
 
 
 class FunctionPiece(ResponseBody):
@@ -288,6 +277,8 @@ class ChatPiece(ResponseBody):
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: str | int | None
     speculation: SpeculatedTokens | None = None
+    token_ids: list[int] | None = None
+    weight_versions: list[WeightVersion] | None = None
 
 
 class ChatChunk(AnswerBody):
@@ -296,3 +287,5 @@ class ChatChunk(AnswerBody):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatPiece]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None

@@ -7,7 +7,7 @@ from pydantic import Field
 from slipstream.serve.protocol.base import Count, ResponseBody, TokenIds
 from slipstream.serve.protocol.bounds import MOST_PROMPTS, AtMost
 from slipstream.serve.protocol.sampling import MOST_LOGPROBS, ResponseFormat, SamplingFields
-from slipstream.serve.protocol.usage import AnswerBody, SpeculatedTokens, Usage
+from slipstream.serve.protocol.usage import AnswerBody, SpeculatedTokens, Usage, WeightVersion
 
 Prompts = (
     str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1), AtMost(MOST_PROMPTS)]
@@ -30,7 +30,6 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     max_tokens: Count | None = None
-    suffix: None = None
     response_format: ResponseFormat | None = None
 
 
@@ -64,6 +63,9 @@ class CompletionChoice(ResponseBody):
     stop_reason: str | int | None
     prompt_logprobs: PromptLogprobs | None = None
     speculation: SpeculatedTokens | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    weight_versions: list[WeightVersion] | None = None
 
 
 class Completion(AnswerBody):
@@ -83,6 +85,9 @@ class CompletionPiece(ResponseBody):
     finish_reason: Literal["stop", "length"] | None
     stop_reason: str | int | None
     speculation: SpeculatedTokens | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    weight_versions: list[WeightVersion] | None = None
 
 
 class CompletionChunk(AnswerBody):

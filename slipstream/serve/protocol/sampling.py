@@ -8,10 +8,14 @@ from slipstream.core.sampling_params import SEED_BITS
 from slipstream.serve.protocol import bounds
 from slipstream.serve.protocol.base import (
     MOST_INT,
+    REQUEST_ID,
     Count,
+    Empty,
     JsonSchema,
     JsonSchemaOrText,
     ModelRequest,
+    OnlyFalse,
+    OnlyTrue,
     RequestBody,
     TokenId,
     TokenIds,
@@ -25,7 +29,7 @@ _MOST_CHOICES = 128
 _Word = Annotated[str, Field(min_length=1, max_length=bounds.MOST_WORD_CHARACTERS)]
 _Grammar = Annotated[str, Field(max_length=bounds.MOST_GRAMMAR_CHARACTERS)]
 _Choices = Annotated[list[str], Field(min_length=1), AtMost(bounds.MOST_CHOICES)]
-_LogitKey = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+_LogitKey = Annotated[str, Field(min_length=1, max_length=bounds.MOST_WORD_CHARACTERS)]
 _LogitBias = Annotated[
     dict[_LogitKey, Annotated[float, Field(ge=-100, le=100)]], AtMost(bounds.MOST_BIASES)
 ]
@@ -38,9 +42,10 @@ class TextFormat(RequestBody):
 
 
 class JsonObjectFormat(RequestBody):
-    """Any JSON object."""
+    """Any JSON object, or one that follows a schema."""
 
     type: Literal["json_object"]
+    schema_: JsonSchema | None = Field(None, alias="schema")
 
 
 class NamedSchema(RequestBody):
@@ -68,14 +73,47 @@ class StructuredOutputs(RequestBody):
     """A constraint on the text; exactly one of the fields."""
 
     json_: JsonSchemaOrText | None = Field(None, alias="json")
-    json_object: Literal[True] | None = None
+    json_object: OnlyTrue | None = None
     regex: _Grammar | None = None
     choice: _Choices | None = None
     grammar: _Grammar | None = None
 
 
-class SamplingFields(ModelRequest):
-    """Fields of the OpenAI protocol, then those that inference engines have added."""
+class LabelFields(ModelRequest):
+    """Fields without effect, and those of which only a value that asks for nothing is accepted:
+    docs/protocol.md says why."""
+
+    user: str | None = None
+    metadata: Annotated[dict[str, str], AtMost(bounds.MOST_LABELS)] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: OnlyFalse | None = None
+    session_id: str | None = None
+    length_penalty: float | None = None
+    mm_payload: Literal["tensors", "none"] | None = None
+    return_mm_kwargs: bool | None = None
+    return_token_offsets: bool | None = None
+    routed_experts_prompt_start: Count | None = None
+    use_beam_search: OnlyFalse | None = None
+    watermarking: OnlyFalse | None = None
+    kv_transfer_params: Empty | None = None
+    ec_transfer_params: Empty | None = None
+    vllm_xargs: Empty | None = None
+
+
+class SamplingFields(LabelFields):
+    """Fields of the OpenAI protocol, then those that inference engines have added.
+
+    Attributes:
+        request_id: part of the answer's id, and the id in the log.
+        return_token_ids: the answer has the ids of the prompt's and the output's tokens.
+        return_tokens_as_token_ids: logprobs name tokens "token_id:7" rather than by their texts.
+        truncate_prompt_tokens: maximum number of tokens that are left of a prompt; -1 is as many as
+            leave room for the output.
+        truncation_side: where tokens are cut off.
+    """
 
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -87,7 +125,6 @@ class SamplingFields(ModelRequest):
     stop: _Word | Annotated[list[_Word], AtMost(bounds.MOST_STOP_STRINGS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
 
     # Additions of other engines.
     top_k: Annotated[int, Field(ge=-1, le=MOST_INT)] | None = None
@@ -98,7 +135,7 @@ class SamplingFields(ModelRequest):
     stop_token_ids: Annotated[list[TokenId], AtMost(bounds.MOST_STOP_TOKENS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: OnlyTrue | None = None
     add_special_tokens: bool | None = None
     bad_words: Annotated[list[_Word], AtMost(bounds.MOST_BAD_WORDS)] | None = None
     allowed_token_ids: TokenIds | None = None
@@ -110,3 +147,9 @@ class SamplingFields(ModelRequest):
     guided_grammar: _Grammar | None = None
     speculative: SpeculativeOptions | None = None
     return_speculation: bool | None = None
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MOST_INT)] | None = None
+    truncation_side: Literal["left", "right"] | None = None

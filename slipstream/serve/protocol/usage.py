@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from slipstream.serve.protocol.base import RequestBody, ResponseBody
+from slipstream.serve.protocol.base import OnlyFalse, RequestBody, ResponseBody
 
 
 class StreamOptions(RequestBody):
@@ -16,7 +16,7 @@ class StreamOptions(RequestBody):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: OnlyFalse | None = None
 
 
 class SpeculativeOptions(RequestBody):
@@ -68,6 +68,14 @@ class Usage(ResponseBody):
     prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: CompletionTokensDetails | None = None
     speculation: SpeculationUsage | None = None
+
+
+class WeightVersion(ResponseBody):
+    """The version of the weights that gave the tokens from `start` up to `end` of an output."""
+
+    version: str
+    start: int
+    end: int
 
 
 class AnswerBody(ResponseBody):

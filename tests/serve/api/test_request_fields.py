@@ -1,0 +1,146 @@
+"""Fields that other servers have: what each of them changes."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.api.live import Live
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+PLAIN: dict[str, dict[str, Any]] = {
+    TEXT: {"prompt": "def add(a, b):\n", "max_tokens": 8, "temperature": 0},
+    CHAT: {
+        "messages": [{"role": "user", "content": "Write add(a, b)."}],
+        "max_tokens": 8,
+        "temperature": 0,
+    },
+}
+BOTH = pytest.mark.parametrize("path", [TEXT, CHAT])
+
+
+def ask(live: Live, path: str, **fields: Any) -> Any:
+    answer = httpx.post(f"{live.url}{path}", json={**PLAIN[path], **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def chunks(live: Live, path: str, **fields: Any) -> list[Any]:
+    body = {**PLAIN[path], **fields, "stream": True}
+    lines = httpx.post(f"{live.url}{path}", json=body).text.split("\n\n")
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+def text_of(answer: Any) -> str:
+    choice = answer["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+@BOTH
+def test_null_asks_for_nothing(live: Live, path: str) -> None:
+    """Clients write null for what they do not set, whatever server knows the field."""
+    plain = text_of(ask(live, path))
+    for name in ("kv_transfer_params", "suffix", "logits_processors", "anything_at_all"):
+        assert text_of(ask(live, path, **{name: None})) == plain
+    assert text_of(ask(live, path, kv_transfer_params={}, store=False)) == plain
+
+
+def test_null_within_messages_asks_for_nothing(live: Live) -> None:
+    answer = {"role": "assistant", "content": "x", "refusal": None, "annotations": None}
+    messages = [*PLAIN[CHAT]["messages"], answer, *PLAIN[CHAT]["messages"]]
+    assert ask(live, CHAT, messages=messages)["choices"]
+
+
+@BOTH
+def test_labels_change_nothing(live: Live, path: str) -> None:
+    labels = {
+        **{"user": "a", "metadata": {"a": "b"}, "session_id": "s", "prompt_cache_key": "k"},
+        **{"length_penalty": 1.5, "mm_payload": "none", "service_tier": "auto", "store": False},
+    }
+    assert text_of(ask(live, path, **labels)) == text_of(ask(live, path))
+
+
+@BOTH
+def test_the_request_names_its_answer(live: Live, path: str) -> None:
+    prefix = "cmpl" if path == TEXT else "chatcmpl"
+    assert ask(live, path, request_id="mine-1")["id"] == f"{prefix}-mine-1"
+    assert {it["id"] for it in chunks(live, path, request_id="mine-2")} == {f"{prefix}-mine-2"}
+
+
+@BOTH
+@pytest.mark.parametrize("n", [1, 2])
+def test_token_ids_are_returned(live: Live, path: str, n: int) -> None:
+    fields = {"return_token_ids": True, "return_weight_versions": True, "n": n}
+    whole, pieces = ask(live, path, **fields), chunks(live, path, **fields)
+    holder = whole["choices"][0] if path == TEXT else whole
+    first = pieces[0]["choices"][0] if path == TEXT else pieces[0]
+    assert holder["prompt_token_ids"] == first["prompt_token_ids"]
+    assert len(holder["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
+    for choice in whole["choices"]:
+        ids = choice["token_ids"]
+        text = live.model.tokenizer.decode(ids, skip_special_tokens=True)
+        assert text == text_of({"choices": [choice]})
+        own = [it for chunk in pieces for it in chunk["choices"] if it["index"] == choice["index"]]
+        assert [token for it in own for token in it["token_ids"]] == ids
+        span = [{"version": "default", "start": 0, "end": len(ids)}]
+        assert choice["weight_versions"] == own[-1]["weight_versions"] == span
+        assert not any("prompt_token_ids" in it for it in own[1:])
+
+
+def test_logprobs_may_name_tokens_by_their_ids(live: Live) -> None:
+    fields = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    choice = ask(live, TEXT, logprobs=2, **fields)["choices"][0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{it}" for it in choice["token_ids"]]
+    assert all("token_id:" in name for row in choice["logprobs"]["top_logprobs"] for name in row)
+    choice = ask(live, CHAT, logprobs=True, **fields)["choices"][0]
+    named = [it["token"] for it in choice["logprobs"]["content"]]
+    assert named == [f"token_id:{it}" for it in choice["token_ids"]]
+
+
+def test_the_text_of_the_prompt_is_returned(live: Live) -> None:
+    text = ask(live, CHAT, return_prompt_text=True)["prompt_text"]
+    assert "Write add(a, b)." in text
+    first, *rest = chunks(live, CHAT, return_prompt_text=True)
+    assert first["prompt_text"] == text
+    assert not any("prompt_text" in it for it in rest)
+
+
+@BOTH
+def test_prompts_are_cut(live: Live, path: str) -> None:
+    fields = {"return_token_ids": True}
+
+    def prompt(**more: Any) -> list[int]:
+        answer = ask(live, path, **fields, **more)
+        holder: Any = answer["choices"][0] if path == TEXT else answer
+        return list(holder["prompt_token_ids"])
+
+    whole = prompt()
+    assert prompt(truncate_prompt_tokens=3) == whole[-3:]
+    assert prompt(truncate_prompt_tokens=3, truncation_side="right") == whole[:3]
+    assert prompt(truncate_prompt_tokens=len(whole)) == whole
+    assert prompt(truncate_prompt_tokens=-1) == whole
+
+
+def test_a_prompt_may_be_cut_to_what_fits(live: Live) -> None:
+    long = "a b " * 100_000
+    answer = ask(live, TEXT, prompt=["first", long], truncate_prompt_tokens=-1, echo=True)
+    assert answer["usage"]["total_tokens"] > 2048
+    assert answer["choices"][1]["text"].startswith(" b")
+    assert len(answer["choices"][1]["text"]) < len(long)
+
+
+def test_biases_name_tokens_by_their_texts_too(live: Live) -> None:
+    [token] = live.model.tokenizer.encode("return", add_special_tokens=False)
+    by_text = ask(live, TEXT, logit_bias={"return": 100})
+    assert by_text["choices"] == ask(live, TEXT, logit_bias={str(token): 100})["choices"]
+    assert text_of(by_text) != text_of(ask(live, TEXT))
+
+
+def test_a_json_object_may_have_a_schema(live: Live) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [7]}}}
+    schema.update(required=["a"], additionalProperties=False)
+    wanted = {"type": "json_object", "schema": schema}
+    answer = ask(live, CHAT, response_format=wanted, max_tokens=40)
+    assert json.loads(text_of(answer)) == {"a": 7}
