@@ -259,6 +259,7 @@ class ModelService:
                 owned_by="slipstream",
                 root=self.config.model,
                 max_model_len=self.max_model_len,
+                has_chat_template=self.engine.tokenizer is not None and self.template.exists,
                 speculative=self._speculation(),
             )
             for name in self.names

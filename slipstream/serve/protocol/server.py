@@ -39,6 +39,7 @@ class ModelCard(ResponseBody):
     owned_by: str
     root: str
     max_model_len: int
+    has_chat_template: bool
     speculative: ModelSpeculation | None
 
 

@@ -25,6 +25,7 @@ def test_models_say_what_drafts(client: openai.OpenAI) -> None:
     assert first.object == "model"
     extra: Any = first
     assert extra.max_model_len == 2048
+    assert extra.has_chat_template is True
     drafter = {"method": "draft_model", "model": "demo/draft", "num_speculative_tokens": 4}
     assert extra.speculative == {**drafter, "adaptive": False}
     assert client.models.retrieve("other-name").id == "other-name"

@@ -33,12 +33,14 @@ class FakeServer:
     url: str = ""
     key: str | None = None
     has_drafter: bool = True
+    has_template: bool = False
     speedup: float | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     num_gone: int = 0  # clients that left in the middle of a stream
 
     def reset(self) -> None:
         self.key, self.has_drafter, self.num_gone, self.speedup = None, True, 0, None
+        self.has_template = False
         self.bodies.clear()
 
     async def models(self, request: Request) -> Response:
@@ -49,6 +51,7 @@ class FakeServer:
             "id": "demo",
             "object": "model",
             "max_model_len": 2048,
+            "has_chat_template": self.has_template,
             "speculative": drafter if self.has_drafter else None,
         }
         return JSONResponse({"object": "list", "data": [entry]})

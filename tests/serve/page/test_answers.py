@@ -197,6 +197,40 @@ def test_figures_are_those_of_the_answer(open_page: OpenPage) -> None:
     assert f"{len(tokens)} tokens" in announced
 
 
+def test_one_pass_is_a_pass(open_page: OpenPage) -> None:
+    page = open_page()
+    page.fill("#max_tokens", "1")
+    page.click("#run")
+    page.wait_for_selector(".replays")
+    wait_until(page, "document.getElementById('steps-chart').textContent.endsWith('1 pass')")
+
+
+def test_the_page_opens_in_chat_where_the_model_has_a_template(
+    open_page: OpenPage, server: FakeServer
+) -> None:
+    assert open_page().locator("input[name=mode]:checked").input_value() == "completion"
+    server.has_template = True
+    page = open_page()
+    assert page.locator("input[name=mode]:checked").input_value() == "chat"
+    assert page.locator("#prompt-label").text_content() == "Message"
+    assert "Write a Python function" in page.locator("#prompt").input_value()
+    page.click("#run")
+    page.wait_for_selector(".replays")
+    assert "messages" in server.bodies[0]
+
+
+def test_a_prompt_that_was_begun_is_left_alone(open_page: OpenPage, server: FakeServer) -> None:
+    server.key, server.has_template = "sesame", True
+    page = open_page(ready=False)
+    page.wait_for_selector("#key-dialog[open]")
+    page.evaluate("document.getElementById('prompt').value = 'half a wor'")
+    page.fill("#key", "sesame")
+    page.press("#key", "Enter")
+    page.wait_for_selector("#server[data-state=ready]")
+    assert page.locator("#prompt").input_value() == "half a wor"
+    assert page.locator("input[name=mode]:checked").input_value() == "completion"
+
+
 def test_a_chat_goes_on(open_page: OpenPage, server: FakeServer) -> None:
     page = open_page()
     page.check("input[value=chat]", force=True)

@@ -37,10 +37,19 @@ async function connect() {
   try {
     settings.offer(await listModels());
     state("ready", "ready");
+    if (settings.chats && untouched()) {
+      settings.mode = "chat";
+      changeMode();
+    }
     at("brief").textContent = settings.brief;
   } catch (error) {
     fail(error, connect);
   }
+}
+
+/** Whether the page is as it was loaded. */
+function untouched() {
+  return mode === "completion" && !transcript.turns.length && prompt.value === EXAMPLES[mode][0];
 }
 
 async function run() {

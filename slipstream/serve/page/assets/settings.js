@@ -46,6 +46,16 @@ export class Settings {
     return this._form.elements.mode.value;
   }
 
+  set mode(mode) {
+    this._form.elements.mode.value = mode;
+    this._show();
+  }
+
+  /** Whether the chosen model has a chat template; undefined where nobody said. */
+  get chats() {
+    return this._models.get(this._at("model").value)?.has_chat_template;
+  }
+
   /** What the chosen model drafts with; null without a drafter, undefined where nobody said. */
   get drafter() {
     return this._models.get(this._at("model").value)?.speculative;

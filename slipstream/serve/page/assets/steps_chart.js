@@ -1,6 +1,7 @@
 // One column for each pass of the target, one cell for each token it gave.
 
 import { draw, shape } from "./chart.js";
+import { count } from "./words.js";
 
 const COLUMN = 5;
 const GAP = 1.5;
@@ -50,7 +51,8 @@ export function drawSteps(svg, tally, most, marked = null) {
     shapes.push(shape("line", { class: "mean", x1: 0, x2: width, y1: y, y2: y }));
     shapes.push(shape("text", { class: "strong", x: width + 5, y: Math.min(height - 11, Math.max(20, y + 3)) }, length.toFixed(1)));
   }
-  const shown = end - first < steps.length ? `${first + 1}–${end} of ${steps.length} passes` : `${steps.length} passes`;
+  const passes = count(steps.length, "pass", "passes");
+  const shown = end - first < steps.length ? `${first + 1}–${end} of ${passes}` : passes;
   shapes.push(shape("text", { x: width, y: height + 12, "text-anchor": "end" }, shown));
   const recent = steps.slice(-8).map((step) => step.accepted + (step.end ? 1 : 0));
   draw(svg, shapes, `Tokens of each pass of the target; the last ones gave ${recent.join(", ")}`);
