@@ -80,7 +80,8 @@ class ListenFlags:
     )
     tool_call_parser: str | None = flag(
         None,
-        "Format of tool calls: hermes, qwen3_coder, glm45, llama3_json, mistral or openai. "
+        "Format of tool calls: hermes, qwen3_coder, glm45, llama3_json, pythonic, mistral or "
+        "openai. "
         "[found from the checkpoint]",
     )
     reasoning_parser: str | None = flag(

@@ -25,6 +25,10 @@ class Literals:
         token = self._special(text)
         return json.dumps(text) if token is None else f"<[{token}]>"
 
+    def knows(self, mark: str) -> bool:
+        """Whether a mark is a token of its own."""
+        return self._tokenizer.token_to_id(mark) is not None
+
     def up_to_mark(self, rule: str, mark: str) -> str:
         """A rule for any text up to the first occurrence of a mark, and the mark."""
         token = self._special(mark)

@@ -7,7 +7,7 @@ from typing import Final
 
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.serve.tools import glm45, hermes, llama3, mistral, qwen3_coder
+from slipstream.serve.tools import glm45, hermes, llama3, mistral, pythonic, qwen3_coder
 from slipstream.serve.tools.call_format import ToolFormat
 
 # In the order in which a model's checkpoint is asked for them.
@@ -18,6 +18,7 @@ FORMATS: Final = {
         qwen3_coder.FORMAT,
         glm45.FORMAT,
         hermes.FORMAT,
+        pythonic.FORMAT,
         llama3.FORMAT,
     )
 }
@@ -28,6 +29,7 @@ _ALIASES: Final = {
     "qwen3_json": hermes.FORMAT,
     "glm47": glm45.FORMAT,
     "llama4_json": llama3.FORMAT,
+    "llama4_pythonic": pythonic.FORMAT,
 }
 NAMED: Final = {**FORMATS, **_ALIASES}
 

@@ -1,5 +1,6 @@
 """Mistral: [TOOL_CALLS], then [{"name": ..., "arguments": {...}}, ...] or name[ARGS]{...}."""
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Final
@@ -7,9 +8,9 @@ from uuid import uuid4
 
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.serve.tools.call_format import ToolFormat
+from slipstream.serve.tools.call_format import Schemas, ToolFormat
 from slipstream.serve.tools.call_reader import CallReader
-from slipstream.serve.tools.call_rules import Literals, json_calls
+from slipstream.serve.tools.call_rules import ANY_ARGUMENTS, Literals, json_calls, json_value
 from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, Content, ToolEvent
 from slipstream.serve.tools.marked_text import ContentWriter, MarkFinder
 from slipstream.serve.tools.partial_json import ValueScanner
@@ -18,7 +19,8 @@ BEGIN, ARGS = "[TOOL_CALLS]", "[ARGS]"
 _SPACE = " \t\r\n"
 # The newer format; some models write the name directly before the object.
 _NAMED = re.compile(
-    r"\s*([a-zA-Z0-9_.-]{1,64})(?:\[CALL_ID\][a-zA-Z0-9]*)?\s*(?:\[ARGS\]\s*)?(?=\{)"
+    r"\s{0,8}([a-zA-Z0-9_.-]{1,64})(?:\[CALL_ID\][a-zA-Z0-9]{0,64})?"
+    r"\s{0,8}(?:\[ARGS\]\s{0,8})?(?=\{)"
 )
 _MAY_BE_NAMED = re.compile(r"\s*[a-zA-Z0-9_.\-\[\]\s]{0,200}")
 
@@ -94,8 +96,7 @@ class MistralParser:
             self._held = text
             return ""
         self._in_calls = False
-        events.extend(self._content.write(text))
-        return ""
+        return text
 
     def _read_call(self, call: CallReader, text: str, events: list[ToolEvent]) -> str:
         events.extend(call.feed(text))
@@ -121,15 +122,30 @@ def _shown_by(template: ChatTemplate, tokenizer: Tokenizer) -> bool:
 
 
 def _only(literal: Literals, several: bool) -> list[str]:
+    if literal.knows(ARGS):
+        return ["start: marked+" if several else "start: marked", f"marked: {literal(BEGIN)} call"]
     more = ' (", " call)*' if several else ""
     return [f'start: {literal(BEGIN)} "[" call{more} "]"']
 
 
 def _amid(literal: Literals) -> list[str]:
-    return [
-        'start: begun "[" call (", " call)* "]" | TEXT',
-        literal.up_to_mark("begun", BEGIN),
+    begun = literal.up_to_mark("begun", BEGIN)
+    if literal.knows(ARGS):
+        return [f"start: begun call ({literal(BEGIN)} call)* | TEXT", begun]
+    return ['start: begun "[" call (", " call)* "]" | TEXT', begun]
+
+
+def _calls(literal: Literals, functions: Schemas) -> list[str]:
+    """The newer format, if the vocabulary has the mark before its arguments."""
+    if not literal.knows(ARGS):
+        return json_calls(functions, "arguments")
+    calls = [
+        f"{json.dumps(name)} {literal(ARGS)} {json_value(schema or ANY_ARGUMENTS)}"
+        for name, schema in functions.items()
     ]
+    names = [f"call_{index}" for index in range(len(calls))]
+    rules = [f"{name}: {call}" for name, call in zip(names, calls, strict=True)]
+    return [f"call: {' | '.join(names)}", *rules]
 
 
 def _short_id() -> str:
@@ -139,11 +155,11 @@ def _short_id() -> str:
 
 FORMAT: Final = ToolFormat(
     name="mistral",
-    marks=(BEGIN,),
+    marks=(BEGIN, ARGS),
     parser=lambda _, dropped: MistralParser(dropped),
     shown_by=_shown_by,
     only=_only,
     amid=_amid,
-    calls=lambda _, functions: json_calls(functions, "arguments"),
+    calls=_calls,
     call_id=_short_id,
 )

@@ -6,17 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from slipstream.core.errors import UsageError
 from slipstream.serve.tools.call_format import Schemas
-from slipstream.serve.tools.call_rules import DEFINITIONS, Literals, json_value
+from slipstream.serve.tools.call_rules import Literals, json_value
+from slipstream.serve.tools.separate_arguments import NOTES, SeparateArguments
 from slipstream.serve.tools.tagged import BEGIN, END, Tags
 from slipstream.serve.tools.typed_arguments import resolved, types_of
 
-_NOTES: Final = frozenset(
-    {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "type"}
-)
-_OF_FUNCTIONS: Final = _NOTES | {"properties", "required", "additionalProperties", *DEFINITIONS}
-_OF_TEXTS: Final = _NOTES | {"minLength", "maxLength", "pattern"}
+_OF_TEXTS: Final = NOTES | {"minLength", "maxLength", "pattern"}
 _MOST_BRANCHES = 64
 
 
@@ -57,8 +53,10 @@ class TaggedRules:
         rules = [f"call: {opening}named", f"named: {' | '.join(names)}"]
         for rule, (name, function) in zip(names, functions.items(), strict=True):
             named = json.dumps(name + tags.name_end)
-            arguments = _Function(self, literal, name, function)
-            rules += arguments.rules(rule, f"{named} {self._gap}", literal(tags.end))
+            arguments = SeparateArguments(self.format, name, function)
+            rules += _Function(self, literal, arguments).rules(
+                rule, f"{named} {self._gap}", literal(tags.end)
+            )
         return rules
 
 
@@ -68,18 +66,11 @@ class _Function:
 
     format: TaggedRules
     literal: Literals
-    name: str
-    schema: Mapping[str, Any]
+    arguments: SeparateArguments
 
     def rules(self, rule: str, begin: str, end: str) -> list[str]:
-        function = resolved(self.schema, self.schema)
-        self._require("its schema", function, _OF_FUNCTIONS)
-        properties, required = function.get("properties") or {}, function.get("required") or []
-        schemas = {**{key: {} for key in required}, **properties}
-        more = function.get("additionalProperties")
-        if not schemas and more is not False:
-            if isinstance(more, Mapping) and more:
-                raise self._error("its schema", "additionalProperties")
+        schemas = self.arguments.schemas()
+        if schemas is None:
             key = f"/[^\\s{self.format.tags.key_end[0]}]{{1,64}}/"
             return [
                 f"{rule}: {begin} {rule}_any* {end}",
@@ -89,7 +80,7 @@ class _Function:
         found, parts = [], []
         for index, (key, schema) in enumerate(schemas.items()):
             part = f"{rule}_{index}"
-            parts.append(part if key in required else f"{part}?")
+            parts.append(part if key in self.arguments.required else f"{part}?")
             spelled = self._spelled(key, self.format.tags.key_end)
             found.append(f"{part}: {self._argument(spelled, f'{part}_value')}")
             found += self._value(f"{part}_value", key, schema)
@@ -110,7 +101,7 @@ class _Function:
         for index, branch in enumerate(self._branches(f"its argument {key!r}", schema)):
             if isinstance(branch, str):
                 choices.append(f"{self._spelled(branch, self.format.tags.value_end)} {end}")
-            elif "string" not in types_of(branch, self.schema):
+            elif "string" not in types_of(branch, self.arguments.schema):
                 choices.append(f"{json_value(branch)} {end}")
             else:
                 choices.append(f"{rule}_{index}")
@@ -119,27 +110,27 @@ class _Function:
 
     def _branches(self, what: str, schema: object) -> Iterator[str | Mapping[str, Any]]:
         """Texts, schemas of texts, and schemas of JSON: the argument is one of them."""
-        definitions = {key: self.schema[key] for key in DEFINITIONS if key in self.schema}
+        arguments, function = self.arguments, self.arguments.schema
         waiting, num_branches = [schema], 0
         while waiting:
-            found, num_branches = resolved(waiting.pop(0), self.schema), num_branches + 1
+            found, num_branches = resolved(waiting.pop(0), function), num_branches + 1
             if num_branches > _MOST_BRANCHES:
-                raise self._error(what, f"more than {_MOST_BRANCHES} alternatives")
-            types = types_of(found, self.schema)
+                raise arguments.error(what, f"more than {_MOST_BRANCHES} alternatives")
+            types = types_of(found, function)
             union = "anyOf" if "anyOf" in found else "oneOf"
             if "string" not in types:
-                yield {**found, **definitions}
+                yield arguments.whole(found)
             elif "enum" in found or "const" in found:
                 for value in found.get("enum", [found.get("const")]):
                     yield value if isinstance(value, str) else json.dumps(value)
             elif union in found:
-                self._require(what, found, _NOTES | {union})
+                arguments.require(what, found, NOTES | {union})
                 waiting = [*found[union], *waiting]
             else:
                 others = sorted(types - {"string"})
                 if others:
-                    yield {**found, "type": others, **definitions}
-                self._require(what, found, _OF_TEXTS)
+                    yield arguments.whole({**found, "type": others})
+                arguments.require(what, found, _OF_TEXTS)
                 yield found
 
     def _text(self, rule: str, schema: Mapping[str, Any]) -> str:
@@ -154,20 +145,8 @@ class _Function:
 
     def _spelled(self, text: str, mark: str) -> str:
         if mark in text:
-            raise self._error(f"the text {text!r}", mark)
+            raise self.arguments.error(f"the text {text!r}", mark)
         return json.dumps(text)
-
-    def _require(self, what: str, schema: Mapping[str, Any], known: frozenset[str]) -> None:
-        for key in schema:
-            if key not in known:
-                raise self._error(what, key)
-
-    def _error(self, what: str, problem: str) -> UsageError:
-        return UsageError(
-            f"calls in the format {self.format.format} cannot be made to follow the schema of the "
-            f"tool {self.name!r}: {what} has {problem}; leave that out, or let the model choose "
-            "(tool_choice auto, not strict)"
-        )
 
 
 def _pattern(pattern: str) -> str:

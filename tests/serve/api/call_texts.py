@@ -48,6 +48,15 @@ def _glm45(calls: Sequence[Call]) -> str:
     )
 
 
+def _pythonic(calls: Sequence[Call]) -> str:
+    told = (f"{name}({', '.join(map(_keyword, given.items()))})" for name, given in calls)
+    return f"[{', '.join(told)}]"
+
+
+def _keyword(argument: tuple[str, object]) -> str:
+    return f"{argument[0]}={json.dumps(argument[1], ensure_ascii=False)}"
+
+
 def _json(call: Call, arguments: str) -> str:
     return json.dumps({"name": call[0], arguments: call[1]}, ensure_ascii=False)
 
@@ -62,4 +71,5 @@ SAID: Final[dict[str, Callable[[Sequence[Call]], str]]] = {
     "mistral": _mistral,
     "qwen3_coder": _qwen3_coder,
     "glm45": _glm45,
+    "pythonic": _pythonic,
 }

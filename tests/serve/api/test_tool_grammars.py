@@ -155,6 +155,39 @@ def test_what_plain_text_cannot_follow(
     assert named in str(raised.value)
 
 
+def test_pythonic_calls_need_names_for_their_arguments(tokenizer: Tokenizer) -> None:
+    properties = {"a": {"type": "boolean"}, "b": {"type": "integer"}, "c": {}}
+    format, functions = FORMATS["pythonic"], {"f": {"properties": properties}}
+    grammar = format.only_calls(functions, tokenizer, several=False)
+    for arguments in ("", "a=True", "b=1, c=[]", "a=False, c=1", "c=null"):
+        assert follows(tokenizer, grammar, f"[f({arguments})]"), arguments
+    for arguments in ("a=1", "b=1, a=True", "b=1,", ", b=1", "b=1 c=1"):
+        assert not follows(tokenizer, grammar, f"[f({arguments})]"), arguments
+    with pytest.raises(UsageError, match="'a b' has a name"):
+        format.only_calls({"f": {"properties": {"a b": {}}}}, tokenizer, several=False)
+
+
+def test_the_newer_calls_of_mistral(tmp_path: Path) -> None:
+    folder = write_tool_tokenizer(tmp_path / "mistral", "[TOOL_CALLS]", special=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (folder / name).read_text("utf-8")
+        (folder / name).write_text(text.replace("<|endoftext|>", "[ARGS]"), "utf-8")
+    newer, format = Tokenizer(folder), FORMATS["mistral"]
+    one = format.only_calls(FUNCTIONS, newer, several=False)
+    many = format.only_calls(FUNCTIONS, newer, several=True)
+    amid = format.calls_amid_text(FUNCTIONS, newer)
+    rome, bonn = (f'[TOOL_CALLS]get_weather[ARGS]{{"city": "{it}"}}' for it in ("Rome", "Bonn"))
+    now = '[TOOL_CALLS]now[ARGS]{"x": [1]}'
+    assert follows(newer, one, rome)
+    assert not follows(newer, one, rome + now)
+    assert follows(newer, many, now + rome)
+    assert follows(newer, amid, f"So. {now}{rome}")
+    assert follows(newer, amid, "So.")
+    for grammar in (many, amid):
+        assert not follows(newer, grammar, bonn)
+        assert not follows(newer, grammar, now + bonn)
+
+
 def test_formats_are_found_from_templates(tokenizer: Tokenizer, tmp_path: Path) -> None:
     from slipstream.models.chat_template import ChatTemplate
     from slipstream.serve.tools.formats import find_format
@@ -166,6 +199,7 @@ def test_formats_are_found_from_templates(tokenizer: Tokenizer, tmp_path: Path) 
     assert find_format(ChatTemplate(plain, "{{ messages }}"), plain) is None
     for name, text in (
         ("qwen3_coder", "<tool_call><function=f><parameter=a>"),
+        ("pythonic", "[func_name1(params_name1=params_value1)]"),
         ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>"),
     ):
         assert find_format(ChatTemplate(plain, text), plain) is FORMATS[name]

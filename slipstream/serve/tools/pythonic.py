@@ -1,0 +1,183 @@
+"""Llama 3.2, Llama 4 and others: the whole answer is [name(key=value, ...), ...], as in Python."""
+
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+
+from slipstream.serve.tools.call_format import Schemas, ToolFormat
+from slipstream.serve.tools.call_rules import Literals, json_value
+from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, Content, ToolEvent
+from slipstream.serve.tools.python_literals import LiteralScanner, literal_as_json
+from slipstream.serve.tools.separate_arguments import SeparateArguments
+
+BEGIN, END = "<|python_start|>", "<|python_end|>"  # may stand around the list
+_NAME = re.compile(r"\s*([a-zA-Z0-9_.-]{1,64})\s*\(")
+_MAY_BE_NAME = re.compile(r"\s*[a-zA-Z0-9_.-]{0,64}\s*")
+_KEY = re.compile(r"([^\s=,:()'\"\[\]{}]{1,128})\s*=")
+_MAY_BE_KEY = re.compile(r"[^\s=,:()'\"\[\]{}]{0,128}\s*")
+
+
+class PythonicParser:
+    """Parses answers that are calls; arguments come one by one.
+
+    Args:
+        names: of the functions; a list is text if it does not begin with one of them.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._events: list[ToolEvent] = []
+        self._held = ""  # text until it is clear what it is
+        self._key, self._value = "", list[str]()
+        self._scanner = LiteralScanner()
+        self._num_arguments = 0
+        self._read: Callable[[str], str] = self._read_start
+
+    def feed(self, text: str) -> Sequence[ToolEvent]:
+        while text:
+            text = self._read(text)
+        events, self._events = self._events, []
+        return events
+
+    def finish(self) -> Sequence[ToolEvent]:
+        began_no_call = self._read == self._read_start
+        behind = self._read == self._read_end and self._held.strip() not in ("", END)
+        return [Content(self._held)] if self._held and (began_no_call or behind) else []
+
+    def _read_start(self, text: str) -> str:
+        self._held += text
+        rest = self._held.lstrip()
+        if BEGIN.startswith(rest):
+            return ""
+        rest = rest.removeprefix(BEGIN).lstrip()
+        return self._begin_call(rest[1:]) if rest[:1] in ("", "[") else self._to_text()
+
+    def _begin_call(self, rest: str) -> str:
+        """Decide whether a function's name follows."""
+        name = _NAME.match(rest)
+        if name is None and _MAY_BE_NAME.fullmatch(rest):
+            return ""
+        if name is None or name[1] not in self._names:
+            return self._to_text()
+        self._events.append(CallBegun(name[1]))
+        self._num_arguments, self._held, self._read = 0, "", self._read_key
+        return rest[name.end() :]
+
+    def _read_key(self, text: str) -> str:
+        self._held += text
+        rest = self._held.lstrip()
+        if rest.startswith(")"):
+            self._events += [Arguments("}" if self._num_arguments else "{}"), CallEnded()]
+            self._held, self._read = "", self._read_next
+            return rest[1:]
+        key = _KEY.match(rest)
+        if key is None:
+            return "" if _MAY_BE_KEY.fullmatch(rest) else self._to_text()
+        self._key, self._value, self._scanner = key[1], [], LiteralScanner()
+        self._held, self._read = "", self._read_value
+        return rest[key.end() :]
+
+    def _read_value(self, text: str) -> str:
+        end = self._scanner.scan(text)
+        self._value.append(text[:end])
+        if self._scanner.done:
+            pair = f"{json.dumps(self._key, ensure_ascii=False)}: " + literal_as_json(
+                "".join(self._value)
+            )
+            self._events.append(Arguments((", " if self._num_arguments else "{") + pair))
+            self._num_arguments += 1
+            self._read = self._read_key
+        return text[end:].removeprefix(",")
+
+    def _read_next(self, text: str) -> str:
+        self._held += text
+        rest = self._held.lstrip()
+        if rest.startswith(","):
+            return self._begin_call(rest[1:])
+        if rest.startswith("]"):
+            self._held, self._read = "", self._read_end
+            return rest[1:]
+        return self._to_text() if rest else ""
+
+    def _read_end(self, text: str) -> str:
+        self._held += text
+        rest = self._held.lstrip()
+        if END.startswith(rest):
+            return ""
+        if rest.startswith(END):
+            self._held = rest[len(END) :]
+        return self._to_text()
+
+    def _to_text(self) -> str:
+        text, self._held, self._read = self._held, "", self._read_text
+        return text
+
+    def _read_text(self, text: str) -> str:
+        self._events.append(Content(text))
+        return ""
+
+
+def _only(_: Literals, several: bool) -> list[str]:
+    more = ' (", " call)*' if several else ""
+    return [f'start: "[" call{more} "]"']
+
+
+def _amid(_: Literals) -> list[str]:
+    """The whole answer is calls, or there are none."""
+    return ['start: "[" call (", " call)* "]" | other', r"other: /([^\[\s](.|\n)*)?/"]
+
+
+def _calls(_: Literals, functions: Schemas) -> list[str]:
+    rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(functions)))}"]
+    for index, (name, schema) in enumerate(functions.items()):
+        rule, arguments = f"call_{index}", SeparateArguments("pythonic", name, schema)
+        given, found = arguments.schemas(), list[str]()
+        if given is None:
+            found.append(f'{rule}_any: /[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/ "=" {json_value({})}')
+            inner = f'({rule}_any (", " {rule}_any)*)?'
+        else:
+            for key, part in given.items():
+                if not _KEY.fullmatch(f"{key}="):
+                    raise arguments.error(f"its argument {key!r}", "a name that is none in Python")
+                place = f"{rule}_{len(found)}"
+                found.append(f"{place}: {json.dumps(f'{key}=')} {_value(arguments, part)}")
+            needed = [key in arguments.required for key in given]
+            inner = _listed(rule, needed, found)
+        rules += [f'{rule}: {json.dumps(f"{name}(")} {inner} ")"', *found]
+    return rules
+
+
+def _value(arguments: SeparateArguments, schema: object) -> str:
+    whole = arguments.whole(schema)
+    if whole.get("type") == "boolean" and not {"enum", "const"} & {*whole}:
+        return '("True" | "False")'
+    return json_value(whole)
+
+
+def _listed(rule: str, needed: Sequence[bool], rules: list[str]) -> str:
+    """The arguments, those that are needed first; adds the rules that this takes."""
+    first = [f"{rule}_{index}" for index, it in enumerate(needed) if it]
+    others = [f"{rule}_{index}" for index, it in enumerate(needed) if not it]
+    if first:
+        return ' ", " '.join(first) + "".join(f' (", " {it})?' for it in others)
+    behind = [f"{rule}_behind_{index}" for index in range(len(others))]
+    choices = []
+    for index, other in enumerate(others):
+        more = f" {behind[index + 1]}" if index + 1 < len(others) else ""
+        choices.append(other + more)
+        if index:
+            rules.append(f'{behind[index]}: (", " {other})?{more}')
+    return f"({' | '.join(choices)})?" if choices else ""
+
+
+FORMAT: Final = ToolFormat(
+    name="pythonic",
+    marks=(),
+    parser=lambda functions, _: PythonicParser(functions),
+    # An example in the prompt that Meta has for these models.
+    shown_by=lambda template, _: template.mentions("func_name1("),
+    only=_only,
+    amid=_amid,
+    calls=_calls,
+)
