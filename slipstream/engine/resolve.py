@@ -132,13 +132,13 @@ def _drafter_quantizations(config: EngineConfig) -> list[str]:
 
 def resolve_model_len(config: EngineConfig, shape: DecoderConfig) -> int:
     """The most tokens of a request, before the size of the cache is known."""
-    longest = shape.max_position_embeddings
     if config.max_model_len is None:
-        return longest
+        return shape.usual_context
+    longest = shape.longest_context
     if config.max_model_len > longest:
         raise UsageError(
             f"max_model_len={config.max_model_len} is more than the {longest} positions that the "
-            f"model's config.json declares; use at most {longest}"
+            f"model's config.json declares; use at most {longest}, or stretch them (rope_scaling)"
         )
     return config.max_model_len
 

@@ -68,6 +68,7 @@ class AttentionSpec:
                 f'"partial_rotary_factor" ({self.rope.rotated}) must leave an even number of '
                 f'"head_dim" ({self.head_dim}) to be rotated'
             )
+        self.rope.require_fit(self.head_dim)
         if self.window is not None:
             require_positive(sliding_window=self.window)
 

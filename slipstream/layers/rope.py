@@ -17,6 +17,11 @@ class RopeConfig:
     2023) divide the low ones by `factor`, keep the high ones and blend between; "proportional" does
     as "linear" and turns the first `rotated` of all pairs only.
 
+    Two kinds depend on the length of texts, which is that of the table, the most tokens of any
+    request, so that a token has one angle whatever else runs. "dynamic" raises theta for a table
+    longer than the original context; "longrope" (Ding et al. 2024) divides each frequency by a
+    factor of its own, one of `long_factor` for such a table and of `short_factor` for others.
+
     Attributes:
         rotated: the share of a head's numbers that turn, which are its first ones, in pairs as if
             they were the whole head; "proportional" has the pairs of the whole head.
@@ -24,6 +29,7 @@ class RopeConfig:
             or more often, are kept, and those that turn so rarely are divided.
         truncate: of yarn; the blend begins and ends at whole pairs.
         attention_factor: cosines and sines are multiplied by it.
+        short_factor, long_factor: of longrope, one number a pair.
     """
 
     theta: float
@@ -37,6 +43,8 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         require_positive(
@@ -59,6 +67,10 @@ class RopeConfig:
             raise InvalidSizesError(
                 f'"partial_rotary_factor" must be at most 1, not {self.rotated}'
             )
+        require_positive(
+            short_factor=min(self.short_factor, default=1.0),
+            long_factor=min(self.long_factor, default=1.0),
+        )
         if self.kind == "yarn" and self.theta == 1.0:
             raise InvalidSizesError('"rope_theta" must not be 1 for yarn')
         if self.kind == "yarn" and self.beta_fast < self.beta_slow:
@@ -69,6 +81,37 @@ class RopeConfig:
     def rotary_dim(self, head_dim: int) -> int:
         """How many numbers of a head have an angle, two of them each."""
         return head_dim if self.kind == "proportional" else int(head_dim * self.rotated)
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether angles are others where requests may be longer."""
+        return self.kind in ("dynamic", "longrope")
+
+    def require_fit(self, head_dim: int) -> None:
+        """Raise InvalidSizesError for heads that cannot be rotated so."""
+        pairs = self.rotary_dim(head_dim) // 2
+        for name, factors in (("short", self.short_factor), ("long", self.long_factor)):
+            if self.kind == "longrope" and len(factors) != pairs:
+                raise InvalidSizesError(
+                    f'"{name}_factor" has {len(factors)} numbers, but heads have {pairs} pairs'
+                )
+        if self.kind == "dynamic" and pairs < 2:
+            raise InvalidSizesError('rope of the kind "dynamic" needs more than one pair a head')
+
+    def longest(self, max_positions: int) -> int:
+        """The most positions that it is made for, where the config declares `max_positions`."""
+        if self.kind in ("linear", "dynamic"):
+            return int(max_positions * max(self.factor, 1.0))
+        if self.kind == "yarn":
+            return max(max_positions, int(self.original_max_position_embeddings * self.factor))
+        return max_positions
+
+    def usual(self, max_positions: int) -> int:
+        """The positions of requests where nobody asks for more: longrope's short factors give
+        the better texts, for as long as they last."""
+        if self.kind == "longrope":
+            return min(max_positions, self.original_max_position_embeddings)
+        return max_positions
 
 
 class RopeTables:
@@ -98,15 +141,28 @@ def rope_table(
     """[max_positions, D] float32: D/2 cosines, then D/2 sines; D is `config.rotary_dim`."""
     size = config.rotary_dim(head_dim)
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
-    frequencies = _stretched(1.0 / (config.theta**exponents), config)
+    theta = _raised_theta(size, config, max_positions)
+    frequencies = _stretched(1.0 / (theta**exponents), config, max_positions)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
     return (table * config.attention_factor).to(device)
 
 
-def _stretched(frequencies: Tensor, config: RopeConfig) -> Tensor:
-    if config.kind == "default":
+def _raised_theta(size: int, config: RopeConfig, max_positions: int) -> float:
+    """Theta, which "dynamic" raises so that the slowest pair is stretched to the whole table."""
+    longer = max_positions / config.original_max_position_embeddings
+    if config.kind != "dynamic" or longer <= 1.0:
+        return config.theta
+    stretched = config.factor * longer - (config.factor - 1)
+    return config.theta * math.pow(stretched, size / (size - 2))
+
+
+def _stretched(frequencies: Tensor, config: RopeConfig, max_positions: int) -> Tensor:
+    if config.kind in ("default", "dynamic"):
         return frequencies
+    if config.kind == "longrope":
+        is_long = max_positions > config.original_max_position_embeddings
+        return frequencies / torch.tensor(config.long_factor if is_long else config.short_factor)
     if config.kind == "linear":
         return frequencies / config.factor
     if config.kind == "proportional":

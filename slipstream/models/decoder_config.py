@@ -81,6 +81,23 @@ class DecoderConfig:
         return self.attention.rope
 
     @property
+    def usual_context(self) -> int:
+        """The most tokens of a request where nobody asks for another number."""
+        most = self.max_position_embeddings
+        return min((rope.usual(most) for rope in self._ropes), default=most)
+
+    @property
+    def longest_context(self) -> int:
+        """The most tokens of a request that the rotations are made for."""
+        most = self.max_position_embeddings
+        return min((rope.longest(most) for rope in self._ropes), default=most)
+
+    @property
+    def _ropes(self) -> set[RopeConfig]:
+        mixers = (layer.mixer for layer in self.layers)
+        return {mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec)}
+
+    @property
     def intermediate_size(self) -> int:
         """That of the first dense part; without one, of a dense part that costs a row as much as
         its experts. UsageError where there is neither."""

@@ -6,6 +6,7 @@ from slipstream.layers.rope import RopeConfig
 from slipstream.models.config_reader import ConfigReader
 
 _ROTATED = "partial_rotary_factor"
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def read_rope(
@@ -23,18 +24,28 @@ def read_rope(
         rotated = reader.take(_ROTATED, float, rotated)
     else:
         reader.expect(_ROTATED, 1.0)
-    return read_rope_parameters(_rope_reader(reader), max_positions, theta, rotated)
+    original = reader.take_optional(_ORIGINAL, int)
+    return read_rope_parameters(_rope_reader(reader), max_positions, theta, rotated, original)
 
 
 def read_rope_parameters(
-    reader: ConfigReader, max_positions: int, default_theta: float, rotated: float | None = None
+    reader: ConfigReader,
+    max_positions: int,
+    default_theta: float,
+    rotated: float | None = None,
+    original: int | None = None,
 ) -> RopeConfig:
-    """One object of rope parameters, read to its end; arguments as those of `read_rope`."""
+    """One object of rope parameters, read to its end; arguments as those of `read_rope`.
+
+    Args:
+        original: `original_max_position_embeddings` beside the object, which counts before that
+            within it.
+    """
     theta = reader.take("rope_theta", float, default_theta)
     if rotated is None:
         reader.expect(_ROTATED, 1.0)
     share = 1.0 if rotated is None else reader.take(_ROTATED, float, rotated)
-    rope = _rope_of_kind(reader, theta, max_positions, share)
+    rope = _rope_of_kind(reader, theta, max_positions, share, original)
     reader.finish()
     return rope
 
@@ -50,7 +61,7 @@ def _rope_reader(reader: ConfigReader) -> ConfigReader:
 
 
 def _rope_of_kind(
-    inner: ConfigReader, theta: float, max_positions: int, rotated: float
+    inner: ConfigReader, theta: float, max_positions: int, rotated: float, original: int | None
 ) -> RopeConfig:
     old_kind, new_kind = (inner.take(key, str, "") for key in ("type", "rope_type"))
     kind = new_kind or old_kind or "default"
@@ -60,8 +71,18 @@ def _rope_of_kind(
         return RopeConfig(theta, rotated=rotated)
     if kind == "linear":
         return RopeConfig(theta, kind, inner.take("factor", float), rotated=rotated)
+    if kind == "dynamic":
+        inner.expect(_ORIGINAL, max_positions)
+        factor = inner.take("factor", float)
+        return RopeConfig(
+            theta, kind, factor, original_max_position_embeddings=max_positions, rotated=rotated
+        )
+    within = inner.take_optional(_ORIGINAL, int)
+    original = within if original is None else original
     if kind == "yarn":
-        return _yarn(inner, theta, max_positions, rotated)
+        return _yarn(inner, theta, max_positions, rotated, original)
+    if kind in ("longrope", "su"):  # its name in older files
+        return _longrope(inner, theta, max_positions, rotated, original)
     if kind == "llama3":
         return RopeConfig(
             theta,
@@ -69,18 +90,48 @@ def _rope_of_kind(
             inner.take("factor", float),
             inner.take("low_freq_factor", float),
             inner.take("high_freq_factor", float),
-            inner.take("original_max_position_embeddings", int, max_positions),
+            max_positions if original is None else original,
             rotated,
         )
     raise inner.error(
         "rope_type" if new_kind else "type",
-        f"is {kind!r}, but only default, linear, llama3 and yarn are supported",
+        f"is {kind!r}, but only default, linear, dynamic, llama3, yarn and longrope are supported",
     )
 
 
-def _yarn(inner: ConfigReader, theta: float, max_positions: int, rotated: float) -> RopeConfig:
+def _longrope(
+    inner: ConfigReader, theta: float, max_positions: int, rotated: float, original: int | None
+) -> RopeConfig:
+    """LongRoPE with what cosines are multiplied by, if that follows from other keys."""
+    original = max_positions if original is None else original
+    factor = inner.take("factor", float, max_positions / original if original > 0 else 1.0)
+    weight = 1.0
+    if factor > 1 and original > 1:
+        weight = math.sqrt(1 + math.log(factor) / math.log(original))
+    short, long = (_factors(inner, key) for key in ("short_factor", "long_factor"))
+    return RopeConfig(
+        theta,
+        "longrope",
+        factor,
+        original_max_position_embeddings=original,
+        rotated=rotated,
+        attention_factor=inner.take("attention_factor", float, weight),
+        short_factor=short,
+        long_factor=long,
+    )
+
+
+def _factors(inner: ConfigReader, key: str) -> tuple[float, ...]:
+    values = inner.take(key, list)
+    if not all(type(value) in (int, float) for value in values):
+        raise inner.error(key, "must be a list of numbers")
+    return tuple(map(float, values))
+
+
+def _yarn(
+    inner: ConfigReader, theta: float, max_positions: int, rotated: float, original: int | None
+) -> RopeConfig:
     """YaRN with what follows from other keys: the stretch, and what cosines are multiplied by."""
-    original = inner.take_optional("original_max_position_embeddings", int)
     factor = inner.take_optional("factor", float)
     if factor is None:
         if not original:

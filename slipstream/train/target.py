@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slipstream.core.errors import UsageError
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
@@ -101,7 +102,17 @@ def load_target(
     device: torch.device,
     max_positions: int,
 ) -> Target:
-    """The network with its weights, which may be quantised."""
+    """The network with its weights, which may be quantised.
+
+    Raises:
+        UsageError: a target whose features depend on how long requests may be.
+    """
+    if config.rope.depends_on_length:
+        raise UsageError(
+            f"{checkpoint.path} has rope of the kind {config.rope.kind}, which depends on the most "
+            "tokens of a request, so a drafter would learn other features than it gets; take a "
+            "target with another kind"
+        )
     options = LoadOptions(dtype, device, "auto", max_positions)
     network = load_decoder(checkpoint, options, config, DENSE)
     return Target(checkpoint.path, config, network, dtype)

@@ -92,6 +92,7 @@ ROPES: list[Json] = [
     {"rope_scaling": {"rope_theta": 1e6, "rope_type": "default"}, "rope_parameters": None},
     {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0, **ORIGINAL}},
     {"rope_parameters": {"rope_type": "yarn", "rope_theta": 150.0, **YARN}},
+    {"rope_theta": 1e6, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
 ]
 VARIANTS: dict[str, list[Json]] = {
     "Glm4MoeForCausalLM": [
@@ -360,7 +361,7 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("is_encoder_decoder", True),
     ("rope_scaling", {"type": "yarn", "factor": 4.0, "ramp": 2.0, **ORIGINAL}),
     ("rope_scaling", {"type": "yarn"}),
-    ("rope_scaling", {"type": "dynamic", "factor": 4.0}),
+    ("rope_scaling", {"type": "mrope", "factor": 4.0}),
     ("rope_scaling", {"type": "longrope", "factor": 4.0}),
     ("rope_parameters", {"rope_type": "default", "mrope_section": [1, 2]}),
     ("rope_parameters", {"full_attention": {"rope_type": "default"}}),

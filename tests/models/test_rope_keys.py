@@ -16,6 +16,7 @@ from slipstream.models.rope_keys import read_rope
 
 Json = dict[str, Any]
 POSITIONS = 300
+ORIGINAL = "original_max_position_embeddings"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 GPT_OSS = {
     "rope_type": "yarn",
@@ -55,7 +56,9 @@ def read(content: Json, rotated: float | None = None) -> RopeConfig:
     return read_rope(reader, 131072, 10000.0, rotated)
 
 
-def of_transformers(model_type: str, head_dim: int, content: Json) -> torch.Tensor:
+def of_transformers(
+    model_type: str, head_dim: int, content: Json, length: int = POSITIONS
+) -> torch.Tensor:
     """[positions, 2, D / 2] cosines and sines."""
     config = transformers.AutoConfig.for_model(
         model_type,
@@ -65,12 +68,11 @@ def of_transformers(model_type: str, head_dim: int, content: Json) -> torch.Tens
         head_dim=head_dim,
         num_hidden_layers=1,
         vocab_size=8,
-        max_position_embeddings=131072,
-        **copy.deepcopy(content),
+        **{"max_position_embeddings": 131072, **copy.deepcopy(content)},
     )
     with torch.device("meta"):
         network = transformers.AutoModel.from_config(config)
-    cos, sin = type(network.rotary_emb)(config)(torch.zeros(1), torch.arange(POSITIONS)[None])
+    cos, sin = type(network.rotary_emb)(config)(torch.zeros(1), torch.arange(length)[None])
     if model_type != "gpt_oss":  # which has each angle once
         cos, sin = cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
     return torch.stack((cos[0], sin[0]), 1)
@@ -86,6 +88,59 @@ def test_yarn_is_that_of_transformers(name: str, nested: str) -> None:
     near, far = table[:8].view(8, 2, -1), table.view(POSITIONS, 2, -1)
     torch.testing.assert_close(near, expected[:8], rtol=0, atol=1e-6)
     torch.testing.assert_close(far, expected, rtol=0, atol=4e-5)
+
+
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0, 3],
+    "long_factor": [1.0, 4.0, 9.0, 32.0],
+    "original_max_position_embeddings": 250,
+}
+BY_LENGTH: dict[str, Json] = {
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+    "long": {"rope_parameters": LONG},
+    "long by factor": {"rope_parameters": {**LONG, "factor": 4.0, "rope_theta": 500.0}},
+    "long by weight": {"rope_parameters": {**LONG, "attention_factor": 1.25}},
+}
+
+
+@pytest.mark.parametrize("length", [200, 250, 300])
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_angles_by_length_are_those_of_transformers(name: str, length: int) -> None:
+    content = {**BY_LENGTH[name], "max_position_embeddings": 250 if name == "dynamic" else 131072}
+    reader = ConfigReader(copy.deepcopy(content), "config.json")
+    rope = read_rope(reader, content["max_position_embeddings"], 10000.0)
+    table = rope_table(8, rope, length, torch.device("cpu"))
+    expected = of_transformers("llama", 8, content, length)
+    torch.testing.assert_close(table.view(length, 2, -1), expected, rtol=0, atol=4e-5)
+
+
+def test_older_spellings_of_longrope() -> None:
+    older = {key: value for key, value in LONG.items() if key not in ("rope_type", ORIGINAL)}
+    content = {"rope_scaling": {**older, "type": "su"}, ORIGINAL: 250, "rope_theta": 1e4}
+    assert read(content) == read({"rope_parameters": LONG})
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ({"rope_type": "longrope"}, '"rope_parameters.short_factor" is missing'),
+        ({**LONG, "long_factor": ["a"]}, 'long_factor" must be a list of numbers'),
+        ({**LONG, "short_factor": [1.0, 0.0, 1.0, 1.0]}, "short_factor"),
+        ({"rope_type": "dynamic"}, '"rope_parameters.factor" is missing'),
+        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 9}, 'alpha" is unknown'),
+        ({"rope_type": "mrope"}, "only default, linear, dynamic, llama3, yarn and longrope are"),
+    ],
+    ids=str,
+)
+def test_wrong_keys_are_refused_by_name(content: Json, error: str) -> None:
+    with pytest.raises((CheckpointError, InvalidSizesError), match=error):
+        read({"rope_parameters": content})
+
+
+def test_every_pair_has_its_factor() -> None:
+    with pytest.raises(InvalidSizesError, match='"short_factor" has 4 numbers, but heads have 8'):
+        AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=16, rope=read({"rope_scaling": LONG}))
 
 
 PARTS: list[tuple[int, Json]] = [
