@@ -15,7 +15,8 @@ from starlette.routing import BaseRoute
 from slipstream import __version__
 from slipstream.serve.chat import ChatEndpoint
 from slipstream.serve.completions import CompletionEndpoint
-from slipstream.serve.errors import CLIENT_ERRORS, ApiError, as_api_error
+from slipstream.serve.errors import CLIENT_ERRORS, MESSAGES_PATH, ApiError, as_api_error
+from slipstream.serve.messages.endpoint import MessagesEndpoints
 from slipstream.serve.metrics import ServerMetrics
 from slipstream.serve.middleware import LoadCount
 from slipstream.serve.model_service import ModelService
@@ -23,6 +24,14 @@ from slipstream.serve.openapi import Route, add_routes, json_response
 from slipstream.serve.profiling import ProfilingEndpoints
 from slipstream.serve.protocol.chat import ChatChunk, ChatCompletion, ChatRequest
 from slipstream.serve.protocol.completions import Completion, CompletionChunk, CompletionRequest
+from slipstream.serve.protocol.messages import (
+    CountTokensRequest,
+    MessagesAnswer,
+    MessagesError,
+    MessagesEvent,
+    MessagesRequest,
+    TokenCount,
+)
 from slipstream.serve.protocol.server import (
     Health,
     Load,
@@ -102,6 +111,7 @@ def _routes(service: ModelService, profiles: Path | None, load: LoadCount) -> li
             errors=_GENERATION_ERRORS,
             chunk=ChatChunk,
         ),
+        *_message_routes(MessagesEndpoints(service)),
         Route("GET", "/v1/models", info.models, ModelList),
         Route("GET", "/v1/models/{model:path}", info.model, ModelCard, errors=(404,)),
         Route("POST", "/tokenize", tokens.tokenize, TokenizeResponse, TokenizeRequest, (404, 415)),
@@ -123,6 +133,22 @@ def _routes(service: ModelService, profiles: Path | None, load: LoadCount) -> li
             Route("POST", "/stop_profile", profiling.stop, Profiling, errors=(409, 500)),
         ]
     return routes
+
+
+def _message_routes(messages: MessagesEndpoints) -> list[Route]:
+    return [
+        Route(
+            *("POST", MESSAGES_PATH, messages.answer, MessagesAnswer, MessagesRequest),
+            errors=_GENERATION_ERRORS,
+            chunk=MessagesEvent,
+            error=MessagesError,
+        ),
+        Route(
+            *("POST", f"{MESSAGES_PATH}/count_tokens", messages.count_tokens),
+            *(TokenCount, CountTokensRequest, (404, 415)),
+            error=MessagesError,
+        ),
+    ]
 
 
 class _InfoEndpoints:
@@ -190,8 +216,8 @@ def _add_metrics(app: FastAPI, metrics: ServerMetrics) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     """Every error is answered in the protocol's form."""
 
-    async def answer_error(_: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
+    async def answer_error(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response(request.scope["path"])
 
     async def answer_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -199,7 +225,8 @@ def _add_error_handlers(app: FastAPI) -> None:
             f"{request.method} {request.url.path}: {error.detail}; /openapi.json lists what there "
             "is"
         )
-        return ApiError(error.status_code, message, headers=error.headers).response()
+        refusal = ApiError(error.status_code, message, headers=error.headers)
+        return refusal.response(request.scope["path"])
 
     async def answer_nobody(_: Request, __: Exception) -> Response:
         return Response(status_code=_CLIENT_CLOSED)

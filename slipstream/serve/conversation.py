@@ -90,6 +90,13 @@ def require_tools(template: ChatTemplate) -> None:
         )
 
 
+def reads_reasoning(service: ModelService) -> bool:
+    """Whether the chat template writes what earlier answers thought."""
+    format = service.output_format
+    key = "reasoning_content" if format is None else format.remember({}, "")
+    return service.template.mentions(key)
+
+
 def _options(service: ModelService, fields: TemplateFields) -> Mapping[str, Any]:
     """Further variables; ApiError for those that the template does not read, and would silently
     ignore."""

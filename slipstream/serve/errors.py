@@ -1,9 +1,10 @@
-"""Errors in the format of the OpenAI protocol."""
+"""Errors in the format of the OpenAI protocol, and for its paths in that of Messages."""
 
 import json
 import re
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Final
 
 from starlette.responses import Response
 
@@ -14,6 +15,16 @@ _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+MESSAGES_PATH: Final = "/v1/messages"
+# Types of the Messages protocol, which has them for errors of the server, too.
+_MESSAGES_TYPES = {
+    **_TYPES,
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "api_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
 _FIELD_NAME = re.compile(r"[a-z]+(_[a-z]+)*")
 
@@ -42,8 +53,12 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
 
-    def body(self) -> bytes:
-        """The JSON document, in ASCII."""
+    def body(self, path: str = "") -> bytes:
+        """The JSON document, in ASCII, as the protocol of a path has it."""
+        if is_messages(path):
+            kind = _MESSAGES_TYPES.get(HTTPStatus(self.status), "invalid_request_error")
+            told = {"type": "error", "error": {"type": kind, "message": self.message}}
+            return json.dumps(told).encode("ascii")
         error = {
             "message": self.message,
             "type": error_type(self.status),
@@ -52,8 +67,13 @@ class ApiError(Exception):
         }
         return json.dumps({"error": error}, allow_nan=False).encode("ascii")
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, media_type="application/json")
+    def response(self, path: str) -> Response:
+        return Response(self.body(path), self.status, self.headers, media_type="application/json")
+
+
+def is_messages(path: str) -> bool:
+    """Whether the Messages protocol is spoken there."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def error_type(status: int) -> str:

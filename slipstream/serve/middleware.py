@@ -8,12 +8,14 @@ from http import HTTPStatus
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.serve.errors import ApiError, as_api_error
+from slipstream.serve.errors import ApiError, as_api_error, is_messages
 from slipstream.serve.limits import DrainingError, ServeLimits
 
 
 class ApiKeyCheck:
     """Refuses requests without a valid key in `Authorization: Bearer KEY` (401).
+
+    Where the Messages protocol is spoken, `X-Api-Key: KEY` will do.
 
     Args:
         keys: at least one; every one is compared, in the same time whatever was sent.
@@ -32,7 +34,7 @@ class ApiKeyCheck:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -41,9 +43,14 @@ class ApiKeyCheck:
             return True
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
-        digest = sha256(key.strip()).digest()
-        known = [compare_digest(digest, own) for own in self._digests]
-        return scheme.lower() == b"bearer" and any(known)
+        keys = [key if scheme.lower() == b"bearer" else b""]
+        if is_messages(scope["path"]):
+            keys += [value for name, value in scope["headers"] if name == b"x-api-key"][:1]
+        return any([self._is_known(key.strip()) for key in keys])
+
+    def _is_known(self, key: bytes) -> bool:
+        digest = sha256(key).digest()
+        return any([compare_digest(digest, own) for own in self._digests])
 
 
 class BodyLimits:
@@ -60,7 +67,7 @@ class BodyLimits:
         try:
             body = await self._read(scope, receive)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         if body is not None:
             await self._app(scope, _replay(body, receive), send)
@@ -150,7 +157,7 @@ class DrainGate:
         if scope["type"] != "http" or scope["path"] in self._still_open:
             await self._app(scope, receive, send)
         elif self._closed:
-            await as_api_error(DrainingError()).response()(scope, receive, send)
+            await as_api_error(DrainingError()).response(scope["path"])(scope, receive, send)
         else:
             self._num_requests += 1
             self._empty.clear()

@@ -43,6 +43,7 @@ class Route:
         body: model of the request's body, if it has one.
         errors: statuses besides those of all endpoints.
         chunk: model of the data of an event, if the response may be streamed.
+        error: model of the body of an error.
     """
 
     method: str
@@ -52,11 +53,12 @@ class Route:
     body: type[BaseModel] | None = None
     errors: Sequence[int] = ()
     chunk: type[BaseModel] | None = None
+    error: type[BaseModel] = ErrorResponse
 
 
 def add_routes(app: FastAPI, routes: Sequence[Route]) -> None:
     """Add routes to the application and its OpenAPI document."""
-    models: list[tuple[type[BaseModel], Any]] = [(ErrorResponse, "serialization")]
+    models: list[tuple[type[BaseModel], Any]] = []
     for route in routes:
         app.add_api_route(
             route.path,
@@ -68,7 +70,7 @@ def add_routes(app: FastAPI, routes: Sequence[Route]) -> None:
             operation_id=route.handler.__qualname__.strip("_").replace(".", "_").lower(),
             openapi_extra=_operation(route),
         )
-        models.append((route.answer, "serialization"))
+        models += [(route.answer, "serialization"), (route.error, "serialization")]
         if route.chunk is not None:
             models.append((route.chunk, "serialization"))
         if route.body is not None:
@@ -98,7 +100,7 @@ def _operation(route: Route) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "responses": {
             "200": {"description": "The answer.", "content": ok},
-            **{str(status): _error(status) for status in sorted(statuses)},
+            **{str(status): _error(status, route.error) for status in sorted(statuses)},
         }
     }
     named = _PARAMETER.findall(route.path)
@@ -129,10 +131,10 @@ def _events(chunk: type[BaseModel]) -> dict[str, Any]:
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-def _error(status: int) -> dict[str, Any]:
+def _error(status: int, body: type[BaseModel]) -> dict[str, Any]:
     response: dict[str, Any] = {
         "description": _ERRORS[status],
-        "content": {"application/json": _content(ErrorResponse)},
+        "content": {"application/json": _content(body)},
     }
     if status == 429:
         response["headers"] = {

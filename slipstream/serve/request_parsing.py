@@ -98,6 +98,8 @@ def _sentence(error: ErrorDetails, kind: type[RequestBody]) -> str:
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
         context = error["ctx"]
         name = context["discriminator"].strip("'")
+        if context.get("tag") in REFUSALS:
+            return f"{where}: {context['tag']} is not supported: {REFUSALS[context['tag']]}"
         tags = context.get("expected_tags", "those in /openapi.json")
         return f"{where}.{name} must be one of {tags}"
     if error["type"] == "missing":
@@ -114,9 +116,11 @@ def _sentence(error: ErrorDetails, kind: type[RequestBody]) -> str:
 def _place(location: Sequence[int | str]) -> str:
     """Such as messages[0].content, without pydantic's names for members of a union."""
     place = ""
-    for step in location:
+    for before, step in zip([None, *location], location, strict=False):
         if isinstance(step, int):
             place += f"[{step}]"
+        elif isinstance(before, int) and step in _BLOCK_TYPES and step != location[-1]:
+            continue
         elif not place:
             place = step[:_LONGEST_NAME]
         elif _is_field(step) and not place.endswith(step):
@@ -136,6 +140,9 @@ _FORMS = {
     "tool_choice": '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
     "guided_json": "a JSON schema, as an object or a text",
 }
+
+# Names of members of a union that are names of fields, too.
+_BLOCK_TYPES = ("text", "thinking", "tool_result", "tool_use")
 
 _UNION_MEMBERS = (
     *("str", "int", "float", "bool", "TextPart", "ChosenTool"),

@@ -10,7 +10,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from slipstream.serve.errors import as_api_error
+from slipstream.serve.errors import ApiError, as_api_error
 from slipstream.serve.logs import SEND_BODY
 
 logger = logging.getLogger("slipstream.serve")
@@ -51,12 +51,17 @@ class ChunkWriter:
         return self._start + to_json(choices, inf_nan_mode="null") + end
 
 
-def error_event(error: Exception) -> bytes:
-    """The end of a stream that fails after its status was sent."""
+def stream_error(error: Exception) -> ApiError:
+    """What ends a stream that fails after its status was sent; the log has internal errors."""
     api_error = as_api_error(error)
     if api_error.code == "internal_error":
         logger.error("a stream failed", exc_info=error)
-    return b"data: " + api_error.body() + b"\n\n" + DONE
+    return api_error
+
+
+def error_event(error: Exception) -> bytes:
+    """The end of a stream that fails after its status was sent."""
+    return b"data: " + stream_error(error).body() + b"\n\n" + DONE
 
 
 class EventStream(Response):

@@ -43,7 +43,7 @@ class TokenizeEndpoints:
             given, field = body.prompt, "prompt"
             adds_special = body.add_special_tokens is not False
         if isinstance(given, str):
-            _require_small(given, field)
+            require_small(given, field)
             given = tokenizer.encode(given, add_special_tokens=adds_special)
         tokens = given
         answer = TokenizeResponse(
@@ -64,7 +64,8 @@ class TokenizeEndpoints:
         return json_response(DetokenizeResponse(prompt=text))
 
 
-def _require_small(text: str, field: str) -> None:
+def require_small(text: str, field: str) -> None:
+    """Raise ApiError for a text that would keep a thread for too long."""
     size = len(text.encode(errors="replace"))
     if size > MOST_TEXT_BYTES:
         raise bad_request(

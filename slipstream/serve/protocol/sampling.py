@@ -26,7 +26,7 @@ from slipstream.serve.protocol.usage import SpeculativeOptions, StreamOptions
 MOST_LOGPROBS = 1000  # the server's --max-logprobs sets fewer
 _MOST_CHOICES = 128
 
-_Word = Annotated[str, Field(min_length=1, max_length=bounds.MOST_WORD_CHARACTERS)]
+Word = Annotated[str, Field(min_length=1, max_length=bounds.MOST_WORD_CHARACTERS)]
 _Grammar = Annotated[str, Field(max_length=bounds.MOST_GRAMMAR_CHARACTERS)]
 _Choices = Annotated[list[str], Field(min_length=1), AtMost(bounds.MOST_CHOICES)]
 _LogitKey = Annotated[str, Field(min_length=1, max_length=bounds.MOST_WORD_CHARACTERS)]
@@ -122,7 +122,7 @@ class SamplingFields(LabelFields):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: _LogitBias | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << SEED_BITS)] | None = None
-    stop: _Word | Annotated[list[_Word], AtMost(bounds.MOST_STOP_STRINGS)] | None = None
+    stop: Word | Annotated[list[Word], AtMost(bounds.MOST_STOP_STRINGS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -137,7 +137,7 @@ class SamplingFields(LabelFields):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: OnlyTrue | None = None
     add_special_tokens: bool | None = None
-    bad_words: Annotated[list[_Word], AtMost(bounds.MOST_BAD_WORDS)] | None = None
+    bad_words: Annotated[list[Word], AtMost(bounds.MOST_BAD_WORDS)] | None = None
     allowed_token_ids: TokenIds | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     structured_outputs: StructuredOutputs | None = None

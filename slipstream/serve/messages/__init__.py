@@ -1,0 +1,1 @@
+"""The Messages protocol, translated to chats and their answers back."""

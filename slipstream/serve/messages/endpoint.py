@@ -1,0 +1,138 @@
+"""/v1/messages: answer conversations in the Messages protocol, and count their tokens."""
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any, Final
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slipstream.serve.answer import Answer
+from slipstream.serve.chat import PreparedChat, prepare
+from slipstream.serve.conversation import render
+from slipstream.serve.errors import MESSAGES_PATH
+from slipstream.serve.generation import Generation
+from slipstream.serve.messages.blocks import BlockWriter
+from slipstream.serve.messages.translation import chat_request
+from slipstream.serve.model_service import ModelService
+from slipstream.serve.openapi import json_response
+from slipstream.serve.protocol.chat import ChatRequest
+from slipstream.serve.protocol.messages import (
+    CountTokensRequest,
+    MessagesAnswer,
+    MessagesRequest,
+    TokenCount,
+)
+from slipstream.serve.request_parsing import read_body
+from slipstream.serve.sse import cancel_on_disconnect, stream_error
+from slipstream.serve.tokenize import require_small
+from slipstream.serve.tools.choice import choose_tools
+
+_PING: Final = {"type": "ping"}
+
+
+class MessagesEndpoints:
+    """Handles POST /v1/messages and /v1/messages/count_tokens."""
+
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
+
+    async def answer(self, request: Request) -> Response:
+        """Answer a conversation in the Messages protocol, whole or streamed"""
+        body = await read_body(request, MessagesRequest, self._service)
+        return await cancel_on_disconnect(request.receive, self._answer(body))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the tokens of a conversation in the Messages protocol"""
+        body = await read_body(request, CountTokensRequest, self._service)
+        return await self._service.aside(self._count, body)
+
+    async def _answer(self, body: MessagesRequest) -> Response:
+        service = self._service
+        service.thread.check_room(1)
+        chat_body, chat = await service.aside(self._prepare, body)
+        await service.compile(chat.params)
+        generation = Generation([chat.prompt], return_speculation=False)
+        writer = BlockWriter(chat.reader(service, chat_body))
+        answer = _MessagesAnswer(service, chat_body, generation, [writer])
+        await generation.start(service.thread, chat.params)
+        return await answer.response()
+
+    def _prepare(self, body: MessagesRequest) -> tuple[ChatRequest, PreparedChat]:
+        """Check, render and tokenize; slow for large requests."""
+        chat_body = chat_request(body, self._service)
+        return chat_body, prepare(self._service, chat_body)
+
+    def _count(self, body: CountTokensRequest) -> Response:
+        chat_body = chat_request(body, self._service)
+        tools = choose_tools(chat_body, self._service)
+        prompt = render(self._service, chat_body.messages, chat_body, tools.in_prompt)
+        if isinstance(prompt, str):
+            require_small(prompt, "messages")
+            prompt = self._service.tokenizer.encode(prompt, add_special_tokens=False)
+        return json_response(TokenCount(input_tokens=len(prompt)))
+
+
+class _MessagesAnswer(Answer[BlockWriter]):
+    id_prefix = "msg_"
+
+    def _document(self) -> str:
+        [writer] = self._choices
+        answer = MessagesAnswer.model_validate(
+            {
+                **self._opening(),
+                "content": writer.whole(),
+                "stop_reason": writer.stop_reason,
+                "stop_sequence": writer.stop_sequence,
+            }
+        )
+        return answer.model_dump_json()
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        [writer] = self._choices
+        begun = False
+        try:
+            async with aclosing(self._updates()) as updates:
+                async for place, update in updates:
+                    events: list[dict[str, Any]] = []
+                    if not begun:  # now the hits of the prefix cache are known
+                        begun = True
+                        events += [{"type": "message_start", "message": self._opening()}, _PING]
+                    for _, delta in self._deltas(place, update):
+                        events += writer.events(delta)
+                    if events:
+                        yield b"".join(map(_event, events))
+            ending = {"stop_reason": writer.stop_reason, "stop_sequence": writer.stop_sequence}
+            yield _event({"type": "message_delta", "delta": ending, "usage": self._counts()})
+            yield _event({"type": "message_stop"})
+        except Exception as error:
+            yield b"event: error\ndata: " + stream_error(error).body(MESSAGES_PATH) + b"\n\n"
+
+    def _opening(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._service.name,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._counts(),
+        }
+
+    def _counts(self) -> dict[str, int]:
+        """Token counts so far; those found in the prefix cache are not among the input's."""
+        usage = self._usage()
+        details = usage.prompt_tokens_details
+        cached = 0 if details is None else details.cached_tokens
+        return {
+            "input_tokens": usage.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage.completion_tokens,
+        }
+
+
+def _event(event: Mapping[str, Any]) -> bytes:
+    return f"event: {event['type']}\ndata: ".encode() + to_json(event) + b"\n\n"

@@ -1,0 +1,170 @@
+"""Requests of the Messages protocol as requests for chats."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, Final
+
+from pydantic_core import to_json
+
+from slipstream.serve.conversation import reads_reasoning
+from slipstream.serve.model_service import ModelService
+from slipstream.serve.protocol import chat
+from slipstream.serve.protocol.messages import (
+    AssistantBlock,
+    CountTokensRequest,
+    Message,
+    MessagesRequest,
+    TextBlock,
+    Texts,
+    ThinkingBlock,
+    Tool,
+    ToolResultBlock,
+    ToolUseBlock,
+    UserBlock,
+)
+from slipstream.serve.protocol.sampling import JsonSchemaFormat, NamedSchema
+
+# Begins a block that coding agents put in front of their instructions. It differs from request to
+# request, so that no prefix would ever be found in the cache.
+_BILLING: Final = "x-anthropic-billing-header"
+# Variables by which chat templates turn thinking on and off.
+_SWITCHES: Final = ("enable_thinking", "thinking")
+
+
+def chat_request(body: CountTokensRequest, service: ModelService) -> chat.ChatRequest:
+    """The request for a chat that asks for the same; ApiError as of chats, when it is prepared."""
+    messages = [*_system(body.system), *_messages(body.messages, reads_reasoning(service))]
+    continues = _takes_beginning(messages)
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": messages,
+        "continue_final_message": True if continues else None,
+        **_tools(body),
+        **_thinking(body, service),
+    }
+    config = body.output_config
+    if config is not None and config.effort is not None:
+        known = config.effort in ("low", "medium")
+        fields["reasoning_effort"] = config.effort if known else "high"
+    if config is not None and config.format is not None:
+        schema = NamedSchema(name="answer", schema=config.format.schema_)
+        fields["response_format"] = JsonSchemaFormat(type="json_schema", json_schema=schema)
+    if isinstance(body, MessagesRequest):
+        for name in ("max_tokens", "stream", "temperature", "top_p", "top_k"):
+            fields[name] = getattr(body, name)
+        fields["stop"] = body.stop_sequences
+    # All of it was validated already, in the other protocol.
+    return chat.ChatRequest.model_construct(**fields)
+
+
+def _system(system: Texts | None) -> Iterator[chat.Message]:
+    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
+    text = "\n".join(text for text in texts if not text.startswith(_BILLING))
+    if text:
+        yield chat.PlainMessage(role="system", content=text)
+
+
+def _messages(messages: Sequence[Message], keeps_thinking: bool) -> Iterator[chat.Message]:
+    """Messages of one role that follow each other are one turn."""
+    for role, turn in groupby(messages, lambda message: message.role):
+        blocks = [block for message in turn for block in _blocks(message.content)]
+        if role == "assistant":
+            yield _assistant(blocks, keeps_thinking)
+        elif role == "user":
+            yield from _user(blocks)
+        else:
+            yield chat.PlainMessage(role="system", content=_joined(blocks))
+
+
+def _blocks(content: str | Sequence[Any]) -> Sequence[Any]:
+    return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+
+
+def _user(blocks: Sequence[UserBlock]) -> Iterator[chat.Message]:
+    for is_result, run in groupby(blocks, lambda block: isinstance(block, ToolResultBlock)):
+        if not is_result:
+            texts = [block for block in run if isinstance(block, TextBlock)]
+            yield chat.PlainMessage(role="user", content=_joined(texts))
+            continue
+        for block in run:
+            assert isinstance(block, ToolResultBlock)
+            content = _joined(_blocks(block.content or ""))
+            yield chat.ToolMessage(role="tool", content=content, tool_call_id=block.tool_use_id)
+
+
+def _assistant(blocks: Sequence[AssistantBlock], keeps_thinking: bool) -> chat.AssistantMessage:
+    """Texts are put together as they are: an answer has several where calls stood between them."""
+    calls = [
+        chat.MessageToolCall(
+            id=block.id,
+            function=chat.CalledFunction(name=block.name, arguments=to_json(block.input).decode()),
+        )
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    return chat.AssistantMessage(
+        role="assistant",
+        content=None if calls and not text else text,
+        reasoning="\n".join(thoughts) or None if keeps_thinking else None,
+        tool_calls=calls or None,
+    )
+
+
+def _joined(blocks: Sequence[TextBlock]) -> str:
+    """One under the other, as chats put the parts of a content together."""
+    return "\n".join(block.text for block in blocks)
+
+
+def _takes_beginning(messages: list[chat.Message]) -> bool:
+    """Whether the last message begins the answer; one that says nothing is removed."""
+    last = messages[-1]
+    if not isinstance(last, chat.AssistantMessage) or last.tool_calls:
+        return False
+    assert isinstance(last.content, str)
+    if last.content.strip():
+        return True
+    messages.pop()
+    return False
+
+
+def _tools(body: CountTokensRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if body.tools is not None:
+        fields["tools"] = [_tool(tool) for tool in body.tools]
+    choice = body.tool_choice
+    if choice is not None:
+        names: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
+        if choice.name is not None:
+            function = chat.ChosenFunction(name=choice.name)
+            names["tool"] = chat.ChosenTool(type="function", function=function)
+        fields["tool_choice"] = names[choice.type]
+        if choice.disable_parallel_tool_use is not None and body.tools:
+            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return fields
+
+
+def _tool(tool: Tool) -> chat.Tool:
+    function = chat.Function.model_construct(  # whose names are shorter there
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
+    )
+    return chat.Tool.model_construct(type="function", function=function)
+
+
+def _thinking(body: CountTokensRequest, service: ModelService) -> dict[str, Any]:
+    """Without `thinking` the model does what it does by default."""
+    fields: dict[str, Any] = {"chat_template_kwargs": body.chat_template_kwargs}
+    thinking = body.thinking
+    if thinking is None:
+        return fields
+    wanted = thinking.type != "disabled"
+    switches = {name: wanted for name in _SWITCHES if name in service.template.variables}
+    if switches:
+        fields["chat_template_kwargs"] = {**switches, **(body.chat_template_kwargs or {})}
+    if not wanted or thinking.display == "omitted":
+        fields["include_reasoning"] = False
+    return fields
