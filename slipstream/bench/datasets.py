@@ -131,6 +131,17 @@ def read_humaneval(row: Row) -> BenchPrompt:
     return BenchPrompt(id=str(row.content.get("task_id", "")), text=row.text("prompt"))
 
 
+def read_instructcoder(row: Row) -> BenchPrompt:
+    """Read a change of code to make (likaixin/InstructCoder): the code, then what to do with it."""
+    code = row.content.get("input")
+    if code is not None and not isinstance(code, str):
+        raise UsageError(f'{row.place}: "input" is not a text')
+    asked = f"{row.text('instruction')}\n\nAnswer with the whole code and nothing else."
+    return BenchPrompt(
+        id=str(row.content.get("id", "")), messages=_asked(f"{code}\n\n{asked}" if code else asked)
+    )
+
+
 def read_sharegpt(row: Row) -> BenchPrompt | None:
     """Read the user's first message; None for a conversation without an answer."""
     turns = row.listed("conversations", "conversation")
@@ -146,6 +157,7 @@ _READERS: dict[str, Callable[[Row], BenchPrompt | None]] = {
     "mt-bench": read_question,
     "spec-bench": read_question,
     "humaneval": read_humaneval,
+    "instructcoder": read_instructcoder,
     "sharegpt": read_sharegpt,
 }
 DATASETS = (DEMO, *_READERS, RANDOM)

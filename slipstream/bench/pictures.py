@@ -68,7 +68,8 @@ def as_svg(draw: Draw) -> str:
 
 
 def sweep_figure(points: Sequence[Point], title: str | None) -> Any:
-    """Draw a row of panels for each batch size, with a line for each drafter over K."""
+    """Draw a row of panels for each batch size, with a line for each drafter over K, and one for
+    its first measurement of plain decoding."""
     batches = sorted({point.batch for point in points})
     figure = _figure((13.5, 0.5 + 3.2 * len(batches)), title)
     grid = figure.subplots(len(batches), len(SWEEP_PANELS), squeeze=False)
@@ -131,10 +132,10 @@ def _against_k(axes: Any, points: Sequence[Point], names: Sequence[str], field: 
             color=_COLOURS[index % len(_COLOURS)],
             label=name,
         )
-    levels = [getattr(it, field) for it in points if it.drafter == PLAIN]
-    for number, level in enumerate(level for level in levels if level is not None):
-        label = PLAIN if number == 0 else "_"
-        axes.axhline(level, color="#808080", linestyle="--", linewidth=1, label=label)
+    measured = (getattr(it, field) for it in points if it.drafter == PLAIN)
+    levels = [level for level in measured if level is not None]
+    if levels:  # the first, which ratios are relative to
+        axes.axhline(levels[0], color="#808080", linestyle="--", linewidth=1, label=PLAIN)
     axes.set_ylim(bottom=1 if field == "acceptance_length" else 0)
     axes.set_xlabel("K, draft tokens per step (dotted: auto)")
     fixed = {it.k for it in points if it.drafter != PLAIN and isinstance(it.k, int)}

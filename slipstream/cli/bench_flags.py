@@ -25,8 +25,8 @@ class DatasetFlags:
 
     dataset_name: str | None = flag(
         None,
-        "demo (the bundled held-out prompts), mt-bench, spec-bench, humaneval, sharegpt, custom or "
-        "random. [custom with a path, else demo]",
+        "demo (the bundled held-out prompts), mt-bench, spec-bench, humaneval, "
+        "instructcoder, sharegpt, custom or random. [custom with a path, else demo]",
         panel="Prompts",
         also=("--dataset",),
         metavar="<name>",

@@ -88,6 +88,23 @@ def test_humaneval_is_continued(tmp_path: Path) -> None:
     assert (prompt.id, prompt.text) == ("HumanEval/0", "def f(x):\n")
 
 
+@pytest.mark.parametrize("file", ["i.jsonl", "i.json"])
+def test_instructcoder_asks_for_a_change_of_code(tmp_path: Path, file: str) -> None:
+    entries = [
+        {"instruction": "Rename x to y.", "input": "x = 1", "output": "y = 1"},
+        {"id": "b", "instruction": "Write a loop.", "input": "", "output": "for i in x: i"},
+    ]
+    path = tmp_path / file
+    path.write_text(json.dumps(entries)) if path.suffix == ".json" else lines(path, *entries)
+    first, second = read_dataset("instructcoder", path)
+    assert (first.id, second.id) == ("0", "b")
+    assert asked(first).startswith("x = 1\n\nRename x to y.\n")
+    assert asked(second).startswith("Write a loop.\n")
+    for prompt in (first, second):
+        assert asked(prompt).endswith("code and nothing else.")
+        assert "for i" not in asked(prompt)
+
+
 def test_sharegpt_takes_what_was_asked_first_and_how_long_the_answer_was(tmp_path: Path) -> None:
     def said(name: str, question: str, *answers: str) -> dict[str, Any]:
         turns = [{"from": "human", "value": question}]
@@ -134,6 +151,8 @@ def test_custom_prompts_say_how_long(tmp_path: Path) -> None:
         ("mt-bench", '{"turns": [3]}', "the first turn is not a text"),
         ("mt-bench", '{"turns": ["a", ""]}', "a later turn is not a text"),
         ("humaneval", '{"prompt": ""}', 'line 1 has no "prompt" (a text)'),
+        ("instructcoder", '{"input": "x"}', 'line 1 has no "instruction" (a text)'),
+        ("instructcoder", '{"instruction": "x", "input": 3}', '"input" is not a text'),
         ("sharegpt", '{"conversations": [{"value": "a"}]}', "no usable prompts"),
     ],
 )

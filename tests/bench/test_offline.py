@@ -13,6 +13,7 @@ import pytest
 
 from slipstream.bench.datasets import BenchPrompt
 from slipstream.bench.page import PageChart, write_page
+from slipstream.bench.pictures import sweep_figure
 from slipstream.bench.profile import GROUPS, group_of, read_trace
 from slipstream.bench.sweep import PLAIN, Point, best
 from slipstream.bench.tables import ReportTable, by_position, sweep_table
@@ -137,6 +138,17 @@ def test_the_best_of_each_batch_size_stands_out() -> None:
     assert table.best == {1, 3}
     assert [row[6] for row in table.rows] == ["10.0 ", "30.0*", "20.0 ", "90.0*", "50.0 ", "88.0 "]
     assert table.rows[1][:6] == ["a", "1", "1", "2.00", "1.50", "-"]
+
+
+def test_plain_decoding_is_drawn_once() -> None:
+    pytest.importorskip("matplotlib")
+    points = [replace(point(PLAIN, 0, 1, 10), median_iteration_ms=2.0), point("a", 1, 1, 30)]
+    points.append(replace(points[0], median_iteration_ms=3.0))
+    panels = sweep_figure(points, None).axes
+    plain = [[line for line in it.get_lines() if line.get_label() == PLAIN] for it in panels]
+    assert [len(lines) for lines in plain] == [1, 0, 1, 1]  # no TPOT was measured
+    assert list(plain[3][0].get_ydata()) == [2.0, 2.0]
+    assert all(len(it.get_lines()) <= 2 for it in panels)
 
 
 def test_of_long_drafts_the_end_that_was_never_accepted_is_left_out() -> None:
