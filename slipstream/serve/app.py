@@ -47,6 +47,7 @@ from slipstream.serve.protocol.tokenize import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from slipstream.serve.responses.endpoint import ResponsesEndpoints
 from slipstream.serve.sse import ClientDisconnectedError
 from slipstream.serve.tokenize import TokenizeEndpoints
 
@@ -112,6 +113,7 @@ def _routes(service: ModelService, profiles: Path | None, load: LoadCount) -> li
             chunk=ChatChunk,
         ),
         *_message_routes(MessagesEndpoints(service)),
+        *ResponsesEndpoints(service).routes(_GENERATION_ERRORS),
         Route("GET", "/v1/models", info.models, ModelList),
         Route("GET", "/v1/models/{model:path}", info.model, ModelCard, errors=(404,)),
         Route("POST", "/tokenize", tokens.tokenize, TokenizeResponse, TokenizeRequest, (404, 415)),

@@ -42,6 +42,18 @@ class ServeLimits:
         "Most values in a body's JSON (400): a token id counts 1, a field of an object about 4.",
         at_least=1,
     )
+    max_stored_responses: int = flag(
+        1024,
+        "Most responses of /v1/responses that are kept; 0 keeps none.",
+        at_least=0,
+    )
+    max_stored_bytes: int = flag(
+        64 << 20,
+        "Most memory of the responses that are kept: bytes, 64M. [64M]",
+        metavar="<bytes>",
+        parse=parse_bytes,
+        at_least=1,
+    )
     max_header_bytes: int = flag(
         32 << 10,
         "Largest headers of a request, its first line included (431). [32K]",

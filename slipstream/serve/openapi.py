@@ -17,7 +17,7 @@ _TEMPLATE = "#/components/schemas/{model}"
 _ERRORS = {
     400: "The request is invalid; the message names the field and the remedy.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model.",
+    404: "There is no such model, or no such response.",
     409: "A profile is being taken already, or none is.",
     408: "The request did not arrive in time.",
     413: "The body is too large.",

@@ -138,6 +138,9 @@ _FORMS = {
     "prompt": "a text, token ids, or a list of texts and lists of token ids",
     "stop": "a text or a list of texts",
     "tool_choice": '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+    "background": "false: this server answers while the client waits",
+    "input": "a text or a list of items",
+    "truncation": '"disabled": nothing of a conversation is dropped',
     "guided_json": "a JSON schema, as an object or a text",
 }
 
@@ -147,6 +150,7 @@ _BLOCK_TYPES = ("text", "thinking", "tool_result", "tool_use")
 _UNION_MEMBERS = (
     *("str", "int", "float", "bool", "TextPart", "ChosenTool"),
     *("assistant", "developer", "system", "tool", "user"),
+    *("message", "function_call_output", "input_text", "output_text", "ChosenFunctionTool"),
 )
 
 

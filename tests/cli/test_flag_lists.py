@@ -65,7 +65,8 @@ FLAGS = {
         --default-chat-template-kwargs --drain-timeout --enable-profiling
         --host --keep-alive-timeout --log-json --log-level --log-prompts --max-body-bytes
         --metrics-prefix
-        --max-connections --max-header-bytes --max-json-values --max-queue --max-waiting --port
+        --max-connections --max-header-bytes --max-json-values --max-queue
+        --max-stored-bytes --max-stored-responses --max-waiting --port
         --receive-timeout --request-timeout --root-path --send-timeout --served-model-name
         --ssl-certfile --ssl-keyfile --tool-call-parser --reasoning-parser --uds
     """,

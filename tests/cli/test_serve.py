@@ -67,7 +67,8 @@ def test_every_flag_arrives(slipstream: CommandLine, started: Started, tmp_path:
         "serve some/model --host 127.0.0.1 --port 0 --served-model-name a --served-model-name b "
         "--api-key k1 --api-key k2 --cors-origin https://x.org --tool-call-parser hermes "
         "--max-queue 7 --request-timeout 0 --drain-timeout 9 --max-body-bytes 2M "
-        "--max-json-values 8 --max-header-bytes 16K --max-connections 99 --receive-timeout 3 "
+        "--max-json-values 8 --max-stored-responses 6 --max-stored-bytes 3K "
+        "--max-header-bytes 16K --max-connections 99 --receive-timeout 3 "
         "--send-timeout 4 --keep-alive-timeout 5 --log-level debug --log-json --log-prompts "
         "--max-num-seqs 5 --drafter d -k 2 --root-path /m --chat-template {{messages}} "
         f"--enable-profiling {tmp_path / 'new' / 'traces'}"
@@ -88,6 +89,8 @@ def test_every_flag_arrives(slipstream: CommandLine, started: Started, tmp_path:
             drain_timeout=9.0,
             max_body_bytes=2 << 20,
             max_json_values=8,
+            max_stored_responses=6,
+            max_stored_bytes=3 << 10,
             max_header_bytes=16 << 10,
             max_connections=99,
             receive_timeout=3.0,

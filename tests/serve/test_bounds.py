@@ -18,6 +18,7 @@ from slipstream.serve.protocol.base import ModelRequest
 from slipstream.serve.protocol.bounds import count_values
 from slipstream.serve.protocol.chat import ChatRequest
 from slipstream.serve.protocol.completions import CompletionRequest
+from slipstream.serve.protocol.responses import ResponsesRequest
 from slipstream.serve.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from slipstream.serve.request_parsing import parse_body
 
@@ -48,6 +49,12 @@ def refusal(content: bytes, kind: type[ModelRequest], most: int = MOST) -> ApiEr
         (ChatRequest, "metadata", {str(n): n for n in range(1025)}, 1024),
         (ChatRequest, "modalities", ["text"] * 1025, 1024),
         (ChatRequest, "chat_template_kwargs", {str(n): n for n in range(1025)}, 1024),
+        (ResponsesRequest, "input", [MESSAGE] * 4097, 4096),
+        (ResponsesRequest, "input", [{}] * 4097, 4096),
+        (ResponsesRequest, "tools", [{"type": "x"}] * 1025, 1024),
+        (ResponsesRequest, "tools", [{"type": "function", "parameters": [0] * 40000}], 32768),
+        (ResponsesRequest, "include", ["a"] * 1025, 1024),
+        (ResponsesRequest, "metadata", {str(n): n for n in range(1025)}, 1024),
         (CompletionRequest, "prompt", ["a"] * 2049, 2048),
         (CompletionRequest, "prompt", [[5]] * 2049, 2048),
         (CompletionRequest, "prompt", [{}] * 2049, 2048),
@@ -66,7 +73,9 @@ def refusal(content: bytes, kind: type[ModelRequest], most: int = MOST) -> ApiEr
 def test_every_list_and_every_text_that_is_worked_on_has_a_bound(
     kind: type[ModelRequest], field: str, entries: Any, most: int
 ) -> None:
-    needed = {"prompt": "a"} if kind is CompletionRequest else {"messages": [MESSAGE]}
+    needed: dict[str, Any] = {"messages": [MESSAGE]}
+    if kind is not ChatRequest:
+        needed = {"prompt": "a"} if kind is CompletionRequest else {"input": "a"}
     error = refusal(json.dumps({**needed, field: entries}).encode(), kind)
     assert (error.status, error.param) == (400, field)
     assert re.search(rf"\b{most}\b", error.message)

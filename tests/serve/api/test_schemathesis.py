@@ -51,6 +51,10 @@ PATHS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/{response_id}"),
+    ("DELETE", "/v1/responses/{response_id}"),
+    ("POST", "/v1/responses/{response_id}/cancel"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/v1/models"),
@@ -75,7 +79,7 @@ WITH_BODY = {
 
 def likely(body: dict[str, Any], turn: int) -> dict[str, Any]:
     """A part of the fields: all of them together contradict each other; a random model is none."""
-    optional = sorted(set(body) - {"prompt", "messages", "tokens", "model"})
+    optional = sorted(set(body) - {"prompt", "messages", "input", "tokens", "model"})
     dropped = {name for place, name in enumerate(optional) if (place + turn) % 7}
     return {name: value for name, value in body.items() if name not in dropped | {"model"}}
 
@@ -124,6 +128,9 @@ def test_the_document_has_every_endpoint(live: Live) -> None:
     assert set(document["paths"]) == {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/cancel",
         "/v1/models",
         "/v1/models/{model}",
         "/v1/messages",

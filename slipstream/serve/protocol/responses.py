@@ -1,0 +1,235 @@
+"""Bodies of requests to /v1/responses."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from slipstream.serve.protocol import bounds
+from slipstream.serve.protocol.base import Count, JsonSchema, OnlyFalse, RequestBody
+from slipstream.serve.protocol.bounds import FEW_VALUES, AtMost
+from slipstream.serve.protocol.chat import FunctionName, TemplateVariables
+from slipstream.serve.protocol.sampling import (
+    MOST_LOGPROBS,
+    JsonObjectFormat,
+    SamplingFields,
+    TextFormat,
+)
+from slipstream.serve.protocol.usage import StreamOptions
+
+_Status = Literal["in_progress", "completed", "incomplete"]
+# What an answer held beside its text; no effect when it comes back.
+_Ignored = Annotated[list[Any], AtMost(bounds.MOST_TOKEN_IDS)]
+
+
+class InputText(RequestBody):
+    """Text of the user, of instructions or of a tool."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+class EarlierText(RequestBody):
+    """Text of an earlier answer."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: _Ignored | None = None
+    logprobs: _Ignored | None = None
+
+
+_Parts = Annotated[
+    list[Annotated[InputText | EarlierText, Field(discriminator="type")]],
+    Field(min_length=1),
+    AtMost(bounds.MOST_PARTS),
+]
+_InputParts = Annotated[list[InputText], Field(min_length=1), AtMost(bounds.MOST_PARTS)]
+
+
+class MessageItem(RequestBody):
+    """A message; its type may be left out."""
+
+    type: Literal["message"] = "message"
+    role: Literal["assistant", "developer", "system", "user"]
+    content: str | _Parts
+    id: str | None = None
+    status: _Status | None = None
+
+
+class FunctionCallItem(RequestBody):
+    """A call by the model; `arguments` is a JSON object as text."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: _Status | None = None
+
+
+class FunctionOutputItem(RequestBody):
+    """The result of the call with this id."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | _InputParts
+    id: str | None = None
+    status: _Status | None = None
+
+
+class SummaryPart(RequestBody):
+    """A summary of reasoning, as other servers write it."""
+
+    type: Literal["summary_text"]
+    text: str
+
+
+class ReasoningPart(RequestBody):
+    """Text that the model thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(RequestBody):
+    """What an earlier answer thought: its content, or else its summary."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[SummaryPart], AtMost(bounds.MOST_PARTS)] | None = None
+    content: Annotated[list[ReasoningPart], AtMost(bounds.MOST_PARTS)] | None = None
+    id: str | None = None
+    status: _Status | None = None
+
+
+def _named(item: Any) -> Any:
+    """Messages need not say that they are."""
+    if isinstance(item, dict) and "type" not in item and "role" in item:
+        return {**item, "type": "message"}
+    return item
+
+
+Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+_Items = Annotated[
+    list[Annotated[Annotated[Item, Field(discriminator="type")], BeforeValidator(_named)]],
+    Field(min_length=1),
+    AtMost(bounds.MOST_MESSAGES),
+]
+
+
+class FunctionTool(RequestBody):
+    """A function that the model may call, which the client runs; the only type of tool here.
+
+    Attributes:
+        parameters: JSON schema of its arguments; without one any object is allowed.
+        strict: whether arguments must follow the schema; false by default.
+    """
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: JsonSchema | None = None
+    strict: bool | None = None
+
+
+def _refuse_hosted(tool: Any) -> Any:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise ValueError(
+            f"tools of type {kind[:50]} are not supported: this server runs no tools; describe it "
+            "as a function, and run it yourself"
+        )
+    return tool
+
+
+Tools = Annotated[
+    list[Annotated[FunctionTool, BeforeValidator(_refuse_hosted)]],
+    FEW_VALUES,
+    AtMost(bounds.MOST_TOOLS),
+]
+
+
+class ChosenFunctionTool(RequestBody):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class SchemaFormat(RequestBody):
+    """JSON that follows a schema; it is followed whether `strict` is set or not."""
+
+    type: Literal["json_schema"]
+    name: Annotated[str, Field(min_length=1)]
+    schema_: JsonSchema = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(RequestBody):
+    """The form of the text."""
+
+    format: (
+        Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None
+    ) = None
+
+
+class ReasoningOptions(RequestBody):
+    """How the model thinks.
+
+    Attributes:
+        effort: the variable `reasoning_effort` of the chat template.
+        summary, generate_summary: without effect; reasoning is given as it is.
+    """
+
+    effort: Literal["low", "medium", "high"] | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class ResponseStreamOptions(StreamOptions):
+    """Options of a stream; its last event has the usage in any case."""
+
+    continuous_usage_stats: OnlyFalse | None = None
+
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class ResponsesRequest(SamplingFields):
+    """Answer a conversation, which may continue that of an earlier response.
+
+    Attributes:
+        previous_response_id: of a response that is stored; its instructions do not count again.
+        max_output_tokens: reasoning included; by default up to `max_model_len`.
+        max_tool_calls: without effect: it bounds the calls of tools that a server runs itself.
+        parallel_tool_calls: false ends the answer after its first tool call.
+        include: reasoning.encrypted_content is without effect: reasoning is given as it is.
+        store: keep the response for `previous_response_id`; true by default.
+    """
+
+    input: str | _Items
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
+    max_tool_calls: Annotated[Count, Field(ge=1)] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: (
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            AtMost(bounds.MOST_LABELS),
+        ]
+        | None
+    ) = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    store: bool | None = None  # type: ignore[assignment]  # chats store nothing
+    stream_options: ResponseStreamOptions | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    include_reasoning: bool | None = None
+
+    # Accepted without effect: see docs/protocol.md.
+    truncation: Literal["disabled"] | None = None
+    background: OnlyFalse | None = None
+    n: Annotated[int, Field(ge=1, le=1)] | None = None

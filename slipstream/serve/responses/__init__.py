@@ -1,0 +1,1 @@
+"""/v1/responses, as a translation onto the way chats are answered."""

@@ -1,0 +1,115 @@
+"""/v1/responses: answer conversations in items, and keep the answers."""
+
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slipstream.serve.chat import PreparedChat, prepare
+from slipstream.serve.errors import ApiError, bad_request
+from slipstream.serve.generation import Generation
+from slipstream.serve.model_service import ModelService
+from slipstream.serve.openapi import Route, json_response
+from slipstream.serve.protocol.chat import ChatRequest
+from slipstream.serve.protocol.response_object import DeletedResponse, ResponseEvent, ResponseObject
+from slipstream.serve.protocol.responses import ResponsesRequest
+from slipstream.serve.request_parsing import read_body
+from slipstream.serve.responses.answer import ResponsesAnswer
+from slipstream.serve.responses.messages import Conversation
+from slipstream.serve.responses.request import chat_request, check, conversation, named_as_here
+from slipstream.serve.responses.store import ResponseStore
+from slipstream.serve.sse import cancel_on_disconnect
+
+
+class ResponsesEndpoints:
+    """Handles /v1/responses and the paths below it."""
+
+    def __init__(self, service: ModelService) -> None:
+        limits = service.thread.limits
+        self._service = service
+        self._store = ResponseStore(limits.max_stored_responses, limits.max_stored_bytes)
+
+    def routes(self, errors: Sequence[int]) -> list[Route]:
+        """The endpoints; `errors` are those of generating."""
+        path = "/v1/responses/{response_id}"
+        return [
+            Route(
+                *("POST", "/v1/responses", self.create, ResponseObject, ResponsesRequest, errors),
+                chunk=ResponseEvent,
+            ),
+            Route("GET", path, self.retrieve, ResponseObject, errors=(400, 404)),
+            Route("DELETE", path, self.delete, DeletedResponse, errors=(400, 404)),
+            Route("POST", f"{path}/cancel", self.cancel, ResponseObject, errors=(400, 404)),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        """Answer a conversation in items, whole or streamed."""
+        body = await read_body(request, ResponsesRequest, self._service)
+        return await cancel_on_disconnect(request.receive, self._answer(body))
+
+    async def retrieve(self, request: Request) -> Response:
+        """A response that is stored"""
+        _refuse_query(request)
+        stored = self._store.get(request.path_params["response_id"])
+        return Response(stored.document, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        """Delete a response that is stored"""
+        _refuse_query(request)
+        name = request.path_params["response_id"]
+        self._store.delete(name)
+        return json_response(DeletedResponse(id=name, object="response", deleted=True))
+
+    async def cancel(self, request: Request) -> Response:
+        """Refuse to cancel: no response runs in the background"""
+        self._store.get(request.path_params["response_id"])
+        raise bad_request(
+            "this response is complete; only one in the background could be cancelled, and this "
+            "server has none: close the connection to end an answer"
+        )
+
+    async def _answer(self, body: ResponsesRequest) -> Response:
+        service = self._service
+        service.thread.check_room(1)
+        self._check(body)
+        earlier = None
+        if body.previous_response_id is not None:
+            name = body.previous_response_id
+            earlier = self._store.get(name, "previous_response_id").messages
+        messages, chat_body, chat = await service.aside(self._prepare, body, earlier)
+        await service.compile(chat.params)
+        generation = Generation([chat.prompt], bool(body.return_speculation))
+        reader = chat.reader(service, chat_body)
+        store = None if body.store is False else self._store
+        answer = ResponsesAnswer(service, body, generation, chat.params, reader, messages, store)
+        await generation.start(service.thread, chat.params, body.request_id)
+        return await answer.response()
+
+    def _check(self, body: ResponsesRequest) -> None:
+        check(body)
+        if body.store and not self._store.keeps:
+            raise bad_request(
+                "this server keeps no responses; leave store out, or start it with a larger "
+                "--max-stored-responses",
+                "store",
+            )
+
+    def _prepare(
+        self, body: ResponsesRequest, earlier: bytes | None
+    ) -> tuple[Conversation, ChatRequest, PreparedChat]:
+        """Check, render and tokenize; slow for large requests."""
+        service = self._service
+        messages = conversation(service, body, earlier)
+        chat_body = chat_request(body, messages.messages)
+        try:
+            return messages, chat_body, prepare(service, chat_body)
+        except ApiError as error:
+            raise named_as_here(error) from None
+
+
+def _refuse_query(request: Request) -> None:
+    for name in request.query_params:
+        raise bad_request(
+            f"{name[:100]!r} has no meaning here: the response is given whole, as it was made",
+            name[:100],
+        )

@@ -1,0 +1,151 @@
+"""Messages of chats from items of responses."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
+
+from slipstream.serve.errors import bad_request
+from slipstream.serve.protocol.bounds import MOST_MESSAGES, MOST_PARTS
+from slipstream.serve.protocol.chat import (
+    AssistantMessage,
+    CalledFunction,
+    Message,
+    MessageToolCall,
+    PlainMessage,
+    TextPart,
+    ToolMessage,
+)
+from slipstream.serve.protocol.responses import (
+    EarlierText,
+    FunctionCallItem,
+    FunctionOutputItem,
+    InputText,
+    Item,
+    MessageItem,
+    ReasoningItem,
+)
+
+_MESSAGES: Final = TypeAdapter[list[Message]](list[Message])
+
+Texts = Sequence[InputText | EarlierText]
+
+
+def parse_messages(document: bytes) -> list[Message]:
+    """Messages that `dump_messages` wrote; ApiError if they exceed the bounds of a request."""
+    try:
+        return _MESSAGES.validate_json(document)
+    except ValidationError:
+        raise bad_request(
+            "the conversation so far is more than a request may hold; begin a new one",
+            "previous_response_id",
+        ) from None
+
+
+def dump_messages(messages: Sequence[Message]) -> bytes:
+    """Messages as JSON."""
+    return to_json(messages, exclude_none=True)
+
+
+class Conversation:
+    """Puts items together as messages: reasoning, text and calls that follow each other are one
+    message of the assistant, as in the answer to a chat.
+
+    Args:
+        earlier: messages before the items; the last one is complete.
+        keeps_reasoning: whether the chat template writes it; it is dropped otherwise.
+
+    Attributes:
+        messages: so far.
+    """
+
+    def __init__(self, earlier: Sequence[Message], keeps_reasoning: bool) -> None:
+        self.messages = [*earlier]
+        self._keeps_reasoning = keeps_reasoning
+        self._answer: AssistantMessage | None = None  # may be continued by the next item
+        self._call_ids = {
+            call.id
+            for message in earlier
+            if isinstance(message, AssistantMessage)
+            for call in message.tool_calls or ()
+        }
+
+    def add(self, items: Sequence[Item]) -> None:
+        """Add items; ApiError names one that does not fit."""
+        for place, item in enumerate(items):
+            match item:
+                case MessageItem(role="assistant"):
+                    self._answered(item)
+                case FunctionCallItem():
+                    self._called(item)
+                case ReasoningItem():
+                    self._thought(item)
+                case FunctionOutputItem():
+                    self._require_call(item.call_id, place)
+                    content = _content(item.output)
+                    self._say(ToolMessage(role="tool", content=content, tool_call_id=item.call_id))
+                case MessageItem():
+                    role: Any = item.role
+                    self._say(PlainMessage(role=role, content=_content(item.content)))
+
+    def require_few(self) -> None:
+        """Raise ApiError for more messages, or calls in one of them, than a chat may have."""
+        num_calls = [
+            len(message.tool_calls or ())
+            for message in self.messages
+            if isinstance(message, AssistantMessage)
+        ]
+        if len(self.messages) > MOST_MESSAGES or max(num_calls, default=0) > MOST_PARTS:
+            raise bad_request(
+                f"the conversation has more than {MOST_MESSAGES} messages, or more than "
+                f"{MOST_PARTS} tool calls in a row; begin a new one",
+                "input",
+            )
+
+    def _say(self, message: Message) -> None:
+        self.messages.append(message)
+        self._answer = None
+
+    def _open(self, fits: bool) -> AssistantMessage:
+        """The message that the assistant's next item belongs to."""
+        if self._answer is None or not fits:
+            self._answer = AssistantMessage(role="assistant", content="")
+            self.messages.append(self._answer)
+        return self._answer
+
+    def _thought(self, item: ReasoningItem) -> None:
+        texts = [part.text for part in item.content or item.summary or ()]
+        open = self._answer
+        answer = self._open(open is not None and not (open.content or open.tool_calls))
+        if self._keeps_reasoning and texts:
+            answer.reasoning = "\n".join([*filter(None, [answer.reasoning]), *texts])
+
+    def _answered(self, item: MessageItem) -> None:
+        open = self._answer
+        answer = self._open(open is not None and not (open.content or open.tool_calls))
+        answer.content = _content(item.content)
+
+    def _called(self, item: FunctionCallItem) -> None:
+        answer = self._open(True)
+        function = CalledFunction(name=item.name, arguments=item.arguments)
+        if answer.tool_calls is None:
+            answer.tool_calls, answer.content = [], answer.content or None
+        answer.tool_calls.append(MessageToolCall(id=item.call_id, function=function))
+        self._call_ids.add(item.call_id)
+
+    def _require_call(self, call_id: str, place: int) -> None:
+        if call_id not in self._call_ids:
+            raise bad_request(
+                f"input[{place}].call_id names {call_id[:100]!r}, which no tool call before it "
+                "has; send the function_call too, or previous_response_id",
+                "input",
+            )
+
+
+def _content(given: str | Texts) -> str | list[TextPart]:
+    if isinstance(given, str):
+        return given
+    if len(given) == 1:
+        return given[0].text
+    return [TextPart(type="text", text=part.text) for part in given]

@@ -1,0 +1,132 @@
+"""A request to /v1/responses as the request of a chat."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from slipstream.serve.conversation import reads_reasoning
+from slipstream.serve.errors import ApiError, bad_request
+from slipstream.serve.model_service import ModelService
+from slipstream.serve.protocol.chat import (
+    ChatRequest,
+    ChosenFunction,
+    ChosenTool,
+    Function,
+    Message,
+    PlainMessage,
+    Tool,
+)
+from slipstream.serve.protocol.responses import (
+    LOGPROBS,
+    ChosenFunctionTool,
+    FunctionTool,
+    MessageItem,
+    ResponsesRequest,
+    SchemaFormat,
+)
+from slipstream.serve.protocol.sampling import JsonSchemaFormat, NamedSchema, SamplingFields
+from slipstream.serve.responses.messages import Conversation, parse_messages
+
+# Fields with the same name and meaning in both requests.
+_COMMON: Final = (
+    *(set(SamplingFields.model_fields) - {"store", "stream_options"}),
+    *("chat_template_kwargs", "include_reasoning"),
+)
+# Fields whose effects no part of a response could show.
+_OF_CHATS: Final = ("prompt_logprobs", "return_token_ids", "return_weight_versions")
+# Fields of a chat that have other names here.
+_NAMES: Final = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+_NAME: Final = re.compile(r"\bmessages(?=\[)|\b(?:" + "|".join([*_NAMES][1:]) + r")\b")
+
+
+def check(body: ResponsesRequest) -> None:
+    """Raise ApiError for fields that contradict each other."""
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options goes with stream: true", "stream_options")
+    for name in _OF_CHATS:
+        if (value := getattr(body, name)) is not None and value is not False:
+            raise bad_request(
+                f"{name} is not supported here; ask /v1/chat/completions for it", name
+            )
+    if body.top_logprobs and not wants_logprobs(body):
+        raise bad_request(f"top_logprobs goes with include: [{LOGPROBS!r}]", "top_logprobs")
+
+
+def wants_logprobs(body: ResponsesRequest) -> bool:
+    """Whether the texts come with logprobs."""
+    return LOGPROBS in (body.include or ())
+
+
+def conversation(
+    service: ModelService, body: ResponsesRequest, earlier: bytes | None
+) -> Conversation:
+    """The conversation that a response continues, without instructions.
+
+    Args:
+        earlier: messages of the response before it.
+    """
+    found = Conversation(
+        [] if earlier is None else parse_messages(earlier), reads_reasoning(service)
+    )
+    if isinstance(body.input, str):
+        found.add([MessageItem(role="user", content=body.input)])
+    else:
+        found.add(body.input)
+    found.require_few()
+    return found
+
+
+def chat_request(body: ResponsesRequest, messages: Sequence[Message]) -> ChatRequest:
+    """The request of a chat; its values are valid already."""
+    given = {name: getattr(body, name) for name in _COMMON}
+    instructions: list[Message] = []
+    if body.instructions is not None:
+        instructions = [PlainMessage(role="system", content=body.instructions)]
+    fields: dict[str, Any] = {
+        "messages": [*instructions, *messages],
+        "max_completion_tokens": body.max_output_tokens,
+        "response_format": _format(body),
+        "reasoning_effort": body.reasoning and body.reasoning.effort,
+    }
+    if wants_logprobs(body):
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    if body.tools:
+        fields |= {
+            "tools": [_tool(tool) for tool in body.tools],
+            "tool_choice": _choice(body.tool_choice),
+            "parallel_tool_calls": body.parallel_tool_calls,
+        }
+    elif body.tool_choice not in (None, "auto", "none"):
+        raise bad_request("tool_choice goes with tools", "tool_choice")
+    return ChatRequest.model_construct(**given, **fields)
+
+
+def named_as_here(error: ApiError) -> ApiError:
+    """An error about the request of a chat, with the names of fields that the client knows."""
+    error.message = _NAME.sub(lambda match: _NAMES[match[0]], error.message)
+    error.param = _NAMES.get(error.param or "", error.param)
+    return error
+
+
+def _format(body: ResponsesRequest) -> Any:
+    wanted = body.text and body.text.format
+    if not isinstance(wanted, SchemaFormat):
+        return wanted
+    schema = NamedSchema(name=wanted.name, schema=wanted.schema_)
+    return JsonSchemaFormat(type="json_schema", json_schema=schema)
+
+
+def _tool(tool: FunctionTool) -> Tool:
+    fields = tool.model_dump(exclude={"type"})
+    return Tool(type="function", function=Function(**fields))
+
+
+def _choice(choice: Any) -> Any:
+    if not isinstance(choice, ChosenFunctionTool):
+        return choice
+    return ChosenTool(type="function", function=ChosenFunction(name=choice.name))
