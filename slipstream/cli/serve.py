@@ -86,8 +86,8 @@ class ListenFlags:
     )
     reasoning_parser: str | None = flag(
         None,
-        "openai_gptoss, or none to leave a model's reasoning in the content. [found from the "
-        "checkpoint]",
+        "qwen3, glm45, deepseek_r1 or openai_gptoss; none leaves a model's reasoning in the "
+        "content. [found from the checkpoint]",
     )
     chat_template: str | None = flag(
         None,

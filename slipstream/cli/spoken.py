@@ -22,11 +22,15 @@ def parser_of(tokenizer: "Tokenizer", params: SamplingParams) -> NewParser | Non
     from slipstream.serve.output.parts import Reading
     from slipstream.serve.token_texts import TokenTexts
 
-    format = choose_output_format(None, None, ChatTemplate(tokenizer), tokenizer)
+    template = ChatTemplate(tokenizer)
+    format = choose_output_format(None, None, template, tokenizer)
     if format is None:
         return None
     texts = TokenTexts(tokenizer)
+    # All prompts end alike, which may open a thought.
+    prompt = template.render([{"role": "user", "content": ""}])
     reading = Reading(
+        prompt=tokenizer.encode(prompt, add_special_tokens=False),
         skip_special=params.skip_special_tokens,
         stop=params.stop_strings,
         include_stop=params.include_stop_str_in_output,

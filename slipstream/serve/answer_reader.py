@@ -120,7 +120,10 @@ def _parser(
         return None if parser is None else CallsInText(parser)
     reading = Reading(
         prompt=prompt,
+        continues=bool(body.continue_final_message),
         functions=tools.functions if tools.format is not None else None,
+        calls=tools.parser(service.tokenizer, skip_special),
+        keeps_special=tools.keeps_special(service.tokenizer),
         skip_special=skip_special,
         stop=[body.stop] if isinstance(body.stop, str) else body.stop or (),
         include_stop=body.include_stop_str_in_output is True,

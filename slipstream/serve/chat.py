@@ -1,7 +1,7 @@
 """/v1/chat/completions: answer conversations."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -18,12 +18,14 @@ from slipstream.serve.errors import bad_request
 from slipstream.serve.generation import Generation
 from slipstream.serve.logprobs_format import prompt_logprobs
 from slipstream.serve.model_service import ModelService
+from slipstream.serve.output.parts import Wanted
 from slipstream.serve.prompt_length import truncation
 from slipstream.serve.protocol.chat import ChatChoice, ChatCompletion, ChatRequest
 from slipstream.serve.protocol.usage import CompletionTokensDetails, Usage
 from slipstream.serve.request_parsing import read_body
 from slipstream.serve.sampling import logit_bias, sampling_params, structured_output
 from slipstream.serve.sse import cancel_on_disconnect
+from slipstream.serve.tools.call_format import Schemas, ToolFormat
 from slipstream.serve.tools.choice import ToolUse, choose_tools
 from slipstream.serve.updates import Delta, RequestUpdate
 
@@ -71,6 +73,10 @@ class PreparedChat:
         return AnswerReader(service, body, self.tools, self.prompt.token_ids)
 
 
+# Structures that may describe calls amid their text.
+_FREE_KINDS = ("regex", "grammar")
+
+
 def prepare(service: ModelService, body: ChatRequest) -> PreparedChat:
     """Check, render and tokenize a conversation of any protocol; slow for large requests."""
     _check(body)
@@ -85,14 +91,8 @@ def prepare(service: ModelService, body: ChatRequest) -> PreparedChat:
     special = body.add_special_tokens is True
     [prompt] = service.encode([given], params, special, "messages", cut)
     service.require_room([prompt], *_max_tokens(body), "messages")
-    format = service.output_format
-    if format and params.structured and not format.begins_anew(prompt.token_ids):
-        raise bad_request(
-            "structured output and tools that are strict, required or named begin with a new "
-            "message; leave continue_final_message and add_generation_prompt out",
-            "messages",
-        )
-    return PreparedChat(tools, params, prompt)
+    structured = _structured(body, tools, service, prompt.token_ids)
+    return PreparedChat(tools, replace(params, structured=structured), prompt)
 
 
 class _ChatAnswer(ChoicesAnswer[ChatAnswerChoice]):
@@ -152,16 +152,9 @@ def _check(body: ChatRequest) -> None:
 
 
 def _params(body: ChatRequest, tools: ToolUse, service: ModelService) -> SamplingParams:
-    structured, format = structured_output(body, body.response_format), service.output_format
-    if tools.grammar is not None:
-        _refuse(structured, "tools that are strict, required or named say what the answer must be")
-        structured = StructuredOutput(grammar=tools.grammar)
-    elif structured is not None and format is not None:
-        structured = format.framed(structured, {name: {} for name in tools.functions})
-    elif tools.format is not None and structured and structured.kind not in ("regex", "grammar"):
-        _refuse(structured, "JSON and choices leave no room for tool calls")
+    """All but what the output must be, which the prompt has a say in."""
     overrides: dict[str, Any] = {"logit_bias": logit_bias(body, service)}
-    if format is not None:  # whose parser finds stop strings, in the content alone
+    if service.output_format is not None:  # whose parser finds stop strings, in the content alone
         overrides["stop"] = ()
     if tools.keeps_special(service.tokenizer):
         overrides["skip_special_tokens"] = False
@@ -170,9 +163,39 @@ def _params(body: ChatRequest, tools: ToolUse, service: ModelService) -> Samplin
         service.sampling_defaults,
         _max_tokens(body)[0],
         (body.top_logprobs or 0) if body.logprobs else None,
-        structured,
         **overrides,
     )
+
+
+def _structured(
+    body: ChatRequest, tools: ToolUse, service: ModelService, prompt: Sequence[int]
+) -> StructuredOutput | None:
+    """What the output must be."""
+    content, format = structured_output(body, body.response_format), service.output_format
+    if tools.grammar is not None:
+        _refuse(content, "tools that are strict, required or named say what the answer must be")
+    elif isinstance(tools.format, ToolFormat) and content and content.kind not in _FREE_KINDS:
+        _refuse(content, "JSON and choices leave no room for tool calls")
+    budget = _budget(body, service)
+    if format is not None:
+        functions: Schemas = {name: {} for name in tools.functions}
+        wanted = Wanted(content=content, calls=tools.grammar, functions=functions, budget=budget)
+        return format.framed(wanted, prompt, bool(body.continue_final_message))
+    return content if tools.grammar is None else StructuredOutput(grammar=tools.grammar)
+
+
+def _budget(body: ChatRequest, service: ModelService) -> int | None:
+    """Most tokens of reasoning; None without a limit."""
+    budget = body.thinking_token_budget
+    if budget is None or budget == -1:
+        return None
+    if service.output_format is None:
+        raise bad_request(
+            "thinking_token_budget needs a model whose thinking the server can tell apart; leave "
+            "it out, or start the server with the --reasoning-parser of this model",
+            "thinking_token_budget",
+        )
+    return None if budget >= service.max_model_len else budget
 
 
 def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:

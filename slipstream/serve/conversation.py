@@ -16,6 +16,9 @@ from slipstream.serve.template_coverage import require_coverage
 
 # Set by the server, so chat_template_kwargs may not.
 _OWN = ("messages", "tools", "add_generation_prompt")
+_EFFORT = "reasoning_effort"
+# Variables by which templates switch thinking on and off.
+_SWITCHES = ("enable_thinking", "thinking")
 
 
 def render(
@@ -100,25 +103,49 @@ def reads_reasoning(service: ModelService) -> bool:
 def _options(service: ModelService, fields: TemplateFields) -> Mapping[str, Any]:
     """Further variables; ApiError for those that the template does not read, and would silently
     ignore."""
-    template, effort = service.template, fields.reasoning_effort
-    options = dict(fields.chat_template_kwargs or {})
-    if effort is not None and options.setdefault("reasoning_effort", effort) != effort:
-        raise bad_request(
-            "reasoning_effort and chat_template_kwargs contradict each other; give one of them",
-            "reasoning_effort",
-        )
-    options = {**(service.answers.default_chat_template_kwargs or {}), **options}
-    for name in options:
+    template = service.template
+    given = _with_effort(dict(fields.chat_template_kwargs or {}), fields, template)
+    options = {**(service.answers.default_chat_template_kwargs or {}), **given}
+    for name in [*options]:
         if name in _OWN:
             raise bad_request(f"give {name} as a field of its own", "chat_template_kwargs")
-        if name not in template.variables:
-            read = sorted(template.variables - {*_OWN, "raise_exception", "strftime_now"})
-            raise bad_request(
-                f"the chat template of this model does not read {name}; it reads "
-                f"{', '.join(read) or 'nothing else'}",
-                name if name == "reasoning_effort" else "chat_template_kwargs",
-            )
+        if name in template.variables:
+            continue
+        if name in _SWITCHES and options[name] is False and not template.mentions("think"):
+            del options[name]  # such a model does not think
+            continue
+        read = sorted(template.variables - {*_OWN, "raise_exception", "strftime_now"})
+        raise bad_request(
+            f"the chat template of this model does not read {name}; it reads "
+            f"{', '.join(read) or 'nothing else'}",
+            name if name == _EFFORT else "chat_template_kwargs",
+        )
     return options
+
+
+def _with_effort(
+    options: dict[str, Any], fields: TemplateFields, template: ChatTemplate
+) -> dict[str, Any]:
+    """The variables with what reasoning_effort says.
+
+    A template that only switches thinking on or off does so: "none" is off, all else is on.
+    """
+    effort = fields.reasoning_effort
+    if effort is None:
+        return options
+    switch = next((it for it in _SWITCHES if it in template.variables), None)
+    graded = _EFFORT in template.variables
+    if switch is None and not graded and effort == "none":
+        switch = _SWITCHES[0]
+    said: dict[str, Any] = {} if switch is not None and not graded else {_EFFORT: effort}
+    if switch is not None and (effort == "none" or not graded):
+        said[switch] = effort != "none"
+    if any(options.get(name, value) != value for name, value in said.items()):
+        raise bad_request(
+            "reasoning_effort and chat_template_kwargs contradict each other; give one of them",
+            _EFFORT,
+        )
+    return {**options, **said}
 
 
 def _check_arguments(messages: Sequence[Message]) -> None:

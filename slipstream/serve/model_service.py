@@ -137,13 +137,17 @@ class ModelService:
         """The format of the model's answers, if they are more than text; UsageError for flags that
         do not fit it."""
         return choose_output_format(
-            self.reasoning_parser, self.tool_call_parser, self.template, self.tokenizer
+            self.reasoning_parser,
+            self.tool_call_parser,
+            self.template,
+            self.tokenizer,
+            self.engine.resolved.eos_token_ids,
         )
 
     @cached_property
     def tool_format(self) -> CallFormat | None:
         """The format of the model's tool calls, if known."""
-        if self.output_format is not None:
+        if self.output_format is not None and self.output_format.calls is not None:
             return self.output_format.calls
         if self.tool_call_parser is not None:
             return NAMED[self.tool_call_parser]

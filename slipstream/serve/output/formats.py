@@ -1,6 +1,6 @@
 """The formats of whole answers by their names, and the one of a model."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Final
 
 from slipstream.core.errors import UsageError
@@ -9,19 +9,14 @@ from slipstream.models.harmony import START, find_harmony
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.output.harmony import Harmony
 from slipstream.serve.output.parts import OutputFormat
+from slipstream.serve.output.thinking import STYLES, Thinking
 
 OFF: Final = "none"
 
 
-def _harmony(tokenizer: Tokenizer) -> OutputFormat | None:
-    tokens = find_harmony(tokenizer)
-    return None if tokens is None else Harmony(tokens, tokenizer)
-
-
-# The format, if a tokenizer has its tokens, by its name in --reasoning-parser.
-OUTPUT_FORMATS: Final[dict[str, Callable[[Tokenizer], OutputFormat | None]]] = {
-    Harmony.name: _harmony
-}
+_STYLES: Final = {style.name: style for style in STYLES}
+# In --reasoning-parser.
+OUTPUT_FORMATS: Final = (*_STYLES, Harmony.name)
 # Formats of calls that go with a format of whole answers, by their names in --tool-call-parser.
 CALLS_WITHIN: Final = {"openai": Harmony.name}
 
@@ -31,12 +26,14 @@ def choose_output_format(
     tool_call_parser: str | None,
     template: ChatTemplate,
     tokenizer: Tokenizer,
+    ends: Sequence[int] = (),
 ) -> OutputFormat | None:
     """The format of a model's answers; None for plain text.
 
     Args:
         reasoning_parser: a name, `OFF`, or None for what tokenizer and template show.
         tool_call_parser: a name, or None.
+        ends: end tokens of the model.
 
     Raises:
         UsageError: names that contradict each other, or the tokenizer.
@@ -51,17 +48,24 @@ def choose_output_format(
             )
     if wanted == OFF:
         return None
-    if wanted is None:
-        # A template without the marks writes another format, whatever the vocabulary holds.
-        found = _harmony(tokenizer) if template.mentions(START) else None
-    else:
-        found = OUTPUT_FORMATS[wanted](tokenizer)
-        if found is None:
+    # A template without the marks writes another format, whatever the vocabulary holds.
+    if wanted == Harmony.name or (wanted is None and template.mentions(START)):
+        tokens = find_harmony(tokenizer)
+        if tokens is not None:
+            return _with_calls(Harmony(tokens, tokenizer), tool_call_parser)
+        if wanted is not None:
             raise UsageError(
                 f"{wanted} does not fit this model, whose tokenizer lacks the format's special "
                 "tokens; leave --reasoning-parser and --tool-call-parser out"
             )
-    if found is not None and tool_call_parser not in (None, *CALLS_WITHIN):
+    if wanted is not None:
+        return Thinking(_STYLES[wanted], tokenizer, template, ends)
+    found = next((style for style in STYLES if template.mentions(style.closing)), None)
+    return None if found is None else Thinking(found, tokenizer, template, ends)
+
+
+def _with_calls(found: Harmony, tool_call_parser: str | None) -> Harmony:
+    if tool_call_parser not in (None, *CALLS_WITHIN):
         raise UsageError(
             f"this model's answers are in the format {found.name}, which has tool calls of its "
             f"own; leave --tool-call-parser {tool_call_parser} out, or add --reasoning-parser {OFF}"

@@ -8,8 +8,9 @@ from typing import Any
 from slipstream.core.structured import StructuredOutput
 from slipstream.models.harmony import HarmonyTokens
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.serve.errors import bad_request
 from slipstream.serve.output.harmony_parser import HarmonyParser
-from slipstream.serve.output.parts import Reading
+from slipstream.serve.output.parts import Reading, Wanted
 from slipstream.serve.token_texts import TokenTexts
 from slipstream.serve.tools.call_format import Schemas, long_id
 from slipstream.serve.tools.call_rules import ANY_ARGUMENTS, json_value
@@ -40,10 +41,28 @@ class Harmony:
     def parser(self, texts: TokenTexts, reading: Reading) -> HarmonyParser:
         return HarmonyParser(self.tokens, texts, reading)
 
-    def framed(self, structured: StructuredOutput, functions: Schemas) -> StructuredOutput:
+    def framed(
+        self, wanted: Wanted, prompt: Sequence[int], continues: bool
+    ) -> StructuredOutput | None:
+        if wanted.budget is not None:
+            raise bad_request(
+                "the format of this model's answers knows no thinking_token_budget; leave it out, "
+                "or give reasoning_effort",
+                "thinking_token_budget",
+            )
+        if wanted.content is None and wanted.calls is None:
+            return None
+        if not self.parser(TokenTexts(self.tokenizer), Reading(prompt)).begins_anew:
+            raise bad_request(
+                "structured output and tools that are strict, required or named begin with a new "
+                "message; leave continue_final_message and add_generation_prompt out",
+                "messages",
+            )
+        if wanted.content is None:
+            return StructuredOutput(grammar=wanted.calls)
         # Text of the channel commentary would stand before what the structure asks for.
-        answers = _answers(self.tokens, functions, asides='"analysis"', final=True)
-        return replace(structured, frame="\n".join(answers))
+        answers = _answers(self.tokens, wanted.functions, asides='"analysis"', final=True)
+        return replace(wanted.content, frame="\n".join(answers))
 
     def remember(self, message: dict[str, Any], reasoning: str) -> str:
         content = message.get("content")
@@ -54,9 +73,6 @@ class Harmony:
             reasoning, message["content"] = f"{reasoning}\n{content}", None
         message["thinking"] = reasoning
         return "thinking"
-
-    def begins_anew(self, prompt: Sequence[int]) -> bool:
-        return self.parser(TokenTexts(self.tokenizer), Reading(prompt)).begins_anew
 
 
 @dataclass(frozen=True)

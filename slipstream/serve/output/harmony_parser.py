@@ -1,25 +1,19 @@
 """Split answers in the harmony format into reasoning, content and tool calls, token by token."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from slipstream.models.harmony import HarmonyTokens
 from slipstream.serve.output.harmony_header import Header
-from slipstream.serve.output.parts import Part, Piece, Reading
+from slipstream.serve.output.parts import Part, Reading
+from slipstream.serve.output.token_parser import TokenParser
 from slipstream.serve.token_texts import TokenReader, TokenTexts
-from slipstream.serve.tools.events import (
-    AnswerEvent,
-    Arguments,
-    CallBegun,
-    CallEnded,
-    Content,
-    Reasoning,
-)
+from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, Reasoning
 from slipstream.serve.tools.marked_text import MarkFinder
-from slipstream.serve.updates import Delta
 
 
-class HarmonyParser:
-    """An `AnswerParser` that reads token ids, so that no text can pass for a mark.
+class HarmonyParser(TokenParser):
+    """A parser of messages, whose marks are tokens, so that no text can pass for one.
 
     Messages in the channel analysis are reasoning, and so is what is addressed to neither the user
     nor a function. Calls are what is addressed to a function. All else is content, also where marks
@@ -27,55 +21,26 @@ class HarmonyParser:
     """
 
     def __init__(self, tokens: HarmonyTokens, texts: TokenTexts, reading: Reading) -> None:
-        self._tokens, self._texts, self._reading = tokens, texts, reading
+        super().__init__(replace(reading, stop=()))
+        self._tokens, self._texts = tokens, texts
         self._marks = frozenset(tokens.marks)
         self._header = Header()
         self._part: Part | None = None  # of the open message; None in a header
         self._reader = self._new_reader()
-        self._events: list[AnswerEvent] = []
-        self._stop: str | None = None
-        self._stops = MarkFinder(())
         self._said: set[Part] = set()  # whose next message begins a new line
         self._has_text = False  # the open message
-        self._num_tokens = 0
         self._functions: Collection[str] | None = None
         for token in _begun(reading.prompt, tokens.start):
             self._take(token)
         self._events.clear()
         self._said.clear()
-        self._stops, self._num_tokens = MarkFinder(reading.stop), 0
+        self._stops = MarkFinder(reading.stop)
         self._functions = reading.functions
 
     @property
     def begins_anew(self) -> bool:
         """Whether a message's role is all that there is of it."""
         return self._part is None and self._header.channel is None and self._header.role != ""
-
-    def feed(self, delta: Delta) -> Piece:
-        """What follows from further tokens; a stop token that the request named is no text."""
-        tokens = delta.token_ids
-        named = isinstance(delta.stop_reason, int) and not self._reading.include_stop
-        if not (named and delta.finish_reason == "stop"):
-            return self.read(tokens)
-        piece = self.read(tokens[:-1])
-        return Piece(piece.events, [*(piece.parts or ()), Part.MARKUP], piece.stop)
-
-    def read(self, token_ids: Sequence[int]) -> Piece:
-        """What follows from further tokens."""
-        parts: list[Part] = []
-        for token in token_ids:
-            if self._stop is not None:
-                break
-            self._num_tokens += 1
-            parts.append(self._take(token))
-        events, self._events = self._events, []
-        return Piece(events, parts, self._stop)
-
-    def finish(self) -> Sequence[AnswerEvent]:
-        """What a possible stop string held back; a call that was cut off stays open."""
-        self._let_out()
-        events, self._events = self._events, []
-        return events
 
     def _take(self, token: int) -> Part:
         if token not in self._marks:
@@ -138,25 +103,6 @@ class HarmonyParser:
             self._events.append(Reasoning(text))
         else:
             self._write_content(text)
-
-    def _write_content(self, text: str) -> None:
-        while text:
-            before, stop, text = self._stops.feed(text)
-            if before:
-                self._events.append(Content(before))
-            if stop is None:
-                continue
-            counts = self._num_tokens > self._reading.min_tokens
-            if not counts or self._reading.include_stop:
-                self._events.append(Content(stop))
-            if counts:
-                self._stop = stop
-                return
-
-    def _let_out(self) -> None:
-        held = self._stops.finish()
-        if held:
-            self._events.append(Content(held))
 
     def _new_reader(self) -> TokenReader:
         return TokenReader(self._texts, self._reading.skip_special)

@@ -1,7 +1,7 @@
 """What parsers of whole answers tell, and what a format of answers has to offer."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -51,7 +51,10 @@ class Reading:
 
     Attributes:
         prompt: its token ids, which may have begun the answer.
+        continues: the prompt ends within a message that the answer continues.
         functions: names of those that may be called; None if there may be no calls.
+        calls: finds calls in the content of formats that have none of their own.
+        keeps_special: `calls` takes special tokens out of the text, as its marks are some.
         skip_special: special tokens are not part of the texts.
         stop: strings that end the content.
         include_stop: keep the stop string in the content.
@@ -59,11 +62,31 @@ class Reading:
     """
 
     prompt: Sequence[int] = ()
+    continues: bool = False
     functions: Collection[str] | None = None
+    calls: ToolParser | None = None
+    keeps_special: bool = False
     skip_special: bool = True
     stop: Sequence[str] = ()
     include_stop: bool = False
     min_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a request asks of the form of an answer.
+
+    Attributes:
+        content: a constraint on the content.
+        calls: a grammar of tool calls, which takes the place of `content`.
+        functions: that may be called instead of a constrained content.
+        budget: most tokens of reasoning; None if there is no limit.
+    """
+
+    content: StructuredOutput | None = None
+    calls: str | None = None
+    functions: Schemas = field(default_factory=dict)
+    budget: int | None = None
 
 
 class OutputFormat(Protocol):
@@ -71,29 +94,35 @@ class OutputFormat(Protocol):
 
     Attributes:
         name: in --reasoning-parser.
-        calls: its tool calls.
+        calls: its tool calls; None if they stand in the text of the content.
         marks: tokens that no text of a request may become.
     """
 
     @property
     def name(self) -> str: ...
     @property
-    def calls(self) -> CallFormat: ...
+    def calls(self) -> CallFormat | None: ...
     @property
     def marks(self) -> Sequence[int]: ...
 
     def parser(self, texts: TokenTexts, reading: Reading) -> AnswerParser:
         """A parser for one answer."""
 
-    def framed(self, structured: StructuredOutput, functions: Schemas) -> StructuredOutput:
-        """A constraint on the content, or else a call of one of the functions."""
+    def framed(
+        self, wanted: Wanted, prompt: Sequence[int], continues: bool
+    ) -> StructuredOutput | None:
+        """What the output must be, reasoning and marks included; None if it may be anything.
+
+        Args:
+            prompt, continues: as of `Reading`.
+
+        Raises:
+            ApiError: an output of this format cannot be constrained so.
+        """
 
     def remember(self, message: dict[str, Any], reasoning: str) -> str:
         """Put the reasoning of an earlier answer into its message as chat templates read it; the
         key that they read."""
-
-    def begins_anew(self, prompt: Sequence[int]) -> bool:
-        """Whether the answer to a prompt begins with a message, so that grammars fit it."""
 
 
 class CallsInText:

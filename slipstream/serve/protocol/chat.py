@@ -5,7 +5,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from slipstream.serve.protocol import bounds
-from slipstream.serve.protocol.base import Count, Empty, JsonSchema, RequestBody, ResponseBody
+from slipstream.serve.protocol.base import (
+    MOST_INT,
+    Count,
+    Empty,
+    JsonSchema,
+    RequestBody,
+    ResponseBody,
+)
 from slipstream.serve.protocol.bounds import FEW_VALUES, AtMost
 from slipstream.serve.protocol.completions import PromptLogprobs
 from slipstream.serve.protocol.sampling import MOST_LOGPROBS, ResponseFormat, SamplingFields
@@ -127,13 +134,16 @@ class TemplateFields(RequestBody):
 
     Attributes:
         chat_template_kwargs: further variables of the chat template.
-        reasoning_effort: the variable of that name of the chat template.
+        reasoning_effort: the variable of that name of the chat template; "none" switches thinking
+            off.
         continue_final_message: continue the text of the last message.
     """
 
     tools: Tools | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    reasoning_effort: Literal["low", "medium", "high"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -146,6 +156,7 @@ class ChatRequest(SamplingFields, TemplateFields):
         parallel_tool_calls: false ends the answer after its first tool call.
         include_reasoning: false leaves the reasoning out of the answer.
         return_prompt_text: the answer has what the chat template wrote.
+        thinking_token_budget: behind so many tokens of reasoning the answer begins; -1 is no limit.
     """
 
     messages: Messages
@@ -157,6 +168,7 @@ class ChatRequest(SamplingFields, TemplateFields):
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=MOST_INT)] | None = None
 
     return_prompt_text: bool | None = None
     # Accepted without effect, or empty: see docs/protocol.md.

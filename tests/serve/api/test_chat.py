@@ -152,6 +152,15 @@ def test_fields_that_change_nothing(client: openai.OpenAI) -> None:
     assert said(create(client, **fields)) == plain
 
 
+def test_thinking_that_a_model_lacks_can_be_switched_off(client: openai.OpenAI) -> None:
+    plain = create(client, max_completion_tokens=4).choices[0].message
+    for fields in (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "none"},
+    ):
+        assert create(client, max_completion_tokens=4, **fields).choices[0].message == plain
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -172,7 +181,8 @@ def test_fields_that_change_nothing(client: openai.OpenAI) -> None:
         ({"max_tokens": 5, "max_completion_tokens": 6}, "give one"),
         ({"tool_choice": "auto"}, "goes with tools"),
         ({"parallel_tool_calls": False}, "goes with tools"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "does not read enable_thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "does not read enable_thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": 0}}, "does not read enable_thinking"),
         ({"chat_template_kwargs": {"tools": []}}, "field of its own"),
         (
             {"add_generation_prompt": True, "continue_final_message": True},

@@ -13,6 +13,7 @@ from slipstream.core.errors import UsageError
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine.build import build_engine
 from slipstream.serve.output.harmony import Harmony
+from slipstream.serve.output.parts import Wanted
 from tests.serve.api.harmony_models import MARKS, write_harmony_tokenizer, write_without_end_tokens
 from tests.serve.api.live import DEMO, Live, call_api, serving
 
@@ -49,9 +50,7 @@ def client(live: Live) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar of a request is that of its whole output, marks included."""
-    monkeypatch.setattr(
-        Harmony, "framed", lambda _, structured, functions: replace(structured, frame=None)
-    )
+    monkeypatch.setattr(Harmony, "framed", lambda _, wanted, prompt, continues: wanted.content)
 
 
 def create(client: openai.OpenAI, messages: Any = MESSAGES, **fields: Any) -> Any:
@@ -313,7 +312,7 @@ def test_marks_that_a_request_spells_are_text(client: openai.OpenAI, live: Live)
 
 def test_grammars_of_calls_and_final_messages(live: Live) -> None:
     tokenizer, format = live.model.tokenizer, live.model.output_format
-    assert format is not None
+    assert isinstance(format, Harmony)
 
     def follows(grammar: StructuredOutput, text: str) -> bool:
         guide = live.engine._grammars.guide(grammar, frozenset())
@@ -325,7 +324,9 @@ def test_grammars_of_calls_and_final_messages(live: Live) -> None:
     calls, rome, bonn = format.calls, '{"city": "Rome"}', '{"city": "Bonn"}'
     only = StructuredOutput(grammar=calls.only_calls(functions, tokenizer, True))
     amid = StructuredOutput(grammar=calls.calls_amid_text(functions, tokenizer))
-    framed = format.framed(StructuredOutput(json_schema=CITY), functions)
+    wanted = Wanted(content=StructuredOutput(json_schema=CITY), functions=functions)
+    framed = format.framed(wanted, tokenizer.encode("<|start|>assistant"), False)
+    assert framed is not None
     early = f"{THINK}a {{b}}\n{NEXT}"
     told = f"<|channel|>commentary<|message|>Wait.{NEXT}"
     behind_role = " to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>"
