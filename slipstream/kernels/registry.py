@@ -70,7 +70,9 @@ def kernels_for(
         from slipstream.kernels.cpu import cpu_backend
         from slipstream.kernels.cpu import preparation as cpu_preparation
         from slipstream.kernels.cpu import sampling as cpu_sampling
+        from slipstream.kernels.cpu.interface import require_current
 
+        require_current(importlib.import_module("_slipstream_cpu"))
         preparation, sampling = cpu_preparation.PREPARATION, cpu_sampling.SAMPLING
         if dtype in CPP_DTYPES:
             network = cpu_backend()
