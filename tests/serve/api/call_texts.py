@@ -19,6 +19,12 @@ def _mistral(calls: Sequence[Call]) -> str:
     return f"[TOOL_CALLS][{', '.join(_json(call, 'arguments') for call in calls)}]"
 
 
+def newer_mistral(calls: Sequence[Call]) -> str:
+    """Mistral's calls since its vocabulary has a mark before the arguments."""
+    told = (f"{name}[ARGS]{json.dumps(it, ensure_ascii=False)}" for name, it in calls)
+    return "".join(f"[TOOL_CALLS]{it}" for it in told)
+
+
 def _qwen3_coder(calls: Sequence[Call]) -> str:
     return "\n".join(
         "".join(
