@@ -16,6 +16,7 @@ from slipstream.serve.protocol import bounds
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+RESPOND = "/v1/responses"
 _USER = '{"role":"user","content":"hi"}'
 _CHAT_REST = f'"messages":[{_USER}],"max_tokens":1'
 _SCHEMA = '{"type":"object","properties":{'
@@ -65,6 +66,19 @@ _LISTS = [
     (CHAT, "{", '"f%d":1', "}"),
     (CHAT, '{"messages":[{', '"f%d":1', "}]}"),
     *((COMPLETE, '{"prompt":[', entry, "]}") for entry in ("5", "[5]", '"a"', "{}", '""', "[[]]")),
+    *(
+        (RESPOND, '{"max_output_tokens":1,"input":[', item, "]}")
+        for item in (
+            "{}",
+            _USER,
+            '{"type":"reasoning","content":[]}',
+            '{"type":"function_call","call_id":"%d","name":"f","arguments":"{}"}',
+            '{"type":"function_call_output","call_id":"%d","output":""}',
+        )
+    ),
+    (RESPOND, '{"input":[{"role":"user","content":[', '{"type":"input_text","text":"a"}', "]}]}"),
+    (RESPOND, '{"input":"a","tools":[', '{"type":"web_search"}', "]}"),
+    (RESPOND, '{"input":"a","metadata":{', '"k%d":"v"', "}}"),
     (TOKENIZE, '{"messages":[', _USER, "]}"),
     (DETOKENIZE, '{"tokens":[', "5", "]}"),
 ]

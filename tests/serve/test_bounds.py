@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hostile_bodies import CHAT, COMPLETE, DETOKENIZE, TOKENIZE, hostile_bodies
+from benchmarks.hostile_bodies import CHAT, COMPLETE, DETOKENIZE, RESPOND, TOKENIZE, hostile_bodies
 from slipstream.serve.errors import ApiError
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.protocol import bounds
@@ -26,6 +26,7 @@ MOST = ServeLimits.max_json_values
 KINDS: dict[str, type[ModelRequest]] = {
     CHAT: ChatRequest,
     COMPLETE: CompletionRequest,
+    RESPOND: ResponsesRequest,
     TOKENIZE: TokenizeRequest,
     DETOKENIZE: DetokenizeRequest,
 }

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.hostile_bodies import CHAT, COMPLETE, DETOKENIZE, TOKENIZE, Canary
+from benchmarks.hostile_bodies import CHAT, COMPLETE, DETOKENIZE, RESPOND, TOKENIZE, Canary
 from tests.serve.api.live import Live
 
 USER = {"role": "user", "content": "hi"}
@@ -23,6 +23,7 @@ LONGEST = 0.3  # seconds
         (COMPLETE, '{"prompt":[', "[5],", "[5]]}"),
         (COMPLETE, '{"prompt":[', '"",', '""]}'),
         (COMPLETE, '{"prompt":"a","bad_words":[', "1,", "1]}"),
+        (RESPOND, '{"input":[', "{},", "{}]}"),
         (TOKENIZE, '{"messages":[', '{"role":"user","content":"a"},', "]}"),
         (DETOKENIZE, '{"tokens":[', "5,", "5]}"),
         (TOKENIZE, '{"prompt":"', "a ", '"}'),

@@ -2,19 +2,18 @@
 
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from pydantic import TypeAdapter
 
 from slipstream.serve.limits import ServeLimits
-from slipstream.serve.protocol.response_object import ResponseEvent, ResponseObject
+from slipstream.serve.protocol.response_object import ResponseObject
 from slipstream.serve.responses.store import ResponseStore, StoredResponse
 from tests.serve.api.live import Live, call_api, serving
+from tests.serve.api.response_streams import check_stream
 
 PROMPT = "def add(a, b):"
 LOGPROBS = "message.output_text.logprobs"
@@ -24,7 +23,6 @@ CITY = {
     "required": ["city"],
     "additionalProperties": False,
 }
-EVENT = TypeAdapter(ResponseEvent)
 
 
 def create(client: openai.OpenAI, input: Any = PROMPT, **fields: Any) -> Any:
@@ -53,53 +51,6 @@ def without_ids(response: dict[str, Any]) -> dict[str, Any]:
     items = [{**item, "id": "", "call_id": ""} for item in response["output"]]
     dropped = ("id", "created_at", "completed_at", "usage", "previous_response_id")
     return {**{k: v for k, v in response.items() if k not in dropped}, "output": items}
-
-
-def check_stream(live: Live, **fields: Any) -> dict[str, Any]:
-    """The response at the end of a stream, whose every event fits what came before it."""
-    body = {"temperature": 0, "stream": True, **fields}
-    answer = httpx.post(f"{live.url}/v1/responses", json=body, timeout=60)
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    first, second, *events, last = list(events_of(answer.text))
-    assert (first["type"], second["type"]) == ("response.created", "response.in_progress")
-    assert first["response"] == second["response"]
-    assert first["response"]["status"] == "in_progress"
-    items: list[dict[str, Any]] = []
-    text, done = "", True
-    for event in events:
-        kind = event["type"].removeprefix("response.")
-        if kind == "output_item.added":
-            assert done
-            assert event["item"]["status"] == "in_progress"
-            text, done, name = "", False, event["item"]["id"]
-        assert event["output_index"] == len(items)
-        assert event.get("item_id", name) == name
-        if kind.endswith(".delta"):
-            text += event["delta"]
-        elif kind in ("output_text.done", "reasoning_text.done"):
-            assert event["text"] == text
-        elif kind == "function_call_arguments.done":
-            assert event["arguments"] == text
-        elif kind == "content_part.done":
-            assert event["part"]["text"] == text
-        elif kind == "output_item.done":
-            done = True
-            items.append(event["item"])
-    assert done
-    assert last["type"] == f"response.{last['response']['status']}"
-    assert last["response"]["output"] == items
-    response: dict[str, Any] = last["response"]
-    return response
-
-
-def events_of(text: str) -> Iterator[dict[str, Any]]:
-    for number, part in enumerate(text.strip().split("\n\n")):
-        name, data = part.split("\n")
-        event: dict[str, Any] = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        assert event["sequence_number"] == number
-        EVENT.validate_python(event)
-        yield event
 
 
 def test_the_text_is_that_of_a_chat(client: openai.OpenAI) -> None:

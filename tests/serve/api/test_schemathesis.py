@@ -72,6 +72,7 @@ WITH_BODY = {
     "/v1/chat/completions",
     "/v1/messages",
     "/v1/messages/count_tokens",
+    "/v1/responses",
     "/tokenize",
     "/detokenize",
 }
