@@ -14,13 +14,29 @@ import torch
 
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.config_overrides import overridden
-from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_entries
+from slipstream.models.safetensors_file import (
+    WEIGHT_DTYPES,
+    TensorEntry,
+    read_entries,
+    require_content,
+)
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 _HUB_PICKLED = ["pytorch_model*.bin", "warp_model.bin", "*.pt"]
+_GGUF = (
+    "in the GGUF format, which is not read here; give the directory or hub name of the checkpoint "
+    "in safetensors that it was made from, and round it with --quantization if it should be small"
+)
+# What the hub's client raises, by class: what is wrong, and what to do.
+_HUB_PROBLEMS = {
+    "GatedRepoError": "its owner wants consent to terms: give it on its page, and --hf-token here",
+    "RepositoryNotFoundError": "the hub has no such model, or a private one: check the spelling, "
+    "or give --hf-token",
+    "RevisionNotFoundError": "the hub has the model, but not this revision: check --revision",
+}
 # Second copies of the weights in other layouts, which would double the download.
 _HUB_IGNORED = ["consolidated*", "*/*.safetensors", "*/*.json", "original/*"]
 
@@ -69,6 +85,8 @@ def resolve_checkpoint(
         if revision is not None:
             raise UsageError(f"{name} is a directory here, so it has no revision; leave it out")
         return local
+    if ".gguf" in name.lower() or "-gguf" in name.lower():
+        raise CheckpointError(f"{name} is {_GGUF}")
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the model directory that holds it")
     if bundled is not None:
@@ -89,6 +107,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
+        require_content(file)
         raise CheckpointError(
             f"{file} is not valid JSON ({error}); mend it or download it again"
         ) from error
@@ -133,10 +152,7 @@ class Checkpoint:
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
         if not self.config_file.is_file():
-            raise CheckpointError(
-                f"{self.config_file.parent} has no config.json; give the directory of a Hugging "
-                "Face checkpoint"
-            )
+            raise CheckpointError(_why_no_config(self.config_file.parent))
         return overridden(read_json_object(self.config_file), self.replaced.config)
 
     @cached_property
@@ -197,6 +213,19 @@ class Checkpoint:
         return f"{missing}; download the weights, or ask for dummy weights"
 
 
+def _why_no_config(folder: Path) -> str:
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        base = read_json_object(adapter).get("base_model_name_or_path") or "its base model"
+        return (
+            f"{folder} is a LoRA adapter, which is not applied here; merge it into {base} (peft: "
+            "merge_and_unload, then save_pretrained), and give the merged model"
+        )
+    if any(folder.glob("*.gguf")):
+        return f"{folder} is {_GGUF}"
+    return f"{folder} has no config.json; give the directory of a Hugging Face checkpoint"
+
+
 def _bundled(name: str) -> Path | None:
     """Where a demo of this name would be, or None for any other name."""
     head, _, rest = name.partition("/")
@@ -217,7 +246,7 @@ def _demo_directory() -> Path:
 
 
 def _download(name: str, revision: str | None, pickled: bool) -> Path:
-    unknown = f"{name} is neither a directory nor a bundled demo"
+    unknown = f"{name} is neither a directory (in {Path.cwd()}) nor a bundled demo"
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -235,8 +264,13 @@ def _download(name: str, revision: str | None, pickled: bool) -> Path:
             token=_HUB.get().token,
         )
     except Exception as error:  # whatever the hub's client, its transport or the disk raises
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         at = f" at revision {revision}" if revision else ""
+        for kind in type(error).__mro__:
+            if kind.__name__ in _HUB_PROBLEMS:
+                raise CheckpointError(
+                    f"{unknown}, and the hub did not give it{at}: {_HUB_PROBLEMS[kind.__name__]}"
+                ) from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"{unknown}, and it could not be fetched from the hub{at} ({reason}); check the name "
             f"and the network, or give the path of a model directory"

@@ -24,6 +24,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SLICE_BYTES = 16 << 20  # that are read at once, converted where needed, and checked
 _CACHED = 1 << 20  # bytes that stay in a core's cache
 _DAMAGED = "copy or download the file again"
+_POINTER = b"version https://git-lfs"
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -67,6 +68,16 @@ class TensorEntry:
         row = self.nbytes // self.shape[0]
         shape, nbytes = (stop - start, *self.shape[1:]), (stop - start) * row
         return replace(self, shape=shape, offset=self.offset + start * row, nbytes=nbytes)
+
+
+def require_content(file: Path) -> None:
+    """Raise CheckpointError for a Git LFS pointer, which stands for a file not yet downloaded."""
+    with _opened(file) as opened:
+        if opened.read(len(_POINTER)) == _POINTER:
+            raise CheckpointError(
+                f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in its "
+                "folder, or download the file again"
+            )
 
 
 def read_entries(file: Path) -> dict[str, TensorEntry]:
@@ -140,6 +151,7 @@ def _opened(file: Path) -> FileIO:
 def _read_header(file: Path) -> tuple[int, bytes]:
     """The size of the file and the bytes of its header."""
     size = _size_of(file)
+    require_content(file)
     with _opened(file) as opened:
         prefix = opened.read(_LENGTH_BYTES)
         if len(prefix) < _LENGTH_BYTES:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.checkpoint import read_json_object
+from slipstream.models.safetensors_file import require_content
 
 if TYPE_CHECKING:
     import tokenizers
@@ -163,6 +164,7 @@ def _load(path: Path) -> "tokenizers.Tokenizer":
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
+        require_content(file)
         raise CheckpointError(
             f"{file} cannot be read ({error}); download it again, or update the package tokenizers"
         ) from error

@@ -207,7 +207,8 @@ class EngineThread:
         if num_samples > most:
             raise UsageError(
                 f"the request asks for {num_samples} samples, but this server takes on at most "
-                f"{most} at once; ask for fewer (n for each prompt)"
+                f"{most} at once ({self._places} run, {self.limits.max_waiting} wait); split it "
+                "into several requests, or start the server with a larger --max-waiting"
             )
         # Fewer requests than places run if the cache has too few blocks.
         kept = self._num_waiting

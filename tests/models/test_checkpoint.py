@@ -20,6 +20,7 @@ from slipstream.models.checkpoint import (
     read_json_object,
     resolve_checkpoint,
 )
+from slipstream.models.tokenizer import Tokenizer
 
 
 def write_json(file: Path, content: Any) -> None:
@@ -117,10 +118,69 @@ def test_an_unreachable_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     FakeHub(tmp_path, OSError("no route to host\nmore lines")).install(monkeypatch)
     with pytest.raises(
         CheckpointError,
-        match=r"^a/b is neither a directory nor a bundled demo, .*hub at revision r \(no route to "
-        r"host\); check the name and the network",
+        match=r"^a/b is neither a directory \(in .*\) nor a bundled demo, .*hub at revision r "
+        r"\(no route to host\); check the name and the network",
     ):
         resolve_checkpoint("a/b", "r")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("RepositoryNotFoundError", "no such model, or a private one: check the spelling"),
+        ("GatedRepoError", "wants consent to terms: give it on its page, and --hf-token"),
+        ("RevisionNotFoundError", "but not this revision: check --revision"),
+    ],
+)
+def test_what_the_hub_does_not_give(
+    kind: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client says "401 Client Error" first."""
+    from huggingface_hub import errors
+
+    error = getattr(errors, kind).__new__(getattr(errors, kind))
+    FakeHub(tmp_path, error).install(monkeypatch)
+    with pytest.raises(CheckpointError, match=rf"^a/b is neither .*, and the hub .*{words}"):
+        resolve_checkpoint("a/b")
+
+
+@pytest.mark.parametrize("name", ["model-Q4_K_M.gguf", "org/Qwen3-8B-GGUF", "a/b-GGUF:Q4_K_M"])
+def test_gguf_is_told_by_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = FakeHub(tmp_path).install(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=f"^{name} is in the GGUF format, .* safetensors"):
+        resolve_checkpoint(name)
+    assert hub.asked == []
+    with pytest.raises(CheckpointError, match="is in the GGUF format"):
+        _ = Checkpoint(tmp_path).config
+
+
+def test_a_lora_adapter_is_called_so(tmp_path: Path) -> None:
+    write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": "Qwen/Qwen3-8B"})
+    with pytest.raises(
+        CheckpointError, match=r"is a LoRA adapter, .*; merge it into Qwen/Qwen3-8B"
+    ):
+        _ = Checkpoint(tmp_path).config
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"]
+)
+def test_a_git_lfs_pointer_is_called_so(name: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path)
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 12345\n"
+    (tmp_path / name).write_text(pointer)
+    readers = {
+        "config.json": lambda: checkpoint.config,
+        "generation_config.json": lambda: checkpoint.generation_config,
+        "tokenizer.json": lambda: Tokenizer(tmp_path),
+        "model.safetensors": lambda: checkpoint.entries,
+    }
+    with pytest.raises(CheckpointError, match=f"{name} is a Git LFS pointer, .*git lfs pull"):
+        readers[name]()
 
 
 def test_hub_names_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:

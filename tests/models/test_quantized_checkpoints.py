@@ -540,6 +540,7 @@ BROKEN: list[tuple[Format, str, Tensor | None, str]] = [
     (packed_tensors(actorder="group"), "weight_g_idx", torch.full((128,), 7), "g_idx beyond"),
     (int_tensors(), "weight_zero_point", torch.ones(64, 1).char(), "zero_point other than 0"),
     (int_tensors(), "odd", torch.ones(1), "does not use .*k_proj.odd"),
+    (float8(), "weight_scale_inv", None, r"has no tensor .*k_proj\.weight_scale_inv, which"),
     (float8(), "weight_scale_inv", torch.ones(3, 3), r"as \[3, 3\] of float32, where .*\[1, 2\]"),
 ]
 

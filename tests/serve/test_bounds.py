@@ -82,6 +82,13 @@ def test_every_list_and_every_text_that_is_worked_on_has_a_bound(
     assert re.search(rf"\b{most}\b", error.message)
 
 
+def test_too_many_prompts_are_called_so() -> None:
+    error = refusal(json.dumps({"prompt": ["a"] * 2049}).encode(), CompletionRequest)
+    assert error.message == (
+        "prompt: has 2049 prompts, more than 2048; send them in several requests"
+    )
+
+
 @pytest.mark.parametrize("field", ["content", "tool_calls"])
 def test_the_parts_of_a_message_have_a_bound(field: str) -> None:
     entries = [{"type": "text", "text": "a"} if field == "content" else CALL] * 1025

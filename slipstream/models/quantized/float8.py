@@ -55,7 +55,9 @@ class Float8(StoredQuantization):
         return float8_rounding(self.block) or super().rounding(module)
 
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        name = "weight_scale_inv" if "weight_scale_inv" in module else "weight_scale"
+        names = ("weight_scale_inv", "weight_scale")
+        usual = names[1 if self.block is None else 0]  # is named where neither is there
+        name = next((it for it in names if it in module), usual)
         return read_float8(module, rows, columns, name, self.block)
 
 

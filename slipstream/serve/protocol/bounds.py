@@ -63,9 +63,16 @@ FEW_VALUES: Final = BeforeValidator(_require_few_values)
 @dataclass(frozen=True)
 class AtMost:
     """Annotation of a list or dict: its entries are counted before any of them is validated, and
-    the first wrong one ends the validation."""
+    the first wrong one ends the validation.
+
+    Attributes:
+        remedy: ends the message about too many of them.
+        entries: what they are called in it.
+    """
 
     most: int
+    remedy: str = "send fewer"
+    entries: str = "entries"
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -83,7 +90,7 @@ class AtMost:
         if isinstance(value, list | dict) and len(value) > self.most:
             raise PydanticCustomError(
                 "too_many",
-                "has {number} entries, more than {most}; send fewer",
-                {"number": len(value), "most": self.most},
+                "has {number} {entries}, more than {most}; {remedy}",
+                {"number": len(value), **vars(self)},
             )
         return value

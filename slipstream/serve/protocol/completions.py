@@ -9,9 +9,8 @@ from slipstream.serve.protocol.bounds import MOST_PROMPTS, AtMost
 from slipstream.serve.protocol.sampling import MOST_LOGPROBS, ResponseFormat, SamplingFields
 from slipstream.serve.protocol.usage import AnswerBody, SpeculatedTokens, Usage, WeightVersion
 
-Prompts = (
-    str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1), AtMost(MOST_PROMPTS)]
-)
+_FEW = AtMost(MOST_PROMPTS, "send them in several requests", "prompts")
+Prompts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1), _FEW]
 
 
 class CompletionRequest(SamplingFields):

@@ -26,6 +26,7 @@ from slipstream.models.safetensors_file import (
     TensorEntry,
     read_entries,
     read_into,
+    require_content,
     require_finite,
 )
 from slipstream.speculative.catalogue import METHODS
@@ -166,6 +167,7 @@ def read_pickled(file: Path) -> dict[str, TensorEntry]:
     except OSError as error:
         raise CheckpointError(f"cannot open {file}: {error.strerror}") from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        require_content(file)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"{file} cannot be read as a file of tensors alone ({reason}); download it again, or "
