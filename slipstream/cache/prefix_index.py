@@ -17,7 +17,8 @@ class PrefixIndex:
 
     The content of a block is named by a digest over its own tokens and the digest of the block in
     front of it, so one digest stands for a whole prefix. The first block's parent is the digest of
-    a namespace: what is stored per token (the target's layers alone, or a certain drafter's too).
+    a namespace: what is stored per token (the target's layers alone, or a certain drafter's too),
+    and the salt of those who may share it.
     Equal digests are taken for equal prefixes; at 128 bits a chance collision is out of reach.
     """
 

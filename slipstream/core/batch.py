@@ -74,7 +74,7 @@ class ScheduledRequest:
 
 @dataclass(frozen=True)
 class Batch:
-    """The requests of one step, in arrival order."""
+    """The requests of one step, in order."""
 
     requests: tuple[ScheduledRequest, ...]
     preempted: tuple[Request, ...] = ()

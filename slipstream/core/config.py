@@ -124,6 +124,13 @@ class EngineConfig:
         parse=parse_count,
         at_least=1,
     )
+    scheduling_policy: str = flag(
+        "fcfs",
+        "fcfs: in order of arrival. priority: a request with a smaller `priority` goes first; one "
+        "with a large one may wait as long as others come.",
+        choices=("fcfs", "priority"),
+        hidden=True,
+    )
     block_size: int = flag(16, "Tokens per block of the KV cache.", at_least=1)
     kv_cache_dtype: str = flag(
         "auto",

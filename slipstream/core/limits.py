@@ -21,6 +21,7 @@ class StepLimits:
         adaptive: K is "auto": the engine chooses how much it drafts, up to that K.
         tree_depth: of drafts that are trees, their depth: at most so many tokens are accepted;
             None where drafts are chains.
+        by_priority: requests may have priorities; otherwise they go in order of arrival.
     """
 
     max_num_seqs: int
@@ -31,6 +32,7 @@ class StepLimits:
     drafts_at_prefill: bool
     cache_identity: str
     tree_depth: int | None = None
+    by_priority: bool = False
     adaptive: bool = False
 
     @property

@@ -51,7 +51,9 @@ class Request:
         stop_token_ids: the ids that end the output (the model's EOS ids unless `ignore_eos`).
         max_tokens: resolved limit on output tokens, `max_model_len` considered.
         num_speculative_tokens: most draft tokens a step, resolved (0 never drafts).
-        arrival: place in the queue; the smaller goes first.
+        arrival: how many came before it.
+        priority: of two requests the one with the smaller number goes first, whenever it came.
+        cache_salt: blocks are shared with requests of the same salt alone.
         bad_words: token sequences that are never completed (from `params.bad_words`).
         guide: takes in every token of the output, where it has to follow a grammar.
         verification: how its drafts are judged.
@@ -68,6 +70,8 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     guide: Guide | None = None
     verification: Verification = Verification.REJECTION
+    priority: int = 0
+    cache_salt: str = ""
     num_prompt_tokens: int = field(init=False)
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -95,6 +99,11 @@ class Request:
     @property
     def output_token_ids(self) -> Sequence[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place in every queue: the smaller goes first."""
+        return self.priority, self.arrival
 
     @property
     def finished(self) -> bool:

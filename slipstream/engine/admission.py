@@ -8,6 +8,11 @@ from slipstream.core.request import Request
 
 def check_fits(request: Request, limits: StepLimits, blocks: BlockManager) -> None:
     """Raise UsageError when the request could not run to its end, even alone."""
+    if request.priority and not limits.by_priority:
+        raise UsageError(
+            "priority needs scheduling_policy priority (--scheduling-policy priority), and this "
+            "engine serves in order of arrival; leave it out"
+        )
     _check_choice(request)
     _check_lengths(request, limits)
     _check_blocks(request, limits, blocks)

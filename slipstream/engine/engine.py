@@ -354,14 +354,13 @@ class Engine:
     def _sample(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, index: int
     ) -> Sample:
-        resolved = self.resolved
-        number = self._arrivals
+        resolved, limits, number = self.resolved, self.resolved.limits, self._arrivals
         self._arrivals += 1
         seed = params.seed
         if seed is None:  # a stream of its own, apart from the samples of any request's seed
             seed = derive_seed(derive_seed(resolved.seed, 1), number + 1)
         eos = () if params.ignore_eos else resolved.eos_token_ids
-        most = resolved.limits.max_model_len - len(prompt.token_ids)
+        most = limits.max_model_len - len(prompt.token_ids)
         drafts = params.num_speculative_tokens
         request = Request(
             request_id=request_id if params.n == 1 else f"{request_id}/{index}",
@@ -370,12 +369,12 @@ class Engine:
             seed=derive_seed(seed, index),
             stop_token_ids=frozenset(eos) | frozenset(params.stop_token_ids),
             max_tokens=max(1, most if params.max_tokens is None else min(most, params.max_tokens)),
-            num_speculative_tokens=(
-                resolved.limits.num_speculative_tokens if drafts is None else drafts
-            ),
+            num_speculative_tokens=limits.num_speculative_tokens if drafts is None else drafts,
             arrival=number,
             bad_words=prompt.bad_words,
             verification=self._verification(params),
+            priority=prompt.priority,
+            cache_salt=prompt.cache_salt,
         )
         if params.structured is not None:
             request.guide = self._grammars.guide(params.structured, request.stop_token_ids)

@@ -8,20 +8,20 @@ from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request, RequestStatus
 
 
-def arrival(request: Request) -> int:
-    """The order of every queue."""
-    return request.arrival
+def order(request: Request) -> tuple[int, int]:
+    """The order of every queue: by priority, and then by arrival."""
+    return request.order
 
 
 def check_queues(
     running: Sequence[Request], waiting: Sequence[Request], requests: Mapping[str, Request]
 ) -> None:
-    """Everyone stands in one queue, in order of arrival."""
+    """Everyone stands in one queue, in order."""
     everyone = [*running, *waiting]
     assert {request.request_id: request for request in everyone} == requests
     assert len(everyone) == len(requests), "a request is queued twice"
     for queue in (running, waiting):
-        assert list(queue) == sorted(queue, key=arrival), "a queue is not in arrival order"
+        assert list(queue) == sorted(queue, key=order), "a queue is not in order"
     for request in waiting:
         assert request.status is RequestStatus.WAITING, f"{request.request_id}: status"
         assert request.slot == -1, f"{request.request_id}: waits with a slot"

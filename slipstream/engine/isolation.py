@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from slipstream.core.request import Request
-from slipstream.engine.invariants import arrival
+from slipstream.engine.invariants import order
 from slipstream.engine.scheduler import Scheduler
 
 _PROVEN = -1
@@ -63,7 +63,7 @@ class Isolation:
         for request in [it for it, steps in self._aside.items() if steps == _PROVEN]:
             self.release(request)
         if self._trial is None and self._aside:
-            self._trial = min(self._aside, key=arrival)
+            self._trial = min(self._aside, key=order)
             self._trial_steps = self._aside[self._trial]
             self.release(self._trial)
 

@@ -10,18 +10,26 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.models.tokenizer import Tokenizer
 
 
-class TextPrompt(TypedDict):
+class _Placed(TypedDict, total=False):
+    """As of `EncodedPrompt`."""
+
+    cache_salt: str
+    priority: int
+
+
+class TextPrompt(_Placed):
     """A prompt as text."""
 
     prompt: str
 
 
-class TokensPrompt(TypedDict):
+class TokensPrompt(_Placed):
     """A prompt as token ids."""
 
     prompt_token_ids: Sequence[int]
 
 
+_PLACED = {"cache_salt": str, "priority": int}
 Prompt = str | TextPrompt | TokensPrompt
 Message = Mapping[str, Any]
 
@@ -33,11 +41,15 @@ class EncodedPrompt:
     Attributes:
         text: as given; None when it came as token ids.
         bad_words: the request's bad words as token sequences.
+        cache_salt: the prefix cache is shared with prompts of the same salt alone.
+        priority: the smaller goes first, where the engine schedules by priority.
     """
 
     text: str | None
     token_ids: list[int]
     bad_words: tuple[tuple[int, ...], ...]
+    cache_salt: str = ""
+    priority: int = 0
 
 
 class PromptEncoder:
@@ -64,18 +76,21 @@ class PromptEncoder:
         self._check_ids("stop_token_ids", params.stop_token_ids or ())
         if self._tokenizer is None and params.stop_strings:
             raise UsageError("stop strings need a tokenizer; leave skip_tokenizer_init out")
-        return EncodedPrompt(text, token_ids, self._bad_words(params))
+        placed = _placed(prompt) if isinstance(prompt, Mapping) else {}
+        return EncodedPrompt(text, token_ids, self._bad_words(params), **placed)
 
     def _read(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self._encode_text(prompt, add_special_tokens)
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+        given = {name: it for name, it in given.items() if name not in _PLACED}
         if set(given) == {"prompt"} and isinstance(given["prompt"], str):
             return self._read(given["prompt"], add_special_tokens)
         if set(given) == {"prompt_token_ids"}:
             return None, _token_ids(given["prompt_token_ids"])
         raise UsageError(
-            'a prompt is a string, {"prompt": text} or {"prompt_token_ids": [ids]}; '
+            'a prompt is a string, {"prompt": text} or {"prompt_token_ids": [ids]}, with '
+            "cache_salt and priority besides; "
             "for chat messages use chat"
         )
 
@@ -104,6 +119,15 @@ class PromptEncoder:
             for text in (word, " " + word.lstrip()):
                 sequences[tuple(self._tokenizer.encode(text, add_special_tokens=False))] = None
         return tuple(sequence for sequence in sequences if sequence)
+
+
+def _placed(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: prompt[name] for name in _PLACED if prompt.get(name) is not None}
+    for name, value in found.items():
+        if not isinstance(value, _PLACED[name]) or isinstance(value, bool):
+            kind = _PLACED[name].__name__
+            raise UsageError(f"{name} of a prompt must be of type {kind}, not {value!r}")
+    return found
 
 
 def _token_ids(given: Any) -> list[int]:

@@ -184,7 +184,7 @@ def resolve(
     _note_accepted_flags(config, device, captures, reasons)
     _require_width(speculation)
     return Resolved(
-        limits=_step_limits(config.max_num_seqs, rows, max_model_len, speculation),
+        limits=_step_limits(config, rows, max_model_len, speculation),
         num_blocks=num_blocks,
         num_window_blocks=num_window_blocks,
         window=blocks.window,
@@ -205,11 +205,12 @@ def resolve(
 
 
 def _step_limits(
-    max_num_seqs: int, rows: int, max_model_len: int, speculation: Speculation
+    config: EngineConfig, rows: int, max_model_len: int, speculation: Speculation
 ) -> StepLimits:
     drafter = speculation.drafter.limits
     return StepLimits(
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=config.max_num_seqs,
+        by_priority=config.scheduling_policy == "priority",
         max_num_batched_tokens=rows,
         max_model_len=max_model_len,
         drafter_max_model_len=drafter.max_model_len or max_model_len,

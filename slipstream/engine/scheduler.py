@@ -12,21 +12,21 @@ from slipstream.core.limits import StepLimits
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.engine.admission import check_fits
 from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy
-from slipstream.engine.invariants import arrival, check_gain, check_places, check_queues
+from slipstream.engine.invariants import check_gain, check_places, check_queues, order
 from slipstream.engine.shares import Budget, Share
 from slipstream.engine.stop_conditions import NOT_FINITE, append_output
 
 
 class Scheduler:
-    """Continuous batching in arrival order.
+    """Continuous batching in order of priority, and of arrival among equals.
 
     Args:
         policy: decides how many tokens are drafted; None: a fixed number, as the limits have it.
 
     Prompt chunks, decoding and verification share one batch. A request is admitted when the cache
-    has room for all its known tokens, so prompts never run out of blocks halfway. Who arrived
-    first goes first: when blocks run out, the running request that arrived last gives its blocks
-    up and waits again, so the earliest one always gets on.
+    has room for all its known tokens, so prompts never run out of blocks halfway. When blocks run
+    out, the running request that is last in order gives its blocks up and waits again, so the first
+    one that runs always gets on. Nobody gives up a place to one who waits.
 
     Every `schedule` is followed by the `commit` of its batch, with `schedule_ahead` between the two
     at most once, or by `restart`; `finish`, `abort` and `add` may come at any time, also between.
@@ -42,7 +42,7 @@ class Scheduler:
         self.policy = policy or FixedPolicy(limits.num_speculative_tokens)
         self.block_manager = block_manager
         self._requests: dict[str, Request] = {}  # waiting and running
-        self._waiting: list[Request] = []  # both lists are in arrival order
+        self._waiting: list[Request] = []  # both lists are in order
         self._running: list[Request] = []
         self._free_slots = list(range(limits.max_num_seqs))  # a heap: the smallest goes first
 
@@ -60,12 +60,12 @@ class Scheduler:
 
     @property
     def waiting(self) -> Sequence[Request]:
-        """The waiting requests in arrival order: a live view."""
+        """The waiting requests in order: a live view."""
         return self._waiting
 
     @property
     def running(self) -> Sequence[Request]:
-        """The running requests in arrival order: a live view."""
+        """The running requests in order: a live view."""
         return self._running
 
     # ------------------------------------------------------------------ requests come and go
@@ -79,7 +79,7 @@ class Scheduler:
                 "choose another"
             )
         self._requests[request.request_id] = request
-        insort_right(self._waiting, request, key=arrival)
+        insort_right(self._waiting, request, key=order)
 
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: str | int | None = None
@@ -113,7 +113,7 @@ class Scheduler:
     def bring_back(self, request: Request) -> None:
         """A request that was set aside waits for its place again."""
         self._requests[request.request_id] = request
-        insort_right(self._waiting, request, key=arrival)
+        insort_right(self._waiting, request, key=order)
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Forget everything, whatever state a step that was broken off has left, and have these
@@ -121,7 +121,7 @@ class Scheduler:
         self.block_manager.reset()
         self._free_slots[:] = range(self.limits.max_num_seqs)
         self._running.clear()
-        self._waiting[:] = sorted(requests, key=arrival)
+        self._waiting[:] = sorted(requests, key=order)
         self._requests = {request.request_id: request for request in requests}
 
     # ------------------------------------------------------------------ planning a step
@@ -129,7 +129,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Plan the next step.
 
-        Rows go out in rounds, each in arrival order: one token to every running request, drafts
+        Rows go out in rounds, each in order: one token to every running request, drafts
         to those that decode, the rest of the prompt chunks, and then to requests that wait.
         """
         preempted = self._secure_known_tokens()
@@ -140,7 +140,7 @@ class Scheduler:
         # Who was preempted just now must not come back at once, and nobody may overtake.
         if not preempted:
             self._admit_waiting(shares, budget)
-            shares.sort(key=lambda share: share.request.arrival)
+            shares.sort(key=lambda share: share.request.order)
         for share in shares:
             share.request.steps_in_flight += 1
         items = (self._scheduled(share, share.num_uncomputed == 0) for share in shares)
@@ -200,7 +200,7 @@ class Scheduler:
             if self.block_manager.grow(name, request.num_tokens, next_row):
                 secured += 1
             else:
-                # The last to arrive, possibly this one. It has not been secured in this step.
+                # The last in order, possibly this one. It has not been secured in this step.
                 preempted.append(self._preempt(self._running[-1]))
         return preempted
 
@@ -209,7 +209,7 @@ class Scheduler:
         self._give_back(request)
         request.lose_place()
         self.num_preemptions += 1
-        insort_left(self._waiting, request, key=arrival)
+        insort_left(self._waiting, request, key=order)
         return request
 
     def _give_drafts(self, shares: Sequence[Share], budget: Budget) -> None:
@@ -273,7 +273,7 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed
             request.place_time = request.place_time or perf_counter()
         del self._waiting[0]
-        insort_right(self._running, request, key=arrival)
+        insort_right(self._running, request, key=order)
         request.status = RequestStatus.RUNNING
         request.slot = heapq.heappop(self._free_slots)
         return True
@@ -383,7 +383,9 @@ class Scheduler:
         return min(request.num_speculative_tokens, self.limits.num_speculative_tokens) > 0
 
     def _namespace(self, request: Request) -> str:
-        return self.limits.cache_identity if self._drafts(request) else ""
+        """What is stored per token, and whose it is: identities hold no NUL."""
+        identity = self.limits.cache_identity if self._drafts(request) else ""
+        return f"{identity}\0{request.cache_salt}" if request.cache_salt else identity
 
     def _give_back(self, request: Request) -> None:
         self.block_manager.free(request.request_id)

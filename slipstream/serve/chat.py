@@ -19,7 +19,7 @@ from slipstream.serve.generation import Generation
 from slipstream.serve.logprobs_format import prompt_logprobs
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.output.parts import Wanted
-from slipstream.serve.prompt_length import truncation
+from slipstream.serve.prompt_fields import placed, truncation
 from slipstream.serve.protocol.chat import ChatChoice, ChatCompletion, ChatRequest
 from slipstream.serve.protocol.usage import CompletionTokensDetails, Usage
 from slipstream.serve.request_parsing import read_body
@@ -89,7 +89,8 @@ def prepare(service: ModelService, body: ChatRequest) -> PreparedChat:
     given: Prompt = written if isinstance(written, str) else {"prompt_token_ids": written}
     cut = truncation(body, params.max_tokens, service.max_model_len)
     special = body.add_special_tokens is True
-    [prompt] = service.encode([given], params, special, "messages", cut)
+    [found] = service.encode([given], params, special, "messages", cut)
+    prompt = placed(found, body)
     service.require_room([prompt], *_max_tokens(body), "messages")
     structured = _structured(body, tools, service, prompt.token_ids)
     return PreparedChat(tools, replace(params, structured=structured), prompt)

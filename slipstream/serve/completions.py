@@ -21,7 +21,7 @@ from slipstream.serve.logprobs_format import (
     speculation,
 )
 from slipstream.serve.model_service import ModelService
-from slipstream.serve.prompt_length import truncation
+from slipstream.serve.prompt_fields import placed, truncation
 from slipstream.serve.protocol.completions import Completion, CompletionChoice, CompletionRequest
 from slipstream.serve.request_parsing import read_body
 from slipstream.serve.sampling import logit_bias, sampling_params, structured_output
@@ -70,7 +70,8 @@ class CompletionEndpoint:
         service, params = self._service, _params(self._service, body)
         cut = truncation(body, params.max_tokens, service.max_model_len)
         special = body.add_special_tokens is not False
-        encoded = service.encode(prompts, params, special, truncation=cut)
+        found = service.encode(prompts, params, special, truncation=cut)
+        encoded = [placed(it, body) for it in found]
         self._service.require_room(encoded, body.max_tokens, "max_tokens")
         return params, encoded
 

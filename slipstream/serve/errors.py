@@ -132,7 +132,11 @@ def _field(message: str) -> str | None:
         return "prompt"
     first = message.split(" ", 1)[0]
     match = _FIELD_NAME.match(first)
-    return match[0] if match and ("_" in first or first in ("n", "seed", "temperature")) else None
+    return (
+        match[0]
+        if match and ("_" in first or first in ("n", "priority", "seed", "temperature"))
+        else None
+    )
 
 
 # Exceptions that handlers may raise, all with a message for the client.

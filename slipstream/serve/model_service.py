@@ -22,7 +22,7 @@ from slipstream.serve.errors import ApiError, bad_request
 from slipstream.serve.options import AnswerOptions
 from slipstream.serve.output.formats import choose_output_format
 from slipstream.serve.output.parts import OutputFormat
-from slipstream.serve.prompt_length import Truncation
+from slipstream.serve.prompt_fields import Truncation
 from slipstream.serve.protocol.server import ModelCard, ModelSpeculation
 from slipstream.serve.token_texts import TokenTexts
 from slipstream.serve.tools.call_format import CallFormat

@@ -119,6 +119,8 @@ def test_token_ids_may_be_of_any_integer_kind(llm: LLM) -> None:
         ({"prompt_token_ids": []}, None, "the prompt is empty"),
         ({"text": "x"}, None, "a prompt is a string"),
         ("text", None, "no tokenizer"),
+        ({**FIRST, "priority": 1}, None, "priority needs scheduling_policy priority"),
+        ({**FIRST, "cache_salt": 5}, None, "cache_salt of a prompt must be of type str"),
         (FIRST, {"temperature": 0}, "must be SamplingParams"),
         (FIRST, [None], "must be SamplingParams"),
         ([FIRST, SECOND], [GREEDY], "1 sampling_params were given for 2 prompts"),

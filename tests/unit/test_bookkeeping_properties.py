@@ -76,6 +76,10 @@ class Share:
     def name(self) -> str:
         return f"request {self.item.request.request_id}"
 
+    def key(self, tokens: Sequence[int], position: int) -> Tokens:
+        """What the key at a position depends on, and who may read it."""
+        return int(self.item.request.cache_salt or 0), *tokens[: position + 1]
+
     def row_tokens(self, guess: Tokens) -> Tokens:
         return (*self.slot.tokens[: self.slot.computed + self.item.num_new_tokens], *guess)
 
@@ -125,7 +129,14 @@ class World:
         self.scheduler = Scheduler(self.limits, self.blocks)
 
     def add(
-        self, prompt: Sequence[int], max_tokens: int, drafts: int, min_tokens: int, logprobs: bool
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        drafts: int,
+        min_tokens: int,
+        logprobs: bool,
+        priority: int = 0,
+        salt: int = 0,
     ) -> None:
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -138,7 +149,11 @@ class World:
         taken = {request.request_id for request in self.unfinished}
         name = next(name for name in map(str, range(len(taken) + 1)) if name not in taken)
         number = len(self.everyone)
-        request = Request(name, list(prompt), params, 0, stops, max_tokens, drafts, arrival=number)
+        request = Request(
+            *(name, list(prompt), params, 0, stops, max_tokens, drafts, number),
+            priority=priority,
+            cache_salt=str(salt or ""),
+        )
         try:
             self.scheduler.add(request)
         except UsageError:
@@ -170,7 +185,9 @@ class World:
         return live or rng.random() < 0.5
 
     def plan(self) -> Batch:
-        first = min(self.unfinished, key=lambda each: each.arrival, default=None)
+        # One that waits may come before those that run, and gets on once it has a place.
+        candidates = [*self.scheduler.running] or self.unfinished
+        first = min(candidates, key=lambda each: each.order, default=None)
         batch = self.scheduler.schedule()
         self.scheduler.check_invariants()
         self.check_plan(batch, first)
@@ -284,11 +301,11 @@ class World:
         self, cache: dict[int, Tokens], share: Share, tokens: Sequence[int], start: int
     ) -> None:
         for position in range(start, len(tokens)):
-            cache[self.place(share, position)] = tuple(tokens[: position + 1])
+            cache[self.place(share, position)] = share.key(tokens, position)
 
     def read(self, cache: dict[int, Tokens], share: Share, tokens: Sequence[int]) -> None:
         for position in range(len(tokens)):
-            assert cache.get(self.place(share, position)) == tuple(tokens[: position + 1]), (
+            assert cache.get(self.place(share, position)) == share.key(tokens, position), (
                 f"{share.name} reads a foreign key at {position}"
             )
 
@@ -299,14 +316,14 @@ class World:
 
     def write_window(self, share: Share, tokens: Sequence[int]) -> None:
         for position in range(share.slot.computed, len(tokens)):
-            self.window_kv[self.window_place(share, position)] = tuple(tokens[: position + 1])
+            self.window_kv[self.window_place(share, position)] = share.key(tokens, position)
 
     def read_window(self, share: Share, tokens: Sequence[int]) -> None:
         """What the rows see, from the last token of a prefix hit on, which is computed again."""
         first_row = share.slot.computed - int(share.item.admitted and share.item.start > 0)
         for position in range(max(0, first_row - self.window + 1), len(tokens)):
             seen = self.window_kv.get(self.window_place(share, position))
-            assert seen == tuple(tokens[: position + 1]), (
+            assert seen == share.key(tokens, position), (
                 f"{share.name} reads a foreign key at {position} of its window"
             )
 
@@ -332,8 +349,8 @@ class World:
     def check_plan(self, batch: Batch, first: Request | None) -> None:
         members = [item.request for item in batch.requests]
         assert batch.num_tokens <= self.limits.max_num_batched_tokens
-        assert [each.arrival for each in members] == sorted({each.arrival for each in members})
-        assert first is None or first in members, "the earliest request does not get on"
+        assert [each.order for each in members] == sorted({each.order for each in members})
+        assert first is None or first in members, "the first request does not get on"
         assert not batch.preempted or not any(item.admitted for item in batch.requests)
         assert not set(batch.preempted) & set(members)
         if batch.num_tokens > len(members):
@@ -367,7 +384,7 @@ class World:
         assert not self.scheduler.waiting or self.scheduler.num_running == self.limits.max_num_seqs
         drafts = {item.request: item.num_draft_tokens for item in last.requests}
         members = [item.request for item in batch.requests]
-        assert [each.arrival for each in members] == sorted({each.arrival for each in members})
+        assert [each.order for each in members] == sorted({each.order for each in members})
         for request in self.scheduler.running:
             ends = request.num_output_tokens + 1 == request.max_tokens
             ends |= request.num_tokens + 1 == self.limits.max_model_len
@@ -388,12 +405,17 @@ class World:
             assert covered < self.limits.max_model_len + self.block_size, "the table is too long"
 
     def drain(self, rng: Random) -> None:
-        """Run to the end, in no more steps than the earliest request ever needs tokens."""
+        """Run to the end, in no more steps than the first request ever needs tokens.
+
+        One that is admitted before others may take their blocks, and they begin anew.
+        """
         # One is for what runs ahead when it ends.
         steps = 1 + sum(
             min(request.num_prompt_tokens + request.max_tokens, MAX_LEN)
             for request in self.unfinished
         )
+        if len({request.priority for request in self.unfinished}) > 1:
+            steps *= len(self.unfinished)
         while self.scheduler.has_unfinished or self.in_flight is not None:
             assert steps > 0, "the scheduler does not get on"
             steps -= 1
@@ -421,6 +443,7 @@ def limits(
         num_speculative_tokens=drafts,
         drafts_at_prefill=behind_prompt,
         cache_identity="drafter",
+        by_priority=True,
     )
 
 
@@ -454,6 +477,8 @@ wishes = st.fixed_dictionaries(
         "drafts": st.sampled_from([0, 1, 2, 5, 5]),
         "min_tokens": st.sampled_from([0, 0, 4]),
         "logprobs": st.sampled_from([False, False, False, True]),
+        "priority": st.sampled_from([0, 0, 0, -1, 5]),
+        "salt": st.sampled_from([0, 0, 7, 8]),
     }
 )
 seeds = st.integers(0, 2**32 - 1)

@@ -27,6 +27,7 @@ def scheduler(num_blocks: int = 100, caching: bool = True, **limits: Any) -> Sch
         "num_speculative_tokens": 3,
         "drafts_at_prefill": False,
         "cache_identity": "drafter",
+        "by_priority": True,
     }
     return Scheduler(StepLimits(**(chosen | limits)), BlockManager(num_blocks, SIZE, caching))
 
@@ -38,11 +39,16 @@ def request(
 
     A prompt given as a number has that many tokens, unlike those of other requests.
     """
-    arrival = ord(name[0])
+    arrival, priority = ord(name[0]), params.pop("priority", 0)
+    salt = params.pop("cache_salt", "")
     tokens = [arrival] * prompt if isinstance(prompt, int) else list(prompt)
     stops = frozenset({EOS, *params.get("stop_token_ids", ())})
     sampling = SamplingParams(max_tokens=max_tokens, **params)
-    return Request(name, tokens, sampling, 0, stops, max_tokens, drafts, arrival)
+    return Request(
+        *(name, tokens, sampling, 0, stops, max_tokens, drafts, arrival),
+        priority=priority,
+        cache_salt=salt,
+    )
 
 
 def plan(batch: Batch) -> dict[str, tuple[int, int, int]]:
@@ -981,3 +987,58 @@ def test_full_blocks_are_shared_while_a_step_is_under_way() -> None:
     commit(engine, batch, {"a": [9, 9]})
     assert a.num_computed == 8
     assert len(engine.block_manager.match_prefix("drafter", a.token_ids)) == 2
+
+
+def test_smaller_priorities_go_first_and_equal_ones_in_order_of_arrival() -> None:
+    engine = scheduler(max_num_seqs=2, num_speculative_tokens=0)
+    for name, priority in (("a", 0), ("b", 3), ("c", -1), ("d", -1)):
+        engine.add(request(name, 2, max_tokens=2, drafts=0, priority=priority))
+    assert ids(engine.waiting) == ["c", "d", "a", "b"]
+    assert list(step_plan(engine)) == ["c", "d"]
+
+
+def test_a_running_request_keeps_its_place_from_a_waiting_one_that_goes_first() -> None:
+    engine = scheduler(max_num_seqs=1, num_speculative_tokens=0)
+    engine.add(request("a", 2, max_tokens=2, drafts=0, priority=9))
+    step(engine)
+    engine.add(request("b", 2, max_tokens=2, drafts=0))
+    assert list(step_plan(engine)) == ["a"]
+    assert list(step_plan(engine)) == ["b"]
+
+
+def test_the_largest_priority_is_preempted_whenever_it_came() -> None:
+    engine = scheduler(num_blocks=5, caching=False, num_speculative_tokens=0)
+    a = request("a", 7, max_tokens=9, drafts=0, priority=1)
+    b = request("b", 7, max_tokens=9, drafts=0)
+    engine.add(a)
+    engine.add(b)
+    step(engine)
+    step(engine)
+    batch = engine.schedule()
+    assert (ids(batch.preempted), list(plan(batch))) == (["a"], ["b"])
+    commit(engine, batch)
+    while engine.has_unfinished:
+        step(engine)
+    assert a.output_token_ids == b.output_token_ids == [7] * 9
+
+
+def test_priorities_are_refused_where_arrival_decides() -> None:
+    engine = scheduler(by_priority=False)
+    with pytest.raises(UsageError, match="priority needs scheduling_policy priority"):
+        engine.add(request("a", 2, priority=1))
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_salts_share_no_blocks(drafts: int) -> None:
+    engine = scheduler()
+
+    def cached(salt: str) -> int:
+        engine.add(request("a", [5] * 9, max_tokens=1, drafts=drafts, cache_salt=salt))
+        start, _, _ = step_plan(engine)["a"]
+        while engine.has_unfinished:
+            step(engine)
+        return start
+
+    salts = ("", "mine", "yours", "drafter")
+    assert [cached(salt) for salt in salts] == [0] * 4
+    assert [cached(salt) for salt in salts] == [8] * 4

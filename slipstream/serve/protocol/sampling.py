@@ -107,6 +107,8 @@ class SamplingFields(LabelFields):
     """Fields of the OpenAI protocol, then those that inference engines have added.
 
     Attributes:
+        priority: the smaller goes first, where the server schedules by priority.
+        cache_salt: the prefix cache is shared with requests of the same salt alone.
         request_id: part of the answer's id, and the id in the log.
         return_token_ids: the answer has the ids of the prompt's and the output's tokens.
         return_tokens_as_token_ids: logprobs name tokens "token_id:7" rather than by their texts.
@@ -147,6 +149,8 @@ class SamplingFields(LabelFields):
     guided_grammar: _Grammar | None = None
     speculative: SpeculativeOptions | None = None
     return_speculation: bool | None = None
+    priority: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

@@ -144,3 +144,28 @@ def test_a_json_object_may_have_a_schema(live: Live) -> None:
     wanted = {"type": "json_object", "schema": schema}
     answer = ask(live, CHAT, response_format=wanted, max_tokens=40)
     assert json.loads(text_of(answer)) == {"a": 7}
+
+
+@BOTH
+def test_the_prefix_cache_is_kept_apart_by_salts(live: Live, path: str) -> None:
+    def cached(salt: str | None) -> int:
+        fields: dict[str, Any] = {"cache_salt": salt}
+        if path == TEXT:
+            fields["prompt"] = "x = 1\n" * 40
+        else:
+            fields["messages"] = [{"role": "user", "content": "y = 2\n" * 40}]
+        return int(ask(live, path, **fields)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("mine") == 0
+    assert cached("mine") > 0
+    assert cached("yours") == 0
+    assert cached(None) == 0
+
+
+@BOTH
+def test_priorities_need_their_policy(live: Live, path: str) -> None:
+    assert text_of(ask(live, path, priority=0)) == text_of(ask(live, path))
+    answer = httpx.post(f"{live.url}{path}", json={**PLAIN[path], "priority": -5})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "priority")
+    assert "--scheduling-policy priority" in error["message"]

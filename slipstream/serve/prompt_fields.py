@@ -1,4 +1,4 @@
-"""`truncate_prompt_tokens`: how much of a prompt is left."""
+"""What a request says of its prompts: how much of them is left, who shares them, who goes first."""
 
 from dataclasses import dataclass, replace
 
@@ -25,6 +25,11 @@ class Truncation:
         ids = prompt.token_ids
         kept = ids[-self.most :] if self.keeps_end else ids[: self.most]
         return replace(prompt, text=None, token_ids=kept)
+
+
+def placed(prompt: EncodedPrompt, body: SamplingFields) -> EncodedPrompt:
+    """The prompt with the request's priority and salt."""
+    return replace(prompt, cache_salt=body.cache_salt or "", priority=body.priority or 0)
 
 
 def truncation(
