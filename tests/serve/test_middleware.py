@@ -97,6 +97,46 @@ def test_nothing_else_does(headers: list[tuple[bytes, bytes]]) -> None:
     assert error_of(body)["code"] == "invalid_api_key"
 
 
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/v1/messages", [(b"x-api-key", b"first")], 200),
+        ("/v1/messages/count_tokens", [(b"x-api-key", b" first ")], 200),
+        ("/v1/messages", [(b"authorization", b"Bearer first")], 200),
+        ("/v1/messages", [(b"x-api-key", b"wrong"), (b"authorization", b"Bearer first")], 200),
+        ("/v1/messages", [(b"x-api-key", b"wrong")], 401),
+        ("/v1/messages", [(b"x-api-key", b"wrong"), (b"x-api-key", b"first")], 401),
+        ("/v1/messages", [(b"x-api-key", b"")], 401),
+        ("/v1/messages", [], 401),
+        ("/v1/messagesx", [(b"x-api-key", b"first")], 401),
+        ("/v1/completions", [(b"x-api-key", b"first")], 401),
+    ],
+)
+def test_messages_take_keys_in_a_header_of_their_own(
+    path: str, headers: list[tuple[bytes, bytes]], status: int
+) -> None:
+    app = ApiKeyCheck(BodyLimits(echo, ServeLimits()), ["first"], ())
+    answered, body, _ = request(app, [b"hello"], headers, path=path)
+    assert answered == status
+    if status == 401:
+        assert ("type" in json.loads(body)) == (path == "/v1/messages")
+        assert error_of(body)["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize(
+    ("size", "status", "kind"), [(5, 413, "request_too_large"), (4, 503, "overloaded_error")]
+)
+def test_messages_are_refused_in_their_form(size: int, status: int, kind: str) -> None:
+    gate = DrainGate(echo)
+    asyncio.run(gate.close())
+    app = BodyLimits(gate, ServeLimits(max_body_bytes=4))
+    answered, body, _ = request(app, [b"x" * size], path="/v1/messages")
+    assert answered == status
+    assert json.loads(body)["type"] == "error"
+    assert {*error_of(body)} == {"type", "message"}
+    assert error_of(body)["type"] == kind
+
+
 def test_open_paths_need_no_key_and_neighbours_do() -> None:
     app = ApiKeyCheck(echo, ["first"], ("/health",))
     assert request(app, path="/health")[0] == 200

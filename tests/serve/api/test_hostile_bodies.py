@@ -10,6 +10,7 @@ from benchmarks.hostile_bodies import CHAT, COMPLETE, DETOKENIZE, RESPOND, TOKEN
 from tests.serve.api.live import Live
 
 USER = {"role": "user", "content": "hi"}
+MESSAGES, TURN = "/v1/messages", '{"max_tokens":1,"messages":[{"role":"user","content":'
 SIZE = 4_000_000
 LONGEST = 0.3  # seconds
 
@@ -20,6 +21,10 @@ LONGEST = 0.3  # seconds
         (CHAT, '{"messages":[', "{},", "{}]}"),
         (CHAT, '{"messages":[{"role":"user","content":[', "{},", "{}]}]}"),
         (CHAT, '{"messages":[{"role":"user","content":"a"}],"tools":[', "{},", "{}]}"),
+        (MESSAGES, '{"max_tokens":1,"messages":[', "{},", "{}]}"),
+        (MESSAGES, f"{TURN}[", "{},", "{}]}]}"),
+        (MESSAGES, f"{TURN}[", '{"type":"text","text":"a"},', "]}]}"),
+        (f"{MESSAGES}/count_tokens", f'{TURN}"', "a ", '"}]}'),
         (COMPLETE, '{"prompt":[', "[5],", "[5]]}"),
         (COMPLETE, '{"prompt":[', '"",', '""]}'),
         (COMPLETE, '{"prompt":"a","bad_words":[', "1,", "1]}"),
@@ -79,6 +84,17 @@ def test_what_is_nested_deep_is_no_fault_of_the_server(live: Live, fields: dict[
     body = {"messages": [USER], "max_tokens": 1, **fields}
     answer = httpx.post(f"{live.url}{CHAT}", json=body, timeout=60)
     assert answer.status_code in (200, 400), answer.text
+
+
+@pytest.mark.parametrize("depth", [150, 5000])
+def test_the_input_of_a_tool_that_is_nested_deep(live: Live, depth: int) -> None:
+    call = '{"type":"tool_use","id":"1","name":"f","input":{"a":%s}}'
+    turn = '{"role":"assistant","content":[%s]},{"role":"user","content":"a"}'
+    body = '{"max_tokens":1,"messages":[%s]}' % (turn % (call % ("[" * depth + "]" * depth)))
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{live.url}{MESSAGES}", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("arguments", ["[" * 5000, '{"a":' * 250 + "1" + "}" * 250, "[1," * 40_000])

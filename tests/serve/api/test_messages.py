@@ -3,6 +3,8 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
+from time import sleep
 from typing import Any
 
 import anthropic
@@ -10,6 +12,8 @@ import httpx
 import openai
 import pytest
 
+from slipstream.serve.limits import RequestFailedError
+from slipstream.serve.messages.blocks import BlockWriter
 from tests.serve.api.live import DEMO, Live, serving
 from tests.serve.api.tool_models import write_tool_tokenizer
 
@@ -145,6 +149,33 @@ def test_the_form_of_the_answer(messages: Any) -> None:
     config = {"format": {"type": "json_schema", "schema": CITY}}
     text = create(messages, output_config=config).content[0].text
     assert json.loads(text)["city"] in ("Rome", "Oslo")
+
+
+def test_a_client_that_leaves_ends_its_request(live: Live, messages: Any) -> None:
+    with messages.stream(model="demo", max_tokens=1500, messages=[USER]) as stream:
+        for event in stream:
+            if event.type == "content_block_delta":
+                break
+        assert live.model.thread.num_open == 1
+    for _ in range(200):
+        if not live.model.thread.num_open:
+            break
+        sleep(0.02)
+    assert live.model.thread.num_open == 0
+
+
+def test_a_stream_that_fails_says_so(messages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, calls = BlockWriter.events, count()
+
+    def failing(self: BlockWriter, delta: Any) -> Any:
+        if next(calls) == 2:
+            raise RequestFailedError
+        return events(self, delta)
+
+    monkeypatch.setattr(BlockWriter, "events", failing)
+    with pytest.raises(anthropic.APIStatusError) as caught:
+        streamed(messages)
+    assert caught.value.body["error"]["type"] == "api_error"  # type: ignore[index]
 
 
 # ---------------------------------------------------------------------- tools
