@@ -18,7 +18,7 @@ from slipstream.serve.template_coverage import require_coverage
 _OWN = ("messages", "tools", "add_generation_prompt")
 _EFFORT = "reasoning_effort"
 # Variables by which templates switch thinking on and off.
-_SWITCHES = ("enable_thinking", "thinking")
+SWITCHES = ("enable_thinking", "thinking")
 
 
 def render(
@@ -111,7 +111,7 @@ def _options(service: ModelService, fields: TemplateFields) -> Mapping[str, Any]
             raise bad_request(f"give {name} as a field of its own", "chat_template_kwargs")
         if name in template.variables:
             continue
-        if name in _SWITCHES and options[name] is False and not template.mentions("think"):
+        if name in SWITCHES and options[name] is False and not template.mentions("think"):
             del options[name]  # such a model does not think
             continue
         read = sorted(template.variables - {*_OWN, "raise_exception", "strftime_now"})
@@ -133,10 +133,10 @@ def _with_effort(
     effort = fields.reasoning_effort
     if effort is None:
         return options
-    switch = next((it for it in _SWITCHES if it in template.variables), None)
+    switch = next((it for it in SWITCHES if it in template.variables), None)
     graded = _EFFORT in template.variables
     if switch is None and not graded and effort == "none":
-        switch = _SWITCHES[0]
+        switch = SWITCHES[0]
     said: dict[str, Any] = {} if switch is not None and not graded else {_EFFORT: effort}
     if switch is not None and (effort == "none" or not graded):
         said[switch] = effort != "none"

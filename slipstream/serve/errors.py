@@ -88,6 +88,18 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """An error about the request that another protocol's was translated to, with its names.
+
+    A name without an underscore may be an ordinary word: it counts where an index follows.
+    """
+    marks = [name + (r"\b" if "_" in name else r"(?=\[)") for name in names]
+    pattern = rf"\b(?:{'|'.join(marks)})"
+    error.message = re.sub(pattern, lambda match: names[match[0]], error.message)
+    error.param = names.get(error.param or "", error.param)
+    return error
+
+
 def generation_failed(message: str) -> ApiError:
     """The model's output cannot be used, through no fault of the request (500)."""
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="generation_failed")

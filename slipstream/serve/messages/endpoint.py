@@ -11,10 +11,10 @@ from starlette.responses import Response
 from slipstream.serve.answer import Answer
 from slipstream.serve.chat import PreparedChat, prepare
 from slipstream.serve.conversation import render
-from slipstream.serve.errors import MESSAGES_PATH
+from slipstream.serve.errors import MESSAGES_PATH, ApiError, renamed
 from slipstream.serve.generation import Generation
 from slipstream.serve.messages.blocks import BlockWriter
-from slipstream.serve.messages.translation import chat_request
+from slipstream.serve.messages.translation import NAMES, chat_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.openapi import json_response
 from slipstream.serve.protocol.chat import ChatRequest
@@ -62,7 +62,10 @@ class MessagesEndpoints:
     def _prepare(self, body: MessagesRequest) -> tuple[ChatRequest, PreparedChat]:
         """Check, render and tokenize; slow for large requests."""
         chat_body = chat_request(body, self._service)
-        return chat_body, prepare(self._service, chat_body)
+        try:
+            return chat_body, prepare(self._service, chat_body)
+        except ApiError as error:
+            raise renamed(error, NAMES) from None
 
     def _count(self, body: CountTokensRequest) -> Response:
         chat_body = chat_request(body, self._service)

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from pydantic_core import to_json
 
-from slipstream.serve.conversation import reads_reasoning
+from slipstream.serve.conversation import SWITCHES, reads_reasoning
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol import chat
 from slipstream.serve.protocol.messages import (
@@ -27,8 +27,13 @@ from slipstream.serve.protocol.sampling import JsonSchemaFormat, NamedSchema
 # Begins a block that coding agents put in front of their instructions. It differs from request to
 # request, so that no prefix would ever be found in the cache.
 _BILLING: Final = "x-anthropic-billing-header"
-# Variables by which chat templates turn thinking on and off.
-_SWITCHES: Final = ("enable_thinking", "thinking")
+# Fields of a chat that have other names here.
+NAMES: Final = {
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
 
 
 def chat_request(body: CountTokensRequest, service: ModelService) -> chat.ChatRequest:
@@ -43,9 +48,8 @@ def chat_request(body: CountTokensRequest, service: ModelService) -> chat.ChatRe
         **_thinking(body, service),
     }
     config = body.output_config
-    if config is not None and config.effort is not None:
-        known = config.effort in ("low", "medium")
-        fields["reasoning_effort"] = config.effort if known else "high"
+    if config is not None:
+        fields["reasoning_effort"] = config.effort
     if config is not None and config.format is not None:
         schema = NamedSchema(name="answer", schema=config.format.schema_)
         fields["response_format"] = JsonSchemaFormat(type="json_schema", json_schema=schema)
@@ -161,8 +165,9 @@ def _thinking(body: CountTokensRequest, service: ModelService) -> dict[str, Any]
     thinking = body.thinking
     if thinking is None:
         return fields
+    fields["thinking_token_budget"] = thinking.budget_tokens
     wanted = thinking.type != "disabled"
-    switches = {name: wanted for name in _SWITCHES if name in service.template.variables}
+    switches = {name: wanted for name in SWITCHES if name in service.template.variables}
     if switches:
         fields["chat_template_kwargs"] = {**switches, **(body.chat_template_kwargs or {})}
     if not wanted or thinking.display == "omitted":

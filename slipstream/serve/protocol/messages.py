@@ -153,7 +153,7 @@ class JsonSchemaOutput(RequestBody):
 
 
 class OutputConfig(RequestBody):
-    """The form of the answer, and `reasoning_effort` of the chat template, "high" at most."""
+    """The form of the answer, and `reasoning_effort` of chats."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonSchemaOutput | None = None

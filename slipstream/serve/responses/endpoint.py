@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.serve.chat import PreparedChat, prepare
-from slipstream.serve.errors import ApiError, bad_request
+from slipstream.serve.errors import ApiError, bad_request, renamed
 from slipstream.serve.generation import Generation
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.openapi import Route, json_response
@@ -16,7 +16,7 @@ from slipstream.serve.protocol.responses import ResponsesRequest
 from slipstream.serve.request_parsing import read_body
 from slipstream.serve.responses.answer import ResponsesAnswer
 from slipstream.serve.responses.messages import Conversation
-from slipstream.serve.responses.request import chat_request, check, conversation, named_as_here
+from slipstream.serve.responses.request import NAMES, chat_request, check, conversation
 from slipstream.serve.responses.store import ResponseStore
 from slipstream.serve.sse import cancel_on_disconnect
 
@@ -104,7 +104,7 @@ class ResponsesEndpoints:
         try:
             return messages, chat_body, prepare(service, chat_body)
         except ApiError as error:
-            raise named_as_here(error) from None
+            raise renamed(error, NAMES) from None
 
 
 def _refuse_query(request: Request) -> None:

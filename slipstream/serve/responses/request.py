@@ -1,11 +1,10 @@
 """A request to /v1/responses as the request of a chat."""
 
-import re
 from collections.abc import Sequence
 from typing import Any, Final
 
 from slipstream.serve.conversation import reads_reasoning
-from slipstream.serve.errors import ApiError, bad_request
+from slipstream.serve.errors import bad_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol.chat import (
     ChatRequest,
@@ -35,13 +34,12 @@ _COMMON: Final = (
 # Fields whose effects no part of a response could show.
 _OF_CHATS: Final = ("prompt_logprobs", "return_token_ids", "return_weight_versions")
 # Fields of a chat that have other names here.
-_NAMES: Final = {
+NAMES: Final = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }
-_NAME: Final = re.compile(r"\bmessages(?=\[)|\b(?:" + "|".join([*_NAMES][1:]) + r")\b")
 
 
 def check(body: ResponsesRequest) -> None:
@@ -104,13 +102,6 @@ def chat_request(body: ResponsesRequest, messages: Sequence[Message]) -> ChatReq
     elif body.tool_choice not in (None, "auto", "none"):
         raise bad_request("tool_choice goes with tools", "tool_choice")
     return ChatRequest.model_construct(**given, **fields)
-
-
-def named_as_here(error: ApiError) -> ApiError:
-    """An error about the request of a chat, with the names of fields that the client knows."""
-    error.message = _NAME.sub(lambda match: _NAMES[match[0]], error.message)
-    error.param = _NAMES.get(error.param or "", error.param)
-    return error
 
 
 def _format(body: ResponsesRequest) -> Any:
