@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from slipstream.cli.errors import DebugState
+from slipstream.cli.vllm_line import rewritten, unknown_flag
 from slipstream.core.flags import Flag, check_fields, flag, flag_of, kinds_of, spelled
 
 
@@ -43,10 +44,12 @@ class RunFlags:
     )
 
 
-def add_commands(app: typer.Typer, *commands: Callable[..., None]) -> None:
+def add_commands(
+    app: typer.Typer, *commands: Callable[..., None], kind: "type[GroupedHelp] | None" = None
+) -> None:
     """Register commands by their names; they take --debug besides their own flags."""
     for command in commands:
-        app.command(cls=GroupedHelp)(flattened(command))
+        app.command(cls=kind or GroupedHelp)(flattened(command))
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
@@ -187,7 +190,21 @@ def _keyword(name: str, hint: Any, default: Any) -> inspect.Parameter:
 
 
 class GroupedHelp(TyperCommand):
-    """Typer's own groups come as tables, which cut long flag names on an ordinary terminal."""
+    """Typer's own groups come as tables, which cut long flag names on an ordinary terminal.
+
+    Of an unknown flag it says the reason, or a flag that means the same.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line; UsageError for an unknown flag."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            name = getattr(error, "option_name", None)
+            if name is None or not hasattr(error, "possibilities"):
+                raise
+            declared = [it for parameter in self.get_params(ctx) for it in parameter.opts]
+            raise unknown_flag(name, declared, ctx.command_path) from None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then the flags under the headings of their panels."""
@@ -202,3 +219,11 @@ class GroupedHelp(TyperCommand):
             if records:
                 with formatter.section(heading):
                     formatter.write_dl(records)
+
+
+class VllmCommand(GroupedHelp):
+    """A command that takes what `vllm serve` does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line; UsageError for a flag that is unknown or refused."""
+        return super().parse_args(ctx, rewritten(args, self.get_params(ctx)))

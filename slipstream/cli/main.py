@@ -16,7 +16,7 @@ from slipstream.cli.bench_serve import serve as bench_serve
 from slipstream.cli.bench_sweep import sweep
 from slipstream.cli.chat import chat
 from slipstream.cli.errors import run
-from slipstream.cli.flags import DebugFlag, add_commands
+from slipstream.cli.flags import DebugFlag, VllmCommand, add_commands
 from slipstream.cli.generate import generate
 from slipstream.cli.inspect import inspect
 from slipstream.cli.serve import serve
@@ -37,7 +37,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-add_commands(app, generate, chat, serve, inspect)
+add_commands(app, generate, chat)
+add_commands(app, serve, kind=VllmCommand)
+add_commands(app, inspect)
 bench_app = typer.Typer(
     name="bench",
     help="Measure a server under load, or an engine in this process.",

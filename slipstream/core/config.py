@@ -105,6 +105,7 @@ class EngineConfig:
         None,
         "Quantise the model's weight matrices while loading: fp8, mxfp4, nvfp4, or on a CPU int8, "
         "int8-dynamic, int4, int4-g128, int4-asym or int4-g128-asym. [none]",
+        also=("-q",),
     )
     batch_invariant: bool = flag(
         False, "A request's numbers do not depend on the requests batched with it; slower."

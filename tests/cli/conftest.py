@@ -10,6 +10,7 @@ import pytest
 from slipstream.cli.errors import run
 from slipstream.cli.main import app
 from tests.cli.fake_llm import FakeLLM
+from tests.cli.started import Started
 
 
 @dataclass
@@ -50,3 +51,12 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     monkeypatch.setattr("slipstream.engine.llm.LLM", FakeLLM)
     monkeypatch.setattr(FakeLLM, "made", [])
     return FakeLLM
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, fake_llm: type[FakeLLM]) -> Started:
+    """No server is started; this has what it would have been started with."""
+    started = Started()
+    monkeypatch.setattr("slipstream.serve.run.start_server", started.start)
+    monkeypatch.delenv("SLIPSTREAM_API_KEY", raising=False)
+    return started

@@ -21,7 +21,7 @@ ENGINE = """
     --override-generation-config --prefix-caching-hash-algo --quantization --revision
     --rope-scaling --rope-theta --safetensors-load-strategy --skip-tokenizer-init
     --tensor-parallel-size --threads --tokenizer --tokenizer-mode --tokenizer-revision
-    --trust-remote-code --use-fp64-gumbel -O -cc -tp
+    --trust-remote-code --use-fp64-gumbel -O -cc -q -tp
 """
 DRAFTER = """
     --drafter --drafter-quantization --no-speculation --num-speculative-tokens --spec-method

@@ -2,13 +2,10 @@
 
 import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.routing import Route
 
 from slipstream.cli.open_llm import open_llm
 from slipstream.core.config import EngineConfig
@@ -19,42 +16,15 @@ from slipstream.serve.options import LogOptions
 from slipstream.serve.run import Access, ServerOptions
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM
+from tests.cli.started import Started
 
 DEMO_DRAFT = {"model": "demo/draft", "num_speculative_tokens": 4}
-
-
-@dataclass
-class Started:
-    """What the server was started with."""
-
-    calls: list[tuple[EngineConfig, ServerOptions, int]] = field(default_factory=list)
-    code: int = 0
-
-    def start(
-        self,
-        engine: Any,
-        config: EngineConfig,
-        options: ServerOptions,
-        sock: socket.socket,
-        pages: Sequence[Route],
-    ) -> int:
-        assert "/" in {page.path for page in pages}
-        self.calls.append((config, options, sock.getsockname()[1]))
-        return self.code
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, fake_llm: type[FakeLLM]) -> Started:
-    started = Started()
-    monkeypatch.setattr("slipstream.serve.run.start_server", started.start)
-    monkeypatch.delenv("SLIPSTREAM_API_KEY", raising=False)
-    return started
 
 
 def test_nothing_given_is_the_demo_on_loopback(slipstream: CommandLine, started: Started) -> None:
     ran = slipstream("serve", "--port", "0")
     assert ran.code == 0, ran.err
-    ((config, options, port),) = started.calls
+    ((config, options, (_, port)),) = started.calls
     assert config == EngineConfig(model="demo", speculative_config=DEMO_DRAFT)
     assert options == ServerOptions(names=("demo",), limits=ServeLimits(), access=Access())
     assert f"http://127.0.0.1:{port}/v1" in ran.err

@@ -1,0 +1,301 @@
+"""What each flag of `vllm serve` is here: a flag, another spelling of one, already so, or refused.
+
+Names and meanings are those of vLLM 0.26 and of scripts for versions before it. A name that is in
+none of the tables is a flag of `slipstream serve` with the same meaning.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from slipstream.cli.paths import read_text
+from slipstream.cli.vllm_refused import ONE_GPU, REFUSED
+from slipstream.core.errors import UsageError
+from slipstream.core.flags import parse_object
+
+_DECLARED: Final = """
+    allow-credentials allowed-headers allowed-methods allowed-origins api-key async-scheduling
+    attention-backend block-size chat-template chat-template-content-format compilation-config
+    config-format cudagraph-capture-sizes default-chat-template-kwargs disable-fastapi-docs
+    disable-log-stats disable-uvicorn-access-log download-dir dtype enable-chunked-prefill
+    enable-force-include-usage enable-log-outputs enable-log-requests enable-prefix-caching
+    enforce-eager generation-config gpu-memory-utilization hf-config-path hf-overrides hf-token host
+    kv-cache-dtype kv-cache-memory-bytes load-format log-config-file logprobs-mode
+    max-cudagraph-capture-size max-log-len max-logprobs max-model-len max-num-batched-tokens
+    max-num-seqs num-gpu-blocks-override optimization-level override-generation-config port
+    prefix-caching-hash-algo profiler-config quantization reasoning-parser response-role
+    return-tokens-as-token-ids revision root-path safetensors-load-strategy
+    served-model-name skip-tokenizer-init spec-method spec-model spec-tokens speculative-config
+    ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers ssl-keyfile stream-interval
+    tensor-parallel-size tokenizer tokenizer-mode tokenizer-revision tool-call-parser
+    trust-remote-code trust-request-chat-template uds use-fp64-gumbel uvicorn-log-level
+"""
+DECLARED: Final = tuple(f"--{name}" for name in _DECLARED.split())
+"""vLLM's flags that `slipstream serve` has by the same name."""
+
+SHORT: Final = {
+    "-ac": "--attention-config",
+    "-dc": "--diffusion-config",
+    "-dcp": "--decode-context-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-dpa": "--data-parallel-address",
+    "-dpb": "--data-parallel-backend",
+    "-dpe": "--data-parallel-external-lb",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpl": "--data-parallel-size-local",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-dpn": "--data-parallel-rank",
+    "-dpp": "--data-parallel-rpc-port",
+    "-dpr": "--data-parallel-start-rank",
+    "-ep": "--enable-expert-parallel",
+    "-n": "--nnodes",
+    "-pcp": "--prefill-context-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-r": "--node-rank",
+}
+"""Short forms of flags of `ENTRIES`."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """Another spelling of flags of `slipstream serve`.
+
+    Attributes:
+        means: what takes its place, in words.
+        expand: (flag, value) -> arguments in its place; UsageError for a value that has none.
+    """
+
+    means: str
+    expand: Callable[[str, str], list[str]]
+
+
+@dataclass(frozen=True)
+class Already:
+    """Accepted, because it is so.
+
+    Attributes:
+        why: a sentence's end: what is so, and what to do where something else is wanted.
+        values: those that are so; None for a switch, which is so when it is on.
+    """
+
+    why: str
+    values: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Not done here.
+
+    Attributes:
+        why: the reason, and the nearest thing.
+        switch: it may be given as `--no-NAME`, which is so.
+    """
+
+    why: str
+    switch: bool = False
+
+
+Entry = Spelling | Already | Refused
+
+
+def _renamed(flag: str) -> Spelling:
+    return Spelling(f"`{flag}`", lambda _, value: [flag, value])
+
+
+def _shutdown(_: str, value: str) -> list[str]:
+    # There 0 cuts requests off, which no limit means here.
+    return ["--drain-timeout", value if value.strip("0.") else "0.001"]
+
+
+def _backend(flag: str, value: str) -> list[str]:
+    if value not in ("auto", "guidance", "llguidance"):
+        raise UsageError(
+            f"{flag} {value} is not supported: llguidance compiles all grammars; give auto or "
+            "guidance, or leave it out"
+        )
+    return []
+
+
+def _structured(flag: str, text: str) -> list[str]:
+    config = parse_object(flag, text) or {}
+    parser = config.pop("reasoning_parser", None)
+    _backend(f"{flag} backend", str(config.pop("backend", "auto")))
+    for name, value in config.items():
+        if value is not False:
+            raise UsageError(
+                f"{flag} {name} {json.dumps(value)} is not supported: JSON has some white space, "
+                "schemas count as they are, and grammars begin behind the reasoning; leave it out"
+            )
+    return ["--reasoning-parser", str(parser)] if parser else []
+
+
+def _config(flag: str, file: str) -> list[str]:
+    """The arguments in a YAML file: flags by their names, MODEL as `model`."""
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise UsageError(
+            f"{flag} needs the package pyyaml; install it, or give the flags"
+        ) from None
+    try:
+        given = yaml.safe_load(read_text(flag, file))
+    except yaml.YAMLError as error:
+        raise UsageError(f"{flag} {file} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise UsageError(f"{flag} {file} must have one flag a line, such as `port: 8000`")
+    return [it for name, value in given.items() for it in _arguments(f"--{name}", value)]
+
+
+def _arguments(flag: str, value: object) -> list[str]:
+    """A flag with a value of a YAML document."""
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [flag if value else negated(flag)]
+    if isinstance(value, list) and all(isinstance(it, int) for it in value):
+        return [f"{flag}={','.join(map(str, value))}"]
+    if isinstance(value, list) and all(isinstance(it, str) for it in value):
+        return [f"{flag}={it}" for it in value]
+    text = json.dumps(value) if isinstance(value, list | Mapping) else str(value)
+    return [f"{flag}={text}"]
+
+
+_SPELLINGS: Final[Mapping[str, Spelling]] = {
+    "model": Spelling("the argument `MODEL`", lambda _, model: [model]),
+    "config": Spelling(
+        "a YAML file of flags, `port: 8000`, and `model:`; the command line counts before it",
+        _config,
+    ),
+    "seed": _renamed("--engine-seed"),
+    "shutdown-timeout": Spelling(
+        "`--drain-timeout`; 0 cuts requests off at once, as in vLLM", _shutdown
+    ),
+    "structured-outputs-config": Spelling(
+        "`backend` auto or guidance (llguidance compiles all grammars), and `reasoning_parser`; "
+        "other keys may be false",
+        _structured,
+    ),
+    "guided-decoding-backend": Spelling("auto or guidance: llguidance is the backend", _backend),
+}
+
+_ONE = ("1",)
+_NONE = ("0", "0.0")
+_READ_IN_PARTS = (
+    "long prompts are read in parts of --max-num-batched-tokens, the oldest request first; set that"
+)
+
+_ALREADY: Final[Mapping[str, Already]] = {
+    "aggregate-engine-logging": Already("there is one engine, which the log's line is about"),
+    "allow-deprecated-quantization": Already("every format that can be read may be used"),
+    "api-server-count": Already("one process answers HTTP, and the engine has a thread", _ONE),
+    "convert": Already("models generate; embeddings and scores are not served", ("auto", "none")),
+    "cpu-offload-gb": Already(
+        "weights stay on their device; --quantization makes them smaller", _NONE
+    ),
+    "data-parallel-rank": Already(ONE_GPU, ("0",)),
+    "data-parallel-size": Already(ONE_GPU, _ONE),
+    "data-parallel-size-local": Already(ONE_GPU, _ONE),
+    "data-parallel-start-rank": Already(ONE_GPU, ("0",)),
+    "decode-context-parallel-size": Already(ONE_GPU, _ONE),
+    "disable-cascade-attn": Already("there is no cascade attention"),
+    "disable-custom-all-reduce": Already("one GPU reduces nothing over several"),
+    "disable-log-requests": Already(
+        "requests are logged in full only with --enable-log-requests; give that"
+    ),
+    "distributed-executor-backend": Already(ONE_GPU, ("uni", "mp")),
+    "enable-auto-tool-choice": Already(
+        "models choose tools freely unless a request's tool_choice says otherwise; send none there"
+    ),
+    "enable-expert-parallel": Already(
+        "all experts are on the one GPU that there is, as in vLLM with one GPU"
+    ),
+    "enable-prompt-tokens-details": Already("usage always has prompt_tokens_details"),
+    "enable-reasoning": Already("reasoning is told apart where the model's format is known"),
+    "enable-request-id-headers": Already("every answer has X-Request-Id"),
+    "enable-server-load-tracking": Already("/load always counts"),
+    "exclude-tools-when-tool-choice-none": Already("tools that may not be called are not written"),
+    "fingerprint-mode": Already("answers have no system_fingerprint", ("none",)),
+    "kv-offloading-size": Already("the KV cache stays on its device", _NONE),
+    "language-model-only": Already("the language model is all that is loaded of a checkpoint"),
+    "linear-backend": Already("each device has one kernel of a kind", ("auto",)),
+    "log-error-stack": Already("the log has the traceback of every internal error"),
+    "long-prefill-token-threshold": Already(_READ_IN_PARTS, ("0",)),
+    "max-long-partial-prefills": Already(_READ_IN_PARTS, _ONE),
+    "max-num-partial-prefills": Already(_READ_IN_PARTS, _ONE),
+    "model-impl": Already("each family has one implementation, the engine's own", ("auto",)),
+    "moe-backend": Already("each device has one kernel of a kind", ("auto",)),
+    "nnodes": Already(ONE_GPU, _ONE),
+    "node-rank": Already(ONE_GPU, ("0",)),
+    "offload-backend": Already("weights stay on their device", ("auto",)),
+    "performance-mode": Already(
+        "--max-num-seqs and -k auto weigh throughput against latency", ("balanced",)
+    ),
+    "pipeline-parallel-size": Already(ONE_GPU, _ONE),
+    "prefill-context-parallel-size": Already(ONE_GPU, _ONE),
+    "prefill-schedule-interval": Already("every step may read prompts", _ONE),
+    "runner": Already("models generate; embeddings are not served", ("auto", "generate")),
+    "scheduler-cls": Already("there is one scheduler", ("auto",)),
+    "scheduler-reserve-full-isl": Already("a request waits until its whole prompt has room"),
+    "scheduling-policy": Already("requests start in the order of their arrival", ("fcfs",)),
+    "swap-space": Already(
+        "nothing is swapped out: what is preempted is computed again; leave it out", _NONE
+    ),
+    "ubatch-size": Already("batches are not split", ("0",)),
+    "use-tqdm-on-load": Already("bars are shown on a terminal"),
+    "use-v2-block-manager": Already("there is one block manager"),
+    "watermark": Already("no blocks are held back; lower --max-num-seqs for room", _NONE),
+    "worker-cls": Already("the engine has no worker processes", ("auto",)),
+}
+
+
+def _entries() -> dict[str, Entry]:
+    entries: dict[str, Entry] = {**_SPELLINGS, **_ALREADY}
+    for why, names in REFUSED.items():
+        for name in names.split():
+            plain = name.removesuffix("!")
+            assert plain not in entries, plain
+            entries[plain] = Refused(why, plain != name)
+    return {f"--{name}": entry for name, entry in entries.items()}
+
+
+ENTRIES: Final = _entries()
+"""What is no flag of `slipstream serve`, by its spelling (`--swap-space`)."""
+
+
+def arguments_for(name: str, value: str | None, off: bool = False) -> list[str]:
+    """The arguments in place of a flag of `ENTRIES`: none where it is already so.
+
+    Args:
+        value: None for a switch.
+        off: it is given as `--no-NAME`.
+
+    Raises:
+        UsageError: it is refused, or says what is not so.
+    """
+    entry = ENTRIES[name]
+    if off:
+        if isinstance(entry, Refused) and entry.switch:
+            return []
+        if isinstance(entry, Spelling) or takes_value(name):
+            raise UsageError(f"no such flag: {negated(name)}; {name} takes a value")
+        raise UsageError(f"{negated(name)} is not supported: {entry.why}")
+    if isinstance(entry, Spelling):
+        return entry.expand(name, value or "")
+    if isinstance(entry, Refused):
+        raise UsageError(f"{name} is not supported: {entry.why}")
+    if entry.values is not None and value not in entry.values:
+        so = " or ".join(entry.values)
+        raise UsageError(f"{name} {value} is not supported, {so} is: {entry.why}")
+    return []
+
+
+def negated(name: str) -> str:
+    """`--no-NAME`."""
+    return name.replace("--", "--no-", 1)
+
+
+def takes_value(name: str) -> bool:
+    """Whether a flag of `ENTRIES` that is not refused has a value."""
+    entry = ENTRIES[name]
+    return isinstance(entry, Spelling) or (isinstance(entry, Already) and entry.values is not None)

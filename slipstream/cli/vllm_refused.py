@@ -1,0 +1,113 @@
+"""The flags of `vllm serve` that are refused, by the reason and the nearest thing."""
+
+from collections.abc import Mapping
+from typing import Final
+
+ONE_GPU = (
+    "a server runs on one GPU or CPU; start one server for each device, and a proxy before them"
+)
+
+# A name that ends in ! is a switch.
+REFUSED: Final[Mapping[str, str]] = {
+    "LoRA adapters are not loaded; merge the adapter into the weights (peft's merge_and_unload) "
+    "and serve the result": """
+        default-mm-loras enable-lora! enable-mixed-moe-lora-format! enable-moe-shared-loras!
+        enable-tower-connector-lora! fully-sharded-loras! lora-dtype lora-modules
+        lora-target-modules max-cpu-loras max-lora-rank max-loras specialize-active-lora!""",
+    "models read text only, so there is nothing to set about images, audio and video; leave it "
+    "out": """
+        allowed-local-media-path allowed-media-domains disable-chunked-mm-input! ec-transfer-config
+        enable-mm-embeds! interleave-mm-strings! limit-mm-per-prompt media-io-kwargs
+        mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
+        mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path mm-encoder-only!
+        mm-encoder-tp-mode mm-ipc-gpu-memory-gb mm-processor-cache-gb mm-processor-cache-type
+        mm-processor-kwargs mm-shm-cache-max-object-size-mb mm-tensor-ipc skip-mm-profiling!
+        video-pruning-rate""",
+    ONE_GPU: """
+        all2all-backend cp-kv-cache-interleave-size cpu-distributed-timeout-seconds
+        data-parallel-address data-parallel-backend data-parallel-external-lb!
+        data-parallel-hybrid-lb! data-parallel-multi-port-external-lb! data-parallel-rpc-port
+        data-parallel-supervisor-port dcp-comm-backend dcp-kv-cache-interleave-size
+        disable-nccl-for-dp-synchronization! distributed-timeout-seconds
+        dp-supervisor-probe-failure-threshold dp-supervisor-probe-interval-s
+        dp-supervisor-probe-timeout-s enable-elastic-ep! enable-ep-weight-filter! enable-eplb!
+        eplb-config expert-placement-strategy headless! master-addr master-port
+        ray-workers-use-nsight!""",
+    "batches are not split in two, as nothing waits for other GPUs; leave it out": """
+        dbo-decode-token-threshold dbo-prefill-token-threshold enable-dbo!""",
+    "embeddings, scores and models that denoise are not served; serve a model that generates": """
+        diffusion-config enable-flash-late-interaction! io-processor-plugin pooler-config""",
+    "no layers with a recurrent state are served, so there is nothing to set; leave it out": """
+        enable-mamba-cache-stochastic-rounding! gdn-prefill-backend mamba-backend mamba-block-size
+        mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds mamba-ssm-cache-dtype""",
+    "the server loads no code of others; --drafter takes a class of your own, and a proxy can "
+    "stand before the server": """
+        code-revision middleware model-class-overrides reasoning-parser-plugin tool-parser-plugin
+        worker-extension-cls""",
+    "processors of logits are built in; use logit_bias, allowed_token_ids, bad_words or "
+    "structured_outputs of a request": "logits-processors",
+    "weights and the KV cache stay on their device; use --quantization, --kv-cache-dtype int8 or a "
+    "shorter --max-model-len": """
+        cpu-offload-params kv-offloading-backend offload-group-size offload-num-in-group
+        offload-params offload-prefetch-step""",
+    "the KV cache stays within this server; --enable-prefix-caching reuses it from request to "
+    "request": "kv-events-config kv-sharing-fast-prefill! kv-transfer-config",
+    "all layers keep keys and values in one dtype, int8 with scales of its own; use "
+    "--kv-cache-dtype": "calculate-kv-scales! kv-cache-dtype-skip-layers",
+    "a model sees what it was trained with; use a --max-model-len of the window's length": """
+        disable-sliding-window!""",
+    "layers with a window always give back what is behind it; leave it out": """
+        disable-hybrid-kv-cache-manager!""",
+    "each device has one kernel of a kind, tuned beforehand; leave it out, or see "
+    "--attention-backend and --device": """
+        additional-config attention-config enable-bf16x3-router-gemm! enable-flashinfer-autotune!
+        ir-op-priority jit-monitor-mode jit-monitor-verbose! kernel-config
+        override-attention-dtype""",
+    "--quantization names a precision for all matrices; what a checkpoint stores is read from its "
+    "config.json": "quantization-config",
+    "weights are read from safetensors, one file after the other, and nothing else is downloaded; "
+    "see --load-format": """
+        ignore-patterns max-parallel-loading-workers model-loader-extra-config pt-load-map-location
+        safetensors-prefetch-block-size safetensors-prefetch-num-threads""",
+    "weights do not change while they are served; start the server again": """
+        weight-transfer-config""",
+    "the server keeps its memory; stop it to free the device": """
+        enable-cumem-allocator! enable-sleep-mode!""",
+    "set CUDA_VISIBLE_DEVICES, or start the server under numactl": """
+        device-ids numa-bind! numa-bind-cpus numa-bind-nodes""",
+    "there is no tracing by OpenTelemetry; use /metrics, --log-json, or --enable-profiling for a "
+    "trace of steps": """
+        collect-detailed-traces enable-layerwise-nvtx-tracing! otlp-traces-endpoint""",
+    "/metrics has the cache's use, prefix hits and the time of every part of a step; --verbose "
+    "tells what is captured": """
+        cudagraph-metrics! enable-logging-iteration-details! enable-mfu-metrics! kv-cache-metrics!
+        kv-cache-metrics-sample show-hidden-metrics-for-version""",
+    "the log's line about a request has its times; return_speculation: true tells a client about "
+    "its drafts": "enable-per-request-metrics!",
+    "outputs are logged whole, at the end of their request; use --enable-log-outputs": """
+        enable-log-deltas!""",
+    "/health, /metrics and /ping are logged at level debug alone; use --disable-uvicorn-access-log "
+    "for all": "disable-access-log-for-endpoints",
+    "there are no pages about the protocol; /openapi.json describes it": "enable-offline-docs!",
+    "/tokenize and /detokenize tell what the tokenizer does; read tokenizer.json for more": """
+        enable-tokenizer-info-endpoint!""",
+    "prompts are texts or token ids; send one of them": "enable-prompt-embeds!",
+    "routing is not reported; leave it out": "enable-return-routed-experts!",
+    "certificates are read at the start; start the server again, or let a proxy handle TLS": """
+        enable-ssl-refresh!""",
+    "no environment variable of vLLM is read; use flags": "fail-on-environ-validation!",
+    "answers have no system_fingerprint; use --served-model-name to tell servers apart": """
+        fingerprint-value""",
+    "the server speaks HTTP alone; use it, over --uds if need be": "grpc!",
+    "headers and bodies have limits of their own; use --max-header-bytes and --max-body-bytes": """
+        h11-max-header-count h11-max-incomplete-event-size""",
+    "drafts need no slots set aside; use --num-speculative-tokens": "num-lookahead-slots",
+    "it is the number of tokens in a pass; use --max-num-batched-tokens": """
+        max-num-scheduled-tokens""",
+    "a prefix is matched by whole blocks; use --block-size": "prefix-match-unit",
+    "the marks of reasoning follow from the format; use --reasoning-parser": "reasoning-config",
+    "prompts are tokenized on two threads beside the engine; leave it out": "renderer-num-workers",
+    "give token ids as prompts of /v1/completions; --skip-tokenizer-init leaves texts out": """
+        tokens-only!""",
+    "tools run at the client, which sends their results in messages; leave it out": "tool-server",
+}
