@@ -16,11 +16,17 @@ from slipstream.serve.protocol import bounds
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 RESPOND = "/v1/responses"
 _USER = '{"role":"user","content":"hi"}'
 _CHAT_REST = f'"messages":[{_USER}],"max_tokens":1'
 _SCHEMA = '{"type":"object","properties":{'
 _TOOL = '{"type":"function","function":{"name":"f%d","strict":true,"parameters":'
+_MESSAGES_TOOL = '{"name":"f%d","strict":true,"input_schema":'
+_RESPOND_TOOL = '{"type":"function","name":"f%d","strict":true,"parameters":'
+# Nothing is stored, so that memory can be compared.
+_RESPOND_REST = '"input":"hi","max_output_tokens":1,"store":false'
+_CALL_ITEM = '{"type":"function_call","call_id":"1","name":"f","arguments":'
 
 # Path, what stands before the entries, one entry (%d is a number), what stands behind them.
 _LISTS = [
@@ -67,18 +73,63 @@ _LISTS = [
     (CHAT, '{"messages":[{', '"f%d":1', "}]}"),
     *((COMPLETE, '{"prompt":[', entry, "]}") for entry in ("5", "[5]", '"a"', "{}", '""', "[[]]")),
     *(
-        (RESPOND, '{"max_output_tokens":1,"input":[', item, "]}")
-        for item in (
-            "{}",
-            _USER,
-            '{"type":"reasoning","content":[]}',
-            '{"type":"function_call","call_id":"%d","name":"f","arguments":"{}"}',
-            '{"type":"function_call_output","call_id":"%d","output":""}',
+        (path, f'{{{most}"messages":[{start}', entry, f"{end}]}}")
+        for path, most in ((MESSAGES, '"max_tokens":1,'), (COUNT_TOKENS, ""))
+        for start, entry, end in (
+            ("", "{}", ""),
+            ("", _USER, ""),
+            ('{"role":"user","content":[', '{"type":"text","text":"a"}', "]}"),
+            ('{"role":"user","content":[', '{"type":"tool_result"}', "]}"),
+            ('{"role":"assistant","content":[', '{"type":"tool_use","input":{}}', "]}"),
+            (
+                '{"role":"assistant","content":[',
+                '{"type":"tool_use","id":"%d","name":"f","input":{"a":[]}}',
+                "]}",
+            ),
         )
     ),
-    (RESPOND, '{"input":[{"role":"user","content":[', '{"type":"input_text","text":"a"}', "]}]}"),
-    (RESPOND, '{"input":"a","tools":[', '{"type":"web_search"}', "]}"),
-    (RESPOND, '{"input":"a","metadata":{', '"k%d":"v"', "}}"),
+    *(
+        (MESSAGES, f'{{{_CHAT_REST},"{name}":[', entry, "]}")
+        for name, entry in (
+            ("system", "{}"),
+            ("system", '{"type":"text","text":"a"}'),
+            ("stop_sequences", '"a"'),
+            ("tools", "{}"),
+            ("tools", f"{_MESSAGES_TOOL}{{}}}}"),
+        )
+    ),
+    (MESSAGES, f'{{{_CHAT_REST},"tools":[{_MESSAGES_TOOL}{_SCHEMA}', '"p%d":{}', "}}}]}"),
+    (MESSAGES, f'{{{_CHAT_REST},"metadata":{{', '"k%d":1', "}}"),
+    *(
+        (RESPOND, f'{{"max_output_tokens":1,"store":false,"input":[{start}', entry, f"{end}]}}")
+        for start, entry, end in (
+            ("", "{}", ""),
+            ("", _USER, ""),
+            ("", f'{_CALL_ITEM}"{{}}"}}', ""),
+            ("", '{"type":"function_call_output","call_id":"%d","output":""}', ""),
+            ("", '{"type":"reasoning","content":[]}', ""),
+            ('{"role":"user","content":[', '{"type":"input_text","text":"a"}', "]}"),
+            ('{"role":"user","content":[', "{}", "]}"),
+            ('{"type":"reasoning","summary":[', "{}", "]}"),
+        )
+    ),
+    *(
+        (RESPOND, f'{{{_RESPOND_REST},"{name}":[', entry, "]}")
+        for name, entry in (
+            ("tools", "{}"),
+            ("tools", f"{_RESPOND_TOOL}{{}}}}"),
+            ("tools", '{"type":"web_search"}'),
+            ("include", '"reasoning.encrypted_content"'),
+            ("stop", '"a"'),
+        )
+    ),
+    (RESPOND, f'{{{_RESPOND_REST},"metadata":{{', '"k%d":"v"', "}}"),
+    (
+        RESPOND,
+        f'{{{_RESPOND_REST},"text":{{"format":{{"type":"json_schema","name":"a","schema":{_SCHEMA}',
+        '"p%d":{}',
+        "}}}}}",
+    ),
     (TOKENIZE, '{"messages":[', _USER, "]}"),
     (DETOKENIZE, '{"tokens":[', "5", "]}"),
 ]
@@ -102,6 +153,17 @@ _TEXTS = [
             ("stop", "a"),
         )
     ),
+    *(
+        (path, f'{{"{name}":"%s",{rest}}}', text)
+        for path, name, rest in (
+            (MESSAGES, "system", _CHAT_REST),
+            (COUNT_TOKENS, "system", f'"messages":[{_USER}]'),
+            (RESPOND, "input", '"max_output_tokens":1,"store":false'),
+            (RESPOND, "previous_response_id", '"input":"hi"'),
+        )
+        for text in ("a ", "\\u00e9")
+    ),
+    (RESPOND, f'{{"store":false,"input":[{_CALL_ITEM}"%s"}}]}}', "[{},"),
     (COMPLETE, '{"prompt":"a","%s":1}', "a"),
     (COMPLETE, '{"prompt":"a","bad_words":["%s"]}', "a "),
     (COMPLETE, '{"prompt":"a","seed":%s}', "9"),

@@ -6,11 +6,19 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.hostile_bodies import CHAT, COMPLETE, DETOKENIZE, RESPOND, TOKENIZE, Canary
+from benchmarks.hostile_bodies import (
+    CHAT,
+    COMPLETE,
+    DETOKENIZE,
+    MESSAGES,
+    RESPOND,
+    TOKENIZE,
+    Canary,
+)
 from tests.serve.api.live import Live
 
 USER = {"role": "user", "content": "hi"}
-MESSAGES, TURN = "/v1/messages", '{"max_tokens":1,"messages":[{"role":"user","content":'
+TURN = '{"max_tokens":1,"messages":[{"role":"user","content":'
 SIZE = 4_000_000
 LONGEST = 0.3  # seconds
 
