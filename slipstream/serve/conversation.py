@@ -13,6 +13,8 @@ from slipstream.serve.protocol.bounds import MOST_SCHEMA_VALUES, count_values
 from slipstream.serve.protocol.chat import Message, TemplateFields, Tool
 from slipstream.serve.spelled_tokens import SpelledTokens
 from slipstream.serve.template_coverage import require_coverage
+from slipstream.serve.tools import hermes
+from slipstream.serve.tools.told_in_messages import write_with_tools
 
 # Set by the server, so chat_template_kwargs may not.
 _OWN = ("messages", "tools", "add_generation_prompt")
@@ -48,17 +50,22 @@ def render(
             "continue_final_message",
         )
     if tools:
-        require_tools(template)
+        require_tools(service)
 
     functions = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
 
-    def write(plain: Sequence[dict[str, Any]]) -> str:
+    def write_plain(plain: Sequence[dict[str, Any]]) -> str:
         return template.render(
             plain,
             add_generation_prompt=not continues and fields.add_generation_prompt is not False,
             tools=functions,
             **options,
         )
+
+    def write(plain: Sequence[dict[str, Any]]) -> str:
+        if service.template_knows_tools:
+            return write_plain(plain)
+        return write_with_tools(write_plain, plain, functions)
 
     _check_arguments(messages)
     plain = [_message(place, message, service) for place, message in enumerate(messages)]
@@ -83,12 +90,13 @@ def require_template(template: ChatTemplate) -> None:
         )
 
 
-def require_tools(template: ChatTemplate) -> None:
-    """Raise ApiError for a template that would silently leave out tools."""
-    if "tools" not in template.variables:
+def require_tools(service: ModelService) -> None:
+    """Raise ApiError for tools that neither the template nor the server can tell the model of."""
+    if not service.template_knows_tools and service.tool_format is not hermes.FORMAT:
         raise bad_request(
-            "the chat template of this model knows no tools; leave tools out, or give the model a "
-            "template that does",
+            "the chat template of this model knows no tools, and the server can tell it of some "
+            "in the format hermes alone; leave --tool-call-parser and --reasoning-parser out, or "
+            "give the model a template that knows tools",
             "tools",
         )
 

@@ -25,6 +25,7 @@ from slipstream.serve.output.parts import OutputFormat
 from slipstream.serve.prompt_fields import Truncation
 from slipstream.serve.protocol.server import ModelCard, ModelSpeculation
 from slipstream.serve.token_texts import TokenTexts
+from slipstream.serve.tools import hermes
 from slipstream.serve.tools.call_format import CallFormat
 from slipstream.serve.tools.formats import NAMED, find_format
 
@@ -145,12 +146,20 @@ class ModelService:
         )
 
     @cached_property
+    def template_knows_tools(self) -> bool:
+        """Whether the chat template writes tools and calls; if not, the server tells of them in the
+        form of Hermes."""
+        return "tools" in self.template.variables
+
+    @cached_property
     def tool_format(self) -> CallFormat | None:
         """The format of the model's tool calls, if known."""
         if self.output_format is not None and self.output_format.calls is not None:
             return self.output_format.calls
         if self.tool_call_parser is not None:
             return NAMED[self.tool_call_parser]
+        if not self.template_knows_tools:
+            return hermes.FORMAT
         return find_format(self.template, self.tokenizer)
 
     @cached_property

@@ -132,6 +132,8 @@ def start_server(
         answers=options.answers,
     )
     service.require_fit()
+    if logger.isEnabledFor(logging.DEBUG):
+        _log_tools(service)
     # The playground asks its user for the key.
     open_paths = (*options.access.open_paths, *(page.path for page in pages))
     access = replace(options.access, open_paths=open_paths)
@@ -246,6 +248,20 @@ class _Server(uvicorn.Server):
         self.exit_code, self.config.timeout_graceful_shutdown = 1, _LAST_FLUSH_SECONDS
         await self._engine_thread.stop()
         self.should_exit = True
+
+
+def _log_tools(service: ModelService) -> None:
+    """Log how the model is told of tools, and in which format its calls are read."""
+    if service.engine.tokenizer is None or not service.template.exists:
+        return
+    format = service.tool_format
+    logger.debug(
+        "tool calls are read in the format %s; %s",
+        "none, as it is not known" if format is None else format.name,
+        "the chat template tells the model of tools"
+        if service.template_knows_tools
+        else "the chat template knows no tools, so messages tell the model of them",
+    )
 
 
 def _allow_open_files(number: int) -> None:

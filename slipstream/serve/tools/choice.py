@@ -59,7 +59,7 @@ def choose_tools(body: ChatRequest, model: ModelService) -> ToolUse:
     functions = _functions(body.tools)
     if choice == "none":
         return ToolUse()
-    require_tools(model.template)
+    require_tools(model)
     format = model.tool_format
     if format is None:
         raise bad_request(

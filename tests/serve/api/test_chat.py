@@ -10,9 +10,7 @@ from tests.serve.api.live import Live, call_api
 
 MESSAGES = [{"role": "user", "content": "Write a function that adds two numbers."}]
 IMAGE = {"type": "image_url", "image_url": {"url": "https://x.org"}}
-CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 THOUGHT = {"role": "assistant", "content": "x", "reasoning": "a"}
-CALLS = {"role": "assistant", "content": "Wait.", "tool_calls": [CALL]}
 
 
 def create(client: openai.OpenAI, messages: Any = MESSAGES, **fields: Any) -> Any:
@@ -205,15 +203,10 @@ def test_thinking_that_a_model_lacks_can_be_switched_off(client: openai.OpenAI) 
         ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
         # The demo's template reads roles and contents only.
         ({"messages": [*MESSAGES, {**MESSAGES[-1], "name": "bob"}]}, "].name would be ignored"),
-        ({"messages": [*MESSAGES, CALLS]}, "tool_calls[0]"),
         ({"messages": [*MESSAGES, THOUGHT]}, "].reasoning would be ignored"),
         (
             {"messages": [*MESSAGES, {**THOUGHT, "reasoning_content": "b"}]},
             "reasoning_content is the older name",
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f"}}]},
-            "tools",  # the demo's template knows none
         ),
     ],
 )

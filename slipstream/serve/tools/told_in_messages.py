@@ -1,0 +1,106 @@
+"""Tools for chat templates that know none: messages tell of them in the form of Hermes."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from slipstream.core.errors import UsageError
+from slipstream.serve.tools.hermes import BEGIN, END
+
+Messages = Sequence[dict[str, Any]]
+
+_RESULT, _RESULT_END = "<tool_response>", "</tool_response>"
+_INSTRUCTIONS: Final = f"""# Tools
+
+You may call functions to answer. Each line between <tools> and </tools> describes one:
+<tools>
+TOOLS
+</tools>
+
+To call a function, write its name and its arguments as one JSON object between {BEGIN} tags:
+{BEGIN}
+{{"name": "the name", "arguments": {{"an argument": "its value"}}}}
+{END}
+Several calls may follow each other. What they return comes between {_RESULT} tags."""
+
+
+def write_with_tools(
+    write: Callable[[Messages], str], messages: Messages, tools: Sequence[Mapping[str, Any]] | None
+) -> str:
+    """The text of a conversation by a chat template that reads neither tools nor calls.
+
+    Tools are told at the end of the system message, or else in the first message of the user; calls
+    stand in the text of the answers that made them, and their results in messages of the user.
+
+    Args:
+        write: the template, which may refuse roles by UsageError.
+        tools: that may be called.
+
+    Raises:
+        UsageError: the template refuses the messages, or leaves the tools out.
+    """
+    plain = _as_text(messages)
+    if not tools:
+        return write(plain)
+    told = _INSTRUCTIONS.replace("TOOLS", "\n".join(_json(tool) for tool in tools))
+    try:
+        text = write(_with_system(plain, told))
+        if told in text:
+            return text
+    except UsageError:
+        pass
+    text = write(_with_first_user(plain, told))
+    if told not in text:
+        raise UsageError(
+            "the chat template of this model knows no tools, and leaves out the message that tells "
+            "them; leave tools out, or give the model a template that knows them"
+        )
+    return text
+
+
+def _with_system(messages: Messages, told: str) -> Messages:
+    first, *others = messages
+    if first["role"] != "system":
+        return [{"role": "system", "content": told}, *messages]
+    return [{**first, "content": f"{_text(first)}\n\n{told}"}, *others]
+
+
+def _with_first_user(messages: Messages, told: str) -> Messages:
+    found = [*messages]
+    for place, message in enumerate(found):
+        if message["role"] == "user":
+            found[place] = {**message, "content": f"{told}\n\n{_text(message)}"}
+            break
+    return found
+
+
+def _as_text(messages: Messages) -> list[dict[str, Any]]:
+    """Calls and their results as texts; results of one answer's calls in one message."""
+    plain: list[dict[str, Any]] = []
+    in_results = False
+    for message in messages:
+        is_result = message["role"] == "tool"
+        if is_result:
+            result = f"{_RESULT}\n{_text(message)}\n{_RESULT_END}"
+            if in_results:
+                plain[-1]["content"] += f"\n{result}"
+            else:
+                plain.append({"role": "user", "content": result})
+        elif message.get("tool_calls"):
+            calls = (f"{BEGIN}\n{_json(it['function'])}\n{END}" for it in message["tool_calls"])
+            texts = [_text(message)] if message.get("content") else []
+            kept = {key: value for key, value in message.items() if key != "tool_calls"}
+            plain.append({**kept, "content": "\n".join([*texts, *calls])})
+        else:
+            plain.append(message)
+        in_results = is_result
+    return plain
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False)
