@@ -25,6 +25,11 @@ QUANTIZATIONS = (
     "mxfp4",
     "nvfp4",
 )
+# Formats of checkpoints, which are read off their config.json: a name must be that of the format.
+STORED_QUANTIZATIONS = (
+    *("awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin"),
+    *("modelopt", "modelopt_fp4", "quark"),
+)
 _OTHER_NAMES = {"w8a8": "int8-dynamic"}
 SpeculativeConfig = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
@@ -104,7 +109,8 @@ class EngineConfig:
     quantization: str | None = flag(
         None,
         "Quantise the model's weight matrices while loading: fp8, mxfp4, nvfp4, or on a CPU int8, "
-        "int8-dynamic, int4, int4-g128, int4-asym or int4-g128-asym. [none]",
+        "int8-dynamic, int4, int4-g128, int4-asym or int4-g128-asym. Formats of checkpoints (awq, "
+        "gptq, compressed-tensors, modelopt, quark) are found by themselves. [none]",
         also=("-q",),
     )
     batch_invariant: bool = flag(
@@ -137,6 +143,7 @@ class EngineConfig:
         "auto",
         "auto: the model's dtype. int8: half the memory of bfloat16, on CPUs.",
         choices=("auto", "int8", "bfloat16", "float16", "float32"),
+        remedy="leave it out where int8 on CPUs does not serve",
     )
     kv_cache_memory: int | None = flag(
         None,
@@ -264,7 +271,7 @@ class EngineConfig:
             raise UsageError(
                 f"tensor_parallel_size={self.tensor_parallel_size!r} is not supported; use 1"
             )
-        if self.quantization is not None:
+        if self.quantization not in (None, *STORED_QUANTIZATIONS):
             name = known_quantization("quantization", self.quantization)
             self._set("quantization", name)
         if not isinstance(self.speculative_config, Mapping | list | tuple | None):

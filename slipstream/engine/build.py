@@ -9,7 +9,7 @@ import torch
 from slipstream.cache.block_manager import BlockManager
 from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.cache.window_blocks import WindowBlocks
-from slipstream.core.config import EngineConfig
+from slipstream.core.config import STORED_QUANTIZATIONS, EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.step_form import CapturedForm, ExactForm, StepForm
 from slipstream.core.verification import Verification
@@ -53,7 +53,7 @@ from slipstream.models.loading import (
     load_decoder,
     no_progress_bar,
 )
-from slipstream.models.quantized.catalogue import read_quantization
+from slipstream.models.quantized.catalogue import read_quantization, require_format
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.runner.capability import (
     choose_device,
@@ -111,6 +111,9 @@ def _build_engine(config: EngineConfig, progress_bar: ProgressBar) -> Engine:
     device, why = choose_device(config.device)
     reasons.add("device", device, why)
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
+    if config.quantization in STORED_QUANTIZATIONS:
+        require_format(checkpoint, config.quantization)
+        config = replace(config, quantization=None)
     if stored is not None:
         require_stored_precision(config, device, checkpoint.path.name, stored)
         reasons.add("checkpoint quantization", stored.description, stored_note(device))

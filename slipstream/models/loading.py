@@ -256,12 +256,18 @@ def _tell_quantization(
     )
 
 
-_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+_OTHER_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "float": "float32",
+    "fp32": "float32",
+}
 
 
 def dtype_named(name: str) -> torch.dtype:
     """The torch dtype that a user calls `name`; UsageError for an unknown name."""
-    dtype = DTYPES.get(_SHORT_DTYPES.get(name, name))
+    dtype = DTYPES.get(_OTHER_DTYPES.get(name, name))
     if dtype is None:
         raise UsageError(f"dtype must be one of auto, {', '.join(DTYPES)}, not {name!r}")
     return dtype

@@ -203,6 +203,14 @@ def test_the_engine_says_how_a_checkpoint_is_stored(tmp_path: Path) -> None:
     assert f"weights of {tmp_path.name}" in found
 
 
+def test_the_stored_format_may_be_named(tmp_path: Path) -> None:
+    write_quantized(tmp_path / "gptq", gptq(group=32))
+    plain = tokens(tmp_path / "gptq")
+    assert tokens(tmp_path / "gptq", quantization="gptq_marlin") == plain
+    with pytest.raises(UsageError, match=r"quantization=awq is how .*, but gptq is gptq; leave it"):
+        tokens(tmp_path / "gptq", quantization="awq")
+
+
 def tokens(folder: Path, **options: Any) -> list[int]:
     llm = LLM(str(folder), skip_tokenizer_init=True, num_kv_blocks=64, **options)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -26,6 +26,13 @@ def test_against_float64() -> None:
     assert torch.equal(found.ranks, places)
 
 
+def test_logits_in_their_place() -> None:
+    logits = torch.tensor([[1.5, -3.0, 4.0, 0.25]])
+    found = token_logprobs(logits, torch.tensor([0]), 2, normalised=False)
+    assert (found.logprobs.item(), found.ranks.item()) == (1.5, 2)
+    assert found.top_logprobs.tolist() == [[4.0, 1.5]]
+
+
 def test_ties_share_the_better_rank() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
     ranks = [token_logprobs(logits, torch.tensor([token]), 0).ranks.item() for token in range(4)]

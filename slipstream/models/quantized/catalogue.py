@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-from slipstream.core.errors import CheckpointError
-from slipstream.models.checkpoint import read_json_object
+from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.models.checkpoint import Checkpoint, read_json_object
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.module import StoredQuantization
 
@@ -69,6 +69,20 @@ def read_quantization(
     if len(found) > 1 and config[found[1]] != settings:
         raise CheckpointError(f'{file}: "{key}" and "{found[1]}" differ; remove one of them')
     return _read(settings, file, f"{key}.")
+
+
+def require_format(checkpoint: Checkpoint, name: str) -> None:
+    """Raise UsageError unless a checkpoint is stored in the format that a user names, which may be
+    the name of one of vLLM's kernels for it."""
+    settings = next((checkpoint.config.get(key) for key in QUANTIZATION_KEYS), None)
+    beside = checkpoint.config_file.with_name(_BESIDE).is_file()
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    stored = FORMATS.get(str(method)) or (_MODELOPT if beside else None)
+    if stored != FORMATS[name.removesuffix("_marlin")]:
+        raise UsageError(
+            f"quantization={name} is how some checkpoints are stored, but {checkpoint.path.name} "
+            f"is {method or 'not quantised'}; leave it out"
+        )
 
 
 def _read(settings: Mapping[str, Any], file: str | Path, prefix: str) -> StoredQuantization:
