@@ -129,6 +129,10 @@ class ChosenTool(RequestBody):
     function: ChosenFunction
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ThinkingBudget = Annotated[int, Field(ge=-1, le=MOST_INT)]
+
+
 class TemplateFields(RequestBody):
     """The fields of a request that determine what the chat template renders.
 
@@ -141,9 +145,7 @@ class TemplateFields(RequestBody):
 
     tools: Tools | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
+    reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -168,7 +170,7 @@ class ChatRequest(SamplingFields, TemplateFields):
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: Annotated[int, Field(ge=-1, le=MOST_INT)] | None = None
+    thinking_token_budget: ThinkingBudget | None = None
 
     return_prompt_text: bool | None = None
     # Accepted without effect, or empty: see docs/protocol.md.

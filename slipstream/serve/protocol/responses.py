@@ -7,7 +7,12 @@ from pydantic import BeforeValidator, Field
 from slipstream.serve.protocol import bounds
 from slipstream.serve.protocol.base import Count, JsonSchema, OnlyFalse, RequestBody
 from slipstream.serve.protocol.bounds import FEW_VALUES, AtMost
-from slipstream.serve.protocol.chat import FunctionName, TemplateVariables
+from slipstream.serve.protocol.chat import (
+    FunctionName,
+    ReasoningEffort,
+    TemplateVariables,
+    ThinkingBudget,
+)
 from slipstream.serve.protocol.sampling import (
     MOST_LOGPROBS,
     JsonObjectFormat,
@@ -176,11 +181,11 @@ class ReasoningOptions(RequestBody):
     """How the model thinks.
 
     Attributes:
-        effort: the variable `reasoning_effort` of the chat template.
+        effort: the `reasoning_effort` of chats.
         summary, generate_summary: without effect; reasoning is given as it is.
     """
 
-    effort: Literal["low", "medium", "high"] | None = None
+    effort: ReasoningEffort | None = None
     summary: Literal["auto"] | None = None
     generate_summary: Literal["auto"] | None = None
 
@@ -228,6 +233,7 @@ class ResponsesRequest(SamplingFields):
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: TemplateVariables | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: ThinkingBudget | None = None
 
     # Accepted without effect: see docs/protocol.md.
     truncation: Literal["disabled"] | None = None

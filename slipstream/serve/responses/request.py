@@ -29,7 +29,7 @@ from slipstream.serve.responses.messages import Conversation, parse_messages
 # Fields with the same name and meaning in both requests.
 _COMMON: Final = (
     *(set(SamplingFields.model_fields) - {"store", "stream_options"}),
-    *("chat_template_kwargs", "include_reasoning"),
+    *("chat_template_kwargs", "include_reasoning", "thinking_token_budget"),
 )
 # Fields whose effects no part of a response could show.
 _OF_CHATS: Final = ("prompt_logprobs", "return_token_ids", "return_weight_versions")

@@ -8,11 +8,11 @@ from typing import Any
 import openai
 import pytest
 
-from slipstream.serve.output.harmony import Harmony
 from tests.serve.api.harmony_models import write_harmony_tokenizer, write_without_end_tokens
 from tests.serve.api.live import DEMO, Live, call_api, serving
 from tests.serve.api.response_streams import check_stream
 from tests.serve.api.test_harmony import CALL, CITY, NEXT, SAY, THINK, script
+from tests.serve.api.test_harmony import scripted as scripted
 from tests.serve.api.tool_models import write_tool_tokenizer
 
 INPUT = "Weather in Rome?"
@@ -36,14 +36,6 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     write_tool_tokenizer(folder, "<tool_call>", special=False)
     with serving(replace(DEMO, tokenizer=str(folder))) as live:
         yield live
-
-
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grammar of a request is that of its whole output, marks included."""
-    monkeypatch.setattr(
-        Harmony, "framed", lambda _, structured, functions: replace(structured, frame=None)
-    )
 
 
 def client_of(live: Live) -> openai.OpenAI:
