@@ -77,8 +77,12 @@ class PreparedChat:
 _FREE_KINDS = ("regex", "grammar")
 
 
-def prepare(service: ModelService, body: ChatRequest) -> PreparedChat:
-    """Check, render and tokenize a conversation of any protocol; slow for large requests."""
+def prepare(service: ModelService, body: ChatRequest, ends_early: bool = False) -> PreparedChat:
+    """Check, render and tokenize a conversation of any protocol; slow for large requests.
+
+    Args:
+        ends_early: the answer may end before `max_tokens`, at the model's maximum length.
+    """
     _check(body)
     service.require_logprobs(body.top_logprobs, "top_logprobs")
     service.require_logprobs(body.prompt_logprobs, "prompt_logprobs")
@@ -91,7 +95,8 @@ def prepare(service: ModelService, body: ChatRequest) -> PreparedChat:
     special = body.add_special_tokens is True
     [found] = service.encode([given], params, special, "messages", cut)
     prompt = placed(found, body)
-    service.require_room([prompt], *_max_tokens(body), "messages")
+    most, name = _max_tokens(body)
+    service.require_room([prompt], None if ends_early else most, name, "messages")
     structured = _structured(body, tools, service, prompt.token_ids)
     return PreparedChat(tools, replace(params, structured=structured), prompt)
 

@@ -104,7 +104,7 @@ def _sentence(error: ErrorDetails, kind: type[RequestBody]) -> str:
         return f"{where}.{name} must be one of {tags}"
     if error["type"] == "missing":
         return f"{where} is missing"
-    form = _FORMS.get("content" if where.endswith(".content") else where)
+    form = {**_FORMS, **kind.forms}.get("content" if where.endswith(".content") else where)
     if error["type"] in (*_WRONG_KIND, "literal_error") and form is not None:
         return f"{where} must be {form}"
     message = error["msg"].removeprefix("Value error, ")

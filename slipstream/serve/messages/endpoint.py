@@ -63,7 +63,7 @@ class MessagesEndpoints:
         """Check, render and tokenize; slow for large requests."""
         chat_body = chat_request(body, self._service)
         try:
-            return chat_body, prepare(self._service, chat_body)
+            return chat_body, prepare(self._service, chat_body, ends_early=True)
         except ApiError as error:
             raise renamed(error, NAMES) from None
 
@@ -79,6 +79,7 @@ class MessagesEndpoints:
 
 class _MessagesAnswer(Answer[BlockWriter]):
     id_prefix = "msg_"
+    _body: ChatRequest
 
     def _document(self) -> str:
         [writer] = self._choices
@@ -86,8 +87,7 @@ class _MessagesAnswer(Answer[BlockWriter]):
             {
                 **self._opening(),
                 "content": writer.whole(),
-                "stop_reason": writer.stop_reason,
-                "stop_sequence": writer.stop_sequence,
+                **self._ending(),
             }
         )
         return answer.model_dump_json()
@@ -106,8 +106,8 @@ class _MessagesAnswer(Answer[BlockWriter]):
                         events += writer.events(delta)
                     if events:
                         yield b"".join(map(_event, events))
-            ending = {"stop_reason": writer.stop_reason, "stop_sequence": writer.stop_sequence}
-            yield _event({"type": "message_delta", "delta": ending, "usage": self._counts()})
+            counts = self._counts()
+            yield _event({"type": "message_delta", "delta": self._ending(), "usage": counts})
             yield _event({"type": "message_stop"})
         except Exception as error:
             yield b"event: error\ndata: " + stream_error(error).body(MESSAGES_PATH) + b"\n\n"
@@ -123,6 +123,13 @@ class _MessagesAnswer(Answer[BlockWriter]):
             "stop_sequence": None,
             "usage": self._counts(),
         }
+
+    def _ending(self) -> dict[str, str | None]:
+        [writer] = self._choices
+        reason, most = writer.stop_reason, self._body.max_tokens or 0
+        if reason == "max_tokens" and self._usage().completion_tokens < most:
+            reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": writer.stop_sequence}
 
     def _counts(self) -> dict[str, int]:
         """Token counts so far; those found in the prefix cache are not among the input's."""

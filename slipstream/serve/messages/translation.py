@@ -27,6 +27,8 @@ from slipstream.serve.protocol.sampling import JsonSchemaFormat, NamedSchema
 # Begins a block that coding agents put in front of their instructions. It differs from request to
 # request, so that no prefix would ever be found in the cache.
 _BILLING: Final = "x-anthropic-billing-header"
+# Fields with the same name and meaning in both requests.
+_COMMON: Final = ("max_tokens", "stream", "temperature", "top_p", "top_k", "cache_salt")
 # Fields of a chat that have other names here.
 NAMES: Final = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
@@ -54,8 +56,7 @@ def chat_request(body: CountTokensRequest, service: ModelService) -> chat.ChatRe
         schema = NamedSchema(name="answer", schema=config.format.schema_)
         fields["response_format"] = JsonSchemaFormat(type="json_schema", json_schema=schema)
     if isinstance(body, MessagesRequest):
-        for name in ("max_tokens", "stream", "temperature", "top_p", "top_k"):
-            fields[name] = getattr(body, name)
+        fields |= {name: getattr(body, name) for name in _COMMON}
         fields["stop"] = body.stop_sequences
     # All of it was validated already, in the other protocol.
     return chat.ChatRequest.model_construct(**fields)

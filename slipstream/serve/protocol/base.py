@@ -1,8 +1,9 @@
 """Base classes and common types of bodies."""
 
+from collections.abc import Mapping
 from functools import cache
 from itertools import islice
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -72,7 +73,11 @@ REFUSALS: Final = {
 
 class RequestBody(BaseModel):
     """Values are never converted; unknown fields are refused by name, unless they are null: clients
-    write null for what they do not ask for."""
+    write null for what they do not ask for.
+
+    Attributes:
+        forms: what fields of several types must be, as messages say it.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -81,6 +86,8 @@ class RequestBody(BaseModel):
         hide_input_in_errors=True,
         json_schema_extra={"additionalProperties": {"type": "null"}},
     )
+
+    forms: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     @cache

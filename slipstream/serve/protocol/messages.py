@@ -1,6 +1,7 @@
 """Bodies of /v1/messages and /v1/messages/count_tokens: the Messages protocol of `anthropic`."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -162,6 +163,11 @@ class OutputConfig(RequestBody):
 class CountTokensRequest(ModelRequest, _Cached):
     """Count the tokens of a conversation."""
 
+    forms: ClassVar[Mapping[str, str]] = {
+        "content": "a text or a list of blocks",
+        "system": "a text or a list of blocks of type text",
+        "tool_choice": '{"type": "auto"}, "any", "none", or "tool" with a name',
+    }
     messages: Annotated[list[Message], Field(min_length=1), AtMost(bounds.MOST_MESSAGES)]
     system: Texts | None = None
     tools: Annotated[list[Tool], FEW_VALUES, AtMost(bounds.MOST_TOOLS)] | None = None
@@ -178,7 +184,11 @@ class Metadata(RequestBody):
 
 
 class MessagesRequest(CountTokensRequest):
-    """Answer a conversation."""
+    """Answer a conversation.
+
+    Attributes:
+        max_tokens: may be more than there is room for.
+    """
 
     max_tokens: _Positive
     metadata: Metadata | None = None
@@ -188,6 +198,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Count | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
 
     @model_validator(mode="after")
     def _check_budget(self) -> "MessagesRequest":
@@ -221,7 +232,9 @@ class AnswerToolUse(ResponseBody):
 
 
 AnswerBlock = Annotated[AnswerText | AnswerThinking | AnswerToolUse, Field(discriminator="type")]
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal[
+    "end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"
+]
 
 
 class MessagesUsage(ResponseBody):

@@ -145,6 +145,17 @@ def test_an_answer_can_be_begun(messages: Any, client: openai.OpenAI) -> None:
     assert same(create(messages, USER, silent), create(messages))
 
 
+def test_an_answer_ends_where_the_model_does() -> None:
+    with serving(replace(DEMO, max_model_len=64)) as small:
+        for messages in _messages(small):
+            answer = create(messages, max_tokens=2000)
+            assert answer.stop_reason == "model_context_window_exceeded"
+            assert answer.usage.input_tokens + answer.usage.output_tokens == 64
+            assert same(streamed(messages, max_tokens=2000)[1], answer)
+            most = answer.usage.output_tokens
+            assert create(messages, max_tokens=most).stop_reason == "max_tokens"
+
+
 def test_the_form_of_the_answer(messages: Any) -> None:
     config = {"format": {"type": "json_schema", "schema": CITY}}
     text = create(messages, output_config=config).content[0].text
@@ -258,7 +269,10 @@ def test_choices_of_tools(with_tools: Any) -> None:
     [
         ({"model": "nobody"}, 404, "not_found_error", "there is no model"),
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
-        ({"max_tokens": 10**6}, 400, "invalid_request_error", "max_tokens is 1000000"),
+        ({"max_tokens": 2**31}, 400, "invalid_request_error", "max_tokens"),
+        ({"system": "a " * 5000}, 400, "invalid_request_error", "max_model_len is 2048"),
+        ({"tool_choice": "any"}, 400, "invalid_request_error", 'must be {"type": "auto"}'),
+        ({"system": {}}, 400, "invalid_request_error", "a text or a list of blocks of type text"),
         ({"unknown": 1}, 400, "invalid_request_error", "unknown field unknown"),
         ({"messages": []}, 400, "invalid_request_error", "messages"),
         ({"messages": [{"role": "user", "content": []}]}, 400, "invalid_request_error", "content"),

@@ -116,6 +116,8 @@ def test_every_answer_conforms(document: Any, method: str, path: str, mode: Gene
     def run(case: Any) -> None:
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
             case.body = likely(case.body, len(seen))
+            if path == "/v1/messages":
+                case.body["max_tokens"] = 1 + len(seen) % 3
         answer = case.call_and_validate(checks=CHECKS, timeout=60)
         seen.append(answer.status_code)
 
