@@ -20,6 +20,8 @@ _AS_IN_VLLM = frozenset(
     {
         "num_requests_running",
         "num_requests_waiting",
+        "num_requests_waiting_by_reason",
+        "cache_config_info",
         "kv_cache_usage_perc",
         "prefix_cache_queries",
         "prefix_cache_hits",

@@ -186,6 +186,7 @@ class _EngineTotals:
     def collect(self) -> Iterator[Metric]:
         """The metrics."""
         yield from self._totals()
+        yield self._cache_info()
         yield from self._choices()
 
     def _totals(self) -> Iterator[Metric]:
@@ -217,6 +218,13 @@ class _EngineTotals:
         )
         for name, text, value in gauges:
             yield self._families.one(GaugeMetricFamily, name, text, value)
+        yield self._families.one(
+            GaugeMetricFamily,
+            "num_requests_waiting_by_reason",
+            "Samples that wait: all for a place, none for anything else",
+            {"capacity": scheduler.num_waiting, "deferred": 0},
+            "reason",
+        )
         for name, text, count in counters:
             yield self._families.one(CounterMetricFamily, name, text, count)
         accepted = [*spec.num_accepted_tokens_per_pos]
@@ -234,6 +242,22 @@ class _EngineTotals:
             "Time of the steps: drafting, the target's pass, verification, the rest",
             metrics.seconds,
             "part",
+        )
+
+    def _cache_info(self) -> Metric:
+        blocks = self._engine.scheduler.block_manager
+        cache = {
+            "block_size": blocks.block_size,
+            "num_gpu_blocks": blocks.num_blocks,
+            "kv_cache_size_tokens": blocks.num_blocks * blocks.block_size,
+            "cache_dtype": str(self._engine.resolved.cache_dtype).removeprefix("torch."),
+        }
+        return self._families.labelled(
+            GaugeMetricFamily,
+            "cache_config_info",
+            "1; the labels tell the size of the KV cache, on any device",
+            [*cache],
+            {tuple(map(str, cache.values())): 1},
         )
 
     def _choices(self) -> Iterator[Metric]:
