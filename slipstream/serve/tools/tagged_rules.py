@@ -97,15 +97,18 @@ class _Function:
         """The rule of an argument's text and the tag behind it."""
         newline = '"\\n" ' if self.format.tags.newlines else ""
         end = f"{newline}{self.literal(self.format.tags.value_end)}"
-        choices, rules = [], []
+        texts, choices, rules = [], [], []
         for index, branch in enumerate(self._branches(f"its argument {key!r}", schema)):
             if isinstance(branch, str):
-                choices.append(f"{self._spelled(branch, self.format.tags.value_end)} {end}")
+                texts.append(self._spelled(branch, self.format.tags.value_end))
             elif "string" not in types_of(branch, self.arguments.schema):
                 choices.append(f"{json_value(branch)} {end}")
             else:
                 choices.append(f"{rule}_{index}")
                 rules.append(self._text(f"{rule}_{index}", branch))
+        if texts:  # as one terminal, since rules may have few alternatives
+            choices.append(f"{rule.upper()}_ONE {end}")
+            rules.append(f"{rule.upper()}_ONE: {' | '.join(texts)}")
         return [f"{rule}: {' | '.join(choices)}", *rules]
 
     def _branches(self, what: str, schema: object) -> Iterator[str | Mapping[str, Any]]:

@@ -136,6 +136,14 @@ def test_arguments_follow_the_schema(
         assert follows(tokenizer, grammar, text) is legal
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_argument_may_be_one_of_many(tokenizer: Tokenizer, name: str) -> None:
+    many = {"properties": {"a": {"enum": [f"text {number}" for number in range(2500)]}}}
+    grammar = FORMATS[name].only_calls({"f": many}, tokenizer, several=False)
+    assert follows(tokenizer, grammar, said(FORMATS[name], ("f", {"a": "text 77"})))
+    assert not follows(tokenizer, grammar, said(FORMATS[name], ("f", {"a": "text 2500"})))
+
+
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
 @pytest.mark.parametrize(
     ("schema", "named"),
