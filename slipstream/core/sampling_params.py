@@ -6,6 +6,7 @@ from math import isfinite
 
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag, parse_object
+from slipstream.core.repetition import RepetitionDetection
 from slipstream.core.structured import StructuredOutput
 
 SEED_BITS = 64
@@ -48,6 +49,8 @@ class SamplingParams:
             `coupled`, a drafted text is the same for the same drafts only.
         logprobs, prompt_logprobs: how many alternatives to report per token (0: the token alone),
             of the target's raw logits, before penalties and temperature.
+        logprob_token_ids: report these tokens rather than the most probable ones, with `logprobs`.
+        repetition_detection: ends an output that repeats itself, behind `min_tokens`.
         num_speculative_tokens: draft tokens per step for this request, 0 to the engine's K.
         structured: what the output must be; it ends where nothing can follow. Needs the extra
             `structured`.
@@ -87,7 +90,9 @@ class SamplingParams:
     )
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     num_speculative_tokens: int | None = None
+    repetition_detection: RepetitionDetection | None = None
     structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
@@ -172,12 +177,16 @@ class SamplingParams:
                 f"{name} must hold non-empty strings",
             )
         self._check_bias()
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             ids = getattr(self, name)
             _require(
                 ids is None or (_is_collection(ids) and all(_is_token_id(token) for token in ids)),
                 f"{name} must hold token ids of at least 0",
             )
+        _require(
+            self.logprob_token_ids is None or self.logprobs is not None,
+            "logprob_token_ids goes with logprobs",
+        )
         _require(
             self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
             "allowed_token_ids must not be empty; leave it out to allow every token",

@@ -297,7 +297,7 @@ class Engine:
         candidates = None
         if submission.params.logprobs is not None and gained.token_ids:
             candidates = self._logprobs.of_tokens(
-                result, index, gained.token_ids, submission.params.logprobs
+                result, index, gained.token_ids, submission.params
             )
         before = sample.num_taken
         stop = sample.take(gained, candidates)

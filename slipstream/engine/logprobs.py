@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.outputs import Logprob
+from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.step_results import StepResult
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.runner.model_runner import ModelRunner
@@ -27,10 +28,13 @@ class LogprobReader:
         self._runner, self._tokenizer, self._normalised = runner, tokenizer, normalised
 
     def of_tokens(
-        self, result: StepResult, index: int, token_ids: Sequence[int], num_top: int
+        self, result: StepResult, index: int, token_ids: Sequence[int], params: SamplingParams
     ) -> list[dict[int, Logprob]]:
         """Candidates at every token that the request of batch index `index` gained."""
-        return self._read(result.logits_of(index, len(token_ids)), token_ids, num_top)
+        logits, named = result.logits_of(index, len(token_ids)), params.logprob_token_ids
+        if named is None:
+            return self._read(logits, token_ids, params.logprobs or 0)
+        return self._read(logits, token_ids, 0, named)
 
     def of_prompt(
         self, result: StepResult, index: int, token_ids: Sequence[int], first: int, num_top: int
@@ -49,8 +53,9 @@ class LogprobReader:
 
     @torch.inference_mode()
     def _read(
-        self, logits: Tensor, token_ids: Sequence[int], num_top: int
+        self, logits: Tensor, token_ids: Sequence[int], num_top: int, named: Sequence[int] = ()
     ) -> list[dict[int, Logprob]]:
+        """Each token with its strongest rivals, or with the named ones."""
         chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
         found = token_logprobs(logits, chosen, num_top, self._normalised)
         rows = zip(
@@ -67,6 +72,11 @@ class LogprobReader:
             for place, (rival, rival_logprob) in enumerate(zip(top_ids, top_logprobs, strict=True)):
                 row.setdefault(rival, Logprob(rival_logprob, place + 1, self._text(rival)))
             candidates.append(row)
+        for token in named:
+            others = token_logprobs(logits, torch.full_like(chosen, token), 0, self._normalised)
+            every = zip(candidates, others.logprobs.tolist(), others.ranks.tolist(), strict=True)
+            for row, logprob, rank in every:
+                row.setdefault(token, Logprob(logprob, rank, self._text(token)))
         return candidates
 
     def _text(self, token: int) -> str | None:

@@ -73,6 +73,7 @@ class PromptEncoder:
         self._check_ids("prompt_token_ids", token_ids)
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logprob_token_ids", params.logprob_token_ids or ())
         self._check_ids("stop_token_ids", params.stop_token_ids or ())
         if self._tokenizer is None and params.stop_strings:
             raise UsageError("stop strings need a tokenizer; leave skip_tokenizer_init out")

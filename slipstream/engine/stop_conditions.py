@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.structured import Advance
 
+REPEATS = "repetition_detected"
 # Nothing that min_tokens asks for can follow a text that its grammar calls complete.
 COMPLETE_EARLY = "the grammar was complete before min_tokens"
 NOT_FINITE = (
@@ -36,6 +37,16 @@ def append_output(request: Request, token_ids: Sequence[int], max_model_len: int
         if advance is Advance.COMPLETE:
             early = request.num_output_tokens < request.params.min_tokens
             return FinishReason.STOP, COMPLETE_EARLY if early else None
+        if _repeats(request):
+            return FinishReason.STOP, REPEATS
         if request.num_output_tokens >= request.max_tokens or request.num_tokens >= max_model_len:
             return FinishReason.LENGTH, None
     return None
+
+
+def _repeats(request: Request) -> bool:
+    params, detection = request.params, request.params.repetition_detection
+    if detection is None or request.num_output_tokens < params.min_tokens:
+        return False
+    begin = max(request.num_prompt_tokens, request.num_tokens - detection.most_tokens)
+    return detection.found(request.token_ids[begin:])

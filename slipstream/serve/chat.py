@@ -44,6 +44,8 @@ class ChatEndpoint:
     async def _answer(self, body: ChatRequest) -> Response:
         service = self._service
         service.thread.check_room(body.n or 1)
+        if body.chat_template is not None:
+            service = await service.aside(service.with_template, body.chat_template)
         chat = await service.aside(prepare, service, body)
         await service.compile(chat.params)
         generation = Generation([chat.prompt], bool(body.return_speculation))
@@ -52,7 +54,7 @@ class ChatEndpoint:
             for index in range(body.n or 1)
         ]
         answer = _ChatAnswer(service, body, generation, choices)
-        await generation.start(service.thread, chat.params, body.request_id)
+        await generation.start(service.thread, chat.params, body.request_id, body.stream_interval)
         return await answer.response()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from slipstream.serve.answer_reader import AnswerReader
 from slipstream.serve.logprobs_format import TokenFields
 from slipstream.serve.output.parts import Part
+from slipstream.serve.protocol.base import MOST_INT
 from slipstream.serve.protocol.chat import ChatRequest
 from slipstream.serve.tools.events import AnswerEvent, Arguments, CallBegun, Content, Reasoning
 from slipstream.serve.updates import Delta, join_deltas
@@ -21,6 +22,7 @@ class ChatAnswerChoice:
     def __init__(self, body: ChatRequest, reader: AnswerReader, index: int, role: str) -> None:
         self._body, self._reader, self._index, self._role = body, reader, index, role
         self._token_fields = TokenFields(body)
+        self._echo = _last_answer(body) if body.echo else ""
         self._deltas: list[Delta] = []
         self._parts: list[Part] = []
         self._text: list[str] = []
@@ -55,7 +57,7 @@ class ChatAnswerChoice:
             whole["arguments"] = whole.get("arguments", "") + more["arguments"]
 
     def whole(self) -> dict[str, Any]:
-        delta, text = join_deltas(self._deltas), "".join(self._text)
+        delta, text = join_deltas(self._deltas), "".join([self._echo, *self._text])
         message: dict[str, Any] = {
             "role": self._role,
             "content": None if self._calls and not text else text,
@@ -78,7 +80,9 @@ class ChatAnswerChoice:
         if not self._begun:
             self._begun = True
             opening = {"role": self._role, "content": ""}
-            pieces.append({"delta": opening, **self._rest(_EMPTY, None), "finish_reason": None})
+            begins = [opening, {"content": self._echo}] if self._echo else [opening]
+            rest = {**self._rest(_EMPTY, None), "finish_reason": None}
+            pieces = [{"delta": it, **rest} for it in begins]
         rest = self._rest(increment.delta, increment.parts)
         if found or self.ended or any(rest.get(name) for name in _TELLING):
             pieces.append({"delta": found, **rest})
@@ -122,11 +126,21 @@ class ChatAnswerChoice:
             "stop_reason": delta.stop_reason,
             **self._token_fields.of(delta, self.ended and delta is not _EMPTY),
         }
+        num_top = MOST_INT if body.logprob_token_ids else body.top_logprobs or 0
         if body.logprobs:
-            rest["logprobs"] = reader.logprobs(delta, parts, body.top_logprobs or 0)
+            rest["logprobs"] = reader.logprobs(delta, parts, num_top)
         if body.return_speculation:
             rest["speculation"] = reader.speculation(delta, parts)
         return rest
+
+
+def _last_answer(body: ChatRequest) -> str:
+    """The text that `echo` begins with: of the last message, if that is the assistant's."""
+    last = body.messages[-1]
+    if last.role != "assistant" or last.content is None:
+        return ""
+    content = last.content
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def _reasoning(text: str) -> dict[str, str]:

@@ -22,6 +22,7 @@ from slipstream.serve.logprobs_format import (
 )
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.prompt_fields import placed, truncation
+from slipstream.serve.protocol.base import MOST_INT
 from slipstream.serve.protocol.completions import Completion, CompletionChoice, CompletionRequest
 from slipstream.serve.request_parsing import read_body
 from slipstream.serve.sampling import logit_bias, sampling_params, structured_output
@@ -57,7 +58,7 @@ class CompletionEndpoint:
             for sample in range(n)
         ]
         if _needs_engine(body):
-            await generation.start(service.thread, params, body.request_id)
+            await generation.start(service.thread, params, body.request_id, body.stream_interval)
         return await _CompletionAnswer(service, body, generation, choices).response()
 
     def _prepare(
@@ -119,6 +120,7 @@ class _Choice:
         self._reads = body.logprobs is not None or bool(body.return_speculation)
         self._reader: TokenReader | None = None
         self._token_fields = TokenFields(body)
+        self._num_top = MOST_INT if body.logprob_token_ids else body.logprobs or 0
         self._begun = False
 
     def collect(self, delta: Delta) -> None:
@@ -157,7 +159,7 @@ class _Choice:
             tokens = read_tokens(self._reader, delta.token_ids)
             if self._body.logprobs is not None:
                 piece["logprobs"] = completion_logprobs(
-                    self._names, tokens, delta.logprobs or _NOTHING, self._body.logprobs
+                    self._names, tokens, delta.logprobs or _NOTHING, self._num_top
                 )
             if self._body.return_speculation:
                 piece["speculation"] = speculation(delta, tokens)
@@ -176,7 +178,7 @@ class _Choice:
             reader = TokenReader(self._service.texts, not self._shows_special(text))
             tokens = read_tokens(reader, self._prompt.token_ids)
             piece["logprobs"] = completion_logprobs(
-                self._names, tokens, self.prompt_logprobs, self._body.logprobs
+                self._names, tokens, self.prompt_logprobs, self._num_top
             )
         self._reader = TokenReader(self._service.texts, self._skip_special, len(text))
         return piece

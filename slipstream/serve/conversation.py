@@ -18,7 +18,7 @@ from slipstream.serve.tools.told_in_messages import write_with_tools
 
 # Set by the server, so chat_template_kwargs may not.
 _OWN = ("messages", "tools", "add_generation_prompt")
-_EFFORT = "reasoning_effort"
+_DOCUMENTS, _EFFORT = "documents", "reasoning_effort"
 # Variables by which templates switch thinking on and off.
 SWITCHES = ("enable_thinking", "thinking")
 
@@ -111,9 +111,14 @@ def reads_reasoning(service: ModelService) -> bool:
 def _options(service: ModelService, fields: TemplateFields) -> Mapping[str, Any]:
     """Further variables; ApiError for those that the template does not read, and would silently
     ignore."""
-    template = service.template
+    template, documents = service.template, fields.documents
     given = _with_effort(dict(fields.chat_template_kwargs or {}), fields, template)
-    options = {**(service.answers.default_chat_template_kwargs or {}), **given}
+    if documents is not None and given.setdefault(_DOCUMENTS, documents) != documents:
+        raise bad_request(f"{_DOCUMENTS} stand in chat_template_kwargs, too", _DOCUMENTS)
+    defaults = service.answers.default_chat_template_kwargs or {}
+    # A template of a request need not read what the server says by default.
+    defaults = {name: it for name, it in defaults.items() if name in template.variables}
+    options = {**defaults, **given}
     for name in [*options]:
         if name in _OWN:
             raise bad_request(f"give {name} as a field of its own", "chat_template_kwargs")
@@ -126,7 +131,7 @@ def _options(service: ModelService, fields: TemplateFields) -> Mapping[str, Any]
         raise bad_request(
             f"the chat template of this model does not read {name}; it reads "
             f"{', '.join(read) or 'nothing else'}",
-            name if name == _EFFORT else "chat_template_kwargs",
+            name if getattr(fields, name, None) is not None else "chat_template_kwargs",
         )
     return options
 

@@ -127,6 +127,7 @@ class EngineThread:
         prompts: Sequence[EncodedPrompt],
         params: SamplingParams,
         deadline: float | None = None,
+        stream_interval: int | None = None,
     ) -> list[UpdateStream]:
         """Submit a request for each prompt; returns when the engine has accepted all of them.
 
@@ -145,7 +146,7 @@ class EngineThread:
         assert self._loop is not None, "start comes first"
         if deadline is None:
             deadline = monotonic() + (self.limits.request_timeout or math.inf)
-        interval = self.limits.stream_interval
+        interval = max(self.limits.stream_interval, stream_interval or 1)
         buffers = [UpdateBuffer(self._loop, params.n, interval) for _ in prompts]
         streams = [UpdateStream(buffer, self._abandon) for buffer in buffers]
         self._open.update(buffers)

@@ -39,7 +39,11 @@ class Generation:
         self._has_grammar = False
 
     async def start(
-        self, thread: EngineThread, params: SamplingParams, request_id: str | None = None
+        self,
+        thread: EngineThread,
+        params: SamplingParams,
+        request_id: str | None = None,
+        stream_interval: int | None = None,
     ) -> None:
         """Submit all prompts; raises what `EngineThread.submit` raises.
 
@@ -48,7 +52,9 @@ class Generation:
         """
         self._has_grammar = params.structured is not None
         name = request_id or current_request_id()
-        self._streams = await thread.submit(name, self.prompts, params)
+        self._streams = await thread.submit(
+            name, self.prompts, params, stream_interval=stream_interval
+        )
 
     async def updates(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
         """Updates with the index of their prompt; closing the generator early ends all requests."""

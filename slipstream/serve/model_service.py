@@ -3,14 +3,14 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from http import HTTPStatus
 from time import time
 from typing import ParamSpec, TypeVar
 
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import UsageError, counted
+from slipstream.core.errors import CheckpointError, UsageError, counted
 from slipstream.core.sampling_defaults import SamplingDefaults
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
@@ -31,6 +31,8 @@ from slipstream.serve.tools.formats import NAMED, find_format
 
 _SHRINKING = 4  # tokenizers may merge so many characters into one before they look up tokens
 _TOO_LONG = "context_length_exceeded"
+# Cached properties that do not depend on the chat template.
+_OF_VOCABULARY = ("texts", "_token_ids", "_encoder", "_longest_text")
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -118,6 +120,27 @@ class ModelService:
         """The chat template."""
         in_parts = self.answers.chat_template_content_format == "openai"
         return ChatTemplate(self.tokenizer, self.chat_template, in_parts)
+
+    def with_template(self, source: str) -> "ModelService":
+        """This model with the chat template that a request brings; slow.
+
+        Raises:
+            ApiError: the template is not valid, or clients may not bring any.
+        """
+        if not self.answers.trust_request_chat_template:
+            raise bad_request(
+                "chat_template is taken from requests only where the server was started with "
+                "--trust-request-chat-template; leave it out",
+                "chat_template",
+            )
+        other = replace(self, chat_template=source)
+        vars(other).update({name: it for name, it in vars(self).items() if name in _OF_VOCABULARY})
+        try:
+            _ = other.template.variables
+        except (CheckpointError, RecursionError) as error:
+            reason = getattr(error.__cause__, "message", "it is nested too deep")
+            raise bad_request(f"chat_template is not valid: {reason}", "chat_template") from None
+        return other
 
     def require_fit(self) -> None:
         """Raise UsageError for flags that do not fit the model; those of chats, without a tokenizer

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from slipstream.core.repetition import RepetitionDetection
 from slipstream.core.sampling_defaults import SamplingDefaults
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
@@ -21,7 +22,7 @@ _COMMON = (
     *("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
     *("include_stop_str_in_output", "skip_special_tokens", "bad_words", "allowed_token_ids"),
-    "prompt_logprobs",
+    *("prompt_logprobs", "logprob_token_ids"),
 )
 
 
@@ -45,6 +46,9 @@ def sampling_params(
         UsageError: values that do not fit together.
     """
     given = {name: getattr(body, name) for name in _COMMON if getattr(body, name) is not None}
+    if body.repetition_detection is not None:
+        wanted = body.repetition_detection.model_dump(exclude_none=True)
+        given["repetition_detection"] = RepetitionDetection(**wanted)
     if body.speculative is not None:
         given["num_speculative_tokens"] = body.speculative.num_speculative_tokens
     if max_tokens is not None or "max_tokens" not in defaults.values:

@@ -34,9 +34,11 @@ class TokenizeEndpoints:
         return await self._service.aside(self._detokenize, body)
 
     def _tokenize(self, body: TokenizeRequest) -> Response:
-        tokenizer = self._service.tokenizer
+        service, tokenizer = self._service, self._service.tokenizer
         if body.messages is not None:
-            given = render(self._service, body.messages, body, body.tools)
+            if body.chat_template is not None:
+                service = service.with_template(body.chat_template)
+            given = render(service, body.messages, body, body.tools)
             field, adds_special = "messages", body.add_special_tokens is True
         else:
             assert body.prompt is not None, "one of the two is given"

@@ -113,6 +113,7 @@ class Tool(RequestBody):
 
 
 Tools = Annotated[list[Tool], FEW_VALUES, AtMost(bounds.MOST_TOOLS)]
+Documents = Annotated[list[dict[str, str]], FEW_VALUES, AtMost(bounds.MOST_DOCUMENTS)]
 TemplateVariables = Annotated[dict[str, Any], FEW_VALUES, AtMost(bounds.MOST_LABELS)]
 
 
@@ -137,6 +138,8 @@ class TemplateFields(RequestBody):
     """The fields of a request that determine what the chat template renders.
 
     Attributes:
+        documents: the variable of that name of the chat template.
+        chat_template: in place of the model's, where the server trusts its clients with that.
         chat_template_kwargs: further variables of the chat template.
         reasoning_effort: the variable of that name of the chat template; "none" switches thinking
             off.
@@ -144,6 +147,10 @@ class TemplateFields(RequestBody):
     """
 
     tools: Tools | None = None
+    documents: Documents | None = None
+    chat_template: (
+        Annotated[str, Field(min_length=1, max_length=bounds.MOST_TEMPLATE_CHARACTERS)] | None
+    ) = None
     chat_template_kwargs: TemplateVariables | None = None
     reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool | None = None
@@ -157,6 +164,7 @@ class ChatRequest(SamplingFields, TemplateFields):
         max_tokens: the older name of `max_completion_tokens`; by default up to `max_model_len`.
         parallel_tool_calls: false ends the answer after its first tool call.
         include_reasoning: false leaves the reasoning out of the answer.
+        echo: begin the content with that of the last message, if it is the assistant's.
         return_prompt_text: the answer has what the chat template wrote.
         thinking_token_budget: behind so many tokens of reasoning the answer begins; -1 is no limit.
     """
@@ -172,6 +180,7 @@ class ChatRequest(SamplingFields, TemplateFields):
     include_reasoning: bool | None = None
     thinking_token_budget: ThinkingBudget | None = None
 
+    echo: bool | None = None
     return_prompt_text: bool | None = None
     # Accepted without effect, or empty: see docs/protocol.md.
     modalities: (

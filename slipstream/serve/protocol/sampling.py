@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from slipstream.core.repetition import MOST_PATTERN, MOST_REPEATS
 from slipstream.core.sampling_params import SEED_BITS
 from slipstream.serve.protocol import bounds
 from slipstream.serve.protocol.base import (
@@ -79,6 +80,14 @@ class StructuredOutputs(RequestBody):
     grammar: _Grammar | None = None
 
 
+class RepetitionDetectionFields(RequestBody):
+    """As of `RepetitionDetection` of the engine."""
+
+    max_pattern_size: Annotated[int, Field(ge=0, le=MOST_PATTERN)] | None = None
+    min_pattern_size: Annotated[int, Field(ge=0, le=MOST_PATTERN)] | None = None
+    min_count: Annotated[int, Field(ge=0, le=MOST_REPEATS)] | None = None
+
+
 class LabelFields(ModelRequest):
     """Fields without effect, and those of which only a value that asks for nothing is accepted:
     docs/protocol.md says why."""
@@ -109,6 +118,9 @@ class SamplingFields(LabelFields):
     Attributes:
         priority: the smaller goes first, where the server schedules by priority.
         cache_salt: the prefix cache is shared with requests of the same salt alone.
+        logprob_token_ids: what logprobs have in place of the most probable alternatives.
+        repetition_detection: ends an output that repeats itself.
+        stream_interval: tokens that a chunk waits for, but for the first and the last.
         request_id: part of the answer's id, and the id in the log.
         return_token_ids: the answer has the ids of the prompt's and the output's tokens.
         return_tokens_as_token_ids: logprobs name tokens "token_id:7" rather than by their texts.
@@ -142,6 +154,11 @@ class SamplingFields(LabelFields):
     bad_words: Annotated[list[Word], AtMost(bounds.MOST_BAD_WORDS)] | None = None
     allowed_token_ids: TokenIds | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprob_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1), AtMost(bounds.MOST_LOGPROB_TOKENS)] | None
+    ) = None
+    repetition_detection: RepetitionDetectionFields | None = None
+    stream_interval: Annotated[int, Field(ge=1, le=MOST_INT)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchemaOrText | None = None
     guided_regex: _Grammar | None = None

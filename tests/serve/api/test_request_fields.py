@@ -169,3 +169,63 @@ def test_priorities_need_their_policy(live: Live, path: str) -> None:
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "priority")
     assert "--scheduling-policy priority" in error["message"]
+
+
+@BOTH
+def test_repetition_ends_the_output(live: Live, path: str) -> None:
+    [token] = live.model.tokenizer.encode(" a", add_special_tokens=False)
+    fields = {"logit_bias": {str(token): 100}, "max_tokens": 40, "return_token_ids": True}
+    whole = ask(live, path, **fields, ignore_eos=True)["choices"][0]
+    assert (whole["token_ids"], whole["finish_reason"]) == ([token] * 40, "length")
+    fields["repetition_detection"] = {"max_pattern_size": 3, "min_count": 5}
+    for n in (1, 2):
+        for choice in ask(live, path, **fields, n=n)["choices"]:
+            assert choice["token_ids"] == [token] * 5
+            assert (choice["finish_reason"], choice["stop_reason"]) == (
+                "stop",
+                "repetition_detected",
+            )
+    fields["repetition_detection"] = {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 5}
+    assert ask(live, path, **fields)["choices"][0]["token_ids"] == [token] * 10
+    assert ask(live, path, **fields, min_tokens=20)["choices"][0]["token_ids"] == [token] * 20
+    assert ask(live, path, max_tokens=12, repetition_detection={"max_pattern_size": 0})["choices"]
+
+
+def test_logprobs_of_named_tokens(live: Live) -> None:
+    whole = ask(live, TEXT, logprobs=5, return_token_ids=True, return_tokens_as_token_ids=True)
+    plain = whole["choices"][0]["logprobs"]["top_logprobs"]
+    named = [*[int(name[9:]) for name in plain[0]][:3], 40]
+    fields = {"logprob_token_ids": named, "return_tokens_as_token_ids": True}
+    choice = ask(live, TEXT, logprobs=0, **fields, return_token_ids=True)["choices"][0]
+    rows = choice["logprobs"]["top_logprobs"]
+    assert choice["token_ids"] == whole["choices"][0]["token_ids"]
+    for token, row, before in zip(choice["token_ids"], rows, plain, strict=True):
+        assert set(row) == {f"token_id:{it}" for it in (token, *named)}
+        for name in row.keys() & before.keys():
+            assert row[name] == pytest.approx(before[name], abs=1e-5)
+    content = ask(live, CHAT, logprobs=True, **fields)["choices"][0]["logprobs"]["content"]
+    assert all(len(it["top_logprobs"]) in (4, 5) for it in content)
+
+
+@BOTH
+def test_chunks_wait_for_tokens(live: Live, path: str) -> None:
+    fields = {"return_token_ids": True, "max_tokens": 24, "ignore_eos": True}
+    pieces = [it["choices"][0]["token_ids"] for it in chunks(live, path, **fields)]
+    fields["stream_interval"] = 20
+    fewer = [it["choices"][0]["token_ids"] for it in chunks(live, path, **fields)]
+    assert [token for piece in fewer for token in piece] == [it for one in pieces for it in one]
+    assert sum(map(bool, fewer)) <= 3 < sum(map(bool, pieces))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_chat_may_begin_with_the_last_answer(live: Live, n: int) -> None:
+    begun = [*PLAIN[CHAT]["messages"], {"role": "assistant", "content": "def add("}]
+    fields = {"messages": begun, "continue_final_message": True, "n": n}
+    plain, whole = ask(live, CHAT, **fields), ask(live, CHAT, **fields, echo=True)
+    pieces = chunks(live, CHAT, **fields, echo=True)
+    for place in range(n):
+        content = plain["choices"][place]["message"]["content"]
+        assert whole["choices"][place]["message"]["content"] == "def add(" + content
+        own = [it for chunk in pieces for it in chunk["choices"] if it["index"] == place]
+        assert "".join(it["delta"].get("content", "") for it in own) == "def add(" + content
+    assert text_of(ask(live, CHAT, echo=True)) == text_of(ask(live, CHAT))

@@ -1,0 +1,64 @@
+"""Chat templates that requests bring, where the server trusts its clients with that."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from slipstream.serve.options import AnswerOptions
+from tests.serve.api.live import Live, serving
+from tests.serve.api.test_request_fields import CHAT, PLAIN, ask
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def trusting() -> Iterator[Live]:
+    with serving(answers=AnswerOptions(trust_request_chat_template=True)) as live:
+        yield live
+
+
+def test_the_template_writes_the_prompt(trusting: Live) -> None:
+    fields = {"chat_template": TEMPLATE, "return_prompt_text": True}
+    assert ask(trusting, CHAT, **fields)["prompt_text"] == "<user>Write add(a, b)."
+    plain = ask(trusting, CHAT, return_prompt_text=True)["prompt_text"]
+    assert plain != "<user>Write add(a, b)."
+    body = {"messages": PLAIN[CHAT]["messages"], "chat_template": TEMPLATE}
+    tokens = httpx.post(f"{trusting.url}/tokenize", json=body).json()["tokens"]
+    assert trusting.model.tokenizer.decode(tokens) == "<user>Write add(a, b)."
+
+
+def test_documents_are_for_the_template(trusting: Live) -> None:
+    template = "{% for d in documents %}[{{ d.title }}]{% endfor %}" + TEMPLATE
+    fields: dict[str, Any] = {"chat_template": template, "documents": [{"title": "T"}]}
+    answer = ask(trusting, CHAT, **fields, return_prompt_text=True)
+    assert answer["prompt_text"].startswith("[T]<user>")
+
+
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        ("{% for", "chat_template is not valid"),
+        ("{{ messages | nothing_known }}", "chat_template is not valid"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{% include '/etc/passwd' %}", "refuses"),
+        ("{{ '(' * 3 }}" + "(" * 10, ""),
+        ("{{ " + "(" * 5000 + " }}", "chat_template is not valid"),
+        ("nothing", "would be ignored"),
+    ],
+)
+def test_a_bad_template_is_the_fault_of_its_request(
+    trusting: Live, template: str, named: str
+) -> None:
+    body = {**PLAIN[CHAT], "chat_template": template}
+    answer = httpx.post(f"{trusting.url}{CHAT}", json=body)
+    assert answer.status_code == 400
+    assert named in answer.json()["error"]["message"]
+    assert "/root" not in answer.text
+
+
+def test_other_servers_take_none(live: Live) -> None:
+    for more in ({"chat_template": TEMPLATE}, {"documents": [{"title": "T"}]}):
+        answer = httpx.post(f"{live.url}{CHAT}", json={**PLAIN[CHAT], **more})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(more)))
