@@ -122,9 +122,9 @@ def _filled(block: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """As much as there is of arguments that were cut off."""
+    """As much as there is of arguments that were cut off; what is no object is told as it is."""
     try:
         value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
     except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        value = arguments
+    return value if isinstance(value, dict) else {"arguments": arguments}

@@ -12,8 +12,11 @@ import httpx
 import openai
 import pytest
 
+from slipstream.serve.answer_reader import Increment
 from slipstream.serve.limits import RequestFailedError
 from slipstream.serve.messages.blocks import BlockWriter
+from slipstream.serve.tools.events import AnswerEvent, Arguments, CallBegun, CallEnded, Content
+from slipstream.serve.updates import Delta
 from tests.serve.api.live import DEMO, Live, serving
 from tests.serve.api.tool_models import write_tool_tokenizer
 
@@ -248,6 +251,46 @@ def test_a_tool_is_called_and_its_result_read(with_tools: Any, tools_live: Live)
     tokens = httpx.post(f"{tools_live.url}/tokenize", json=body).json()["count"]
     counted = with_tools.count_tokens(model="demo", messages=said, tools=fields["tools"])
     assert counted.input_tokens == tokens
+
+
+class Told:
+    """Reads these events in place of an output."""
+
+    ended = False
+
+    def __init__(self, *events: AnswerEvent) -> None:
+        self._events = [*events]
+
+    def take(self, delta: Delta) -> Increment:
+        self.ended = len(self._events) == 1
+        return Increment([self._events.pop(0)], delta)
+
+    def finish_reason(self, delta: Delta) -> str:
+        return "tool_calls"
+
+    def new_call_id(self) -> str:
+        return "id"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "read"),
+    [
+        (('{"a": ', '"b"}'), {"a": "b"}),
+        ((), {}),
+        (('{"a": "b", "c": [1, 2',), {"a": "b", "c": [1, 2]}),
+        (("hello",), {"arguments": "hello"}),
+        (("[1]",), {"arguments": "[1]"}),
+    ],
+)
+def test_arguments_become_the_input(pieces: tuple[str, ...], read: dict[str, Any]) -> None:
+    told: Any = Told(CallBegun("f"), *map(Arguments, pieces), CallEnded(), Content("a"))
+    writer, nothing = BlockWriter(told), Delta(0, "", [], None, [], None, None)
+    while not writer.ended:
+        writer.collect(nothing)
+    writer.collect(nothing)  # behind the end nothing is read
+    call = {"type": "tool_use", "id": "id", "name": "f", "input": read}
+    assert writer.whole() == [call, {"type": "text", "text": "a"}]
+    assert writer.stop_reason == "tool_use"
 
 
 def test_choices_of_tools(with_tools: Any) -> None:
