@@ -28,7 +28,7 @@ def parser_of(tokenizer: "Tokenizer", params: SamplingParams) -> NewParser | Non
         return None
     texts = TokenTexts(tokenizer)
     # All prompts end alike, which may open a thought.
-    prompt = template.render([{"role": "user", "content": ""}])
+    prompt = template.render([{"role": "user", "content": "Hello"}])
     reading = Reading(
         prompt=tokenizer.encode(prompt, add_special_tokens=False),
         skip_special=params.skip_special_tokens,

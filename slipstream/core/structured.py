@@ -12,8 +12,26 @@ KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Thought:
+    """A free part in front of what an output must be.
+
+    Args:
+        opening, closing: tokens that open and close it.
+        begun: the output begins within it; else it is there if the output begins with `opening`.
+        spaces: tokens that may stand before the opening and behind the closing one.
+        budget: most tokens of it, behind which `closing` must stand; None is no limit.
+    """
+
+    opening: int
+    closing: int
+    begun: bool
+    spaces: Sequence[int] = ()
+    budget: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class StructuredOutput:
-    """What an output must be: exactly one of these is given, the frame aside.
+    """What an output must be: exactly one of the kinds is given, or none behind a thought.
 
     Args:
         json_schema: a JSON document that satisfies this schema (an object or its JSON text).
@@ -23,6 +41,7 @@ class StructuredOutput:
         grammar: a text of this grammar, in the Lark syntax of llguidance.
         frame: Lark rules (`start` and others) of what the output is around it; the rule `body`,
             which they lack, stands for it. By default it is the whole output.
+        thought: what comes before all that.
     """
 
     json_schema: str | Mapping[str, Any] | bool | None = None
@@ -31,11 +50,14 @@ class StructuredOutput:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     frame: str | None = None
+    thought: Thought | None = None
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
         if self.json_schema is False:
             raise UsageError("the json_schema false allows nothing; give one that allows something")
+        if not given and self.thought is not None:
+            return
         if len(given) != 1:
             raise UsageError(
                 f"structured output takes exactly one of {', '.join(KINDS)}, not "
@@ -44,8 +66,13 @@ class StructuredOutput:
         getattr(self, f"_check_{given[0]}")()
 
     @property
+    def is_free(self) -> bool:
+        """Whether what stands behind the thought may be anything."""
+        return all(getattr(self, kind) in (None, False) for kind in KINDS)
+
+    @property
     def kind(self) -> str:
-        """Which of `KINDS` it is."""
+        """Which of `KINDS` it is; it is not free."""
         return next(kind for kind in KINDS if getattr(self, kind) not in (None, False))
 
     @property

@@ -8,7 +8,6 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,9 @@ from torch import Tensor
 
 from slipstream.core.errors import UsageError
 from slipstream.core.structured import Advance, StructuredOutput
+from slipstream.engine.draft_guide import DraftGuide
 from slipstream.engine.finite_schema import has_finite_document
+from slipstream.engine.thought_guide import ThoughtGuide, ThoughtRows, allow
 from slipstream.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -35,21 +36,7 @@ NOTHING_LEFT = (
 )
 
 
-@dataclass(frozen=True)
-class GuidedDraft:
-    """A draft as a grammar leaves it.
-
-    Attributes:
-        forced: which tokens are the grammar's own.
-        kept: how many of the first are what the drafter guessed.
-    """
-
-    token_ids: list[int]
-    forced: list[bool]
-    kept: int
-
-
-class GrammarGuide:
+class GrammarGuide(DraftGuide):
     """One sample's place in its grammar.
 
     Args:
@@ -60,67 +47,34 @@ class GrammarGuide:
     def __init__(
         self, matcher: "LLMatcher", ends: frozenset[int], withheld: frozenset[int]
     ) -> None:
+        super().__init__(ends)
         self.matcher, self.withheld = matcher, withheld
-        self._ends = ends
-        self.problem = ""
 
     def advance(self, token: int) -> Advance:
         """Take in a token of the output."""
-        matcher = self.matcher
-        if token in self.withheld or matcher.try_consume_tokens([token]) == 0:
+        if not self.try_token(token):
             # A token that is merely not allowed is no error of the matcher.
-            broken = matcher.get_error().splitlines()
+            broken = self.matcher.get_error().splitlines()
             self.problem = f"the grammar failed: {broken[0]}" if broken else NOTHING_LEFT
             return Advance.REFUSED
-        return Advance.COMPLETE if matcher.is_stopped() else Advance.OPEN
+        return Advance.COMPLETE if self.complete else Advance.OPEN
 
-    def follow(self, guess: Sequence[int], room: int, certain: bool) -> GuidedDraft:
-        """Where the grammar leaves a choice take the guess, elsewhere its own tokens.
+    def forced(self) -> list[int]:
+        """The only tokens that may follow, as far as they are certain."""
+        return self.matcher.compute_ff_tokens()
 
-        Whether a guess is replaced depends on the tokens before it alone. So a sampled one is
-        never dropped because of what it is: one that the grammar refuses stays, to be refused.
-
-        Args:
-            room: tokens at most.
-            certain: the guess was not sampled.
-        """
-        path = GuidedDraft([], [], 0)
-        tokens, own, kept, walked = path.token_ids, True, 0, 0
-        while len(tokens) < room:
-            forced = self.matcher.compute_ff_tokens()[: room - len(tokens)]
-            if not forced and not (own and len(tokens) < len(guess)):
-                break
-            for token in forced or [guess[len(tokens)]]:
-                place = len(tokens)
-                own = own and place < len(guess) and guess[place] == token
-                kept += own
-                allowed = self._enter(token)
-                walked += allowed
-                if allowed or not (certain or forced):
-                    tokens.append(token)
-                    path.forced.append(bool(forced))
-                if not allowed:
-                    break
-            if not allowed or self.matcher.is_stopped():
-                break
-        self.matcher.rollback(walked)
-        return GuidedDraft(tokens, path.forced, min(kept, len(tokens)))
-
-    def enter(self, token: int) -> bool:
-        """Go one token ahead; whether there is anything to allow behind it."""
-        if not self._enter(token):
-            return False
-        if token in self._ends:
-            self.leave()
-            return False
-        return True
+    def try_token(self, token: int) -> bool:
+        """Go one token ahead, if it is allowed; whether it is."""
+        return token not in self.withheld and self.matcher.try_consume_tokens([token]) == 1
 
     def leave(self) -> None:
         """Go back by one token."""
         self.matcher.rollback(1)
 
-    def _enter(self, token: int) -> bool:
-        return token not in self.withheld and self.matcher.try_consume_tokens([token]) == 1
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow."""
+        return self.matcher.is_stopped()
 
 
 class Grammars:
@@ -138,7 +92,7 @@ class Grammars:
         self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
-        self._vocab_size = vocab_size
+        self._most_tokens = max(vocab_size, 0 if tokenizer is None else tokenizer.vocab_size)
         self._backend: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[tuple[str, str, str | None], LLMatcher] = OrderedDict()
@@ -146,23 +100,30 @@ class Grammars:
 
     def compile(self, structured: StructuredOutput) -> None:
         """Have a grammar ready for `guide`; UsageError for one that cannot be used."""
-        self._matcher(structured)
+        if not structured.is_free:
+            self._matcher(structured)
 
-    def guide(self, structured: StructuredOutput, stop_token_ids: frozenset[int]) -> GrammarGuide:
+    def guide(self, structured: StructuredOutput, stop_token_ids: frozenset[int]) -> DraftGuide:
         """For a new sample, which these tokens end."""
-        matcher = self._matcher(structured)
-        assert self._backend is not None
-        ends = frozenset(self._backend.eos_tokens)
-        return GrammarGuide(matcher.deep_copy(), ends, ends - stop_token_ids)
+        rest: GrammarGuide | None = None
+        ends = frozenset(self._eos_token_ids)
+        if not structured.is_free:
+            matcher = self._matcher(structured)
+            assert self._backend is not None
+            ends = frozenset(self._backend.eos_tokens)
+            rest = GrammarGuide(matcher.deep_copy(), ends, ends - stop_token_ids)
+        if structured.thought is not None:
+            return ThoughtGuide(structured.thought, rest, ends)
+        assert rest is not None
+        return rest
 
     def masks(self, rows: int) -> Tensor:
         """[rows, words] int32 for `fill`; every token is allowed."""
-        assert self._backend is not None
-        words = -(-self._backend.vocab_size // WORD_BITS)
+        words = -(-self._most_tokens // WORD_BITS)
         return torch.full((rows, words), -1, dtype=torch.int32)
 
-    def fill(self, masks: Tensor, wanted: Sequence[tuple[GrammarGuide, int, list[int]]]) -> None:
-        """Write what grammars allow.
+    def fill(self, masks: Tensor, wanted: Sequence[tuple[DraftGuide, int, list[int]]]) -> None:
+        """Write what guides allow.
 
         Args:
             masks: from `masks`.
@@ -170,6 +131,27 @@ class Grammars:
                 what may come behind each of the tokens to the rows that follow. Rows behind a
                 token that is not allowed stay as they are.
         """
+        grammars: list[tuple[GrammarGuide, int, list[int]]] = []
+        behind: list[ThoughtRows] = []
+        for guide, row, tokens in wanted:
+            if isinstance(guide, ThoughtGuide):
+                left = guide.rows(masks, row, tokens)
+                if left.rest is None:
+                    continue
+                behind.append(left)
+                guide, row, tokens = guide.rest, *left.rest  # type: ignore[assignment]
+            assert isinstance(guide, GrammarGuide)
+            grammars.append((guide, row, tokens))
+        self._fill(masks, grammars)
+        for left in behind:
+            assert left.rest is not None
+            masks[left.at_start] = masks[left.rest[0]].clone()
+            for row, tokens in left.also.items():
+                allow(masks[row], tokens)
+
+    def _fill(self, masks: Tensor, wanted: Sequence[tuple[GrammarGuide, int, list[int]]]) -> None:
+        if not wanted:
+            return
         from llguidance import LLExecutor
 
         if self._executor is None:
@@ -217,9 +199,10 @@ class Grammars:
                 "install it with pip install 'slipstream[structured]'"
             ) from error
         eos = list(self._eos_token_ids) or None
-        most = max(self._vocab_size, self._tokenizer.vocab_size)
         try:
-            self._backend = LLTokenizer(self._tokenizer.to_json(), n_vocab=most, eos_token=eos)
+            self._backend = LLTokenizer(
+                self._tokenizer.to_json(), n_vocab=self._most_tokens, eos_token=eos
+            )
         except Exception as error:  # the package raises plain kinds
             raise UsageError(
                 f"structured output does not work with this model's tokenizer ({error}); use a "

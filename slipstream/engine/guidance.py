@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
-from slipstream.engine.grammar import GrammarGuide, Grammars, GuidedDraft
+from slipstream.engine.draft_guide import DraftGuide, GuidedDraft
+from slipstream.engine.grammar import Grammars
 from slipstream.kernels.devices import send
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.transfer import Download, upload
@@ -219,7 +220,7 @@ class Guidance:
 
     def _fill(self, masks: Tensor, walks: Sequence["_Walk"]) -> None:
         """The rows behind every draft token; those that nothing reaches stay as they are."""
-        chains: list[tuple[GrammarGuide, int, list[int]]] = []
+        chains: list[tuple[DraftGuide, int, list[int]]] = []
         row = 0
         for walk in walks:
             if walk.parents is not None:
@@ -258,7 +259,7 @@ class _Walk:
     """A request's draft that its grammar looks along."""
 
     index: int
-    guide: GrammarGuide
+    guide: DraftGuide
     token_ids: list[int]
     parents: list[int] | None
 
@@ -267,9 +268,9 @@ class _Walk:
         return len(self.token_ids)
 
 
-def _guide(request: Request) -> GrammarGuide | None:
+def _guide(request: Request) -> DraftGuide | None:
     guide = request.guide
-    assert guide is None or isinstance(guide, GrammarGuide)
+    assert guide is None or isinstance(guide, DraftGuide)
     return guide
 
 

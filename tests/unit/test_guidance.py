@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream import LLM, RequestOutput, SamplingParams, StructuredOutput
 from slipstream.core.structured import Advance
 from slipstream.engine import guidance
-from slipstream.engine.grammar import GuidedDraft
+from slipstream.engine.draft_guide import GuidedDraft
 from slipstream.runner.graphs import GraphRunner
 from tests.checkpoints import VOCAB_SIZE
 from tests.padded_steps import use_padded_steps
@@ -35,7 +35,7 @@ def allowed_behind(tokens: Sequence[int]) -> list[int]:
 
 
 class RuleGuide:
-    """Takes the place of `GrammarGuide`."""
+    """Takes the place of `DraftGuide`."""
 
     problem = "refused"
 
@@ -106,7 +106,7 @@ class Rules:
 def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Engines built from here on follow rules; which graphs they ran."""
     monkeypatch.setattr("slipstream.engine.build.Grammars", Rules)
-    monkeypatch.setattr(guidance, "GrammarGuide", RuleGuide)
+    monkeypatch.setattr(guidance, "DraftGuide", RuleGuide)
     ran: list[str] = []
     run = GraphRunner.run
 

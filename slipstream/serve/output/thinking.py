@@ -1,15 +1,15 @@
 """Answers that begin with a thought between two marks, as Qwen3, GLM-4.5 and DeepSeek R1 write."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from slipstream.core.structured import StructuredOutput
+from slipstream.core.structured import StructuredOutput, Thought
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.errors import bad_request
 from slipstream.serve.output.parts import Reading, Wanted
-from slipstream.serve.output.thinking_grammar import ThoughtRules, before_body_in_text
 from slipstream.serve.output.thinking_parser import Place, ThinkingParser
 from slipstream.serve.token_texts import TokenTexts
 
@@ -81,11 +81,22 @@ class Thinking:
             content = StructuredOutput(grammar=wanted.calls)
         if place is Place.CONTENT or (content is None and wanted.budget is None):
             return content
-        if self.tokens is not None:
-            rules = self._rules(self.tokens, place is Place.THOUGHT, wanted.budget)
-            if content is None:
-                return StructuredOutput(grammar=rules.budget_alone())
-            return replace(content, frame=rules.before_body())
+        begun, tokens = place is Place.THOUGHT, self.tokens
+        if tokens is not None:
+            encoded = [self.tokenizer.encode("\n" * count, False) for count in range(1, 5)]
+            spaces = [ids[0] for ids in encoded if len(ids) == 1]
+            thought = Thought(
+                opening=tokens[0],
+                closing=tokens[1],
+                begun=begun,
+                spaces=spaces,
+                budget=wanted.budget,
+            )
+            return (
+                StructuredOutput(thought=thought)
+                if content is None
+                else replace(content, thought=thought)
+            )
         opening, closing = self.style.opening, self.style.closing
         if wanted.budget is not None:
             raise bad_request(
@@ -94,8 +105,7 @@ class Thinking:
                 "thinking_token_budget",
             )
         assert content is not None
-        frame = before_body_in_text(opening, closing, place is Place.THOUGHT)
-        return replace(content, frame=frame)
+        return replace(content, frame=_frame(opening, closing, begun))
 
     def remember(self, message: dict[str, Any], reasoning: str) -> str:
         if self.template.mentions(_KEY):
@@ -122,7 +132,12 @@ class Thinking:
         opened = text.endswith(opening) or self.style.unopened
         return Place.THOUGHT if opened else Place.START
 
-    def _rules(self, tokens: tuple[int, int], begun: bool, budget: int | None) -> ThoughtRules:
-        encoded = [self.tokenizer.encode("\n" * count, False) for count in range(1, 5)]
-        breaks = [ids[0] for ids in encoded if len(ids) == 1]
-        return ThoughtRules(*tokens, self.ends, breaks, begun, budget)
+
+def _frame(opening: str, closing: str, begun: bool) -> str:
+    """A frame of `StructuredOutput` for marks that are texts: the rule `body` begins behind the
+    thought."""
+    gap = '("\\n" | "\\n\\n")?'
+    first, last = (re.escape(mark).replace("/", "\\/") for mark in (opening, closing))
+    start = "thought" if begun else f"({gap} thought)?"
+    rule = f"thought[lazy]: /{'' if begun else first}(.|\\n)*{last}/"
+    return f"start: {start} {gap} body\n{rule}"

@@ -12,6 +12,7 @@ import pytest
 from slipstream.core.errors import UsageError
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine.build import build_engine
+from slipstream.engine.grammar import GrammarGuide
 from slipstream.serve.output.harmony import Harmony
 from slipstream.serve.output.parts import Wanted
 from tests.serve.api.harmony_models import MARKS, write_harmony_tokenizer, write_without_end_tokens
@@ -316,6 +317,7 @@ def test_grammars_of_calls_and_final_messages(live: Live) -> None:
 
     def follows(grammar: StructuredOutput, text: str) -> bool:
         guide = live.engine._grammars.guide(grammar, frozenset())
+        assert isinstance(guide, GrammarGuide)
         tokens = tokenizer.encode(text, add_special_tokens=False)
         taken = guide.matcher.try_consume_tokens(tokens)
         return taken == len(tokens) and guide.matcher.is_accepting()

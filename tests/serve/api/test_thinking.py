@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from slipstream.core.structured import StructuredOutput
-from slipstream.engine.grammar import Grammars
+from slipstream.engine.grammar import GrammarGuide, Grammars
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.errors import ApiError
@@ -209,6 +209,7 @@ def test_a_structure_behind_marks_that_are_text(tmp_path: Path) -> None:
             (thought + thought + rome, False),
         ):
             guide = grammars.guide(frame, frozenset())
+            assert isinstance(guide, GrammarGuide)
             tokens = tokenizer.encode(text, False)
             taken = guide.matcher.try_consume_tokens(tokens)
             assert (taken == len(tokens) and guide.matcher.is_accepting()) == fits, text

@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.core.errors import UsageError
 from slipstream.core.structured import StructuredOutput
-from slipstream.engine.grammar import Grammars
+from slipstream.engine.grammar import GrammarGuide, Grammars
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.tools.call_format import ToolFormat
 from slipstream.serve.tools.formats import FORMATS
@@ -38,6 +38,7 @@ def follows(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
     """Whether the whole text is one of the grammar."""
     grammars = Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id or 0])
     guide = grammars.guide(StructuredOutput(grammar=grammar), frozenset())
+    assert isinstance(guide, GrammarGuide)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     taken = guide.matcher.try_consume_tokens(tokens)
     return taken == len(tokens) and guide.matcher.is_accepting()
