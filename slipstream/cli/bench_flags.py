@@ -178,7 +178,12 @@ def read_workload(
 
     if dataset.length < 2:
         raise UsageError("--max-tokens must be at least 2: one token has no time per token")
-    encoder = model_tokenizer(engine.model, engine.revision) if dataset.wants_tokenizer else None
+    encoder = None
+    if dataset.wants_tokenizer:
+        from slipstream.models.checkpoint import HubAccess, reaching_hub
+
+        with reaching_hub(HubAccess(engine.download_dir, engine.hf_token)):
+            encoder = model_tokenizer(engine.model, engine.revision)
     params = sampling.params(dataset.length, dataset.seed)
     return Workload(dataset.prompts(encoder), params)
 

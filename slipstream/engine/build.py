@@ -250,7 +250,7 @@ def _costs(
             "drafter": [config.speculative_config, resolved.limits],
             "numbers": [resolved.dtype, resolved.cache_dtype, config.quantization],
             "device": [device_name(device), threads, kernels.network.backend],
-            "captured": resolved.captures,
+            "captured": config.cudagraph_capture_sizes or resolved.captures,
         }
     )
     requests = [count for count in (1, 2, 4, 8, 16, 32, 64, 128, 256) if count < most]

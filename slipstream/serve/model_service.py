@@ -97,7 +97,9 @@ class ModelService:
         """The tokenizer; ApiError if the engine has none."""
         if self.engine.tokenizer is None:
             raise bad_request(
-                "this server runs without a tokenizer; send prompts as token ids to /v1/completions"
+                "this server runs without a tokenizer; send prompts as token ids to "
+                "/v1/completions with return_token_ids, and without echo, logprobs and "
+                "return_speculation"
             )
         return self.engine.tokenizer
 

@@ -1,5 +1,6 @@
 """MTP modules against an oracle in plain torch: every publisher's style, and where they lie."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,20 @@ def test_a_target_drafts_for_itself(
     output = run(own(str(target)), GREEDY)
     assert output.outputs[0].token_ids == expected
     assert output.metrics.num_accepted_tokens > 0
+
+
+def test_values_in_place_of_the_config_s_are_those_of_the_modules_too(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", "mimo")
+    add_mtp(target, "mimo")
+    changed = run(own(str(target), hf_overrides={"rope_theta": 7.0}), GREEDY)
+    file = target / "config.json"
+    config = json.loads(file.read_text())
+    unchanged = run(own(str(target)), GREEDY)
+    file.write_text(json.dumps({**config, "rope_theta": 7.0}))
+    edited = run(own(str(target)), GREEDY)
+    ids = [output.outputs[0].token_ids for output in (changed, edited, unchanged)]
+    assert ids[0] == ids[1] != ids[2]
+    assert changed.metrics.num_accepted_tokens_per_pos == edited.metrics.num_accepted_tokens_per_pos
 
 
 @pytest.mark.parametrize("padded", [False, True])
