@@ -84,6 +84,17 @@ def test_the_text_is_that_of_a_chat(messages: Any, client: openai.OpenAI) -> Non
     assert counted.input_tokens == expected.usage.prompt_tokens
 
 
+def test_what_the_cache_holds_is_told(messages: Any) -> None:
+    long = "Add the numbers. " * 20
+    fresh = create(messages, system=long, max_tokens=1).usage
+    assert fresh.cache_read_input_tokens == 0
+    again = create(messages, system=long, max_tokens=1).usage
+    assert again.cache_read_input_tokens >= 16
+    assert again.input_tokens + again.cache_read_input_tokens == fresh.input_tokens
+    salted = create(messages, system=long, extra_body={**GREEDY, "cache_salt": "own"}).usage
+    assert salted.cache_read_input_tokens == 0
+
+
 def test_blocks_of_text_are_a_text(messages: Any, client: openai.OpenAI) -> None:
     cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     blocks = [{"type": "text", "text": "Say", **cached}, {"type": "text", "text": "hello"}]
