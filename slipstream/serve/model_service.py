@@ -30,7 +30,7 @@ from slipstream.serve.tools.call_format import CallFormat
 from slipstream.serve.tools.formats import NAMED, find_format
 
 _SHRINKING = 4  # tokenizers may merge so many characters into one before they look up tokens
-_TOO_LONG = "context_length_exceeded"
+TOO_LONG = "context_length_exceeded"
 # Cached properties that do not depend on the chat template.
 _OF_VOCABULARY = ("texts", "_token_ids", "_encoder", "_longest_text")
 
@@ -217,7 +217,7 @@ class ModelService:
                     f"the prompt has {len(prompt)} characters, which are more than max_model_len "
                     f"({self.max_model_len} tokens) can hold; shorten it",
                     field,
-                    _TOO_LONG,
+                    TOO_LONG,
                 )
         encoded = [self._encoder.encode(it, params, add_special_tokens) for it in prompts]
         return encoded if truncation is None else [truncation.cut(it) for it in encoded]
@@ -260,14 +260,14 @@ class ModelService:
                     f"the prompt has {counted(num_tokens, 'token')}, but max_model_len is {most}, "
                     "prompt and output; shorten it",
                     prompt_field,
-                    _TOO_LONG,
+                    TOO_LONG,
                 )
             if max_tokens is not None and num_tokens + max_tokens > most:
                 raise bad_request(
                     f"{field_name} is {max_tokens}, but max_model_len is {most}, of which the "
                     f"prompt takes {num_tokens}; ask for at most {most - num_tokens}",
                     field_name,
-                    _TOO_LONG,
+                    TOO_LONG,
                 )
 
     async def aside(

@@ -140,7 +140,6 @@ _FORMS = {
     "tool_choice": '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
     "background": "false: this server answers while the client waits",
     "input": "a text or a list of items",
-    "truncation": '"disabled": nothing of a conversation is dropped',
     "guided_json": "a JSON schema, as an object or a text",
 }
 

@@ -128,7 +128,7 @@ class ResponseObject(ResponseBody):
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: str | None
     speculation: SpeculatedTokens | None = None

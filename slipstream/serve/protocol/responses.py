@@ -208,6 +208,7 @@ class ResponsesRequest(SamplingFields):
         max_tool_calls: without effect: it bounds the calls of tools that a server runs itself.
         parallel_tool_calls: false ends the answer after its first tool call.
         include: reasoning.encrypted_content is without effect: reasoning is given as it is.
+        truncation: auto leaves the oldest turns out of a conversation that is too long.
         store: keep the response for `previous_response_id`; true by default.
     """
 
@@ -229,6 +230,7 @@ class ResponsesRequest(SamplingFields):
         | None
     ) = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None  # type: ignore[assignment]  # chats store nothing
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: TemplateVariables | None = None
@@ -236,6 +238,5 @@ class ResponsesRequest(SamplingFields):
     thinking_token_budget: ThinkingBudget | None = None
 
     # Accepted without effect: see docs/protocol.md.
-    truncation: Literal["disabled"] | None = None
     background: OnlyFalse | None = None
     n: Annotated[int, Field(ge=1, le=1)] | None = None

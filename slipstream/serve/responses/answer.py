@@ -163,7 +163,7 @@ class ResponsesAnswer(Answer[Increments]):
             "tools": body.tools or [],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": self._params.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None,
             "user": body.user,
         }

@@ -8,15 +8,22 @@ from starlette.responses import Response
 from slipstream.serve.chat import PreparedChat, prepare
 from slipstream.serve.errors import ApiError, bad_request, renamed
 from slipstream.serve.generation import Generation
-from slipstream.serve.model_service import ModelService
+from slipstream.serve.model_service import TOO_LONG, ModelService
 from slipstream.serve.openapi import Route, json_response
-from slipstream.serve.protocol.chat import ChatRequest
+from slipstream.serve.protocol.chat import ChatRequest, Message
 from slipstream.serve.protocol.response_object import DeletedResponse, ResponseEvent, ResponseObject
 from slipstream.serve.protocol.responses import ResponsesRequest
 from slipstream.serve.request_parsing import read_body
 from slipstream.serve.responses.answer import ResponsesAnswer
 from slipstream.serve.responses.messages import Conversation
-from slipstream.serve.responses.request import NAMES, chat_request, check, conversation
+from slipstream.serve.responses.request import (
+    NAMES,
+    chat_request,
+    check,
+    conversation,
+    from_turn,
+    later_turns,
+)
 from slipstream.serve.responses.store import ResponseStore
 from slipstream.serve.sse import cancel_on_disconnect
 
@@ -98,13 +105,42 @@ class ResponsesEndpoints:
         self, body: ResponsesRequest, earlier: bytes | None
     ) -> tuple[Conversation, ChatRequest, PreparedChat]:
         """Check, render and tokenize; slow for large requests."""
-        service = self._service
-        messages = conversation(service, body, earlier)
-        chat_body = chat_request(body, messages.messages)
+        whole = conversation(self._service, body, earlier)
         try:
-            return messages, chat_body, prepare(service, chat_body)
+            return whole, *self._prepare_chat(body, whole.messages)
+        except ApiError as error:
+            if error.code != TOO_LONG or body.truncation != "auto":
+                raise
+            return whole, *self._prepare_shorter(body, whole.messages, error)
+
+    def _prepare_chat(
+        self, body: ResponsesRequest, messages: Sequence[Message]
+    ) -> tuple[ChatRequest, PreparedChat]:
+        chat_body = chat_request(body, messages)
+        try:
+            return chat_body, prepare(self._service, chat_body)
         except ApiError as error:
             raise renamed(error, NAMES) from None
+
+    def _prepare_shorter(
+        self, body: ResponsesRequest, messages: Sequence[Message], error: ApiError
+    ) -> tuple[ChatRequest, PreparedChat]:
+        """Without as many of the oldest turns as it takes to fit; raises the error if one turn
+        alone does not."""
+        starts, fitting = later_turns(messages), None
+        low, high = 0, len(starts)
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                shorter = from_turn(messages, starts[middle])
+                fitting, high = self._prepare_chat(body, shorter), middle
+            except ApiError as refused:
+                if refused.code != TOO_LONG:
+                    raise
+                low, error = middle + 1, refused
+        if fitting is None:
+            raise error
+        return fitting
 
 
 def _refuse_query(request: Request) -> None:

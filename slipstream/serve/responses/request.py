@@ -79,6 +79,17 @@ def conversation(
     return found
 
 
+def later_turns(messages: Sequence[Message]) -> list[int]:
+    """Where turns begin, the first left out: with a message of the user."""
+    return [place for place, message in enumerate(messages) if message.role == "user"][1:]
+
+
+def from_turn(messages: Sequence[Message], start: int) -> list[Message]:
+    """A conversation without what was said before `start`; instructions among it stay."""
+    kept = [message for message in messages[:start] if message.role in ("system", "developer")]
+    return [*kept, *messages[start:]]
+
+
 def chat_request(body: ResponsesRequest, messages: Sequence[Message]) -> ChatRequest:
     """The request of a chat; its values are valid already."""
     given = {name: getattr(body, name) for name in _COMMON}

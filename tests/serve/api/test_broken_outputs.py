@@ -66,6 +66,19 @@ def test_a_broken_stream_ends_with_the_error(broken: Live, path: str) -> None:
         json.loads(chunk, parse_constant=pytest.fail)
 
 
+def test_a_broken_response_fails(broken: Live) -> None:
+    body = {"input": "a", "max_output_tokens": 20, "temperature": 0}
+    assert httpx.post(f"{broken.url}/v1/responses", json=body).status_code == 500
+    answer = httpx.post(f"{broken.url}/v1/responses", json={**body, "stream": True})
+    last = json.loads(answer.text.strip().rpartition("data: ")[2])
+    assert last["type"] == "response.failed"
+    failed = last["response"]
+    assert failed["error"] == {"code": "server_error", "message": NOT_FINITE}
+    assert failed["status"] == "failed"
+    stored = httpx.get(f"{broken.url}/v1/responses/{failed['id']}")
+    assert stored.status_code == 404
+
+
 def test_a_broken_output_is_counted(broken: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = ServerMetrics(broken.engine, "demo")
     monkeypatch.setattr(broken.model.thread, "_observers", (metrics,))

@@ -129,6 +129,31 @@ def test_a_response_is_continued_by_its_id(live: Live, client: openai.OpenAI) ->
     assert create(client, "Again.", previous_response_id=second.id).output_text
 
 
+def test_the_oldest_turns_make_way_where_that_is_wanted(live: Live, client: openai.OpenAI) -> None:
+    rule = {"role": "system", "content": "Be brief."}
+    turns = [user(f"{number}: " + "word " * 280) for number in range(9)]
+    whole = [rule, *turns, user("Now?")]
+    assert "max_model_len" in refusal(client, input=whole)[0]
+    answer = create(client, whole, truncation="auto")
+    expected = [
+        messages
+        for kept in range(9)
+        if tokens_of(live, messages := [rule, *turns[9 - kept :], user("Now?")]) + 12
+        <= live.model.max_model_len
+    ][-1]
+    assert 3 < len(expected) < 10
+    assert answer.usage.input_tokens == tokens_of(live, expected)
+    assert answer.output_text == chat(client, expected).content
+    again = create(client, "More?", previous_response_id=answer.id, truncation="auto")
+    assert again.truncation == "auto"
+    assert "max_model_len" in refusal(client, input="word " * 5000, truncation="auto")[0]
+
+
+def tokens_of(live: Live, messages: list[dict[str, str]]) -> int:
+    count: int = httpx.post(f"{live.url}/tokenize", json={"messages": messages}).json()["count"]
+    return count
+
+
 def test_what_is_not_stored_is_gone(client: openai.OpenAI) -> None:
     answer = create(client, store=False)
     assert answer.store is False
@@ -231,7 +256,7 @@ def test_fields_of_this_server(client: openai.OpenAI) -> None:
     ("field", "value", "part"),
     [
         ("background", True, "background must be false"),
-        ("truncation", "auto", "nothing of a conversation is dropped"),
+        ("truncation", "some", "'auto' or 'disabled'"),
         ("conversation", "conv_1", "continue a response by previous_response_id"),
         ("prompt", {"id": "p"}, "unknown field prompt"),
         ("return_token_ids", True, "/v1/chat/completions"),
