@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from logging.config import dictConfig
 from math import isfinite
@@ -42,10 +43,16 @@ class RequestIds:
     """Gives every HTTP request an id, and logs how it was answered.
 
     A client's own `X-Request-Id` is kept if it is short and plain; the response always has the id.
+
+    Args:
+        answered: is told the method and the status (0: none) of each answer but those that
+            monitoring asks for.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(
+        self, app: ASGIApp, answered: Callable[[str, int], None] = lambda method, status: None
+    ) -> None:
+        self._app, self._answered = app, answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,6 +77,8 @@ class RequestIds:
             await self._app(scope, receive, send_with_id)
         finally:
             _log_answer(scope, status, perf_counter() - began, sent)
+            if scope["path"] not in _ROUTINE:
+                self._answered(scope["method"], status)
             _request_id.reset(token)
 
 

@@ -53,7 +53,10 @@ _AS_IN_VLLM = frozenset(
         "spec_decode_num_accepted_tokens_per_pos",
     }
 )
-_NAMED_OTHERWISE = {"num_nonfinite_logits": "corrupted_requests"}
+_NAMED_OTHERWISE = {
+    "num_nonfinite_logits": VLLM_PREFIX + "corrupted_requests",
+    "http_requests": "http_requests",  # of its instrumentation for FastAPI
+}
 
 
 class Histogram:
@@ -131,5 +134,5 @@ class Families:
 
     def _name(self, name: str) -> str:
         if self.as_vllm and name in _NAMED_OTHERWISE:
-            return VLLM_PREFIX + _NAMED_OTHERWISE[name]
+            return _NAMED_OTHERWISE[name]
         return (VLLM_PREFIX if self.as_vllm and name in _AS_IN_VLLM else PREFIX) + name

@@ -4,6 +4,7 @@ Totals that the engine counts anyway are read on request; only distributions are
 come.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
@@ -17,6 +18,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.samples import Submission
 from slipstream.serve.metric_families import Families, Histogram
 
+_METHODS = ("GET", "POST", "DELETE", "OPTIONS", "HEAD")  # others would be labels without end
 REASONS = ("stop", "length", "abort", "error", "timeout")
 
 # Bounds of buckets. They have all of vLLM's, for queries by `le`, and finer ones for fast models.
@@ -77,6 +79,7 @@ class ServerMetrics(Collector):
         self._histograms = _histograms(engine.resolved.limits.max_model_len)
         self._inter_token = self._histograms["inter_token_latency_seconds"]
         self._step_tokens = self._histograms["iteration_tokens_total"]
+        self._answers: Counter[tuple[str, ...]] = Counter()
         self._ended = dict.fromkeys(REASONS, 0)
         self._prompt_tokens = self._cached_tokens = 0
         self.registry = CollectorRegistry()
@@ -108,6 +111,19 @@ class ServerMetrics(Collector):
             ("request_success", "Requests that ended", self._ended, "finished_reason"),
         ):
             yield self._families.one(CounterMetricFamily, name, text, value, label)
+        yield self._families.labelled(
+            CounterMetricFamily,
+            "http_requests",
+            "Answers of the server",
+            ("method", "status"),
+            self._answers.copy(),
+        )
+
+    def count_answer(self, method: str, status: int) -> None:
+        """Count an answer of the server; called on the event loop."""
+        if status:
+            method = method if method in _METHODS else "other"
+            self._answers[method, f"{status // 100}xx"] += 1
 
     def tokens_added(self, submission: Submission, gap: float | None) -> None:
         """Observe the time since the request's last tokens."""

@@ -141,6 +141,7 @@ def start_server(
         create_app(service, metrics, pages, options.profiles, options.show_document),
         options.limits,
         access,
+        metrics,
     )
     if options.root_path:
         app = RootPath(app, options.root_path)
@@ -152,7 +153,9 @@ def start_server(
     return server.exit_code
 
 
-def guarded(app: ASGIApp, limits: ServeLimits, access: Access) -> tuple[ASGIApp, DrainGate]:
+def guarded(
+    app: ASGIApp, limits: ServeLimits, access: Access, metrics: ServerMetrics | None = None
+) -> tuple[ASGIApp, DrainGate]:
     """The application behind its middleware, and the gate that drains it."""
     gate = DrainGate(app)
     whole: ASGIApp = BodyLimits(gate, limits)
@@ -167,7 +170,9 @@ def guarded(app: ASGIApp, limits: ServeLimits, access: Access) -> tuple[ASGIApp,
             allow_credentials=access.allow_credentials,
             expose_headers=["x-request-id", "retry-after"],
         )
-    return RequestIds(whole), gate
+    if metrics is None:
+        return RequestIds(whole), gate
+    return RequestIds(whole, metrics.count_answer), gate
 
 
 def _uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:

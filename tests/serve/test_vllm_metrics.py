@@ -5,15 +5,19 @@ vllm/v1/spec_decode/metrics.py. `cache_config_info` has there all that is config
 `model_name`; the list has what is told here.
 """
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream import LLM
+from slipstream.serve.limits import ServeLimits
 from slipstream.serve.metrics import REASONS, ServerMetrics
+from slipstream.serve.run import Access, guarded
 
 LISTED = json.loads(Path(__file__).with_name("vllm_metrics.json").read_text())
 ABSENT = {
@@ -68,6 +72,46 @@ def test_kinds_labels_and_buckets_are_those_of_vllm(families: dict[str, Metric])
                 wanted = [1, 2, 5, 10, 20, 50, 100, 200]
                 assert bounds == {*wanted, float("inf")}
             assert bounds >= {*wanted}
+
+
+def test_answers_are_counted_by_their_class(tiny_target: str) -> None:
+    llm = LLM(tiny_target, skip_tokenizer_init=True, num_kv_blocks=8)
+    metrics = ServerMetrics(llm.engine, "tiny", as_vllm=True)
+    app, _ = guarded(answer, ServeLimits(), Access(), metrics)
+    for method, path in (
+        *(("GET", "/v1/models"), ("POST", "/503"), ("POST", "/404"), ("BREW", "/404")),
+        *(("GET", "/health"), ("GET", "/metrics"), ("POST", "/418")),
+    ):
+        asyncio.run(call(app, method, path))
+    page = text_string_to_metric_families(metrics.render().decode())
+    (family,) = (it for it in page if it.name == "http_requests")
+    counted = {(it.labels["method"], it.labels["status"]): it.value for it in family.samples}
+    assert counted == {
+        ("GET", "2xx"): 1,
+        ("POST", "5xx"): 1,
+        ("POST", "4xx"): 2,
+        ("other", "4xx"): 1,
+    }
+
+
+async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    """With the status that the path names, else 200."""
+    status = scope["path"][1:]
+    start = {"type": "http.response.start", "status": int(status) if status.isdigit() else 200}
+    await send({**start, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def call(app: ASGIApp, method: str, path: str) -> None:
+    scope: Scope = {"type": "http", "method": method, "path": path, "headers": [], "client": None}
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        pass
+
+    await app(scope, receive, send)
 
 
 def test_what_only_this_engine_measures_keeps_its_name(families: dict[str, Metric]) -> None:
