@@ -10,6 +10,7 @@ from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol.chat import ChatRequest, ChosenTool, Tool
 from slipstream.serve.tools.call_format import CallFormat, Schemas, ToolFormat
 from slipstream.serve.tools.events import ToolParser
+from slipstream.serve.tools.well_formed import require_well_formed
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,14 @@ def choose_tools(body: ChatRequest, model: ModelService) -> ToolUse:
         strict = [tool.function.name for tool in body.tools if tool.function.strict]
         if strict:  # the others may have any arguments
             schemas = {name: functions[name] if name in strict else {} for name in functions}
-            grammar = format.calls_amid_text(schemas, model.tokenizer)
+            grammar = format.calls_amid_text(_well_formed(schemas), model.tokenizer)
         return ToolUse(body.tools, format, functions, single, grammar)
     if isinstance(choice, ChosenTool):
         name = choice.function.name
         if name not in functions:
             raise bad_request(f"tool_choice names {name}, which is not in tools", "tool_choice")
         functions, single = {name: functions[name]}, True
-    grammar = format.only_calls(functions, model.tokenizer, several=not single)
+    grammar = format.only_calls(_well_formed(functions), model.tokenizer, several=not single)
     return ToolUse(body.tools, format, functions, single, grammar)
 
 
@@ -88,4 +89,10 @@ def _functions(tools: Sequence[Tool]) -> Schemas:
     functions = {tool.function.name: tool.function.parameters or {} for tool in tools}
     if len(functions) < len(tools):
         raise bad_request("two tools have the same name; give each its own", "tools")
+    return functions
+
+
+def _well_formed(functions: Schemas) -> Schemas:
+    for name, schema in functions.items():
+        require_well_formed(name, schema)
     return functions

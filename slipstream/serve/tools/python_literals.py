@@ -4,6 +4,8 @@ import json
 import re
 from typing import Final
 
+from slipstream.serve.tools.typed_arguments import type_of_json
+
 _MEANINGS: Final = {
     **{"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"},
     **{"\\": "\\", "'": "'", '"': '"', "/": "/", "\n": ""},
@@ -84,12 +86,8 @@ def literal_as_json(text: str) -> str:
                 parts.pop()
             parts.append(_SPELLED.get(token, token))
     written = "".join(parts)
-    try:
-        if place == len(text):
-            json.loads(written, parse_constant=_refuse)
-            return written
-    except (ValueError, RecursionError):
-        pass
+    if place == len(text) and type_of_json(written) is not None:
+        return written
     return json.dumps(text.strip(), ensure_ascii=False)
 
 
@@ -106,7 +104,3 @@ def _meant(escape: re.Match[str]) -> str:
     if code is None:
         return _MEANINGS.get(escape[4], escape[0])
     return chr(int(code, 16)) if int(code, 16) <= 0x10FFFF else "\N{REPLACEMENT CHARACTER}"
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")

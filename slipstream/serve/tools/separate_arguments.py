@@ -38,7 +38,7 @@ class SeparateArguments:
         function = self._function
         self.require("its schema", function, _KNOWN)
         found: dict[str, object] = {key: {} for key in self.required}
-        found.update(function.get("properties") or {})
+        found.update(function.get("properties", {}))
         more = function.get("additionalProperties")
         if found or more is False:
             return found
@@ -49,7 +49,7 @@ class SeparateArguments:
     @property
     def required(self) -> list[str]:
         """Names of the arguments that must be there."""
-        return self._function.get("required") or []
+        return [*self._function.get("required", ())]
 
     def whole(self, schema: object) -> dict[str, Any]:
         """An argument's schema, with the definitions that it may refer to."""

@@ -64,7 +64,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
         return "null"
     if lowered in ("true", "false") and "boolean" in types:
         return lowered
-    found = _type_of_json(plain)
+    found = type_of_json(plain)
     if found in types or (found == "integer" and "number" in types):
         return plain
     if "string" in types or found is None:
@@ -77,7 +77,8 @@ def _listed(value: object) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _type_of_json(text: str) -> str | None:
+def type_of_json(text: str) -> str | None:
+    """The type of the value that a JSON text stands for; None if the text is not JSON."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -1,5 +1,7 @@
 """The grammars of tool calls, token by token."""
 
+import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from slipstream.engine.grammar import GrammarGuide, Grammars
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.tools.call_format import ToolFormat
 from slipstream.serve.tools.formats import FORMATS
+from slipstream.serve.tools.well_formed import require_well_formed
 from tests.serve.api.call_texts import SAID, Call
 from tests.serve.api.tool_models import write_tool_tokenizer
 
@@ -162,6 +165,72 @@ def test_what_plain_text_cannot_follow(
     with pytest.raises(UsageError, match="the tool 'f'") as raised:
         FORMATS[name].only_calls({"f": schema}, tokenizer, several=False)
     assert named in str(raised.value)
+
+
+WORDS = [
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "enum",
+    "const",
+    "anyOf",
+    "oneOf",
+]
+WORDS += [
+    "allOf",
+    "$ref",
+    "$defs",
+    "pattern",
+    "minLength",
+    "maxLength",
+    "format",
+    "items",
+    "a",
+    "b",
+]
+SCALARS = [
+    None,
+    True,
+    False,
+    5,
+    -1,
+    0.5,
+    "string",
+    "integer",
+    "object",
+    "null",
+    "#/$defs/a",
+    "[",
+    "",
+]
+
+
+def random_schema(chance: random.Random, depth: int) -> Any:
+    kind = chance.randrange(10)
+    if depth and kind < 5:
+        words = chance.choices(WORDS, k=chance.randint(0, 4))
+        return {word: random_schema(chance, depth - 1) for word in words}
+    if depth and kind < 7:
+        return [random_schema(chance, depth - 1) for _ in range(chance.randint(0, 3))]
+    return chance.choice(SCALARS)
+
+
+def test_no_schema_is_too_strange(tokenizer: Tokenizer) -> None:
+    chance, num_legal = random.Random(2), 0
+    for _ in range(1500):
+        schema = {"properties": {"a": random_schema(chance, 3)}, "$defs": {"a": {"enum": ["x"]}}}
+        more = random_schema(chance, 3)
+        schema |= more if isinstance(more, dict) else {}
+        try:
+            require_well_formed("f", schema)
+        except UsageError:
+            continue
+        for format in FORMATS.values():
+            with suppress(UsageError):
+                format.only_calls({"f": schema}, tokenizer, several=True)
+                num_legal += 1
+    assert num_legal > 500
 
 
 def test_pythonic_calls_need_names_for_their_arguments(tokenizer: Tokenizer) -> None:

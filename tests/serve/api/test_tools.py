@@ -20,6 +20,7 @@ SCHEMA = {
     "$defs": {"unit": {"enum": ["C", "F"]}},
 }
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+BROKEN = {"type": "function", "function": {"name": "f", "parameters": {"$defs": "x"}}}
 EMPTY = {"type": "object", "additionalProperties": False}
 NOW = {"type": "function", "function": {"name": "now", "parameters": EMPTY}}
 
@@ -140,6 +141,7 @@ def test_calls_and_their_results_are_history(client: openai.OpenAI) -> None:
     [
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "not in tools"),
         ({"tools": [NOW, NOW]}, "same name"),
+        ({"tools": [BROKEN], "tool_choice": "required"}, "no JSON schema: the value of '$defs'"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
         ({"tool_choice": "required", "guided_regex": "a"}, "say what the answer must be"),
