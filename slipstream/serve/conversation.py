@@ -6,8 +6,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from slipstream.core.errors import UsageError
 from slipstream.models.chat_template import ChatTemplate
-from slipstream.serve.errors import bad_request
+from slipstream.serve.errors import ApiError, bad_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol.bounds import MOST_SCHEMA_VALUES, count_values
 from slipstream.serve.protocol.chat import Message, TemplateFields, Tool
@@ -99,6 +100,15 @@ def require_tools(service: ModelService) -> None:
             "give the model a template that knows tools",
             "tools",
         )
+
+
+def require_defaults(service: ModelService) -> None:
+    """Raise UsageError for default variables that the model's template does not read."""
+    if service.template.exists and service.answers.default_chat_template_kwargs:
+        try:
+            _options(service, TemplateFields())
+        except ApiError as error:
+            raise UsageError(f"--default-chat-template-kwargs: {error}") from None
 
 
 def reads_reasoning(service: ModelService) -> bool:

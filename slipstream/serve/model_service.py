@@ -10,7 +10,7 @@ from time import time
 from typing import ParamSpec, TypeVar
 
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import CheckpointError, UsageError, counted
+from slipstream.core.errors import CheckpointError, counted
 from slipstream.core.sampling_defaults import SamplingDefaults
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
@@ -143,20 +143,6 @@ class ModelService:
             reason = getattr(error.__cause__, "message", "it is nested too deep")
             raise bad_request(f"chat_template is not valid: {reason}", "chat_template") from None
         return other
-
-    def require_fit(self) -> None:
-        """Raise UsageError for flags that do not fit the model; those of chats, without a tokenizer
-        or a template, have no effect to check."""
-        if self.engine.tokenizer is None:
-            return
-        _ = self.output_format
-        given = self.answers.default_chat_template_kwargs or {}
-        for name in given if self.template.exists else ():
-            if name not in self.template.variables:
-                raise UsageError(
-                    f"--default-chat-template-kwargs: the chat template of this model does not "
-                    f"read {name}; leave it out"
-                )
 
     @cached_property
     def output_format(self) -> OutputFormat | None:

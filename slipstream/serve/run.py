@@ -19,6 +19,7 @@ from slipstream.core.errors import UsageError
 from slipstream.engine.engine import Engine
 from slipstream.serve.app import create_app
 from slipstream.serve.connections import connection_class
+from slipstream.serve.conversation import require_defaults
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.listening import Tls
@@ -131,7 +132,9 @@ def start_server(
         chat_template=options.chat_template,
         answers=options.answers,
     )
-    service.require_fit()
+    if engine.tokenizer is not None:
+        _ = service.output_format  # flags that do not fit the model are told now
+        require_defaults(service)
     if logger.isEnabledFor(logging.DEBUG):
         _log_tools(service)
     # The playground asks its user for the key.

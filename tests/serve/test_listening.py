@@ -1,0 +1,137 @@
+"""Sockets, certificates of clients, and what stands in the log."""
+
+import io
+import json
+import logging
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slipstream.core.errors import UsageError
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.serve.limits import ServeLimits
+from slipstream.serve.listening import Tls, bind, listen
+from slipstream.serve.logs import set_up_logs
+from slipstream.serve.observers import ActivityLog
+from slipstream.serve.options import LogOptions
+from slipstream.serve.run import Access, guarded
+from tests.serve.test_front import make_certificate, needs_openssl
+from tests.serve.test_middleware import echo, request
+
+
+def test_the_socket_of_a_server_that_is_gone_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with bind("", 0, path) as first:
+        listen(first)
+        with pytest.raises(UsageError, match=f"cannot listen on {path}"):
+            bind("", 0, path)
+    assert path.is_socket()
+    with bind("", 0, path) as second:
+        assert second.getsockname() == str(path)
+    path.unlink()
+    path.write_text("not a socket")
+    with pytest.raises(UsageError, match="--uds"):
+        bind("", 0, path)
+    assert path.read_text() == "not a socket"
+
+
+@needs_openssl
+def test_certificates_of_clients(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    tls = Tls(
+        certificate=certificate,
+        key=key,
+        authorities=certificate,
+        client_certificates=2,
+        ciphers="ECDHE+AESGCM",
+    )
+    assert tls.options() == {
+        "ssl_certfile": certificate,
+        "ssl_keyfile": key,
+        "ssl_ca_certs": certificate,
+        "ssl_cert_reqs": ssl.CERT_REQUIRED,
+        "ssl_ciphers": "ECDHE+AESGCM",
+    }
+    for wrong, told in (
+        ({"authorities": key}, "--ssl-ca-certs"),
+        ({"client_certificates": 1}, "needs --ssl-ca-certs"),
+        ({"ciphers": "none-such"}, "--ssl-ciphers"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            Tls(certificate=certificate, key=key, **wrong)
+
+
+def test_pages_of_other_origins_may_do_what_is_allowed() -> None:
+    access = Access(
+        allowed_origins=("https://a",),
+        allowed_methods=("PUT",),
+        allowed_headers=("x-own",),
+        allow_credentials=True,
+    )
+    app, _ = guarded(echo, ServeLimits(), access)
+    asked = [
+        (b"origin", b"https://a"),
+        (b"access-control-request-method", b"PUT"),
+        (b"access-control-request-headers", b"x-own"),
+    ]
+    status, _, headers = request(app, headers=asked, method="OPTIONS")
+    assert status == 200
+    assert headers[b"access-control-allow-credentials"] == b"true"
+    assert headers[b"access-control-allow-methods"] == b"PUT"
+    assert b"x-own" in headers[b"access-control-allow-headers"]
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    names = ("slipstream", "uvicorn", "slipstream.serve.access")
+    kept = [(it, it.handlers[:], it.level, it.propagate) for it in map(logging.getLogger, names)]
+    yield io.StringIO()
+    for logger, handlers, level, propagate in kept:
+        logger.handlers[:], logger.propagate, logger.disabled = handlers, propagate, False
+        logger.setLevel(level)
+
+
+def submission(prompt: str) -> Any:
+    params = SamplingParams(temperature=0.5, max_tokens=7)
+    return SimpleNamespace(prompt=prompt, prompt_token_ids=[1, 2], params=params, samples=[])
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_requests_are_logged_as_they_come(log: io.StringIO, level: str) -> None:
+    options = LogOptions(enable_log_requests=True, max_log_len=4, log_level=level)
+    set_up_logs(options, log)
+    ActivityLog(options).request_added("id", submission("some prompt"))
+    (line,) = log.getvalue().splitlines()
+    assert "begun: 2 prompt tokens; temp [id]" in line.replace("; prompt 'some'", "")
+    assert ("prompt 'some'" in line) == (level == "debug")
+    ActivityLog(LogOptions()).request_added("id", submission("some prompt"))
+    assert len(log.getvalue().splitlines()) == 1
+
+
+def test_lines_can_be_left_out(log: io.StringIO) -> None:
+    set_up_logs(LogOptions(disable_uvicorn_access_log=True, uvicorn_log_level="critical"), log)
+    app, _ = guarded(echo, ServeLimits(), Access())
+    request(app)
+    logging.getLogger("uvicorn").error("x")
+    assert log.getvalue() == ""
+    set_up_logs(LogOptions(), log)
+    request(app)
+    assert "POST /v1/completions 200" in log.getvalue()
+    ActivityLog(LogOptions(disable_log_stats=True)).step_done(None)  # type: ignore[arg-type]
+
+
+def test_a_file_configures_the_log(log: io.StringIO, tmp_path: Path) -> None:
+    file = tmp_path / "log.json"
+    file.write_text(
+        json.dumps({"version": 1, "incremental": True, "loggers": {"slipstream": {"level": 35}}})
+    )
+    set_up_logs(LogOptions(log_config_file=file), log)
+    assert logging.getLogger("slipstream").level == 35
+    for text in ("{", "[]", '{"version": 2}'):
+        file.write_text(text)
+        with pytest.raises(UsageError, match="--log-config-file"):
+            set_up_logs(LogOptions(log_config_file=file), log)
