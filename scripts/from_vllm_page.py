@@ -40,7 +40,7 @@ explained in [protocol.md](protocol.md), metrics in [serving.md](serving.md#metr
 
 def page() -> str:
     """The text of the page."""
-    parts = [INTRODUCTION, _honoured(), _already(), _refused(), _short()]
+    parts = [INTRODUCTION, _honoured(), _already(), _refused(), _short(), _rare()]
     return "\n".join(parts)
 
 
@@ -95,6 +95,15 @@ def _short() -> str:
         "## Short forms\n\n`-tp`, `-q`, `-O` (also `-O3`), `-cc` and `-sc` are honoured. "
         f"These mean flags of the tables above: {forms}.\n"
     )
+
+
+def _rare() -> str:
+    rows = {
+        name: _told(name, it)
+        for name, it in serve_options().items()
+        if it.hidden and name.startswith("--") and not {*it.opts} & {*DECLARED}
+    }
+    return _table("Further flags that --help leaves out", ("flag", "here"), rows)
 
 
 def _table(heading: str, columns: tuple[str, str], rows: dict[str, str]) -> str:

@@ -48,7 +48,9 @@ class DrafterFlags:
         "gemma4_assistant, ngram, suffix, custom or combination. [found from the drafter]",
     )
     drafter_quantization: str | None = flag(
-        None, "Like --quantization, for the drafter's weight matrices. [none]"
+        None,
+        "Quantise the drafter's weight matrices while loading; the model's have --quantization. "
+        "[none]",
     )
     speculative_config: str | None = flag(
         None,

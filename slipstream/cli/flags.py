@@ -219,6 +219,9 @@ class GroupedHelp(TyperCommand):
             if records:
                 with formatter.section(heading):
                     formatter.write_dl(records)
+        if any(getattr(parameter, "hidden", False) for parameter in self.get_params(ctx)):
+            formatter.write_paragraph()
+            formatter.write_text("Rare flags and those of other engines: docs/from_vllm.md.")
 
 
 class VllmCommand(GroupedHelp):

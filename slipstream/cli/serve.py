@@ -78,22 +78,6 @@ class ListenFlags:
     allow_credentials: bool = flag(
         False, "Let these pages send cookies and credentials of their own.", hidden=True
     )
-    tool_call_parser: str | None = flag(
-        None,
-        "Format of tool calls: hermes, qwen3_coder, glm45, llama3_json, pythonic, mistral or "
-        "openai. "
-        "[found from the checkpoint]",
-    )
-    reasoning_parser: str | None = flag(
-        None,
-        "qwen3, glm45, deepseek_r1 or openai_gptoss; none leaves a model's reasoning in the "
-        "content. [found from the checkpoint]",
-    )
-    chat_template: str | None = flag(
-        None,
-        "A chat template in place of the checkpoint's: a file, or the text of one.",
-        metavar="<file>",
-    )
     ssl_certfile: Path | None = flag(
         None, "Serve HTTPS with this certificate (PEM).", metavar="<file>"
     )
@@ -129,7 +113,7 @@ class ListenFlags:
     )
     profiler_config: Mapping[str, Any] | None = flag(
         None,
-        "--enable-profiling as vLLM has it: the folder stands under torch_profiler_dir.",
+        'A folder for traces as {"torch_profiler_dir": FOLDER}; clients may then profile.',
         metavar="<json>",
         parse=parse_object,
         hidden=True,
@@ -140,6 +124,22 @@ class ListenFlags:
     allow_synthetic: bool = flag(
         False,
         "Allow rejection_sample_method synthetic, for benchmarks: the texts are not the model's.",
+    )
+    tool_call_parser: str | None = flag(
+        None,
+        "Format of tool calls: hermes, qwen3_coder, glm45, llama3_json, pythonic, mistral or "
+        "openai. [found from the checkpoint]",
+        panel="Answers",
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "qwen3, glm45, deepseek_r1 or openai_gptoss; none leaves a model's reasoning in the "
+        "content. [found from the checkpoint]",
+    )
+    chat_template: str | None = flag(
+        None,
+        "A chat template in place of the checkpoint's: a file, or the text of one.",
+        metavar="<file>",
     )
 
     def template(self) -> str | None:
@@ -194,12 +194,12 @@ class ListenFlags:
 
 def serve(
     *,
+    drafter: DrafterFlags,
+    engine: EngineConfig,
     listen: ListenFlags,
     answers: AnswerOptions,
     limits: ServeLimits,
     log: LogOptions,
-    drafter: DrafterFlags,
-    engine: EngineConfig,
     run: RunFlags,
 ) -> None:
     """Serve a model by the OpenAI protocol.

@@ -25,7 +25,7 @@ _DECLARED: Final = """
     max-cudagraph-capture-size max-log-len max-logprobs max-model-len max-num-batched-tokens
     max-num-seqs num-gpu-blocks-override optimization-level override-generation-config port
     prefix-caching-hash-algo profiler-config quantization reasoning-parser response-role
-    return-tokens-as-token-ids revision root-path safetensors-load-strategy
+    return-tokens-as-token-ids revision root-path safetensors-load-strategy scheduling-policy
     served-model-name skip-tokenizer-init spec-method spec-model spec-tokens speculative-config
     ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers ssl-keyfile stream-interval
     tensor-parallel-size tokenizer tokenizer-mode tokenizer-revision tool-call-parser
@@ -237,7 +237,6 @@ _ALREADY: Final[Mapping[str, Already]] = {
     "runner": Already("models generate; embeddings are not served", ("auto", "generate")),
     "scheduler-cls": Already("there is one scheduler", ("auto",)),
     "scheduler-reserve-full-isl": Already("a request waits until its whole prompt has room"),
-    "scheduling-policy": Already("requests start in the order of their arrival", ("fcfs",)),
     "swap-space": Already(
         "nothing is swapped out: what is preempted is computed again; leave it out", _NONE
     ),

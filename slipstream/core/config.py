@@ -62,7 +62,7 @@ class EngineConfig:
         None, "Directory of a tokenizer to use in place of the model's.", panel="Engine"
     )
     tokenizer_revision: str | None = flag(
-        None, "Branch, tag or commit of the tokenizer's hub name. [that of --revision]"
+        None, "Branch, tag or commit of the tokenizer's hub name. [that of --revision]", hidden=True
     )
     revision: str | None = flag(None, "Branch, tag or commit of a hub name.")
     download_dir: str | None = flag(
@@ -72,7 +72,10 @@ class EngineConfig:
         None, "Access token for the hub. [that of `hf auth login`]", metavar="<token>"
     )
     hf_config_path: str | None = flag(
-        None, "Directory or hub name of a config.json in place of the model's.", metavar="<folder>"
+        None,
+        "Directory or hub name of a config.json in place of the model's.",
+        metavar="<folder>",
+        hidden=True,
     )
     hf_overrides: Mapping[str, Any] | None = flag(
         None,
@@ -81,9 +84,15 @@ class EngineConfig:
         parse=parse_object,
     )
     rope_scaling: Mapping[str, Any] | None = flag(
-        None, "In place of that of config.json.", metavar="<json>", parse=parse_object
+        None,
+        "How RoPE stretches positions, in place of config.json's rope_scaling.",
+        metavar="<json>",
+        parse=parse_object,
+        hidden=True,
     )
-    rope_theta: float | None = flag(None, "In place of that of config.json.", above=0)
+    rope_theta: float | None = flag(
+        None, "RoPE's base frequency, in place of config.json's rope_theta.", above=0, hidden=True
+    )
     generation_config: str = flag(
         "auto",
         "Where defaults of requests come from: auto is the model's generation_config.json, vllm "
@@ -163,21 +172,26 @@ class EngineConfig:
     enable_prefix_caching: bool = flag(
         True, "Reuse the KV cache of earlier requests that begin with the same tokens."
     )
-    skip_tokenizer_init: bool = flag(False, "Token ids in, token ids out: load no tokenizer.")
+    skip_tokenizer_init: bool = flag(
+        False, "Token ids in, token ids out: load no tokenizer.", hidden=True
+    )
     logprobs_mode: str = flag(
         "raw_logprobs",
         "raw_logprobs, or raw_logits to report logits in their place.",
         choices=("raw_logprobs", "raw_logits"),
         remedy="log probabilities after temperature and penalties are not kept",
+        hidden=True,
     )
     seed: int = flag(
         0, "Random seed of requests without a seed of their own.", name="--engine-seed"
     )
-    use_fp64_gumbel: bool = flag(False, "Compute the sampling noise in float64.")
+    use_fp64_gumbel: bool = flag(False, "Compute the sampling noise in float64.", hidden=True)
     gpu_memory_utilization: float | None = flag(
         None, "Share of a GPU's memory to use, above 0 and at most 1.", above=0, at_most=1
     )
-    tensor_parallel_size: int = flag(1, "Number of GPUs; only 1 so far.", also=("-tp",))
+    tensor_parallel_size: int = flag(
+        1, "Number of GPUs; only 1 so far.", also=("-tp",), hidden=True
+    )
     enforce_eager: bool | None = flag(None, "Do not capture CUDA graphs.")
     cudagraph_capture_sizes: tuple[int, ...] | None = flag(
         None,
@@ -185,12 +199,13 @@ class EngineConfig:
         "1,2,4,8. [derived]",
         metavar="<numbers>",
         parse=parse_integers,
+        hidden=True,
     )
     async_scheduling: bool | None = flag(
-        None, "Accepted for compatibility; --verbose tells its effect."
+        None, "Accepted for compatibility; --verbose tells its effect.", hidden=True
     )
     trust_remote_code: bool = flag(
-        False, "Accepted for compatibility; code in a checkpoint is never run."
+        False, "Accepted for compatibility; code in a checkpoint is never run.", hidden=True
     )
     enable_chunked_prefill: bool | None = flag(
         None,
@@ -198,41 +213,45 @@ class EngineConfig:
         panel="Accepted for compatibility",
         choices=(True,),
         remedy="raise max_num_batched_tokens to read longer prompts at once",
+        hidden=True,
     )
     tokenizer_mode: str = flag(
         "auto",
         "auto or hf: tokenizer.json is always read.",
         choices=("auto", "hf"),
         remedy="make a tokenizer.json with transformers (save_pretrained), and leave this out",
+        hidden=True,
     )
     config_format: str = flag(
         "auto",
         "auto or hf: config.json is always read.",
         choices=("auto", "hf"),
         remedy="use the checkpoint in its Hugging Face form, which has a config.json",
+        hidden=True,
     )
     safetensors_load_strategy: str | None = flag(
         None,
         "eager or prefetch: files are always read from their beginning to their end.",
         choices=("eager", "prefetch"),
         remedy="weights are never mapped from their files; leave this out",
+        hidden=True,
     )
     prefix_caching_hash_algo: str = flag(
         "sha256",
         "sha256 or sha256_cbor: a cryptographic digest (BLAKE2b) always names blocks.",
         choices=("sha256", "sha256_cbor"),
         remedy="faster digests may collide; leave this out",
+        hidden=True,
     )
     attention_backend: str | None = flag(
         None,
         "TRITON_ATTN on a GPU, CPU_ATTN on a CPU: each device has one backend.",
         choices=("TRITON_ATTN", "CPU_ATTN"),
         remedy="leave this out to take the device's own",
+        hidden=True,
     )
     max_cudagraph_capture_size: int | None = flag(
-        None,
-        "At least --max-num-seqs, up to which steps are captured.",
-        at_least=1,
+        None, "At least --max-num-seqs, up to which steps are captured.", at_least=1, hidden=True
     )
     optimization_level: int | None = flag(
         None,
@@ -240,6 +259,7 @@ class EngineConfig:
         also=("-O",),
         at_least=0,
         at_most=3,
+        hidden=True,
     )
     compilation_config: Mapping[str, Any] | None = flag(
         None,
@@ -247,6 +267,7 @@ class EngineConfig:
         also=("-cc",),
         metavar="<json>",
         parse=parse_object,
+        hidden=True,
     )
 
     def __post_init__(self) -> None:

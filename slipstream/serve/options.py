@@ -64,9 +64,7 @@ class LogOptions:
 
     log_level: str = flag("info", "debug, info, warning or error.", panel="Log", choices=_LEVELS)
     log_json: bool = flag(False, "Log one JSON object per line.")
-    log_prompts: bool = flag(
-        False, "Log prompts and outputs, too. [what they say is in no log otherwise]"
-    )
+    log_prompts: bool = flag(False, "Log prompts and outputs, too.")
     metrics_prefix: str = flag(
         "slipstream",
         "Names of the metrics: vllm uses vLLM's names and labels where the meaning is the same, "

@@ -188,7 +188,7 @@ def test_help_does_not_import_torch() -> None:
 def test_the_process_leaves_with_the_exit_code() -> None:
     done = run_python("-m", "slipstream", "generate", "--oops")
     assert done.returncode == 2
-    assert done.stderr.decode().startswith("slipstream: No such option: --oops")
+    assert done.stderr.decode().startswith("slipstream: no such flag: --oops")
 
 
 def test_an_interrupted_process_says_nothing_more() -> None:

@@ -10,18 +10,12 @@ from tests.cli.conftest import CommandLine
 COMMON = "--debug --help -h"
 RUN = "--verbose -v"
 ENGINE = """
-    --async-scheduling --attention-backend --batch-invariant --block-size --compilation-config
-    --config-format --cudagraph-capture-sizes --device --download-dir --dtype
-    --enable-chunked-prefill --enable-prefix-caching --enforce-eager --engine-seed
-    --generation-config --gpu-memory-utilization --hf-config-path --hf-overrides --hf-token
-    --kv-cache-dtype --kv-cache-memory --kv-cache-memory-bytes --load-format --logprobs-mode
-    --max-cudagraph-capture-size --max-model-len --max-num-batched-tokens --max-num-seqs
-    --no-async-scheduling --no-enable-chunked-prefill --no-enable-prefix-caching
-    --no-enforce-eager --num-gpu-blocks-override --num-kv-blocks --optimization-level
-    --override-generation-config --prefix-caching-hash-algo --quantization --revision
-    --rope-scaling --rope-theta --safetensors-load-strategy --skip-tokenizer-init
-    --tensor-parallel-size --threads --tokenizer --tokenizer-mode --tokenizer-revision
-    --trust-remote-code --use-fp64-gumbel -O -cc -q -tp
+    --batch-invariant --block-size --device --download-dir --dtype --enable-prefix-caching
+    --enforce-eager --engine-seed --generation-config --gpu-memory-utilization --hf-overrides
+    --hf-token --kv-cache-dtype --kv-cache-memory --kv-cache-memory-bytes --load-format
+    --max-model-len --max-num-batched-tokens --max-num-seqs --no-enable-prefix-caching
+    --no-enforce-eager --num-gpu-blocks-override --num-kv-blocks --override-generation-config
+    --quantization --revision --threads --tokenizer -q
 """
 DRAFTER = """
     --drafter --drafter-quantization --no-speculation --num-speculative-tokens --spec-method
