@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli.chat import Conversation
+from slipstream.cli.spoken import Spoken, parser_of
 from slipstream.cli.terminal import interrupt_noted
 from slipstream.cli.views import PlainView
 from slipstream.core.config import EngineConfig
@@ -19,6 +20,8 @@ from slipstream.models.tokenizer import Tokenizer
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import ByteTokenizer, FakeLLM
 from tests.serve.api.harmony_models import write_harmony_tokenizer
+from tests.serve.api.thinking_models import TEMPLATE as THINKING
+from tests.serve.api.thinking_models import write_thinking_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -177,6 +180,22 @@ def test_reasoning_is_no_part_of_the_conversation(tmp_path: Path) -> None:
     assert llm.params is not None
     assert llm.params.stop_strings == ()
     assert llm.aborted == ["0"]
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_thought_that_the_prompt_opens_is_reasoning(tmp_path: Path, opened: bool) -> None:
+    template = THINKING if not opened else THINKING.replace("elif opens", "else")
+    tokenizer = Tokenizer(write_thinking_tokenizer(tmp_path / "thinking", template))
+    parser = parser_of(tokenizer, SamplingParams())
+    assert parser is not None
+    spoken = Spoken(parser())
+    ids = tokenizer.encode("Hm.</think>\n\nIt is hot." if opened else "It is hot.")
+    for output in answers(ids):
+        spoken.take(output.outputs[0])
+    spoken.finish()
+    assert spoken.content == "It is hot."
+    assert spoken.text == ("Hm.\n\nIt is hot." if opened else "It is hot.")
+    assert spoken.quiet == ([(0, 3)] if opened else [])
 
 
 def answers(ids: list[int]) -> Iterator[RequestOutput]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 from slipstream.core.structured import StructuredOutput, Thought
@@ -61,7 +62,7 @@ class Thinking:
     def name(self) -> str:
         return self.style.name
 
-    @property
+    @cached_property
     def tokens(self) -> tuple[int, int] | None:
         """The marks as tokens; None if the vocabulary lacks one, so that they are text."""
         opening = self.tokenizer.token_to_id(self.style.opening)
@@ -121,16 +122,21 @@ class Thinking:
 
     def _place(self, prompt: Sequence[int], continues: bool) -> Place:
         """Where the answer to a prompt begins."""
-        tail = prompt if continues else prompt[-_TAIL:]
-        text = self.tokenizer.decode(tail, skip_special_tokens=False).rstrip()
         opening, closing = self.style.opening, self.style.closing
         if continues:  # earlier messages may hold thoughts, but none that is open
-            opened = text.rfind(opening) > text.rfind(closing)
-            return Place.THOUGHT if opened else Place.CONTENT
+            return Place.THOUGHT if self._is_open(prompt) else Place.CONTENT
+        text = self.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
         if text.endswith(closing):
             return Place.CONTENT
         opened = text.endswith(opening) or self.style.unopened
         return Place.THOUGHT if opened else Place.START
+
+    def _is_open(self, prompt: Sequence[int]) -> bool:
+        """Whether the last mark of a prompt opens a thought."""
+        if self.tokens is None:
+            text = self.tokenizer.decode(prompt, skip_special_tokens=False)
+            return text.rfind(self.style.opening) > text.rfind(self.style.closing)
+        return next((it for it in reversed(prompt) if it in self.tokens), None) == self.tokens[0]
 
 
 def _frame(opening: str, closing: str, begun: bool) -> str:

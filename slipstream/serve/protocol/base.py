@@ -65,6 +65,7 @@ REFUSALS: Final = {
     "thread": "no conversations are kept here; leave it out, and send all messages",
     "use_beam_search": "the most probable text is not what the model says; use temperature 0, or "
     "n with logprobs and choose yourself",
+    "thinking_token_budget": "a completion is not read for thoughts; use /v1/chat/completions",
     "verbosity": "say in a message how long the answer should be",
     "vllm_xargs": "this server has no extensions that would read it; leave it out",
     "watermarking": "this server marks no text; leave it out",

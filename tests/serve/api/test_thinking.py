@@ -260,6 +260,8 @@ def test_r1_answers_begin_with_a_thought(client: openai.OpenAI, live: Live) -> N
 def test_budgets_that_cannot_be_kept(client: openai.OpenAI, live: Live) -> None:
     with pytest.raises(openai.BadRequestError, match="thinking_token_budget"):
         create(client, thinking_token_budget=-2)
+    with pytest.raises(openai.BadRequestError, match="use /v1/chat/completions"):
+        client.completions.create(model="demo", prompt="a", extra_body={"thinking_token_budget": 1})
     live.model.__dict__["output_format"] = None
     try:
         with pytest.raises(openai.BadRequestError, match="--reasoning-parser"):
