@@ -31,6 +31,7 @@ STORED_QUANTIZATIONS = (
     *("modelopt", "modelopt_fp4", "quark"),
 )
 _OTHER_NAMES = {"w8a8": "int8-dynamic"}
+_OBJECTS = ("hf_overrides", "rope_scaling", "override_generation_config", "compilation_config")
 SpeculativeConfig = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
@@ -272,11 +273,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(type(self), vars(self))
-        self._take_compilation()
-        self._take_rope()
-        for name in ("hf_overrides", "override_generation_config"):
+        for name in _OBJECTS:
             if not isinstance(getattr(self, name), Mapping | None):
                 raise UsageError(f"{name} must be a mapping such as {{'key': 1}}, or None")
+        self._take_compilation()
+        self._take_rope()
         if self.kv_cache_memory is not None and self.num_kv_blocks is not None:
             raise UsageError("give kv_cache_memory or num_kv_blocks, not both")
         rows = self.max_num_batched_tokens
@@ -318,17 +319,19 @@ class EngineConfig:
     def _take_compilation(self) -> None:
         """Let `enforce_eager` and `cudagraph_capture_sizes` say what is to be captured."""
         given = dict(self.compilation_config or {})
-        sizes = given.pop("cudagraph_capture_sizes", None)
-        modes = {given.pop("mode", None), given.pop("level", None), self.optimization_level}
-        if given.pop("cudagraph_mode", None) == "NONE" or 0 in modes:
+        sizes = given.pop("cudagraph_capture_sizes", self.cudagraph_capture_sizes)
+        if given.pop("cudagraph_mode", None) == "NONE" or self.optimization_level == 0:
             self._set("enforce_eager", True)
-        if given:
+        if other := given.keys() - {"mode", "level"}:
             raise UsageError(
-                f"compilation_config: {', '.join(given)} is not supported; leave it out: kernels "
-                "are compiled beforehand, and cudagraph_mode NONE turns graphs off"
+                f"compilation_config: {', '.join(sorted(other))} is not supported; leave it out: "
+                "kernels are compiled beforehand, and cudagraph_mode NONE turns graphs off"
             )
         if sizes is not None:
-            self._set("cudagraph_capture_sizes", tuple(sizes))
+            listed = list(sizes) if isinstance(sizes, list | tuple) else [sizes]
+            if any(type(size) is not int or size < 1 for size in listed):
+                raise UsageError(f"cudagraph_capture_sizes must be positive integers, not {sizes}")
+            self._set("cudagraph_capture_sizes", tuple(listed))
         self._set("compilation_config", None)
         most = self.max_cudagraph_capture_size
         if most is not None and most < self.max_num_seqs and not self.enforce_eager:
@@ -337,9 +340,6 @@ class EngineConfig:
                 f"({self.max_num_seqs}), as every step is captured; lower max_num_seqs, or give "
                 "enforce_eager"
             )
-        bad = [it for it in self.cudagraph_capture_sizes or () if type(it) is not int or it < 1]
-        if bad:
-            raise UsageError(f"cudagraph_capture_sizes must be positive integers, not {bad[0]!r}")
 
     @property
     def drafter_options(self) -> Mapping[str, Any] | None:

@@ -137,6 +137,7 @@ def _yarn(
         if not original:
             raise inner.error("factor", "is missing; add it, or original_max_position_embeddings")
         factor = max_positions / original
+    inner.take("finetuned", bool, True)  # which tells how the weights came about
     one, other = (inner.take(key, float, 0.0) for key in ("mscale", "mscale_all_dim"))
     weight = _mscale(factor, one) / _mscale(factor, other) if one and other else _mscale(factor)
     return RopeConfig(

@@ -43,6 +43,7 @@ YARNS = {
     "qwen3": ("qwen3", 128, yarn(1e6, 32768, factor=4.0)),
     "deepseek": ("llama", 64, yarn(1e4, 4096, factor=40, mscale=0.7, mscale_all_dim=1.0)),
     "one mscale": ("llama", 64, yarn(1e4, 4096, factor=40.0, mscale=0.7)),
+    "finetuned": ("llama", 16, yarn(1e4, 4096, factor=16.0, finetuned=True)),
     "own weight": ("mistral", 16, yarn(500.0, 64, factor=2.0, attention_factor=1.25)),
     "null factor": ("qwen2", 32, yarn(1e4, 1024, factor=None, beta_fast=8)),
     "not stretched": ("llama", 32, yarn(1e4, 2048, factor=1.0)),
