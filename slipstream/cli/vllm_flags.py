@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from slipstream.cli.paths import read_text
-from slipstream.cli.vllm_refused import ONE_GPU, REFUSED
+from slipstream.cli.vllm_refused import ONE_GPU, READ_IN_PARTS, REFUSED
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import parse_object
 
@@ -64,10 +64,12 @@ class Spelling:
     Attributes:
         means: what takes its place, in words.
         expand: (flag, value) -> arguments in its place; UsageError for a value that has none.
+        switch: it has no value.
     """
 
     means: str
     expand: Callable[[str, str], list[str]]
+    switch: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,9 @@ _SPELLINGS: Final[Mapping[str, Spelling]] = {
         "a YAML file of flags, `port: 8000`, and `model:`; the command line counts before it",
         _config,
     ),
+    "disable-log-requests": Spelling(
+        "`--no-enable-log-requests`", lambda _, __: ["--no-enable-log-requests"], switch=True
+    ),
     "seed": _renamed("--engine-seed"),
     "shutdown-timeout": Spelling(
         "`--drain-timeout`; 0 cuts requests off at once, as in vLLM", _shutdown
@@ -181,10 +186,6 @@ _SPELLINGS: Final[Mapping[str, Spelling]] = {
 
 _ONE = ("1",)
 _NONE = ("0", "0.0")
-_READ_IN_PARTS = (
-    "long prompts are read in parts of --max-num-batched-tokens, the oldest request first; set that"
-)
-
 _ALREADY: Final[Mapping[str, Already]] = {
     "aggregate-engine-logging": Already("there is one engine, which the log's line is about"),
     "allow-deprecated-quantization": Already("every format that can be read may be used"),
@@ -200,9 +201,6 @@ _ALREADY: Final[Mapping[str, Already]] = {
     "decode-context-parallel-size": Already(ONE_GPU, _ONE),
     "disable-cascade-attn": Already("there is no cascade attention"),
     "disable-custom-all-reduce": Already("one GPU reduces nothing over several"),
-    "disable-log-requests": Already(
-        "requests are logged in full only with --enable-log-requests; give that"
-    ),
     "distributed-executor-backend": Already(ONE_GPU, ("uni", "mp")),
     "enable-auto-tool-choice": Already(
         "models choose tools freely unless a request's tool_choice says otherwise; send none there"
@@ -220,9 +218,7 @@ _ALREADY: Final[Mapping[str, Already]] = {
     "language-model-only": Already("the language model is all that is loaded of a checkpoint"),
     "linear-backend": Already("each device has one kernel of a kind", ("auto",)),
     "log-error-stack": Already("the log has the traceback of every internal error"),
-    "long-prefill-token-threshold": Already(_READ_IN_PARTS, ("0",)),
-    "max-long-partial-prefills": Already(_READ_IN_PARTS, _ONE),
-    "max-num-partial-prefills": Already(_READ_IN_PARTS, _ONE),
+    "long-prefill-token-threshold": Already(READ_IN_PARTS, ("0",)),
     "model-impl": Already("each family has one implementation, the engine's own", ("auto",)),
     "moe-backend": Already("each device has one kernel of a kind", ("auto",)),
     "nnodes": Already(ONE_GPU, _ONE),
@@ -276,6 +272,8 @@ def arguments_for(name: str, value: str | None, off: bool = False) -> list[str]:
     if off:
         if isinstance(entry, Refused) and entry.switch:
             return []
+        if isinstance(entry, Spelling) and entry.switch:
+            return [it.replace("--no-", "--", 1) for it in entry.expand(name, "")]
         if isinstance(entry, Spelling) or takes_value(name):
             raise UsageError(f"no such flag: {negated(name)}; {name} takes a value")
         raise UsageError(f"{negated(name)} is not supported: {entry.why}")
@@ -297,4 +295,6 @@ def negated(name: str) -> str:
 def takes_value(name: str) -> bool:
     """Whether a flag of `ENTRIES` that is not refused has a value."""
     entry = ENTRIES[name]
-    return isinstance(entry, Spelling) or (isinstance(entry, Already) and entry.values is not None)
+    if isinstance(entry, Spelling):
+        return not entry.switch
+    return isinstance(entry, Already) and entry.values is not None

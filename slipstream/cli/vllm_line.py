@@ -144,7 +144,7 @@ class _Line:
                 given = self._value(name, waiting)
             waiting.extendleft(reversed(arguments_for(name, given)))
         elif name.startswith("--no-") and positive in ENTRIES:
-            arguments_for(positive, None, off=True)
+            waiting.extendleft(reversed(arguments_for(positive, None, off=True)))
         elif name.startswith("--no-") and getattr(self._options.get(positive), "is_flag", False):
             option = self._options[positive]  # back to its default
             self._pieces = [it for it in self._pieces if it.option is not option]

@@ -7,6 +7,11 @@ ONE_GPU = (
     "a server runs on one GPU or CPU; start one server for each device, and a proxy before them"
 )
 
+READ_IN_PARTS: Final = (
+    "long prompts are read in parts of up to --max-num-batched-tokens, beside what else runs; set "
+    "that"
+)
+
 # A name that ends in ! is a switch.
 REFUSED: Final[Mapping[str, str]] = {
     "LoRA adapters are not loaded; merge the adapter into the weights (peft's merge_and_unload) "
@@ -102,6 +107,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "headers and bodies have limits of their own; use --max-header-bytes and --max-body-bytes": """
         h11-max-header-count h11-max-incomplete-event-size""",
     "drafts need no slots set aside; use --num-speculative-tokens": "num-lookahead-slots",
+    READ_IN_PARTS: "max-long-partial-prefills max-num-partial-prefills",
     "it is the number of tokens in a pass; use --max-num-batched-tokens": """
         max-num-scheduled-tokens""",
     "a prefix is matched by whole blocks; use --block-size": "prefix-match-unit",

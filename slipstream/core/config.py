@@ -59,72 +59,16 @@ class EngineConfig:
         "its target.",
         argument=True,
     )
-    tokenizer: str | None = flag(
-        None, "Directory of a tokenizer to use in place of the model's.", panel="Engine"
+    dtype: str = flag(
+        "auto", "auto (the checkpoint's), bfloat16, float16 or float32.", panel="Engine"
     )
-    tokenizer_revision: str | None = flag(
-        None, "Branch, tag or commit of the tokenizer's hub name. [that of --revision]", hidden=True
-    )
-    revision: str | None = flag(None, "Branch, tag or commit of a hub name.")
-    download_dir: str | None = flag(
-        None, "Where downloads from the hub are kept. [the hub's own cache]", metavar="<folder>"
-    )
-    hf_token: str | None = flag(
-        None, "Access token for the hub. [that of `hf auth login`]", metavar="<token>"
-    )
-    hf_config_path: str | None = flag(
-        None,
-        "Directory or hub name of a config.json in place of the model's.",
-        metavar="<folder>",
-        hidden=True,
-    )
-    hf_overrides: Mapping[str, Any] | None = flag(
-        None,
-        "Values in place of those in config.json; objects are merged key by key.",
-        metavar="<json>",
-        parse=parse_object,
-    )
-    rope_scaling: Mapping[str, Any] | None = flag(
-        None,
-        "How RoPE stretches positions, in place of config.json's rope_scaling.",
-        metavar="<json>",
-        parse=parse_object,
-        hidden=True,
-    )
-    rope_theta: float | None = flag(
-        None, "RoPE's base frequency, in place of config.json's rope_theta.", above=0, hidden=True
-    )
-    generation_config: str = flag(
-        "auto",
-        "Where defaults of requests come from: auto is the model's generation_config.json, vllm "
-        "leaves them neutral, anything else is a directory that has the file.",
-        metavar="<auto|vllm|folder>",
-    )
-    override_generation_config: Mapping[str, Any] | None = flag(
-        None,
-        "Defaults of requests, before those of --generation-config: '{\"temperature\": 0.6}'",
-        metavar="<json>",
-        parse=parse_object,
-    )
-    speculative_config: SpeculativeConfig = None
-    dtype: str = flag("auto", "auto (the checkpoint's), bfloat16, float16 or float32.")
     device: str = flag("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))
-    load_format: str = flag(
-        "auto",
-        "auto or safetensors: read the checkpoint's weights. dummy: random weights. twin: random "
-        "weights whose output a drafter made of the model's first layers predicts.",
-        choices=("auto", "safetensors", "dummy", "twin"),
-        remedy="convert other weights to safetensors with transformers' save_pretrained",
-    )
     quantization: str | None = flag(
         None,
         "Quantise the model's weight matrices while loading: fp8, mxfp4, nvfp4, or on a CPU int8, "
         "int8-dynamic, int4, int4-g128, int4-asym or int4-g128-asym. Formats of checkpoints (awq, "
         "gptq, compressed-tensors, modelopt, quark) are found by themselves. [none]",
         also=("-q",),
-    )
-    batch_invariant: bool = flag(
-        False, "A request's numbers do not depend on the requests batched with it; slower."
     )
     max_model_len: int | None = flag(
         None,
@@ -141,20 +85,6 @@ class EngineConfig:
         parse=parse_count,
         at_least=1,
     )
-    scheduling_policy: str = flag(
-        "fcfs",
-        "fcfs: in order of arrival. priority: a request with a smaller `priority` goes first; one "
-        "with a large one may wait as long as others come.",
-        choices=("fcfs", "priority"),
-        hidden=True,
-    )
-    block_size: int = flag(16, "Tokens per block of the KV cache.", at_least=1)
-    kv_cache_dtype: str = flag(
-        "auto",
-        "auto: the model's dtype. int8: half the memory of bfloat16, on CPUs.",
-        choices=("auto", "int8", "bfloat16", "float16", "float32"),
-        remedy="leave it out where int8 on CPUs does not serve",
-    )
     kv_cache_memory: int | None = flag(
         None,
         "Memory for the KV cache, the drafter's included: bytes, 512M, 4G, 4GiB. [derived]",
@@ -163,15 +93,95 @@ class EngineConfig:
         parse=parse_bytes,
         at_least=1,
     )
+    kv_cache_dtype: str = flag(
+        "auto",
+        "auto: the model's dtype. int8: half the memory of bfloat16, on CPUs.",
+        choices=("auto", "int8", "bfloat16", "float16", "float32"),
+        remedy="leave it out where int8 on CPUs does not serve",
+    )
+    gpu_memory_utilization: float | None = flag(
+        None, "Share of a GPU's memory to use, above 0 and at most 1.", above=0, at_most=1
+    )
+    threads: int | None = flag(None, "CPU threads. [by model size and cores]", at_least=1)
+    enable_prefix_caching: bool = flag(
+        True, "Reuse the KV cache of earlier requests that begin with the same tokens."
+    )
+    batch_invariant: bool = flag(
+        False, "A request's numbers do not depend on the requests batched with it; slower."
+    )
+    seed: int = flag(
+        0, "Random seed of requests without a seed of their own.", name="--engine-seed"
+    )
+    generation_config: str = flag(
+        "auto",
+        "Where defaults of requests come from: auto is the model's generation_config.json, vllm "
+        "leaves them neutral, anything else is a directory that has the file.",
+        metavar="<auto|vllm|folder>",
+    )
+    override_generation_config: Mapping[str, Any] | None = flag(
+        None,
+        "Defaults of requests, before those of --generation-config: '{\"temperature\": 0.6}'",
+        metavar="<json>",
+        parse=parse_object,
+    )
+    tokenizer: str | None = flag(
+        None,
+        "Directory of a tokenizer to use in place of the model's.",
+    )
+    revision: str | None = flag(None, "Branch, tag or commit of a hub name.")
+    load_format: str = flag(
+        "auto",
+        "auto or safetensors: read the checkpoint's weights. dummy: random weights. twin: random "
+        "weights whose output a drafter made of the model's first layers predicts.",
+        choices=("auto", "safetensors", "dummy", "twin"),
+        remedy="convert other weights to safetensors with transformers' save_pretrained",
+    )
+    hf_overrides: Mapping[str, Any] | None = flag(
+        None,
+        "Values in place of those in config.json; objects are merged key by key.",
+        metavar="<json>",
+        parse=parse_object,
+    )
+    download_dir: str | None = flag(
+        None, "Where downloads from the hub are kept. [the hub's own cache]", metavar="<folder>"
+    )
+    hf_token: str | None = flag(
+        None, "Access token for the hub. [that of `hf auth login`]", metavar="<token>"
+    )
+    enforce_eager: bool | None = flag(None, "Do not capture CUDA graphs.")
+    block_size: int = flag(16, "Tokens per block of the KV cache.", at_least=1)
     num_kv_blocks: int | None = flag(
         None,
         "Size of the KV cache in blocks, in place of --kv-cache-memory.",
         also=("--num-gpu-blocks-override",),
         at_least=1,
     )
-    threads: int | None = flag(None, "CPU threads. [by model size and cores]", at_least=1)
-    enable_prefix_caching: bool = flag(
-        True, "Reuse the KV cache of earlier requests that begin with the same tokens."
+    tokenizer_revision: str | None = flag(
+        None, "Branch, tag or commit of the tokenizer's hub name. [that of --revision]", hidden=True
+    )
+    hf_config_path: str | None = flag(
+        None,
+        "Directory or hub name of a config.json in place of the model's.",
+        metavar="<folder>",
+        hidden=True,
+    )
+    rope_scaling: Mapping[str, Any] | None = flag(
+        None,
+        "How RoPE stretches positions, in place of config.json's rope_scaling.",
+        metavar="<json>",
+        parse=parse_object,
+        hidden=True,
+    )
+    rope_theta: float | None = flag(
+        None, "RoPE's base frequency, in place of config.json's rope_theta.", above=0, hidden=True
+    )
+    speculative_config: SpeculativeConfig = None
+    scheduling_policy: str = flag(
+        "fcfs",
+        "fcfs: in order of arrival. priority: a request with a smaller `priority` goes first; one "
+        "with a large one may wait as long as others come.",
+        choices=("fcfs", "priority"),
+        hidden=True,
     )
     skip_tokenizer_init: bool = flag(
         False, "Token ids in, token ids out: load no tokenizer.", hidden=True
@@ -183,17 +193,10 @@ class EngineConfig:
         remedy="log probabilities after temperature and penalties are not kept",
         hidden=True,
     )
-    seed: int = flag(
-        0, "Random seed of requests without a seed of their own.", name="--engine-seed"
-    )
     use_fp64_gumbel: bool = flag(False, "Compute the sampling noise in float64.", hidden=True)
-    gpu_memory_utilization: float | None = flag(
-        None, "Share of a GPU's memory to use, above 0 and at most 1.", above=0, at_most=1
-    )
     tensor_parallel_size: int = flag(
         1, "Number of GPUs; only 1 so far.", also=("-tp",), hidden=True
     )
-    enforce_eager: bool | None = flag(None, "Do not capture CUDA graphs.")
     cudagraph_capture_sizes: tuple[int, ...] | None = flag(
         None,
         "Numbers of requests for whose steps CUDA graphs are captured, besides --max-num-seqs: "
@@ -211,7 +214,6 @@ class EngineConfig:
     enable_chunked_prefill: bool | None = flag(
         None,
         "Long prompts are always read in parts.",
-        panel="Accepted for compatibility",
         choices=(True,),
         remedy="raise max_num_batched_tokens to read longer prompts at once",
         hidden=True,

@@ -14,6 +14,8 @@ from slipstream.serve.options import LogOptions
 
 logger = logging.getLogger("slipstream.serve")
 
+_LONGEST_PARAMS = 1000  # characters
+
 
 class Observer(Protocol):
     """Is notified on the engine's thread; must be quick."""
@@ -53,7 +55,7 @@ class ActivityLog:
         facts: dict[str, object] = {
             "request_id": request_id,
             "prompt_tokens": len(submission.prompt_token_ids),
-            "params": self._cut(_given_params(submission.params)),
+            "params": _given_params(submission.params)[:_LONGEST_PARAMS],
         }
         line = "begun: %(prompt_tokens)d prompt tokens; %(params)s"
         if logger.isEnabledFor(logging.DEBUG):

@@ -124,6 +124,7 @@ EFFECTS: dict[str, tuple[str, str, Any]] = {
     ),
     "--disable-fastapi-docs": ("", "options.show_document", False),
     # Of versions before, and of the rest.
+    "--disable-log-requests": ("", "options.log.enable_log_requests", False),
     "--guided-decoding-backend": ("guidance", "config.model", "demo"),
     "--config-format": ("hf", "config.config_format", "hf"),
     "--safetensors-load-strategy": ("prefetch", "config.safetensors_load_strategy", "prefetch"),
@@ -263,6 +264,8 @@ def test_a_name_is_never_taken_for_one_of_another_meaning() -> None:
         ("--hf-overrides.rope.factor 4.0", "config.hf_overrides", {"rope": {"factor": 4.0}}),
         ("--trust-remote-code --no-trust-remote-code", "config.trust_remote_code", False),
         ("--no-trust-remote-code --trust-remote-code", "config.trust_remote_code", True),
+        ("--enable-log-requests --disable-log-requests", "options.log.enable_log_requests", False),
+        ("--no-disable-log-requests", "options.log.enable_log_requests", True),
         ("m --served-model-name a b --api-key k", "options.names", ("a", "b")),
         ("--served_model_name a m", "config.model", "m"),
         ("--structured-outputs-config.reasoning_parser none", "options.reasoning_parser", "none"),

@@ -106,7 +106,8 @@ def test_requests_are_logged_as_they_come(log: io.StringIO, level: str) -> None:
     set_up_logs(options, log)
     ActivityLog(options).request_added("id", submission("some prompt"))
     (line,) = log.getvalue().splitlines()
-    assert "begun: 2 prompt tokens; temp [id]" in line.replace("; prompt 'some'", "")
+    assert "begun: 2 prompt tokens; temperature 0.5, max_tokens 7" in line
+    assert "[id]" in line
     assert ("prompt 'some'" in line) == (level == "debug")
     ActivityLog(LogOptions()).request_added("id", submission("some prompt"))
     assert len(log.getvalue().splitlines()) == 1
