@@ -3,7 +3,7 @@
 from typing import Final
 
 from slipstream.serve.tools.call_format import ToolFormat
-from slipstream.serve.tools.tagged import END, TaggedParser, Tags
+from slipstream.serve.tools.tagged import BEGIN, END, TaggedParser, Tags
 from slipstream.serve.tools.tagged_rules import TaggedRules
 
 TAGS: Final = Tags(
@@ -22,7 +22,7 @@ FORMAT: Final = ToolFormat(
     name="glm45",
     marks=TAGS.marks,
     parser=lambda functions, dropped: TaggedParser(TAGS, functions, dropped),
-    shown_by=lambda template, _: template.mentions(TAGS.key) and template.mentions(TAGS.value),
+    shown_by=lambda template, _: all(map(template.mentions, (BEGIN, TAGS.key, TAGS.value))),
     only=_RULES.only,
     amid=_RULES.amid,
     calls=_RULES.calls,

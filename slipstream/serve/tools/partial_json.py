@@ -15,6 +15,11 @@ class ValueScanner:
         self._depth = 0
         self._in_string = self._escaped = self._begun = self._scalar = False
 
+    @property
+    def in_string(self) -> bool:
+        """Whether the text so far ends within a string."""
+        return self._in_string
+
     def scan(self, text: str, start: int) -> int:
         """The index after the value's text, which begins at `start`."""
         for place in range(start, len(text)):
@@ -49,6 +54,13 @@ class ValueScanner:
         elif letter == '"':
             self._in_string = False
             self.done = self._depth == 0
+
+
+def ends_in_string(text: str) -> bool:
+    """Whether an array or an object ends within one of its strings."""
+    scanner = ValueScanner()
+    scanner.scan(text, 0)
+    return text.lstrip()[:1] in ("[", "{") and scanner.in_string
 
 
 # What follows a structural character: the state after it, by the state before it.

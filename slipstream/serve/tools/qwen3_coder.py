@@ -3,7 +3,7 @@
 from typing import Final
 
 from slipstream.serve.tools.call_format import ToolFormat
-from slipstream.serve.tools.tagged import TaggedParser, Tags
+from slipstream.serve.tools.tagged import BEGIN, TaggedParser, Tags
 from slipstream.serve.tools.tagged_rules import TaggedRules
 
 TAGS: Final = Tags(
@@ -22,7 +22,8 @@ FORMAT: Final = ToolFormat(
     name="qwen3_coder",
     marks=TAGS.marks,
     parser=lambda functions, dropped: TaggedParser(TAGS, functions, dropped),
-    shown_by=lambda template, _: template.mentions(TAGS.name) and template.mentions(TAGS.key),
+    # Another family has tags of another name around the rest.
+    shown_by=lambda template, _: all(map(template.mentions, (BEGIN, TAGS.name, TAGS.key))),
     only=_RULES.only,
     amid=_RULES.amid,
     calls=_RULES.calls,

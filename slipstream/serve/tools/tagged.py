@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from slipstream.serve.tools.call_format import Schemas
 from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, ToolEvent
 from slipstream.serve.tools.marked_text import ContentWriter, MarkFinder
+from slipstream.serve.tools.partial_json import ends_in_string
 from slipstream.serve.tools.typed_arguments import as_json, types_of
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 _STRING = frozenset({"string"})
+_MOST_WITHIN = 32  # tags in an argument's JSON: each has it read again
 _NAME = re.compile(r"([a-zA-Z0-9_.-]{0,64})\s*")
 
 
@@ -128,7 +130,9 @@ class TaggedParser:
         elif mark == tags.value:
             self._expect(tags.value_end)
         elif mark == tags.value_end:
-            self._write("".join(self._text))
+            if not self._write("".join(self._text)):
+                self._text.append(mark)
+                return text
             self._expect(tags.key, tags.end, END)
         else:
             self._events += [Arguments("}" if self._num_arguments else "{}"), CallEnded()]
@@ -137,15 +141,21 @@ class TaggedParser:
             self._held, self._read = "", self._read_end
         return text
 
-    def _write(self, value: str) -> None:
+    def _write(self, value: str) -> bool:
+        """Write an argument; false if the tag behind it is part of a text within its JSON."""
         if self._tags.newlines:
             value = value.removeprefix("\n").removesuffix("\n")
         function = self._functions.get(self._name, {})
         properties = function.get("properties")
         schema = properties.get(self._key) if isinstance(properties, dict) else None
-        pair = f"{as_json(self._key, _STRING)}: {as_json(value, types_of(schema, function))}"
+        types = types_of(schema, function)
+        within = value.count(self._tags.value_end) < _MOST_WITHIN and "string" not in types
+        if within and ends_in_string(value):
+            return False
+        pair = f"{as_json(self._key, _STRING)}: {as_json(value, types)}"
         self._events.append(Arguments((", " if self._num_arguments else "{") + pair))
         self._num_arguments += 1
+        return True
 
     def _read_end(self, text: str) -> str:
         """Drop `END`, where it is not the end of the call itself."""

@@ -57,8 +57,8 @@ def calls(chance: random.Random, format: str) -> list[Call]:
     made: list[Call] = []
     for _ in range(chance.randint(1, 3)):
         arguments = {f"key_{place}": value(chance) for place in range(chance.randint(0, 3))}
-        closing = CLOSING.get(format, "\0")
-        if closing not in json.dumps(arguments, ensure_ascii=False):
+        texts = [it for it in arguments.values() if isinstance(it, str)]
+        if not any(CLOSING.get(format, "\0") in it for it in texts):
             made.append((chance.choice(["add", "get"]), arguments))
     return made
 
