@@ -133,8 +133,8 @@ class ListenFlags:
     )
     reasoning_parser: str | None = flag(
         None,
-        "qwen3, glm45, deepseek_r1 or openai_gptoss; none leaves a model's reasoning in the "
-        "content. [found from the checkpoint]",
+        "qwen3, glm45, deepseek_r1, mistral or openai_gptoss; none leaves a model's reasoning in "
+        "the content. [found from the checkpoint]",
     )
     chat_template: str | None = flag(
         None,

@@ -1,4 +1,4 @@
-"""Answers that begin with a thought between two marks, as Qwen3, GLM-4.5 and DeepSeek R1 write."""
+"""Answers that begin with a thought between two marks, as Qwen3, GLM and DeepSeek R1 write them."""
 
 import re
 from collections.abc import Sequence
@@ -38,6 +38,9 @@ STYLES: Final = (
     ThinkingStyle("qwen3"),
     ThinkingStyle("glm45"),
     ThinkingStyle("deepseek_r1", unopened=True),
+    ThinkingStyle("mistral", "[THINK]", "[/THINK]"),
+    # Names that vLLM has for models which write as the first does.
+    *map(ThinkingStyle, ("deepseek_v3", "glm47", "mimo")),
 )
 
 

@@ -120,6 +120,7 @@ CASES: list[tuple[str, str, str | None, tuple[str, str]]] = [
     (NEW, "Hm.", "glm45", ("", "Hm.")),
     (OPENED, "</think>Yes.", None, ("", "Yes.")),
     (NEW, "<think>a</think>b</think>c", None, ("a", "b</think>c")),
+    (NEW, "[THINK]a</think>[/THINK]b", "mistral", ("a</think>", "b")),
 ]
 
 
