@@ -137,7 +137,7 @@ _FORMS = {
     "content": "a text or a list of parts of type text",
     "prompt": "a text, token ids, or a list of texts and lists of token ids",
     "stop": "a text or a list of texts",
-    "tool_choice": '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+    "tool_choice": '"none", "auto", "required", or a function by its name as /openapi.json has it',
     "background": "false: this server answers while the client waits",
     "input": "a text or a list of items",
     "guided_json": "a JSON schema, as an object or a text",

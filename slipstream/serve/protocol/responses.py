@@ -47,7 +47,6 @@ _Parts = Annotated[
     Field(min_length=1),
     AtMost(bounds.MOST_PARTS),
 ]
-_InputParts = Annotated[list[InputText], Field(min_length=1), AtMost(bounds.MOST_PARTS)]
 
 
 class MessageItem(RequestBody):
@@ -76,7 +75,7 @@ class FunctionOutputItem(RequestBody):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | _InputParts
+    output: str | _Parts
     id: str | None = None
     status: _Status | None = None
 
@@ -135,18 +134,21 @@ class FunctionTool(RequestBody):
     strict: bool | None = None
 
 
-def _refuse_hosted(tool: Any) -> Any:
+def _require_function(tool: Any) -> Any:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if isinstance(kind, str) and kind != "function":
         raise ValueError(
-            f"tools of type {kind[:50]} are not supported: this server runs no tools; describe it "
-            "as a function, and run it yourself"
+            f"the type {kind[:50]} is not supported: tools are functions here, which the client "
+            "runs; describe the tool as one"
         )
     return tool
 
 
+_FUNCTION_ALONE = BeforeValidator(_require_function)
+
+
 Tools = Annotated[
-    list[Annotated[FunctionTool, BeforeValidator(_refuse_hosted)]],
+    list[Annotated[FunctionTool, _FUNCTION_ALONE]],
     FEW_VALUES,
     AtMost(bounds.MOST_TOOLS),
 ]
@@ -218,7 +220,9 @@ class ResponsesRequest(SamplingFields):
     max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
     max_tool_calls: Annotated[Count, Field(ge=1)] | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunctionTool | None = None
+    tool_choice: (
+        Annotated[Literal["none", "auto", "required"] | ChosenFunctionTool, _FUNCTION_ALONE] | None
+    ) = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
