@@ -198,7 +198,10 @@ def hostile_bodies() -> Iterator[HostileBody]:
         whole = size // (len(entry) + 6)
         for count in sorted({whole, values // cost, *_LIST_BOUNDS}):
             if count <= whole:
-                entries = ",".join(entry.replace("%d", str(number)) for number in range(count))
+                if "%d" in entry:
+                    entries = ",".join(entry.replace("%d", str(number)) for number in range(count))
+                else:
+                    entries = ",".join([entry] * count)
                 name = f"{count} x {entry} in {start[-24:]}"
                 yield HostileBody(name, path, (start + entries + end).encode())
     for path, around, text in _TEXTS:

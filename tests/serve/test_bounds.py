@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hostile_bodies import CHAT, COMPLETE, DETOKENIZE, RESPOND, TOKENIZE, hostile_bodies
+from benchmarks.hostile_bodies import (
+    CHAT,
+    COMPLETE,
+    COUNT_TOKENS,
+    DETOKENIZE,
+    MESSAGES,
+    RESPOND,
+    TOKENIZE,
+    hostile_bodies,
+)
 from slipstream.serve.errors import ApiError
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.protocol import bounds
@@ -18,6 +27,7 @@ from slipstream.serve.protocol.base import ModelRequest
 from slipstream.serve.protocol.bounds import count_values
 from slipstream.serve.protocol.chat import ChatRequest
 from slipstream.serve.protocol.completions import CompletionRequest
+from slipstream.serve.protocol.messages import CountTokensRequest, MessagesRequest
 from slipstream.serve.protocol.responses import ResponsesRequest
 from slipstream.serve.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from slipstream.serve.request_parsing import parse_body
@@ -27,6 +37,8 @@ KINDS: dict[str, type[ModelRequest]] = {
     CHAT: ChatRequest,
     COMPLETE: CompletionRequest,
     RESPOND: ResponsesRequest,
+    MESSAGES: MessagesRequest,
+    COUNT_TOKENS: CountTokensRequest,
     TOKENIZE: TokenizeRequest,
     DETOKENIZE: DetokenizeRequest,
 }
