@@ -12,6 +12,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.prompts import EncodedPrompt, Prompt
 from slipstream.serve.answer import AnswerForm, ChoicesAnswer, check_stream_fields
 from slipstream.serve.errors import bad_request
+from slipstream.serve.fill_in import fill_in
 from slipstream.serve.generation import Generation
 from slipstream.serve.logprobs_format import (
     TokenFields,
@@ -71,6 +72,9 @@ class CompletionEndpoint:
         service, params = self._service, _params(self._service, body)
         cut = truncation(body, params.max_tokens, service.max_model_len)
         special = body.add_special_tokens is not False
+        if body.behind:
+            service.require_short([*prompts, body.behind])
+            prompts = [fill_in(it, body.behind, service.tokenizer, special) for it in prompts]
         found = service.encode(prompts, params, special, truncation=cut)
         encoded = [placed(it, body) for it in found]
         self._service.require_room(encoded, body.max_tokens, "max_tokens")
@@ -216,6 +220,9 @@ def _check(body: CompletionRequest) -> None:
             "returned; leave best_of out and choose among n yourself",
             "best_of",
         )
+    for name in ("echo", "truncate_prompt_tokens") if body.behind else ():
+        if getattr(body, name):
+            raise bad_request(f"{name} cannot be had together with suffix; leave it out", name)
     if body.max_tokens == 0 and body.min_tokens:
         raise bad_request("min_tokens must not exceed max_tokens, which is 0", "min_tokens")
 

@@ -197,14 +197,7 @@ class ModelService:
                 truncation.cut_text(it, self._longest_text) if isinstance(it, str) else it
                 for it in prompts
             ]
-        for prompt in prompts:
-            if isinstance(prompt, str) and len(prompt) > self._longest_text:
-                raise bad_request(
-                    f"the prompt has {len(prompt)} characters, which are more than max_model_len "
-                    f"({self.max_model_len} tokens) can hold; shorten it",
-                    field,
-                    TOO_LONG,
-                )
+        self.require_short(prompts, field)
         encoded = [self._encoder.encode(it, params, add_special_tokens) for it in prompts]
         return encoded if truncation is None else [truncation.cut(it) for it in encoded]
 
@@ -217,6 +210,17 @@ class ModelService:
                 "with a larger --max-logprobs",
                 field,
             )
+
+    def require_short(self, prompts: Sequence[Prompt], field: str = "prompt") -> None:
+        """Raise ApiError for a text that is too long whatever its tokens are."""
+        for prompt in prompts:
+            if isinstance(prompt, str) and len(prompt) > self._longest_text:
+                raise bad_request(
+                    f"the prompt has {len(prompt)} characters, which are more than max_model_len "
+                    f"({self.max_model_len} tokens) can hold; shorten it",
+                    field,
+                    TOO_LONG,
+                )
 
     async def compile(self, params: SamplingParams) -> None:
         """Compile the request's grammar, if it has one, so that the engine need not wait for it."""

@@ -61,7 +61,6 @@ REFUSALS: Final = {
     "redacted_thinking": "only the server that wrote it can read it; leave it out",
     "refusal": "this server's messages have none; leave it out",
     "store": "nothing is stored; leave it out",
-    "suffix": "nothing is filled in between two texts; put what the model needs into prompt",
     "thread": "no conversations are kept here; leave it out, and send all messages",
     "use_beam_search": "the most probable text is not what the model says; use temperature 0, or "
     "n with logprobs and choose yourself",

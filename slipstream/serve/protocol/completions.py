@@ -22,6 +22,7 @@ class CompletionRequest(SamplingFields):
         echo: begin with the prompt; with `max_tokens` 0 nothing is generated.
         logprobs: number of alternatives per token.
         max_tokens: by default 16.
+        behind: what stands behind the text that is to be filled in.
     """
 
     prompt: Prompts
@@ -29,6 +30,7 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     max_tokens: Count | None = None
+    behind: str | None = Field(default=None, alias="suffix")
     response_format: ResponseFormat | None = None
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.serve.api.live import Live
 
+# A client of one call takes longer to make than to answer.
+HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 PLAIN: dict[str, dict[str, Any]] = {
@@ -22,14 +24,14 @@ BOTH = pytest.mark.parametrize("path", [TEXT, CHAT])
 
 
 def ask(live: Live, path: str, **fields: Any) -> Any:
-    answer = httpx.post(f"{live.url}{path}", json={**PLAIN[path], **fields})
+    answer = HTTP.post(f"{live.url}{path}", json={**PLAIN[path], **fields})
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def chunks(live: Live, path: str, **fields: Any) -> list[Any]:
     body = {**PLAIN[path], **fields, "stream": True}
-    lines = httpx.post(f"{live.url}{path}", json=body).text.split("\n\n")
+    lines = HTTP.post(f"{live.url}{path}", json=body).text.split("\n\n")
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
@@ -165,7 +167,7 @@ def test_the_prefix_cache_is_kept_apart_by_salts(live: Live, path: str) -> None:
 @BOTH
 def test_priorities_need_their_policy(live: Live, path: str) -> None:
     assert text_of(ask(live, path, priority=0)) == text_of(ask(live, path))
-    answer = httpx.post(f"{live.url}{path}", json={**PLAIN[path], "priority": -5})
+    answer = HTTP.post(f"{live.url}{path}", json={**PLAIN[path], "priority": -5})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "priority")
     assert "--scheduling-policy priority" in error["message"]
@@ -229,3 +231,21 @@ def test_a_chat_may_begin_with_the_last_answer(live: Live, n: int) -> None:
         own = [it for chunk in pieces for it in chunk["choices"] if it["index"] == place]
         assert "".join(it["delta"].get("content", "") for it in own) == "def add(" + content
     assert text_of(ask(live, CHAT, echo=True)) == text_of(ask(live, CHAT))
+
+
+@pytest.mark.parametrize(("path", "default"), [(TEXT, True), (CHAT, False)])
+def test_special_tokens_around_a_prompt_are_a_choice(
+    live: Live, path: str, default: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo's tokenizer adds none, so the test looks at what it is asked for."""
+    tokenizer, asked = live.model.tokenizer, list[bool]()
+
+    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        asked.append(add_special_tokens)
+        return [5, 6, 7]
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    ask(live, path)
+    ask(live, path, add_special_tokens=True)
+    ask(live, path, add_special_tokens=False)
+    assert asked == [default, True, False]

@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from slipstream.serve.options import AnswerOptions
 from tests.serve.api.live import Live, serving
-from tests.serve.api.test_request_fields import CHAT, PLAIN, ask
+from tests.serve.api.test_request_fields import CHAT, HTTP, PLAIN, ask
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
@@ -25,7 +24,7 @@ def test_the_template_writes_the_prompt(trusting: Live) -> None:
     plain = ask(trusting, CHAT, return_prompt_text=True)["prompt_text"]
     assert plain != "<user>Write add(a, b)."
     body = {"messages": PLAIN[CHAT]["messages"], "chat_template": TEMPLATE}
-    tokens = httpx.post(f"{trusting.url}/tokenize", json=body).json()["tokens"]
+    tokens = HTTP.post(f"{trusting.url}/tokenize", json=body).json()["tokens"]
     assert trusting.model.tokenizer.decode(tokens) == "<user>Write add(a, b)."
 
 
@@ -52,7 +51,7 @@ def test_a_bad_template_is_the_fault_of_its_request(
     trusting: Live, template: str, named: str
 ) -> None:
     body = {**PLAIN[CHAT], "chat_template": template}
-    answer = httpx.post(f"{trusting.url}{CHAT}", json=body)
+    answer = HTTP.post(f"{trusting.url}{CHAT}", json=body)
     assert answer.status_code == 400
     assert named in answer.json()["error"]["message"]
     assert "/root" not in answer.text
@@ -60,5 +59,5 @@ def test_a_bad_template_is_the_fault_of_its_request(
 
 def test_other_servers_take_none(live: Live) -> None:
     for more in ({"chat_template": TEMPLATE}, {"documents": [{"title": "T"}]}):
-        answer = httpx.post(f"{live.url}{CHAT}", json={**PLAIN[CHAT], **more})
+        answer = HTTP.post(f"{live.url}{CHAT}", json={**PLAIN[CHAT], **more})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(more)))
