@@ -12,7 +12,20 @@ from slipstream.serve.tools.separate_arguments import NOTES, SeparateArguments
 from slipstream.serve.tools.tagged import BEGIN, END, Tags
 from slipstream.serve.tools.typed_arguments import resolved, types_of
 
-_OF_TEXTS: Final = NOTES | {"minLength", "maxLength", "pattern"}
+_OF_TEXTS: Final = NOTES | {"minLength", "maxLength", "pattern", "format"}
+_DATE: Final = (
+    "[0-9]{4}-(02-(0[1-9]|[12][0-9])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01]))"
+)
+_HOUR: Final = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME: Final = rf"{_HOUR}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_HOUR})"
+# Values of a schema's `format` (RFC 3339 and 9562) as regular expressions.
+_FORMATS: Final = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+}
 _MOST_BRANCHES = 64
 
 
@@ -134,12 +147,16 @@ class _Function:
                 if others:
                     yield arguments.whole({**found, "type": others})
                 arguments.require(what, found, _OF_TEXTS)
+                if found.get("format", "date") not in (*_FORMATS,):
+                    raise arguments.error(what, f"the format {found['format']!r}")
                 yield found
 
     def _text(self, rule: str, schema: Mapping[str, Any]) -> str:
         """A text and the tag behind it, which the text does not hold."""
         mark = self.format.tags.value_end
         limits = [_pattern(schema["pattern"])] if "pattern" in schema else []
+        if "format" in schema:
+            limits.append(_FORMATS[schema["format"]])
         if "minLength" in schema or "maxLength" in schema:
             limits.append(f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")
         if not limits:

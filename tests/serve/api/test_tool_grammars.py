@@ -2,6 +2,7 @@
 
 import random
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(write_tool_tokenizer(folder, "[TOOL_CALLS]", special=True))
 
 
+@cache
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id or 0])
+
+
 def follows(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
     """Whether the whole text is one of the grammar."""
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id or 0])
-    guide = grammars.guide(StructuredOutput(grammar=grammar), frozenset())
+    guide = grammars(tokenizer).guide(StructuredOutput(grammar=grammar), frozenset())
     assert isinstance(guide, GrammarGuide)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     taken = guide.matcher.try_consume_tokens(tokens)
@@ -141,6 +146,25 @@ def test_arguments_follow_the_schema(
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("format", "legal", "wrong"),
+    [
+        ("date", "2024-02-29", "2024-04-31"),
+        ("time", "23:59:00.5Z", "24:00:00Z"),
+        ("date-time", "2024-12-31T00:00:00+01:00", "2024-12-31 00:00:00Z"),
+        ("uuid", "0123abcd-0123-4567-89ab-0123456789ab", "0123abcd-0123-4567-89ab"),
+    ],
+)
+def test_formats_of_texts(
+    tokenizer: Tokenizer, name: str, format: str, legal: str, wrong: str
+) -> None:
+    functions = {"f": {"properties": {"at": {"type": "string", "format": format}}}}
+    grammar = FORMATS[name].only_calls(functions, tokenizer, several=False)
+    assert follows(tokenizer, grammar, said(FORMATS[name], ("f", {"at": legal})))
+    assert not follows(tokenizer, grammar, said(FORMATS[name], ("f", {"at": wrong})))
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_an_argument_may_be_one_of_many(tokenizer: Tokenizer, name: str) -> None:
     many = {"properties": {"a": {"enum": [f"text {number}" for number in range(2500)]}}}
     grammar = FORMATS[name].only_calls({"f": many}, tokenizer, several=False)
@@ -152,7 +176,7 @@ def test_an_argument_may_be_one_of_many(tokenizer: Tokenizer, name: str) -> None
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
-        ({"properties": {"at": {"type": "string", "format": "date"}}}, "'at' has format"),
+        ({"properties": {"at": {"type": "string", "format": "email"}}}, "'at' has the format"),
         ({"properties": {"at": {"allOf": [{"type": "string"}, {}]}}}, "'at' has allOf"),
         ({"properties": {"at": {"enum": ["a", "</parameter></arg_value>"]}}}, "has </"),
         ({"minProperties": 1}, "schema has minProperties"),
