@@ -27,7 +27,7 @@ slipstream serve Qwen/Qwen3-8B --max-model-len 8192 --gpu-memory-utilization 0.9
 This page has every flag of `vllm serve` 0.26, and some of versions before. A flag is honoured, or
 accepted because what it asks for is so, or refused with the reason; none is ignored. Requests are
 explained in [protocol.md](protocol.md), metrics in [serving.md](serving.md#metrics)
-(`--metrics-prefix vllm` gives them vLLM's names).
+(`--metrics-prefix vllm` gives them vLLM's names), drafters in [drafters.md](drafters.md).
 
 - Underscores in flags count as hyphens, and every switch has its `--no-NAME`.
 - Of a flag that takes JSON, single keys may be given: `--speculative-config.method ngram
@@ -35,6 +35,16 @@ explained in [protocol.md](protocol.md), metrics in [serving.md](serving.md#metr
 - Flags that take several values take them one after the other (behind MODEL), or may be repeated.
 - `--config FILE.yaml` holds flags, one a line (`max-model-len: 8192`), and the model as `model:`.
   The command line counts before it.
+
+What differs where nothing is given:
+
+- The server listens on loopback alone; `--host 0.0.0.0` opens it to the network.
+- Beyond 512 waiting requests new ones are refused with 429 (`--max-waiting`); a request that takes
+  600 seconds ends with 504 (`--request-timeout`); a body has at most 4 MiB (`--max-body-bytes`).
+- At the first signal to stop, running requests finish (`--drain-timeout`, or `--shutdown-timeout`).
+- Tools and reasoning are told apart where the format is found from the checkpoint; no parser has to
+  be named.
+- A field of a request that is unknown is refused, not left out.
 """
 
 
@@ -61,6 +71,8 @@ def _honoured() -> str:
 def _told(name: str, option: Any) -> str:
     main = next(it for it in option.opts if it.startswith("--"))
     text: str = option.help
+    if option.default not in (None, False, ()) and not text.endswith("]"):
+        text = f"{text} [{str(option.default).lower() if option.is_flag else option.default}]"
     return text if name == main else f"`{main}`: {text}"
 
 

@@ -40,7 +40,7 @@ class GenerateFlags:
     json: bool = flag(False, "Print one JSON document: texts, token ids, metrics.")
     n: int = flag(SamplingParams.n, "Samples per prompt.", also=("-n",))
     logprobs: int | None = flag(None, "Alternatives to report per token; needs --json.")
-    prompt_logprobs: int | None = flag(None, "Like --logprobs, for the prompt; needs --json.")
+    prompt_logprobs: int | None = flag(None, "Alternatives per token of the prompt; needs --json.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,18 +65,19 @@ class ListenFlags:
     )
     allowed_methods: tuple[str, ...] = flag(
         (),
-        "Methods that these pages may use (repeatable, or a JSON list); * allows all. [GET, POST]",
+        "Methods that pages of allowed origins may use (repeatable, or a JSON list); * allows all. "
+        "[GET, POST]",
         metavar="<method>",
         hidden=True,
     )
     allowed_headers: tuple[str, ...] = flag(
         (),
-        "Headers that these pages may send (repeatable, or a JSON list). [*]",
+        "Headers that pages of allowed origins may send (repeatable, or a JSON list). [*]",
         metavar="<header>",
         hidden=True,
     )
     allow_credentials: bool = flag(
-        False, "Let these pages send cookies and credentials of their own.", hidden=True
+        False, "Let pages of allowed origins send cookies and the like.", hidden=True
     )
     ssl_certfile: Path | None = flag(
         None, "Serve HTTPS with this certificate (PEM).", metavar="<file>"
@@ -119,7 +120,7 @@ class ListenFlags:
         hidden=True,
     )
     disable_fastapi_docs: bool = flag(
-        False, "Do not offer /openapi.json; pages about it there are none.", hidden=True
+        False, "Do not offer /openapi.json. (There are no pages about it.)", hidden=True
     )
     allow_synthetic: bool = flag(
         False,

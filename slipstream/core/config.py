@@ -220,7 +220,7 @@ class EngineConfig:
     )
     tokenizer_mode: str = flag(
         "auto",
-        "auto or hf: tokenizer.json is always read.",
+        "auto or hf: tokenizer.json is what is read.",
         choices=("auto", "hf"),
         remedy="make a tokenizer.json with transformers (save_pretrained), and leave this out",
         hidden=True,

@@ -307,7 +307,7 @@ def test_a_file_of_flags_counts_behind_the_command_line(
 def test_the_page_is_made_from_the_flags() -> None:
     """`python -m scripts.from_vllm_page` writes it."""
     text = page()
-    assert PAGE.read_text() == text
+    assert PAGE.read_text() == text, "run python -m scripts.from_vllm_page"
     assert [name for name in ALL if f"`{name}" not in text] == []
 
 
