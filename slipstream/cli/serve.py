@@ -245,6 +245,7 @@ def _options(
             "'slipstream[serve]'"
         ) from error
     listen.require_parsers()
+    log.config()
     return ServerOptions(
         names=listen.served_model_name or (model,),
         limits=limits,

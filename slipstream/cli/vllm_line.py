@@ -83,8 +83,8 @@ def _means(name: str, flag: str) -> bool:
 
 
 class _Line:
-    def __init__(self, options: Sequence[Any]) -> None:
-        self._parser_options = options
+    def __init__(self, options: Sequence[Any], of_file: bool = False) -> None:
+        self._parser_options, self._of_file = options, of_file
         self._options = {
             name: option
             for option in options
@@ -108,12 +108,17 @@ class _Line:
             else:
                 self._pieces.append(_Piece([token]))
 
-    def finish(self) -> list[str]:
+    def pieces(self) -> list[_Piece]:
+        """All that was read, keys put together as objects."""
         for name, keys in self._keys.items():
             option = self._options.get(name)
             if option is not None and any(it.option is option for it in self._pieces):
                 raise UsageError(f"{name} is given whole and by its keys; give one of them")
             self.read([f"{name}={json.dumps(keys)}"])
+        return self._pieces
+
+    def finish(self) -> list[str]:
+        self.pieces()
         models = dict.fromkeys(it.arguments[0] for it in self._pieces if it.is_model)
         if len(models) > 1:
             raise UsageError(f"{' and '.join(models)} are two models; name one, as MODEL")
@@ -135,9 +140,11 @@ class _Line:
         elif name in self._options:
             self._declared(name, value if is_set else None, waiting)
         elif name == _CONFIG:
-            file = _Line(self._parser_options)
+            file = _Line(self._parser_options, of_file=True)
+            if self._of_file:
+                raise UsageError("--config cannot stand in a file of flags; give it twice")
             file.read(arguments_for(name, value if is_set else self._value(name, waiting)))
-            self._file += file._pieces
+            self._file += file.pieces()
         elif name in ENTRIES:
             given = value if is_set else None
             if given is None and takes_value(name):

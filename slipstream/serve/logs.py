@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from logging.config import dictConfig
 from math import isfinite
-from pathlib import Path
 from time import perf_counter
 from typing import Any, TextIO
 from uuid import uuid4
@@ -174,17 +173,15 @@ def set_up_logs(options: LogOptions, stream: TextIO | None = None) -> None:
         own.setLevel(_TRACE if level == "trace" else level.upper())
         own.propagate = False
     logger.disabled = options.disable_uvicorn_access_log
-    if options.log_config_file is not None:
-        _apply(options.log_config_file)
-
-
-def _apply(file: Path) -> None:
-    try:
-        dictConfig(json.loads(file.read_text("utf-8")))
-    except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
-        raise UsageError(
-            f"--log-config-file {file} is not JSON for logging.config.dictConfig: {error}"
-        ) from None
+    config = options.config()
+    if config is not None:
+        try:
+            dictConfig(config)
+        except (ValueError, TypeError, AttributeError, ImportError) as error:
+            raise UsageError(
+                f"--log-config-file {options.log_config_file} is not for "
+                f"logging.config.dictConfig: {error}"
+            ) from None
 
 
 def _printable(text: str) -> str:

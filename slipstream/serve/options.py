@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.errors import UsageError
 from slipstream.core.flags import check_fields, flag, parse_object
 
 _LEVELS = ("debug", "info", "warning", "error")
@@ -102,3 +103,14 @@ class LogOptions:
 
     def __post_init__(self) -> None:
         check_fields(type(self), vars(self))
+
+    def config(self) -> dict[str, Any] | None:
+        """What `log_config_file` holds; UsageError if that is no JSON object."""
+        file = self.log_config_file
+        if file is None:
+            return None
+        try:
+            text = file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--log-config-file {file} cannot be read: {error}") from None
+        return parse_object("--log-config-file", text)

@@ -107,7 +107,11 @@ EFFECTS: dict[str, tuple[str, str, Any]] = {
     "--disable-log-stats": ("", "options.log.disable_log_stats", True),
     "--enable-log-outputs": ("", "options.log.enable_log_outputs", True),
     "--max-log-len": ("9", "options.log.max_log_len", 9),
-    "--log-config-file": ("l", "options.log.log_config_file", Path("l")),
+    "--log-config-file": (
+        "{tmp}/log.json",
+        "options.log.log_config_file",
+        Path("{tmp}/log.json"),
+    ),
     "--uvicorn-log-level": ("trace", "options.log.uvicorn_log_level", "trace"),
     "--disable-uvicorn-access-log": ("", "options.log.disable_uvicorn_access_log", True),
     "--allowed-origins": ('["http://a"]', "options.access.allowed_origins", ("http://a",)),
@@ -156,6 +160,7 @@ def test_a_flag_that_is_honoured_has_its_effect(
     slipstream: CommandLine, started: Started, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "file.yaml").write_text("max_num_seqs: 3\nport: 0\n")
+    (tmp_path / "log.json").write_text('{"version": 1}')
     text, path, expected = EFFECTS[name]
     given = text.replace("{tmp}", str(tmp_path))
     values = given.split() if name == "--cudagraph-capture-sizes" else [given][: bool(given)]
@@ -225,6 +230,7 @@ def test_a_flag_that_is_refused_is_named_with_the_reason(name: str) -> None:
         ("--config /nowhere", "--config /nowhere cannot be read"),
         ("--profiler-config {}x", "--profiler-config is not JSON"),
         ('--profiler-config {"profiler":"cuda"}', "--enable-profiling FOLDER"),
+        ("--log-config-file /nowhere", "--log-config-file /nowhere cannot be read"),
         ("--allowed-origins [1]", "--allowed-origins takes a text or a JSON list"),
         ("--ssl-ciphers x", "--ssl-ciphers goes with --ssl-certfile"),
     ],
@@ -299,7 +305,10 @@ def test_a_file_of_flags_counts_behind_the_command_line(
     assert started.drafter == {"method": "ngram"}
     assert slipstream("serve", "n", "--config", str(file)).code == 0
     assert started.config.model == "n"
-    for text in ("lora-modules: [a]", "- 1", "{"):
+    file.write_text("hf-overrides.a: 1\nhf-overrides.b: {c: x}")
+    assert slipstream("serve", "--port", "0", "--config", str(file)).code == 0
+    assert started.config.hf_overrides == {"a": 1, "b": {"c": "x"}}
+    for text in ("lora-modules: [a]", "- 1", "{", f"config: {file}"):
         file.write_text(text)
         assert slipstream("serve", "--config", str(file)).code == 2
 
