@@ -18,8 +18,8 @@ from tests.serve.api.live import Live
 
 USER = {"role": "user", "content": "hi"}
 PATHS: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "a"},
-    "/v1/chat/completions": {"messages": [USER]},
+    "/v1/completions": {"prompt": "a", "temperature": 0},
+    "/v1/chat/completions": {"messages": [USER], "temperature": 0},
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -221,6 +222,20 @@ def test_one_id_serves_many_at_once_and_may_be_deleted_meanwhile(client: openai.
         texts = set(pool.map(go_on, range(12)))
     assert len(texts - {None}) <= 1
     assert go_on(0) is None
+
+
+def test_a_client_that_leaves_ends_its_response(live: Live) -> None:
+    body = {"input": PROMPT, "stream": True, "max_output_tokens": 1500, "ignore_eos": True}
+    with httpx.stream("POST", f"{live.url}/v1/responses", json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                name = json.loads(line.removeprefix("data: "))["response"]["id"]
+                break
+    deadline = time.monotonic() + 30
+    while live.model.thread.num_open and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert live.model.thread.num_open == 0
+    assert httpx.get(f"{live.url}/v1/responses/{name}").status_code == 404
 
 
 def test_a_schema_is_followed(live: Live, client: openai.OpenAI) -> None:
