@@ -106,11 +106,13 @@ def _routes(service: ModelService, profiles: Path | None, load: LoadCount) -> li
             *("POST", "/v1/completions", completions.answer, Completion, CompletionRequest),
             errors=_GENERATION_ERRORS,
             chunk=CompletionChunk,
+            done=True,
         ),
         Route(
             *("POST", "/v1/chat/completions", chats.answer, ChatCompletion, ChatRequest),
             errors=_GENERATION_ERRORS,
             chunk=ChatChunk,
+            done=True,
         ),
         *_message_routes(MessagesEndpoints(service)),
         *ResponsesEndpoints(service).routes(_GENERATION_ERRORS),

@@ -43,6 +43,7 @@ class Route:
         body: model of the request's body, if it has one.
         errors: statuses besides those of all endpoints.
         chunk: model of the data of an event, if the response may be streamed.
+        done: a stream may have an error in place of a chunk, and ends with [DONE].
         error: model of the body of an error.
     """
 
@@ -53,6 +54,7 @@ class Route:
     body: type[BaseModel] | None = None
     errors: Sequence[int] = ()
     chunk: type[BaseModel] | None = None
+    done: bool = False
     error: type[BaseModel] = ErrorResponse
 
 
@@ -95,7 +97,7 @@ def json_response(content: BaseModel) -> Response:
 def _operation(route: Route) -> dict[str, Any]:
     ok: dict[str, Any] = {"application/json": _content(route.answer)}
     if route.chunk is not None:
-        ok["text/event-stream"] = {"schema": _events(route.chunk)}
+        ok["text/event-stream"] = {"schema": _event(route.chunk, route)}
     statuses = {*route.errors, *_COMMON_ERRORS, *(_BODY_ERRORS if route.body is not None else ())}
     operation: dict[str, Any] = {
         "responses": {
@@ -121,13 +123,14 @@ def _content(model: type[BaseModel]) -> dict[str, Any]:
     return {"schema": {"$ref": _TEMPLATE.format(model=model.__name__)}}
 
 
-def _events(chunk: type[BaseModel]) -> dict[str, Any]:
-    """One server-sent event; the data of the last one is [DONE]."""
-    data = {
-        "type": "string",
-        "contentMediaType": "application/json",
-        "contentSchema": _content(chunk)["schema"],
-    }
+def _event(chunk: type[BaseModel], route: Route) -> dict[str, Any]:
+    """One server-sent event."""
+    content = _content(chunk)["schema"]
+    if route.done:
+        content = {"anyOf": [content, _content(route.error)["schema"]]}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
+    if route.done:
+        data = {"anyOf": [{"const": "[DONE]"}, data]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 

@@ -126,6 +126,26 @@ def test_every_answer_conforms(document: Any, method: str, path: str, mode: Gene
     assert seen
 
 
+USER = [{"role": "user", "content": "def f"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "def f", "max_tokens": 4}),
+        ("/v1/chat/completions", {"messages": USER, "max_tokens": 4}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 4}),
+        ("/v1/responses", {"input": "def f", "max_output_tokens": 4}),
+    ],
+)
+def test_every_event_of_a_stream_conforms(document: Any, path: str, fields: Any) -> None:
+    """The last one, too, whose data may be [DONE]."""
+    case = document[path]["POST"].Case(body={**fields, "stream": True})
+    answer = case.call_and_validate(checks=CHECKS, timeout=60)
+    assert answer.headers["content-type"][0].startswith("text/event-stream")
+    assert answer.content.count(b"data: {") >= 2
+
+
 def test_the_document_has_every_endpoint(live: Live) -> None:
     document = httpx.get(f"{live.url}/openapi.json").json()
     assert set(document["paths"]) == {
