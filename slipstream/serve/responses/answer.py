@@ -15,6 +15,7 @@ from slipstream.serve.answer import Answer
 from slipstream.serve.answer_reader import AnswerReader, Increment
 from slipstream.serve.generation import Generation
 from slipstream.serve.model_service import ModelService
+from slipstream.serve.protocol.base import MOST_INT
 from slipstream.serve.protocol.responses import Item, ResponsesRequest
 from slipstream.serve.responses.messages import Conversation, dump_messages
 from slipstream.serve.responses.output import Event, OutputWriter
@@ -75,7 +76,8 @@ class ResponsesAnswer(Answer[Increments]):
         self.id = f"{self.id_prefix}{uuid4().hex}"  # others must not guess it, nor give it again
         self._params, self._conversation = params, conversation
         self._store = store if store is not None and store.keeps else None
-        self._writer = OutputWriter(reader, params.logprobs)
+        num_top = MOST_INT if params.logprob_token_ids else params.logprobs
+        self._writer = OutputWriter(reader, num_top)
         self._tokens: list[Any] = []  # with their origins, if asked for
         self._num_events = 0
 

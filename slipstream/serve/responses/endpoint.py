@@ -89,7 +89,7 @@ class ResponsesEndpoints:
         reader = chat.reader(service, chat_body)
         store = None if body.store is False else self._store
         answer = ResponsesAnswer(service, body, generation, chat.params, reader, messages, store)
-        await generation.start(service.thread, chat.params, body.request_id)
+        await generation.start(service.thread, chat.params, body.request_id, body.stream_interval)
         return await answer.response()
 
     def _check(self, body: ResponsesRequest) -> None:

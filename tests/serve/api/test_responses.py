@@ -265,6 +265,14 @@ def test_fields_of_this_server(client: openai.OpenAI) -> None:
     assert answer.usage.speculation["drafts"] > 0
     assert max(token["position"] or 0 for token in answer.speculation["tokens"]) < 3
     assert answer.metadata == {"a": "b"}
+    chosen = create(client, include=[LOGPROBS], logprob_token_ids=[5, 6]).output[0].content[0]
+    assert all(len(token.top_logprobs) in (2, 3) for token in chosen.logprobs)
+    deltas = [
+        event.delta
+        for event in create(client, stream=True, stream_interval=6)
+        if event.type == "response.output_text.delta"
+    ]
+    assert len(deltas) <= 3
 
 
 @pytest.mark.parametrize(
