@@ -104,9 +104,10 @@ def require_tools(service: ModelService) -> None:
 
 def require_defaults(service: ModelService) -> None:
     """Raise UsageError for default variables that the model's template does not read."""
-    if service.template.exists and service.answers.default_chat_template_kwargs:
+    given = service.answers.default_chat_template_kwargs
+    if service.template.exists and given:
         try:
-            _options(service, TemplateFields())
+            _options(service, TemplateFields.model_construct(chat_template_kwargs=dict(given)))
         except ApiError as error:
             raise UsageError(f"--default-chat-template-kwargs: {error}") from None
 
