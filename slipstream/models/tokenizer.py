@@ -36,6 +36,7 @@ class Tokenizer:
         settings: the content of tokenizer_config.json; empty without one.
         special_tokens: text of the named special tokens ("bos_token", ...), for chat templates.
         special_token_ids: what `skip_special_tokens` leaves out.
+        added_token_ids: found in a text before it is split into others; special ones among them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,6 +47,7 @@ class Tokenizer:
         self._check_added_tokens()
         self._mark_special()
         added = self._backend.get_added_tokens_decoder()
+        self.added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(id for id, token in added.items() if token.special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

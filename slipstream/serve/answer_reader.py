@@ -123,6 +123,7 @@ def _parser(
         continues=bool(body.continue_final_message),
         functions=tools.functions if tools.format is not None else None,
         calls=tools.parser(service.tokenizer, skip_special),
+        call_marks=tools.marks(service.tokenizer),
         keeps_special=tools.keeps_special(service.tokenizer),
         skip_special=skip_special,
         stop=[body.stop] if isinstance(body.stop, str) else body.stop or (),

@@ -54,6 +54,7 @@ class Reading:
         continues: the prompt ends within a message that the answer continues.
         functions: names of those that may be called; None if there may be no calls.
         calls: finds calls in the content of formats that have none of their own.
+        call_marks: tokens that are marks around them.
         keeps_special: `calls` takes special tokens out of the text, as its marks are some.
         skip_special: special tokens are not part of the texts.
         stop: strings that end the content.
@@ -65,6 +66,7 @@ class Reading:
     continues: bool = False
     functions: Collection[str] | None = None
     calls: ToolParser | None = None
+    call_marks: Collection[int] = ()
     keeps_special: bool = False
     skip_special: bool = True
     stop: Sequence[str] = ()

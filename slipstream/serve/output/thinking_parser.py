@@ -47,7 +47,8 @@ class ThinkingParser(TokenParser):
         self._closing = MarkFinder(() if tokens else marks[1:])
         self._thinks = place is Place.THOUGHT
         self._place = Place.CONTENT if place is Place.CONTENT else Place.START
-        self._texts, self._calls, self._in_call = texts, reading.calls, False
+        self._texts, self._calls = texts, reading.calls
+        self._in_call = self._by_call = False  # by: between its marks, or behind it
         self._reader = self._new_reader()
         self._held = ""  # at the start: what may begin a mark; in a thought: line breaks
         self._at_edge = True  # of a text: line breaks are not part of it
@@ -68,6 +69,8 @@ class ThinkingParser(TokenParser):
         if self._place is not Place.CONTENT and marks is not None and token in marks:
             self._pass(opens=token == marks[0])
             return Part.MARKUP
+        if token in self._reading.call_marks:
+            self._by_call = True
         return self._read(self._reader.take(token))
 
     def _read(self, text: str) -> Part:
@@ -127,10 +130,15 @@ class ThinkingParser(TokenParser):
             self._at_edge = False
         first, in_call = len(self._events), self._in_call
         self._write_content(text)
+        if self._calls is None:
+            return Part.CONTENT
         for event in self._events[first:]:
             if isinstance(event, CallBegun | CallEnded):
                 in_call, self._in_call = True, isinstance(event, CallBegun)
-        return Part.CALL if in_call else Part.CONTENT
+            self._by_call = not isinstance(event, Content)
+        if in_call:
+            return Part.CALL
+        return Part.MARKUP if self._by_call else Part.CONTENT
 
     def _say(self, text: str) -> None:
         self._events += [Content(text)] if self._calls is None else self._calls.feed(text)

@@ -54,7 +54,11 @@ class Literals:
 
     def _special(self, text: str) -> int | None:
         token = self._tokenizer.token_to_id(text)
-        return token if token in self._tokenizer.special_token_ids else None
+        if token in self._tokenizer.special_token_ids:
+            return token
+        # llguidance takes added tokens in angle brackets (as of Qwen3) for special ones, too.
+        tag = text.startswith("<") and text.endswith(">")
+        return token if tag and token in self._tokenizer.added_token_ids else None
 
 
 def _in_slashes(pattern: str) -> str:

@@ -33,9 +33,13 @@ class ToolUse:
 
     def keeps_special(self, tokenizer: Tokenizer) -> bool:
         """Whether the marks of calls are special tokens, which the text must then include."""
-        special = tokenizer.special_token_ids
+        return not self.marks(tokenizer).isdisjoint(tokenizer.special_token_ids)
+
+    def marks(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """The marks of calls that are tokens."""
         marks = self.format.marks if isinstance(self.format, ToolFormat) else ()
-        return any(tokenizer.token_to_id(mark) in special for mark in marks)
+        found = (tokenizer.token_to_id(mark) for mark in marks)
+        return frozenset(token for token in found if token is not None)
 
     def parser(self, tokenizer: Tokenizer, skip_special: bool) -> ToolParser | None:
         """A parser for the text of one answer; None without tools."""

@@ -18,7 +18,7 @@ from slipstream.serve.errors import ApiError
 from slipstream.serve.output.parts import Wanted
 from slipstream.serve.output.thinking import STYLES, Thinking
 from tests.serve.api.live import DEMO, Live, call_api, serving
-from tests.serve.api.thinking_models import write_thinking_tokenizer
+from tests.serve.api.thinking_models import MARKS, write_thinking_tokenizer
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Rome?"}]
 CITY = {
@@ -61,8 +61,8 @@ def create(client: openai.OpenAI, messages: Any = MESSAGES, **fields: Any) -> An
 
 def script(text: str) -> dict[str, str]:
     """The field that makes the model write this, which ends behind it."""
-    tokens = {"<think>": f"<[{OPEN}]>", "</think>": f"<[{CLOSE}]>"}
-    words = [tokens.get(it) or json.dumps(it) for it in re.split("(</?think>)", text) if it]
+    tokens = {mark: f"<[{token}]>" for token, mark in MARKS.items()}
+    words = [tokens.get(it) or json.dumps(it) for it in re.split(r"(</?\w+>)", text) if it]
     return {"guided_grammar": "start: " + " ".join(words)}
 
 

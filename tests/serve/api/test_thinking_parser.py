@@ -65,7 +65,9 @@ def read(
     wanted = Reading(prompt=tokenizer.encode(prompt, False), **reading)
     if wanted.functions is not None:
         schemas: Schemas = {it: {} for it in wanted.functions}
-        wanted = replace(wanted, calls=FORMATS["hermes"].parser(schemas, ()))
+        marks = [token for token, mark in MARKS.items() if "tool_call" in mark]
+        parser_of_calls = FORMATS["hermes"].parser(schemas, ())
+        wanted = replace(wanted, calls=parser_of_calls, call_marks=marks)
     parser = format_of(tokenizer, name).parser(texts, wanted)
     tokens = tokenizer.encode(text, False)
     events: list[AnswerEvent] = []
@@ -142,11 +144,16 @@ def test_parts_of_tokens(tokenizers: dict[bool, Tokenizer]) -> None:
         (Part.MARKUP, "</think>\n\n"),
         (Part.CONTENT, "Grüße\n"),
     ]
-    _, parts = read(tokenizers[False], f"Hm.</think>{CALL}", OPENED, functions=("now",))
-    assert [part for part, _ in parts] == [
-        Part.REASONING, Part.MARKUP, Part.CONTENT, Part.CALL, Part.CONTENT,
-    ]  # fmt: skip
-    assert "Köln" in parts[3][1]
+    text = f"Hm.</think>\n\nSo: <i>{CALL}\n{CALL}\nEnd"
+    _, parts = read(tokenizers[False], text, OPENED, functions=("now",))
+    kinds = [Part.REASONING, Part.MARKUP, Part.CONTENT]
+    kinds += [Part.MARKUP, Part.CALL, Part.MARKUP, Part.CALL, Part.MARKUP, Part.CONTENT]
+    assert [part for part, _ in parts] == kinds
+    assert parts[2][1] == "So: <i>"
+    assert parts[3][1].startswith('<tool_call>\n{"name')
+    assert parts[4][1].endswith('{"city": "Köln"}}')
+    assert parts[5][1].startswith("\n</tool_call>\n<tool_call>\n{")
+    assert parts[8][1] == "End"
 
 
 @pytest.mark.parametrize("as_text", [False, True])

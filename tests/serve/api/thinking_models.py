@@ -5,8 +5,9 @@ from pathlib import Path
 
 import slipstream
 
-# In place of the demo's last words; not special, as in the vocabularies of the families.
-MARKS = {4094: "<think>", 4095: "</think>"}
+# In place of the demo's last words; not special, as in the vocabularies of the families. As text,
+# the marks of thoughts are missing.
+MARKS = {4092: "<tool_call>", 4093: "</tool_call>", 4094: "<think>", 4095: "</think>"}
 # Written for these tests, by the rules of Qwen3: thoughts before the last message of the user are
 # dropped; `enable_thinking` false closes the thought in the prompt; `opens` opens it there.
 TEMPLATE = """
