@@ -1,5 +1,6 @@
 """The grammars of tool calls, token by token."""
 
+import json
 import random
 from contextlib import suppress
 from functools import cache
@@ -74,6 +75,24 @@ def test_nothing_but_calls(tokenizer: Tokenizer, name: str) -> None:
         f"Hello {said(format, NOW)}",
     ):
         assert not follows(tokenizer, many, text)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45"])
+def test_marks_that_are_added_tokens_but_not_special(tmp_path: Path, name: str) -> None:
+    folder = write_tool_tokenizer(tmp_path / "added", "<tool_call>", special=False)
+    content = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    first, tags = content["added_tokens"][0], ("tool_call", "arg_key", "arg_value")
+    for id, mark in enumerate((it for tag in tags for it in (f"<{tag}>", f"</{tag}>")), 4096):
+        content["added_tokens"].append({**first, "id": id, "content": mark, "special": False})
+    (folder / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    tokenizer, format = Tokenizer(folder), FORMATS[name]
+    assert tokenizer.encode(said(format, NOW), False)[0] == 4096
+    many = format.only_calls(FUNCTIONS, tokenizer, several=True)
+    amid = format.calls_amid_text(FUNCTIONS, tokenizer)
+    for grammar in (many, amid):
+        assert follows(tokenizer, grammar, said(format, WEATHER, NOW))
+        assert not follows(tokenizer, grammar, said(format, NOW, WRONG))
+    assert follows(tokenizer, amid, f"Let me see.\n{said(format, NOW)}")
 
 
 @pytest.mark.parametrize("name", FORMATS)
