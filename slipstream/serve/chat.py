@@ -13,7 +13,7 @@ from slipstream.engine.prompts import EncodedPrompt, Prompt
 from slipstream.serve.answer import AnswerForm, ChoicesAnswer, check_stream_fields
 from slipstream.serve.answer_reader import AnswerReader
 from slipstream.serve.chat_choices import ChatAnswerChoice
-from slipstream.serve.conversation import render, require_template
+from slipstream.serve.conversation import note_unread, render, require_template
 from slipstream.serve.errors import bad_request
 from slipstream.serve.generation import Generation
 from slipstream.serve.logprobs_format import prompt_logprobs
@@ -55,7 +55,7 @@ class ChatEndpoint:
         ]
         answer = _ChatAnswer(service, body, generation, choices)
         await generation.start(service.thread, chat.params, body.request_id, body.stream_interval)
-        return await answer.response()
+        return note_unread(await answer.response(), chat.unread)
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,13 @@ class PreparedChat:
 
     Attributes:
         params: without a compiled grammar.
+        unread: places of names that the chat template leaves out.
     """
 
     tools: ToolUse
     params: SamplingParams
     prompt: EncodedPrompt
+    unread: Sequence[str]
 
     def reader(self, service: ModelService, body: ChatRequest) -> AnswerReader:
         """For one sample of the answer."""
@@ -91,7 +93,8 @@ def prepare(service: ModelService, body: ChatRequest, ends_early: bool = False) 
     require_template(service.template)
     tools = choose_tools(body, service)
     params = _params(body, tools, service)
-    written = render(service, body.messages, body, tools.in_prompt)
+    unread: list[str] = []
+    written = render(service, body.messages, body, tools.in_prompt, unread)
     given: Prompt = written if isinstance(written, str) else {"prompt_token_ids": written}
     cut = truncation(body, params.max_tokens, service.max_model_len)
     special = body.add_special_tokens is True
@@ -100,7 +103,7 @@ def prepare(service: ModelService, body: ChatRequest, ends_early: bool = False) 
     most, name = _max_tokens(body)
     service.require_room([prompt], None if ends_early else most, name, "messages")
     structured = _structured(body, tools, service, prompt.token_ids)
-    return PreparedChat(tools, replace(params, structured=structured), prompt)
+    return PreparedChat(tools, replace(params, structured=structured), prompt, unread)
 
 
 class _ChatAnswer(ChoicesAnswer[ChatAnswerChoice]):

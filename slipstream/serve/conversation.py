@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Any
 
 from pydantic_core import from_json
+from starlette.responses import Response
 
 from slipstream.core.errors import UsageError
 from slipstream.models.chat_template import ChatTemplate
@@ -20,6 +21,7 @@ from slipstream.serve.tools.told_in_messages import write_with_tools
 # Set by the server, so chat_template_kwargs may not.
 _OWN = ("messages", "tools", "add_generation_prompt")
 _DOCUMENTS, _EFFORT = "documents", "reasoning_effort"
+_MOST_NOTED = 16
 # Variables by which templates switch thinking on and off.
 SWITCHES = ("enable_thinking", "thinking")
 
@@ -29,6 +31,7 @@ def render(
     messages: Sequence[Message],
     fields: TemplateFields,
     tools: Sequence[Tool] | None,
+    unread: list[str],
 ) -> str | list[int]:
     """The prompt of a conversation, as text or as token ids; slow for large ones.
 
@@ -36,6 +39,7 @@ def render(
 
     Args:
         tools: that the template writes into the text; the request may have others.
+        unread: takes the places of names that the template leaves out.
 
     Raises:
         ApiError: the template cannot do what the request asks for, or leaves out a part of it.
@@ -75,10 +79,18 @@ def render(
     if spelled is not None:
         plain, functions, options = map(spelled.hide, (plain, functions, options))
     text = write(plain)
-    require_coverage(write, plain, text)
+    unread += require_coverage(write, plain, text)
     if continues:
         text = _cut(text, plain[-1])
     return text if spelled is None else spelled.show(text)
+
+
+def note_unread(response: Response, unread: Sequence[str]) -> Response:
+    """Tell in a header what was ignored."""
+    if unread:
+        more = [f"and {len(unread) - _MOST_NOTED} more"] if len(unread) > _MOST_NOTED else []
+        response.headers["x-ignored-fields"] = ", ".join([*unread[:_MOST_NOTED], *more])
+    return response
 
 
 def require_template(template: ChatTemplate) -> None:
@@ -127,8 +139,8 @@ def _options(service: ModelService, fields: TemplateFields) -> Mapping[str, Any]
     if documents is not None and given.setdefault(_DOCUMENTS, documents) != documents:
         raise bad_request(f"{_DOCUMENTS} stand in chat_template_kwargs, too", _DOCUMENTS)
     defaults = service.answers.default_chat_template_kwargs or {}
-    # A template of a request need not read what the server says by default.
-    defaults = {name: it for name, it in defaults.items() if name in template.variables}
+    if fields.chat_template is not None:  # which need not read what the server says by default
+        defaults = {name: it for name, it in defaults.items() if name in template.variables}
     options = {**defaults, **given}
     for name in [*options]:
         if name in _OWN:

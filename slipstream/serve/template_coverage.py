@@ -21,8 +21,9 @@ class _Field(NamedTuple):
 
 def require_coverage(
     render: Callable[[Sequence[_Message]], str], messages: Sequence[_Message], text: str
-) -> None:
-    """Raise ApiError for a name, a tool call or a content that is not in the rendered text.
+) -> list[str]:
+    """The names of speakers that are not in the rendered text; ApiError for a tool call or a
+    content that is not.
 
     Each is replaced by a unique mark, and the messages are rendered again: a field whose mark is
     not in the new text was not read. A template that raises an error for marks has read them.
@@ -35,21 +36,23 @@ def require_coverage(
     marked = deepcopy([*messages])
     fields = [*_fields(marked, text)]
     if not fields:
-        return
+        return []
     marks = [str(uuid4().int) for _ in fields]  # digits: templates that change case keep them
     for field, mark in zip(fields, marks, strict=True):
         field.holder[field.key] = mark
     try:
         found = render(marked)
     except UsageError:
-        return
-    for field, mark in zip(fields, marks, strict=True):
-        if mark not in found:
+        return []
+    unread = [it for it, mark in zip(fields, marks, strict=True) if mark not in found]
+    for field in unread:
+        if not field.where.endswith(".name"):
             raise bad_request(
                 f"{field.where} would be ignored: the chat template of this model does not read "
                 "it; leave it out, or say it in the content of a message that is read",
                 "messages",
             )
+    return [field.where for field in unread]
 
 
 def _fields(messages: Sequence[_Message], text: str) -> Iterator[_Field]:

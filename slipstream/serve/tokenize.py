@@ -3,7 +3,7 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slipstream.serve.conversation import render
+from slipstream.serve.conversation import note_unread, render
 from slipstream.serve.errors import bad_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.openapi import json_response
@@ -34,11 +34,12 @@ class TokenizeEndpoints:
         return await self._service.aside(self._detokenize, body)
 
     def _tokenize(self, body: TokenizeRequest) -> Response:
+        unread: list[str] = []
         service, tokenizer = self._service, self._service.tokenizer
         if body.messages is not None:
             if body.chat_template is not None:
                 service = service.with_template(body.chat_template)
-            given = render(service, body.messages, body, body.tools)
+            given = render(service, body.messages, body, body.tools, unread)
             field, adds_special = "messages", body.add_special_tokens is True
         else:
             assert body.prompt is not None, "one of the two is given"
@@ -53,7 +54,7 @@ class TokenizeEndpoints:
         )
         if body.return_token_strs:
             answer.token_strs = [tokenizer.id_to_token(token) or "" for token in tokens]
-        return json_response(answer)
+        return note_unread(json_response(answer), unread)
 
     def _detokenize(self, body: DetokenizeRequest) -> Response:
         tokenizer, vocab_size = self._service.tokenizer, self._service.engine.resolved.vocab_size

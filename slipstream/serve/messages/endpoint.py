@@ -70,7 +70,7 @@ class MessagesEndpoints:
     def _count(self, body: CountTokensRequest) -> Response:
         chat_body = chat_request(body, self._service)
         tools = choose_tools(chat_body, self._service)
-        prompt = render(self._service, chat_body.messages, chat_body, tools.in_prompt)
+        prompt = render(self._service, chat_body.messages, chat_body, tools.in_prompt, [])
         if isinstance(prompt, str):
             require_small(prompt, "messages")
             prompt = self._service.tokenizer.encode(prompt, add_special_tokens=False)

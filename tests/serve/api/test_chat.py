@@ -202,7 +202,6 @@ def test_thinking_that_a_model_lacks_can_be_switched_off(client: openai.OpenAI) 
         ({"messages": [{"role": "user", "content": 5}]}, "must be a text or a list of parts"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
         # The demo's template reads roles and contents only.
-        ({"messages": [*MESSAGES, {**MESSAGES[-1], "name": "bob"}]}, "].name would be ignored"),
         ({"messages": [*MESSAGES, THOUGHT]}, "].reasoning would be ignored"),
         (
             {"messages": [*MESSAGES, {**THOUGHT, "reasoning_content": "b"}]},

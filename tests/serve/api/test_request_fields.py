@@ -249,3 +249,21 @@ def test_special_tokens_around_a_prompt_are_a_choice(
     ask(live, path, add_special_tokens=True)
     ask(live, path, add_special_tokens=False)
     assert asked == [default, True, False]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_names_that_the_template_does_not_read_are_told_in_a_header(
+    live: Live, stream: bool
+) -> None:
+    """Clients name the speakers of any model."""
+    plain = {**PLAIN[CHAT], "stream": stream}
+    named = {**plain, "messages": [{**PLAIN[CHAT]["messages"][0], "name": "bob"}]}
+    for path in (CHAT, "/tokenize"):
+        body = {"messages": named["messages"]} if path == "/tokenize" else named
+        answer = HTTP.post(f"{live.url}{path}", json=body)
+        assert answer.status_code == 200
+        assert answer.headers["x-ignored-fields"] == "messages[0].name"
+    assert "x-ignored-fields" not in HTTP.post(f"{live.url}{CHAT}", json=plain).headers
+    many = [*named["messages"]] * 40
+    answer = HTTP.post(f"{live.url}{CHAT}", json={**plain, "messages": many})
+    assert answer.headers["x-ignored-fields"].endswith("messages[15].name, and 24 more")

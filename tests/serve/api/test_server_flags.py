@@ -93,7 +93,7 @@ def written(live: Live, answers: AnswerOptions, **fields: object) -> object:
     model = replace(live.model, chat_template=TEMPLATE, answers=answers)
     require_defaults(model)
     body = ChatRequest.model_validate({"messages": MESSAGES, **fields})
-    return render(model, body.messages, body, None)
+    return render(model, body.messages, body, None, [])
 
 
 def test_variables_of_the_template_have_defaults(live: Live) -> None:
