@@ -45,6 +45,9 @@ _LISTS = [
             ("bad_words", "1"),
             ("allowed_token_ids", "%d"),
             ("modalities", '"text"'),
+            ("documents", '{"text":"a"}'),
+            ("documents", "{}"),
+            ("logprob_token_ids", "%d"),
             ("guided_choice", '"a%d"'),
         )
     ),
