@@ -277,10 +277,12 @@ def arguments_for(name: str, value: str | None, off: bool = False) -> list[str]:
         if isinstance(entry, Spelling) or takes_value(name):
             raise UsageError(f"no such flag: {negated(name)}; {name} takes a value")
         raise UsageError(f"{negated(name)} is not supported: {entry.why}")
-    if isinstance(entry, Spelling):
-        return entry.expand(name, value or "")
     if isinstance(entry, Refused):
         raise UsageError(f"{name} is not supported: {entry.why}")
+    if value is not None and not takes_value(name):
+        raise UsageError(f"{name} takes no value; it has the form {negated(name)}")
+    if isinstance(entry, Spelling):
+        return entry.expand(name, value or "")
     if entry.values is not None and value not in entry.values:
         so = " or ".join(entry.values)
         raise UsageError(f"{name} {value} is not supported, {so} is: {entry.why}")

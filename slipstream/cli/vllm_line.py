@@ -94,6 +94,7 @@ class _Line:
         self._pieces: list[_Piece] = []
         self._file: list[_Piece] = []  # from --config
         self._keys: dict[str, dict[str, Any]] = {}  # of JSON objects
+        self._cleared: set[int] = set()  # options that --no-NAME took back
         self._rest: list[str] = []  # behind --
 
     def read(self, arguments: Sequence[str]) -> None:
@@ -122,7 +123,7 @@ class _Line:
         models = dict.fromkeys(it.arguments[0] for it in self._pieces if it.is_model)
         if len(models) > 1:
             raise UsageError(f"{' and '.join(models)} are two models; name one, as MODEL")
-        given = {id(it.option) for it in self._pieces if it.option is not None}
+        given = {id(it.option) for it in self._pieces if it.option is not None} | self._cleared
         if not models:
             models = dict.fromkeys(it.arguments[0] for it in self._file if it.is_model)
         pieces = [it for it in self._file if id(it.option) not in given] + self._pieces
@@ -137,6 +138,8 @@ class _Line:
         positive = f"--{name.removeprefix('--no-')}"
         if key:
             self._key(name, key, value if is_set else self._value(spelled, waiting))
+        elif is_set and name.startswith("--no-"):
+            raise UsageError(f"{name} takes no value")
         elif name in self._options:
             self._declared(name, value if is_set else None, waiting)
         elif name == _CONFIG:
@@ -153,8 +156,9 @@ class _Line:
         elif name.startswith("--no-") and positive in ENTRIES:
             waiting.extendleft(reversed(arguments_for(positive, None, off=True)))
         elif name.startswith("--no-") and getattr(self._options.get(positive), "is_flag", False):
-            option = self._options[positive]  # back to its default
+            option = self._options[positive]  # back to its default, whatever a file says
             self._pieces = [it for it in self._pieces if it.option is not option]
+            self._cleared.add(id(option))
         else:
             self._pieces.append(_Piece([token]))
 

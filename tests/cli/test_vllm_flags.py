@@ -226,6 +226,8 @@ def test_a_flag_that_is_refused_is_named_with_the_reason(name: str) -> None:
         ("--no-port", "no such flag: --no-port"),
         ("--no-pipeline-parallel-size", "--pipeline-parallel-size takes a value"),
         ("--nnodes", "--nnodes needs a value"),
+        ("--enable-reasoning=false", "--enable-reasoning takes no value"),
+        ("--no-trust-remote-code=1", "--no-trust-remote-code takes no value"),
         ("--structured-outputs-config.backend xgrammar", "backend xgrammar is not supported"),
         ("--config /nowhere", "--config /nowhere cannot be read"),
         ("--profiler-config {}x", "--profiler-config is not JSON"),
@@ -291,15 +293,17 @@ def test_a_file_of_flags_counts_behind_the_command_line(
     file = tmp_path / "serve.yaml"
     file.write_text(
         "model: m\nport: 0\nmax-num-seqs: 3\nserved_model_name: [a, b]\nenforce-eager: true\n"
-        "enable-prefix-caching: false\nspeculative-config: {method: ngram}\n"
+        "enable-prefix-caching: false\nuse-fp64-gumbel: true\ntrust-remote-code: true\n"
+        "speculative-config: {method: ngram}\n"
         "tensor-parallel-size: 1\npipeline-parallel-size: 1\napi-key: null\n"
         "cudagraph-capture-sizes: [1, 2]\n"
     )
-    ran = slipstream("serve", "--config", str(file), "--max-num-seqs", "5")
+    ran = slipstream("serve", "--config", str(file), "--max-num-seqs", "5", "--no-use-fp64-gumbel")
     assert ran.code == 0, ran.err
     config = started.config
     assert (config.model, config.max_num_seqs, config.enforce_eager) == ("m", 5, True)
-    assert config.enable_prefix_caching is False
+    assert (config.enable_prefix_caching, config.use_fp64_gumbel) == (False, False)
+    assert config.trust_remote_code is True
     assert config.cudagraph_capture_sizes == (1, 2)
     assert started.options.names == ("a", "b")
     assert started.drafter == {"method": "ngram"}
