@@ -5,13 +5,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
-from slipstream.core.batch import Batch, Committed, ScheduledRequest, StepReport, StepTimes
+from slipstream.core.batch import (
+    Batch,
+    Committed,
+    DraftPlan,
+    ScheduledRequest,
+    StepReport,
+    StepTimes,
+    Trim,
+)
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step_form import StepForm
 from slipstream.engine.draft_policy import Candidate, DraftPolicy
+from slipstream.kernels.reference.preparation import trim_drafts
 
 # step -> the chance that a token is accepted, at every place.
 Chance = Callable[[int], float]
@@ -57,12 +67,21 @@ def request(name: str, bound: int) -> Request:
     return Request(name, tokens, SamplingParams(), 0, frozenset(), 10**6, bound, 0)
 
 
-def report(requests: Sequence[Request], results: Sequence[tuple[int, int]]) -> StepReport:
-    """The report of a step: for each request how many tokens it drafted, and had accepted."""
+def report(
+    requests: Sequence[Request],
+    results: Sequence[tuple[int, int]],
+    told: Sequence[tuple[float, ...]] = (),
+    trims: Sequence[Trim | None] = (),
+) -> StepReport:
+    """The report of a step: for each request how many tokens were verified, and accepted, and what
+    its drafter's confidences were."""
     items, committed = [], []
-    for it, (drafted, accepted) in zip(requests, results, strict=True):
-        items.append(ScheduledRequest(it, 0, 1, drafted, (), False, True))
-        committed.append(Committed((1,) * (accepted + 1), drafted, accepted, 0))
+    unknown = [()] * len(requests), [None] * len(requests)
+    facts = zip(requests, results, told or unknown[0], trims or unknown[1], strict=True)
+    for it, (drafted, accepted), known, trim in facts:
+        count = max(drafted, len(known))
+        items.append(ScheduledRequest(it, 0, 1, count, (), False, True, trim=trim))
+        committed.append(Committed((1,) * (accepted + 1), drafted, accepted, 0, confidences=known))
     times = StepTimes(0.0, 0.0, 0.0, 0.0)
     return StepReport(Batch(tuple(items)), committed, [True] * len(items), times, False, 0)
 
@@ -73,13 +92,15 @@ class Server:
 
     Attributes:
         seconds, tokens: so far.
-        counts: what was drafted, by step and request.
+        tells: drafts come with their chances as confidences.
+        counts: what was verified, by step and request.
     """
 
     policy: DraftPolicy
     costs: Costs
     form: StepForm
     most: int
+    tells: bool = False
     seconds: float = 0.0
     tokens: int = 0
     counts: list[list[int]] = field(default_factory=list)
@@ -99,7 +120,10 @@ class Server:
     def step(self) -> None:
         number = len(self.counts)
         plans = self.policy.plan([Candidate(it, self.most) for it in self.requests])
-        drafted = [plan.num_tokens for plan in plans]
+        pairs = zip(plans, self.chances, strict=True)
+        told = [(chance(number),) * plan.num_tokens for plan, chance in pairs]
+        width = max(plan.num_tokens for plan in plans)
+        drafted = self._verified(plans, width, told)
         self.counts.append(drafted)
         accepted = []
         for count, chance in zip(drafted, self.chances, strict=True):
@@ -107,9 +131,26 @@ class Server:
             while taken < count and self.noise.random() < rate:
                 taken += 1
             accepted.append(taken)
-        self.seconds += seconds_of(drafted, self.costs, self.form, self.policy.widths)
+        self.seconds += seconds_of(drafted, self.costs, self.form, self.policy.widths, width)
         self.tokens += sum(accepted) + len(accepted)
-        self.policy.observe(report(self.requests, list(zip(drafted, accepted, strict=True))))
+        results = list(zip(drafted, accepted, strict=True))
+        trims = [plan.trim for plan in plans]
+        self.policy.observe(report(self.requests, results, told if self.tells else (), trims))
+
+    def _verified(
+        self, plans: Sequence[DraftPlan], width: int, told: Sequence[tuple[float, ...]]
+    ) -> list[int]:
+        """How many tokens of each request get rows."""
+        trims = [plan.trim for plan in plans if plan.trim is not None]
+        if not trims:
+            return [plan.num_tokens for plan in plans]
+        size, wanted = len(plans), torch.tensor([plan.num_tokens for plan in plans])
+        num_rows = self.form.rows(size, width, sum(trim.num_rows for trim in trims))
+        assert len(trims) == size
+        confidences = torch.tensor([(*it, *[0.0] * (width - len(it))) for it in told])
+        factors = torch.tensor([trim.factor for trim in trims])
+        rates, known = torch.tensor(trims[0].rates), torch.ones_like(wanted)
+        return trim_drafts(confidences, wanted, factors, rates, known, num_rows).tolist()
 
     @property
     def speed(self) -> float:
@@ -117,10 +158,11 @@ class Server:
 
 
 def seconds_of(
-    drafted: Sequence[int], costs: Costs, form: StepForm, widths: Sequence[int]
+    drafted: Sequence[int], costs: Costs, form: StepForm, widths: Sequence[int], most: int = 0
 ) -> float:
-    """Of a step in which requests draft so many tokens."""
-    size, most = len(drafted), max(drafted)
+    """Of a step in which requests have so many tokens verified, and `most` drafted if those are
+    more."""
+    size, most = len(drafted), max(most, *drafted)
     width = most if form.ends_chains else next(it for it in widths if it >= most)
     seconds = costs.target_seconds(size, form.rows(size, width, sum(drafted)), 100 * size)
     for place in range(1, width + 1):

@@ -5,7 +5,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from slipstream.core.batch import ChainStops, Committed, DraftPlan, ScheduledRequest, StepReport
+from slipstream.core.batch import (
+    NUM_BINS,
+    ChainStops,
+    Committed,
+    DraftPlan,
+    ScheduledRequest,
+    StepReport,
+    Trim,
+)
 from slipstream.engine.draft_policy import Candidate, FixedPolicy
 
 BINS = 2048
@@ -44,17 +52,35 @@ class StoppingPolicy(FixedPolicy):
         ]
 
 
+@dataclass(frozen=True)
+class TrimmingPolicy(StoppingPolicy):
+    """All requests draft as many tokens as fit, and of those some get rows."""
+
+    def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
+        return [
+            DraftPlan(plan.num_tokens, trim=trim_of(it.request.arrival, it.request.num_tokens))
+            for plan, it in zip(FixedPolicy.plan(self, candidates), candidates, strict=True)
+        ]
+
+
+def trim_of(arrival: int, length: int) -> Trim:
+    rates = tuple(0.4 + 0.6 * (place * 7 % NUM_BINS) / NUM_BINS for place in range(NUM_BINS))
+    return Trim((arrival + length) % 4, 6 + arrival % 4, rates)
+
+
 def stops_of(number: int) -> ChainStops:
     return ChainStops(RATES, 0.45 + 0.1 * (number % 5), 0.4 + 0.1 * (number % 4))
 
 
-def use_stopping_policy(monkeypatch: pytest.MonkeyPatch) -> list[StoppingPolicy]:
+def use_stopping_policy(
+    monkeypatch: pytest.MonkeyPatch, kind: type[StoppingPolicy] = StoppingPolicy
+) -> list[StoppingPolicy]:
     """An engine that is built from here on follows such a policy, which is put into the list."""
     made: list[StoppingPolicy] = []
 
     def policy(count: int) -> StoppingPolicy:
         if not made:
-            made.append(StoppingPolicy(count))
+            made.append(kind(count))
         return made[0]
 
     monkeypatch.setattr("slipstream.engine.build.FixedPolicy", policy)

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from slipstream.core.request import Request
 
+NUM_BINS = 16  # ranges of confidence that chances are told for
+FACTOR_PARTS = 8  # what factors on chances are counted in
+
 
 @dataclass(frozen=True)
 class ChainStops:
@@ -27,16 +30,35 @@ class ChainStops:
 
 
 @dataclass(frozen=True)
+class Trim:
+    """A request's part in rows that the device gives to the draft tokens of the whole step that are
+    the most likely to survive, by the drafter's confidences (see `TrimDraftsOp`).
+
+    Attributes:
+        num_rows: what it adds to the rows that are given out.
+        factor: on the chances that confidences mean, in parts of `FACTOR_PARTS`.
+        rates: the chance that a draft token is accepted where all before it were, by confidence:
+            place i of n is for confidences from i / n on. Equal for all requests of a step.
+    """
+
+    num_rows: int
+    factor: int
+    rates: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class DraftPlan:
     """How much is drafted for one request in one step.
 
     Attributes:
         num_tokens: at most.
         stops: when its chain ends earlier; None: only where the drafter has no guess.
+        trim: which of its tokens are verified; None: all.
     """
 
     num_tokens: int
     stops: ChainStops | None = None
+    trim: Trim | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +72,7 @@ class ScheduledRequest:
         num_draft_tokens: draft tokens to verify at most; only when this step reaches the last
             known token.
         stops: when its chain of draft tokens may end earlier.
+        trim: which of its draft tokens are verified; None: all.
         block_table: the request's KV blocks, covering start + num_new_tokens + num_draft_tokens.
         window_table: the same for layers with a window, where those have blocks of their own; the
             null block stands for tokens that no row of the step sees.
@@ -66,6 +89,7 @@ class ScheduledRequest:
     reaches_end: bool
     window_table: Sequence[int] = ()
     stops: ChainStops | None = None
+    trim: Trim | None = None
 
     @property
     def is_prompt_chunk(self) -> bool:
@@ -100,8 +124,8 @@ class Committed:
         num_accepted: how many of them were accepted.
         drafter_computed: leading tokens that the drafter has in the shared blocks, as of now.
         num_positions: of the draft tokens; of a tree its depth at most.
-        confidences: the drafter's, of each draft token that was verified; empty where it has none,
-            or nobody reads them.
+        confidences: the drafter's, of each draft token, of those that were trimmed as well; empty
+            where it has none, or nobody reads them.
         broken: the logits behind these tokens are not finite, so there is no further one.
     """
 

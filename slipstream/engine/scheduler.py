@@ -168,7 +168,8 @@ class Scheduler:
         ahead: list[ScheduledRequest] = []
         for item, plan in zip(items, plans, strict=True):
             request = item.request
-            share = Share(request, 1, budget.take(plan.num_tokens), stops=plan.stops)
+            count = budget.take(plan.num_tokens)
+            share = Share(request, 1, count, stops=plan.stops, trim=plan.trim)
             most = request.num_tokens + item.num_draft_tokens + 1 + share.num_draft_tokens
             most = min(most, self.limits.max_model_len)
             if not self.block_manager.grow(request.request_id, most):
@@ -299,7 +300,8 @@ class Scheduler:
         if num_drafts:
             grown = self.block_manager.grow(request.request_id, request.num_tokens + num_drafts)
             assert grown, "capacity promised the blocks"
-            share.num_draft_tokens, share.stops = num_drafts, plan.stops
+            share.num_draft_tokens = num_drafts
+            share.stops, share.trim = plan.stops, plan.trim
 
     def _plans(self, requests: Sequence[Request], surely_gained: int = 0) -> Sequence[DraftPlan]:
         """What the policy has these requests draft.
@@ -333,6 +335,7 @@ class Scheduler:
             admitted=share.admitted,
             reaches_end=reaches_end,
             stops=share.stops,
+            trim=share.trim,
         )
 
     # ------------------------------------------------------------------ taking in the results

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from slipstream.core.batch import ChainStops
+from slipstream.core.batch import ChainStops, Trim
 from slipstream.core.request import Request
 
 
@@ -15,6 +15,7 @@ class Share:
     num_draft_tokens: int = 0
     admitted: bool = False
     stops: ChainStops | None = None
+    trim: Trim | None = None
 
     @property
     def num_uncomputed(self) -> int:

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.core.batch import Batch, StepReport, StepTimes
+from slipstream.core.batch import NUM_BINS, Batch, StepReport, StepTimes, Trim
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
 from slipstream.engine.guidance import DraftSteering, Guidance, SteeredDraft
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.step_results import Launched, Outcome, StepResult
-from slipstream.kernels.devices import label
+from slipstream.kernels.devices import label, send
 from slipstream.kernels.sampling import SampleRows, rates_by_request
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
@@ -87,6 +87,8 @@ class Step:
         self._runs_ahead, self._rereads = runs_ahead, rereads
         self._now = partial(state.ops.timestamp, state.device)
         self._ended = 0.0
+        self._rates: tuple[float, ...] = (1.0,) * NUM_BINS  # what `_trim_rates` holds
+        self._trim_rates = torch.ones(NUM_BINS, dtype=torch.float32, device=state.device)
 
     @property
     def runs_ahead(self) -> bool:
@@ -115,7 +117,9 @@ class Step:
             with label(_DRAFT):
                 proposal = self.propose(batch)
         draft, allowed = proposal.draft, None
-        if steer is not None:
+        if steer is None:
+            draft = self._trim(batch, draft)
+        else:
             batch, draft, allowed = steer(draft).replace(batch, draft)
             self._write(batch, draft)
         with label(_TARGET):
@@ -142,6 +146,24 @@ class Step:
         if not draft.written:
             self._write(batch, draft)
         return Proposal(draft, began, self._now())
+
+    def _trim(self, batch: DeviceBatch, draft: Draft) -> Draft:
+        """The draft tokens that get rows where there are rows for some of them only.
+
+        Why this biases nothing: whether a place is kept is settled by the confidences up to it and
+        by those of other requests, as with `ChainStops` (see speculative/chains.py): what stands
+        behind a place in its own chain ranks behind it.
+        """
+        confidences = draft.confidences
+        if batch.num_rows is None or draft.tree is not None or not batch.width:
+            return draft
+        if confidences is None:  # then all have an equal chance
+            confidences = torch.zeros_like(draft.token_ids, dtype=torch.float32)
+        kept = self._state.ops.trim_drafts(
+            *(confidences, draft.num_tokens, batch.factors, self._trim_rates),
+            *(batch.num_new_tokens, batch.num_rows),
+        )
+        return replace(draft, num_tokens=kept)
 
     def _write(self, batch: DeviceBatch, draft: Draft) -> None:
         tables = self._state.tables
@@ -252,6 +274,7 @@ class Step:
         steering = None
         if Uses.GRAMMAR in packed.uses:
             steering = self._guidance.begin(batch, packed)
+        self._set_rates(packed.trims)
         # Words that must not be completed are looked for on the host.
         graphs = None if Uses.BAD_WORDS in packed.uses else self._graphs
         padded = graphs is not None and batch.is_decode
@@ -262,6 +285,14 @@ class Step:
             outcome = self._run_exactly(batch, packed, steering, graphs)
         numbers = Download(outcome.numbers[: len(batch.requests)])
         return Launched(batch, outcome, numbers, began, padded)
+
+    def _set_rates(self, trims: Sequence[Trim | None]) -> None:
+        """Put the rates of a step's trims, which are the same for all, where the device reads
+        them."""
+        rates = next((it.rates for it in trims if it is not None), self._rates)
+        if rates != self._rates:
+            self._trim_rates.copy_(send(torch.tensor(rates), self._state.device))
+            self._rates = rates
 
     def _run_exactly(
         self,
@@ -334,13 +365,18 @@ class Step:
         guesses = self._drafter.prepare(batch)
         drafts = [item.num_draft_tokens for item in items]
         if guesses is not None:
-            pairs = zip(guesses, drafts, strict=True)
-            drafts = [most if guess is None else len(guess) for guess, most in pairs]
+            guessed = zip(guesses, drafts, strict=True)
+            drafts = [most if guess is None else len(guess) for guess, most in guessed]
         slots = [item.request.slot for item in items]
         uses = self._sampling.uses(slots)
         width = max(drafts)
         if Uses.GRAMMAR in uses:  # which may have something to say where a drafter has not
             width = max(item.num_draft_tokens for item in items)
+        trims = [item.trim for item in items]
+        if guesses is not None or Uses.GRAMMAR in uses:  # whose tokens have no confidences
+            pairs = zip(drafts, trims, strict=True)
+            drafts = [most if it is None else min(most, it.num_rows) for most, it in pairs]
+            trims = []
         stops = [item.stops for item in items]
         return PackedBatch(
             slots=slots,
@@ -352,6 +388,7 @@ class Step:
             guesses=guesses,
             rereads=[int(self._rereads and item.admitted and item.start > 0) for item in items],
             stops=stops if any(stops) else (),
+            trims=trims if any(trims) else (),
         )
 
 

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from slipstream.core.batch import Batch, Committed, StepReport
+from slipstream.core.batch import Batch, Committed, ScheduledRequest, StepReport
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.transfer import Download
 from slipstream.sampling.verification import Verdict
@@ -93,7 +93,10 @@ class Launched:
         stamps = rows[0][-_NUM_TIMES:]
         seconds = [(end - begin) / 1e9 for begin, end in pairwise(stamps)]
         width = self.outcome.width
-        committed = [_committed(row[:-_NUM_TIMES], width, tree_depth) for row in rows]
+        committed = [
+            _committed(row[:-_NUM_TIMES], width, tree_depth, item)
+            for row, item in zip(rows, self.batch.requests, strict=True)
+        ]
         if self.padded:
             return committed, [row[_FIRST_ROW] for row in rows], seconds
         counts = [gain.num_draft_tokens + 1 for gain in committed[:-1]]
@@ -132,11 +135,15 @@ def _bits(numbers: Tensor) -> Tensor:
     return numbers.view(torch.int32).to(torch.int64)
 
 
-def _committed(row: Sequence[int], width: int, tree_depth: int | None) -> Committed:
+def _committed(
+    row: Sequence[int], width: int, tree_depth: int | None, item: ScheduledRequest
+) -> Committed:
     """One request's share of `Outcome.numbers`, without times."""
     *places, count, accepted, drafts, _, cached = row
     tokens, bits = places[:count], places[width : width + count]
     positions = None if tree_depth is None else min(drafts, tree_depth)
+    # Without a trim what was drafted is what was verified.
+    known = drafts if item.trim is None else max(drafts, item.num_draft_tokens)
     sound = next((place for place, it in enumerate(bits) if it & _EXPONENT == _EXPONENT), count)
     return Committed(
         token_ids=tuple(tokens[:sound]),
@@ -145,7 +152,7 @@ def _committed(row: Sequence[int], width: int, tree_depth: int | None) -> Commit
         drafter_computed=cached,
         num_positions=positions,
         broken=sound < count,
-        confidences=_confidences(places[2 * width :][:drafts]),
+        confidences=_confidences(places[2 * width :][:known]),
     )
 
 

@@ -154,6 +154,38 @@ class AdvanceDraftsOp(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class TrimDraftsOp(Protocol):
+    """Gives the rows of a pass to the draft tokens that are the most likely to survive.
+
+    The chance of a token is rates[i] * factors[r] / FACTOR_PARTS, at most 1, where i of N is the
+    bin of its confidence (the last one if that is no number from 0 to 1); a token survives with the
+    product of the chances up to it. Of equal ones earlier places come first, then earlier requests.
+    So what a request keeps is a prefix of its chain, and whether it keeps a place depends on
+    nothing behind it.
+
+    Args:
+        confidences: [R, K] float32.
+        wanted: [R] int64, draft tokens of each request, at most K.
+        factors: [R] int64.
+        rates: [N] float32.
+        known: [R] int64, rows of the pass that hold known tokens.
+        num_rows: all rows of the pass.
+
+    Returns:
+        [R] int64, draft tokens that each request keeps.
+    """
+
+    def __call__(
+        self,
+        confidences: Tensor,
+        wanted: Tensor,
+        factors: Tensor,
+        rates: Tensor,
+        known: Tensor,
+        num_rows: int,
+    ) -> Tensor: ...
+
+
 class WriteTokensOp(Protocol):
     """Write the first counts[r] of `tokens` [R, W] behind each request's known tokens.
 
@@ -258,6 +290,7 @@ class PreparationOps:
     expand_rows: ExpandRowsOp
     place_rows: PlaceRowsOp
     advance_drafts: AdvanceDraftsOp
+    trim_drafts: TrimDraftsOp
     write_tokens: WriteTokensOp
     commit: CommitOp
     keep_path: KeepPathOp

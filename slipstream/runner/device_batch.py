@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.core.batch import ChainStops
+from slipstream.core.batch import FACTOR_PARTS, ChainStops, Trim
 from slipstream.runner.excerpts import Excerpt
 from slipstream.runner.rows import PassRows, TreeRows
 from slipstream.runner.transfer import upload
@@ -31,6 +31,7 @@ class PackedBatch:
         rereads: computed tokens before the new ones that the target computes again, for their
             features; None: nowhere.
         stops: when each request's chain ends early (None: it does not); empty where none does.
+        trims: which draft tokens of each request are verified (None: all); empty where all are.
     """
 
     slots: Sequence[int]
@@ -42,9 +43,18 @@ class PackedBatch:
     guesses: Guesses | None = None
     rereads: Sequence[int] | None = None
     stops: Sequence[ChainStops | None] = ()
+    trims: Sequence[Trim | None] = ()
+
+    @property
+    def num_verified(self) -> int:
+        """Draft tokens that get rows."""
+        if not self.trims:
+            return sum(self.num_draft_tokens)
+        pairs = zip(self.num_draft_tokens, self.trims, strict=True)
+        return sum([most if it is None else min(most, it.num_rows) for most, it in pairs])
 
     def columns(self, width: int) -> list[list[int]]:
-        """Rows of numbers, one column per request: five, and `width` more where there are
+        """Rows of numbers, one column per request: six, and `width` more where there are
         guesses."""
         rows = [
             list(self.slots),
@@ -52,6 +62,8 @@ class PackedBatch:
             list(self.num_draft_tokens),
             [int(end) for end in self.at_end],
             list(self.rereads or [0] * len(self.slots)),
+            [FACTOR_PARTS if it is None else it.factor for it in self.trims]
+            or [FACTOR_PARTS] * len(self.slots),
         ]
         if self.guesses is not None:
             padded = [
@@ -64,7 +76,9 @@ class PackedBatch:
     def on(self, device: torch.device) -> "DeviceBatch":
         """As tensors of exactly these requests."""
         columns = upload(self.columns(self.width), device)
-        return replace(DeviceBatch.over(columns, self.width, self.uses, True), stops=self.stops)
+        batch = DeviceBatch.over(columns, self.width, self.uses, True)
+        num_rows = sum(self.num_new_tokens) + self.num_verified if self.trims else None
+        return replace(batch, stops=self.stops, num_rows=num_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +99,9 @@ class DeviceBatch:
         exact: passes compute exactly the rows that there are, for which the host may wait to
             learn how many; otherwise each request gets as many as it can have at most, and the
             host waits for nothing.
-        num_rows: where the batch is not exact, rows of the target's pass: at least all that there
-            can be; None: as many as each request can have.
+        factors: [R] int64, see `Trim`.
+        num_rows: rows of the target's pass, of which draft tokens get what known ones leave over
+            (rows of `rereads` are not counted); None: as many as all requests can have.
         kept: [R] int64, how many of the draft's first tokens are what the drafter proposed; None:
             all of them.
         stops: see `PackedBatch`; empty wherever the batch is not exact: chains of captured steps
@@ -98,6 +113,7 @@ class DeviceBatch:
     num_draft_tokens: Tensor
     at_end: Tensor
     rereads: Tensor
+    factors: Tensor
     guesses: Tensor
     width: int
     uses: frozenset[Uses]
@@ -115,15 +131,16 @@ class DeviceBatch:
         exact: bool,
         num_rows: int | None = None,
     ) -> "DeviceBatch":
-        """Views of `PackedBatch.columns` [5 or 5 + K, R] int64 on the device."""
-        slots, new, drafts, at_end, rereads = columns[:5].unbind(0)
-        guesses = columns[5:].T.contiguous()
+        """Views of `PackedBatch.columns` [6 or 6 + K, R] int64 on the device."""
+        slots, new, drafts, at_end, rereads, factors = columns[:6].unbind(0)
+        guesses = columns[6:].T.contiguous()
         return cls(
             slots,
             new,
             drafts,
             at_end != 0,
             rereads,
+            factors,
             guesses,
             width,
             uses,

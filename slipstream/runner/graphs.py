@@ -225,7 +225,7 @@ class GraphRunner:
             self._graphs = {key: it for key, it in self._graphs.items() if key.uses in LEAN}
             self._generation = self._sampling.generation
         key = _Key(name, bucket, width, uses, packed.guesses is not None and width > 0)
-        num_rows = len(packed.slots) + sum(packed.num_draft_tokens)
+        num_rows = len(packed.slots) + packed.num_verified
         return self._with_fewer_rows(key, num_rows) if packs else key
 
     def _with_fewer_rows(self, key: _Key, num_rows: int) -> _Key:

@@ -264,6 +264,37 @@ def test_drafts_advance_as_by_the_reference(index: int, reduced: bool, column: s
     assert not torch.equal(ours.token_ids, tables.token_ids)
 
 
+@pytest.mark.parametrize(("requests", "width"), [(1, 1), (3, 7), (5, 4), (16, 7), (33, 12)])
+def test_drafts_are_trimmed_as_by_the_reference(requests: int, width: int, column: str) -> None:
+    generator = seeded(requests)
+    # By place and then request, as drafters write them; few values, so that many are equal.
+    confidences = torch.randint(0, 9, (width, requests), generator=generator).T.float() / 8
+    confidences[0, 0] = torch.nan
+    wanted = torch.randint(0, width + 1, (requests,), generator=generator)
+    factors = torch.randint(6, 13, (requests,), generator=generator)
+    known = torch.randint(0, 2, (requests,), generator=generator)
+    rates = torch.rand(16, generator=generator)
+    given = [it.to(DEVICE) for it in (confidences, wanted, factors, rates, known)]
+    all_rows = int(known.sum() + wanted.sum())
+    for num_rows in {all_rows, all_rows // 2, all_rows + 5, int(known.sum())}:
+        ours = ops_of(column).trim_drafts(*given, num_rows)
+        assert torch.equal(ours, REFERENCE.trim_drafts(*given, num_rows))
+        assert (ours <= given[1]).all()
+        assert ours.sum() == min(int(wanted.sum()), num_rows - int(known.sum()))
+
+
+def test_rows_go_to_the_tokens_that_survive_the_likeliest() -> None:
+    confidences = torch.tensor([[0.5, 0.9, 0.9], [0.9, 0.5, 0.9], [0.2, 0.9, 0.9], [0.9, 0.9, 0.9]])
+    rates = (torch.arange(16) + 0.5) / 16
+    ones, wanted = torch.ones(4, dtype=torch.int64), torch.tensor([3, 3, 3, 2])
+    given = confidences, wanted, 8 * ones, rates, ones
+    kept = [REFERENCE.trim_drafts(*given, 4 + spare).tolist() for spare in (0, 1, 2, 3, 5, 12)]
+    assert kept == [[0] * 4, [0, 1, 0, 0], [0, 1, 0, 1], [0, 1, 0, 2], [2, 1, 0, 2], [3, 3, 3, 2]]
+    # A factor of two raises the third request's: 0.44 then is behind 0.53 and 0.48 alone.
+    given = confidences, wanted, torch.tensor([8, 8, 16, 8]), rates, ones
+    assert REFERENCE.trim_drafts(*given, 4 + 6).tolist() == [2, 2, 0, 2]
+
+
 @pytest.mark.parametrize("width", [0, 1, 4])
 def test_drafts_are_written_as_by_the_reference(width: int, column: str) -> None:
     tables, where = make_tables(), on_device(4, 2, 0)

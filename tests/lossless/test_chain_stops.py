@@ -29,7 +29,8 @@ from tests.lossless.test_sampled import (
     p_value,
     pair,
 )
-from tests.stopping_policy import use_stopping_policy
+from tests.padded_steps import use_packed_steps
+from tests.stopping_policy import StoppingPolicy, TrimmingPolicy, use_stopping_policy
 
 __all__ = ["heads", "pair"]
 LOOKUPS = ("ngram", "suffix", "custom", "perfect", "wrong")
@@ -40,8 +41,19 @@ AXES: dict[str, list[Any]] = {
     "blocks": [400, 16],
     "prefix": [False, True],
     "window": [None, 48],  # of those that may have one
+    "ended": ["stops", "trims"],
 }
 WINDOWED = ("draft_model", "self", "eagle3", "p-eagle", "pard", "mtp_modules")
+
+
+KINDS = {"stops": StoppingPolicy, "trims": TrimmingPolicy}
+
+
+def ended_by(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[StoppingPolicy]:
+    """Engines from here on follow such a policy; trims are of captured steps with few rows."""
+    if kind == "trims":
+        use_packed_steps(monkeypatch)
+    return use_stopping_policy(monkeypatch, KINDS[kind])
 
 
 @pytest.mark.parametrize("case", pairwise_cases(AXES), ids=case_name)
@@ -58,7 +70,7 @@ def test_greedy_output_is_the_plain_output(
     plain = make_llm(tiny_target, None, {"rows": 512, "blocks": 400})
     expected = tokens(plain.generate(prompts, params))
     remember(prompts, expected)
-    policies = use_stopping_policy(monkeypatch)
+    policies = ended_by(case["ended"], monkeypatch)
     config = speculative_config(case, tiny_target, tiny_draft, tiny_heads)
     if case["window"] and case["drafter"] in WINDOWED:
         config["draft_window"] = case["window"]
@@ -71,7 +83,9 @@ def test_greedy_output_is_the_plain_output(
     asked = policy.asked
     assert any(drafted < planned for planned, drafted in asked)
     if "combination" not in case["drafter"]:
-        assert all(len(gain.confidences) == gain.num_draft_tokens for _, gain in policy.seen)
+        for item, gain in policy.seen:
+            known = gain.num_draft_tokens if item.trim is None else item.num_draft_tokens
+            assert len(gain.confidences) == known
     if case["drafter"] == "self" and "draft_window" not in config:
         assert all(gain.num_accepted == gain.num_draft_tokens for _, gain in policy.seen)
 
@@ -84,36 +98,49 @@ STOPPED = {
 }
 
 
-@pytest.mark.parametrize("name", STOPPED)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "stops") for name in STOPPED), ("draft_model", "trims"), ("block", "trims")],
+)
 def test_sampled_output_has_the_targets_distribution(
-    name: str, pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    kind: str,
+    pair: tuple[str, str],
+    heads: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert least_p_value(name, pair, heads, monkeypatch) > 0.001
+    assert least_p_value(name, kind, pair, heads, monkeypatch) > 0.001
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_statistic_sees_a_place_that_is_dropped_for_its_token(
-    pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    kind: str, pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the probability of the token that was drawn."""
 
     def sample_draft(*args: Any, **kwargs: Any) -> Tensor:
         picked = verification.sample_draft(*args, **kwargs)
-        chances = kwargs["probs_out"].gather(1, picked.unsqueeze(1))
-        kwargs["confidence_out"].copy_(chances.squeeze(1))
+        if kwargs["probs_out"] is not None:  # no graph for greedy requests
+            chances = kwargs["probs_out"].gather(1, picked.unsqueeze(1))
+            kwargs["confidence_out"].copy_(chances.squeeze(1))
         return picked
 
     monkeypatch.setattr(draft_sampling, "sample_draft", sample_draft)
-    assert least_p_value("draft_model", pair, heads, monkeypatch) < 1e-6
+    assert least_p_value("draft_model", kind, pair, heads, monkeypatch) < 1e-6
 
 
 def least_p_value(
-    name: str, pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    kind: str,
+    pair: tuple[str, str],
+    heads: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> float:
     """Of pairs of tokens within and across steps."""
     case = STOPPED[name]
     params: dict[str, Any] = {"temperature": 1.0, **case.get("params", {})}
     exact = exact_distribution(pair[0], params)
-    policies = use_stopping_policy(monkeypatch)
+    policies = ended_by(kind, monkeypatch)
     drawn = draw(pair, case, params, heads)
     drafted = torch.tensor([drafted for _, drafted in policies[-1].asked]).bincount()
     assert (drafted > 200).sum() >= 2, drafted

@@ -179,6 +179,56 @@ def test_mixed_traffic_is_faster_than_with_any_fixed_number(form: str) -> None:
         assert chosen > 1.05 * serve(FixedPolicy(count), costs, steps, MIXED, 200).speed, count
 
 
+def serve_short(policy: DraftPolicy, costs: Costs, chances: Sequence[float]) -> Server:
+    """Requests of twelve steps, one after the other, whose drafter tells their chances."""
+    server = Server(policy, costs, PACKED, K, tells=True)
+    for turn in range(12):
+        for place, chance in enumerate(chances):
+            if turn % 4 == place % 4 or not turn:  # others stay
+                if turn:
+                    server.requests.pop(0)
+                    server.chances.pop(0)
+                server.add(always(chance))
+        server.run(3)
+    return server
+
+
+def test_short_requests_are_told_apart_by_what_their_drafter_says() -> None:
+    costs = Costs(fixed=1.0, row=0.01, draft_pass=0.03)
+    mixed = [0.9, 0.02] * 16
+    chosen = serve_short(adaptive(costs, PACKED), costs, mixed).speed
+    for count in (0, 1, 2, 4, 7):
+        assert chosen > 1.05 * serve_short(FixedPolicy(count), costs, mixed).speed, count
+
+
+def test_trimmed_plans_draft_all_places_and_verify_what_was_chosen() -> None:
+    costs = Costs(fixed=1.0, row=0.01, draft_pass=0.03)
+    policy = adaptive(costs, PACKED)
+    serve_short(policy, costs, [0.9, 0.02] * 16)
+    requests = [request(f"another {index}", K) for index in range(32)]
+    plans = policy.plan(candidates(requests))
+    trims = [plan.trim for plan in plans]
+    assert all(trims)
+    width = policy._choice.width
+    assert {plan.num_tokens for plan in plans} == {width}
+    rows = sum(trim.num_rows for trim in trims if trim)
+    assert rows == sum(policy._choice.counts)
+    assert 0 < rows < 32 * width
+
+
+def test_what_a_drafter_says_counts_for_a_request_alone() -> None:
+    """A request whose tokens are refused comes behind others whose tokens were accepted."""
+    costs = Costs(fixed=1.0, row=0.004, draft_pass=0.05)
+    server = Server(adaptive(costs, PACKED), costs, PACKED, K, tells=True)
+    server.add(always(0.85))
+    server.run(100)
+    assert server.counts[-1] == [K]
+    server.requests, server.chances = [request("new", K)], [always(0.05)]
+    server.run(30)
+    drafted = [counts[0] for counts in server.counts[104:]]
+    assert sum(drafted) <= 1.5 * len(drafted), drafted
+
+
 @pytest.mark.parametrize("form", ["exact", "padded"])
 @pytest.mark.parametrize("chance", [0.0, 0.1, 0.5, 0.8, 1.0])
 def test_steady_traffic_is_hardly_slower_than_with_the_best_number(

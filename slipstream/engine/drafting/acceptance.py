@@ -9,25 +9,27 @@ Where drafters tell how confident they are of a token, a table learns what that 
 confidence, for everybody, and for each request a factor on it.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.core.batch import Committed, ScheduledRequest, StepReport
+from slipstream.core.batch import FACTOR_PARTS, NUM_BINS, Committed, ScheduledRequest, StepReport
 from slipstream.core.request import Request
 
 MEMORY = 0.1  # weight of the latest result in a request's averages: half is forgotten in 7 results
 TRAFFIC_MEMORY = 0.02
+_NOISE = MEMORY / (2 - MEMORY)  # variance of such an average over that of a result
 UNKNOWN = 0.75  # chance before anything is known: optimistic, so that it is tried
 PRIOR_TRIALS = 2  # results that what a request begins with counts for
-NUM_BINS = 16
 _BIN_MEMORY = 0.01
-_FACTOR_STEPS = 8
+_LUCK = 0.25  # some two standard deviations of a factor whose request is as all others
 _LATEST = 0.3
 _FEWEST_DRAWN, _DRAWN_PLACES = 4, 3
 _MOST_FACTOR = 1.5
 _KNOWN_TRIALS, _MANY = 6, 64  # the same, once the traffic has told so much about the first place
 _STOPPED = 0.5  # weight of a token that was not to be had, since its chain had ended
 _EXAMINED = 8  # one request of every so many steps tells how reliable its chances are
+_RECENT = 128  # chains whose confidences are kept
 _MOST_JUDGED = 16  # requests of a step that are looked at; of larger batches they take turns
 
 
@@ -52,8 +54,10 @@ class History:
 
     @property
     def rounded_factor(self) -> float:
-        """One of few values, so that few tables are made."""
-        return round(self.factor * _FACTOR_STEPS) / _FACTOR_STEPS
+        """One of few values, so that few tables are made; 1 as long as luck may explain it."""
+        if abs(self.factor - 1) < _LUCK:
+            return 1.0
+        return round(self.factor * FACTOR_PARTS) / FACTOR_PARTS
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ class Acceptance:
         # Before anything is known a confidence is taken at its word.
         self._by_confidence = [(place + 0.5) / NUM_BINS for place in range(NUM_BINS)]
         self._results_by_bin = [0] * NUM_BINS
+        # Of the latest chains the confidences and the factor on what they mean.
+        self._recent: deque[tuple[Sequence[float], float]] = deque(maxlen=_RECENT)
         self.reliability = Reliability()
         self.num_steps = self.all_until = 0  # up to that step all requests are looked at
         self.has_confidences = False
@@ -139,17 +145,39 @@ class Acceptance:
         do by chance they are taken to be equal, else drawn to their mean (James and Stein 1961): of
         many noisy averages the best are not as good as they look."""
         if len(histories) < _FEWEST_DRAWN:
-            return [it.chances for it in histories]
+            return [self._drawn_to_traffic(it.chances) for it in histories]
         drawn = [list(it.chances) for it in histories]
         for place in range(min(_DRAWN_PLACES, self._places)):
             column = [row[place] for row in drawn]
             mean = sum(column) / len(column)
             spread = sum([(it - mean) ** 2 for it in column]) / len(column)
-            noise = mean * (1 - mean) * MEMORY / (2 - MEMORY)
+            noise = mean * (1 - mean) * _NOISE
             share = noise / spread if spread > noise else 1.0
             for row in drawn:
                 row[place] += share * (mean - row[place])
         return list[Sequence[float]](drawn)
+
+    def _drawn_to_traffic(self, chances: Sequence[float]) -> Sequence[float]:
+        """Where a request differs from the traffic no more than by chance, it is taken to be like
+        it."""
+        pairs, drawn = zip(chances, self._chances, strict=True), []
+        for own, usual in pairs:
+            off, noise = own - usual, usual * (1 - usual) * _NOISE
+            drawn.append(usual + off * (1 - noise / (off * off)) if off * off > noise else usual)
+        return drawn
+
+    def recent_chances(self, number: int) -> list[Sequence[float]]:
+        """The chances of so many chains by place, as the latest were by their confidences; behind
+        what those had drafted, what the traffic's are. They tell how chances are spread over
+        the requests and places of a step, not whose they are."""
+        chains, rest = (
+            [
+                [self._chance_of(confidence, factor) for confidence in confidences]
+                for confidences, factor in list(self._recent)[-number:]
+            ],
+            self._chances,
+        )
+        return [(*it, *rest[len(it) :]) for it in (chains * (1 + number // len(chains)))[:number]]
 
     def rates(self, factor: float) -> tuple[float, ...]:
         """The chance by confidence, where a request has this factor: place i of n is for
@@ -164,7 +192,8 @@ class Acceptance:
         """
         self.num_steps += 1
         pairs = list(zip(report.batch.requests, report.committed, strict=True))
-        stride = 1 + (len(pairs) - 1) // _MOST_JUDGED
+        # Odd, so that requests which alternate between two kinds are both looked at in a step.
+        stride = 1 + 2 * -(-(len(pairs) - _MOST_JUDGED) // (2 * _MOST_JUDGED))
         if self.num_steps <= self.all_until:
             stride = 1
         examined = (
@@ -174,7 +203,8 @@ class Acceptance:
         looked_at = accepted = 0
         for index in range(self.num_steps % stride, len(pairs), stride):
             item, gain = pairs[index]
-            if (gain.num_draft_tokens or item.stops is not None) and report.live[index]:
+            ended_early = item.stops is not None or item.trim is not None
+            if (gain.num_draft_tokens or ended_early) and report.live[index]:
                 self._learn(item, gain, probes, index == examined)
             looked_at += 1
             accepted += gain.num_accepted
@@ -202,13 +232,14 @@ class Acceptance:
             if accepted >= history.probed:
                 history.num_results = PRIOR_TRIALS - prior  # it has changed: little is known
             history.probed = 0
+        weight = max(MEMORY, 1 / (history.num_results + prior))
         if gain.confidences:
             self._learn_confidences(history, gain, judged)
+            weight /= 2  # these tell as much
         elif examined:
             for place in range(judged):
                 self.reliability.add(chances[place], place < accepted)
-        weight = max(MEMORY, 1 / (history.num_results + prior))
-        if _was_stopped(item, gain):  # as far as plans go, the next token was not to be had
+        if judged == accepted and _was_stopped(item, gain):  # for plans the next was not to be had
             chances[accepted] -= _STOPPED * weight * chances[accepted]
         history.num_results += 1
         for place in range(min(accepted, judged)):
@@ -227,16 +258,28 @@ class Acceptance:
     def _learn_confidences(self, history: History, gain: Committed, judged: int) -> None:
         self.has_confidences = True
         table, counts = self._by_confidence, self._results_by_bin
+        rounded, chances = history.rounded_factor, history.chances
+        self._recent.append((gain.confidences, rounded))
+        # What is true of such tokens on average is less noisy than what became of one, and known of
+        # those as well that stand behind a refused one.
+        soon = max(MEMORY, 1 / (max(0, history.num_results) + PRIOR_TRIALS))
+        for place, confidence in enumerate(gain.confidences[: self._places]):
+            chances[place] += soon * (self._chance_of(confidence, rounded) - chances[place])
         for place, confidence in enumerate(gain.confidences[:judged]):
             index = min(NUM_BINS - 1, int(confidence * NUM_BINS))
             taken, by_table = place < gain.num_accepted, table[index]
-            self.reliability.add(min(1.0, by_table * history.factor), taken)
+            predicted = min(1.0, by_table * history.factor)
+            self.reliability.add(predicted, taken)
             counts[index] += 1
             weight = max(_BIN_MEMORY, 1 / (counts[index] + PRIOR_TRIALS))
             table[index] += weight * (taken - by_table)
             # A factor of which the table is right on average: the step is what is left over.
-            error = taken - min(1.0, by_table * history.factor)
+            error = taken - predicted
             history.factor = min(_MOST_FACTOR, max(0.0, history.factor + MEMORY * error))
+
+    def _chance_of(self, confidence: float, factor: float) -> float:
+        index = min(NUM_BINS - 1, int(confidence * NUM_BINS))
+        return min(1.0, self._by_confidence[index] * factor)
 
 
 def _was_stopped(item: ScheduledRequest, gain: Committed) -> bool:

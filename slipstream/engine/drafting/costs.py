@@ -211,7 +211,7 @@ class CostModel:
         if not (report.padded or batch.is_decode):  # all captured steps are
             return
         requests = self._pad(len(batch.requests))
-        context = sum(item.start + 1 for item in batch.requests)
+        context = sum([item.start + 1 for item in batch.requests])
         self._learn_target(requests, report.num_rows, context, times.target + times.verify)
         if not _ended_early(report):
             counts = self._counts(report)

@@ -17,10 +17,11 @@ to sample these tokens more often than the target does.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import log2
 from typing import Protocol
 
-from slipstream.core.batch import ChainStops, DraftPlan, StepReport
+from slipstream.core.batch import FACTOR_PARTS, ChainStops, DraftPlan, StepReport, Trim
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
 from slipstream.core.step_form import StepForm
@@ -96,7 +97,7 @@ class AdaptivePolicy:
 
     @property
     def reads_confidences(self) -> bool:
-        return self._form.ends_chains
+        return self._form.ends_chains or self._unit == 1
 
     # ------------------------------------------------------------------ the interface
 
@@ -147,7 +148,9 @@ class AdaptivePolicy:
         choice, request = self._choice, candidate.request
         bound = min(candidate.most, request.num_speculative_tokens)
         if self._unit > 1 or not self._form.ends_chains:
-            return DraftPlan(min(bound, choice.width * self._unit))
+            like = next(iter(self._plans), None)
+            trim = None if like is None else like.trim
+            return DraftPlan(min(bound, choice.width * self._unit), trim=trim)
         gains = survivals(self.acceptance.of(request).chances, min(bound, choice.width))
         return DraftPlan(sum(gain >= choice.least for gain in gains))
 
@@ -156,15 +159,19 @@ class AdaptivePolicy:
         acceptance.keep_only(size)
         histories = [acceptance.of(request) for request in requests]
         bounds = [min(it.most, it.request.num_speculative_tokens, self._most) for it in candidates]
-        chances = acceptance.chances_of(histories)
-        gains = [self._gains(*pair) for pair in zip(chances, bounds, strict=True)]
         table = self._table(size, sum([request.num_tokens for request in requests]))
+        trims = acceptance.has_confidences and not (self._form.ends_chains or self._unit > 1)
+        trims = trims and not table.is_flat(self._most)
+        found = acceptance.recent_chances(size) if trims else acceptance.chances_of(histories)
+        gains = [self._gains(*pair) for pair in zip(found, bounds, strict=True)]
         choice = self._choice = choose(gains, self._choices, table)
         self._requests = requests
         self._left = min(4 + min(size // 2, _MOST_UNCHANGED), 1 + acceptance.num_steps // 4)
         if table.is_flat(choice.width):  # then all that is within it costs nothing
             most = choice.width * self._unit
             self._plans = [DraftPlan(min(most, bound)) for bound in bounds]
+        elif trims:
+            self._plans = self._trimmed_plans(histories, bounds)
         elif self._unit > 1:
             pairs_taken = zip(bounds, choice.counts, strict=True)
             self._plans = [DraftPlan(bound * taken) for bound, taken in pairs_taken]
@@ -194,6 +201,19 @@ class AdaptivePolicy:
         rates = self.acceptance.rates(histories[0].rounded_factor)
         return [DraftPlan(bounds[0], ChainStops(rates, *self._thresholds(table)))]
 
+    def _trimmed_plans(
+        self, histories: Sequence[History], bounds: Sequence[int]
+    ) -> list[DraftPlan]:
+        """All draft as far as the step is wide, and the device verifies as many tokens as were
+        chosen, those that it finds the most likely."""
+        width, size = self._choice.width, len(bounds)
+        rates = tuple(round(it, 2) for it in self.acceptance.rates(1.0))
+        rows = sum(self._choice.counts)
+        return [
+            _trimmed(min(width, bound), (rows + place) // size, history, rates)
+            for place, (history, bound) in enumerate(zip(histories, bounds, strict=True))
+        ]
+
     def _thresholds(self, table: CostTable) -> tuple[float, float]:
         """The least survival with which one more token of a single chain is worth a draft pass and
         a row, and with which it is worth a row: what they cost in tokens."""
@@ -220,7 +240,12 @@ class AdaptivePolicy:
 
 
 def _cut(plan: DraftPlan, most: int) -> DraftPlan:
-    return plan if plan.num_tokens <= most else DraftPlan(most, plan.stops)
+    return plan if plan.num_tokens <= most else replace(plan, num_tokens=most)
+
+
+def _trimmed(count: int, num_rows: int, history: History, rates: tuple[float, ...]) -> DraftPlan:
+    factor = round(history.rounded_factor * FACTOR_PARTS)
+    return DraftPlan(count, trim=Trim(num_rows, factor, rates))
 
 
 def _bounded(least: float) -> float:

@@ -129,7 +129,7 @@ class Probes:
     def _is_short(self, plan: DraftPlan, bound: int) -> bool:
         """Whether a request could draft more, and nobody else would have to for it."""
         most = self._most if self._exact else self._choice.width * self._unit
-        return plan.num_tokens < min(bound, most) and plan.stops is None
+        return plan.num_tokens < min(bound, most) and plan.stops is None and plan.trim is None
 
     def plans(
         self, candidates: Sequence[Candidate], chosen: Sequence[DraftPlan]

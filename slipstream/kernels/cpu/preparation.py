@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.kernels.pass_inputs import RowPlaces
 from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
 from slipstream.kernels.reference import preparation as reference
-from slipstream.kernels.reference.preparation import timestamp
+from slipstream.kernels.reference.preparation import timestamp, trim_drafts
 
 NO_TOKEN = -1
 _TABLES: WeakKeyDictionary[RequestTables, cpp.Tables] = WeakKeyDictionary()
@@ -176,6 +176,7 @@ PREPARATION = PreparationOps(
     expand_rows,
     place_rows,
     advance_drafts,
+    trim_drafts,  # of captured steps, which there are none of here
     write_tokens,
     commit,
     keep_path,

@@ -6,6 +6,7 @@ from time import perf_counter_ns
 import torch
 from torch import Tensor
 
+from slipstream.core.batch import FACTOR_PARTS
 from slipstream.kernels.devices import send
 from slipstream.kernels.pass_inputs import RowPlaces
 from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
@@ -102,6 +103,30 @@ def advance_drafts(
     starts = known + index
     _write(tables, slots, starts, token)
     return starts, (wanted > index + 1).to(torch.int64)
+
+
+def trim_drafts(
+    confidences: Tensor,
+    wanted: Tensor,
+    factors: Tensor,
+    rates: Tensor,
+    known: Tensor,
+    num_rows: int,
+) -> Tensor:
+    last = len(rates) - 1
+    inside = (confidences >= 0) & (confidences < 1)
+    bins = torch.where(inside, confidences, 0).mul(len(rates)).long().clamp_max(last)
+    chances = rates[torch.where(inside, bins, last)] * (factors.unsqueeze(1) / FACTOR_PARTS)
+    survivals = [torch.ones_like(rates[:1])]
+    for chance in chances.clamp_max(1).unbind(1):
+        survivals.append(survivals[-1] * chance)
+    by_place = torch.stack(survivals[1:])  # [K, R]
+    place = torch.arange(len(by_place), device=wanted.device).unsqueeze(1)
+    by_place = by_place.masked_fill(place >= wanted, -1)
+    order = by_place.flatten().argsort(descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    spare = num_rows - known.sum()
+    return ((rank < spare).view_as(by_place) & (place < wanted)).sum(0)
 
 
 def write_tokens(tables: RequestTables, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
@@ -204,6 +229,7 @@ PREPARATION = PreparationOps(
     expand_rows,
     place_rows,
     advance_drafts,
+    trim_drafts,
     write_tokens,
     commit,
     keep_path,

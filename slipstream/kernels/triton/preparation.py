@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
+from slipstream.core.batch import FACTOR_PARTS
 from slipstream.kernels.pass_inputs import RowPlaces
 from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
 from slipstream.kernels.reference.preparation import place_rows
@@ -14,6 +15,7 @@ from slipstream.kernels.triton.launch import dense, launch_dependents, options, 
 from slipstream.kernels.triton.suffix_lookup import suffix_lookup
 
 TABLE_BLOCK = 1024
+PART = tl.constexpr(1 / FACTOR_PARTS)
 
 
 @triton.jit
@@ -170,6 +172,66 @@ def advance_drafts(
 
 
 @triton.jit
+def _chances(confidences, rates, bins, factor, inside):
+    confidence = tl.load(confidences, mask=inside, other=0.0)
+    is_known = (confidence >= 0) & (confidence < 1)
+    place = tl.minimum((tl.where(is_known, confidence, 1.0) * bins).to(tl.int32), bins - 1)
+    return tl.minimum(tl.load(rates + place) * factor, 1.0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _trim_kernel(
+    confidences, wanted, factors, rates, known, kept, requests, width, num_rows, bins,
+    request_stride, place_stride, block_r: tl.constexpr, block_k: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Programs (request): the ranks of its tokens, each found by counting those before it."""
+    launch_dependents(pdl)
+    wait_for_inputs(pdl)
+    request = tl.program_id(0)
+    others, places = tl.arange(0, block_r), tl.arange(0, block_k)
+    there = others < requests
+    spare = num_rows - tl.sum(tl.load(known + others, mask=there, other=0))
+    limits = tl.load(wanted + others, mask=there, other=0)
+    scales = tl.load(factors + others, mask=there, other=0).to(tl.float32) * PART
+    own_scale = tl.load(factors + request).to(tl.float32) * PART
+    own, survival = tl.zeros((block_k,), tl.float32), tl.full((), 1.0, tl.float32)
+    for place in range(width):
+        cell = confidences + request * request_stride + place * place_stride
+        survival *= _chances(cell, rates, bins, own_scale, True)
+        own = tl.where(places == place, survival, own)
+    ranks = tl.zeros((block_k,), tl.int32)
+    survivals = tl.full((block_r,), 1.0, tl.float32)
+    for place in range(width):
+        cells = confidences + others * request_stride + place * place_stride
+        survivals *= _chances(cells, rates, bins, scales, there)
+        sooner = (place < places)[:, None] | ((place == places)[:, None] & (others < request)[None])
+        theirs, mine = survivals[None, :], own[:, None]
+        first = (theirs > mine) | ((theirs == mine) & sooner)
+        ranks += tl.sum((first & (place < limits)[None, :]).to(tl.int32), axis=1)
+    stays = (ranks < spare) & (places < tl.load(wanted + request))
+    tl.store(kept + request, tl.sum(stays.to(tl.int64)))
+
+
+def trim_drafts(
+    confidences: Tensor,
+    wanted: Tensor,
+    factors: Tensor,
+    rates: Tensor,
+    known: Tensor,
+    num_rows: int,
+) -> Tensor:
+    requests, width = confidences.shape
+    kept = torch.empty_like(wanted)
+    wanted, factors, known = dense(wanted, factors, known)
+    _trim_kernel[(requests,)](
+        confidences, wanted, factors, rates, known, kept, requests, width, num_rows, len(rates),
+        *confidences.stride(), block_r=triton.next_power_of_2(requests),
+        block_k=triton.next_power_of_2(width), **options(confidences.device),
+    )  # fmt: skip
+    return kept
+
+
+@triton.jit
 def _commit_kernel(
     slots, num_new, at_end, tokens, counts, num_accepted, all_tokens, num_tokens, num_computed,
     gained, accepted, row_stride, last_place, width: tl.constexpr, block_w: tl.constexpr,
@@ -313,6 +375,7 @@ PREPARATION = PreparationOps(
     expand_rows,
     place_rows,
     advance_drafts,
+    trim_drafts,
     write_tokens,
     commit,
     keep_path,
