@@ -168,8 +168,7 @@ class Scheduler:
         ahead: list[ScheduledRequest] = []
         for item, plan in zip(items, plans, strict=True):
             request = item.request
-            count = budget.take(plan.num_tokens)
-            share = Share(request, 1, count, stops=plan.stops, trim=plan.trim)
+            share = Share(request, 1, budget.take(plan.num_tokens), plan=plan)
             most = request.num_tokens + item.num_draft_tokens + 1 + share.num_draft_tokens
             most = min(most, self.limits.max_model_len)
             if not self.block_manager.grow(request.request_id, most):
@@ -300,8 +299,7 @@ class Scheduler:
         if num_drafts:
             grown = self.block_manager.grow(request.request_id, request.num_tokens + num_drafts)
             assert grown, "capacity promised the blocks"
-            share.num_draft_tokens = num_drafts
-            share.stops, share.trim = plan.stops, plan.trim
+            share.num_draft_tokens, share.plan = num_drafts, plan
 
     def _plans(self, requests: Sequence[Request], surely_gained: int = 0) -> Sequence[DraftPlan]:
         """What the policy has these requests draft.
@@ -334,8 +332,8 @@ class Scheduler:
             window_table=self.block_manager.window_table(request.request_id),
             admitted=share.admitted,
             reaches_end=reaches_end,
-            stops=share.stops,
-            trim=share.trim,
+            stops=share.plan.stops,
+            trim=share.plan.trim,
         )
 
     # ------------------------------------------------------------------ taking in the results

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from slipstream.core.batch import ChainStops, Trim
+from slipstream.core.batch import DraftPlan
 from slipstream.core.request import Request
+
+NO_DRAFT = DraftPlan(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -14,8 +16,7 @@ class Share:
     num_new_tokens: int
     num_draft_tokens: int = 0
     admitted: bool = False
-    stops: ChainStops | None = None
-    trim: Trim | None = None
+    plan: DraftPlan = NO_DRAFT
 
     @property
     def num_uncomputed(self) -> int:
