@@ -121,7 +121,9 @@ class _Line:
     def finish(self) -> list[str]:
         self.pieces()
         models = dict.fromkeys(it.arguments[0] for it in self._pieces if it.is_model)
-        if len(models) > 1:
+        # Behind a flag that nobody knows, which the parser refuses next, stands its value.
+        unknown = any(it.option is None and not it.is_model for it in self._pieces)
+        if len(models) > 1 and not unknown:
             raise UsageError(f"{' and '.join(models)} are two models; name one, as MODEL")
         given = {id(it.option) for it in self._pieces if it.option is not None} | self._cleared
         if not models:

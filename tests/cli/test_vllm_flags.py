@@ -223,6 +223,7 @@ def test_a_flag_that_is_refused_is_named_with_the_reason(name: str) -> None:
         ("--port.a 1", "--port takes no keys"),
         ("-sc {} -sc.method ngram", "whole and by its keys"),
         ("m --model n", "m and n are two models"),
+        ("m --ctx-size 9", "no such flag: --ctx-size"),
         ("--no-port", "no such flag: --no-port"),
         ("--no-pipeline-parallel-size", "--pipeline-parallel-size takes a value"),
         ("--nnodes", "--nnodes needs a value"),
