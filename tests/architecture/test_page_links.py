@@ -29,7 +29,9 @@ def dead_links(page: Path, text: str) -> list[str]:
         file = page.parent / path if path else page
         if not file.exists():
             dead.append(target)
-        elif anchor and anchor not in anchors(text if file == page else file.read_text()):
+            continue
+        headings = anchors(text if file == page else file.read_text()) if anchor else {anchor}
+        if anchor not in headings:
             dead.append(target)
     return dead
 
