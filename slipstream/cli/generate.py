@@ -58,7 +58,7 @@ class StructuredFlags:
         None, "Text that matches this expression as a whole.", metavar="<regex>"
     )
     choice: tuple[str, ...] = flag((), "One of these texts (repeatable).", metavar="<text>")
-    grammar: str | None = flag(None, "Text of this Lark grammar.", metavar="<file>")
+    grammar: str | None = flag(None, "Text that a Lark grammar describes.", metavar="<file>")
 
     def output(self) -> StructuredOutput | None:
         """None where no flag is given.

@@ -203,7 +203,7 @@ def serve(
     log: LogOptions,
     run: RunFlags,
 ) -> None:
-    """Serve a model by the OpenAI protocol.
+    """Serve a model over HTTP, in the OpenAI and Messages protocols.
 
     Requests share one engine, which decodes speculatively if there is a drafter. Without MODEL the
     bundled demo is served. The first Ctrl-C or SIGTERM lets running requests

@@ -65,9 +65,15 @@ class SamplingParams:
     min_p: float = flag(
         0.0, "Leave out tokens below this share of the most probable token's probability."
     )
-    presence_penalty: float = flag(0.0, "-2 to 2.")
-    frequency_penalty: float = flag(0.0, "-2 to 2.")
-    repetition_penalty: float = flag(1.0, "Above 0; 1 has no effect.")
+    presence_penalty: float = flag(
+        0.0, "Lower the logits of tokens that the output has already: -2 to 2."
+    )
+    frequency_penalty: float = flag(
+        0.0, "Lower the logits of tokens by how often the output has them: -2 to 2."
+    )
+    repetition_penalty: float = flag(
+        1.0, "Above 1, make tokens of the prompt and the output less probable; 1 has no effect."
+    )
     logit_bias: Mapping[int, float] | None = flag(
         None,
         "Added to the logits of these token ids: '{\"42\": -100}'",
