@@ -1,7 +1,6 @@
 """lm-eval's local-completions: log likelihoods by the server beside those of `LLM` offline."""
 
 import os
-from importlib.resources import files
 
 from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -10,7 +9,6 @@ from slipstream import LLM, SamplingParams
 
 URL = os.environ.get("SLIPSTREAM_URL", "http://127.0.0.1:8000")
 MODEL = os.environ.get("SLIPSTREAM_MODEL", "demo")
-TOKENIZER = os.environ.get("SLIPSTREAM_TOKENIZER", str(files("slipstream.demo") / "target"))
 
 PAIRS = [
     ("def add(a, b):", " return a + b"),
@@ -22,8 +20,7 @@ PAIRS = [
 served = LocalCompletionsAPI(
     base_url=f"{URL}/v1/completions",
     model=MODEL,
-    tokenizer_backend="huggingface",
-    tokenizer=TOKENIZER,
+    tokenizer_backend="remote",  # /tokenizer_info and /tokenize of the server
     batch_size=2,
     max_length=2048,
 )

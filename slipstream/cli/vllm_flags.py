@@ -212,6 +212,7 @@ _ALREADY: Final[Mapping[str, Already]] = {
     "enable-reasoning": Already("reasoning is told apart where the model's format is known"),
     "enable-request-id-headers": Already("every answer has X-Request-Id"),
     "enable-server-load-tracking": Already("/load always counts"),
+    "enable-tokenizer-info-endpoint": Already("/tokenizer_info is always there"),
     "exclude-tools-when-tool-choice-none": Already("tools that may not be called are not written"),
     "fingerprint-mode": Already("answers have no system_fingerprint", ("none",)),
     "kv-offloading-size": Already("the KV cache stays on its device", _NONE),

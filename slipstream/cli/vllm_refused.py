@@ -94,8 +94,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "/health, /metrics and /ping are logged at level debug alone; use --disable-uvicorn-access-log "
     "for all": "disable-access-log-for-endpoints",
     "there are no pages about the protocol; /openapi.json describes it": "enable-offline-docs!",
-    "/tokenize and /detokenize tell what the tokenizer does; read tokenizer.json for more": """
-        enable-tokenizer-info-endpoint!""",
     "prompts are texts or token ids; send one of them": "enable-prompt-embeds!",
     "routing is not reported; leave it out": "enable-return-routed-experts!",
     "certificates are read at the start; start the server again, or let a proxy handle TLS": """

@@ -45,6 +45,11 @@ class ChatTemplate:
         """Whether there is any template (base models have none)."""
         return bool(self._sources)
 
+    @property
+    def default(self) -> str | None:
+        """The source of the template for requests without tools; None without one."""
+        return self._sources.get("default")
+
     def mentions(self, text: str) -> bool:
         """Whether a template holds this text."""
         return any(text in source for source in self._sources.values())

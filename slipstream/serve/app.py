@@ -46,6 +46,7 @@ from slipstream.serve.protocol.tokenize import (
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from slipstream.serve.responses.endpoint import ResponsesEndpoints
 from slipstream.serve.sse import ClientDisconnectedError
@@ -123,6 +124,7 @@ def _routes(service: ModelService, profiles: Path | None, load: LoadCount) -> li
             *("POST", "/detokenize", tokens.detokenize, DetokenizeResponse, DetokenizeRequest),
             errors=(404, 415),
         ),
+        Route("GET", "/tokenizer_info", tokens.info, TokenizerInfo, errors=(400,)),
         Route("GET", "/health", info.health, Health, errors=(503,)),
         Route("GET", "/ping", info.ping, Health, errors=(503,)),
         Route("POST", "/ping", info.post_ping, Health, errors=(503,)),

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize."""
+"""/tokenize, /detokenize and /tokenizer_info."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,12 +13,13 @@ from slipstream.serve.protocol.tokenize import (
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from slipstream.serve.request_parsing import read_body
 
 
 class TokenizeEndpoints:
-    """Handles POST /tokenize and /detokenize."""
+    """Handles POST /tokenize and /detokenize, and GET /tokenizer_info."""
 
     def __init__(self, service: ModelService) -> None:
         self._service = service
@@ -32,6 +33,24 @@ class TokenizeEndpoints:
         """The text of token ids"""
         body = await read_body(request, DetokenizeRequest, self._service)
         return await self._service.aside(self._detokenize, body)
+
+    async def info(self, _: Request) -> Response:
+        """Special tokens and the chat template"""
+        return await self._service.aside(self._info)
+
+    def _info(self) -> Response:
+        tokenizer = self._service.tokenizer
+        named, kind = tokenizer.special_tokens, tokenizer.settings.get("tokenizer_class")
+        return json_response(
+            TokenizerInfo(
+                tokenizer_class=kind if isinstance(kind, str) else None,
+                eos_token=named.get("eos_token"),
+                bos_token=named.get("bos_token"),
+                unk_token=named.get("unk_token"),
+                pad_token=named.get("pad_token"),
+                chat_template=self._service.template.default,
+            )
+        )
 
     def _tokenize(self, body: TokenizeRequest) -> Response:
         unread: list[str] = []

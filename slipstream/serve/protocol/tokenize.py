@@ -1,4 +1,4 @@
-"""Bodies of /tokenize and /detokenize."""
+"""Bodies of /tokenize, /detokenize and /tokenizer_info."""
 
 from typing import Annotated
 
@@ -53,3 +53,20 @@ class DetokenizeResponse(ResponseBody):
     """The text, special tokens included."""
 
     prompt: str
+
+
+class TokenizerInfo(ResponseBody):
+    """What tokenizer_config.json says, and the chat template in use where there is one.
+
+    Attributes:
+        tokenizer_class: the name that transformers has for it.
+        eos_token, bos_token, unk_token, pad_token: texts of special tokens; null without one.
+        chat_template: of several named templates the default one.
+    """
+
+    tokenizer_class: str | None
+    eos_token: str | None
+    bos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    chat_template: str | None

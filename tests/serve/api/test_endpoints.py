@@ -97,6 +97,19 @@ def test_texts_become_tokens_and_texts_again(live: Live) -> None:
     assert "token_strs" not in post(live, "/tokenize", prompt="x", model="demo")
 
 
+def test_the_tokenizer_is_described(live: Live) -> None:
+    tokenizer = live.engine.tokenizer
+    assert tokenizer is not None
+    assert httpx.get(f"{live.url}/tokenizer_info").json() == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "bos_token": None,
+        "unk_token": None,
+        "pad_token": "<|endoftext|>",
+        "chat_template": tokenizer.settings["chat_template"],
+    }
+
+
 def test_messages_become_tokens(live: Live) -> None:
     opened = post(live, "/tokenize", messages=MESSAGES)
     text = post(live, "/detokenize", tokens=opened["tokens"])["prompt"]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -223,6 +224,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids() -> None:
             create(client)
         with pytest.raises(openai.BadRequestError, match="token"):
             client.completions.create(model="demo", prompt="def main(", max_tokens=2)
+        assert httpx.get(f"{live.url}/tokenizer_info").status_code == 400
         for fields in ({"echo": True}, {"logprobs": 1}, {"stop": "x"}):
             with pytest.raises(openai.BadRequestError, match="token"):
                 client.completions.create(model="demo", prompt=[466, 10], max_tokens=2, **fields)  # type: ignore[arg-type]
