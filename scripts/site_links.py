@@ -1,4 +1,4 @@
-"""A hook of mkdocs: the site has docs/ alone, so links to other files of the repository become text."""
+"""A hook of mkdocs: links to files beside docs/, which the site does not have, become text."""
 
 import re
 

@@ -36,11 +36,12 @@ def advise(
     engine: EngineConfig,
     run: RunFlags,
 ) -> None:
-    """Say which drafter and setting is best for your traffic on this machine, and by how much.
+    """Find the best drafter and K for your traffic.
 
-    Measures as `bench sweep` does, with K chosen by the engine among the settings, and ends with
-    the command that serves the best one. What is faster by less than two runs of plain decoding
-    differ is not recommended.
+    Says how much faster it is on this machine than plain decoding. Measures as
+    `bench sweep` does, with K chosen by the engine among the settings, and ends with the command
+    that serves the best one. What is faster by less than two runs of plain decoding differ is not
+    recommended.
     """
 
     def conclude(points: "Sequence[Point]", plan: "Sweep") -> str:

@@ -35,9 +35,10 @@ class InspectFlags:
 
 
 def inspect(*, flags: InspectFlags) -> None:
-    """Describe a checkpoint without loading its weights, unless --costs asks for times.
+    """Describe a checkpoint, or tell whether a drafter fits.
 
-    With --target the exit code is 1 when it does not fit as a drafter.
+    Weights are loaded only if --costs asks for times. With --target the exit code is 1
+    when it does not fit as a drafter.
     """
     path, target = flags.path, flags.target
     if flags.costs and target is not None:
