@@ -201,6 +201,7 @@ _ALREADY: Final[Mapping[str, Already]] = {
     "decode-context-parallel-size": Already(ONE_GPU, _ONE),
     "disable-cascade-attn": Already("there is no cascade attention"),
     "disable-custom-all-reduce": Already("one GPU reduces nothing over several"),
+    "disable-frontend-multiprocessing": Already("the engine is a thread of the server's process"),
     "distributed-executor-backend": Already(ONE_GPU, ("uni", "mp")),
     "enable-auto-tool-choice": Already(
         "models choose tools freely unless a request's tool_choice says otherwise; send none there"
@@ -224,11 +225,13 @@ _ALREADY: Final[Mapping[str, Already]] = {
     "moe-backend": Already("each device has one kernel of a kind", ("auto",)),
     "nnodes": Already(ONE_GPU, _ONE),
     "node-rank": Already(ONE_GPU, ("0",)),
+    "num-scheduler-steps": Already("every step is scheduled, and the next beside it", _ONE),
     "offload-backend": Already("weights stay on their device", ("auto",)),
     "performance-mode": Already(
         "--max-num-seqs and -k auto weigh throughput against latency", ("balanced",)
     ),
     "pipeline-parallel-size": Already(ONE_GPU, _ONE),
+    "preemption-mode": Already("what is preempted is computed again", ("recompute",)),
     "prefill-context-parallel-size": Already(ONE_GPU, _ONE),
     "prefill-schedule-interval": Already("every step may read prompts", _ONE),
     "runner": Already("models generate; embeddings are not served", ("auto", "generate")),
@@ -237,6 +240,7 @@ _ALREADY: Final[Mapping[str, Already]] = {
     "swap-space": Already(
         "nothing is swapped out: what is preempted is computed again; leave it out", _NONE
     ),
+    "task": Already("models generate; embeddings are not served", ("auto", "generate")),
     "ubatch-size": Already("batches are not split", ("0",)),
     "use-tqdm-on-load": Already("bars are shown on a terminal"),
     "use-v2-block-manager": Already("there is one block manager"),

@@ -167,7 +167,9 @@ class _Line:
     def _declared(self, name: str, value: str | None, waiting: deque[str]) -> None:
         option = self._options[name]
         if option.is_flag:
-            self._pieces.append(_Piece([name if value is None else f"{name}={value}"], option))
+            if value is not None:
+                raise UsageError(f"{name} takes no value; it has the form {negated(name)}")
+            self._pieces.append(_Piece([name], option))
             return
         if value is None:
             value = self._value(name, waiting)
@@ -206,4 +208,9 @@ class _Line:
     def _value(self, name: str, waiting: deque[str]) -> str:
         if not waiting:
             raise UsageError(f"{name} needs a value")
+        if waiting[0].startswith("--"):  # an API key that is a flag's name would be no secret
+            raise UsageError(
+                f"{name} needs a value, and {waiting[0]} is a flag; a value that begins so is "
+                f"given as {name}=VALUE"
+            )
         return waiting.popleft()

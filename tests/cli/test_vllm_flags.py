@@ -138,7 +138,7 @@ TLS = ["keyfile", "certfile", "ca-certs", "cert-reqs", "ciphers"]
 
 
 def test_every_flag_of_the_list_is_told_once() -> None:
-    assert (len(COMMON), len(OLDER), len(REST)) == (90, 7, 184)
+    assert (len(COMMON), len(OLDER), len(REST)) == (90, 11, 184)
     assert sorted([*DECLARED, *ENTRIES]) == sorted(ALL)
     assert set(DECLARED) <= set(serve_options())
     assert not set(ENTRIES) & set(serve_options())
@@ -227,6 +227,10 @@ def test_a_flag_that_is_refused_is_named_with_the_reason(name: str) -> None:
         ("--no-port", "no such flag: --no-port"),
         ("--no-pipeline-parallel-size", "--pipeline-parallel-size takes a value"),
         ("--nnodes", "--nnodes needs a value"),
+        ("m --api-key --enforce-eager", "--api-key needs a value, and --enforce-eager is a flag"),
+        ("--model --port 0", "--model needs a value, and --port is a flag"),
+        ("--enable-prefix-caching=False", "it has the form --no-enable-prefix-caching"),
+        ("--task embed", "--task embed is not supported, auto or generate is"),
         ("--enable-reasoning=false", "--enable-reasoning takes no value"),
         ("--no-trust-remote-code=1", "--no-trust-remote-code takes no value"),
         ("--structured-outputs-config.backend xgrammar", "backend xgrammar is not supported"),
