@@ -29,6 +29,10 @@ WORD_BITS = 32
 # Nothing is lost to a JSON document, but a model that would write spaces for ever has to go on.
 WHITESPACE = r"\x20|\n[\x20\t]{0,16}"
 _ESCAPED = re.compile(r"\\.|/|\n", re.DOTALL)
+_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"')
+# Where one text alone may follow, llguidance allows only the tokens that the tokenizer makes of it.
+# If that is an added token, it refuses it all the same, as added tokens are no text to it.
+_UNFORCED = '%llguidance {"no_forcing": true}\n'
 _IN_SLASHES = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 NOTHING_LEFT = (
     "the grammar, with what logit_bias, allowed_token_ids, bad_words and min_tokens rule out, left "
@@ -178,7 +182,10 @@ class Grammars:
             if found is not None:
                 self._compiled.move_to_end(key)
                 return found
-        matcher = _compile(backend, structured)  # may take long
+        assert self._tokenizer is not None
+        added = map(self._tokenizer.id_to_token, self._tokenizer.added_token_ids)
+        words = [word for word in added if word is not None]
+        matcher = _compile(backend, structured, words)  # may take long
         with self._lock:
             self._compiled[key] = matcher
             while len(self._compiled) > MOST_COMPILED:
@@ -234,15 +241,26 @@ def _body(structured: StructuredOutput) -> str:
     return f"body: %lark {{\n{text}\n}}"
 
 
-def _compile(backend: "LLTokenizer", structured: StructuredOutput) -> "LLMatcher":
+def _spells(rules: str, structured: StructuredOutput, words: Sequence[str]) -> bool:
+    """Whether a grammar has one of these words in a text, and not as a token."""
+    texts = [*_LITERAL.findall(rules), structured.text if structured.kind == "regex" else ""]
+    text = "\n".join(texts)
+    return any(word in text or json.dumps(word)[1:-1] in text for word in words)
+
+
+def _compile(
+    backend: "LLTokenizer", structured: StructuredOutput, added_words: Sequence[str]
+) -> "LLMatcher":
     from llguidance import LLMatcher, grammar_from
 
     kind, text = structured.kind, structured.text
     if kind == "json_schema":
         _refuse_endless(text)
     try:
-        if structured.frame is not None:
-            rules = f"{structured.frame}\n{_body(structured)}"
+        rules = f"{structured.frame or 'start: body'}\n{_body(structured)}"
+        if _spells(rules, structured, added_words):
+            source = LLMatcher.grammar_from_lark(_UNFORCED + rules)
+        elif structured.frame is not None:
             source = LLMatcher.grammar_from_lark(rules)
         elif kind in ("json_schema", "json_object"):
             schema = text if kind == "json_schema" else '{"type": "object"}'

@@ -301,9 +301,9 @@ def test_the_latest_grammars_are_kept(grammars: Grammars, monkeypatch: pytest.Mo
     made: list[str] = []
     compiled = grammar._compile
 
-    def noted(backend: Any, wish: StructuredOutput) -> Any:
+    def noted(backend: Any, wish: StructuredOutput, words: Any) -> Any:
         made.append(wish.text)
-        return compiled(backend, wish)
+        return compiled(backend, wish, words)
 
     monkeypatch.setattr(grammar, "_compile", noted)
     monkeypatch.setattr(grammar, "MOST_COMPILED", 2)

@@ -191,6 +191,27 @@ def test_a_call_that_must_come(client: openai.OpenAI) -> None:
         assert thought == 4 or (thought == 0 and more is not OPENS)
 
 
+@pytest.mark.parametrize("mark", ["<think>", "</tool_call>", "<|im_end|>"])
+def test_a_structure_may_spell_marks(client: openai.OpenAI, mark: str) -> None:
+    schema = {**CITY, "properties": {"city": {"const": mark}}}
+    named = {"name": "x", "schema": schema}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for k in (0, 4):
+        given: dict[str, Any] = {"speculative": {"num_speculative_tokens": k}}
+        format = {"type": "json_schema", "json_schema": named}
+        answer = create(client, response_format=format, **given).choices[0].message
+        assert json.loads(answer.content) == {"city": mark}
+        called = create(
+            client, tools=[tool], tool_choice="required", parallel_tool_calls=False, **given
+        )
+        [call] = called.choices[0].message.tool_calls
+        assert json.loads(call.function.arguments) == {"city": mark}
+        answer = create(client, guided_choice=[f"a {mark} b"], **given).choices[0].message
+        assert answer.content.strip("\n") == f"a {mark} b"
+        answer = create(client, guided_grammar=f'start: "{mark}"', **given).choices[0].message
+        assert answer.content.strip("\n") == mark
+
+
 def test_a_structure_behind_marks_that_are_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_thinking_tokenizer(tmp_path / "text", as_text=True))
     grammars = Grammars(tokenizer, 4096, (0, 2))
