@@ -152,11 +152,11 @@ class ThoughtGuide(DraftGuide):
 
     def _unmoved(self, state: _State) -> list[int]:
         """Tokens that are allowed outside of a thought and do not go to the grammar."""
-        most = _MOST_SPACES if self.rest is not None else state.length + 1
-        spaces = [*self._thought.spaces] if state.length < most else []
+        spaces, limited = [*self._thought.spaces], self.rest is not None
         if state.phase is Phase.START:
-            return [*spaces, self._thought.opening]
-        return spaces if state.phase is Phase.SPACE else []
+            # If no thought follows, they would be content that the grammar does not have.
+            return [*([] if limited else spaces), self._thought.opening]
+        return spaces if state.phase is Phase.SPACE and state.length < _MOST_SPACES else []
 
     def _due(self, state: _State) -> bool:
         """Whether the closing mark has to come."""

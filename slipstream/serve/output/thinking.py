@@ -147,6 +147,6 @@ def _frame(opening: str, closing: str, begun: bool) -> str:
     thought."""
     gap = '("\\n" | "\\n\\n")?'
     first, last = (re.escape(mark).replace("/", "\\/") for mark in (opening, closing))
-    start = "thought" if begun else f"({gap} thought)?"
+    start = f"thought {gap}" if begun else f"({gap} thought {gap})?"
     rule = f"thought[lazy]: /{'' if begun else first}(.|\\n)*{last}/"
-    return f"start: {start} {gap} body\n{rule}"
+    return f"start: {start} body\n{rule}"
