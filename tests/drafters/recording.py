@@ -19,6 +19,7 @@ from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter
 from slipstream.speculative.heads.last_hidden import LastHiddenDrafter
 from slipstream.speculative.p_eagle.drafter import PEagleDrafter
 from slipstream.speculative.pard.drafter import PardDrafter
+from tests.padded_steps import DirectRecorder
 
 CHAINS = (FeatureRowsDrafter, DraftModelDrafter, LastHiddenDrafter)
 AT_ONCE = (PEagleDrafter, PardDrafter, DFlashDrafter)
@@ -35,7 +36,10 @@ class Drafted:
 
 
 def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
-    """Filled by every greedy draft from here on. No draft may change a cache of the target's."""
+    """Filled by every greedy draft from here on. No draft may change a cache of the target's.
+
+    What is recorded on the host cannot be captured: on a GPU such steps run directly."""
+    monkeypatch.setattr("slipstream.engine.build.Recorder", DirectRecorder)
     drafted: list[Drafted] = []
     rows: list[Tensor] = []
     for kind in (*CHAINS, *AT_ONCE):

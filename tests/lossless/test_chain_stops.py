@@ -50,9 +50,12 @@ KINDS = {"stops": StoppingPolicy, "trims": TrimmingPolicy}
 
 
 def ended_by(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[StoppingPolicy]:
-    """Engines from here on follow such a policy; trims are of captured steps with few rows."""
+    """Engines from here on follow such a policy: stops are of exact steps, trims of captured ones
+    with few rows."""
     if kind == "trims":
         use_packed_steps(monkeypatch)
+    else:
+        monkeypatch.setattr("slipstream.engine.resolve.captures_graphs", lambda *_: False)
     return use_stopping_policy(monkeypatch, KINDS[kind])
 
 
