@@ -31,7 +31,7 @@ from slipstream.engine.drafting.choice import Choice, CostTable, StepCosts, choo
 from slipstream.engine.drafting.probes import Probes
 
 _SURPRISE = 0.5  # how far off results are where a choice is made anew sooner
-_TABLE_AGE = 128  # plans; then costs are asked for anew
+_TABLE_AGE = 24  # plans; then costs are asked for anew
 _MOST_UNCHANGED = 16  # plans that a choice serves at most
 _LEAST_TO_STOP, _MOST_TO_STOP = 0.02, 0.9
 
