@@ -170,14 +170,12 @@ class Acceptance:
         """The chances of so many chains by place, as the latest were by their confidences; behind
         what those had drafted, what the traffic's are. They tell how chances are spread over
         the requests and places of a step, not whose they are."""
-        chains, rest = (
-            [
-                [self._chance_of(confidence, factor) for confidence in confidences]
-                for confidences, factor in list(self._recent)[-number:]
-            ],
-            self._chances,
-        )
-        return [(*it, *rest[len(it) :]) for it in (chains * (1 + number // len(chains)))[:number]]
+        chains = [
+            [self._chance_of(confidence, factor) for confidence in confidences]
+            for confidences, factor in list(self._recent)[-number:]
+        ]
+        repeated = (chains * (1 + number // len(chains)))[:number]
+        return [(*chain, *self._chances[len(chain) :]) for chain in repeated]
 
     def rates(self, factor: float) -> tuple[float, ...]:
         """The chance by confidence, where a request has this factor: place i of n is for
