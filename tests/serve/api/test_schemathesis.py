@@ -140,11 +140,14 @@ USER = [{"role": "user", "content": "def f"}]
     ],
 )
 def test_every_event_of_a_stream_conforms(document: Any, path: str, fields: Any) -> None:
-    """The last one, too, whose data may be [DONE]."""
+    """The last one, too, whose data may be [DONE].
+
+    A reader slower than the engine is sent several tokens in one event, so one may be all.
+    """
     case = document[path]["POST"].Case(body={**fields, "stream": True})
     answer = case.call_and_validate(checks=CHECKS, timeout=60)
     assert answer.headers["content-type"][0].startswith("text/event-stream")
-    assert answer.content.count(b"data: {") >= 2
+    assert answer.content.count(b"data: {") >= 1
 
 
 def test_the_document_has_every_endpoint(live: Live) -> None:
