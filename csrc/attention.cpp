@@ -3,6 +3,7 @@
 #include "attention_objects.h"
 
 #include "bindings.h"
+#include "rows.h"
 #include "tensor.h"
 
 namespace slipstream {
@@ -11,6 +12,22 @@ ByLevel<AttentionKernels> attention_kernels;
 
 void throw_of_query_start() {
     throw std::invalid_argument("query_start: not in order, or beyond the rows");
+}
+
+void attend(const AttentionCall& call) {
+    attention_kernels.active().attend(call);
+    const AttentionShape& shape = *call.shape;
+    if (!shape.gated) return;
+    GateCall gate{};
+    gate.is_bf16 = call.x_is_bf16;
+    gate.num_rows = call.rows->num_rows;
+    gate.columns = shape.query_columns();
+    gate.gates =
+        static_cast<const char*>(call.x) + shape.gate_column() * (call.x_is_bf16 ? 2 : 4);
+    gate.gates_stride = call.x_stride;
+    gate.out = call.out;
+    gate.out_stride = call.out_stride;
+    gate_rows(gate);
 }
 
 namespace {
@@ -61,7 +78,8 @@ class AttentionLayer {
   public:
     AttentionLayer(int num_heads, int num_kv_heads, int head_dim, const Optional& query_norm,
                    const Optional& key_norm, float norm_eps, const Array& cos_sin, float scale,
-                   int64_t window, const Optional& sinks)
+                   int64_t window, const Optional& sinks, bool gated,
+                   float softcap)
         : query_norm_(query_norm), key_norm_(key_norm), sinks_(sinks), cos_sin_(cos_sin) {
         require(num_kv_heads > 0 && num_heads % num_kv_heads == 0, "heads: one of KV heads");
         require(head_dim > 0 && head_dim <= 512 && head_dim % 4 == 0,
@@ -74,8 +92,10 @@ class AttentionLayer {
         shape_.num_kv_heads = num_kv_heads;
         shape_.head_dim = head_dim;
         shape_.scale = scale;
+        shape_.softcap = softcap;
         shape_.window = window;
         shape_.norm_eps = norm_eps;
+        shape_.gated = gated;
         shape_.num_positions = axis(cos_sin, 0);
         shape_.rotary_dim = static_cast<int>(axis(cos_sin, 1));
         shape_.cos_sin = contiguous<const float>(cos_sin, Number::f32, "cos_sin");
@@ -159,12 +179,26 @@ class AttentionPass {
         rows_.windowed = &windowed_;
     }
 
+    // How the states of the requests move on, each [R].
+    void set_states(const Array& slots, const Array& num_known, const Array& pending,
+                    const Array& save_at, const Array& saved) {
+        const Array* given[5] = {&slots, &num_known, &pending, &save_at, &saved};
+        const int64_t** places[5] = {&states_.slots, &states_.num_known, &states_.pending,
+                                     &states_.save_at, &states_.saved};
+        for (int i = 0; i < 5; ++i) {
+            *places[i] = long_numbers(*given[i], rows_.num_requests, "states");
+            kept_[8 + i] = *given[i];
+        }
+        rows_.states = &states_;
+    }
+
     const AttentionRows& rows() const { return rows_; }
 
   private:
-    Array kept_[8];
+    Array kept_[13];
     Optional tree_[3];
     AttentionRows rows_{}, windowed_{};
+    StateRows states_{};
 };
 
 AttentionCall prepare(const AttentionLayer& layer, const AttentionRows& rows, const CacheView& cache,
@@ -186,10 +220,9 @@ void run_attend(const AttentionLayer& layer, const AttentionPass& pass, const Ar
     const AttentionShape& shape = layer.shape();
     const Number type = float_type(qkv);
     const CacheView cache = view_cache(keys, values, shape.num_kv_heads, shape.head_dim, type);
-    const int64_t width = static_cast<int64_t>(shape.num_heads) * shape.head_dim;
-    AttentionCall call = prepare(layer, pass.rows(), cache, qkv, type,
-                                 width + 2 * int64_t{shape.num_kv_heads} * shape.head_dim);
-    require(out.ndim() == 2 && axis(out, 0) == axis(qkv, 0) && axis(out, 1) == width,
+    AttentionCall call = prepare(layer, pass.rows(), cache, qkv, type, shape.columns());
+    require(out.ndim() == 2 && axis(out, 0) == axis(qkv, 0) &&
+                axis(out, 1) == shape.query_columns(),
             "out: [T, Hq D]");
     call.out = numbers<void>(out, type, 1, "out");
     call.out_stride = out.stride(0);
@@ -227,10 +260,11 @@ const AttentionRows& attention_rows(nb::handle pass) {
 void bind_attention(nb::module_& module) {
     nb::class_<AttentionLayer>(module, "AttentionLayer")
         .def(nb::init<int, int, int, const Optional&, const Optional&, float, const Array&, float,
-                      int64_t, const Optional&>(),
+                      int64_t, const Optional&, bool, float>(),
              nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"),
              nb::arg("query_norm").none(), nb::arg("key_norm").none(), nb::arg("norm_eps"),
-             nb::arg("cos_sin"), nb::arg("scale"), nb::arg("window"), nb::arg("sinks").none());
+             nb::arg("cos_sin"), nb::arg("scale"), nb::arg("window"), nb::arg("sinks").none(),
+             nb::arg("gated"), nb::arg("softcap"));
     nb::class_<AttentionPass>(module, "AttentionPass")
         .def(nb::init<const Array&, const Array&, const Array&, const Array&, const Array&,
                       const Array&, int64_t, bool, const Optional&, const Optional&, const Optional&>(),
@@ -239,6 +273,8 @@ void bind_attention(nb::module_& module) {
              nb::arg("causal"),
              nb::arg("tree_starts").none(), nb::arg("tree_tokens").none(),
              nb::arg("tree_ancestors").none())
+        .def("set_states", &AttentionPass::set_states, nb::arg("slots"), nb::arg("num_known"),
+             nb::arg("pending"), nb::arg("save_at"), nb::arg("saved"))
         .def("set_windowed", &AttentionPass::set_windowed, nb::arg("block_tables"),
              nb::arg("slots"));
     module.def("attend", run_attend, nb::arg("layer"), nb::arg("rows"), nb::arg("qkv"),

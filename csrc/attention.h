@@ -22,6 +22,25 @@ struct AttentionShape {
     int64_t num_positions;
     int rotary_dim;      // R: numbers of a head that are rotated, its first ones
     const float* sinks;  // [num_heads]: scores without a value, not scaled; null for none
+    float softcap;       // scaled scores become softcap * tanh(score / softcap); 0 for none
+    bool gated;          // what comes out is multiplied by sigmoids of gates
+    const float* query_scales;  // [num_positions]: scores' other factor, by position; null for 1
+    bool norms_values;  // value heads are normed like keys, without a weight
+    bool reads_only;    // the cache is that of another layer: there are queries alone
+
+    int64_t query_columns() const { return int64_t{num_heads} * head_dim; }
+    int64_t gate_column() const {
+        return (num_heads + 2 * int64_t{num_kv_heads}) * head_dim;
+    }
+    // Queries, keys and values, then a gate for each number of the queries where there are gates.
+    int64_t columns() const {
+        return reads_only ? query_columns() : gate_column() + (gated ? query_columns() : 0);
+    }
+};
+
+// How states move on; meanings as `StateInputs` of kernels/pass_inputs.py. All [num_requests].
+struct StateRows {
+    const int64_t *slots, *num_known, *pending, *save_at, *saved;
 };
 
 // Where the rows of one pass stand; meanings as `PassInputs` of kernels/pass_inputs.py.
@@ -39,6 +58,7 @@ struct AttentionRows {
     const int64_t *tree_starts, *tree_tokens, *tree_ancestors;
     // The rows as layers with a window find them, where those have blocks of their own; else null.
     const AttentionRows* windowed;
+    const StateRows* states;  // of layers with states; else null
 };
 
 // i8: a head of a token is D numbers and 4 bytes of a float32, the scale of the numbers.
@@ -57,9 +77,10 @@ struct AttentionCall {
     const AttentionShape* shape;
     const AttentionRows* rows;
     const CacheView* cache;
-    const void* x;  // attend: [T, (Hq + 2 Hk) D]; store: [T, 2 Hk D]; rows x_stride apart
+    const void* x;  // attend: [T, shape->columns()]; store: [T, 2 Hk D]; rows x_stride apart
     bool x_is_bf16;
     int64_t x_stride;
+    bool is_stored;  // attend: x is [T, Hq D], and keys and values stand in the cache already
     void* out;  // attend: [T, Hq D] in x's type, rows out_stride apart
     int64_t out_stride;
 };
@@ -77,7 +98,7 @@ extern ByLevel<AttentionKernels> attention_kernels;
 
 // Norms and rotates queries and keys, stores keys and values at the rows' slots, then attends.
 // Reads no block, position or slot that is out of range; rows that see nothing give zeros.
-inline void attend(const AttentionCall& call) { attention_kernels.active().attend(call); }
+void attend(const AttentionCall& call);
 
 // The storing alone; of the rows only num_rows, positions and slots count.
 inline void store_kv(const AttentionCall& call) { attention_kernels.active().store(call); }

@@ -164,7 +164,7 @@ void attend_in(const AttentionCall& call) {
     for_rows(rows.num_rows, [&](int64_t row) {
         const Number* from = x + row * call.x_stride;
         prepare_queries<Mode>(call, row, from, queries, plan.num_lines, padded_dim);
-        store_row(call, row, from + query_columns);
+        if (!call.is_stored) store_row(call, row, from + query_columns);
     });
     KeptParts kept = {nullptr, padded_dim};
     if (plan.parts)

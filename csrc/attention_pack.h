@@ -6,7 +6,7 @@
 
 namespace slipstream::SLIPSTREAM_LEVEL {
 
-constexpr int most_head_dim = 512;
+constexpr int most_head_dim = 576;
 alignas(64) inline constexpr char nothing[most_head_dim * 4] = {};
 
 // Heads of tokens that are to be read: where each is, in bytes behind a head's first; -1 for tokens

@@ -273,7 +273,8 @@ struct PartWork {
     void finish(int64_t split, const LineGroup& group, Take&& take) {
         const bool is_i8 = call.cache->type == CacheType::i8;
         const int64_t start = split * split_tokens;
-        const float scale = call.shape->scale * log2_e;
+        const float softcap = call.shape->softcap;
+        const float scale = (softcap > 0.0f ? 1.0f : call.shape->scale) * log2_e;
         PartOfLine parts[most_lines];
         for (int64_t i = 0; i < group.count; ++i) {
             float* scores = bench.scores + i * line_tokens;
@@ -282,7 +283,10 @@ struct PartWork {
             if (is_i8)
                 for (int64_t t = group.begin; t < group.end; t += lanes)
                     store(scores + t, load(scores + t) * load(bench.key_scales + t));
-            const ScoreLine line = {scores, span.first - start, span.end - start, scale,
+            if (softcap > 0.0f)
+                cap(scores, group.begin, group.end, call.shape->scale, softcap);
+            const ScoreLine line = {scores, span.first - start, span.end - start,
+                                    scale * query_scale_at(*call.shape, call.rows->positions[row]),
                                     is_i8 ? bench.value_scales : nullptr};
             if (call.rows->tree_ancestors)
                 hide_others(*call.rows, tile.request, row, start, group.begin,

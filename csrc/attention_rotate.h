@@ -27,10 +27,12 @@ inline F16 rounded(F16 x) {
     }
 }
 
-// One head of one row, `out` [D] float32: normed where there is a weight, rounded to its type.
+// One head of one row, `out` [D] float32: normed where there is a weight, or without one where
+// `always` says so, and then rounded to its type.
 template <typename Number>
-inline void norm_head(const Number* x, const Number* weight, int head_dim, float eps, float* out) {
-    if (!weight) {
+inline void norm_head(const Number* x, const Number* weight, int head_dim, float eps, float* out,
+                      bool always = false) {
+    if (!weight && !always) {
         for (int d = 0; d < head_dim; d += lanes)
             store_some(out + d, load_some(x + d, head_dim - d), head_dim - d);
         return;
@@ -44,9 +46,9 @@ inline void norm_head(const Number* x, const Number* weight, int head_dim, float
     const float mean = sum(squares[0] + squares[1]) / static_cast<float>(head_dim);
     const F16 factor = broadcast(1.0f / __builtin_sqrtf(mean + eps));
     for (int d = 0; d < head_dim; d += lanes) {
-        const F16 normed =
-            load_some(x + d, head_dim - d) * factor * load_some(weight + d, head_dim - d);
-        store_some(out + d, rounded<Number>(normed), head_dim - d);
+        F16 part = load_some(x + d, head_dim - d) * factor;
+        if (weight) part = part * load_some(weight + d, head_dim - d);
+        store_some(out + d, rounded<Number>(part), head_dim - d);
     }
 }
 
@@ -103,10 +105,18 @@ inline int64_t slot_offset(const CacheView& cache, int64_t slot) {
            number_bytes(cache.type);
 }
 
-// The table's row of a position, which is brought into the table where it is outside.
+// A position, brought into the tables where it is outside.
+inline int64_t within_tables(int64_t num_positions, int64_t position) {
+    return position < 0 ? 0 : position < num_positions ? position : num_positions - 1;
+}
+
 inline const float* cos_sin_at(const AttentionShape& shape, int64_t position) {
-    const int64_t last = shape.num_positions - 1;
-    return shape.cos_sin + (position < 0 ? 0 : position > last ? last : position) * shape.rotary_dim;
+    return shape.cos_sin + within_tables(shape.num_positions, position) * shape.rotary_dim;
+}
+
+inline float query_scale_at(const AttentionShape& shape, int64_t position) {
+    return shape.query_scales ? shape.query_scales[within_tables(shape.num_positions, position)]
+                              : 1.0f;
 }
 
 // Keys and values of one row, kv [2 Hk D], to its slot.
@@ -127,7 +137,8 @@ inline void store_row(const AttentionCall& call, int64_t row, const Number* kv) 
         rotate_head<Number>(head, cos_sin, shape.rotary_dim);
         const int64_t at = offset + h * head_bytes;
         put_head(head, shape.head_dim, cache.type, static_cast<char*>(cache.keys) + at);
-        norm_head<Number>(value, nullptr, shape.head_dim, 0.0f, head);
+        norm_head<Number>(value, nullptr, shape.head_dim, shape.norm_eps, head,
+                          shape.norms_values);
         put_head(head, shape.head_dim, cache.type, static_cast<char*>(cache.values) + at);
     }
 }

@@ -45,6 +45,14 @@ inline F16 exp2(F16 x) {
 #endif
 }
 
+// Scores begin .. end (multiples of 16) to softcap * tanh(score * scale / softcap), whose scale is 1.
+inline void cap(float* scores, int64_t begin, int64_t end, float scale, float softcap) {
+    const F16 by = broadcast(2.0f * scale / softcap), most = broadcast(softcap);
+    const F16 one = broadcast(1.0f), two = broadcast(2.0f);
+    for (int64_t t = begin; t < end; t += lanes)
+        store(scores + t, most * (one - two / (one + exp(load(scores + t) * by))));
+}
+
 // Lanes first .. last of x, `other` elsewhere.
 inline F16 between(F16 x, int64_t first, int64_t last, float other) {
     float values[lanes];

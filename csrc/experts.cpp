@@ -64,16 +64,17 @@ struct Experts::Space {
 };
 
 Experts::Experts(bool is_bf16, const Routing& routing, const ProductObjects& router,
-                 const std::optional<Array>& correction, const ProductObjects& gate_up,
-                 const ProductObjects& down, const std::optional<std::pair<float, float>>& clamp,
-                 const std::optional<std::pair<ProductObjects, ProductObjects>>& shared)
+                 const std::optional<Array>& correction, const std::optional<Array>& gains,
+                 const ProductObjects& gate_up, const ProductObjects& down,
+                 const std::optional<std::pair<float, float>>& clamp,
+                 const std::optional<std::pair<ProductObjects, ProductObjects>>& shared,
+                 const std::string& activation)
     : type_(is_bf16 ? Number::bf16 : Number::f32), routing_(routing), router_(keep(router)),
-      gate_up_(take_apart(gate_up)), down_(take_apart(down)), clamps_(clamp.has_value()) {
+      gate_up_(take_apart(gate_up)), down_(take_apart(down)), clamps_(clamp.has_value()),
+      activation_(activation_named(activation)) {
     if (clamp) std::tie(limit_, alpha_) = *clamp;
-    if (correction) {
-        arrays_.push_back(*correction);
-        correction_ = dense<const float>(*correction, {routing.num_experts}, "correction");
-    }
+    correction_ = keep_numbers(correction, "correction");
+    gains_ = keep_numbers(gains, "gains");
     const Matrix &first = gate_up_.experts[0], &second = down_.experts[0];
     require(first.columns == width() && second.rows == width() && first.rows == 2 * second.columns &&
                 router_.rows() >= routing.num_experts,
@@ -90,6 +91,12 @@ Experts::Experts(bool is_bf16, const Routing& routing, const ProductObjects& rou
     require(shared_gate_up_.columns() == width() && shared_down_.rows() == width() &&
                 shared_gate_up_.rows() == 2 * shared_down_.columns(),
             "the matrices of a shared expert do not fit");
+}
+
+const float* Experts::keep_numbers(const std::optional<Array>& numbers, const char* what) {
+    if (!numbers) return nullptr;
+    arrays_.push_back(*numbers);
+    return dense<const float>(*numbers, {routing_.num_experts}, what);
 }
 
 Product Experts::keep(const ProductObjects& objects) {
@@ -137,11 +144,11 @@ void Experts::run_some(const char* x, int64_t num_rows, char* out) const {
     route(space, x, num_rows);
     if (shared_down_.weight) {
         multiply(shared_gate_up_, x, num_rows, space.gate_up);
-        gate(space.gate_up, num_rows, shared_down_.columns(), false, space.active);
+        gate(space.gate_up, num_rows, shared_down_.columns(), true, space.active);
         multiply(shared_down_, space.active, num_rows, space.shared);
     }
     multiply(gate_up_, space, x, true, space.gate_up);
-    gate(space.gate_up, num_pairs, inner, clamps_, space.active);
+    gate(space.gate_up, num_pairs, inner, false, space.active);
     multiply(down_, space, space.active, false, space.outputs);
     ExpertSumCall sum{};
     sum.is_bf16 = is_bf16();
@@ -163,9 +170,13 @@ void Experts::route(const Space& space, const char* x, int64_t num_rows) const {
     multiply(router_, x, num_rows, space.logits);
     const int64_t num_experts = routing_.num_experts, num_chosen = routing_.num_chosen;
     const auto choose = [&](int64_t row) {
+        int32_t* chosen = space.chosen + row * num_chosen;
+        float* weights = space.weights + row * num_chosen;
         choose_experts(routing_, space.logits + row * router_.rows(), correction_,
-                       space.choosing + row * 3 * num_experts, space.chosen + row * num_chosen,
-                       space.weights + row * num_chosen);
+                       space.choosing + row * 3 * num_experts, chosen, weights);
+        if (!gains_) return;
+        for (int64_t place = 0; place < num_chosen; ++place)
+            weights[place] *= gains_[chosen[place]];
     };
     if (num_rows == 1) choose(0);
     else parallel_for(num_rows, choose);
@@ -222,10 +233,11 @@ void Experts::multiply(const Product& product, const void* x, int64_t num_rows, 
     matmul(call);
 }
 
-void Experts::gate(const float* gate_up, int64_t num_rows, int64_t columns, bool clamps,
+void Experts::gate(const float* gate_up, int64_t num_rows, int64_t columns, bool is_shared,
                    char* out) const {
     row_kernels.active().gate_experts(
-        {is_bf16(), clamps, limit_, alpha_, num_rows, columns, gate_up, out});
+        {is_bf16(), clamps_ && !is_shared, is_shared ? Activation::silu : activation_, limit_,
+         alpha_, num_rows, columns, gate_up, out});
 }
 
 namespace {
@@ -254,12 +266,14 @@ void bind_experts(nb::module_& module) {
              });
     nb::class_<Experts>(module, "Experts")
         .def(nb::init<bool, const Routing&, const ProductObjects&, const std::optional<Array>&,
-                      const ProductObjects&, const ProductObjects&,
+                      const std::optional<Array>&, const ProductObjects&, const ProductObjects&,
                       const std::optional<std::pair<float, float>>&,
-                      const std::optional<std::pair<ProductObjects, ProductObjects>>&>(),
+                      const std::optional<std::pair<ProductObjects, ProductObjects>>&,
+                      const std::string&>(),
              nb::arg("is_bf16"), nb::arg("routing"), nb::arg("router"),
-             nb::arg("correction").none(), nb::arg("gate_up"), nb::arg("down"),
-             nb::arg("clamp").none(), nb::arg("shared").none())
+             nb::arg("correction").none(), nb::arg("gains").none(), nb::arg("gate_up"),
+             nb::arg("down"), nb::arg("clamp").none(), nb::arg("shared").none(),
+             nb::arg("activation"))
         .def("run", run_experts, nb::arg("x"), nb::arg("out"));
 }
 

@@ -7,6 +7,7 @@
 
 #include "matmul.h"
 #include "routing.h"
+#include "rows.h"
 #include "tensor.h"
 
 namespace slipstream {
@@ -27,9 +28,11 @@ struct Product {
 class Experts {
   public:
     Experts(bool is_bf16, const Routing& routing, const ProductObjects& router,
-            const std::optional<Array>& correction, const ProductObjects& gate_up,
-            const ProductObjects& down, const std::optional<std::pair<float, float>>& clamp,
-            const std::optional<std::pair<ProductObjects, ProductObjects>>& shared);
+            const std::optional<Array>& correction, const std::optional<Array>& gains,
+            const ProductObjects& gate_up, const ProductObjects& down,
+            const std::optional<std::pair<float, float>>& clamp,
+            const std::optional<std::pair<ProductObjects, ProductObjects>>& shared,
+            const std::string& activation);
 
     bool is_bf16() const { return type_ == Number::bf16; }
     int64_t width() const { return router_.columns(); }
@@ -50,7 +53,8 @@ class Experts {
     void multiply(const Stack& stack, const Space& space, const void* x, bool gathers,
                   float* out) const;
     void multiply(const Product& product, const void* x, int64_t num_rows, float* out) const;
-    void gate(const float* gate_up, int64_t num_rows, int64_t columns, bool clamps,
+    const float* keep_numbers(const std::optional<Array>& numbers, const char* what);
+    void gate(const float* gate_up, int64_t num_rows, int64_t columns, bool is_shared,
               char* out) const;
     void run_some(const char* x, int64_t num_rows, char* out) const;
     int64_t number_bytes() const { return is_bf16() ? 2 : 4; }
@@ -61,9 +65,10 @@ class Experts {
     Number type_;
     Routing routing_;
     Product router_{}, shared_gate_up_{}, shared_down_{};
-    const float* correction_ = nullptr;
+    const float *correction_ = nullptr, *gains_ = nullptr;
     Stack gate_up_, down_;
     bool clamps_;
+    Activation activation_;
     float limit_ = 0.0f, alpha_ = 0.0f;
 };
 

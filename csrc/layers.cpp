@@ -1,5 +1,6 @@
 // Decoder layers in one call: what stands between their products is too short for Python.
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -49,16 +50,47 @@ class Stack {
 
     void add_attention(const NormArray& norm, const NormArray& beside, bool keeps_normed,
                        nb::object attention, const ProductObjects& qkv,
-                       const ProductObjects& output) {
+                       const ProductObjects& output, bool norms_values, bool reads_only) {
         kept_.push_back(attention);
-        add(std::make_unique<AttentionHalf>(keep(norm), keep(beside), keeps_normed,
-                                            attention_shape(attention, type_), keep(qkv),
-                                            keep(output)));
+        AttentionShape shape = attention_shape(attention, type_);
+        require(!(norms_values || reads_only) || (shape.query_norm && !shape.gated),
+                "only attention with norms and without gates norms values or reads alone");
+        shape.norms_values = norms_values;
+        shape.reads_only = reads_only;
+        add(std::make_unique<AttentionHalf>(keep(norm), keep(beside), keeps_normed, shape,
+                                            keep(qkv), keep(output)));
+    }
+
+    void add_delta_net(const NormArray& norm, nb::object layer, const ProductObjects& inputs,
+                       const std::optional<ProductObjects>& gates, const ProductObjects& output) {
+        kept_.push_back(layer);
+        add(std::make_unique<DeltaNetHalf>(keep(norm), delta_shape(layer), keep(inputs),
+                                           gates ? keep(*gates) : Product{}, keep(output)));
+    }
+
+    void add_latent(const NormArray& norm, nb::object latent, const ProductObjects& first,
+                    const NormArray& query_norm, const std::optional<ProductObjects>& queries,
+                    const ProductObjects& output) {
+        kept_.push_back(latent);
+        const Latent& given = latent_of(latent);
+        require(given.is_bf16() == (type_ == Number::bf16), "latent rows are in the norms' type");
+        add(std::make_unique<LatentHalf>(keep(norm), given, keep(first), keep(query_norm),
+                                         queries ? keep(*queries) : Product{}, keep(output)));
     }
 
     void add_gated_mlp(const NormArray& norm, const ProductObjects& gate_up,
-                       const ProductObjects& down) {
-        add(std::make_unique<GatedMlpHalf>(keep(norm), keep(gate_up), keep(down)));
+                       const ProductObjects& down, const std::string& activation) {
+        add(std::make_unique<GatedMlpHalf>(keep(norm), keep(gate_up), keep(down),
+                                           activation_named(activation)));
+    }
+
+    // How the half that was added last joins the stream.
+    void set_behind(const NormArray& norm, std::optional<float> factor) {
+        require(!halves_.empty(), "a norm stands behind a half");
+        Half& half = *halves_.back();
+        half.behind = keep(norm);
+        require(!half.behind.weight || half.behind.columns == width(), "norms: [H]");
+        half.factor = factor.value_or(1.0f);
     }
 
     void add_experts(const NormArray& norm, nb::object experts) {
@@ -68,20 +100,24 @@ class Stack {
         add(std::make_unique<ExpertsHalf>(keep(norm), given));
     }
 
-    // Keys and values of each layer with attention: kept until others come.
-    void set_caches(const std::vector<std::pair<Array, Array>>& caches) {
+    // Keys and values of each layer with attention, the states of each with such: kept until
+    // others come.
+    void set_caches(const std::vector<nb::object>& caches) {
+        require(caches.size() == num_caches_, "a cache for each layer with a mixer");
         std::vector<CacheView> views;
+        size_t next = 0;
         for (const auto& half : halves_) {
-            const AttentionShape* shape = half->cached();
-            if (!shape) continue;
-            require(views.size() < caches.size(), "a cache for each layer with attention");
-            const auto& [keys, values] = caches[views.size()];
-            views.push_back(
-                view_cache(keys, values, shape->num_kv_heads, shape->head_dim, type_));
+            if (const AttentionShape* shape = half->cached()) {
+                const auto [keys, values] = nb::cast<std::pair<Array, Array>>(caches[next++]);
+                views.push_back(
+                    view_cache(keys, values, shape->num_kv_heads, shape->head_dim, type_));
+            } else if (const DeltaShape* shape = half->recurrent()) {
+                const auto given = nb::cast<DeltaCacheArrays>(caches[next++]);
+                half->take_states(view_delta_cache(given, *shape, type_));
+            }
         }
-        require(views.size() == caches.size(), "a cache for each layer with attention");
-        caches_ = std::move(views);
-        cache_arrays_ = caches;
+        views_ = std::move(views);
+        caches_ = caches;
     }
 
     // `out` [T, H] gets what leaves, taken[i] [T, H] the stream that enters layer wanted[i], or
@@ -91,7 +127,6 @@ class Stack {
              nb::object open_label) const {
         const AttentionRows& rows = attention_rows(pass);
         require(!halves_.empty() && caches_.size() == num_caches_, "layers without caches");
-        require(last_.weight || any_norm_.weight, "a stack has a norm");
         require(wanted.size() == taken.size(), "a tensor for each wanted stream");
         const int num_layers = static_cast<int>(layer_starts_.size());
         for (const int index : wanted)
@@ -116,14 +151,12 @@ class Stack {
         for (size_t index = 0; index < halves_.size(); ++index) {
             const Half& half = *halves_[index];
             if (index == 0) first_norm(half, sources, view);
-            else add_and_norm(half.norm, view, buffers.normed);
+            else add_and_norm(*halves_[index - 1], half.norm, view, buffers.normed);
             for (; layer < num_layers && layer_starts_[layer] == index; ++layer) take(layer);
-            half.run(view, half.cached() ? &caches_[cache++] : nullptr);
+            half.run(view, half.cached() ? &views_[cache++] : nullptr);
         }
-        // Without a last norm only the sum is wanted.
-        add_and_norm(last_.weight ? last_ : any_norm_, view, hidden);
+        add_and_norm(*halves_.back(), last_, view, hidden);
         take(num_layers);
-        if (!last_.weight) std::memcpy(hidden, buffers.stream, bytes);
     }
 
   private:
@@ -156,11 +189,10 @@ class Stack {
         require(half->stream_width() == width && (!norm.weight || norm.columns == width) &&
                     half->widths().normed == width + half->beside.columns,
                 "the matrices of a layer do not fit the stream");
-        require(halves_.empty() || (norm.weight && !half->beside.weight && !half->keeps_normed),
+        require(halves_.empty() || (!half->beside.weight && !half->keeps_normed),
                 "only the first half may read more than the normed stream");
-        if (norm.weight) any_norm_ = norm;
         widths_.cover(half->widths());
-        num_caches_ += half->cached() != nullptr;
+        num_caches_ += half->cached() || half->recurrent();
         halves_.push_back(std::move(half));
     }
 
@@ -223,8 +255,7 @@ class Stack {
             call.columns = source.columns;
             call.x = source.rows;
             call.x_stride = source.stride;
-            call.weight = norm.weight;
-            call.eps = norm.eps;
+            call.norm = norm;
             call.out = out;
             call.out_stride = stride;
             norm_rows(call);
@@ -261,8 +292,9 @@ class Stack {
         if (half.keeps_normed) put({}, {normed, width(), columns}, pass, buffers.stream, width());
     }
 
-    // stream += addend, and its norm to `out`.
-    void add_and_norm(const NormWeight& weight, const PassView& pass, char* out) const {
+    // What a half made joins the stream, whose norm goes to `out`; without a weight, the stream.
+    void add_and_norm(const Half& made, const NormWeight& norm, const PassView& pass,
+                      char* out) const {
         const Labels::Range range(pass.labels, "slipstream::norm");
         NormCall call{};
         call.is_bf16 = pass.is_bf16;
@@ -271,8 +303,9 @@ class Stack {
         call.x = pass.buffers.addend;
         call.residual = call.sum = pass.buffers.stream;
         call.x_stride = call.residual_stride = call.out_stride = call.sum_stride = width();
-        call.weight = weight.weight;
-        call.eps = weight.eps;
+        call.behind = made.behind;
+        call.factor = made.factor;
+        call.norm = norm;
         call.out = out;
         norm_rows(call);
     }
@@ -281,13 +314,12 @@ class Stack {
     std::unique_ptr<Entry> entry_;
     std::vector<std::unique_ptr<Half>> halves_;
     std::vector<size_t> layer_starts_;  // the first half of each layer
-    NormWeight last_{}, any_norm_{};
+    NormWeight last_{};
     Widths widths_;
     size_t num_caches_ = 0;
-    std::vector<CacheView> caches_;
-    std::vector<nb::object> kept_;
+    std::vector<CacheView> views_;  // of layers with attention
+    std::vector<nb::object> kept_, caches_;
     std::vector<Array> arrays_;
-    std::vector<std::pair<Array, Array>> cache_arrays_;
 };
 
 }  // namespace
@@ -300,9 +332,15 @@ void bind_layers(nb::module_& module) {
         .def("add_layer", &Stack::add_layer)
         .def("add_attention", &Stack::add_attention, nb::arg("norm").none(),
              nb::arg("beside").none(), nb::arg("keeps_normed"), nb::arg("attention"),
-             nb::arg("qkv"), nb::arg("output"))
+             nb::arg("qkv"), nb::arg("output"), nb::arg("norms_values"), nb::arg("reads_only"))
+        .def("add_delta_net", &Stack::add_delta_net, nb::arg("norm"), nb::arg("layer"),
+             nb::arg("inputs"), nb::arg("gates").none(), nb::arg("output"))
+        .def("add_latent", &Stack::add_latent, nb::arg("norm"), nb::arg("latent"),
+             nb::arg("first"), nb::arg("query_norm").none(), nb::arg("queries").none(),
+             nb::arg("output"))
         .def("add_gated_mlp", &Stack::add_gated_mlp, nb::arg("norm"), nb::arg("gate_up"),
-             nb::arg("down"))
+             nb::arg("down"), nb::arg("activation"))
+        .def("set_behind", &Stack::set_behind, nb::arg("norm").none(), nb::arg("factor").none())
         .def("add_experts", &Stack::add_experts, nb::arg("norm"), nb::arg("experts"))
         .def("set_last", &Stack::set_last, nb::arg("norm"))
         .def("set_caches", &Stack::set_caches, nb::arg("caches"))

@@ -87,6 +87,8 @@ NB_MODULE(_slipstream_cpu, module) {
     slipstream::bind_experts(module);
     slipstream::bind_layers(module);
     slipstream::bind_attention(module);
+    slipstream::bind_delta_net(module);
+    slipstream::bind_latent(module);
     slipstream::bind_rows(module);
     slipstream::bind_preparation(module);
     slipstream::bind_sampling(module);

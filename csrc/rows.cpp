@@ -1,12 +1,20 @@
 // The door of norms and activations.
 #include "rows.h"
 
+#include <nanobind/stl/string.h>
+
 #include "bindings.h"
 #include "tensor.h"
 
 namespace slipstream {
 
 ByLevel<RowKernels> row_kernels;
+
+Activation activation_named(const std::string& name) {
+    if (name == "silu") return Activation::silu;
+    require(name == "gelu_tanh", "no such activation");
+    return Activation::gelu_tanh;
+}
 
 namespace {
 
@@ -32,8 +40,8 @@ NormCall prepare(const Array& x, const Array& weight, float eps, const Array& ou
     call.columns = static_cast<int64_t>(x.shape(1));
     call.x = numbers<const void>(x, type, 1, "x");
     call.x_stride = x.stride(0);
-    call.weight = contiguous<const void>(weight, type, "weight");
-    call.eps = eps;
+    call.norm = {contiguous<const void>(weight, type, "weight"), call.columns, eps};
+    call.factor = 1.0f;
     call.out = alike<void>(out, x, "out: as x");
     call.out_stride = out.stride(0);
     return call;
@@ -56,12 +64,13 @@ void run_add_norm(const Array& x, const Array& residual, const Array& weight, fl
     norm_rows(call);
 }
 
-void run_gated(const Array& gate_up, const Array& out) {
+void run_gated(const Array& gate_up, const std::string& activation, const Array& out) {
     const Number type = row_type(gate_up);
     require(out.ndim() == 2 && out.shape(0) == gate_up.shape(0) &&
                 2 * out.shape(1) == gate_up.shape(1),
             "gate_up [T, 2 I], out [T, I]");
     GatedCall call{};
+    call.activation = activation_named(activation);
     call.is_bf16 = type == Number::bf16;
     call.num_rows = static_cast<int64_t>(out.shape(0));
     call.columns = static_cast<int64_t>(out.shape(1));
@@ -79,7 +88,7 @@ void bind_rows(nb::module_& module) {
     module.def("norm", run_norm, nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"));
     module.def("add_norm", run_add_norm, nb::arg("x"), nb::arg("residual"), nb::arg("weight"),
                nb::arg("eps"), nb::arg("out"), nb::arg("sum"));
-    module.def("gated", run_gated, nb::arg("gate_up"), nb::arg("out"));
+    module.def("gated", run_gated, nb::arg("gate_up"), nb::arg("activation"), nb::arg("out"));
 }
 
 }  // namespace slipstream

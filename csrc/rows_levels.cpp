@@ -37,32 +37,76 @@ inline void put(Number* p, F16 x, int count) {
     else store_first(p, x, count);
 }
 
+// To the rows' type and back.
 template <typename Number>
-void norm_row(const NormCall& call, int64_t row) {
-    const Number* x = static_cast<const Number*>(call.x) + row * call.x_stride;
-    const auto* weight = static_cast<const Number*>(call.weight);
-    Number* out = static_cast<Number*>(call.out) + row * call.out_stride;
-    if (call.residual) {
-        const Number* residual =
-            static_cast<const Number*>(call.residual) + row * call.residual_stride;
-        Number* added = static_cast<Number*>(call.sum) + row * call.sum_stride;
-        for_columns(call.columns, [&](int64_t column, int count) {
-            put(added + column, get(x + column, count) + get(residual + column, count), count);
-        });
-        x = added;
-    }
+inline F16 rounded(F16 x) {
+    if constexpr (sizeof(Number) == 4) return x;
+    Number narrow[lanes];
+    store(narrow, x);
+    return load(narrow);
+}
+
+// By what a row is multiplied: 1 / sqrt(mean of its squares + eps).
+template <typename Number>
+inline F16 norm_factor(const Number* x, int64_t columns, float eps) {
     F16 squares[4] = {zero(), zero(), zero(), zero()};
-    for_columns(call.columns, [&](int64_t column, int count) {
+    for_columns(columns, [&](int64_t column, int count) {
         const F16 part = get(x + column, count);
         F16& sums = squares[column / lanes % 4];
         sums = fma(part, part, sums);
     });
     const float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
-    const float mean = total / static_cast<float>(call.columns);
-    const F16 factor = broadcast(1.0f / __builtin_sqrtf(mean + call.eps));
+    return broadcast(1.0f / __builtin_sqrtf(total / static_cast<float>(columns) + eps));
+}
+
+// (norm of x + residual) * factor to the sum's row.
+template <typename Number>
+inline const Number* join_row(const NormCall& call, const Number* x, int64_t row) {
+    const Number* residual = static_cast<const Number*>(call.residual) + row * call.residual_stride;
+    Number* sum = static_cast<Number*>(call.sum) + row * call.sum_stride;
+    if (!call.behind.weight && call.factor == 1.0f) {
+        for_columns(call.columns, [&](int64_t column, int count) {
+            put(sum + column, get(x + column, count) + get(residual + column, count), count);
+        });
+        return sum;
+    }
+    const auto* weight = static_cast<const Number*>(call.behind.weight);
+    const F16 scale = weight ? norm_factor(x, call.columns, call.behind.eps) : zero();
+    const F16 factor = broadcast(call.factor);
+    for_columns(call.columns, [&](int64_t column, int count) {
+        F16 part = get(x + column, count);
+        if (weight) part = rounded<Number>(part * scale * get(weight + column, count));
+        const F16 total = rounded<Number>(part + get(residual + column, count));
+        put(sum + column, total * factor, count);
+    });
+    return sum;
+}
+
+template <typename Number>
+void norm_row(const NormCall& call, int64_t row) {
+    const Number* x = static_cast<const Number*>(call.x) + row * call.x_stride;
+    const auto* weight = static_cast<const Number*>(call.norm.weight);
+    Number* out = static_cast<Number*>(call.out) + row * call.out_stride;
+    if (call.residual) x = join_row(call, x, row);
+    if (!weight) {
+        for_columns(call.columns, [&](int64_t column, int count) {
+            put(out + column, get(x + column, count), count);
+        });
+        return;
+    }
+    const F16 factor = norm_factor(x, call.columns, call.norm.eps);
     for_columns(call.columns, [&](int64_t column, int count) {
         put(out + column, get(x + column, count) * factor * get(weight + column, count), count);
     });
+}
+
+// The tanh form of GELU is x times a sigmoid, as SiLU is.
+inline F16 activated(F16 x, Activation activation) {
+    const F16 one = broadcast(1.0f);
+    F16 power = x;
+    if (activation == Activation::gelu_tanh)
+        power = broadcast(1.5957691216057308f) * (x + broadcast(0.044715f) * x * x * x);
+    return x / (one + exp(zero() - power));
 }
 
 template <typename Number>
@@ -70,23 +114,27 @@ void gated_row(const GatedCall& call, int64_t row) {
     const Number* gate = static_cast<const Number*>(call.gate_up) + row * call.gate_up_stride;
     const Number* up = gate + call.columns;
     Number* out = static_cast<Number*>(call.out) + row * call.out_stride;
+    for_columns(call.columns, [&](int64_t column, int count) {
+        const F16 active = activated(get(gate + column, count), call.activation);
+        put(out + column, rounded<Number>(active) * get(up + column, count), count);
+    });
+}
+
+template <typename Number>
+void apply_gate(const GateCall& call, int64_t row) {
+    const Number* gates = static_cast<const Number*>(call.gates) + row * call.gates_stride;
+    Number* out = static_cast<Number*>(call.out) + row * call.out_stride;
     const F16 one = broadcast(1.0f);
     for_columns(call.columns, [&](int64_t column, int count) {
-        const F16 x = get(gate + column, count);
-        F16 active = x / (one + exp(zero() - x));
-        if constexpr (sizeof(Number) == 2) {
-            Number rounded[lanes];
-            store(rounded, active);
-            active = load(rounded);
-        }
-        put(out + column, active * get(up + column, count), count);
+        const F16 gate = one / (one + exp(zero() - get(gates + column, count)));
+        put(out + column, get(out + column, count) * gate, count);
     });
 }
 
 // What an expert's second matrix takes.
 inline F16 gated(const ExpertGateCall& call, F16 gate, F16 up) {
+    if (!call.clamps) return activated(gate, call.activation) * up;
     const F16 one = broadcast(1.0f);
-    if (!call.clamps) return gate / (one + exp(zero() - gate)) * up;
     // Bounds come first: of two operands, one of them NaN, the second is taken.
     const F16 limit = broadcast(call.limit);
     gate = minimum(limit, gate);
@@ -140,6 +188,13 @@ void run_gated(const GatedCall& call) {
     });
 }
 
+void run_gate(const GateCall& call) {
+    for_rows(call.num_rows, call.columns, [&](int64_t row) {
+        if (call.is_bf16) apply_gate<bf16>(call, row);
+        else apply_gate<float>(call, row);
+    });
+}
+
 void gate_experts(const ExpertGateCall& call) {
     for_rows(call.num_rows, call.columns, [&](int64_t row) {
         if (call.is_bf16) gate_row<bf16>(call, row);
@@ -154,7 +209,7 @@ void sum_experts(const ExpertSumCall& call) {
     });
 }
 
-const RowKernels kernels = {run_norm, run_gated, gate_experts, sum_experts};
+const RowKernels kernels = {run_norm, run_gated, run_gate, gate_experts, sum_experts};
 const bool entered = row_kernels.enter(this_level, &kernels);
 
 }  // namespace

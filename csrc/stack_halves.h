@@ -5,19 +5,14 @@
 #include <cstdint>
 
 #include "attention_objects.h"
+#include "delta_net_objects.h"
 #include "experts.h"
 #include "labels.h"
+#include "latent_objects.h"
 #include "matmul.h"
 #include "rows.h"
 
 namespace slipstream {
-
-// Without a weight there is no norm.
-struct NormWeight {
-    const void* weight;
-    int64_t columns;
-    float eps;
-};
 
 // Numbers that a row has in each buffer while a half runs; `wide` and `narrow` are its own.
 struct Widths {
@@ -72,10 +67,17 @@ class Half {
     virtual int64_t stream_width() const = 0;
     // The sizes of its attention, whose cache it is given; null for a half without one.
     virtual const AttentionShape* cached() const { return nullptr; }
+    // The sizes of its gated delta net; null for a half without one.
+    virtual const DeltaShape* recurrent() const { return nullptr; }
+    // Of such a half, until others come.
+    virtual void take_states(const DeltaCacheView&) {}
     virtual void run(const PassView& pass, const CacheView* cache) const = 0;
 
     const NormWeight norm, beside;
     const bool keeps_normed;
+    // How the addend joins the stream: (stream + its norm) * factor.
+    NormWeight behind{};
+    float factor = 1.0f;
 };
 
 class AttentionHalf final : public Half {
@@ -84,9 +86,7 @@ class AttentionHalf final : public Half {
                   const AttentionShape& shape, const Product& qkv, const Product& output)
         : Half(norm, beside, keeps_normed), shape_(shape), qkv_(qkv), output_(output) {
         require(qkv.columns() == stream_width() + beside.columns &&
-                    qkv.rows() ==
-                        (shape.num_heads + 2 * int64_t{shape.num_kv_heads}) * shape.head_dim &&
-                    output.columns() == int64_t{shape.num_heads} * shape.head_dim,
+                    qkv.rows() == shape.columns() && output.columns() == shape.query_columns(),
                 "the matrices of an attention layer do not fit each other");
     }
 
@@ -107,6 +107,7 @@ class AttentionHalf final : public Half {
             call.x = buffers.wide;
             call.x_is_bf16 = pass.is_bf16;
             call.x_stride = qkv_.rows();
+            call.is_stored = shape_.reads_only;
             call.out = buffers.narrow;
             call.out_stride = output_.columns();
             attend(call);
@@ -119,10 +120,137 @@ class AttentionHalf final : public Half {
     const Product qkv_, output_;
 };
 
+class DeltaNetHalf final : public Half {
+  public:
+    // Without `gates`, `inputs` makes them as well.
+    DeltaNetHalf(const NormWeight& norm, const DeltaShape& shape, const Product& inputs,
+                 const Product& gates, const Product& output)
+        : Half(norm, {}, false), shape_(shape), inputs_(inputs), gates_(gates), output_(output) {
+        const int64_t values = shape.num_value_heads * shape.value_dim;
+        const int64_t rows = inputs.rows() + (gates.weight ? gates.rows() : 0);
+        require(inputs.columns() == stream_width() && output.columns() == values &&
+                    rows == shape.num_channels() + values + 2 * shape.num_value_heads &&
+                    (!gates.weight || (gates.rows() == 2 * shape.num_value_heads &&
+                                       gates.columns() == stream_width())),
+                "the matrices of a gated delta net do not fit each other");
+    }
+
+    Widths widths() const override {
+        return {inputs_.columns(), inputs_.rows() + 2 * shape_.num_value_heads, output_.columns()};
+    }
+    int64_t stream_width() const override { return output_.rows(); }
+    const DeltaShape* recurrent() const override { return &shape_; }
+    void take_states(const DeltaCacheView& cache) override { cache_ = cache; }
+
+    void run(const PassView& pass, const CacheView*) const override {
+        const Buffers& buffers = pass.buffers;
+        const int64_t bytes = pass.is_bf16 ? 2 : 4;
+        multiply(inputs_, buffers.normed, pass, buffers.wide);
+        DeltaCall call{};
+        call.mixed_stride = call.z_stride = call.gates_stride = inputs_.rows();
+        call.mixed = buffers.wide;
+        call.z = buffers.wide + shape_.num_channels() * bytes;
+        call.gates = static_cast<const char*>(call.z) + output_.columns() * bytes;
+        if (gates_.weight) {
+            char* gates = buffers.wide + pass.num_rows() * inputs_.rows() * bytes;
+            multiply(gates_, buffers.normed, pass, gates);
+            call.gates = gates;
+            call.gates_stride = gates_.rows();
+        }
+        {
+            const Labels::Range range(pass.labels, "slipstream::delta net");
+            call.shape = &shape_;
+            call.rows = &pass.rows;
+            call.cache = &cache_;
+            call.is_bf16 = pass.is_bf16;
+            call.out = buffers.narrow;
+            call.out_stride = output_.columns();
+            run_delta_net(call);
+        }
+        multiply(output_, buffers.narrow, pass, buffers.addend);
+    }
+
+  private:
+    const DeltaShape shape_;
+    const Product inputs_, gates_, output_;
+    DeltaCacheView cache_{};
+};
+
+class LatentHalf final : public Half {
+  public:
+    // Without `queries`, `first` makes them itself.
+    LatentHalf(const NormWeight& norm, const Latent& layer, const Product& first,
+               const NormWeight& query_norm, const Product& queries, const Product& output)
+        : Half(norm, {}, false), layer_(layer), first_(first), query_norm_(query_norm),
+          queries_(queries), output_(output) {
+        const LatentShape& shape = layer.shape();
+        const int64_t rows = int64_t{shape.num_heads} * shape.query_dim();
+        require(first.columns() == stream_width() &&
+                    first.rows() == (queries.weight ? queries.columns() : rows) + shape.stored_dim() &&
+                    (!queries.weight || (queries.rows() == rows &&
+                                         query_norm.columns == queries.columns())) &&
+                    output.columns() == int64_t{shape.num_heads} * shape.value_dim,
+                "the matrices of latent attention do not fit each other");
+    }
+
+    Widths widths() const override {
+        const int64_t of_queries = queries_.weight ? queries_.columns() + queries_.rows() : 0;
+        return {first_.columns(), first_.rows() + of_queries, output_.columns()};
+    }
+    int64_t stream_width() const override { return output_.rows(); }
+    const AttentionShape* cached() const override { return &layer_.attention(); }
+
+    void run(const PassView& pass, const CacheView* cache) const override {
+        const Buffers& buffers = pass.buffers;
+        const int64_t bytes = pass.is_bf16 ? 2 : 4, stored = layer_.shape().stored_dim();
+        multiply(first_, buffers.normed, pass, buffers.wide);
+        LatentCall call{};
+        call.rows = &pass.rows;
+        call.cache = cache;
+        call.is_bf16 = pass.is_bf16;
+        call.queries = buffers.wide;
+        call.latents = buffers.wide + (first_.rows() - stored) * bytes;
+        call.query_stride = call.latent_stride = first_.rows();
+        if (queries_.weight) {
+            char* normed = buffers.wide + pass.num_rows() * first_.rows() * bytes;
+            char* made = normed + pass.num_rows() * queries_.columns() * bytes;
+            norm_queries(pass, normed);
+            multiply(queries_, normed, pass, made);
+            call.queries = made;
+            call.query_stride = queries_.rows();
+        }
+        {
+            const Labels::Range range(pass.labels, "slipstream::attend");
+            layer_.run(call, buffers.narrow, output_.columns());
+        }
+        multiply(output_, buffers.narrow, pass, buffers.addend);
+    }
+
+  private:
+    void norm_queries(const PassView& pass, char* out) const {
+        const Labels::Range range(pass.labels, "slipstream::norm");
+        NormCall call{};
+        call.is_bf16 = pass.is_bf16;
+        call.num_rows = pass.num_rows();
+        call.columns = call.out_stride = queries_.columns();
+        call.x = pass.buffers.wide;
+        call.x_stride = first_.rows();
+        call.norm = query_norm_;
+        call.out = out;
+        norm_rows(call);
+    }
+
+    const Latent& layer_;
+    const Product first_;
+    const NormWeight query_norm_;
+    const Product queries_, output_;
+};
+
 class GatedMlpHalf final : public Half {
   public:
-    GatedMlpHalf(const NormWeight& norm, const Product& gate_up, const Product& down)
-        : Half(norm, {}, false), gate_up_(gate_up), down_(down) {
+    GatedMlpHalf(const NormWeight& norm, const Product& gate_up, const Product& down,
+                 Activation activation)
+        : Half(norm, {}, false), gate_up_(gate_up), down_(down), activation_(activation) {
         require(gate_up.columns() == down.rows() && gate_up.rows() == 2 * down.columns(),
                 "the matrices of a feed-forward layer do not fit each other");
     }
@@ -136,8 +264,9 @@ class GatedMlpHalf final : public Half {
         const Buffers& buffers = pass.buffers;
         multiply(gate_up_, buffers.normed, pass, buffers.wide);
         {
-            const Labels::Range range(pass.labels, "slipstream::silu");
+            const Labels::Range range(pass.labels, "slipstream::gated");
             GatedCall gated{};
+            gated.activation = activation_;
             gated.is_bf16 = pass.is_bf16;
             gated.num_rows = pass.num_rows();
             gated.columns = gated.out_stride = down_.columns();
@@ -151,6 +280,7 @@ class GatedMlpHalf final : public Half {
 
   private:
     const Product gate_up_, down_;
+    const Activation activation_;
 };
 
 class ExpertsHalf final : public Half {

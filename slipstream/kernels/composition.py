@@ -7,10 +7,23 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from slipstream.kernels.activation import Activation
+from slipstream.kernels.delta_net import DeltaNetOp
 from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.latent_attention import LatentAttentionOp
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import ExpertsParts, Heads, LinearOp, LogitsOp, Norm, Ops
+from slipstream.kernels.table import (
+    Addend,
+    ExpertsParts,
+    Heads,
+    JoiningAddend,
+    LinearOp,
+    LogitsOp,
+    Norm,
+    Ops,
+)
 
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 QueryKeyNorms = tuple[Tensor, Tensor, float]
@@ -39,7 +52,14 @@ class PagedAttention(Protocol):
         scale: float,
         window: int | None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor: ...
+
+
+class GatedActivation(Protocol):
+    """See `Parts`."""
+
+    def __call__(self, gate_up: Tensor, activation: Activation = Activation.SILU) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -51,69 +71,65 @@ class Parts:
         logits: the same in float32, without bias.
         norm: RMS norm, computed in float32: x [..., H], weight [H] -> like x.
         add_norm: x, residual [T, H] -> (norm(x + residual), x + residual).
-        gated_activation: gate_up [T, 2I], gate first -> silu(gate) * up, [T, I].
+        activation: x [T, I] -> activation(x).
+        gated_activation: gate_up [T, 2I], gate first -> activation(gate) * up, [T, I].
         experts: x [T, H], normed -> the sum over each row's experts, [T, H].
         rotate_and_store: query [T, Hq, D], key and value [T, Hk, D] -> the rotated query; keys and
             values are stored.
-        paged_attention: query [T, Hq, D] over the cache, scale, window, sinks -> [T, Hq, D].
+        paged_attention: query [T, Hq, D] over the cache, scale, window, sinks, softcap
+            -> [T, Hq, D].
+        latent_attention: the whole op.
+        delta_net: see `Ops`.
     """
 
     linear: LinearOp
     logits: LogitsOp
     norm: Callable[[Tensor, Tensor, float], Tensor]
     add_norm: AddNorm
-    gated_activation: Callable[[Tensor], Tensor]
+    activation: Callable[[Tensor, Activation], Tensor]
+    gated_activation: GatedActivation
     experts: Callable[[Tensor, ExpertsParts], Tensor]
     rotate_and_store: RotateAndStore
     paged_attention: PagedAttention
+    latent_attention: LatentAttentionOp
+    delta_net: DeltaNetOp
 
 
 def compose(backend: str, parts: Parts) -> Ops:
     """Every op as a chain of parts."""
     smaller = parts
 
-    def added(addend: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            return parts.norm(addend, norm.weight, norm.eps), addend
-        return parts.add_norm(addend, residual, norm.weight, norm.eps)
+    added = partial(_added, parts)
 
     def norm_linear(
-        addend: Tensor, residual: Tensor | None, norm: Norm, weight: Weight, bias: Tensor | None
+        addend: Addend,
+        residual: Tensor | None,
+        norm: Norm | None,
+        weight: Weight,
+        bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = added(addend, residual, norm)
-        return parts.linear(normed, weight, bias), residual
+        x, residual = added(addend, residual, norm)
+        return parts.linear(x, weight, bias), residual
 
     def norm_gated_linear(
-        addend: Tensor, residual: Tensor | None, norm: Norm, weight: Weight, bias: Tensor | None
+        addend: Addend,
+        residual: Tensor | None,
+        norm: Norm | None,
+        weight: Weight,
+        bias: Tensor | None,
+        activation: Activation = Activation.SILU,
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = added(addend, residual, norm)
-        return parts.gated_activation(parts.linear(normed, weight, bias)), residual
+        x, residual = added(addend, residual, norm)
+        return parts.gated_activation(parts.linear(x, weight, bias), activation), residual
 
     def experts(
-        addend: Tensor, residual: Tensor | None, parts: ExpertsParts
+        addend: Addend, residual: Tensor | None, parts: ExpertsParts
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = added(addend, residual, parts.norm)
-        return smaller.experts(normed, parts), residual
+        x, residual = added(addend, residual, parts.norm)
+        return smaller.experts(x, parts), residual
 
-    def add_norm(addend: Tensor, residual: Tensor, norm: Norm) -> Tensor:
+    def add_norm(addend: Addend, residual: Tensor, norm: Norm) -> Tensor:
         return added(addend, residual, norm)[0]
-
-    def joined_linear(
-        parts: Sequence[tuple[Tensor, Norm | None]], weight: Weight, bias: Tensor | None
-    ) -> Tensor:
-        normed = [
-            x if norm is None else smaller.norm(x, norm.weight, norm.eps) for x, norm in parts
-        ]
-        return smaller.linear(torch.cat(normed, -1), weight, bias)
-
-    def attend(
-        qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        query, key, value = split_heads(qkv, heads)
-        norms = query_key_norms(heads)
-        query = parts.rotate_and_store(query, key, value, norms, heads.cos_sin, inputs, cache)
-        out = parts.paged_attention(query, cache, inputs, heads.scale, heads.window, heads.sinks)
-        return out.flatten(-2)
 
     return Ops(
         backend=backend,
@@ -123,11 +139,73 @@ def compose(backend: str, parts: Parts) -> Ops:
         experts=experts,
         add_norm=add_norm,
         norm=added,
-        joined_linear=joined_linear,
-        attend=attend,
+        activate=parts.activation,
+        joined_linear=partial(_joined_linear, parts),
+        attend=partial(_attend, parts),
         store=partial(_store, parts),
+        latent_attention=parts.latent_attention,
+        delta_net=parts.delta_net,
         logits=parts.logits,
     )
+
+
+def _joined_linear(
+    smaller: Parts,
+    parts: Sequence[tuple[Tensor, Norm | None]],
+    weight: Weight,
+    bias: Tensor | None,
+) -> Tensor:
+    sides = [_normed(smaller, x, norm) for x, norm in parts]
+    return smaller.linear(torch.cat(sides, -1), weight, bias)
+
+
+def _added(
+    parts: Parts, addend: Addend, residual: Tensor | None, norm: Norm | None
+) -> tuple[Tensor, Tensor]:
+    """As `NormOp`."""
+    if isinstance(addend, JoiningAddend) and addend.behind.factor is None:
+        addend = _normed(parts, addend.values, addend.behind.norm)
+    layer_norm = norm is not None and norm.bias is not None
+    if isinstance(addend, Tensor) and residual is not None and norm is not None and not layer_norm:
+        return parts.add_norm(addend, residual, norm.weight, norm.eps)
+    total = _joined(parts, addend, residual)
+    return _normed(parts, total, norm), total
+
+
+def _joined(parts: Parts, addend: Addend, residual: Tensor | None) -> Tensor:
+    if isinstance(addend, Tensor):
+        return addend if residual is None else addend + residual
+    assert residual is not None, "where the stream begins nothing joins it"
+    total = residual + _normed(parts, addend.values, addend.behind.norm)
+    return total if addend.behind.factor is None else total * addend.behind.factor
+
+
+def _normed(parts: Parts, x: Tensor, norm: Norm | None) -> Tensor:
+    if norm is None:
+        return x
+    if norm.bias is not None:
+        return F.layer_norm(x, norm.bias.shape, norm.weight, norm.bias, norm.eps)
+    return parts.norm(x, norm.weight, norm.eps)
+
+
+def _attend(
+    parts: Parts, qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]
+) -> Tensor:
+    query, key, value = split_heads(qkv, heads)
+    norms = query_key_norms(heads)
+    query = parts.rotate_and_store(query, key, value, norms, heads.cos_sin, inputs, cache)
+    out = parts.paged_attention(
+        query, cache, inputs, heads.scale, heads.window, heads.sinks, heads.softcap
+    )
+    return gated(out.flatten(-2), qkv, heads)
+
+
+def gated(out: Tensor, qkv: Tensor, heads: Heads) -> Tensor:
+    """What attention gives [T, Hq D], times the sigmoid of its gates where it has them."""
+    if not heads.gated:
+        return out
+    gates = qkv[:, -out.shape[1] :]
+    return (out.float() * gates.float().sigmoid()).to(out.dtype)
 
 
 def _store(
@@ -141,10 +219,11 @@ def _store(
 
 
 def split_heads(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Views: queries [T, Hq, D], keys and values [T, Hk, D]."""
+    """Views: queries [T, Hq, D], keys and values [T, Hk, D]; gates behind them are left out."""
     sizes = [count * heads.head_dim for count in (heads.num_heads, *[heads.num_kv_heads] * 2)]
     query, key, value = (
-        part.view(len(qkv), -1, heads.head_dim) for part in torch.split(qkv, sizes, -1)
+        part.view(len(qkv), -1, heads.head_dim)
+        for part in torch.split(qkv[:, : sum(sizes)], sizes, -1)
     )
     return query, key, value
 

@@ -49,12 +49,15 @@ class Router:
         weight: [E, H] in the model's dtype.
         bias: [E] in the model's dtype; None without one.
         correction: [E] float32, what is added to scores before experts are chosen; None: nothing.
+        gains: [E] float32, what the weights of chosen experts are multiplied by at the end; None:
+            nothing.
     """
 
     routing: Routing
     weight: Tensor
     bias: Tensor | None = None
     correction: Tensor | None = None
+    gains: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,30 @@ CAUSAL = Visibility()
 
 
 @dataclass(frozen=True, eq=False)
+class StateInputs:
+    """How the states of the requests of a pass move on, in layers that keep one of each.
+
+    A state covers the tokens before a request's first row but for the last `pending` ones. Tokens
+    are taken in when it is certain that they stay: known ones in their own pass, draft tokens in
+    the pass behind the one that has verified them.
+
+    Attributes:
+        slots: [R] int64, the place of each request's state; padding has one of its own.
+        num_known: [R] int64, leading rows of each request that stay whatever is refused.
+        pending: [R] int64, accepted draft rows of the request's pass before this one.
+        save_at: [R] int64: the state that covers so many tokens is kept as a checkpoint, if this
+            pass gets there; -1: none is.
+        saved: [R] int64, the place of that checkpoint.
+    """
+
+    slots: Tensor
+    num_known: Tensor
+    pending: Tensor
+    save_at: Tensor
+    saved: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class PassInputs:
     """What the layers of one pass are given beside activations and caches.
 
@@ -96,6 +120,8 @@ class PassInputs:
         paging: of layers without a window.
         window_paging: of layers with a window, where those have blocks of their own; None: alike.
         adapters: [T] int64, the adapter of each row. No backend applies adapters yet.
+        states: of layers that keep a state of each request; None where no layer does.
+        layer_inputs: [T, layers, size] beside the stream; None where no layer takes any.
         prepared: what a backend made of these inputs for its first layer, by the backend's name:
             the others need not do so again.
 
@@ -108,6 +134,8 @@ class PassInputs:
     sees: Visibility = CAUSAL
     adapters: Tensor | None = None
     window_paging: Paging | None = None
+    states: StateInputs | None = None
+    layer_inputs: Tensor | None = None
     prepared: dict[str, object] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -122,4 +150,14 @@ class PassInputs:
         if not isinstance(found, PassInputs):
             found = replace(self, paging=self.window_paging, window_paging=None)
             self.prepared["window"] = found
+        return found
+
+    def read_only(self) -> "PassInputs":
+        """The inputs of a layer that stores nothing, in `paging`."""
+        found = self.prepared.get("read only")
+        if not isinstance(found, PassInputs):
+            slots = self.paging.slots
+            paging = replace(self.paging, slots=slots.new_full(slots.shape, -1))
+            found = replace(self, paging=paging)
+            self.prepared["read only"] = found
         return found

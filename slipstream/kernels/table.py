@@ -10,51 +10,22 @@ from typing import Protocol
 
 from torch import Tensor
 
+from slipstream.kernels.activation import Activation
+from slipstream.kernels.attention import SCALE_BYTES as SCALE_BYTES
+from slipstream.kernels.attention import AttendOp as AttendOp
+from slipstream.kernels.attention import Heads as Heads
+from slipstream.kernels.attention import StoreOp as StoreOp
+from slipstream.kernels.delta_net import DeltaNetOp
 from slipstream.kernels.experts import ClampedGate, Router
-from slipstream.kernels.formats.weight import Rounding, Weight
+from slipstream.kernels.formats.weight import Rounding, Weight, as_it_is, in_plain_torch
+from slipstream.kernels.latent_attention import LatentAttentionOp
+from slipstream.kernels.norm import Addend as Addend
+from slipstream.kernels.norm import Behind as Behind
+from slipstream.kernels.norm import JoiningAddend as JoiningAddend
+from slipstream.kernels.norm import Norm as Norm
 from slipstream.kernels.pass_inputs import PassInputs
 
 Product = tuple[Weight, Tensor | None]  # with its bias
-SCALE_BYTES = 4  # of an int8 cache: a head of a token is D numbers and a float32, their scale
-
-
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """An RMS norm over the last axis: weight [H], and what is added to the mean square."""
-
-    weight: Tensor
-    eps: float
-
-
-@dataclass(frozen=True, eq=False)
-class Heads:
-    """One attention layer.
-
-    Attributes:
-        num_heads, num_kv_heads, head_dim: Hq, Hk and D.
-        norms: of queries and keys, over D; None where there are none.
-        cos_sin: [max_positions, R] float32: R/2 cosines, then R/2 sines, for the half-split layout
-            of the first R numbers of a head; those behind them are not rotated. R is even and at
-            most D.
-        scale: of the scores.
-        window: tokens a row sees, itself included; None sees all.
-        sinks: [Hq], a score of each query head that takes part in the softmax, as it is, and has no
-            value.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norms: tuple[Norm, Norm] | None
-    cos_sin: Tensor
-    scale: float
-    window: int | None
-    sinks: Tensor | None = None
-
-    @property
-    def rotary_dim(self) -> int:
-        """R of `cos_sin`."""
-        return self.cos_sin.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +37,11 @@ class AttentionParts:
         beside: norm of a second input, whose columns stand before those of the stream in what
             queries, keys and values are made of; None without such an input.
         keeps_normed: the normed stream takes the place of the stream.
+        joint_norms: None, or of all queries of a row as one vector, and of all its keys.
+        query_scales: None, or [max_positions] float32 that queries are multiplied by.
+        value_norm: of the value heads, over D; None where there is none.
+        reads_only: `qkv` makes queries alone, and keys and values are those that another layer has
+            stored.
     """
 
     norm: Norm | None
@@ -74,6 +50,16 @@ class AttentionParts:
     output: Product
     beside: Norm | None = None
     keeps_normed: bool = False
+    joint_norms: tuple[Norm, Norm] | None = None
+    query_scales: Tensor | None = None
+    value_norm: Norm | None = None
+    reads_only: bool = False
+
+    @property
+    def feeds_attention(self) -> bool:
+        """Whether what `qkv` makes is what `AttendOp` takes."""
+        between = self.joint_norms, self.query_scales, self.value_norm
+        return not self.reads_only and all(each is None for each in between)
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -82,16 +68,21 @@ class AttentionParts:
     @property
     def needs_sources(self) -> bool:
         """Whether it only runs where the stream begins, as in drafting heads."""
-        return self.norm is None or self.beside is not None or self.keeps_normed
+        return self.beside is not None or self.keeps_normed
 
 
 @dataclass(frozen=True, eq=False)
 class GatedMLPParts:
-    """A gated feed-forward part; see `layers/mlp.py`."""
+    """A gated feed-forward part; see `layers/mlp.py`.
 
-    norm: Norm
+    Attributes:
+        norm: None where the stream is taken as it is.
+    """
+
+    norm: Norm | None
     gate_up: Product
     down: Product
+    activation: Activation = Activation.SILU
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -119,17 +110,16 @@ class ExpertsParts:
     Router logits, scores and weights are float32, and so are all sums. What an expert's gate and up
     make is rounded once to the dtype of the rows; its output, with its bias, is multiplied by the
     row's weight; outputs are added up in the order of choice, then the shared expert's, and rounded
-    once, or left to be added up by whoever takes the addend. Nothing of a row depends on the rows
-    beside it.
+    once, or left to be added up by whoever takes the addend. A row depends on no other row.
 
     Attributes:
         gate_up: [E 2I, H], expert by expert: its I rows of the gate, then its I rows that the gate
             multiplies.
-        gate_up_bias: [E, 2I], in the same order; None without one.
+        gate_up_bias, down_bias: [E, 2I], in the same order, and [E, H]; None without one.
         down: [E H, I], expert by expert.
-        down_bias: [E, H]; None without one.
-        clamp: None: the activation is silu(gate) * up.
-        shared: None where there is no shared expert.
+        clamp: None: an expert makes activation(gate) * up.
+        activation: of the gate; a shared expert's is SiLU.
+        shared: None without one.
     """
 
     norm: Norm
@@ -140,6 +130,7 @@ class ExpertsParts:
     down_bias: Tensor | None
     clamp: ClampedGate | None = None
     shared: SharedExpert | None = None
+    activation: Activation = Activation.SILU
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,15 +139,19 @@ class LayerParts:
 
     Attributes:
         mixer, feed_forward: each is added to the stream; None where the layer has none.
+        behind_mixer, behind_feed_forward: how; None: as it is.
     """
 
     mixer: object | None
     feed_forward: object | None
+    behind_mixer: Behind | None = None
+    behind_feed_forward: Behind | None = None
 
     @property
-    def halves(self) -> tuple[object, ...]:
-        """Those that there are, in the order in which they run."""
-        return tuple(half for half in (self.mixer, self.feed_forward) if half is not None)
+    def halves(self) -> tuple[tuple[object, Behind | None], ...]:
+        """Those that there are, in the order in which they run, and how each joins the stream."""
+        pairs = (self.mixer, self.behind_mixer), (self.feed_forward, self.behind_feed_forward)
+        return tuple(pair for pair in pairs if pair[0] is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,16 +193,32 @@ class LinearOp(Protocol):
 class NormLinearOp(Protocol):
     """addend, residual [T, H] -> (linear(norm(residual + addend)), residual + addend).
 
-    Without a residual the addend [T, H] is the sum. The first result is [T, N] in its dtype.
+    Without a residual the addend [T, H] is the sum. The first result is [T, N] in its dtype. Here
+    and below, an addend may say how it joins the residual, and None stands for no norm.
     """
 
     def __call__(
         self,
-        addend: Tensor,
+        addend: Addend,
         residual: Tensor | None,
-        norm: Norm,
+        norm: Norm | None,
         weight: Weight,
         bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class NormGatedLinearOp(Protocol):
+    """As `NormLinearOp`; of what comes out, [T, 2I] with the gate first, the first result is
+    activation(gate) * up, [T, I]."""
+
+    def __call__(
+        self,
+        addend: Addend,
+        residual: Tensor | None,
+        norm: Norm | None,
+        weight: Weight,
+        bias: Tensor | None,
+        activation: Activation = Activation.SILU,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -218,14 +229,14 @@ class ExpertsOp(Protocol):
     """
 
     def __call__(
-        self, addend: Tensor, residual: Tensor | None, parts: ExpertsParts
+        self, addend: Addend, residual: Tensor | None, parts: ExpertsParts
     ) -> tuple[Tensor, Tensor]: ...
 
 
 class AddNormOp(Protocol):
     """addend, residual [T, H] -> norm(residual + addend), [T, H] in the residual's dtype."""
 
-    def __call__(self, addend: Tensor, residual: Tensor, norm: Norm) -> Tensor: ...
+    def __call__(self, addend: Addend, residual: Tensor, norm: Norm) -> Tensor: ...
 
 
 class NormOp(Protocol):
@@ -235,7 +246,7 @@ class NormOp(Protocol):
     """
 
     def __call__(
-        self, addend: Tensor, residual: Tensor | None, norm: Norm
+        self, addend: Addend, residual: Tensor | None, norm: Norm | None
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -254,42 +265,6 @@ class LogitsOp(Protocol):
     """x [T, K], weight [V, K] -> [T, V] float32, never rounded below the accumulator."""
 
     def __call__(self, x: Tensor, weight: Weight) -> Tensor: ...
-
-
-class AttendOp(Protocol):
-    """Causal self-attention of ragged rows over paged keys and values.
-
-    qkv [T, (Hq + 2 Hk) D]: queries, keys, values. Queries and keys are normed and rotated, keys and
-    values stored at the rows' slots of the caches [num_blocks, block_size, Hk, D]; then a row at
-    position p sees the cached tokens 0..p of its request, or the last `window` of them; of those of
-    a tree, its ancestors and itself; where `inputs` is not causal, those behind p as well.
-    A cache of int8 is [num_blocks, block_size, Hk, D + SCALE_BYTES]: D numbers, then their scale.
-    Returns [T, Hq D].
-    """
-
-    def __call__(
-        self,
-        qkv: Tensor,
-        heads: Heads,
-        inputs: PassInputs,
-        cache: tuple[Tensor, Tensor],
-    ) -> Tensor: ...
-
-
-class StoreOp(Protocol):
-    """Keys and values of ragged rows to their slots, for others to see.
-
-    kv [T, 2 Hk D]: keys, which are normed and rotated as `AttendOp` does it, and values. Of
-    `inputs` only positions and slots count.
-    """
-
-    def __call__(
-        self,
-        kv: Tensor,
-        heads: Heads,
-        inputs: PassInputs,
-        cache: tuple[Tensor, Tensor],
-    ) -> None: ...
 
 
 class StackOp(Protocol):
@@ -317,16 +292,6 @@ class FusedOp(StackOp, Protocol):
     def num_layers(self) -> int: ...
 
 
-def as_it_is(weight: Weight) -> Weight:
-    """For backends that read weights as they are loaded."""
-    return weight
-
-
-def in_plain_torch(matrix: Tensor, form: Rounding) -> Weight:
-    """For backends that round as the reference does."""
-    return form.round(matrix)
-
-
 def one_by_one(parts: StackParts) -> FusedOp | None:
     """For backends that have no op of several layers."""
     del parts
@@ -341,14 +306,16 @@ class Ops:
         backend: its name.
         linear: a matmul.
         norm_linear: a matmul behind a norm.
-        norm_gated_linear: the same; of what comes out, [T, 2I] with the gate first, it returns
-            silu(gate) * up, [T, I].
+        norm_gated_linear: the same, and what a gate makes of the result.
         experts: a mixture of experts behind a norm.
         add_norm: a norm that no matmul of a layer follows.
         norm: the same, together with the sum that was normed.
+        activate: x [T, I], an activation -> [T, I].
         joined_linear: a matmul of several inputs side by side, each normed or not.
         attend: attention.
         store: its first half alone.
+        latent_attention: attention over one latent row a token.
+        delta_net: the recurrence of a gated delta net.
         logits: the head's matmul.
         pack: a weight as the backend reads it, made once, when it is loaded.
         round: a matrix [N, K] in fewer bits, packed or to be packed.
@@ -359,13 +326,16 @@ class Ops:
     backend: str
     linear: LinearOp
     norm_linear: NormLinearOp
-    norm_gated_linear: NormLinearOp
+    norm_gated_linear: NormGatedLinearOp
     experts: ExpertsOp
     add_norm: AddNormOp
     norm: NormOp
+    activate: Callable[[Tensor, Activation], Tensor]
     joined_linear: JoinedLinearOp
     attend: AttendOp
     store: StoreOp
+    latent_attention: LatentAttentionOp
+    delta_net: DeltaNetOp
     logits: LogitsOp
     pack: Callable[[Weight], Weight] = as_it_is
     round: Callable[[Tensor, Rounding], Weight] = in_plain_torch

@@ -9,19 +9,22 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from slipstream.kernels.triton.grouped_stream_kernels import BYTES, HALVES, grouped_stream_kernel
 from slipstream.kernels.triton.matmul_stream_kernels import SWIZZLED, stream_kernel
 from slipstream.kernels.triton.matmul_tiles import Stream
+from slipstream.kernels.triton.norm import _norm_kernel
 
 H200 = GPUTarget("cuda", 90, 32)
 ALIGNED = [["tt.divisibility", 16]]
 DIVISIBLE = ("width", "row_stride", "depth", "part", "size", "pitch")
+NOT, SILU, GELU = 0, 1, 2  # as `activation.py` numbers them
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def stream(tiles: Stream, dtype: torch.dtype, out: torch.dtype, gated: bool, biased: bool) -> Any:
+def stream(tiles: Stream, dtype: torch.dtype, out: torch.dtype, gated: int, biased: bool) -> Any:
     """`matmul_stream.py`'s launch."""
 
     def described(rows: int) -> str:
@@ -47,7 +50,7 @@ def stream(tiles: Stream, dtype: torch.dtype, out: torch.dtype, gated: bool, bia
 
 
 def grouped(
-    tile: tuple[int, int, int], words: int, gated: bool, sorted_pairs: bool, out: torch.dtype
+    tile: tuple[int, int, int], words: int, gated: int, sorted_pairs: bool, out: torch.dtype
 ) -> Any:
     """`grouped_stream.py`'s launch; tile: rows of x, chunks and stages."""
     count, chunks, stages = tile
@@ -81,6 +84,22 @@ def grouped(
     return compiled(grouped_stream_kernel, types, constants, 4)
 
 
+def norm(weighted: bool) -> int:
+    """`norm.py`'s kernel, which may have nothing to norm with -> bytes of machine code."""
+    types = dict.fromkeys(("addend", "residual", "out", "total"), "*bf16")
+    types |= dict.fromkeys(("part_stride", "row_stride", "width"), "i32")
+    types |= dict.fromkeys(("eps", "behind_eps"), "fp32")
+    types |= {"weight": "*bf16"} if weighted else {}
+    constants = {"parts": 1, "block": 256, "pdl": True}
+    names = _norm_kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    given = {(index,): constants.get(name) for index, name in enumerate(names)}
+    constexprs = {at: it for at, it in given.items() if signature[names[at[0]]] == "constexpr"}
+    source = ASTSource(_norm_kernel, signature, constexprs=constexprs)
+    result = triton.compile(source, target=H200, options={"num_warps": 4})
+    return len(result.asm["cubin"])
+
+
 def compiled(
     kernel: Any, types: dict[str, str | None], constants: dict[str, Any], warps: int
 ) -> dict[str, Any]:
@@ -111,16 +130,19 @@ def compiled(
 def main() -> None:
     half, whole = torch.bfloat16, torch.float32
     results = [
-        stream(Stream(8, depth=256, stages=4), torch.float16, whole, gated=False, biased=True),
-        stream(Stream(64, stages=6), half, half, gated=True, biased=True),
-        stream(Stream(128, 16, 2, 64, 64, 3), half, half, gated=True, biased=False),
-        stream(Stream(128, 0, 1, 128, 64, 6), half, half, gated=False, biased=False),
-        stream(Stream(32, 8, stages=8), half, whole, gated=False, biased=False),
-        grouped((8, 4, 4), words=1, gated=True, sorted_pairs=True, out=half),
-        grouped((128, 2, 3), words=2, gated=False, sorted_pairs=True, out=whole),
-        grouped((16, 4, 6), words=2, gated=True, sorted_pairs=False, out=half),
-        grouped((64, 2, 4), words=2, gated=True, sorted_pairs=False, out=half),
+        stream(Stream(8, depth=256, stages=4), torch.float16, whole, gated=NOT, biased=True),
+        stream(Stream(64, stages=6), half, half, gated=SILU, biased=True),
+        stream(Stream(128, 16, 2, 64, 64, 3), half, half, gated=SILU, biased=False),
+        stream(Stream(64, stages=6), half, half, gated=GELU, biased=False),
+        stream(Stream(128, 0, 1, 128, 64, 6), half, half, gated=NOT, biased=False),
+        stream(Stream(32, 8, stages=8), half, whole, gated=NOT, biased=False),
+        grouped((8, 4, 4), words=1, gated=SILU, sorted_pairs=True, out=half),
+        grouped((128, 2, 3), words=2, gated=NOT, sorted_pairs=True, out=whole),
+        grouped((16, 4, 6), words=2, gated=SILU, sorted_pairs=False, out=half),
+        grouped((64, 2, 4), words=2, gated=SILU, sorted_pairs=False, out=half),
+        grouped((8, 4, 4), words=2, gated=GELU, sorted_pairs=True, out=half),
     ]
+    assert norm(weighted=True) > norm(weighted=False) > 0
     print(json.dumps(results))
 
 

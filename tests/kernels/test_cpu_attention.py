@@ -102,7 +102,9 @@ def truth(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: Cache) -> tuple[
     )
     wide = (keys, values) if keys.dtype == torch.int8 else (keys.float(), values.float())
     sinks = None if heads.sinks is None else heads.sinks.float()
-    out = paged_attention(query.float(), wide, inputs, heads.scale, heads.window, sinks)
+    out = paged_attention(
+        query.float(), wide, inputs, heads.scale, heads.window, sinks, heads.softcap
+    )
     return out.flatten(-2), (keys, values)
 
 
@@ -174,6 +176,36 @@ def test_sinks_and_heads_that_turn_in_part(
         assert torch.equal(attend(qkv, heads, inputs, cache), got)
     sunk = replace(heads, sinks=torch.full((shape.heads,), 1e30))
     assert not attend(qkv, sunk, inputs, cache).any()
+
+
+@pytest.mark.parametrize("ops", ["cpp", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gates_behind_the_values(ops: str, dtype: torch.dtype) -> None:
+    shape, requests = Shape(4, 2, 20, 8, dtype), Requests([30, 60], [5, 3])
+    inputs = attention_inputs(requests, 8)
+    cache = filled_cache(inputs, requests, shape)
+    heads, qkv = make_heads(shape), make_qkv(shape, 8)
+    gates = torch.randn(8, shape.heads * shape.head_dim, generator=seeded(9)).to(dtype)
+    own = REFERENCE.attend if ops == "reference" else attend
+    plain = own(qkv, heads, inputs, cache)
+    got = own(torch.cat((qkv, gates), 1), replace(heads, gated=True), inputs, cache)
+    assert_close(got, (plain.float() * gates.float().sigmoid()).to(dtype))
+
+
+@pytest.mark.parametrize("stored", ["as computed", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_capped_scores(dtype: torch.dtype, stored: str) -> None:
+    """Within a part of the context and across several."""
+    shape, requests = Shape(6, 2, 64, 32, dtype), Requests([0, 127, 510, 637], [3, 1, 5, 40])
+    inputs = attention_inputs(requests, shape.block_size)
+    cache = (int8_cache if stored == "int8" else filled_cache)(inputs, requests, shape)
+    heads = replace(make_heads(shape), scale=0.7, softcap=3.0)
+    qkv = make_qkv(shape, sum(requests.rows))
+    want, _ = truth(qkv, heads, inputs, cache)
+    got = attend(qkv, heads, inputs, cache)
+    assert_near(got, want)
+    wide, _ = truth(qkv, replace(heads, softcap=None), inputs, cache)
+    assert not torch.allclose(got.float(), wide.float(), atol=0.1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.activation import Activation
 from slipstream.kernels.experts import ClampedGate, Router, Routing, Scores
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.int4 import ToInt4
@@ -35,6 +36,7 @@ class Mixture:
     Attributes:
         width, inner: H and I.
         shared: I of the shared expert; None without one.
+        gained: experts have gains and gates of GELU.
     """
 
     routing: Routing
@@ -45,6 +47,7 @@ class Mixture:
     clamp: ClampedGate | None = None
     shared: int | None = None
     shared_gate: bool = False
+    gained: bool = False
 
 
 MIXTURES = {
@@ -60,6 +63,14 @@ MIXTURES = {
         Routing(12, 3, Scores.SIGMOID, True, 2.5, 4, 2), 64, 64, corrected=True, shared=32
     ),
     "all": Mixture(Routing(3, 3, Scores.SIGMOID), 32, 32, biased=True),
+    # As Gemma 4's; a shared expert's activation stays SiLU.
+    "gained": Mixture(
+        Routing(6, 2, Scores.CHOSEN_SOFTMAX),
+        64,
+        32,
+        gained=True,
+        shared=32,
+    ),
 }
 
 
@@ -83,12 +94,14 @@ def made(mixture: Mixture, form: Rounding | None, dtype: torch.dtype) -> Experts
             (draw(count, width) / width**0.5).to(dtype),
             draw(count).to(dtype) if mixture.biased else None,
             draw(count) if mixture.corrected else None,
+            draw(count) if mixture.gained else None,
         ),
         gate_up=matrix(count * 2 * inner, width),
         gate_up_bias=draw(count, 2 * inner).to(dtype) if mixture.biased else None,
         down=matrix(count * width, inner),
         down_bias=draw(count, width).to(dtype) if mixture.biased else None,
         clamp=mixture.clamp,
+        activation=Activation.GELU_TANH if mixture.gained else Activation.SILU,
         shared=None
         if shared is None
         else SharedExpert(

@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 
+from slipstream.kernels.activation import Activation
 from slipstream.kernels.cpu.rows import add_norm, gated_activation, norm
 from slipstream.kernels.reference import dense
 from tests.kernels.batches import seeded
@@ -40,16 +41,17 @@ def test_rows_are_normed(sizes: tuple[int, int], dtype: torch.dtype) -> None:
         assert torch.equal(alone[0], got[row])
 
 
+@pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_rows_are_gated(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+def test_rows_are_gated(sizes: tuple[int, int], dtype: torch.dtype, activation: Activation) -> None:
     rows, columns = sizes
     wide = torch.randn(rows, 2 * columns + 3, generator=seeded(6)).to(dtype) * 4
     gate_up = wide[:, : 2 * columns]  # rows with gaps between them
-    got = gated_activation(gate_up)
-    assert_near(got, dense.gated_activation(gate_up))
+    got = gated_activation(gate_up, activation)
+    assert_near(got, dense.gated_activation(gate_up.double(), activation).to(dtype))
     for row in range(rows):
-        assert torch.equal(gated_activation(gate_up[row : row + 1])[0], got[row])
+        assert torch.equal(gated_activation(gate_up[row : row + 1], activation)[0], got[row])
 
 
 def test_large_gates_stay_numbers() -> None:

@@ -11,15 +11,31 @@ from torch.testing import assert_close
 
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 
+from slipstream.cache.spec import CacheSizes
+from slipstream.kernels.activation import Activation
 from slipstream.kernels.cpu import cpu_backend
+from slipstream.kernels.cpu.delta_net import tensors_of
 from slipstream.kernels.cpu.layers import FusedStack
+from slipstream.kernels.delta_net import DeltaCache
 from slipstream.kernels.experts import ClampedGate, Routing, Scores
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.pass_inputs import PassInputs, StateInputs
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import Entry, FusedOp, Norm, Ops, Product, StackParts, one_by_one
+from slipstream.kernels.table import (
+    Addend,
+    Entry,
+    FusedOp,
+    Norm,
+    Ops,
+    Product,
+    StackParts,
+    one_by_one,
+)
 from slipstream.layers.attention import AttentionSpec
+from slipstream.layers.delta_net import DeltaNetSpec
 from slipstream.layers.experts import ExpertsSpec
+from slipstream.layers.latent_attention import LatentAttentionSpec
 from slipstream.layers.layer import BuildContext, Layer, LayerCache, LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.norm import LayerNorms, rms_norm
@@ -58,7 +74,10 @@ class Squared:
         self.up = source.matrix([Part("up", INNER)], width)
         self.down = source.matrix([Part("down", width)], INNER)
 
-    def apply(self, ops: Ops, addend: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def apply(
+        self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
+    ) -> tuple[Tensor, Tensor]:
+        del inputs
         up, stream = ops.norm_linear(addend, residual, self.norm, self.up, None)
         return ops.linear(up.relu().square(), self.down, None), stream
 
@@ -91,8 +110,19 @@ GROUPED = ExpertsSpec(
 )
 SUNK = replace(ATTENTION, sinks=True, window=3, rope=RopeConfig(1e4, rotated=0.5))
 EXPERTS = replace(WHOLE, mixer=SUNK, feed_forward=CHOSEN)
+DELTA = DeltaNetSpec(num_key_heads=2, num_value_heads=4, key_dim=12, value_dim=20, num_taps=3)
+RECURRENT = replace(WHOLE, mixer=DELTA)
+GATED = replace(WHOLE, mixer=replace(ATTENTION, gated=True))
 SQUARED = replace(WHOLE, feed_forward=SquaredSpec())
 ONLY_SQUARED = replace(SQUARED, mixer=None)
+
+
+LATENT = LatentAttentionSpec(
+    num_heads=3, rank=20, plain_dim=10, rotary_dim=12, value_dim=14, rope=RopeConfig(theta=1e4),
+    query_rank=18,
+)  # fmt: skip
+LOW_QUERIES = replace(WHOLE, mixer=LATENT)
+WHOLE_QUERIES = replace(WHOLE, mixer=replace(LATENT, query_rank=None))
 
 
 def starting(**norms: object) -> LayerSpec:
@@ -113,6 +143,14 @@ BESIDE = starting(beside="beside")
 KEPT = starting(beside="beside", keeps_normed=True)
 UNNORMED = starting(mixer=None)
 UNNORMED_MIXER = replace(UNNORMED, feed_forward=None)
+CAPPED = replace(ATTENTION, scale=0.9, softcap=1.5, window=4)
+TANH = GatedMLPSpec(INNER, activation=Activation.GELU_TANH)
+BEHIND = replace(NORMS, mixer_after="behind", feed_forward_after="behind", zero_centred=True)
+SANDWICH = LayerSpec(CAPPED, TANH, BEHIND)
+POST = LayerSpec(ATTENTION, TANH, replace(BEHIND, mixer=None, feed_forward=None))
+HALF_POST = replace(EXPERTS, norms=replace(NORMS, mixer=None, mixer_after="behind"))
+NORMED_VALUES = replace(WHOLE, mixer=replace(ATTENTION, value_norm=True, keys_as_values=True))
+LENT = replace(WHOLE, mixer=replace(ATTENTION, lender=0))
 KINDS = {
     "plain": Kind((WHOLE,) * 3, fused=(3,)),
     "one layer": Kind((WHOLE,), has_last=False, fused=(1,)),
@@ -129,6 +167,13 @@ KINDS = {
     "dense first": Kind((DENSE, MIXER, DENSE), (OTHER, WIDTH), has_last=False, fused=(3,)),
     "a half each": Kind((MIXER, DENSE, MIXER, DENSE), fused=(4,)),
     "experts": Kind((EXPERTS, WHOLE, replace(EXPERTS, feed_forward=GROUPED)), fused=(3,)),
+    "norms behind": Kind((SANDWICH, WHOLE, SANDWICH), fused=(3,)),
+    "norms behind alone": Kind((POST,) * 2, has_last=False, fused=(2,)),
+    "one norm behind": Kind((HALF_POST, POST), (OTHER, WIDTH), fused=(2,)),
+    "made-up before a norm": Kind((replace(SQUARED, norms=BEHIND), SANDWICH), fused=(1,)),
+    "recurrent": Kind((RECURRENT, RECURRENT, GATED, RECURRENT), fused=(4,)),
+    "cache of another": Kind((NORMED_VALUES, LENT, WHOLE, LENT), fused=(4,)),
+    "latent rows": Kind((LOW_QUERIES, WHOLE_QUERIES, WHOLE), fused=(3,)),
     "made-up between": Kind((WHOLE, WHOLE, SQUARED, WHOLE), fused=(2, 1)),
     "made-up first": Kind((ONLY_SQUARED, SQUARED, WHOLE, MIXER), (OTHER, WIDTH), fused=(2,)),
     "made-up last": Kind((BESIDE, DENSE, ONLY_SQUARED), has_last=False, fused=(2,)),
@@ -147,6 +192,9 @@ class Drawn(ParameterSource):
         rows = sum(part.rows for part in parts)
         values = torch.randn(rows, columns, generator=self._generator) / columns**0.5
         return self._ops.pack(DenseMatrix(values.to(self._dtype)))
+
+    def alike(self, parts: Sequence[Part]) -> bool:
+        return parts[0].name.startswith("layers.0.")
 
     def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
         rows = sum(part.rows for part in parts)
@@ -168,7 +216,16 @@ class Drawn(ParameterSource):
 
     def layers(self, specs: Sequence[LayerSpec]) -> list[Layer]:
         context = BuildContext(self, WIDTH, RopeTables(64, CPU))
-        return [spec.build(context, f"layers.{index}") for index, spec in enumerate(specs)]
+        layers = [spec.build(context, f"layers.{index}") for index, spec in enumerate(specs)]
+        return [self._scaled(layer) for layer in layers]
+
+    def _scaled(self, layer: Layer) -> Layer:
+        """The stream behind a sandwich is multiplied by a number."""
+        behind = layer.behind_feed_forward
+        if behind is None:
+            return layer
+        factor = torch.tensor([0.75], dtype=self._dtype)
+        return replace(layer, behind_feed_forward=replace(behind, factor=factor))
 
     def stack(self, kind: Kind) -> Stack:
         layers = self.layers(kind.layers)
@@ -192,9 +249,37 @@ def sources_of(kind: Kind, dtype: torch.dtype) -> list[Tensor]:
 
 
 def caches_of(kind: Kind, dtype: torch.dtype, first_seed: int = 0) -> list[LayerCache]:
-    inputs, shape = attention_inputs(REQUESTS, SHAPE.block_size), replace(SHAPE, dtype=dtype)
-    count = sum(layer.mixer is not None for layer in kind.layers)
-    return [filled_cache(inputs, REQUESTS, shape, first_seed + seed) for seed in range(count)]
+    inputs, shape = inputs_here(), replace(SHAPE, dtype=dtype)
+    row = replace(shape, kv_heads=1, head_dim=LATENT.latent_rows)
+    caches: list[LayerCache] = []
+    for seed, layer in enumerate(layer for layer in kind.layers if layer.mixer is not None):
+        if isinstance(layer.mixer, DeltaNetSpec):
+            caches.append(states_of(layer.mixer, dtype, first_seed + seed))
+            continue
+        if isinstance(layer.mixer, AttentionSpec) and layer.mixer.lender is not None:
+            caches.append(caches[layer.mixer.lender])
+            continue
+        is_latent = isinstance(layer.mixer, LatentAttentionSpec)
+        pages = filled_cache(inputs, REQUESTS, row if is_latent else shape, first_seed + seed)
+        caches.append(pages[0].squeeze(2) if is_latent else pages)
+    return caches
+
+
+def states_of(spec: DeltaNetSpec, dtype: torch.dtype, seed: int) -> DeltaCache:
+    """Room for one draft row a slot."""
+    sizes = CacheSizes(0, SHAPE.block_size, len(REQUESTS.rows), CPU, num_drafts=1)
+    (cache,) = spec.cache(dtype).allocate(1, sizes).layers
+    for tensor in vars(cache).values():
+        tensor.copy_(torch.randn(tensor.shape, generator=seeded(seed)))
+    return cache
+
+
+def inputs_here() -> PassInputs:
+    """The first request has a draft row behind two known ones, the last one takes one in."""
+    rows, none = torch.tensor(REQUESTS.rows), torch.full((4,), -1)
+    drafts = torch.tensor([1, 0, 0, 0])
+    states = StateInputs(torch.arange(4), rows - drafts, drafts.flip(0), none, none)
+    return replace(attention_inputs(REQUESTS, SHAPE.block_size), states=states)
 
 
 def run(
@@ -202,12 +287,16 @@ def run(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What leaves and the wanted streams; and the caches, as the pass leaves them."""
     kind = KINDS[name]
-    inputs = attention_inputs(REQUESTS, SHAPE.block_size)
+    inputs = inputs_here()
     inputs = changed(inputs, first_seen=1) if kind.entry else inputs
     caches = caches_of(kind, dtype)
     stack = Drawn(dtype, ops).stack(kind)
     hidden, streams = stack(sources_of(kind, dtype), inputs, caches, wanted)
-    return [hidden, *streams], [pages for cache in caches for pages in cache]
+    return [hidden, *streams], [kept for cache in caches for kept in tensors(cache)]
+
+
+def tensors(cache: LayerCache) -> tuple[Tensor, ...]:
+    return tensors_of(cache) if isinstance(cache, DeltaCache) else cache
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -262,7 +351,7 @@ def test_a_profile_measures_the_op_that_serves(monkeypatch: pytest.MonkeyPatch) 
     for ours, theirs in zip([*profiled[0], *profiled[1]], [*plain[0], *plain[1]], strict=True):
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
     names = {event.key: event.count for event in profiler.key_averages()}
-    expected = {"matmul": 12, "norm": 7, "attend": 3, "silu": 3}
+    expected = {"matmul": 12, "norm": 7, "attend": 3, "gated": 3}
     assert {name: names[f"slipstream::{name}"] for name in expected} == expected
 
 
@@ -270,7 +359,7 @@ def test_caches_may_change_between_passes() -> None:
     """Others of the same number, and the same ones in another list."""
     column, kind = cpu_backend(), KINDS["made-up between"]
     inputs, stack = (
-        attention_inputs(REQUESTS, SHAPE.block_size),
+        inputs_here(),
         Drawn(torch.float32, column).stack(kind),
     )
     sources = sources_of(kind, torch.float32)
@@ -285,7 +374,7 @@ def test_caches_may_change_between_passes() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     column, kind = cpu_backend(), Kind((BESIDE,))
-    inputs = attention_inputs(REQUESTS, SHAPE.block_size)
+    inputs = inputs_here()
     caches = caches_of(kind, torch.float32)
     beside, stream = sources_of(kind, torch.float32)
     stack = Drawn(torch.float32, column).stack(kind)

@@ -63,7 +63,9 @@ def generate(target: str, drafter: str, k: int) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
-@pytest.mark.parametrize(("method", "k"), [("p-eagle", 8), ("dflash", 7), ("eagle3", 3)])
+@pytest.mark.parametrize(
+    ("method", "k"), [("p-eagle", 8), ("dflash", 7), ("eagle3", 3), ("eagle", 3)]
+)
 def test_one_sampled_request(
     method: str, k: int, tiny_target: str, tiny_heads: dict[str, str]
 ) -> None:

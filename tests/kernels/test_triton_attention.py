@@ -117,6 +117,7 @@ SHAPES = [
     Shape(6, 2, 10, 4),
     Shape(7, 1, 72, 24),
     Shape(8, 2, 128, 16),
+    Shape(2, 1, 512, 16),
     Shape(16, 1, 16, 32),
 ]
 BATCHES = {
@@ -131,6 +132,13 @@ MATRIX = [(shape, batch, dtype) for shape in SHAPES for batch in BATCHES for dty
 @pytest.mark.parametrize(("shape", "batch", "dtype"), MATRIX if ON_GPU else MATRIX[::7])
 def test_attend(shape: Shape, batch: str, dtype: torch.dtype) -> None:
     assert_agrees(case(shape, BATCHES[batch], dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attend_with_capped_scores(dtype: torch.dtype) -> None:
+    """In both kernels."""
+    qkv, heads, inputs, cache = case(Shape(6, 2, 24, 16), Requests([0, 150, 40], [5, 2, 20]), dtype)
+    assert_agrees((qkv, replace(heads, scale=1.0, softcap=2.0), inputs, cache))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -322,3 +330,10 @@ def test_no_rows() -> None:
         slots=inputs.paging.slots[:0],
     )
     assert run((qkv[:0], heads, none, cache))[0].shape == (0, 64)
+
+
+def test_gates_multiply_what_comes_out() -> None:
+    qkv, heads, inputs, cache = case(SHAPES[1], Requests([5, 0], [2, 20]), torch.float32)
+    gates = torch.randn(len(qkv), 6 * 10, generator=seeded(8)).to(DEVICE)
+    qkv = torch.cat((qkv, gates), 1)
+    assert_agrees((qkv, replace(heads, gated=True), inputs, cache))

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="it is there for Linux only")
 
+from slipstream.kernels.activation import Activation
 from slipstream.kernels.experts import ClampedGate, Router, Routing, Scores
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import ToFloat8
@@ -62,7 +63,7 @@ def packed(made: Weight) -> Weight:
 
 def mixture(
     width: int, inner: int, dtype: torch.dtype, form: str = "plain", routing: str = "chosen",
-    biased: bool = True, clamp: ClampedGate | None = None, shared: int = 0,
+    biased: bool = True, clamp: ClampedGate | None = None, shared: int = 0, gained: bool = False,
 ) -> ExpertsParts:  # fmt: skip
     chosen, rounding = ROUTINGS[routing], FORMATS[form]
     experts = chosen.num_experts
@@ -81,6 +82,7 @@ def mixture(
             randn(experts, width, seed=11, dtype=dtype) / width**0.5,
             randn(experts, seed=12, dtype=dtype) if biased else None,
             0.1 * randn(experts, seed=13) if corrected else None,
+            randn(experts, seed=19) if gained else None,
         ),
         gate_up=weight(2 * inner * experts, width, rounding, dtype, 14),
         gate_up_bias=randn(experts, 2 * inner, seed=15, dtype=dtype) if biased else None,
@@ -88,6 +90,7 @@ def mixture(
         down_bias=randn(experts, width, seed=17, dtype=dtype) if biased else None,
         clamp=clamp,
         shared=beside,
+        activation=Activation.GELU_TANH if gained else Activation.SILU,
     )
 
 
@@ -100,7 +103,11 @@ def on_device(parts: ExpertsParts) -> ExpertsParts:
         parts,
         norm=Norm(parts.norm.weight.to(DEVICE), parts.norm.eps),
         router=Router(
-            router.routing, router.weight.to(DEVICE), moved(router.bias), moved(router.correction)
+            router.routing,
+            router.weight.to(DEVICE),
+            moved(router.bias),
+            moved(router.correction),
+            moved(router.gains),
         ),
         gate_up=packed(parts.gate_up),
         gate_up_bias=moved(parts.gate_up_bias),
@@ -197,6 +204,15 @@ def test_kinds(routing: str) -> None:
     clamp = ClampedGate(0.7, 1.702) if routing in ("chosen", "groups") else None
     parts = mixture(40, 12, torch.float32, routing=routing, biased=clamp is not None, clamp=clamp)
     assert_like_the_reference(parts, 5, torch.float32)
+
+
+@pytest.mark.parametrize("form", ["plain", "mxfp4"])
+def test_gains_and_gates_of_gelu(form: str) -> None:
+    """As Gemma 4's; a shared expert's gate stays SiLU's."""
+    dtype = HALF if form == "mxfp4" else torch.float32
+    parts = mixture(64, 32, dtype, form, biased=False, shared=32, gained=True)
+    for rows in (5, *([1, 40, 300] if ON_GPU else [])):
+        assert_like_the_reference(parts, rows, dtype)
 
 
 def test_more_rows_than_a_tile_holds() -> None:

@@ -12,11 +12,12 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="it is there for Linux only")
 
+from slipstream.kernels.activation import Activation
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix, ToFloat8
 from slipstream.kernels.formats.float8 import round_rows as reference_round_rows
 from slipstream.kernels.formats.weight import Weight
-from slipstream.kernels.table import Norm, Ops
+from slipstream.kernels.table import Behind, JoiningAddend, Norm, Ops
 from slipstream.kernels.triton import (
     TRITON,
     TRITON_INVARIANT,
@@ -176,6 +177,40 @@ def test_norm_linears(
         assert_near(active, oracles.gated(truth), roundings=6, tiny=5e-5)
         if stream is not None:
             assert_near(column.add_norm(added, stream, norm), normed, roundings=1)
+
+
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda ops: ops.backend)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_behind_halves(dtype: torch.dtype, column: Ops) -> None:
+    """The addend is normed, the sum multiplied, and normed again or not; gates may be of GELU."""
+    rows, width, depth = 3, 10, 42
+    weight = matrix(2 * width, depth, dtype)
+    norm = Norm(1 + 0.3 * randn(depth, seed=4, dtype=dtype), 1e-3)
+    own = Norm(1 + 0.3 * randn(depth, seed=5, dtype=dtype), 1e-2)
+    residual = 2 * randn(rows, depth, seed=3, dtype=dtype)
+    split = randn(2, rows, depth)
+    factor = torch.tensor([0.7], dtype=dtype).to(DEVICE)
+    added = oracles.norm(whole(split), own.weight.cpu(), own.eps)
+    for behind, total in (
+        (Behind(own, factor), (added + residual.double().cpu()) * factor.item()),
+        (Behind(own), added + residual.double().cpu()),
+        (Behind(None, factor), (whole(split) + residual.double().cpu()) * factor.item()),
+    ):
+        addend = JoiningAddend(split, behind)
+        out, kept = column.norm_linear(addend, residual, norm, weight, None)
+        assert_near(kept, total, roundings=3)
+        normed = oracles.norm(kept.cpu(), norm.weight.cpu(), norm.eps).to(dtype)
+        assert_near(out, oracles.product(normed, weight.values.cpu()), roundings=2)
+        active, again = column.norm_gated_linear(
+            addend, residual, None, weight, None, Activation.GELU_TANH
+        )
+        assert_same(again, kept)
+        gate, up = oracles.product(kept.cpu(), weight.values.cpu()).chunk(2, -1)
+        truth = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        assert_near(active, truth, roundings=6, tiny=5e-5)
+        bare, same = column.norm(addend, residual, None)
+        assert_same(bare, kept)
+        assert_same(same, kept)
 
 
 def test_a_linear_goes_on_in_the_next_norm() -> None:

@@ -7,6 +7,8 @@ import _slipstream_cpu as cpp
 from slipstream.kernels.composition import Parts, compose
 from slipstream.kernels.cpu import experts, matmul, rows
 from slipstream.kernels.cpu.attention import attend, store
+from slipstream.kernels.cpu.delta_net import delta_net
+from slipstream.kernels.cpu.latent_attention import latent_attention
 from slipstream.kernels.cpu.layers import fuse
 from slipstream.kernels.devices import labelled
 from slipstream.kernels.reference import PARTS as PLAIN
@@ -17,10 +19,13 @@ _PARTS = Parts(
     logits=labelled("matmul", PLAIN.logits),
     norm=labelled("norm", rows.norm),
     add_norm=labelled("norm", rows.add_norm),
-    gated_activation=labelled("silu", rows.gated_activation),
+    activation=labelled("activate", rows.activation),
+    gated_activation=labelled("gated", rows.gated_activation),
     experts=labelled("experts", experts.experts),
     rotate_and_store=PLAIN.rotate_and_store,
     paged_attention=PLAIN.paged_attention,
+    latent_attention=labelled("attend", latent_attention),
+    delta_net=labelled("delta net", delta_net),
 )
 
 

@@ -62,6 +62,8 @@ def layer_of(heads: Heads) -> cpp.AttentionLayer:
             heads.scale,
             heads.window or 0,
             None if heads.sinks is None else heads.sinks.detach().float(),
+            heads.gated,
+            heads.softcap or 0.0,
         )
     return layer
 
@@ -92,4 +94,8 @@ def _pass(inputs: PassInputs) -> cpp.AttentionPass:
     if inputs.window_paging is not None:
         windowed = inputs.window_paging
         made.set_windowed(windowed.block_tables, windowed.slots.contiguous())
+    if inputs.states is not None:
+        states = inputs.states
+        parts = states.slots, states.num_known, states.pending, states.save_at, states.saved
+        made.set_states(*(part.contiguous() for part in parts))
     return made

@@ -56,10 +56,12 @@ def _mixture(parts: ExpertsParts) -> cpp.Experts:
         ),
         _router(router, None if shared is None else shared.gate),
         router.correction,
+        router.gains,
         (handle_of(parts.gate_up), _flat(parts.gate_up_bias)),
         (handle_of(parts.down), _flat(parts.down_bias)),
         None if clamp is None else (clamp.limit, clamp.alpha),
         None if shared is None else _shared(shared),
+        parts.activation.value,
     )
 
 

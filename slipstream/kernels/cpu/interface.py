@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.errors import UsageError
 
-INTERFACE = "070859b374b9427e"
+INTERFACE = "dddd0308ed0a7ceb"
 """Digest of the functions that the modules here call; set it anew with them: the message of
 `require_current` tells it."""
 

@@ -7,10 +7,17 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.attention import layer_of, pass_of, serves
+from slipstream.kernels.cpu.delta_net import delta_layer_of, tensors_of
 from slipstream.kernels.cpu.experts import mixture_of
 from slipstream.kernels.cpu.experts import serves as serves_experts
+from slipstream.kernels.cpu.latent_attention import as_pages
+from slipstream.kernels.cpu.latent_attention import layer_of as latent_layer_of
+from slipstream.kernels.cpu.latent_attention import serves as serves_latent
 from slipstream.kernels.cpu.matmul import handle_of
+from slipstream.kernels.delta_net import DeltaCache
+from slipstream.kernels.delta_net_parts import DeltaNetParts
 from slipstream.kernels.devices import part_labels
+from slipstream.kernels.latent_attention_parts import LatentParts
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import (
     AttentionParts,
@@ -22,7 +29,7 @@ from slipstream.kernels.table import (
     StackParts,
 )
 
-Cache = tuple[Tensor, Tensor]
+Cache = tuple[Tensor, Tensor] | Tensor | DeltaCache  # a tensor: latent rows
 
 
 class FusedStack:
@@ -43,8 +50,11 @@ class FusedStack:
             self._stack.set_entry(norms, *_product(parts.entry.product))
         for layer in layers:
             self._stack.add_layer()
-            for half in layer.halves:
+            for half, behind in layer.halves:
                 _add(self._stack, half)
+                if behind is not None:
+                    factor = None if behind.factor is None else float(behind.factor)
+                    self._stack.set_behind(_norm(behind.norm), factor)
         if parts.last is not None and num_layers == len(parts.layers):
             self._stack.set_last(_norm(parts.last))
         self._caches: Sequence[Cache] | None = None
@@ -73,8 +83,14 @@ class FusedStack:
             and all(one is two for one, two in zip(caches, known, strict=True))
         )
         if not same:
-            self._stack.set_caches(list(caches))
+            self._stack.set_caches([_tensors(cache) for cache in caches])
         self._caches = caches
+
+
+def _tensors(cache: Cache) -> tuple[Tensor, ...]:
+    if isinstance(cache, Tensor):
+        return (as_pages(cache),) * 2  # keys and values
+    return tensors_of(cache) if isinstance(cache, DeltaCache) else cache
 
 
 def _add(stack: cpp.Stack, half: object) -> None:
@@ -88,9 +104,29 @@ def _add(stack: cpp.Stack, half: object) -> None:
                 layer_of(half.heads),
                 _product(half.qkv),
                 _product(half.output),
+                half.value_norm is not None,
+                half.reads_only,
+            )
+        case DeltaNetParts():
+            stack.add_delta_net(
+                _norm(half.norm),
+                delta_layer_of(half.heads),
+                _product(half.inputs),
+                None if half.gates is None else _product(half.gates),
+                _product(half.output),
+            )
+        case LatentParts():
+            stack.add_latent(
+                _norm(half.norm),
+                latent_layer_of(half.heads),
+                _product(half.first),
+                _norm(half.query_norm),
+                None if half.queries is None else _product(half.queries),
+                _product(half.output),
             )
         case GatedMLPParts():
-            stack.add_gated_mlp(_norm(half.norm), _product(half.gate_up), _product(half.down))
+            products = _product(half.gate_up), _product(half.down)
+            stack.add_gated_mlp(_norm(half.norm), *products, half.activation.value)
         case ExpertsParts():
             stack.add_experts(_norm(half.norm), mixture_of(half))
         case _:
@@ -106,6 +142,13 @@ def _runs(half: object, begins: bool) -> bool:
     match half:
         case AttentionParts():
             fits = serves(half.heads) and (begins or not half.needs_sources)
+            fits = fits and half.joint_norms is None and half.query_scales is None
+            fits = fits and (half.heads.norms is not None or half.feeds_attention)
+            fits = fits and (half.norm is None or half.norm.bias is None)
+        case DeltaNetParts():
+            fits = True
+        case LatentParts():
+            fits = serves_latent(half.heads)
         case GatedMLPParts():
             fits = True
         case ExpertsParts():
@@ -117,14 +160,16 @@ def _runs(half: object, begins: bool) -> bool:
 
 def _any_norm(parts: StackParts, num_layers: int) -> Norm | None:
     """A norm of the stream in these layers or behind the last one."""
-    halves = [half for layer in parts.layers[:num_layers] for half in layer.halves]
-    kinds = AttentionParts | GatedMLPParts | ExpertsParts
-    norms = [half.norm for half in halves if isinstance(half, kinds)]
+    halves = [pair for layer in parts.layers[:num_layers] for pair in layer.halves]
+    kinds = AttentionParts | DeltaNetParts | LatentParts | GatedMLPParts | ExpertsParts
+    norms = [half.norm for half, _ in halves if isinstance(half, kinds)]
+    norms += [behind.norm for _, behind in halves if behind is not None]
     norms += [parts.last] if num_layers == len(parts.layers) else []
     return next((norm for norm in norms if norm is not None), None)
 
 
 def _norm(norm: Norm | None) -> tuple[Tensor, float] | None:
+    assert norm is None or norm.bias is None, "there are no layer norms in C++"
     return None if norm is None else (norm.weight, norm.eps)
 
 
@@ -139,8 +184,9 @@ def fuse(parts: StackParts) -> FusedOp | None:
         return None
     count, begins = 0, True
     for layer in parts.layers:
-        if not all(_runs(half, begins and half is layer.halves[0]) for half in layer.halves):
+        halves = [half for half, _ in layer.halves]
+        if not all(_runs(half, begins and half is halves[0]) for half in halves):
             break
         count, begins = count + 1, False
-    # C++ adds to the stream together with a norm only.
+    # A norm tells the width of the stream and the dtype.
     return None if _any_norm(parts, count) is None else FusedStack(parts, count)

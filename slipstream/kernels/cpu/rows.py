@@ -8,6 +8,8 @@ import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
+from slipstream.kernels.activation import Activation
+
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
@@ -24,7 +26,12 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[T
     return normed, added
 
 
-def gated_activation(gate_up: Tensor) -> Tensor:
+def activation(x: Tensor, kind: Activation) -> Tensor:
+    """As a gate of ones, so that a row's bits follow from the row alone."""
+    return gated_activation(torch.cat((x, torch.ones_like(x)), -1), kind)
+
+
+def gated_activation(gate_up: Tensor, activation: Activation = Activation.SILU) -> Tensor:
     out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
-    cpp.gated(gate_up, out)
+    cpp.gated(gate_up, activation.value, out)
     return out

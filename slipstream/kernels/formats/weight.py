@@ -223,3 +223,13 @@ def rounding_slices(num_rows: int, columns: int, device: torch.device) -> list[s
     """Slices of rows of a matrix that are rounded at a time."""
     size = _ROUNDED_ON_CPU if device.type == "cpu" else _ROUNDED
     return row_slices(num_rows, columns, size)
+
+
+def as_it_is(weight: Weight) -> Weight:
+    """For backends that read weights as they are loaded."""
+    return weight
+
+
+def in_plain_torch(matrix: Tensor, form: Rounding) -> Weight:
+    """For backends that round as the reference does."""
+    return form.round(matrix)

@@ -2,8 +2,17 @@
 
 from slipstream.kernels.composition import Parts, compose
 from slipstream.kernels.reference.attention import paged_attention, rotate_and_store
-from slipstream.kernels.reference.dense import add_norm, gated_activation, linear, logits, norm
+from slipstream.kernels.reference.delta_net import delta_net
+from slipstream.kernels.reference.dense import (
+    activated,
+    add_norm,
+    gated_activation,
+    linear,
+    logits,
+    norm,
+)
 from slipstream.kernels.reference.experts import experts
+from slipstream.kernels.reference.latent_attention import latent_attention
 from slipstream.kernels.reference.preparation import PREPARATION
 from slipstream.kernels.reference.sampling import FP64_SAMPLING, SAMPLING
 
@@ -14,9 +23,12 @@ PARTS = Parts(
     logits=logits,
     norm=norm,
     add_norm=add_norm,
+    activation=activated,
     gated_activation=gated_activation,
     experts=experts,
     rotate_and_store=rotate_and_store,
     paged_attention=paged_attention,
+    latent_attention=latent_attention,
+    delta_net=delta_net,
 )
 REFERENCE = compose("reference", PARTS)

@@ -30,12 +30,16 @@ def rotate_and_store(
 
 def store(key: Tensor, value: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]) -> None:
     """Write rows [T, Hk, D] to their slots; rows with slot -1 are dropped."""
+    for pages, rows in zip(cache, (key, value), strict=True):
+        store_rows(_rounded(rows) if pages.dtype == torch.int8 else rows, slots, pages)
+
+
+def store_rows(rows: Tensor, slots: Tensor, pages: Tensor) -> None:
+    """Write rows [T, ...] to their slots of pages [blocks, block_size, ...], but for slot -1."""
     if bool((slots < 0).any()):
         written = slots >= 0
-        slots, key, value = slots[written], key[written], value[written]
-    for pages, rows in zip(cache, (key, value), strict=True):
-        stored = _rounded(rows) if pages.dtype == torch.int8 else rows.to(pages.dtype)
-        pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, stored)
+        slots, rows = slots[written], rows[written]
+    pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, rows.to(pages.dtype))
 
 
 def _rounded(rows: Tensor) -> Tensor:
@@ -71,6 +75,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     out = torch.empty_like(query)
     paging, sees = inputs.paging, inputs.sees
@@ -89,7 +94,11 @@ def paged_attention(
         own = query[rows]
         if keys.dtype == torch.int8:
             own, keys, values = own.float(), _as_floats(keys), _as_floats(values)
-        out[rows] = _attend(own, keys, values, mask, scale, sinks)
+        if softcap is None:
+            out[rows] = _attend(own, keys, values, mask, scale, sinks)
+        else:
+            assert sinks is None, "no layer has sinks and a softcap"
+            out[rows] = capped_attention(own, keys, values, mask, scale, softcap)
     return out
 
 
@@ -162,6 +171,19 @@ def _attend(
         .permute(2, 0, 1, 3)
         .reshape(rows, heads, head_dim)
     )
+
+
+def capped_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """As `_attend`, in float32, with scores softcap * tanh(score / softcap)."""
+    groups = query.shape[1] // keys.shape[0]
+    own_keys, own_values = (x.float().repeat_interleave(groups, 0) for x in (keys, values))
+    scores = query.float().transpose(0, 1) @ own_keys.transpose(1, 2) * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1) @ own_values).transpose(0, 1).to(query.dtype)
 
 
 def _mask_with_sinks(

@@ -3,6 +3,7 @@
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.activation import Activation
 from slipstream.kernels.formats.weight import Weight
 
 
@@ -24,6 +25,10 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[T
     return norm(residual, weight, eps), residual
 
 
-def gated_activation(gate_up: Tensor) -> Tensor:
+def activated(gate: Tensor, activation: Activation) -> Tensor:
+    return F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
+
+
+def gated_activation(gate_up: Tensor, activation: Activation = Activation.SILU) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return activated(gate, activation) * up

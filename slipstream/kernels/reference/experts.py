@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.activation import Activation
 from slipstream.kernels.experts import ClampedGate, Router, Routing, Scores
 from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.reference.dense import activated
 from slipstream.kernels.table import ExpertsParts, SharedExpert
 
 
@@ -30,7 +32,8 @@ def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     logits = F.linear(x.float(), router.weight.float())
     if router.bias is not None:
         logits = logits + router.bias.float()
-    return choose(logits, router.routing, router.correction)
+    chosen, weights = choose(logits, router.routing, router.correction)
+    return chosen, weights if router.gains is None else weights * router.gains[chosen]
 
 
 def choose(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -68,15 +71,20 @@ def _expert(x: Tensor, parts: ExpertsParts, expert: int) -> Tensor:
     gate_up_bias = None if parts.gate_up_bias is None else parts.gate_up_bias[expert]
     gate_up = _product(x, _of_expert(parts.gate_up, expert, parts), gate_up_bias)
     gate, up = gate_up.chunk(2, -1)
-    active = gated(gate, up, parts.clamp).to(x.dtype)
+    active = gated(gate, up, parts.clamp, parts.activation).to(x.dtype)
     down_bias = None if parts.down_bias is None else parts.down_bias[expert]
     return _product(active, _of_expert(parts.down, expert, parts), down_bias)
 
 
-def gated(gate: Tensor, up: Tensor, clamp: ClampedGate | None) -> Tensor:
+def gated(
+    gate: Tensor,
+    up: Tensor,
+    clamp: ClampedGate | None,
+    activation: Activation = Activation.SILU,
+) -> Tensor:
     """What an expert's second matrix takes, in float32."""
     if clamp is None:
-        return F.silu(gate) * up
+        return activated(gate, activation) * up
     gate = gate.clamp(max=clamp.limit)
     up = up.clamp(-clamp.limit, clamp.limit)
     return (up + 1) * gate * torch.sigmoid(clamp.alpha * gate)

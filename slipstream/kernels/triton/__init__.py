@@ -5,17 +5,21 @@ it is tested where there is no GPU.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from slipstream.kernels.composition import Parts, compose
+from slipstream.kernels.formats.weight import as_it_is
 from slipstream.kernels.reference import dense
 from slipstream.kernels.reference.experts import experts
-from slipstream.kernels.table import Ops, as_it_is
+from slipstream.kernels.table import Ops
 from slipstream.kernels.triton.activation import gated_activation
 from slipstream.kernels.triton.attention import attend, paged_attention
+from slipstream.kernels.triton.delta_net import delta_net
 from slipstream.kernels.triton.experts import Experts
 from slipstream.kernels.triton.grouped_stream import pack
+from slipstream.kernels.triton.latent import latent_attention
 from slipstream.kernels.triton.linear import Linears
 from slipstream.kernels.triton.norm import add_norm, norm
 from slipstream.kernels.triton.rope import rotate_and_store
@@ -25,10 +29,13 @@ PARTS = Parts(
     logits=dense.logits,
     norm=norm,
     add_norm=add_norm,
+    activation=dense.activated,
     gated_activation=gated_activation,
     experts=experts,
     rotate_and_store=rotate_and_store,
     paged_attention=paged_attention,
+    latent_attention=latent_attention,
+    delta_net=delta_net,
 )
 
 
@@ -49,7 +56,11 @@ def _column(name: str, linears: Linears) -> Ops:
 
 
 TRITON = _column("triton", Linears())
-TRITON_INVARIANT = _column("triton, batch invariant", Linears(invariant=True))
+TRITON_INVARIANT = replace(
+    _column("triton, batch invariant", Linears(invariant=True)),
+    # How a prompt is cut follows from the requests beside it.
+    delta_net=partial(delta_net, in_chunks=False),
+)
 
 
 def backend(dtype: torch.dtype, invariant: bool) -> Ops:

@@ -21,6 +21,7 @@ from torch import Tensor
 from slipstream.kernels.composition import query_key_norms, split_heads
 from slipstream.kernels.pass_inputs import PassInputs, Visibility
 from slipstream.kernels.table import Heads
+from slipstream.kernels.triton.activation import gated_rows
 from slipstream.kernels.triton.attention_chunk_kernel import chunk_kernel
 from slipstream.kernels.triton.attention_parts import SMALLEST, most_splits
 from slipstream.kernels.triton.attention_short_kernels import combine_kernel, short_kernel
@@ -93,7 +94,9 @@ def short_tiles(lines: int, pairs: int, block_d: int, dtype: torch.dtype) -> tup
     stages are as many as leave room for as many programs as each is to have.
     """
     if dtype == torch.float32:
-        return Tiles(lines, 32, 4, 1), 3 * MULTIPROCESSORS
+        return Tiles(lines, 32 if block_d <= 256 else 16, 4, 1), 3 * MULTIPROCESSORS
+    if block_d > 256:
+        return Tiles(lines, 32, 8, 2), MULTIPROCESSORS
     if block_d > 128:
         return Tiles(lines, 64, 8, 2), 2 * MULTIPROCESSORS
     # A product of 32 lines is work enough; for 16, more and shorter programs are faster.
@@ -106,7 +109,9 @@ def short_tiles(lines: int, pairs: int, block_d: int, dtype: torch.dtype) -> tup
 
 def chunk_tiles(block_d: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
-        return Tiles(32, 32, 4, 1)
+        return Tiles(32, 32, 4, 1) if block_d <= 256 else Tiles(16, 16, 4, 1)
+    if block_d > 256:
+        return Tiles(64, 32, 8, 1)
     if block_d > 128:
         return Tiles(64, 64, 4, 2)
     # Two programs share a multiprocessor: one multiplies while the other weighs.
@@ -122,14 +127,16 @@ def attend(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, T
         heads.scale,
         heads.window,
         heads.sinks,
+        heads.softcap,
     )
     query = None
-    if _most_rows(qkv, inputs) > SHORT_ROWS:
+    if most_rows_of(qkv, inputs) > SHORT_ROWS:
         # Rows of short requests are stored once more, by their own kernel.
         norms = query_key_norms(heads)
         query = rotate_and_store(*split_heads(qkv, heads), norms, heads.cos_sin, inputs, cache)
         query = query.flatten(-2)
-    return _attention(qkv, query, heads, layer, inputs, cache)
+    out = _attention(qkv, query, heads, layer, inputs, cache)
+    return gated_rows(out, qkv[:, -out.shape[1] :]) if heads.gated else out
 
 
 def paged_attention(
@@ -167,7 +174,7 @@ def _attention(
     assert keys.is_contiguous()
     assert values.is_contiguous()
     _short(source, turn, layer, inputs, cache, out)
-    if _most_rows(source, inputs) > SHORT_ROWS:
+    if most_rows_of(source, inputs) > SHORT_ROWS:
         assert query is not None
         _chunks(query, layer, inputs, cache, out)
     return out
@@ -183,13 +190,13 @@ def _short(
 ) -> None:
     """Requests of at most `SHORT_ROWS` rows: folds of splits, then their sums."""
     rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
-    most_rows = min(_most_rows(source, inputs), SHORT_ROWS)
+    most_rows = min(most_rows_of(source, inputs), SHORT_ROWS)
     block_size, requests = cache[0].shape[1], len(paging.context_lens)
     lines = short_lines(most_rows * layer.groups)
     pairs = layer.kv_heads * triton.cdiv(most_rows * layer.groups, lines)
     tiles, programs = short_tiles(lines, requests * pairs, layer.block_d, source.dtype)
     assert SMALLEST % tiles.tokens == 0, "tiles do not cross splits"
-    splits = _most_splits(inputs, block_size, layer.window, most_rows)
+    splits = most_splits_of(inputs, block_size, layer.window, most_rows)
     lanes = max(1, min(splits, programs // (requests * pairs)))
     if layer.window is not None and layer.window + most_rows <= NARROW_WINDOW:
         lanes = 1
@@ -204,7 +211,7 @@ def _short(
     short_kernel[(pairs, requests, lanes)](
         source, *cache, out, part, part_exponent, part_total, rows.query_start,
         paging.context_lens, paging.block_tables, rows.positions, rows.places, paging.slots,
-        *_tree(sees), layer.sinks, *_turn(turn), source.stride(0), paging.block_tables.stride(0),
+        *tree_of(sees), layer.sinks, *_turn(turn), source.stride(0), paging.block_tables.stride(0),
         layer.scale, layer.softcap, window, most_rows, splits, early=early,
         first_seen=sees.first_seen, causal=sees.causal,
         new_rows=max(4, triton.next_power_of_2(most_rows)),
@@ -236,7 +243,7 @@ def _chunks(
     most = triton.cdiv(count * layer.groups, tiles.lines) + min(requests, count // SHORT_ROWS)
     chunk_kernel[(layer.kv_heads, most)](
         query, *cache, out, rows.query_start, paging.context_lens, paging.block_tables,
-        rows.in_context, *_tree(sees), layer.sinks, query.stride(0),
+        rows.in_context, *tree_of(sees), layer.sinks, query.stride(0),
         paging.block_tables.stride(0), layer.scale, layer.softcap, layer.window, requests,
         SHORT_ROWS, block_r=triton.next_power_of_2(requests), first_seen=sees.first_seen,
         causal=sees.causal, **_built(layer, cache[0].shape[1], tiles),
@@ -244,11 +251,11 @@ def _chunks(
     )  # fmt: skip
 
 
-def _most_rows(source: Tensor, inputs: PassInputs) -> int:
+def most_rows_of(source: Tensor, inputs: PassInputs) -> int:
     return min(len(source), inputs.rows.max_rows or len(source))
 
 
-def _most_splits(inputs: PassInputs, block_size: int, window: int | None, most_rows: int) -> int:
+def most_splits_of(inputs: PassInputs, block_size: int, window: int | None, most_rows: int) -> int:
     """Splits that the rows of any request see."""
     tokens = int(inputs.paging.block_tables.shape[1]) * block_size
     if inputs.paging.max_context is not None:
@@ -286,7 +293,7 @@ def _turn(heads: Heads | None) -> tuple[Tensor | None, Tensor | None, float, Ten
     return query, key, eps, heads.cos_sin
 
 
-def _tree(sees: Visibility) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def tree_of(sees: Visibility) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(token of each row, its ancestors, where the trees begin)."""
     tree = sees.tree
     if tree is None:

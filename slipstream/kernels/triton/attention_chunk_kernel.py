@@ -64,7 +64,7 @@ def _fold(
 
 
 @triton.jit
-def _tile_of_program(query_start, requests, short_rows, groups, block_m, block_r: tl.constexpr):
+def tile_of_program(query_start, requests, short_rows, groups, block_m, block_r: tl.constexpr):
     """(request, tile of the request) of this program, the last tile first; request -1: none.
 
     Tiles belong to the requests with more than `short_rows` rows, in their order.
@@ -96,7 +96,7 @@ def chunk_kernel(
     launch_dependents(pdl)
     wait_for_inputs(pdl)
     kv_head = tl.program_id(0)
-    request, tile = _tile_of_program(query_start, requests, short_rows, groups, block_m, block_r)
+    request, tile = tile_of_program(query_start, requests, short_rows, groups, block_m, block_r)
     if request < 0:
         return
     first = tl.load(query_start + request).to(tl.int32)

@@ -17,6 +17,13 @@ def finite(largest):
 
 
 @triton.jit
+def power_of_two(exponent):
+    """2 ** exponent for integers up to 0, exactly; zero below the normal numbers."""
+    bounded = tl.maximum(exponent, -127.0).to(tl.int32)
+    return ((bounded + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def columns(head_dim: tl.constexpr, block_d: tl.constexpr):
     """Which number of a head stands in each column of a tile, -1 for none.
 
@@ -298,6 +305,20 @@ def split_of(token: tl.tensor) -> tl.tensor:
         min(token // 128, (token + 1024) // 256),
         min((token + 5120) // 512, (token + 21504) // 1024),
     )
+
+
+@triton.jit
+def split_of_each(token):
+    """`split_of` of several tokens at once."""
+    short = tl.minimum(token // 128, (token + 1024) // 256)
+    return tl.minimum(short, tl.minimum((token + 5120) // 512, (token + 21504) // 1024))
+
+
+@triton.jit
+def split_of_lane(lane, lanes, begin, end):
+    """The first split of a lane: the first one to begin in its share of the tokens [begin, end)."""
+    token = begin + tl.cdiv(lane * (end - begin), lanes)
+    return tl.where(token == 0, 0, split_of(tl.maximum(token, 1) - 1) + 1)
 
 
 def most_splits(tokens: int) -> int:

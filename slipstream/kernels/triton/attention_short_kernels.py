@@ -21,22 +21,17 @@ from slipstream.kernels.triton.attention_parts import (
     hidden,
     oldest_token,
     places_of,
+    power_of_two,
     rotated,
     sight,
     split_of,
+    split_of_lane,
     split_start,
     turns,
 )
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
 SUM_COLUMNS = tl.constexpr(16)  # the fewest of a tile
-
-
-@triton.jit
-def _power_of_two(exponent):
-    """2 ** exponent for integers up to 0, exactly; zero below the normal numbers."""
-    bounded = tl.maximum(exponent, -127.0).to(tl.int32)
-    return ((bounded + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -115,7 +110,7 @@ def _fold(
     negative = tl.zeros_like(score) - base[:, None]
     # Fused, as the compiler might do here and not there.
     weight = tl.exp2(tl.fma(score, tl.zeros_like(score) + factor, negative)).to(value_one.dtype)
-    kept = _power_of_two(exponent - base)[:, None]
+    kept = power_of_two(exponent - base)[:, None]
     # The tensor cores add in one order, however many warps there are.
     ones = tl.full((value_one.shape[0], SUM_COLUMNS), 1.0, value_one.dtype)
     total = tl.dot(weight, ones, total * kept, input_precision="ieee")
@@ -128,8 +123,8 @@ def _fold(
 def _added(exponent, total, one, two, more_exponent, more_total, more_one, more_two):
     """The sum of two folds."""
     highest = tl.maximum(exponent, more_exponent)
-    kept = _power_of_two(exponent - finite(highest))[:, None]
-    moved = _power_of_two(more_exponent - finite(highest))[:, None]
+    kept = power_of_two(exponent - finite(highest))[:, None]
+    moved = power_of_two(more_exponent - finite(highest))[:, None]
     total = total * kept + more_total * moved
     return highest, total, one * kept + more_one * moved, two * kept + more_two * moved
 
@@ -207,20 +202,13 @@ def _ask_for(
 
 
 @triton.jit
-def _first_split(lane, lanes, begin, end):
-    """The first split of a lane: the first one to begin in its share of the tokens [begin, end)."""
-    token = begin + tl.cdiv(lane * (end - begin), lanes)
-    return tl.where(token == 0, 0, split_of(tl.maximum(token, 1) - 1) + 1)
-
-
-@triton.jit
 def _with_sink(exponent, total, sink):
     """(sum of weights, factor of the sums of values) with a score that has no value.
 
     Its exponent is that of a fold.
     """
     highest = tl.maximum(exponent, tl.ceil(sink))
-    kept = _power_of_two(exponent - highest)
+    kept = power_of_two(exponent - highest)
     return total * kept + tl.exp2(sink - highest), kept
 
 
@@ -272,8 +260,8 @@ def short_kernel(
     oldest = oldest_token(context, rows, window)
     first_split, _ = _splits(context, rows, window)
     seen_from, newest = split_start(first_split), tl.maximum(context, 1)
-    split = _first_split(lane, lanes, seen_from, newest)
-    after = _first_split(lane + 1, lanes, seen_from, newest)
+    split = split_of_lane(lane, lanes, seen_from, newest)
+    after = split_of_lane(lane + 1, lanes, seen_from, newest)
     if (rows > most_rows) | (tile * block_m >= rows * groups) | (split >= after):
         wait_for_inputs(pdl)
         return
@@ -364,7 +352,7 @@ def combine_kernel(
                 )
                 more = tl.load(part_total + there, mask=start + split < splits, other=0.0)
                 values = tl.load(part + there * head_dim + column, mask=inside, other=0.0)
-                moved = _power_of_two(known - finite(exponent))
+                moved = power_of_two(known - finite(exponent))
                 total += more * moved
                 mixed += values * moved
         kept = tl.full((), 1.0, tl.float32)

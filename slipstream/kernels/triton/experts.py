@@ -5,7 +5,7 @@ import triton
 from torch import Tensor
 
 from slipstream.kernels.formats.dense import DenseMatrix
-from slipstream.kernels.table import ExpertsParts, SharedExpert
+from slipstream.kernels.table import Addend, ExpertsParts, SharedExpert
 from slipstream.kernels.triton import grouped, launch, matmul
 from slipstream.kernels.triton.linear import FEW_ROWS, Linears
 from slipstream.kernels.triton.norm import Rows, normed_rows, round_rows
@@ -20,7 +20,7 @@ class Experts:
         self._linears = linears
 
     def __call__(
-        self, addend: Tensor, residual: Tensor | None, parts: ExpertsParts
+        self, addend: Addend, residual: Tensor | None, parts: ExpertsParts
     ) -> tuple[Tensor, Tensor]:
         rows, total = normed_rows(addend, residual, parts.norm)
         x = rows.values
@@ -35,7 +35,7 @@ class Experts:
         choice = grouped.choose(logits, parts.router, tile)
         active = grouped.multiply(
             _rows(x, gate_up), gate_up, parts.gate_up_bias, choice, x.dtype,
-            routing.num_experts, gated=True, clamp=parts.clamp,
+            routing.num_experts, gated=parts.activation, clamp=parts.clamp,
         )  # fmt: skip
         outputs = grouped.multiply(
             _rows(active, down), down, parts.down_bias, choice, torch.float32,

@@ -4,8 +4,10 @@ import torch
 import triton
 from torch import Tensor
 
+from slipstream.kernels.activation import Activation
 from slipstream.kernels.experts import ClampedGate, Router, Scores
 from slipstream.kernels.triton import grouped_stream, launch
+from slipstream.kernels.triton.activation import GATES
 from slipstream.kernels.triton.grouped_kernels import FLOAT8_BLOCKS, PLAIN, grouped_kernel
 from slipstream.kernels.triton.launch import empty_rows
 from slipstream.kernels.triton.norm import Rows
@@ -47,8 +49,8 @@ def choose(logits: Tensor, router: Router, tile: int) -> Choice:
         counts = torch.empty(programs, experts, dtype=torch.int32, device=device)
     options, block = launch.options(device), triton.next_power_of_2(experts)
     route_kernel[(programs,)](
-        logits, router.correction, choices, weights, ranks, counts, starts, ends, pairs,
-        logits.stride(0), rows, parts=parts, kind=_KINDS[routing.scores],
+        logits, router.correction, router.gains, choices, weights, ranks, counts, starts, ends,
+        pairs, logits.stride(0), rows, parts=parts, kind=_KINDS[routing.scores],
         normalised=routing.normalised, scale=routing.scale, groups=routing.num_groups,
         kept=routing.kept_groups, block=block, tile=tile, num_warps=16, **shape, **options,
     )  # fmt: skip
@@ -80,7 +82,7 @@ def multiply(
     choice: Choice | None,
     dtype: torch.dtype,
     experts: int = 1,
-    gated: bool = False,
+    gated: Activation | None = None,
     clamp: ClampedGate | None = None,
     scatters: bool = False,
     splitting: bool = False,
@@ -91,7 +93,8 @@ def multiply(
         x: [T, K]; where it `scatters`, [T k, K] in the order of `choice.pairs`.
         weight: [experts * N, K].
         bias: [experts * N].
-        gated: the rows of an expert's matrix are gates and then what they multiply.
+        gated: the rows of an expert's matrix are gates, which go through this activation, and then
+            what they multiply.
         scatters: what comes out is weighted, and left to be added up row by row.
         splitting: sums of four-bit floats may be left to be added up.
 
@@ -101,7 +104,7 @@ def multiply(
     """
     rows = len(x.values)
     height, depth = weight.shape
-    width = height // experts // (2 if gated else 1)
+    width = height // experts // (1 if gated is None else 2)
     if choice is None:
         pairs, chosen, tile = rows, 1, tile_rows(rows, rows, weight)
         slots = triton.cdiv(rows, tile)
@@ -138,15 +141,16 @@ def multiply(
         return result
     block_n, block_k, warps = _tiles(weight, x.values.dtype, tile)
     stages = 2 if x.values.dtype == torch.float32 else 4  # that shared memory holds
-    grid = (triton.cdiv(width, block_n // 2 if gated else block_n), slots)
+    grid = (triton.cdiv(width, block_n if gated is None else block_n // 2), slots)
     grouped_kernel[grid](
         x.values, x.scales, weight.values, weight.scales, weight.row_scales, bias,
         *((choice.pairs, choice.starts, choice.ends) if choice else (None, None, None)),
         choice.weights if choice is not None and scatters else None, out, x.values.stride(0), rows,
         width, depth=depth, experts=experts, block=triton.next_power_of_2(experts), chosen=chosen,
         gathers=not scatters, form=weight.form, block_rows=weight.block_rows,
-        block_columns=weight.block_columns, gated=gated, limit=clamp.limit if clamp else None,
-        alpha=clamp.alpha if clamp else None, block_m=tile, block_n=block_n, block_k=block_k,
+        block_columns=weight.block_columns, gated=GATES[gated],
+        limit=clamp.limit if clamp else None, alpha=clamp.alpha if clamp else None,
+        block_m=tile, block_n=block_n, block_k=block_k,
         stages=stages, num_warps=warps, num_stages=stages, **launch.options(device),
     )  # fmt: skip
     return result

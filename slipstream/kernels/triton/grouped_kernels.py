@@ -139,7 +139,7 @@ def _finished(
     if gated:
         gate, up = halves(sums)
         if limit is None:
-            sums = gated_value(gate, up)
+            sums = gated_value(gate, up, gated)
         else:
             sums = clamped_gated_value(gate, up, limit, alpha)
     return sums

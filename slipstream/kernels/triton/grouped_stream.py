@@ -8,11 +8,13 @@ import triton
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
+from slipstream.kernels.activation import Activation
 from slipstream.kernels.experts import ClampedGate
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.triton import launch
+from slipstream.kernels.triton.activation import GATES
 from slipstream.kernels.triton.fragments import ROWS, fits, from_mxfp4, from_nvfp4
 from slipstream.kernels.triton.matmul_stream import is_hopper
 from slipstream.kernels.triton.operands import Choice, Operand
@@ -68,7 +70,7 @@ def multiply(
     count: int,
     slots: int,
     experts: int,
-    gated: bool,
+    gated: Activation | None,
     clamp: ClampedGate | None,
     scatters: bool,
     part: int,
@@ -84,12 +86,12 @@ def multiply(
     splits, pairs, width = out.shape
     size, pitch = out.stride()[:2]
     depth = weight.shape[1]
-    if width % ROWS and (gated or experts > 1):
+    if width % ROWS and (gated is not None or experts > 1):
         raise UsageError(
             f"the kernels for GPUs multiply four-bit floats of experts in multiples of {ROWS} rows,"
             f" not of {width}; use device=cpu"
         )
-    own = 32 if gated else 64
+    own = 64 if gated is None else 32
     tiles = triton.cdiv(width, own)
     busy = min(slots, experts * (1 - (1 - 1 / experts) ** pairs) + pairs / count)
     chunks, stages = _tiles(count, tiles * splits * busy)
@@ -107,9 +109,10 @@ def multiply(
         choice.weights if choice is not None and scatters else None, out, x.stride(0), len(x),
         width, depth, part, size, pitch, weight.lift * 0x10001, weight.lift_back, experts=experts,
         block=triton.next_power_of_2(experts), chosen=choice.weights.shape[1] if choice else 1,
-        gathers=choice is not None and not scatters, words=words, shift=weight.shift, gated=gated,
-        limit=clamp.limit if clamp else None, alpha=clamp.alpha if clamp else None, count=count,
-        chunks=chunks, stages=stages, num_warps=4, **launch.options(out.device),
+        gathers=choice is not None and not scatters, words=words, shift=weight.shift,
+        gated=GATES[gated], limit=clamp.limit if clamp else None,
+        alpha=clamp.alpha if clamp else None, count=count, chunks=chunks, stages=stages,
+        num_warps=4, **launch.options(out.device),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from slipstream.kernels.triton.matmul_stream_kernels import (
     _barrier,
     _fetch,
+    gated_value,
     launch_dependents,
     wait_for_inputs,
 )
@@ -194,14 +195,14 @@ def _fetch_rest(
 
 
 @gluon.jit
-def _gated(sums, limit: gl.constexpr, alpha: gl.constexpr):
+def _gated(sums, gated: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr):
     """[64, rows]: 32 gates, then what they multiply -> [32, rows]."""
     count: gl.constexpr = sums.shape[1]
     pairs: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, 4, 1], [2, 0, 1])
     apart = gl.permute(gl.reshape(sums, (2, 32, count)), (1, 2, 0))
     gate, up = gl.split(gl.convert_layout(apart, pairs))
     if limit is None:
-        active = gate / (1.0 + gl.exp(-gate)) * up
+        active = gated_value(gate, up, gated)
     else:
         gate = gl.minimum(gate, limit)
         up = gl.minimum(gl.maximum(up, -limit), limit)
@@ -228,7 +229,7 @@ def _store(
         added = gl.load(bias + base + row).to(gl.float32)
         sums += gl.where(gl.program_id(2) == 0, added, 0.0)[:, None]
     if gated:
-        sums = _gated(sums, limit, alpha)
+        sums = _gated(sums, gated, limit, alpha)
     own: gl.constexpr = sums.shape[0]
     along: gl.constexpr = own // 32
     stored: gl.constexpr = gl.BlockedLayout([2, 1], [16, 2], [along, 4 // along], [0, 1])

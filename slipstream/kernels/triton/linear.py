@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.kernels.activation import Activation
 from slipstream.kernels.formats.weight import RowScaled, Weight
-from slipstream.kernels.table import Norm
+from slipstream.kernels.table import Addend, Norm
 from slipstream.kernels.triton import grouped, matmul
 from slipstream.kernels.triton.activation import gated_activation
 from slipstream.kernels.triton.matmul import operand
@@ -39,9 +40,9 @@ class Linears:
 
     def norm_linear(
         self,
-        addend: Tensor,
+        addend: Addend,
         residual: Tensor | None,
-        norm: Norm,
+        norm: Norm | None,
         weight: Weight,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
@@ -56,40 +57,52 @@ class Linears:
 
     def norm_gated_linear(
         self,
-        addend: Tensor,
+        addend: Addend,
         residual: Tensor | None,
-        norm: Norm,
+        norm: Norm | None,
         weight: Weight,
         bias: Tensor | None,
+        activation: Activation = Activation.SILU,
     ) -> tuple[Tensor, Tensor]:
         rounded = not is_packed(weight) and operand(weight).scales is not None
         rows, total = normed_rows(addend, residual, norm, rounded)
-        return self._gated(rows, weight, bias, total.dtype), total
+        return self._gated(rows, weight, bias, total.dtype, activation), total
 
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x [T, K], weight [2I, K] -> silu(gate) * up, [T, I] in the dtype of x."""
         rows = Rows(x, None) if is_packed(weight) else _rows(x, operand(weight))
-        return self._gated(rows, weight, bias, x.dtype)
+        return self._gated(rows, weight, bias, x.dtype, Activation.SILU)
 
-    def _gated(self, x: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _gated(
+        self,
+        x: Rows,
+        weight: Weight,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        activation: Activation,
+    ) -> Tensor:
         if is_packed(weight):
-            return _packed(x.values, weight, bias, dtype, gated=True)
+            return _packed(x.values, weight, bias, dtype, gated=activation)
         factor = operand(weight)
         if self._ours(x.values, factor, gated=True):
-            return matmul.gated_product(x, factor, bias, dtype, self._free(x.values))
-        return gated_activation(_library(x, factor, bias, dtype))
+            free = self._free(x.values)
+            return matmul.gated_product(x, factor, bias, dtype, activation, free)
+        return gated_activation(_library(x, factor, bias, dtype), activation)
 
-    def add_norm(self, addend: Tensor, residual: Tensor, norm: Norm) -> Tensor:
+    def add_norm(self, addend: Addend, residual: Tensor, norm: Norm) -> Tensor:
         return normed_rows(addend, residual, norm)[0].values
 
-    def norm(self, addend: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+    def norm(
+        self, addend: Addend, residual: Tensor | None, norm: Norm | None
+    ) -> tuple[Tensor, Tensor]:
         rows, total = normed_rows(addend, residual, norm)
         return rows.values, total
 
     def joined_linear(
         self, parts: Sequence[tuple[Tensor, Norm | None]], weight: Weight, bias: Tensor | None
     ) -> Tensor:
-        x = torch.cat([self._normed(side, norm) for side, norm in parts], -1)
+        sides = [self._normed(side, norm) for side, norm in parts]
+        x = torch.cat(sides, -1) if len(sides) > 1 else sides[0]
         if is_packed(weight):
             return _packed(x, weight, bias, x.dtype)
         factor = operand(weight)
@@ -130,7 +143,7 @@ def _packed(
     weight: Weight,
     bias: Tensor | None,
     dtype: torch.dtype,
-    gated: bool = False,
+    gated: Activation | None = None,
     splitting: bool = False,
 ) -> Tensor:
     """Multiply as the only expert of a mixture: bits do not depend on other rows."""

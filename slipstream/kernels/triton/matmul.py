@@ -11,10 +11,12 @@ import triton
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
+from slipstream.kernels.activation import Activation
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.weight import RowScaled, Weight
 from slipstream.kernels.triton import launch, matmul_stream
+from slipstream.kernels.triton.activation import GATES
 from slipstream.kernels.triton.launch import empty_rows
 from slipstream.kernels.triton.matmul_kernels import matmul_kernel
 from slipstream.kernels.triton.matmul_stream_tiles import few_rows, many_rows
@@ -47,21 +49,26 @@ def product(
 
     `loose`, here and below: beyond 64 rows, a row's bits may depend on their number.
     """
-    return _multiply(x, weight, bias, dtype, splitting=False, gated=False, loose=loose)[0]
+    return _multiply(x, weight, bias, dtype, splitting=False, gated=None, loose=loose)[0]
 
 
 def gated_product(
-    x: Rows, weight: RowScaled, bias: Tensor | None, dtype: torch.dtype, loose: bool = False
+    x: Rows,
+    weight: RowScaled,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    activation: Activation,
+    loose: bool = False,
 ) -> Tensor:
-    """x [T, K], weight [2I, K], bias [2I] -> silu(gate) * up, [T, I] in `dtype`."""
-    return _multiply(x, weight, bias, dtype, splitting=False, gated=True, loose=loose)[0]
+    """x [T, K], weight [2I, K], bias [2I] -> activation(gate) * up, [T, I] in `dtype`."""
+    return _multiply(x, weight, bias, dtype, splitting=False, gated=activation, loose=loose)[0]
 
 
 def addends(
     x: Rows, weight: RowScaled, bias: Tensor | None, dtype: torch.dtype, loose: bool = False
 ) -> Tensor:
     """As `product`, or what is left to be added up: [parts, T, N] float32."""
-    out = _multiply(x, weight, bias, dtype, splitting=True, gated=False, loose=loose)
+    out = _multiply(x, weight, bias, dtype, splitting=True, gated=None, loose=loose)
     return out if out.dtype == torch.float32 else out[0]
 
 
@@ -71,7 +78,7 @@ def _multiply(
     bias: Tensor | None,
     dtype: torch.dtype,
     splitting: bool,
-    gated: bool,
+    gated: Activation | None,
     loose: bool,
 ) -> Tensor:
     """[parts, T, N]: in `dtype`, or in float32 where the sum was split."""
@@ -79,11 +86,11 @@ def _multiply(
     assert x.values.stride(-1) == 1
     assert values.is_contiguous()
     rows, width = len(x.values), len(values)
-    chosen = _plan(x.values, values, splitting, gated, loose)
+    chosen = _plan(x.values, values, splitting, gated is not None, loose)
     splits = parts = chosen.splits
     if rows > SPLIT_ROWS and isinstance(chosen.tiles, Tiles):
         parts = 1
-    if gated:
+    if gated is not None:
         assert splits == 1
         out = empty_rows(rows, width // 2, dtype, values.device).unsqueeze(0)
     else:
@@ -124,14 +131,14 @@ def _launch(
     out: Tensor,
     chosen: Plan,
     tiles: Tiles,
-    gated: bool,
+    gated: Activation | None,
 ) -> None:
     parts, rows, width = out.shape
-    own = tiles.width // 2 if gated else tiles.width
+    own = tiles.width if gated is None else tiles.width // 2
     grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(width, own), parts)
     matmul_kernel[grid](
         x.values, x.scales, weight, weight_scales, bias, out, x.values.stride(0), rows, width,
-        depth=weight.shape[1], part=chosen.part, joined=chosen.splits // parts, gated=gated,
+        depth=weight.shape[1], part=chosen.part, joined=chosen.splits // parts, gated=GATES[gated],
         block_m=tiles.rows, block_n=tiles.width, block_k=tiles.depth, stages=tiles.stages,
         ahead=tiles.ahead if launch.overlaps(out.device) else 0,
         num_warps=tiles.warps, num_stages=tiles.stages, **launch.options(out.device),

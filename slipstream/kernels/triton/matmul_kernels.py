@@ -93,7 +93,7 @@ def _scaled(sums, by_line, by_row):
 def _store(out, sums, tile, split, line, rows, width, gated: tl.constexpr):
     if gated:
         gate, up = halves(sums)
-        sums = gated_value(gate, up)
+        sums = gated_value(gate, up, gated)
     own: tl.constexpr = sums.shape[0]
     column = tile * own + tl.arange(0, own)
     inside = (column < width)[:, None] & (line < rows)[None, :]

@@ -6,7 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
+from slipstream.kernels.activation import Activation
 from slipstream.kernels.triton import launch
+from slipstream.kernels.triton.activation import GATES
 from slipstream.kernels.triton.launch import with_spare
 from slipstream.kernels.triton.matmul_stream_tiles import STEP
 from slipstream.kernels.triton.matmul_tiles import Stream
@@ -46,11 +48,11 @@ def multiply(
     out: Tensor,
     tiles: Stream,
     part: int,
-    gated: bool,
+    gated: Activation | None,
 ) -> None:
     """out [splits, T, N] = parts of x [T, K] times weight [N, K], or [2N, K] where `gated`."""
     splits, rows, width = out.shape
-    own = tiles.blocks * tiles.high // (2 if gated else 1)
+    own = tiles.blocks * tiles.high // (1 if gated is None else 2)
     grid = (
         max(1, triton.cdiv(rows - tiles.more, tiles.rows)),
         triton.cdiv(width, own),
@@ -60,8 +62,8 @@ def multiply(
     stream_kernel[grid](
         _described(x, tiles.rows, tiles.depth),
         _described(x, tiles.more, tiles.depth) if tiles.more else None,
-        _described(weight, tiles.high // 2 if gated else tiles.high, tiles.depth),
-        bias, out, rows, width, weight.shape[1], part, gated=gated, blocks=tiles.blocks,
+        _described(weight, tiles.high if gated is None else tiles.high // 2, tiles.depth),
+        bias, out, rows, width, weight.shape[1], part, gated=GATES[gated], blocks=tiles.blocks,
         high=tiles.high, stages=tiles.stages, warps=tiles.warps, num_warps=tiles.warps,
         **launch.options(out.device),
     )  # fmt: skip

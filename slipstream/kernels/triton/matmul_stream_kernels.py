@@ -25,6 +25,16 @@ _fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+GELU_TANH = gl.constexpr(2)  # as in `activation.py`
+
+
+@gluon.jit
+def gated_value(gate, up, gated: gl.constexpr):
+    """As in `activation.py`."""
+    power = gate
+    if gated == GELU_TANH:
+        power = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + gl.exp(-power)) * up
 
 
 # As in `launch.py`, in Gluon, whose language has no words for it.
@@ -116,7 +126,7 @@ def _store(
         )
         apart = gl.permute(gl.reshape(sums, (2, half, count)), (1, 2, 0))
         gate, up = gl.split(gl.convert_layout(apart, pairs))
-        sums = gate / (1.0 + gl.exp(-gate)) * up
+        sums = gated_value(gate, up, gated)
     own: gl.constexpr = sums.shape[0]
     along: gl.constexpr = own // 32
     stored: gl.constexpr = gl.BlockedLayout([2, 1], [16, 2], [along, warps // along], [0, 1])

@@ -10,14 +10,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
-from slipstream.kernels.table import Norm
+from slipstream.kernels.table import Addend, Behind, JoiningAddend, Norm
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.launch import empty_rows, launch_dependents, wait_for_inputs
 
 FLOAT8_MAX = tl.constexpr(448.0)  # of e4m3
 # The smallest normal number: a row of zeros has a scale too.
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+
+
+AS_IT_IS = Behind()
 
 
 @dataclass(frozen=True)
@@ -52,19 +56,23 @@ def _rounded(value):
 
 @triton.jit
 def _norm_kernel(
-    addend, residual, weight, out, scales, total, part_stride, row_stride, eps, width,
-    parts: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+    addend, behind, behind_eps, residual, factor, weight, eps, out, scales, total, part_stride,
+    row_stride, width, parts: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """A row of `parts` addends (plus `residual`, where there is one), kept in registers.
+    """A row of `parts` addends, normed by `behind`, plus `residual`, times `factor`, where there
+    are such; kept in registers.
 
-    Writes the sum to `total` where that is asked for, and its norm to `out`: in the model's dtype,
-    or with `scales` in e4m3 after that.
+    Writes the sum to `total` where that is asked for, and its norm, where there is a weight, to
+    `out`: in the model's dtype, or with `scales` in e4m3 after that.
     """
     launch_dependents(pdl)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < width
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if behind is not None:
+        behind_gain = tl.load(behind + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(pdl)
     place = row * width + column
     at = row * row_stride + column
@@ -72,20 +80,27 @@ def _norm_kernel(
     for part in tl.static_range(1, parts):  # in their order
         other = tl.load(addend + at + part * part_stride, mask=inside, other=0.0)
         value += other.to(tl.float32)
+    if behind is not None:
+        value = value.to(behind.dtype.element_ty).to(tl.float32)  # as if a product had rounded it
+        scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + behind_eps)
+        value = (value * scale * behind_gain).to(behind.dtype.element_ty).to(tl.float32)
     if residual is not None:
         value += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    if factor is not None:
+        value = value.to(total.dtype.element_ty).to(tl.float32) * tl.load(factor).to(tl.float32)
     if total is not None:
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + place, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
-    normed = (value * scale * gain).to(weight.dtype.element_ty)
-    if scales is None:
-        tl.store(out + place, normed, mask=inside)
-    else:
-        rounded, by = _rounded(normed.to(tl.float32))
-        tl.store(out + place, rounded, mask=inside)
-        tl.store(scales + row, by)
+    if weight is not None:  # a return would not end the compilation
+        scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+        normed = (value * scale * gain).to(weight.dtype.element_ty)
+        if scales is None:
+            tl.store(out + place, normed, mask=inside)
+        else:
+            rounded, by = _rounded(normed.to(tl.float32))
+            tl.store(out + place, rounded, mask=inside)
+            tl.store(scales + row, by)
 
 
 @triton.jit
@@ -104,7 +119,7 @@ def _round_kernel(x, out, scales, row_stride, width, block: tl.constexpr, pdl: t
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    _launch(rows, None, Norm(weight, eps), Rows(out, None), None)
+    _launch(rows, AS_IT_IS, None, Norm(weight, eps), Rows(out, None), None)
     return out.view(x.shape)
 
 
@@ -114,21 +129,43 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[T
 
 
 def normed_rows(
-    addend: Tensor, residual: Tensor | None, norm: Norm, float8: bool = False
+    addend: Addend, residual: Tensor | None, norm: Norm | None, float8: bool = False
 ) -> tuple[Rows, Tensor]:
     """(the norm of residual + addend, residual + addend); addend [T, H] or parts of it.
 
     With `float8` the norm is rounded as `round_rows` would.
     """
-    shape, dtype, device = addend.shape[-2:], norm.weight.dtype, addend.device
-    summing = residual is not None or addend.ndim == 3
-    total = torch.empty(shape, dtype=dtype, device=device) if summing else addend
-    plain = None if float8 else Rows(empty_rows(shape[0], shape[1], dtype, device), None)
-    rows = plain or _float8_rows(shape, device)
+    if norm is not None and norm.bias is not None:
+        total = normed_rows(addend, residual, None)[1]
+        x = F.layer_norm(total, norm.bias.shape, norm.weight, norm.bias, norm.eps)
+        return round_rows(x) if float8 else Rows(x, None), total
+    behind = addend.behind if isinstance(addend, JoiningAddend) else AS_IT_IS
+    values = addend.values if isinstance(addend, JoiningAddend) else addend
+    shape, device = values.shape[-2:], values.device
+    summing = residual is not None or values.ndim == 3
+    total = values
+    if summing:
+        dtype = _dtype(values, residual, norm)
+        total = empty_rows(shape[0], shape[1], dtype, device)
     if residual is not None:
         residual = residual.contiguous()
-    _launch(addend, residual, norm, rows, total if summing else None)
+    if norm is None:
+        if summing:
+            _launch(values, behind, residual, None, Rows(total, None), total)
+        return round_rows(total) if float8 else Rows(total, None), total
+    plain = (
+        None if float8 else Rows(empty_rows(shape[0], shape[1], norm.weight.dtype, device), None)
+    )
+    rows = plain or _float8_rows(shape, device)
+    _launch(values, behind, residual, norm, rows, total if summing else None)
     return rows, total
+
+
+def _dtype(addend: Tensor, residual: Tensor | None, norm: Norm | None) -> torch.dtype:
+    """What a sum is rounded to."""
+    if norm is not None:
+        return norm.weight.dtype
+    return addend.dtype if residual is None else residual.dtype
 
 
 def _float8_rows(shape: torch.Size, device: torch.device) -> Rows:
@@ -151,8 +188,9 @@ def round_rows(x: Tensor) -> Rows:
 
 def _launch(
     addend: Tensor,
+    behind: Behind,
     residual: Tensor | None,
-    norm: Norm,
+    norm: Norm | None,
     out: Rows,
     total: Tensor | None,
 ) -> None:
@@ -164,10 +202,14 @@ def _launch(
     part_stride = addend.stride(0) if parts > 1 else 0
     block = triton.next_power_of_2(width)
     _norm_kernel[(rows,)](
-        addend, residual, norm.weight, out.values, out.scales, total, part_stride,
-        addend.stride(-2), norm.eps, width, parts=parts, block=block,
+        addend, *_weight(behind.norm), residual, behind.factor, *_weight(norm), out.values,
+        out.scales, total, part_stride, addend.stride(-2), width, parts=parts, block=block,
         num_warps=_warps(block), **launch.options(addend.device),
     )  # fmt: skip
+
+
+def _weight(norm: Norm | None) -> tuple[Tensor | None, float]:
+    return (None, 0.0) if norm is None else (norm.weight, norm.eps)
 
 
 def _warps(block: int) -> int:

@@ -124,7 +124,8 @@ def _place_pairs(
 
 @triton.jit(do_not_specialize=["rows"])
 def route_kernel(
-    logits, correction, choices, weights, ranks, counts, starts, ends, pairs, part_stride, rows,
+    logits, correction, gains, choices, weights, ranks, counts, starts, ends, pairs, part_stride,
+    rows,
     parts: tl.constexpr, experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr,
     normalised: tl.constexpr, scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr,
     block: tl.constexpr, span: tl.constexpr, tile: tl.constexpr, pdl: tl.constexpr,
@@ -151,6 +152,8 @@ def route_kernel(
         place, weight = _choose(
             values, expert, correction, experts, chosen, kind, normalised, scale, groups, kept
         )
+        if gains is not None:
+            weight *= tl.load(gains + expert, mask=expert < experts, other=0.0)[None, :]
         own = inside & (place < chosen)
         pair = line[:, None] * chosen + place
         taken = own.to(tl.int32)

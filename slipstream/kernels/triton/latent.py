@@ -1,0 +1,157 @@
+"""Latent attention: queries are absorbed, rows stored, then read once for all heads and rows.
+
+A layer is three launches for requests of few rows (`latent_kernels.py`): queries are brought into
+the space of the latents, and new latents into the cache; splits of the context are folded; their
+folds are added up and brought back into the space of the heads. The rows of longer requests, prompt
+chunks, take `latent_chunk_kernel.py` in the place of the last two. Which of the two follows from
+the request's own rows, as in `attention.py`. The host looks at shapes only.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from slipstream.kernels.latent_attention import LatentHeads
+from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.triton.attention import (
+    EARLY,
+    SHORT_ROWS,
+    most_rows_of,
+    most_splits_of,
+    short_lines,
+    tree_of,
+)
+from slipstream.kernels.triton.latent_chunk_kernel import latent_chunk_kernel
+from slipstream.kernels.triton.latent_kernels import absorb_kernel, latent_kernel, values_kernel
+from slipstream.kernels.triton.launch import empty_rows, options
+
+PROGRAMS = 132
+TOKENS, STAGES, WARPS = 64, 3, 8  # of a tile
+FEWEST_LINES = 16  # two folds of more do not fit into registers
+
+
+def latent_attention(
+    queries: Tensor, latents: Tensor, heads: LatentHeads, inputs: PassInputs, cache: Tensor
+) -> Tensor:
+    """See `LatentAttentionOp`."""
+    width = heads.num_heads * heads.value_dim
+    out = empty_rows(len(queries), width, queries.dtype, queries.device)
+    if not out.numel():
+        return out
+    assert queries.dtype == latents.dtype == cache.dtype
+    assert queries.stride(1) == latents.stride(1) == 1
+    assert cache.is_contiguous()
+    absorbed = _absorbed(queries, latents, heads, inputs, cache)
+    if most_rows_of(absorbed, inputs) > SHORT_ROWS:
+        _chunks(absorbed, heads, inputs, cache, out)  # rows of short requests are written after
+    _short(absorbed, heads, inputs, cache, out)
+    return out
+
+
+def _absorbed(
+    queries: Tensor, latents: Tensor, heads: LatentHeads, inputs: PassInputs, cache: Tensor
+) -> Tensor:
+    """Queries [T, H, R + P] as the latents meet them; the latents of the rows are stored."""
+    rows, rank, rotary_dim = len(queries), heads.rank, heads.rotary_dim
+    assert heads.keys.stride()[1:] == (rank, 1)
+    absorbed = torch.empty(
+        rows, heads.num_heads, rank + rotary_dim, dtype=queries.dtype, device=queries.device
+    )
+    block_m = _lines(rows, 64)
+    block_n = min(64 if rows <= 64 else 128, max(16, triton.next_power_of_2(rank)))
+    tiles = triton.cdiv(rank, block_n)
+    others = triton.cdiv(2 * min(rows, block_m), tiles)
+    grid = tiles, heads.num_heads + others, triton.cdiv(rows, block_m)
+    launched = options(queries.device)
+    absorb_kernel[grid](
+        queries, latents, heads.keys, heads.norm_weight, heads.eps, heads.cos_sin,
+        heads.query_scales, inputs.rows.positions, inputs.paging.slots, absorbed, cache,
+        queries.stride(0), latents.stride(0), heads.keys.stride(0), rows, heads=heads.num_heads,
+        rank=rank, plain_dim=heads.plain_dim, rotary_dim=rotary_dim, block_m=block_m,
+        block_n=block_n, block_k=max(16, triton.next_power_of_2(heads.plain_dim)),
+        block_h=triton.next_power_of_2(heads.num_heads), **_blocks(heads), num_warps=4,
+        early=EARLY and launched["pdl"], **launched,
+    )  # fmt: skip
+    return absorbed
+
+
+def _short(
+    absorbed: Tensor, heads: LatentHeads, inputs: PassInputs, cache: Tensor, out: Tensor
+) -> None:
+    """Requests of at most `SHORT_ROWS` rows."""
+    rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
+    most_rows = min(most_rows_of(absorbed, inputs), SHORT_ROWS)
+    requests, block_size, rank = len(paging.context_lens), cache.shape[1], heads.rank
+    device = absorbed.device
+    launched = options(device)
+    early = EARLY and launched["pdl"]
+    floats = absorbed.dtype == torch.float32
+    count = most_rows * heads.num_heads
+    lines = _short_lines(count, requests)
+    splits = most_splits_of(inputs, block_size, None, most_rows)
+    lanes = max(1, min(splits, PROGRAMS // (requests * triton.cdiv(count, lines))))
+    joined = lanes == 1
+    lines = FEWEST_LINES if joined else lines
+    parts = 1 if joined else splits
+    sizes = requests, most_rows, heads.num_heads, parts
+    part = torch.empty(*sizes, rank, dtype=torch.float32, device=device)
+    part_exponent, part_total = part.new_empty((2, *sizes))
+    latent_kernel[(triton.cdiv(count, lines), requests, lanes)](
+        absorbed, cache, part, part_exponent, part_total, rows.query_start, paging.context_lens,
+        paging.block_tables, rows.positions, rows.places, *tree_of(sees),
+        paging.block_tables.stride(0), heads.scale, most_rows, parts, joined=joined,
+        heads=heads.num_heads, rank=rank, rotary_dim=heads.rotary_dim, block_size=block_size,
+        block_m=lines, block_n=16 if floats else TOKENS, early=early,
+        first_seen=sees.first_seen, causal=sees.causal, **_blocks(heads), num_warps=WARPS,
+        num_stages=1 if floats else STAGES, **launched,
+    )  # fmt: skip
+    block_m = 16 if len(out) <= 16 else 32
+    block_v = min(64, max(16, triton.next_power_of_2(heads.value_dim)))
+    grid = triton.cdiv(heads.value_dim, block_v), heads.num_heads, triton.cdiv(len(out), block_m)
+    values_kernel[grid](
+        part, part_exponent, part_total, heads.values, out, rows.query_start, paging.context_lens,
+        heads.values.stride(0), requests, len(out), most_rows, parts, heads=heads.num_heads,
+        rank=rank, value_dim=heads.value_dim, block_m=block_m, block_v=block_v,
+        block_c=_blocks(heads)["block_c"], block_r=triton.next_power_of_2(requests), block_s=16,
+        at_once=1 if joined else 64 // block_m, early=early, num_warps=8, **launched,
+    )  # fmt: skip
+
+
+def _chunks(
+    absorbed: Tensor, heads: LatentHeads, inputs: PassInputs, cache: Tensor, out: Tensor
+) -> None:
+    """Requests of more than `SHORT_ROWS` rows; other rows become anything."""
+    rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
+    count, requests = len(absorbed), len(paging.context_lens)
+    floats = absorbed.dtype == torch.float32
+    lines, tokens = (16, 16) if floats else (64, 64)
+    most = triton.cdiv(count * heads.num_heads, lines) + min(requests, count // SHORT_ROWS)
+    mixed = absorbed.new_empty(count, heads.num_heads, heads.rank)
+    latent_chunk_kernel[(1, most)](
+        absorbed, cache, mixed, rows.query_start, paging.context_lens, paging.block_tables,
+        rows.in_context, *tree_of(sees), paging.block_tables.stride(0), heads.scale, requests,
+        SHORT_ROWS, heads=heads.num_heads, rank=heads.rank, rotary_dim=heads.rotary_dim,
+        block_size=cache.shape[1], block_m=lines, block_n=tokens,
+        block_r=triton.next_power_of_2(requests), first_seen=sees.first_seen, causal=sees.causal,
+        **_blocks(heads), num_warps=8, num_stages=1 if floats else 2, **options(absorbed.device),
+    )  # fmt: skip
+    by_head = out.view(count, heads.num_heads, heads.value_dim).transpose(0, 1)
+    torch.bmm(mixed.transpose(0, 1), heads.values.transpose(1, 2), out=by_head)
+
+
+def _short_lines(count: int, requests: int) -> int:
+    """Lines of a tile of requests of so many lines: their queries are read from shared memory for
+    every tile of tokens, which takes longest, so small tiles are faster where programs are few."""
+    few = 2 * requests * triton.cdiv(count, FEWEST_LINES) <= PROGRAMS
+    return FEWEST_LINES if few else short_lines(count)
+
+
+def _lines(count: int, most: int) -> int:
+    return int(min(most, max(16, triton.next_power_of_2(count))))
+
+
+def _blocks(heads: LatentHeads) -> dict[str, int]:
+    return {
+        "block_c": max(16, triton.next_power_of_2(heads.rank)),
+        "block_p": max(16, triton.next_power_of_2(heads.rotary_dim)),
+    }
