@@ -78,10 +78,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_sparse_step": 2,
         },
     ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 24,
+            "num_key_value_heads": 6,
+            "q_lora_rank": 20,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "sliding_window": 9}),
 }
 # What weighs more than other matrices, so that logits are spread and text does not only repeat.
-_SCALES = {"q_proj": 2.0, "k_proj": 2.0, "gate.weight": 2.0, "router.weight": 2.0, "lm_head": 2.0}
+_SCALES = {
+    "q_proj": 2.0,
+    "q_b_proj": 2.0,
+    "k_proj": 2.0,
+    "gate.weight": 2.0,
+    "router.weight": 2.0,
+    "lm_head": 2.0,
+}
 
 
 def write_mixture(
@@ -95,8 +116,9 @@ def write_mixture(
     if keep_layers is not None:
         model.model.layers = model.model.layers[:keep_layers]
         config.num_hidden_layers = keep_layers
-        if getattr(config, "layer_types", None) is not None:
-            config.layer_types = config.layer_types[:keep_layers]
+        for key in ("layer_types", "mlp_layer_types"):
+            if getattr(config, key, None) is not None:
+                setattr(config, key, getattr(config, key)[:keep_layers])
     transformers_logging.disable_progress_bar()
     model.save_pretrained(folder)
     return folder

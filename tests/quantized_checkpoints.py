@@ -50,15 +50,27 @@ def write_quantized(
     style: Format,
     skip: tuple[str, ...] = ("lm_head",),
     seed: int = 0,
+    fuse: bool = False,
     **changes: Any,
 ) -> dict[str, Tensor]:
     """A checkpoint whose linear modules are quantised, but for those with a name in `skip`.
+
+    Args:
+        fuse: query, key and value are one module, and gate and up another.
 
     Returns:
         All its weights as they are meant, float32; `write_whole` writes them.
     """
     write_qwen3(folder, seed=seed, **{**SIZES, **changes})
     tensors = load_file(folder / "model.safetensors")
+    if fuse:
+        for name in [name for name in tensors if "q_proj" in name or "gate_proj" in name]:
+            one, letters, fused = (
+                ("q", "kv", "qkv") if "q_" in name else ("gate", ["up"], "gate_up")
+            )
+            parts = [name, *(name.replace(f"{one}_", f"{letter}_") for letter in letters)]
+            stacked = torch.cat([tensors.pop(part) for part in parts])
+            tensors[name.replace(f"{one}_", f"{fused}_")] = stacked
     meant = dict(tensors)
     for name, weight in list(tensors.items()):
         module = name.removesuffix(".weight")

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import write_qwen3
 from tests.drafters.assistants import write_assistant
-from tests.drafters.blocks import write_dflash
+from tests.drafters.blocks import write_dflash, write_dflash2, write_dspark
 from tests.drafters.heads import write_eagle1, write_eagle3, write_p_eagle
 from tests.drafters.mtp_heads import write_mtp
 
@@ -50,7 +50,10 @@ BIASES = {
 }
 
 
-HEADS = ("assistant", "dflash", "eagle", "eagle3", "p-eagle", "mtp", "mtp_modules")
+HEADS = (
+    *("assistant", "dflash", "dflash2", "dspark", "eagle", "eagle3", "p-eagle", "mtp"),
+    "mtp_modules",
+)
 
 
 class TinyModels:
@@ -76,6 +79,8 @@ class TinyModels:
         return {
             "assistant": str(write_assistant(folder / "assistant", target)),
             "dflash": str(write_dflash(folder / "dflash", target, block=16, draft_vocab=80)),
+            "dflash2": str(write_dflash2(folder / "dflash2", target, block=16)),
+            "dspark": str(write_dspark(folder / "dspark", target, block=16, draft_vocab=80)),
             "eagle": str(write_eagle1(folder / "eagle", target)),
             "eagle3": str(write_eagle3(folder / "eagle3", target, draft_vocab=80)),
             "p-eagle": str(write_p_eagle(folder / "p-eagle", target, draft_vocab=80)),

@@ -106,6 +106,12 @@ class EngineConfig:
     enable_prefix_caching: bool = flag(
         True, "Reuse the KV cache of earlier requests that begin with the same tokens."
     )
+    num_state_checkpoints: int | None = flag(
+        None,
+        "Checkpoints of the states of recurrent layers in the cache, from which prefixes are "
+        "resumed; 0 keeps none. [by memory]",
+        at_least=0,
+    )
     batch_invariant: bool = flag(
         False, "A request's numbers do not depend on the requests batched with it; slower."
     )

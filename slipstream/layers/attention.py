@@ -1,23 +1,27 @@
 """Self-attention over a paged cache of keys and values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from slipstream.cache.paged import KVSpec
-from slipstream.cache.spec import LayerCache
+from slipstream.cache.spec import LayerCache, SharedCache
+from slipstream.core.errors import UsageError
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import AttentionParts, Heads, Norm, Ops
+from slipstream.kernels.table import Addend, AttentionParts, Heads, Norm, Ops
 from slipstream.layers.layer import BuildContext, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
-from slipstream.layers.norm import LayerNorms, rms_norm
+from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import (
     ROWS,
     WHOLE,
     InvalidSizesError,
+    PairedRows,
+    ParameterSource,
     Part,
     Share,
+    Within,
     require_positive,
 )
 from slipstream.layers.rope import RopeConfig
@@ -34,7 +38,18 @@ class AttentionSpec:
         output_bias: of the output projection.
         qk_norm: query and key heads are normed, each with a weight [head_dim], before they are
             rotated.
+        joint_norms: all query heads of a token are normed as one vector instead, with a weight
+            [num_heads * head_dim], and all key heads.
         sinks: a score per query head takes part in the softmax and has no value.
+        gated: the query projection has a gate for each number of a head, behind the head's own
+            rows; what comes out is multiplied by their sigmoid.
+        paired: numbers of a head that are rotated together are neighbours in a checkpoint.
+        scale: of scores; None: head_dim^-0.5.
+        softcap: of scaled scores; see `Heads`.
+        keys_as_values: the keys' projection makes the values, too.
+        value_norm: value heads are normed, by norms without a weight.
+        lender: the layer whose keys and values are read, of those with a mixer; there are no
+            others. None: the layer has its own.
         name: of the module within its layer, in a checkpoint.
     """
 
@@ -46,7 +61,15 @@ class AttentionSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    joint_norms: bool = False
     sinks: bool = False
+    gated: bool = False
+    paired: bool = False
+    scale: float | None = None
+    softcap: float | None = None
+    keys_as_values: bool = False
+    value_norm: bool = False
+    lender: int | None = None
     name: str = "self_attn"
 
     def __post_init__(self) -> None:
@@ -71,6 +94,8 @@ class AttentionSpec:
         self.rope.require_fit(self.head_dim)
         if self.window is not None:
             require_positive(sliding_window=self.window)
+        if self.softcap is not None:
+            require_positive(attn_logit_softcapping=self.softcap)
 
     @property
     def query_rows(self) -> int:
@@ -81,15 +106,34 @@ class AttentionSpec:
         """Rows of the keys' projection; the values' has as many."""
         return self.num_kv_heads * self.head_dim
 
+    def projections(self, name: str) -> list[Part]:
+        """What makes queries, keys and values, then gates, which lie beside a head's queries."""
+        paired: PairedRows | None = None
+        if self.paired:
+            assert not self.qk_norm, "weights of norms would have to be put in order as well"
+            paired = PairedRows(self.head_dim, self.rope.rotary_dim(self.head_dim))
+        query = Part(f"{name}.q_proj", self.query_rows, paired=paired)
+        key = Part(f"{name}.k_proj", self.kv_rows, paired=paired)
+        value = key if self.keys_as_values else Part(f"{name}.v_proj", self.kv_rows)
+        parts = [key, value] if self.lender is None else []
+        if not self.gated:
+            return [query, *parts]
+        rows, group = 2 * self.query_rows, 2 * self.head_dim
+        own, gates = (Within(rows, group, start) for start in (0, self.head_dim))
+        return [replace(query, within=own), *parts, replace(query, within=gates)]
+
     def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
         columns = width if norms.beside is None else 2 * width
-        return (self.query_rows + 2 * self.kv_rows, columns), (width, self.query_rows)
+        rows = sum(part.rows for part in self.projections(""))
+        return (rows, columns), (width, self.query_rows)
 
     def numbers_per_row(self, width: int) -> int:
         del width
-        return 3 * self.query_rows + 4 * self.kv_rows
+        return (4 if self.gated else 3) * self.query_rows + 4 * self.kv_rows
 
-    def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> KVSpec:
+    def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> KVSpec | SharedCache:
+        if self.lender is not None:
+            return SharedCache(self.lender, self.window)
         num_kv_heads = share.of(self.num_kv_heads, "num_key_value_heads")
         return KVSpec(num_kv_heads, self.head_dim, dtype, self.window)
 
@@ -103,43 +147,40 @@ class Attention:
     def __init__(
         self, spec: AttentionSpec, context: BuildContext, layer: str, norms: LayerNorms
     ) -> None:
-        source, name, width, eps = context.source, f"{layer}.{spec.name}", context.width, norms.eps
-        beside: Norm | None = None
-        if norms.beside is not None:
-            beside = rms_norm(source, f"{layer}.{norms.beside}", width, eps)
-        self.norm: Norm | None = None
-        if norms.mixer is not None:
-            self.norm = rms_norm(source, f"{layer}.{norms.mixer}", width, eps)
+        source, name, width = context.source, f"{layer}.{spec.name}", context.width
+        beside = norms.before(source, layer, norms.beside, width)
+        self.norm = norms.before(source, layer, norms.mixer, width)
         share = context.share
         num_heads = share.of(spec.num_heads, "num_attention_heads")
         num_kv_heads = share.of(spec.num_kv_heads, "num_key_value_heads")
-        parts = [
-            Part(f"{name}.q_proj", spec.query_rows),
-            Part(f"{name}.k_proj", spec.kv_rows),
-            Part(f"{name}.v_proj", spec.kv_rows),
-        ]
+        parts = spec.projections(name)
         columns = spec.matrices(norms, width)[0][1]
-        self.qkv = column_linear(source, parts, columns, spec.qkv_bias)
+        self.qkv = column_linear(source, parts, columns, spec.qkv_bias, f"{name}.qkv_proj")
         self.output = row_linear(
             source, f"{name}.o_proj", width, spec.query_rows, spec.output_bias, share
         )
-        head_norms: tuple[Norm, Norm] | None = None
-        if spec.qk_norm:
-            head_norms = (
-                rms_norm(source, f"{name}.q_norm", spec.head_dim, eps),
-                rms_norm(source, f"{name}.k_norm", spec.head_dim, eps),
+        joint_norms: tuple[Norm, Norm] | None = None
+        if spec.joint_norms:
+            if share.size > 1:
+                raise UsageError("norms over all heads need all of them: use one GPU")
+            joint_norms = (
+                norms.of(source, f"{name}.q_norm", spec.query_rows),
+                norms.of(source, f"{name}.k_norm", spec.kv_rows),
             )
+        head_norms = _head_norms(spec, source, name, norms)
         self.heads = Heads(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=spec.head_dim,
             norms=head_norms,
             cos_sin=context.ropes.table(spec.rope, spec.head_dim),
-            scale=spec.head_dim**-0.5,
+            scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
+            softcap=spec.softcap,
             window=spec.window,
             sinks=source.vector([Part(f"{name}.sinks", spec.num_heads, ROWS)])
             if spec.sinks
             else None,
+            gated=spec.gated,
         )
         self._parts = AttentionParts(
             norm=self.norm,
@@ -148,6 +189,10 @@ class Attention:
             output=self.output.product,
             beside=beside,
             keeps_normed=norms.keeps_normed,
+            joint_norms=joint_norms,
+            query_scales=context.ropes.query_scales(spec.rope),
+            value_norm=_value_norm(spec, head_norms),
+            reads_only=spec.lender is not None,
         )
 
     @property
@@ -157,7 +202,7 @@ class Attention:
     def apply(
         self,
         ops: Ops,
-        addend: Tensor,
+        addend: Addend,
         residual: Tensor | None,
         inputs: PassInputs,
         cache: LayerCache,
@@ -165,20 +210,48 @@ class Attention:
     ) -> tuple[Tensor, Tensor]:
         """See `Mixer`; keys and values of the rows are written into `cache`."""
         if residual is None and self._parts.needs_sources:
+            assert isinstance(addend, Tensor), "where the stream begins nothing joins it"
             qkv, stream = self._first_qkv(ops, addend, beside)
         else:
-            assert self.norm is not None, "only where a stream begins is it read without a norm"
             qkv, stream = ops.norm_linear(addend, residual, self.norm, *self.qkv.product)
-        mixed = ops.attend(qkv, self.heads, inputs.seen_through(self.heads.window), cache)
+        inputs = inputs.seen_through(self.heads.window)
+        if self._parts.reads_only:
+            nothing = qkv.new_zeros((len(qkv), 2 * self.heads.num_kv_heads * self.heads.head_dim))
+            qkv, inputs = torch.cat((qkv, nothing), -1), inputs.read_only()
+        else:
+            qkv = self._before_turning(ops, qkv, inputs)
+        mixed = ops.attend(qkv, self.heads, inputs, cache)
         return self.output.apply(ops, mixed), stream
 
     def store(self, ops: Ops, x: Tensor, inputs: PassInputs, cache: LayerCache) -> None:
         """Store keys and values of rows x [T, columns] in their slots of `cache`."""
-        rows = self.heads.num_heads * self.heads.head_dim  # of the queries
-        weight, bias = self.qkv.weight.rows(rows), self.qkv.bias
-        bias = None if bias is None else bias[rows:]
+        assert self._parts.feeds_attention, "keys and values are as the projection makes them"
+        heads = self.heads
+        rows = heads.num_heads * heads.head_dim  # of the queries
+        end = rows + 2 * heads.num_kv_heads * heads.head_dim
+        weight, bias = self.qkv.weight.rows(rows, end), self.qkv.bias
+        bias = None if bias is None else bias[rows:end]
         kv = ops.joined_linear([(x, None)], weight, bias)
         ops.store(kv, self.heads, inputs.seen_through(self.heads.window), cache)
+
+    def _before_turning(self, ops: Ops, qkv: Tensor, inputs: PassInputs) -> Tensor:
+        """Queries, keys and values with what is no part of the backends' attention."""
+        if self._parts.feeds_attention:
+            return qkv
+        heads, parts = self.heads, self._parts
+        kv_rows = heads.num_kv_heads * heads.head_dim
+        sizes = [heads.num_heads * heads.head_dim, kv_rows, kv_rows]
+        query, key, value = torch.split(qkv, sizes, -1)
+        if parts.joint_norms is not None:
+            of_query, of_key = parts.joint_norms
+            query, key = ops.norm(query, None, of_query)[0], ops.norm(key, None, of_key)[0]
+        if parts.query_scales is not None:
+            scales = parts.query_scales[inputs.rows.positions].unsqueeze(-1)
+            query = (query * scales).to(qkv.dtype)
+        if parts.value_norm is not None:
+            by_head = value.reshape(-1, heads.head_dim)
+            value = ops.norm(by_head, None, parts.value_norm)[0].view(value.shape)
+        return torch.cat((query, key, value), -1)
 
     def _first_qkv(self, ops: Ops, stream: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
         """Queries, keys and values where the stream begins, and the stream that is kept."""
@@ -189,3 +262,22 @@ class Attention:
         if beside is not None:
             sides.insert(0, (beside, self._parts.beside))
         return ops.joined_linear(sides, *self.qkv.product), stream
+
+
+def _head_norms(
+    spec: AttentionSpec, source: ParameterSource, name: str, norms: LayerNorms
+) -> tuple[Norm, Norm] | None:
+    """Those of query and key heads; where there are no keys, the one of queries is both."""
+    if not spec.qk_norm or spec.joint_norms:
+        return None
+    query = norms.of(source, f"{name}.q_norm", spec.head_dim)
+    if spec.lender is not None:
+        return query, query
+    return query, norms.of(source, f"{name}.k_norm", spec.head_dim)
+
+
+def _value_norm(spec: AttentionSpec, head_norms: tuple[Norm, Norm] | None) -> Norm | None:
+    if not spec.value_norm or spec.lender is not None:
+        return None
+    assert head_norms is not None, "families that norm values norm keys"
+    return Norm(torch.ones_like(head_norms[1].weight), head_norms[1].eps)

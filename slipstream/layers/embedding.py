@@ -1,6 +1,8 @@
 """Token embedding and the head that shares its shape."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
 
 from torch import Tensor
 
@@ -46,17 +48,47 @@ class Embedding:
         return ranks.reduce(found.masked_fill(~is_own.unsqueeze(-1), 0.0))
 
 
+@dataclass(frozen=True)
+class LogitCurve:
+    """What becomes of a product with the head's weight.
+
+    Attributes:
+        scale: it is multiplied by it.
+        softcap: then logits become softcap * tanh(logit / softcap); None leaves them.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Logits from products, in place."""
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        return (
+            logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        )
+
+
+_STRAIGHT: Final = LogitCurve()
+
+
 class LanguageModelHead:
     """Hidden states to float32 logits; the weight may be the embedding's own.
 
     Args:
         gather: joins the ranks' logits, where they share the tokens.
+        curve: what becomes of a product.
     """
 
     def __init__(
-        self, ops: Ops, weight: Weight, gather: Callable[[Tensor], Tensor] | None = None
+        self,
+        ops: Ops,
+        weight: Weight,
+        gather: Callable[[Tensor], Tensor] | None = None,
+        curve: LogitCurve = _STRAIGHT,
     ) -> None:
         self._ops, self._logits, self._gather = ops, ops.logits, gather
+        self._curve = curve
         self.weight = weight
 
     @property
@@ -66,22 +98,28 @@ class LanguageModelHead:
 
     def over(self, token_ids: Tensor) -> "LanguageModelHead":
         """A head for these tokens alone, in this order; its weight is a copy."""
-        return LanguageModelHead(self._ops, self.weight.select(token_ids))
+        selected = self.weight.select(token_ids)
+        return LanguageModelHead(self._ops, selected, curve=self._curve)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [T, width] -> [T, vocab_size] float32."""
-        logits = self._logits(hidden, self.weight)
+        logits = self._curve.apply(self._logits(hidden, self.weight))
         return logits if self._gather is None else self._gather(logits)
 
 
-def own_head(ops: Ops, source: ParameterSource, name: str, like: Embedding) -> LanguageModelHead:
+def own_head(
+    ops: Ops, source: ParameterSource, name: str, like: Embedding, curve: LogitCurve = _STRAIGHT
+) -> LanguageModelHead:
     """A head with a matrix of its own, of the embedding's shape."""
     part = Part(f"{name}.weight", like.vocab_size, ROWS)
-    return LanguageModelHead(ops, source.head([part], like.weight.shape[1]), like.ranks.gather)
+    weight = source.head([part], like.weight.shape[1])
+    return LanguageModelHead(ops, weight, like.ranks.gather, curve)
 
 
-def tied_head(ops: Ops, source: ParameterSource, embedding: Embedding) -> LanguageModelHead:
+def tied_head(
+    ops: Ops, source: ParameterSource, embedding: Embedding, curve: LogitCurve = _STRAIGHT
+) -> LanguageModelHead:
     """A head with the embedding's numbers."""
-    head = LanguageModelHead(ops, source.tied(embedding.weight), embedding.ranks.gather)
+    head = LanguageModelHead(ops, source.tied(embedding.weight), embedding.ranks.gather, curve)
     embedding.share(head.weight)
     return head

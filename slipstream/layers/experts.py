@@ -5,15 +5,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from slipstream.kernels.activation import Activation
 from slipstream.kernels.experts import ClampedGate, Router, Routing
-from slipstream.kernels.table import ExpertsParts, Ops, SharedExpert
+from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.table import Addend, ExpertsParts, Norm, Ops, SharedExpert
 from slipstream.layers.layer import BuildContext, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
-from slipstream.layers.norm import LayerNorms, rms_norm
+from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import (
     COLUMNS,
     ROWS,
-    Fused,
+    FusedExperts,
     InvalidSizesError,
     Part,
     require_positive,
@@ -26,15 +28,19 @@ class ExpertNames:
 
     Attributes:
         router: the module of the router.
+        router_scale: the tensor that the router's rows are multiplied by.
+        gains: the tensor that experts' weights are multiplied by.
         correction: the tensor that is added to the router's scores.
         experts: the module with one module for each expert, or with fused tensors.
         projections: an expert's gate, up and down.
         fused: tensors of all experts: gate and up together, and down.
-        alternating, transposed: how those lie; see `Fused`.
+        alternating, transposed: how those lie; see `FusedExperts`.
         shared, shared_gate: the shared expert, and its own gate.
     """
 
     router: str = "mlp.gate"
+    router_scale: str = "router.scale"
+    gains: str = "router.per_expert_scale"
     correction: str = "mlp.gate.e_score_correction_bias"
     experts: str = "mlp.experts"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -53,9 +59,12 @@ class ExpertsSpec:
         intermediate_size: of one expert.
         router_bias, expert_bias: whether the router and both projections of experts have one.
         corrected: whether scores are corrected before experts are chosen.
-        clamp: None: experts are gated by SiLU.
+        clamp: None: experts are gated by `activation`.
         shared_size: of the shared expert; None without one.
         shared_gate: whether the shared expert has a gate.
+        scaled_router: the router has a norm of its own, with no weight, whose rows are multiplied
+            by a vector and by width ** -0.5.
+        gained: whether each expert's weight is multiplied by a number of its own.
     """
 
     routing: Routing
@@ -66,6 +75,9 @@ class ExpertsSpec:
     clamp: ClampedGate | None = None
     shared_size: int | None = None
     shared_gate: bool = False
+    activation: Activation = Activation.SILU
+    scaled_router: bool = False
+    gained: bool = False
     names: ExpertNames = ExpertNames()
 
     def __post_init__(self) -> None:
@@ -140,9 +152,13 @@ class Experts:
         if spec.expert_bias:
             count = spec.routing.num_experts
             biases = [source.vector(stack.biases()).view(count, -1) for stack in (gate_up, down)]
+        norm = norms.before(source, layer, norms.feed_forward, width)
+        assert norm is not None, "experts read a normed stream"
+        if spec.scaled_router:
+            norm = replace(norm, weight=_without_zeros(norm.weight))
         self._parts = ExpertsParts(
-            norm=rms_norm(source, f"{layer}.{norms.feed_forward}", width, norms.eps),
-            router=_router(spec, context, layer),
+            norm=norm,
+            router=_router(spec, context, layer, norm),
             gate_up=source.matrix(gate_up.weights(), width),
             gate_up_bias=biases[0],
             down=source.matrix(down.weights(), inner),
@@ -150,6 +166,7 @@ class Experts:
             down_bias=biases[1] if context.share.rank == 0 else None,
             clamp=spec.clamp,
             shared=_shared_expert(spec, context, layer),
+            activation=spec.activation,
         )
         self.norm = self._parts.norm
 
@@ -157,27 +174,51 @@ class Experts:
     def parts(self) -> object:
         return self._parts if self._reduce is None else self
 
-    def apply(self, ops: Ops, addend: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def apply(
+        self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
+    ) -> tuple[Tensor, Tensor]:
         """See `FeedForward`."""
-        addend, stream = ops.experts(addend, residual, self._parts)
+        del inputs
+        made, stream = ops.experts(addend, residual, self._parts)
         if self._reduce is not None:
-            whole = addend if addend.ndim == stream.ndim else addend.sum(0).to(stream.dtype)
-            addend = self._reduce(whole)
-        return addend, stream
+            made = self._reduce(summed(made, stream))
+        return made, stream
 
 
-def _router(spec: ExpertsSpec, context: BuildContext, layer: str) -> Router:
+def summed(made: Tensor, stream: Tensor) -> Tensor:
+    """What an op leaves to be added up, added up: [T, H] in the dtype of the stream [T, H]."""
+    return made if made.ndim == stream.ndim else made.sum(0).to(stream.dtype)
+
+
+def _without_zeros(weight: Tensor) -> Tensor:
+    """With the least numbers that make a difference, beside the largest, in the place of less."""
+    largest = weight.abs().max()
+    least = torch.finfo(weight.dtype).eps * torch.where(largest > 0, largest, 1.0)
+    return torch.where(weight.abs() < least, least, weight).to(weight.dtype)
+
+
+def _router(spec: ExpertsSpec, context: BuildContext, layer: str, norm: Norm) -> Router:
     source, names, count = context.source, spec.names, spec.routing.num_experts
     name = f"{layer}.{names.router}"
     correction: Tensor | None = None
     if spec.corrected:
         part = Part(f"{layer}.{names.correction}", count, dtype=torch.float32)
         correction = source.vector([part]).float()
+    weight, width = (
+        source.table([Part(f"{name}.weight", count)], context.width).values,
+        context.width,
+    )
+    if spec.scaled_router:
+        # Its rows are those of the experts but for the factors, so its columns take these.
+        scale = source.vector([Part(f"{layer}.{names.router_scale}", width)]).float()
+        weight = (weight.float() * scale / norm.weight.float() * width**-0.5).to(weight.dtype)
+    gains = [Part(f"{layer}.{names.gains}", count)]
     return Router(
         spec.routing,
-        source.table([Part(f"{name}.weight", count)], context.width).values,
+        weight,
         source.vector([Part(f"{name}.bias", count)]) if spec.router_bias else None,
         correction,
+        source.vector(gains).float() if spec.gained else None,
     )
 
 
@@ -193,7 +234,7 @@ class _Stack:
     """
 
     singles: tuple[str, ...]
-    fused: Fused
+    fused: FusedExperts
     rows: int
     split: int
 
@@ -205,7 +246,7 @@ class _Stack:
         fused = replace(self.fused, name=f"{self.fused.name}_bias")
         return self._parts("bias", fused, ROWS if self.split == ROWS else None)
 
-    def _parts(self, ending: str, fused: Fused, split: int | None) -> list[Part]:
+    def _parts(self, ending: str, fused: FusedExperts, split: int | None) -> list[Part]:
         return [
             Part(f"{name.format(expert)}.{ending}", self.rows, split, fused)
             for expert in range(fused.experts)
@@ -219,8 +260,8 @@ def _stacks(spec: ExpertsSpec, layer: str, width: int) -> tuple[_Stack, _Stack]:
     module = f"{layer}.{names.experts}"
     gate, up, down = (f"{module}.{{}}.{projection}" for projection in names.projections)
     of_gate_up, of_down = (f"{module}.{fused}" for fused in names.fused)
-    gate_up_fused = Fused(of_gate_up, count, names.alternating, names.transposed)
-    down_fused = Fused(of_down, count, transposed=names.transposed)
+    gate_up_fused = FusedExperts(of_gate_up, count, names.alternating, names.transposed)
+    down_fused = FusedExperts(of_down, count, transposed=names.transposed)
     return (
         _Stack((gate, up), gate_up_fused, spec.intermediate_size, ROWS),
         _Stack((down,), down_fused, width, COLUMNS),

@@ -5,8 +5,9 @@ each other, and a feed-forward part. Either may be absent. A kind of half is a s
 and the class that it builds; it stands in a file of its own beside this one.
 
 The stream passes from half to half as two tensors, `residual` and the `addend` that the last half
-has for it, so that their sum can be one op with the norm that follows. Before the first half the
-addend is the stream and there is no residual.
+has for it, so that their sum can be one op with the norm that follows. A norm behind the half is
+part of that op, too: halves know nothing of it. Before the first half the addend is the stream and
+there is no residual.
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.cache.spec import CacheSpec, LayerCache
+from slipstream.cache.spec import CacheSpec, LayerCache, SharedCache
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import LayerParts, Norm, Ops
+from slipstream.kernels.table import Addend, Behind, JoiningAddend, LayerParts, Norm, Ops
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import WHOLE, ParameterSource, Share
 from slipstream.layers.rope import RopeTables
@@ -63,7 +64,7 @@ class Mixer(Half, Protocol):
     def apply(
         self,
         ops: Ops,
-        addend: Tensor,
+        addend: Addend,
         residual: Tensor | None,
         inputs: PassInputs,
         cache: LayerCache,
@@ -79,7 +80,9 @@ class Mixer(Half, Protocol):
 class FeedForward(Half, Protocol):
     """A built half whose rows do not depend on each other."""
 
-    def apply(self, ops: Ops, addend: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def apply(
+        self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
+    ) -> tuple[Tensor, Tensor]:
         """Run by single ops -> (its own addend, the stream that it is to be added to), [T, H]."""
 
 
@@ -97,7 +100,7 @@ class HalfSpec(Protocol):
 class MixerSpec(HalfSpec, Protocol):
     """A kind of mixer with its sizes."""
 
-    def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> CacheSpec:
+    def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> CacheSpec | SharedCache:
         """What a process with this share keeps of the past, in this dtype."""
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> Mixer:
@@ -136,10 +139,13 @@ class LayerSpec:
 
     def build(self, context: BuildContext, name: str) -> "Layer":
         """The layer with its weights, which a checkpoint has under `name`."""
-        mixer, feed_forward = self.mixer, self.feed_forward
+        mixer, feed_forward, norms = self.mixer, self.feed_forward, self.norms
+        source, width = context.source, context.width
         return Layer(
-            None if mixer is None else mixer.build(context, name, self.norms),
-            None if feed_forward is None else feed_forward.build(context, name, self.norms),
+            None if mixer is None else mixer.build(context, name, norms),
+            None if feed_forward is None else feed_forward.build(context, name, norms),
+            norms.behind_mixer(source, name, width),
+            norms.behind_feed_forward(source, name, width),
         )
 
 
@@ -149,6 +155,8 @@ class Layer:
 
     mixer: Mixer | None
     feed_forward: FeedForward | None
+    behind_mixer: Behind | None = None
+    behind_feed_forward: Behind | None = None
 
     @property
     def parts(self) -> LayerParts:
@@ -156,17 +164,19 @@ class Layer:
         return LayerParts(
             None if mixer is None else mixer.parts,
             None if feed_forward is None else feed_forward.parts,
+            self.behind_mixer,
+            self.behind_feed_forward,
         )
 
     def apply(
         self,
         ops: Ops,
-        addend: Tensor,
+        addend: Addend,
         residual: Tensor | None,
         inputs: PassInputs,
         cache: LayerCache | None,
         beside: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Addend, Tensor, Tensor]:
         """Run by single ops.
 
         Args:
@@ -179,14 +189,19 @@ class Layer:
         entered: Tensor | None = None
         if self.mixer is not None:
             assert cache is not None, "a mixer has a cache"
-            addend, residual = self.mixer.apply(ops, addend, residual, inputs, cache, beside)
-            entered = residual
+            made, residual = self.mixer.apply(ops, addend, residual, inputs, cache, beside)
+            addend, entered = _joining(made, self.behind_mixer), residual
         if self.feed_forward is not None:
-            addend, residual = self.feed_forward.apply(ops, addend, residual)
+            made, residual = self.feed_forward.apply(ops, addend, residual, inputs)
+            addend = _joining(made, self.behind_feed_forward)
             entered = residual if entered is None else entered
         assert residual is not None, "a layer has a half"
         assert entered is not None, "a layer has a half"
         return addend, residual, entered
+
+
+def _joining(made: Tensor, behind: Behind | None) -> Addend:
+    return made if behind is None else JoiningAddend(made, behind)
 
 
 def build_layers(

@@ -7,7 +7,15 @@ from torch import Tensor
 
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.table import Ops, Product
-from slipstream.layers.parameters import COLUMNS, ROWS, WHOLE, ParameterSource, Part, Share
+from slipstream.layers.parameters import (
+    COLUMNS,
+    ROWS,
+    WHOLE,
+    Fused,
+    ParameterSource,
+    Part,
+    Share,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +43,16 @@ class Linear:
 
 
 def column_linear(
-    source: ParameterSource, parts: Sequence[Part], columns: int, bias: bool
+    source: ParameterSource, parts: Sequence[Part], columns: int, bias: bool, fused: str = ""
 ) -> Linear:
     """Several checkpoint tensors stacked into one W. Ranks share the rows of each; each rank keeps
-    its share of y."""
-    parts = [replace(part, split=ROWS) for part in parts]
+    its share of y.
+
+    Args:
+        fused: the module in which a checkpoint may have them stacked; "": there is none.
+    """
+    stacked = Fused(fused) if fused else None
+    parts = [replace(part, split=ROWS, fused=stacked) for part in parts]
     weight = source.matrix(_named(parts, "weight"), columns)
     return Linear(weight, source.vector(_named(parts, "bias")) if bias else None)
 
@@ -60,4 +73,9 @@ def row_linear(
 
 
 def _named(parts: Sequence[Part], ending: str) -> list[Part]:
-    return [replace(part, name=f"{part.name}.{ending}") for part in parts]
+    return [_with_ending(part, ending) for part in parts]
+
+
+def _with_ending(part: Part, ending: str) -> Part:
+    fused = part.fused and replace(part.fused, name=f"{part.fused.name}.{ending}")
+    return replace(part, name=f"{part.name}.{ending}", fused=fused)

@@ -4,16 +4,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.table import GatedMLPParts, Ops
+from slipstream.kernels.activation import Activation
+from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.table import Addend, GatedMLPParts, Ops
 from slipstream.layers.layer import BuildContext, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
-from slipstream.layers.norm import LayerNorms, rms_norm
+from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import Part, require_positive
 
 
 @dataclass(frozen=True)
 class GatedMLPSpec:
-    """down(silu(gate x) * up x) of the normed stream x.
+    """down(activation(gate x) * up x) of the normed stream x.
 
     Attributes:
         bias: of all three projections.
@@ -23,6 +25,7 @@ class GatedMLPSpec:
     intermediate_size: int
     bias: bool = False
     name: str = "mlp"
+    activation: Activation = Activation.SILU
 
     def __post_init__(self) -> None:
         require_positive(intermediate_size=self.intermediate_size)
@@ -47,19 +50,25 @@ class GatedMLP:
     ) -> None:
         source, name, width = context.source, f"{layer}.{spec.name}", context.width
         inner = spec.intermediate_size
-        self.norm = rms_norm(source, f"{layer}.{norms.feed_forward}", width, norms.eps)
+        self.norm = norms.before(source, layer, norms.feed_forward, width)
+        self.activation = spec.activation
         parts = [Part(f"{name}.gate_proj", inner), Part(f"{name}.up_proj", inner)]
-        self.gate_up = column_linear(source, parts, width, spec.bias)
+        self.gate_up = column_linear(source, parts, width, spec.bias, f"{name}.gate_up_proj")
         self.down = row_linear(source, f"{name}.down_proj", width, inner, spec.bias, context.share)
 
     @property
     def parts(self) -> object:
         if self.down.reduce is not None:
             return self
-        return GatedMLPParts(self.norm, self.gate_up.product, self.down.product)
+        return GatedMLPParts(self.norm, self.gate_up.product, self.down.product, self.activation)
 
-    def apply(self, ops: Ops, addend: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def apply(
+        self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
+    ) -> tuple[Tensor, Tensor]:
         """See `FeedForward`."""
+        del inputs
         product = self.gate_up.product
-        active, stream = ops.norm_gated_linear(addend, residual, self.norm, *product)
+        active, stream = ops.norm_gated_linear(
+            addend, residual, self.norm, *product, self.activation
+        )
         return self.down.apply(ops, active), stream

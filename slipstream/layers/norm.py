@@ -1,32 +1,73 @@
-"""Root mean square norms, and those of a layer."""
+"""Norms, and those of a layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from slipstream.kernels.table import Norm
+from slipstream.kernels.table import Behind, Norm
 from slipstream.layers.parameters import ParameterSource, Part, require_positive
 
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """The norms before the halves of a layer, by their names in a checkpoint.
+    """The norms before and behind the halves of a layer, by their names in a checkpoint.
 
     Attributes:
         eps: of these and of the query and key heads.
-        mixer: None where it reads the stream as it is.
+        mixer, feed_forward: before the halves; None: the half reads the stream as it is.
+        mixer_after, feed_forward_after: of what the halves make, before it is added to the stream.
+        layer_norms: all of them are layer norms with a bias.
+        zero_centred: checkpoints store what is to be added to 1, in norms of heads as well.
         beside: of a second input of the mixer, as wide as the stream; None without such an input.
         keeps_normed: what the mixer's norm gives takes the place of the stream.
+        scalar: a tensor [1] that the stream behind the layer is multiplied by; None: there is none.
     """
 
     eps: float
     mixer: str | None = "input_layernorm"
-    feed_forward: str = "post_attention_layernorm"
+    feed_forward: str | None = "post_attention_layernorm"
+    mixer_after: str | None = None
+    feed_forward_after: str | None = None
+    layer_norms: bool = False
+    zero_centred: bool = False
     beside: str | None = None
     keeps_normed: bool = False
+    scalar: str | None = None
 
     def __post_init__(self) -> None:
         require_positive(rms_norm_eps=self.eps)
 
+    def of(self, source: ParameterSource, name: str, width: int) -> Norm:
+        """A norm like these over `width` numbers."""
+        norm = rms_norm(source, name, width, self.eps, self.zero_centred)
+        if not self.layer_norms:
+            return norm
+        return replace(norm, bias=source.vector([Part(f"{name}.bias", width)]))
 
-def rms_norm(source: ParameterSource, name: str, width: int, eps: float) -> Norm:
-    """The norm over `width` numbers whose weight a checkpoint calls `name`."""
-    return Norm(source.vector([Part(f"{name}.weight", width)]), eps)
+    def before(
+        self, source: ParameterSource, layer: str, name: str | None, width: int
+    ) -> Norm | None:
+        """One of the norms of this layer."""
+        return None if name is None else self.of(source, f"{layer}.{name}", width)
+
+    def behind_mixer(self, source: ParameterSource, layer: str, width: int) -> Behind | None:
+        """How the mixer joins the stream; None: as it is."""
+        norm = self.before(source, layer, self.mixer_after, width)
+        return None if norm is None else Behind(norm)
+
+    def behind_feed_forward(self, source: ParameterSource, layer: str, width: int) -> Behind | None:
+        """How the feed-forward part joins it."""
+        norm = self.before(source, layer, self.feed_forward_after, width)
+        if self.scalar is None:
+            return None if norm is None else Behind(norm)
+        return Behind(norm, source.vector([Part(f"{layer}.{self.scalar}", 1)]))
+
+
+def rms_norm(
+    source: ParameterSource, name: str, width: int, eps: float, zero_centred: bool = False
+) -> Norm:
+    """The norm over `width` numbers whose weight a checkpoint calls `name`.
+
+    Args:
+        zero_centred: the checkpoint stores the weight less 1.
+    """
+    offset = 1.0 if zero_centred else 0.0
+    return Norm(source.vector([Part(f"{name}.weight", width, offset=offset)]), eps)

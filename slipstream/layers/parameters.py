@@ -17,20 +17,63 @@ ROWS, COLUMNS = 0, 1
 
 @dataclass(frozen=True)
 class Fused:
+    """One tensor in which a checkpoint may have all parts of a parameter, one below the other."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class FusedExperts(Fused):
     """One tensor in which a checkpoint may have what all experts of a layer have.
 
     Attributes:
-        name: of the tensor, whose first dimension counts experts.
-        experts: how many.
+        experts: how many, which its first dimension counts.
         alternating: an expert's rows are one row of each of its parts in turn, and not all rows of
             one part before those of the next.
         transposed: matrices of floats are [experts, columns, rows].
     """
 
-    name: str
     experts: int
     alternating: bool = False
     transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Within:
+    """Where a tensor has the rows of a part, between those of others.
+
+    Attributes:
+        rows: of the tensor, which are groups of one size.
+        group: rows of a group, some of which, as many in each, are the part's.
+        start: the first of them in a group.
+    """
+
+    rows: int
+    group: int
+    start: int
+
+
+@dataclass(frozen=True)
+class PairedRows:
+    """Rows of heads whose rotated pairs are neighbours, (0, 1), (2, 3) and so on, in a checkpoint.
+
+    They are put in order as they are read: the first of every pair, then the second, as all ops
+    have it. Scores stay the same where queries and keys are put in order alike.
+
+    Attributes:
+        head_dim: rows of a head.
+        rotary_dim: how many of them are rotated, the first ones.
+    """
+
+    head_dim: int
+    rotary_dim: int
+
+    def order(self, rows: int) -> Tensor:
+        """[rows] int64: where each row of so many stands in the checkpoint."""
+        turned = torch.arange(self.rotary_dim).view(-1, 2).T.flatten()
+        head = torch.cat((turned, torch.arange(self.rotary_dim, self.head_dim)))
+        starts = torch.arange(0, rows, self.head_dim)
+        return (starts.unsqueeze(-1) + head).flatten()
 
 
 @dataclass(frozen=True)
@@ -41,8 +84,12 @@ class Part:
         rows: how many, before they are split.
         split: the dimension, `ROWS` or `COLUMNS`, that ranks share; None: each rank has all of it.
         fused: where else the rows may be, together with all other parts of the parameter, which
-            are in the order of experts.
+            are in its order.
         dtype: that checkpoints are read in; None: the model's.
+        offset: what is added to the numbers of a checkpoint, of vectors whose parts all have it.
+        within: where its tensor has the rows of other parts as well; None: it has these alone.
+        exact: a matrix of such parts is not rounded where others are on request.
+        paired: None: the rows stand in the order in which they are used.
     """
 
     name: str
@@ -50,6 +97,26 @@ class Part:
     split: int | None = None
     fused: Fused | None = None
     dtype: torch.dtype | None = None
+    offset: float = 0.0
+    within: Within | None = None
+    exact: bool = False
+    paired: PairedRows | None = None
+
+    @property
+    def tensor_rows(self) -> int:
+        """Rows of its tensor."""
+        return self.rows if self.within is None else self.within.rows
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """From where to before where its tensor has its rows, group by group."""
+        within = self.within
+        if within is None:
+            return [(0, self.rows)]
+        groups = within.rows // within.group
+        count = self.rows // groups
+        starts = [index * within.group + within.start for index in range(groups)]
+        return [(start, start + count) for start in starts]
 
 
 @dataclass(frozen=True)
@@ -115,11 +182,15 @@ class ParameterSource(Protocol):
     def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
         """[sum of rows, columns], a factor of products, in the precision that they work in."""
 
+    def alike(self, parts: Sequence[Part]) -> bool:
+        """Whether matrices of these parts have one precision, so that they may be one matrix."""
+
     def head(self, parts: Sequence[Part], columns: int) -> Weight:
         """A matrix whose products are logits: four bits would be too few for it."""
 
     def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
-        """[sum of rows, columns] in the model's dtype, whose rows are looked up."""
+        """[sum of rows, columns] in the model's dtype, however it is stored: its rows are
+        looked up, or an op takes parts of it."""
 
     def tied(self, table: Weight) -> Weight:
         """The factor of products that has the numbers of a table; the table itself if it can be."""

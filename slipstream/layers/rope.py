@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ class RopeConfig:
 
     kind "default" leaves them; "linear" divides all by `factor`; "llama3" and "yarn" (Peng et al.
     2023) divide the low ones by `factor`, keep the high ones and blend between; "proportional" does
-    as "linear" and turns the first `rotated` of all pairs only.
+    as "linear" and turns the first `rotated` of all pairs only; "none" turns nothing.
 
     Two kinds depend on the length of texts, which is that of the table, the most tokens of any
     request, so that a token has one angle whatever else runs. "dynamic" raises theta for a table
@@ -29,7 +30,10 @@ class RopeConfig:
             or more often, are kept, and those that turn so rarely are divided.
         truncate: of yarn; the blend begins and ends at whole pairs.
         attention_factor: cosines and sines are multiplied by it.
+        score_factor: scores of latent attention are multiplied by it.
         short_factor, long_factor: of longrope, one number a pair.
+        query_growth: queries at position p are multiplied by
+            1 + query_growth * ln(1 + floor(p / original_max_position_embeddings)).
     """
 
     theta: float
@@ -43,8 +47,10 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    score_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    query_growth: float = 0.0
 
     def __post_init__(self) -> None:
         require_positive(
@@ -80,6 +86,8 @@ class RopeConfig:
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many numbers of a head have an angle, two of them each."""
+        if self.kind == "none":
+            return 2  # a pair whose angle is 0, so that no backend needs to know
         return head_dim if self.kind == "proportional" else int(head_dim * self.rotated)
 
     @property
@@ -114,6 +122,10 @@ class RopeConfig:
         return max_positions
 
 
+NO_ROPE: Final = RopeConfig(theta=1.0, kind="none")
+"""Stands for the rope of layers whose queries and keys are not rotated."""
+
+
 class RopeTables:
     """The tables of one network: layers that are rotated alike share one.
 
@@ -125,6 +137,7 @@ class RopeTables:
     def __init__(self, max_positions: int, device: torch.device, shifted: bool = False) -> None:
         self._max_positions, self._device, self._shifted = max_positions, device, shifted
         self._tables: dict[tuple[RopeConfig, int], Tensor] = {}
+        self._query_scales: dict[RopeConfig, Tensor] = {}
 
     def table(self, config: RopeConfig, head_dim: int) -> Tensor:
         """See `rope_table`."""
@@ -133,6 +146,16 @@ class RopeTables:
             table = rope_table(head_dim, config, self._max_positions, self._device)
             self._tables[key] = table.roll(1, 0) if self._shifted else table
         return self._tables[key]
+
+    def query_scales(self, config: RopeConfig) -> Tensor | None:
+        """[max_positions] float32, what queries are multiplied by; None: by nothing."""
+        if not config.query_growth:
+            return None
+        if config not in self._query_scales:
+            steps = torch.arange(self._max_positions) // config.original_max_position_embeddings
+            scales = 1.0 + config.query_growth * (1.0 + steps).log()
+            self._query_scales[config] = scales.to(self._device)
+        return self._query_scales[config]
 
 
 def rope_table(
@@ -160,6 +183,8 @@ def _raised_theta(size: int, config: RopeConfig, max_positions: int) -> float:
 def _stretched(frequencies: Tensor, config: RopeConfig, max_positions: int) -> Tensor:
     if config.kind in ("default", "dynamic"):
         return frequencies
+    if config.kind == "none":
+        return torch.zeros_like(frequencies)
     if config.kind == "longrope":
         is_long = max_positions > config.original_max_position_embeddings
         return frequencies / torch.tensor(config.long_factor if is_long else config.short_factor)

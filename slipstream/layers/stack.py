@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Entry, FusedOp, Norm, Ops, StackOp, StackParts
+from slipstream.kernels.table import Addend, Entry, FusedOp, Norm, Ops, StackOp, StackParts
 from slipstream.layers.layer import Layer
 
 
@@ -89,34 +89,22 @@ class Stack:
 
     def _by_single_ops(self, start: int, stop: int) -> "_SingleOps":
         is_end = stop == len(self._layers)
-        norms = [
-            half.norm
-            for layer in self._layers
-            for half in (layer.mixer, layer.feed_forward)
-            if half is not None and half.norm is not None
-        ]
         return _SingleOps(
             self._ops,
             self._layers[start:stop],
             self._last if is_end else None,
             self._entry if start == 0 else None,
-            any_norm=norms[0] if norms else self._last,
         )
 
 
 @dataclass(frozen=True, eq=False)
 class _SingleOps:
-    """A `StackOp` of single ops.
-
-    Attributes:
-        any_norm: of the stream's width, for an op that also gives the stream it norms.
-    """
+    """A `StackOp` of single ops."""
 
     ops: Ops
     layers: Sequence[Layer]
     last: Norm | None
     entry: Entry | None
-    any_norm: Norm | None
 
     def __call__(
         self,
@@ -129,7 +117,8 @@ class _SingleOps:
         if self.entry is not None:
             sides = list(zip(sources, self.entry.norms, strict=True))
             sources = [ops.joined_linear(sides, *self.entry.product)]
-        *others, addend = sources
+        *others, first = sources
+        addend: Addend = first
         beside = others[0] if others else None
         residual: Tensor | None = None
         streams: list[Tensor] = []
@@ -143,9 +132,6 @@ class _SingleOps:
         if self.last is not None and len(self.layers) not in wanted:
             hidden = ops.add_norm(addend, residual, self.last)
         else:
-            norm = self.last or self.any_norm
-            assert norm is not None, "a stack has a norm"
-            normed, stream = ops.norm(addend, residual, norm)
+            hidden, stream = ops.norm(addend, residual, self.last)
             streams.append(stream)
-            hidden = normed if self.last is not None else stream
         return hidden, [streams[layer] for layer in wanted]

@@ -20,6 +20,7 @@ from slipstream.models.safetensors_file import (
     read_entries,
     require_content,
 )
+from slipstream.models.wrappers import text_config, text_names
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -150,10 +151,11 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The content of config.json."""
+        """The content of config.json, of its language model alone where it wraps one."""
         if not self.config_file.is_file():
             raise CheckpointError(_why_no_config(self.config_file.parent))
-        return overridden(read_json_object(self.config_file), self.replaced.config)
+        content = overridden(read_json_object(self.config_file), self.replaced.config)
+        return dict(text_config(content))
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
@@ -163,12 +165,14 @@ class Checkpoint:
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        """The tensors by name, over all files."""
+        """The tensors by name, over all files, those of the language model alone."""
         if (self.path / _SINGLE).is_file():
-            return read_entries(self.path / _SINGLE)
-        if (self.path / _INDEX).is_file():
-            return _sharded_entries(self.path, self.path / _INDEX)
-        raise CheckpointError(self._why_no_weights())
+            entries = read_entries(self.path / _SINGLE)
+        elif (self.path / _INDEX).is_file():
+            entries = _sharded_entries(self.path, self.path / _INDEX)
+        else:
+            raise CheckpointError(self._why_no_weights())
+        return {short: entries[name] for name, short in text_names(entries).items()}
 
     @property
     def has_weights(self) -> bool:

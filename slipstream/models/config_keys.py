@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from slipstream.layers.attention import AttentionSpec
-from slipstream.layers.layer import FeedForwardSpec, LayerSpec
+from slipstream.layers.layer import FeedForwardSpec, LayerSpec, MixerSpec
 from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import require_positive
-from slipstream.models.config_reader import ConfigReader
+from slipstream.layers.rope import RopeConfig
+from slipstream.models.config_reader import REQUIRED, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.rope_keys import read_rope
 
@@ -29,6 +30,10 @@ class Defaults:
     Attributes:
         num_kv_heads, head_dim: None stands for num_heads and hidden_size / num_heads.
         rotated: the share of a head that is rotated; None: whole heads are, in every checkpoint.
+        queries_grow: whether queries are multiplied by what their position gives.
+        several_axes: whether positions have several axes, which are one for a text.
+        intermediate_size, num_heads, vocab_size: None: the config must tell.
+        hidden_act: the only one that the architecture has.
     """
 
     max_position_embeddings: int
@@ -37,6 +42,13 @@ class Defaults:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rotated: float | None = None
+    tie_word_embeddings: bool = False
+    queries_grow: bool = False
+    several_axes: bool = False
+    intermediate_size: int | None = None
+    num_heads: int | None = None
+    vocab_size: int | None = None
+    hidden_act: str = "silu"
 
 
 _MOST_LAYERS = 4096  # far beyond any model: a spec is made of each before a tensor is looked at
@@ -67,18 +79,31 @@ class CommonKeys:
         attention: AttentionSpec,
         windows: Sequence[int | None] | None = None,
         feed_forwards: Sequence[FeedForwardSpec] | None = None,
+        ropes: Sequence[RopeConfig] | None = None,
     ) -> DecoderConfig:
-        """A decoder whose layers differ in windows and feed-forward parts alone.
+        """A decoder whose layers differ in windows, feed-forward parts and rotations alone.
 
         Args:
             windows: None: no layer has one.
             feed_forwards: None: all are `feed_forward`.
+            ropes: None: all are that of `attention`.
         """
         windows = windows or [None] * self.num_layers
+        ropes = ropes or [attention.rope] * self.num_layers
+        pairs = zip(windows, ropes, strict=True)
+        mixers = [replace(attention, window=window, rope=rope) for window, rope in pairs]
+        return self.of_mixers(mixers, feed_forwards)
+
+    def of_mixers(
+        self,
+        mixers: Sequence[MixerSpec],
+        feed_forwards: Sequence[FeedForwardSpec] | None = None,
+    ) -> DecoderConfig:
+        """A decoder of these mixers; `feed_forwards` as of `decoder`."""
         feed_forwards = feed_forwards or [self.feed_forward] * self.num_layers
         layers = [
-            LayerSpec(replace(attention, window=window), feed_forward, self.norms)
-            for window, feed_forward in zip(windows, feed_forwards, strict=True)
+            LayerSpec(mixer, feed_forward, self.norms)
+            for mixer, feed_forward in zip(mixers, feed_forwards, strict=True)
         ]
         return DecoderConfig(
             architecture=self.architecture,
@@ -92,12 +117,18 @@ class CommonKeys:
         )
 
 
-def read_common(reader: ConfigReader, architecture: str, defaults: Defaults) -> CommonKeys:
-    """The keys that every architecture reads; each takes its own besides."""
-    reader.expect("hidden_act", "silu")
+def read_common(
+    reader: ConfigReader, architecture: str, defaults: Defaults, rope: RopeConfig | None = None
+) -> CommonKeys:
+    """The keys that every architecture reads; each takes its own besides.
+
+    Args:
+        rope: None: it is read as well.
+    """
+    reader.expect("hidden_act", defaults.hidden_act)
     reader.expect("is_encoder_decoder", False)
     hidden_size = reader.take("hidden_size", int)
-    num_heads = reader.take("num_attention_heads", int)
+    num_heads = reader.take("num_attention_heads", int, defaults.num_heads or REQUIRED)
     num_layers = reader.take("num_hidden_layers", int)
     require_positive(num_hidden_layers=num_layers)
     if num_layers > _MOST_LAYERS:
@@ -105,23 +136,46 @@ def read_common(reader: ConfigReader, architecture: str, defaults: Defaults) -> 
     kv_heads = reader.take_optional("num_key_value_heads", int, defaults.num_kv_heads)
     head_dim = reader.take_optional("head_dim", int, defaults.head_dim)
     positions = reader.take("max_position_embeddings", int, defaults.max_position_embeddings)
+    if rope is None:
+        rope = read_rope(
+            reader,
+            positions,
+            defaults.rope_theta,
+            defaults.rotated,
+            defaults.queries_grow,
+            defaults.several_axes,
+        )
     return CommonKeys(
         architecture=architecture,
-        vocab_size=reader.take("vocab_size", int),
+        vocab_size=reader.take("vocab_size", int, defaults.vocab_size or REQUIRED),
         hidden_size=hidden_size,
         num_layers=num_layers,
         attention=AttentionSpec(
             num_heads=num_heads,
             num_kv_heads=num_heads if kv_heads is None else kv_heads,
             head_dim=_even_share(reader, hidden_size, num_heads) if head_dim is None else head_dim,
-            rope=read_rope(reader, positions, defaults.rope_theta, defaults.rotated),
+            rope=rope,
         ),
-        feed_forward=GatedMLPSpec(reader.take("intermediate_size", int)),
+        feed_forward=GatedMLPSpec(
+            reader.take("intermediate_size", int, defaults.intermediate_size or REQUIRED)
+        ),
         norms=LayerNorms(reader.take("rms_norm_eps", float, defaults.rms_norm_eps)),
         max_position_embeddings=positions,
-        tie_word_embeddings=reader.take("tie_word_embeddings", bool, False),
+        tie_word_embeddings=reader.take("tie_word_embeddings", bool, defaults.tie_word_embeddings),
         dtype=_read_dtype(reader),
     )
+
+
+def norms_behind(common: CommonKeys) -> CommonKeys:
+    """Keys with norms behind the halves, and none before them."""
+    norms = LayerNorms(
+        common.norms.eps,
+        mixer=None,
+        feed_forward=None,
+        mixer_after="post_attention_layernorm",
+        feed_forward_after="post_feedforward_layernorm",
+    )
+    return replace(common, norms=norms)
 
 
 def read_layer_types(reader: ConfigReader, num_layers: int) -> list[bool] | None:

@@ -66,6 +66,7 @@ _EXECUTION = {
     "cache_implementation",
     "chunk_size_feed_forward",
     "dtype",
+    "ep_size",
     "is_decoder",
     "output_attentions",
     "output_hidden_states",
@@ -85,15 +86,19 @@ _EXECUTION = {
 _TRAINING = {
     "attention_dropout",
     "attn_pdrop",
+    "aux_loss_alpha",
     "classifier_dropout",
     "embd_pdrop",
+    "embedding_dropout",
     "gradient_checkpointing",
     "hidden_dropout",
     "hidden_dropout_prob",
     "initializer_range",
     "neftune_noise_alpha",
     "resid_pdrop",
+    "residual_dropout",
     "router_aux_loss_coef",
+    "seq_aux",
 }
 
 # Settings of generate(), which old exporters wrote into config.json; they act per request here.

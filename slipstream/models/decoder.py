@@ -1,15 +1,17 @@
 """The decoder network: an embedding, layers of any kinds, a norm and a head."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops
-from slipstream.layers.embedding import Embedding, own_head, tied_head
+from slipstream.layers.embedding import Embedding, LogitCurve, own_head, tied_head
 from slipstream.layers.layer import BuildContext, build_layers
-from slipstream.layers.norm import rms_norm
+from slipstream.layers.layer_inputs import LayerInputs
 from slipstream.layers.parameters import WHOLE, ParameterSource, Share
 from slipstream.layers.rope import RopeTables
 from slipstream.layers.stack import Stack
@@ -35,14 +37,35 @@ class Decoder:
         width = config.hidden_size
         self.embedding = Embedding(source, "model.embed_tokens", config.vocab_size, width, share)
         ropes = RopeTables(max_positions, self.embedding.device)
-        self.layers = build_layers(config.layers, BuildContext(source, width, ropes, share))
-        self.norm = rms_norm(source, "model.norm", width, config.rms_norm_eps)
+        context = BuildContext(source, width, ropes, share)
+        self.layers = build_layers(config.layers, context)
+        self._layer_inputs: LayerInputs | None = None
+        if config.layer_inputs is not None:
+            sizes = config.vocab_size, config.rms_norm_eps
+            self._layer_inputs = LayerInputs(config.layer_inputs, context, *sizes)
+        self._ops = ops
+        norms = replace(config.layers[0].norms, eps=config.rms_norm_eps)
+        self.norm = norms.of(source, "model.norm", width)
         self._stack = Stack(ops, self.layers, self.norm)
+        curve = LogitCurve(config.logit_scale, config.logit_softcap)
         self.head = (
-            tied_head(ops, source, self.embedding)
+            tied_head(ops, source, self.embedding, curve)
             if config.tie_word_embeddings
-            else own_head(ops, source, "lm_head", self.embedding)
+            else own_head(ops, source, "lm_head", self.embedding, curve)
         )
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> what enters the first layer, [T, hidden_size]."""
+        x, scale = self.embedding(token_ids), self.config.embedding_scale
+        if scale is not None and self.config.embedding_scale_rounded:
+            scale = torch.tensor(scale, dtype=x.dtype).item()
+        return x if scale is None else x * scale
+
+    def renumber(self, token_ids: Tensor) -> None:
+        """Give id i the embeddings that token_ids[i] had; token_ids [n] int64."""
+        self.embedding.renumber(token_ids)
+        if self._layer_inputs is not None:
+            self._layer_inputs.table.renumber(token_ids)
 
     def __call__(
         self,
@@ -65,5 +88,9 @@ class Decoder:
             [T, hidden_size] after the final norm, and the streams in the order asked for, each
             [T, hidden_size].
         """
-        x = self.embedding(token_ids) if embedded is None else embedded
-        return self._stack([x], inputs, caches, stream_layers)
+        x = self.embed(token_ids) if embedded is None else embedded
+        if self._layer_inputs is not None:
+            inputs = replace(inputs, layer_inputs=self._layer_inputs(self._ops, token_ids, x))
+        hidden, streams = self._stack([x], inputs, caches, stream_layers)
+        scale = self.config.stream_scale
+        return hidden, streams if scale is None else [stream * scale for stream in streams]

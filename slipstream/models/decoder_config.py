@@ -11,10 +11,14 @@ from slipstream.core.errors import UsageError
 from slipstream.kernels.experts import Routing
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.experts import ExpertsSpec
-from slipstream.layers.layer import LayerSpec
+from slipstream.layers.latent_attention import LatentAttentionSpec
+from slipstream.layers.layer import FeedForwardSpec, LayerSpec
+from slipstream.layers.layer_inputs import LayerInputHalfSpec, LayerInputsSpec
 from slipstream.layers.mlp import GatedMLPSpec
+from slipstream.layers.parallel_experts import ParallelExpertsSpec
 from slipstream.layers.parameters import WHOLE, Share, require_positive
-from slipstream.layers.rope import RopeConfig
+from slipstream.layers.plain_mlp import PlainMLPSpec
+from slipstream.layers.rope import NO_ROPE, RopeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,12 @@ class DecoderConfig:
         architecture: its Hugging Face name.
         layers: in order, at least one.
         rms_norm_eps: of the norm behind the layers.
+        embedding_scale: embeddings are multiplied by it; None: by nothing.
+        embedding_scale_rounded: whether it is rounded to the dtype of the embeddings.
+        layer_inputs: what layers are given beside the stream; None: nothing.
+        stream_scale: what the residual stream stands for is the stream times this; None: itself.
+        logit_scale: logits are multiplied by it, before they are capped.
+        logit_softcap: logits become softcap * tanh(logit / softcap); None leaves them.
         dtype: that the checkpoint is meant to run in.
     """
 
@@ -39,8 +49,16 @@ class DecoderConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     dtype: torch.dtype
+    embedding_scale: float | None = None
+    embedding_scale_rounded: bool = True
+    stream_scale: float | None = None
+    layer_inputs: LayerInputsSpec | None = None
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
+        if self.logit_softcap is not None:
+            require_positive(final_logit_softcapping=self.logit_softcap)
         require_positive(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -63,6 +81,12 @@ class DecoderConfig:
             f"{self.architecture} has no layer with attention, whose sizes are needed here; use "
             "another model"
         )
+
+    @property
+    def latent_attention(self) -> LatentAttentionSpec | None:
+        """The first layer's that has it; None where none has."""
+        mixers = (layer.mixer for layer in self.layers)
+        return next((mixer for mixer in mixers if isinstance(mixer, LatentAttentionSpec)), None)
 
     @property
     def num_heads(self) -> int:
@@ -95,15 +119,28 @@ class DecoderConfig:
     @property
     def _ropes(self) -> set[RopeConfig]:
         mixers = (layer.mixer for layer in self.layers)
-        return {mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec)}
+        kinds = AttentionSpec | LatentAttentionSpec
+        ropes = {mixer.rope for mixer in mixers if isinstance(mixer, kinds)}
+        return ropes - {NO_ROPE}
+
+    @property
+    def _feed_forwards(self) -> list[FeedForwardSpec]:
+        """Those of all layers, each before those within it."""
+        waiting = [each.feed_forward for each in reversed(self.layers) if each.feed_forward]
+        found = []
+        while waiting:
+            part = waiting.pop()
+            found.append(part)
+            if isinstance(part, ParallelExpertsSpec | LayerInputHalfSpec):
+                waiting += reversed(part.inner)
+        return found
 
     @property
     def intermediate_size(self) -> int:
         """That of the first dense part; without one, of a dense part that costs a row as much as
         its experts. UsageError where there is neither."""
-        parts = [layer.feed_forward for layer in self.layers]
-        for part in parts:
-            if isinstance(part, GatedMLPSpec):
+        for part in self._feed_forwards:
+            if isinstance(part, GatedMLPSpec | PlainMLPSpec):
                 return part.intermediate_size
         if self.experts is not None:
             return self.experts.active_size
@@ -115,7 +152,7 @@ class DecoderConfig:
     @property
     def experts(self) -> ExpertsSpec | None:
         """The first layer's that has experts; None where none has."""
-        parts = (layer.feed_forward for layer in self.layers)
+        parts = self._feed_forwards
         return next((part for part in parts if isinstance(part, ExpertsSpec)), None)
 
     @property
@@ -130,8 +167,11 @@ class DecoderConfig:
         total = self.vocab_size * self.hidden_size
         for layer in self.layers:
             total += sum(rows * columns for rows, columns in layer.matrices(self.hidden_size))
-            if isinstance(layer.feed_forward, ExpertsSpec):
-                total -= layer.feed_forward.idle_parameters(self.hidden_size)
+        for part in self._feed_forwards:
+            if isinstance(part, ExpertsSpec):
+                total -= part.idle_parameters(self.hidden_size)
+        if self.layer_inputs is not None:
+            total += self.layer_inputs.num_parameters(0, self.hidden_size)
         return total
 
     @property
@@ -146,6 +186,16 @@ class DecoderConfig:
         return CacheLayout(tuple(mixer.cache(dtype, share) for mixer in mixers), dtype)
 
     @property
+    def unread_tensors(self) -> tuple[str, ...]:
+        """Tensors that a checkpoint may hold though the network has no use for them."""
+        names = ["lm_head.weight"] if self.tie_word_embeddings else []
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer.mixer, AttentionSpec) and layer.mixer.lender is not None:
+                name = f"model.layers.{index}.{layer.mixer.name}"
+                names += [f"{name}.{it}.weight" for it in ("k_proj", "v_proj", "k_norm")]
+        return tuple(names)
+
+    @property
     def num_layer_parameters(self) -> int:
         """Parameters of the layers' matrices."""
         shapes = [shape for layer in self.layers for shape in layer.matrices(self.hidden_size)]
@@ -155,7 +205,9 @@ class DecoderConfig:
     def num_matrix_parameters(self) -> int:
         """Parameters of all matrices and tables, which are all but a few."""
         vocabulary = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return vocabulary + self.num_layer_parameters
+        inputs = self.layer_inputs
+        tables = inputs.num_parameters(self.vocab_size, self.hidden_size) if inputs else 0
+        return vocabulary + tables + self.num_layer_parameters
 
     def with_fields(
         self, attention: Mapping[str, Any], mlp: Mapping[str, Any] | None = None

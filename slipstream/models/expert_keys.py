@@ -1,6 +1,7 @@
 """The keys of config.json that families with mixtures of experts share."""
 
 from slipstream.kernels.experts import Routing, Scores
+from slipstream.layers.experts import ExpertsSpec
 from slipstream.layers.parameters import require_positive
 from slipstream.models.config_reader import ConfigReader
 
@@ -19,6 +20,36 @@ def read_softmax_routing(reader: ConfigReader, experts_key: str, normalised: boo
         num_chosen=reader.take("num_experts_per_tok", int),
         scores=Scores.SOFTMAX,
         normalised=reader.take("norm_topk_prob", bool, normalised),
+    )
+
+
+def read_corrected_experts(
+    reader: ConfigReader, scale: float = 1.0, groups: tuple[int, int] = (1, 1)
+) -> ExpertsSpec:
+    """Experts chosen by corrected scores, and one that every row passes.
+
+    Args:
+        scale: what a missing `routed_scaling_factor` means.
+        groups: what missing `n_group` and `topk_group` mean.
+    """
+    reader.expect("scoring_func", "sigmoid")
+    reader.expect("topk_method", "noaux_tc")
+    routing = Routing(
+        num_experts=reader.take_named(("n_routed_experts", "num_local_experts"), int),
+        num_chosen=reader.take("num_experts_per_tok", int),
+        scores=Scores.SIGMOID,
+        normalised=reader.take("norm_topk_prob", bool, True),
+        scale=reader.take("routed_scaling_factor", float, scale),
+        num_groups=reader.take("n_group", int, groups[0]),
+        kept_groups=reader.take("topk_group", int, groups[1]),
+    )
+    inner = reader.take("moe_intermediate_size", int)
+    shared = reader.take("n_shared_experts", int, 1)
+    return ExpertsSpec(
+        routing=routing,
+        intermediate_size=inner,
+        corrected=True,
+        shared_size=shared * inner or None,
     )
 
 

@@ -157,7 +157,7 @@ def load_decoder(
     with options.progress_bar(name, total, "bytes") as progress:
         source = _open(checkpoint, stored, options, progress)
         network = _build(ops, config, source, options)
-    source.finish(ignored=(*beside, *(["lm_head.weight"] if config.tie_word_embeddings else [])))
+    source.finish(ignored=(*beside, *config.unread_tensors))
     return network
 
 

@@ -1,13 +1,14 @@
 """Tensors for a network's parameters: from a checkpoint's files, or at random for benchmarks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
-from slipstream.layers.parameters import ROWS, WHOLE, Fused, Part, Share
+from slipstream.layers.parameters import ROWS, WHOLE, Fused, FusedExperts, Part, Share
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.safetensors_file import TensorEntry, read_into
 
@@ -57,7 +58,8 @@ class CheckpointSource:
         return self._fill(parts, (columns,))
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
-        return self._fill(parts, ())
+        vector = self._fill(parts, ())
+        return vector.add_(parts[0].offset) if parts[0].offset else vector
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
         """Refuse a checkpoint that holds more than the network: its maths would differ.
@@ -79,21 +81,23 @@ class CheckpointSource:
         fused = parts[0].fused
         if fused is not None and fused.name in self._checkpoint.entries:
             return self._share.cut(self._fused(fused, parts, tail), parts)
-        entries = [self._entry(part.name, (part.rows, *tail)) for part in parts]
+        entries = [self._entry(part.name, (part.tensor_rows, *tail)) for part in parts]
         if self._share.size > 1:
             return torch.cat([self._own(*pair) for pair in zip(parts, entries, strict=True)])
         rows = sum(part.rows for part in parts)
         parameter = self._empty((rows, *tail), parts[0].dtype)
         start = 0
         for part, entry in zip(parts, entries, strict=True):
-            self._read(entry, parameter[start : start + part.rows])
-            self._progress(entry.nbytes)
+            self._read_part(part, entry, parameter[start : start + part.rows])
             start += part.rows
         return parameter
 
     def _fused(self, fused: Fused, parts: Sequence[Part], tail: tuple[int, ...]) -> Tensor:
-        """[sum of rows, *tail], expert by expert, of one tensor for all experts."""
-        rows = sum(part.rows for part in parts) // fused.experts
+        """[sum of rows, *tail], expert by expert where it is one tensor for all experts."""
+        rows = sum(part.rows for part in parts)
+        if not isinstance(fused, FusedExperts):
+            return self._fill([Part(fused.name, rows, dtype=parts[0].dtype)], tail)
+        rows //= fused.experts
         swapped = fused.transposed and bool(tail)
         shape = (fused.experts, *tail, rows) if swapped else (fused.experts, rows, *tail)
         entry = self._entry(fused.name, shape)
@@ -109,12 +113,24 @@ class CheckpointSource:
 
     def _own(self, part: Part, entry: TensorEntry) -> Tensor:
         """This rank's share of a part; where ranks share rows, only its own are read."""
-        if part.split == ROWS:
+        is_own = part.split == ROWS and part.within is None
+        if is_own:
             entry = entry.row_range(*self._share.span(part.rows, part.name))
-        block = self._empty(entry.shape, part.dtype)
-        self._read(entry, block)
-        self._progress(entry.nbytes)
-        return block if part.split == ROWS else self._share.cut(block, [part])
+            part = replace(part, rows=entry.shape[0])
+        block = self._empty((part.rows, *entry.shape[1:]), part.dtype)
+        self._read_part(part, entry, block)
+        return block if is_own else self._share.cut(block, [part])
+
+    def _read_part(self, part: Part, entry: TensorEntry, destination: Tensor) -> None:
+        """The rows of a part, of the entry of its tensor."""
+        spans = part.spans
+        if len(spans) == 1:
+            self._read(entry.row_range(*spans[0]), destination)
+        else:
+            whole = self._empty(entry.shape, destination.dtype)
+            self._read(entry, whole)
+            destination.copy_(torch.cat([whole[slice(*span)] for span in spans]))
+        self._progress(entry.nbytes * part.rows // part.tensor_rows)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
@@ -126,6 +142,8 @@ class CheckpointSource:
                 f"{self._checkpoint.path} has no tensor {name}, which its config.json asks for "
                 f"with shape {list(shape)}"
             )
+        if len(shape) == 2 and len(entry.shape) == 3 and entry.shape[1] == 1:  # a convolution's
+            entry = replace(entry, shape=(entry.shape[0], entry.shape[2]))
         if tuple(entry.shape) != shape:
             raise CheckpointError(
                 f"tensor {name} in {self._checkpoint.path} has shape {list(entry.shape)}, but its "
@@ -133,6 +151,10 @@ class CheckpointSource:
             )
         self._unused.discard(name)
         return entry
+
+
+# How the names of vectors end that are multiplied by.
+FACTORS = ("norm.weight", "norm_1.weight", "norm_2.weight", "scale", "_scalar")
 
 
 class DummySource:
@@ -155,6 +177,6 @@ class DummySource:
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         rows = sum(part.rows for part in parts)
-        value = 1.0 if parts[0].name.endswith(("norm.weight", "_scalar")) else 0.0
+        value = 1.0 if parts[0].name.endswith(FACTORS) else 0.0
         vector = torch.full((rows,), value, dtype=self._dtype, device=self._device)
         return self._share.cut(vector, parts)

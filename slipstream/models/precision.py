@@ -17,7 +17,7 @@ from slipstream.kernels.formats.nvfp4 import ToNvfp4
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.kernels.table import Ops
 from slipstream.layers.layer import BuildContext, build_layers
-from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.layers.parameters import FusedExperts, ParameterSource, Part
 from slipstream.layers.rope import RopeTables
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import TensorSource
@@ -80,7 +80,9 @@ class PreparedSource:
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
         found = self._as_stored(parts, columns)
-        if self._precision is None:
+        order = _order(parts, found.shape[0])
+        found = found if order is None else found.select(order)
+        if self._precision is None or parts[0].exact:
             return self._ops.pack(found)
         form = self._precision.matrix.for_columns(found.shape[1])
         bits = None if form is None else form.bits
@@ -88,17 +90,29 @@ class PreparedSource:
             self._log_odd_columns(parts[0].name, found.shape[1], bits)
         return self._prepared(found, form)
 
+    def alike(self, parts: Sequence[Part]) -> bool:
+        if self._precision is not None and len({part.exact for part in parts}) > 1:
+            return False
+        stored = self._tensors
+        if isinstance(stored, QuantizedSource | RandomQuantizedSource):
+            return stored.alike(parts)
+        return True
+
     def head(self, parts: Sequence[Part], columns: int) -> Weight:
         return self.tied(self._as_stored(parts, columns))
 
     def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
+        if isinstance(self._tensors, QuantizedSource):
+            return self._tensors.floats(parts, columns)
         return DenseMatrix(self._tensors.matrix(parts, columns))
 
     def tied(self, table: Weight) -> Weight:
         return self._prepared(table, None if self._precision is None else self._precision.head)
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
-        return self._tensors.vector(parts)
+        vector = self._tensors.vector(parts)
+        order = _order(parts, len(vector))
+        return vector if order is None else vector[order]
 
     def _as_stored(self, parts: Sequence[Part], columns: int) -> Weight:
         if isinstance(self._tensors, QuantizedSource | RandomQuantizedSource):
@@ -121,6 +135,21 @@ class PreparedSource:
                 columns,
                 "left as it is" if bits is None else f"rounded to int{bits}",
             )
+
+
+def _order(parts: Sequence[Part], held: int) -> Tensor | None:
+    """[held]: where the rows that are used one behind the other stand in these parts, of whose rows
+    this rank holds so many; None: they stand so."""
+    if all(part.paired is None for part in parts):
+        return None
+    ranks = sum(part.rows for part in parts) // held
+    orders, start = [], 0
+    for part in parts:
+        rows = part.rows // ranks
+        order = torch.arange(rows) if part.paired is None else part.paired.order(rows)
+        orders.append(start + order)
+        start += rows
+    return torch.cat(orders)
 
 
 def in_precision(tensors: TensorSource, quantization: str | None, ops: Ops) -> ParameterSource:
@@ -177,12 +206,15 @@ def layer_matrices(
     shapes = _Shapes()
     layer = BuildContext(shapes, config.hidden_size, RopeTables(1, _NOWHERE))
     build_layers(config.layers, layer)
+    for table in shapes.tables:
+        yield MatrixBytes(table.shape.numel() * dtype.itemsize, 1)
     for part, rows, columns in shapes.matrices:
         form = None if stored is None else stored(part.name, columns)
-        if form is None and precision is not None:
+        if form is None and precision is not None and not part.exact:
             form = precision.matrix.for_columns(columns)
         each = dtype.itemsize if form is None else form.bytes_per_number
-        yield MatrixBytes(rows * columns * each, part.fused.experts if part.fused else 1)
+        experts = part.fused.experts if isinstance(part.fused, FusedExperts) else 1
+        yield MatrixBytes(rows * columns * each, experts)
 
 
 def head_bytes(config: DecoderConfig, dtype: torch.dtype, quantization: str | None) -> float:
@@ -197,21 +229,33 @@ class _Shapes:
 
     def __init__(self) -> None:
         self.matrices: list[tuple[Part, int, int]] = []
+        self.tables: list[Tensor] = []
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
-        weight = self.table(parts, columns)
+        weight = _unfilled(parts, columns)
         self.matrices.append((parts[0], *weight.shape))
         return weight
+
+    def alike(self, parts: Sequence[Part]) -> bool:
+        """Not, so that each is noted."""
+        del parts
+        return False
 
     def head(self, parts: Sequence[Part], columns: int) -> Weight:
         return self.matrix(parts, columns)
 
     def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
-        rows = sum(part.rows for part in parts)
-        return DenseMatrix(torch.empty((rows, columns), device=_NOWHERE))
+        table = _unfilled(parts, columns)
+        self.tables.append(table.values)
+        return table
 
     def tied(self, table: Weight) -> Weight:
         return table
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         return torch.empty(sum(part.rows for part in parts), device=_NOWHERE)
+
+
+def _unfilled(parts: Sequence[Part], columns: int) -> DenseMatrix:
+    rows = sum(part.rows for part in parts)
+    return DenseMatrix(torch.empty((rows, columns), device=_NOWHERE))

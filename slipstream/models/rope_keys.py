@@ -1,16 +1,26 @@
 """The keys of config.json that say how queries and keys are rotated, in all their spellings."""
 
 import math
+from dataclasses import dataclass, replace
 
 from slipstream.layers.rope import RopeConfig
 from slipstream.models.config_reader import ConfigReader
 
 _ROTATED = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
+_KINDS = (
+    *("default", "linear", "dynamic", "llama3", "yarn", "proportional", "longrope"),
+    "su",  # longrope in older files
+)
 
 
 def read_rope(
-    reader: ConfigReader, max_positions: int, default_theta: float, rotated: float | None = None
+    reader: ConfigReader,
+    max_positions: int,
+    default_theta: float,
+    rotated: float | None = None,
+    queries_grow: bool = False,
+    several_axes: bool = False,
 ) -> RopeConfig:
     """Theta beside `rope_scaling` as until transformers 4, or all within `rope_parameters`.
 
@@ -18,6 +28,8 @@ def read_rope(
         max_positions: `max_position_embeddings`, from which missing keys follow.
         rotated: the share of a head that turns where the config does not say; None: a config that
             asks for less than all of it is refused.
+        queries_grow: whether the architecture multiplies queries by what their position gives.
+        several_axes: whether positions have several axes, which are one for a text.
     """
     theta = reader.take("rope_theta", float, default_theta)
     if rotated is not None:
@@ -25,7 +37,41 @@ def read_rope(
     else:
         reader.expect(_ROTATED, 1.0)
     original = reader.take_optional(_ORIGINAL, int)
-    return read_rope_parameters(_rope_reader(reader), max_positions, theta, rotated, original)
+    parameters = _rope_reader(reader)
+    if several_axes:
+        parameters.take("mrope_section", list, [])
+        parameters.take("mrope_interleaved", bool, False)
+    growth = 0.0
+    if queries_grow:
+        parameters.take("max_position_embeddings", int, max_positions)
+        growth = parameters.take("llama_4_scaling_beta", float)
+    rope = read_rope_parameters(parameters, max_positions, theta, rotated, original)
+    return replace(rope, query_growth=growth)
+
+
+@dataclass(frozen=True)
+class RopesByType:
+    """What layers with full attention rotate by, and those with a window."""
+
+    full: RopeConfig
+    sliding: RopeConfig
+
+
+def read_ropes_by_type(
+    reader: ConfigReader, default_positions: int, default_theta: float
+) -> RopesByType:
+    """An object for each type within `rope_parameters`; or theta for both beside `rope_scaling`,
+    which only layers with full attention have."""
+    positions = reader.take("max_position_embeddings", int, default_positions)
+    theta = reader.take("rope_theta", float, default_theta)
+    given = reader.nested("rope_parameters")
+    names = ("full_attention", "sliding_attention")
+    nested = [given.nested(name) for name in names]
+    if not any(given.take(name, dict, {}) for name in names):
+        return RopesByType(read_rope(reader, positions, default_theta), RopeConfig(theta))
+    given.finish()
+    full, sliding = (read_rope_parameters(each, positions, theta) for each in nested)
+    return RopesByType(full, sliding)
 
 
 def read_rope_parameters(
@@ -42,10 +88,11 @@ def read_rope_parameters(
             within it.
     """
     theta = reader.take("rope_theta", float, default_theta)
-    if rotated is None:
+    kind = _kind(reader)
+    if rotated is None and kind != "proportional":
         reader.expect(_ROTATED, 1.0)
-    share = 1.0 if rotated is None else reader.take(_ROTATED, float, rotated)
-    rope = _rope_of_kind(reader, theta, max_positions, share, original)
+    share = reader.take(_ROTATED, float, 1.0 if rotated is None else rotated)
+    rope = _rope_of_kind(reader, kind, theta, max_positions, share, original)
     reader.finish()
     return rope
 
@@ -60,15 +107,31 @@ def _rope_reader(reader: ConfigReader) -> ConfigReader:
     return reader.nested("rope_scaling" if old else "rope_parameters")
 
 
-def _rope_of_kind(
-    inner: ConfigReader, theta: float, max_positions: int, rotated: float, original: int | None
-) -> RopeConfig:
+def _kind(inner: ConfigReader) -> str:
     old_kind, new_kind = (inner.take(key, str, "") for key in ("type", "rope_type"))
     kind = new_kind or old_kind or "default"
     if old_kind not in ("", kind):
         raise inner.error("type", f'is {old_kind!r}, but "rope_type" is {kind!r}; remove one')
+    if kind not in _KINDS:
+        raise inner.error(
+            "rope_type" if new_kind else "type",
+            f"is {kind!r}, but only {', '.join(_KINDS[:-2])} and {_KINDS[-2]} are supported",
+        )
+    return kind
+
+
+def _rope_of_kind(
+    inner: ConfigReader,
+    kind: str,
+    theta: float,
+    max_positions: int,
+    rotated: float,
+    original: int | None,
+) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta, rotated=rotated)
+    if kind == "proportional":
+        return RopeConfig(theta, kind, inner.take("factor", float, 1.0), rotated=rotated)
     if kind == "linear":
         return RopeConfig(theta, kind, inner.take("factor", float), rotated=rotated)
     if kind == "dynamic":
@@ -81,21 +144,17 @@ def _rope_of_kind(
     original = within if original is None else original
     if kind == "yarn":
         return _yarn(inner, theta, max_positions, rotated, original)
-    if kind in ("longrope", "su"):  # its name in older files
+    if kind in ("longrope", "su"):
         return _longrope(inner, theta, max_positions, rotated, original)
-    if kind == "llama3":
-        return RopeConfig(
-            theta,
-            kind,
-            inner.take("factor", float),
-            inner.take("low_freq_factor", float),
-            inner.take("high_freq_factor", float),
-            max_positions if original is None else original,
-            rotated,
-        )
-    raise inner.error(
-        "rope_type" if new_kind else "type",
-        f"is {kind!r}, but only default, linear, dynamic, llama3, yarn and longrope are supported",
+    assert kind == "llama3", kind
+    return RopeConfig(
+        theta,
+        kind,
+        inner.take("factor", float),
+        inner.take("low_freq_factor", float),
+        inner.take("high_freq_factor", float),
+        max_positions if original is None else original,
+        rotated,
     )
 
 
@@ -150,6 +209,7 @@ def _yarn(
         beta_slow=inner.take("beta_slow", float, 0.0) or 1.0,
         truncate=inner.take("truncate", bool, True),
         attention_factor=inner.take("attention_factor", float, weight),
+        score_factor=_mscale(factor, other) ** 2,
     )
 
 

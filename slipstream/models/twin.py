@@ -24,8 +24,10 @@ from slipstream.core.errors import CheckpointError
 from slipstream.kernels.reference.experts import choose, gated
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.experts import ExpertsSpec
-from slipstream.layers.parameters import WHOLE, Part, Share
+from slipstream.layers.layer_inputs import LayerInputHalfSpec
+from slipstream.layers.parameters import WHOLE, FusedExperts, Part, Share, Within
 from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.parameter_sources import FACTORS
 
 _SLICE = 1 << 24  # numbers that are drawn at once
 
@@ -40,6 +42,8 @@ LATE_SHARE = 0.14
 # Standard deviation of the attention scores: rows look at few tokens, so that the next token
 # depends on the whole text and greedy output does not fall into a loop at once.
 SHARPNESS = 4.0
+# Logarithm of the rate at which recurrent states forget, so that they know some dozens of tokens.
+SLOW_DECAY = -3.0
 
 
 class TwinSource:
@@ -68,24 +72,25 @@ class TwinSource:
         rows = sum(part.rows for part in parts)
         parameter = torch.empty((rows, columns), dtype=self._dtype, device=self._device)
         fused = parts[0].fused
-        if fused is not None:
+        if isinstance(fused, FusedExperts):
             # By one generator: hundreds of small ones a layer would take most of the time.
             self._draw(fused.name, parameter)
             return self._share.cut(parameter, parts)
         start = 0
         for part in parts:
-            self._draw(part.name, parameter[start : start + part.rows])
+            self._draw(part.name, parameter[start : start + part.rows], part.within)
             start += part.rows
         return self._share.cut(parameter, parts)
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         rows = sum(part.rows for part in parts)
-        value = _constant(parts[0].name)
+        value = self._constant(parts[0].name)
         vector = torch.full((rows,), value, dtype=self._dtype, device=self._device)
         return self._share.cut(vector, parts)
 
-    def _draw(self, name: str, out: Tensor) -> None:
-        generator = torch.Generator(self._device).manual_seed(_seed(self._seed, name))
+    def _draw(self, name: str, out: Tensor, within: Within | None = None) -> None:
+        own = name if within is None else f"{name}/{within.start}"
+        generator = torch.Generator(self._device).manual_seed(_seed(self._seed, own))
         std = self._gain(name) / out.shape[1] ** 0.5  # a gain of 1 keeps the size of a factor
         step = max(1, _SLICE // out.shape[1])
         for start in range(0, len(out), step):
@@ -96,22 +101,39 @@ class TwinSource:
 
     def _gain(self, name: str) -> float:
         if not name.startswith("model.layers."):
-            return LOGIT_STD  # embedding and head
+            return LOGIT_STD / self._target.logit_scale  # embedding and head
         modules = name.removesuffix(".weight").split(".")
         matrix, layer = modules[-1], self._target.layers[int(modules[2])]
         mixer = layer.mixer
         if matrix == "q_proj" and isinstance(mixer, AttentionSpec) and not mixer.qk_norm:
             return SHARPNESS
-        if matrix not in ("o_proj", "down_proj"):
+        if matrix not in ("o_proj", "out_proj", "down_proj", "c_proj"):
             return 1.0
         part = layer.feed_forward
         weight = 1.0
         if matrix == "down_proj" and isinstance(part, ExpertsSpec):
             weight = _weight_of_experts(part, modules[-2] == "experts")
-        if modules[2] == "0":
-            return FIRST_LAYER_GAIN * weight
+        return weight * self._strength(int(modules[2]))
+
+    def _strength(self, layer: int) -> float:
+        """How large a row is that a half of this layer adds to the stream."""
+        first = FIRST_LAYER_GAIN * (self._target.embedding_scale or 1.0) / self._target.logit_scale
+        if layer == 0:
+            return first
         # The outputs of layers are independent: their squares add up.
-        return FIRST_LAYER_GAIN * weight * LATE_SHARE / math.sqrt(self._target.num_layers - 1)
+        return first * LATE_SHARE / math.sqrt(self._target.num_layers - 1)
+
+    def _constant(self, name: str) -> float:
+        """What fills a vector; norms behind halves decide how large these are."""
+        modules = name.removesuffix(".weight").split(".")
+        if name.startswith("model.layers."):
+            layer = self._target.layers[int(modules[2])]
+            behind = [layer.norms.mixer_after, layer.norms.feed_forward_after]
+            if isinstance(layer.feed_forward, LayerInputHalfSpec):
+                behind.append(layer.feed_forward.behind)
+            if ".".join(modules[3:]) in behind:
+                return self._strength(int(modules[2]))
+        return _constant(name)
 
 
 @cache
@@ -135,7 +157,9 @@ def _weight_of_experts(spec: ExpertsSpec, routed: bool) -> float:
 def _constant(name: str) -> float:
     if name.endswith("q_norm.weight"):
         return SHARPNESS
-    return 1.0 if name.endswith("norm.weight") else 0.0
+    if name.endswith("A_log"):
+        return SLOW_DECAY
+    return 1.0 if name.endswith(FACTORS) else 0.0
 
 
 def _seed(seed: int, name: str) -> int:

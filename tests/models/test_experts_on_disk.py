@@ -324,8 +324,6 @@ def test_a_missing_expert(tmp_path: Path) -> None:
     write_singles(tmp_path, style)
     found = load_file(tmp_path / "model.safetensors")
     edit_tensors(tmp_path, **{name: None for name in found if ".experts.1.down" in name})
-    message = (
-        r"no tensor .*experts.1.down_proj.weight, nor .* form, nor .*experts.down_proj for all"
-    )
+    message = r"no tensor .*experts.1.down_proj.weight, nor .* form, nor .*experts.down_proj,"
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path, style.config, spec())

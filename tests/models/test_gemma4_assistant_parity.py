@@ -154,7 +154,7 @@ def test_drafts_are_those_of_the_library(ordered: bool, tmp_path: Path) -> None:
     checkpoint = HeadCheckpoint(tmp_path)
     config = read_assistant_config(checkpoint)
     network = load_assistant(
-        checkpoint, config, SimpleNamespace(sliding_windows=(512, None)), OPTIONS
+        checkpoint, config, SimpleNamespace(layers=config.layers.layers[-2:]), OPTIONS
     )
     generator = torch.Generator().manual_seed(6)
     table = torch.randn(VOCAB, BACKBONE, generator=generator)

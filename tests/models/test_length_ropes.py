@@ -13,7 +13,7 @@ from slipstream.core.errors import UsageError
 from slipstream.engine.prompts import Prompt
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import LoadOptions, load_decoder
-from slipstream.train.target import load_target
+from slipstream.train.target import require_trainable
 from tests.models.expert_cases import EXPERTS
 from tests.models.parity_cases import LLAMA, MISTRAL, QWEN2, QWEN3, Case
 from tests.models.test_parity import (
@@ -131,4 +131,4 @@ def test_training_refuses_features_that_depend_on_the_length(tmp_path: Path) -> 
     from slipstream.models.catalogue import read_decoder_config
 
     with pytest.raises(UsageError, match="rope of the kind dynamic, which depends"):
-        load_target(checkpoint, read_decoder_config(checkpoint), torch.float32, CPU, 64)
+        require_trainable(checkpoint, read_decoder_config(checkpoint))

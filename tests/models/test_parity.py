@@ -24,8 +24,12 @@ from slipstream.models.loading import LoadOptions, load_decoder
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.rows import PassRows
+from tests.models.delta_cases import HYBRID
 from tests.models.expert_cases import EXPERTS
+from tests.models.gemma_cases import GEMMA
+from tests.models.latent_cases import LATENT
 from tests.models.parity_cases import LLAMA, MISTRAL, QWEN2, QWEN3, Case
+from tests.models.small_cases import SMALL
 
 VOCAB_SIZE = 97
 MAX_POSITIONS = 192
@@ -35,7 +39,7 @@ PROMPT_LENGTHS = (83, 2, 41)
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
 
-CASES = [*LLAMA, *QWEN2, *QWEN3, *MISTRAL, *EXPERTS]
+CASES = [*LLAMA, *QWEN2, *QWEN3, *MISTRAL, *EXPERTS, *SMALL, *HYBRID, *GEMMA, *LATENT]
 HALF_CASES = [
     (cases[1], dtype)
     for cases in (LLAMA, QWEN2, QWEN3, MISTRAL)
@@ -56,13 +60,15 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def write_checkpoint(case: Case, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    config = getattr(transformers, f"{case.architecture}Config")(
+    of_text = f"{case.architecture}TextConfig"
+    name = of_text if hasattr(transformers, of_text) else f"{case.architecture}Config"
+    config = getattr(transformers, name)(
         vocab_size=VOCAB_SIZE,
-        num_hidden_layers=LAYERS,
         max_position_embeddings=MAX_POSITIONS,
         bos_token_id=None,
         eos_token_id=None,
-        **{"intermediate_size": 70, **case.changes},
+        pad_token_id=None,
+        **{"intermediate_size": 70, "num_hidden_layers": LAYERS, **case.changes},
     )
     model = getattr(transformers, f"{case.architecture}ForCausalLM")(config)
     spread(model, torch.Generator().manual_seed(case.seed))
@@ -74,25 +80,40 @@ def write_checkpoint(case: Case, folder: Path, dtype: torch.dtype = torch.float3
     return folder
 
 
+ZERO_CENTRED = ("qwen3_next", "qwen3_5", "gemma2", "gemma3")
 SCALES = {
     "q_proj": 2.0,
+    "q_b_proj": 2.0,
     "k_proj": 2.0,
+    "c_fc": 1.5,
+    "qkv_proj": 2.0,
     "o_proj": 2.0,
+    "out_proj": 3.0,
     "embed_tokens": 1.5,
     "lm_head": 1.5,
     "mlp.gate.weight": 2.0,
     "router.weight": 2.0,
+    "router.scale": 20.0,
+    "per_expert_scale": 2.0,
 }
 
 
 @torch.no_grad()
 def spread(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Random weights and buffers with which every part of the network shows in the logits."""
+    scaled = getattr(model, "config").model_type.startswith("gemma")  # noqa: B009
+    centred = getattr(model, "config").model_type.startswith(ZERO_CENTRED)  # noqa: B009
     for name, parameter in model.named_parameters():
-        if name.endswith(("q_norm.weight", "k_norm.weight")):
-            parameter.uniform_(1.0, 3.0, generator=generator)
+        # What is stored is the distance from 1.
+        offset = 1.0 if centred and not name.endswith("linear_attn.norm.weight") else 0.0
+        if name.endswith(("_a_layernorm.weight", "q_norm.weight", "k_norm.weight")):
+            parameter.uniform_(1.0 - offset, 3.0 - offset, generator=generator)
         elif name.endswith("norm.weight"):
-            parameter.uniform_(0.5, 1.5, generator=generator)
+            # Behind halves they outweigh embeddings, which are multiplied by the root of the width.
+            gain = 9.0 if scaled and ".post_" in name else 1.0
+            parameter.uniform_(0.5 * gain - offset, 1.5 * gain - offset, generator=generator)
+        elif name.endswith("A_log"):  # states that know some dozens of tokens, or a few
+            parameter.uniform_(-4.0, 0.0, generator=generator)
         elif name.endswith("bias"):
             parameter.normal_(std=0.25, generator=generator)
         elif name.endswith("sinks"):
@@ -104,6 +125,8 @@ def spread(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(std=0.25, generator=generator)
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5, generator=generator)
 
 
 def age(file: Path) -> None:
@@ -123,14 +146,16 @@ def age(file: Path) -> None:
 
 def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """What transformers makes of the directory."""
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager"
-    )
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model = getattr(transformers, architecture)
+    return model.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
 
 
 @torch.inference_mode()
 def oracle_logits(model: Any, prompt: list[int]) -> Tensor:
-    logits: Tensor = model(torch.tensor([prompt])).logits[0].float()
+    # Without its hidden states transformers 5.23 takes any Gemma 4 for one with inputs of layers.
+    out = model(torch.tensor([prompt]), output_hidden_states=True)
+    logits: Tensor = out.logits[0].float()
     return logits
 
 
@@ -160,7 +185,8 @@ def runner_logits(
     state = DeviceState(len(prompts), MAX_POSITIONS, block_size, CPU)
     blocks = state.block_tables.numel()
     cache = ModelCache(layout, CacheSizes(blocks, block_size, len(prompts) + 1, CPU))
-    for pages in (pages for layer in cache.layers for pages in layer):
+    paged = (layer for layer in cache.layers if isinstance(layer, tuple))
+    for pages in (pages for layer in paged for pages in layer):
         pages.fill_(torch.nan)  # whoever reads what was not written shows it
     runner = ModelRunner(network, cache, state)
     scattered = torch.randperm(blocks, generator=torch.Generator().manual_seed(1))
@@ -238,7 +264,12 @@ def test_greedy_text_equals_that_of_transformers(checkpoint: Path) -> None:
     assert [list(output.outputs[0].token_ids) for output in second] == [
         text[count:] for text, count in zip(texts, given, strict=True)
     ]
-    assert [output.metrics.num_cached_tokens for output in second] == [80, 16, 40]
+    resumes = load(checkpoint).config.cache_layout(torch.float32).blocks_resume
+    cached = [output.metrics.num_cached_tokens for output in second]
+    if resumes:
+        assert cached == [80, 16, 40]
+    else:  # checkpoints of states are few: one in the middle may have had to go
+        assert cached in ([80, 16, 40], [80, 0, 40])
 
 
 def assert_greedy(model: Any, prompt: list[int], text: list[int]) -> None:

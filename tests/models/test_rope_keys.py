@@ -130,7 +130,10 @@ def test_older_spellings_of_longrope() -> None:
         ({**LONG, "short_factor": [1.0, 0.0, 1.0, 1.0]}, "short_factor"),
         ({"rope_type": "dynamic"}, '"rope_parameters.factor" is missing'),
         ({"rope_type": "dynamic", "factor": 2.0, "alpha": 9}, 'alpha" is unknown'),
-        ({"rope_type": "mrope"}, "only default, linear, dynamic, llama3, yarn and longrope are"),
+        (
+            {"rope_type": "mrope"},
+            "only default, linear, dynamic, llama3, yarn, proportional and longrope are",
+        ),
     ],
     ids=str,
 )

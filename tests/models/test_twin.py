@@ -46,6 +46,17 @@ SHARED: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 2,
 }
+STACKED = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+BEHIND = {**LLAMA, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+SCALED = {
+    **LLAMA,
+    "architectures": ["GraniteForCausalLM"],
+    "model_type": "granite",
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 8.0,
+}
 PROMPTS = [{"prompt_token_ids": [(i * i + 7 * j) % 190 for i in range(20)]} for j in range(3)]
 
 
@@ -78,7 +89,10 @@ def run(llm: LLM, temperature: float = 0.0) -> tuple[list[list[int]], float]:
 
 @pytest.mark.parametrize(
     ("config", "layers"),
-    [(TARGET, 1), (TARGET, 3), (LLAMA, 1), (LLAMA, 3), (EXPERTS, 1), (EXPERTS, 3), (SHARED, 2)],
+    [
+        *((TARGET, 1), (TARGET, 3), (LLAMA, 1), (LLAMA, 3), (EXPERTS, 1), (EXPERTS, 3)),
+        *((SHARED, 2), (STACKED, 1), (BEHIND, 1), (SCALED, 1)),
+    ],
 )
 def test_the_first_layers_are_a_draft_that_gets_accepted(
     tmp_path: Path, config: dict[str, Any], layers: int

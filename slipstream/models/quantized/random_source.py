@@ -42,8 +42,16 @@ class RandomQuantizedSource:
             return rounded
         return DenseMatrix(whole_numbers(rounded, numbers.dtype, numbers.device))
 
+    def alike(self, parts: Sequence[Part]) -> bool:
+        """See `ParameterSource`."""
+        return len({self._stored.rounding(_module(part.name)) for part in parts}) == 1
+
 
 def stored_rounding(stored: StoredQuantization, tensor: str, columns: int) -> Rounding | None:
     """What random numbers of a tensor of this name are rounded to; None: they stay."""
-    form = stored.rounding(tensor.removesuffix(".weight"))
+    form = stored.rounding(_module(tensor))
     return None if form is None else form.for_columns(columns)
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight")

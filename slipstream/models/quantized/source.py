@@ -9,7 +9,7 @@ import torch
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight, row_slices, stacked
-from slipstream.layers.parameters import ROWS, WHOLE, Fused, Part, Share
+from slipstream.layers.parameters import ROWS, WHOLE, Fused, FusedExperts, Part, Share
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.parameter_sources import CheckpointSource, Progress
 from slipstream.models.quantized.module import Room, StoredModule, StoredQuantization
@@ -53,21 +53,39 @@ class QuantizedSource(CheckpointSource):
             self._by_module.setdefault(module, {})[ending] = entry
         stored.require_modules(self._by_module, checkpoint.path)
 
+    def floats(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
+        """[sum of rows, columns], floats whatever is stored."""
+        weight = self.weight(parts, columns)
+        return DenseMatrix(whole_numbers(weight, self._dtype, self._device))
+
     def weight(self, parts: Sequence[Part], columns: int) -> Weight:
         """[sum of rows, columns], a factor of products, as few bits as are stored.
 
         Parts that are stored in ways that do not go together become one matrix of floats.
         """
         fused = parts[0].fused
-        if fused is not None:
-            whole = self._read_fused(fused, parts, columns)
-            if whole is not None:
-                return whole
+        whole: Weight | None = None
+        if isinstance(fused, FusedExperts):
+            whole = self._read_experts(fused, parts, columns)
+        elif fused is not None:
+            whole = self._read_stacked(fused, parts, columns)
+        if whole is not None:
+            return whole
         if not any(self._is_quantised(part.name) for part in parts):
             return DenseMatrix(self.matrix(parts, columns))
-        same = len({part.rows for part in parts}) == 1
+        same = len({part.tensor_rows for part in parts}) == 1
         room = Room(len(parts) if same else 1, self._device)
         return self._joined([self._read_weight(part, columns, room) for part in parts], parts)
+
+    def alike(self, parts: Sequence[Part]) -> bool:
+        """See `ParameterSource`."""
+        return len({self._form(part.name) for part in parts}) == 1
+
+    def _form(self, name: str) -> object:
+        if not self._is_quantised(name):
+            return None
+        module = name.removesuffix(_WEIGHT)
+        return self._stored.kind(module), self._stored.bits(module)
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
         """See `CheckpointSource`. Some exporters give every quantised module a bias of zeros."""
@@ -91,7 +109,18 @@ class QuantizedSource(CheckpointSource):
         assert joined is not None, "floats can be stacked"
         return joined
 
-    def _read_fused(self, fused: Fused, parts: Sequence[Part], columns: int) -> Weight | None:
+    def _read_stacked(self, fused: Fused, parts: Sequence[Part], columns: int) -> Weight | None:
+        """A matrix that the checkpoint has as one module; None where it has its parts."""
+        if fused.name.removesuffix(_WEIGHT) not in self._by_module:
+            return None
+        if not self._is_quantised(fused.name):
+            return DenseMatrix(self.matrix(parts, columns))
+        part = Part(fused.name, sum(part.rows for part in parts))
+        return self._shared_out(self._read_weight(part, columns, Room(1, self._device)), parts)
+
+    def _read_experts(
+        self, fused: FusedExperts, parts: Sequence[Part], columns: int
+    ) -> Weight | None:
         """The matrices of all experts, where the checkpoint has one tensor of them, or of each
         kind of their tensors; None where it has them one by one."""
         if fused.name in self._checkpoint.entries:
@@ -108,14 +137,7 @@ class QuantizedSource(CheckpointSource):
         rows = sum(part.rows for part in parts) // fused.experts
         turns = len(parts) // fused.experts if fused.alternating else 1
         whole = self._stored.read_fused(module, fused.experts, rows, columns, turns)
-        if self._share.size > 1:
-            starts = [sum(part.rows for part in parts[:index]) for index in range(len(parts))]
-            own = [
-                self._cut(whole.rows(start, start + part.rows), part)
-                for start, part in zip(starts, parts, strict=True)
-            ]
-            whole = self._joined(own, parts)
-        return self._as_kept(whole)
+        return self._as_kept(self._shared_out(whole, parts))
 
     def _is_quantised(self, name: str) -> bool:
         entry = self._checkpoint.entries.get(name)
@@ -127,19 +149,35 @@ class QuantizedSource(CheckpointSource):
         name = part.name.removesuffix(_WEIGHT)
         entries = self._by_module.get(name, {})
         if not entries:
-            also = "" if part.fused is None else f", nor {part.fused.name} for all experts"
+            also = "" if part.fused is None else f", nor {part.fused.name}"
             raise CheckpointError(
                 f"{self._checkpoint.path} has no tensor {part.name}, nor one of its quantised "
                 f"form{also}, which its config.json asks for with shape {[part.rows, columns]}"
             )
-        weight = self._stored.read(self._module(name, entries, room), part.rows, columns)
+        module = self._module(name, entries, room)
+        weight = self._stored.read(module, part.tensor_rows, columns)
         self._modules.add(name)
+        if part.within is not None:
+            picked = stacked([weight.rows(*span) for span in part.spans])
+            assert picked is not None, "rows of one matrix can be stacked"
+            weight = picked
         return self._as_kept(self._cut(weight, part))
 
     def _module(
         self, name: str, entries: dict[str, TensorEntry], room: Room, separator: str = "."
     ) -> StoredModule:
         return StoredModule(name, self._checkpoint.path, entries, self._take, room, separator)
+
+    def _shared_out(self, whole: Weight, parts: Sequence[Part]) -> Weight:
+        """This rank's share of each part of a matrix."""
+        if self._share.size == 1:
+            return whole
+        starts = [sum(part.rows for part in parts[:index]) for index in range(len(parts))]
+        own = [
+            self._cut(whole.rows(start, start + part.rows), part)
+            for start, part in zip(starts, parts, strict=True)
+        ]
+        return self._joined(own, parts)
 
     def _cut(self, weight: Weight, part: Part) -> Weight:
         """This rank's share of a matrix."""

@@ -1,0 +1,208 @@
+"""Gated delta nets as mixers (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464)."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slipstream.cache.recurrent import RecurrentSpec
+from slipstream.cache.spec import LayerCache
+from slipstream.core.errors import UsageError
+from slipstream.kernels.delta_net import DeltaHeads
+from slipstream.kernels.delta_net_parts import DeltaNetParts
+from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.table import Addend, Ops
+from slipstream.layers.layer import BuildContext, MatrixShape
+from slipstream.layers.linear import column_linear, row_linear
+from slipstream.layers.norm import LayerNorms, rms_norm
+from slipstream.layers.parameters import (
+    ROWS,
+    WHOLE,
+    InvalidSizesError,
+    Part,
+    Share,
+    Within,
+    require_positive,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetSpec:
+    """Sizes of a gated delta net.
+
+    Attributes:
+        num_taps: rows that the convolution of a channel joins, the current one included.
+        packed: a checkpoint has queries, keys, values and z of a key head side by side, and so the
+            gates, and not all of each kind before those of the next.
+        name: of the module within its layer, in a checkpoint.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    num_taps: int
+    packed: bool = False
+    name: str = "linear_attn"
+
+    def __post_init__(self) -> None:
+        require_positive(
+            linear_num_key_heads=self.num_key_heads,
+            linear_num_value_heads=self.num_value_heads,
+            linear_key_head_dim=self.key_dim,
+            linear_value_head_dim=self.value_dim,
+            linear_conv_kernel_dim=self.num_taps,
+        )
+        if self.num_taps < 2:
+            raise InvalidSizesError(f'"linear_conv_kernel_dim" ({self.num_taps}) must be above 1')
+        if self.num_value_heads % self.num_key_heads:
+            raise InvalidSizesError(
+                f'"linear_num_value_heads" ({self.num_value_heads}) must be a multiple of '
+                f'"linear_num_key_heads" ({self.num_key_heads})'
+            )
+
+    @property
+    def key_rows(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_rows(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> tuple[int, int, int]:
+        """How many make queries, keys and values."""
+        return self.key_rows, self.key_rows, self.value_rows
+
+    def projections(self, name: str) -> list[Part]:
+        """What makes queries, keys, values and z of a row."""
+        kinds = (*self.channels, self.value_rows)
+        if self.packed:
+            return self._packed(f"{name}.in_proj_qkvz", kinds)
+        own = _stacked(f"{name}.in_proj_qkv", self.channels)
+        return [*own, Part(f"{name}.in_proj_z", self.value_rows)]
+
+    def gates(self, name: str) -> list[Part]:
+        """What makes the gates of a row, of which so much depends that they are not rounded."""
+        heads = self.num_value_heads
+        parts = [Part(f"{name}.in_proj_{kind}", heads) for kind in "ba"]
+        if self.packed:
+            parts = self._packed(f"{name}.in_proj_ba", (heads, heads))
+        return [replace(part, exact=True) for part in parts]
+
+    def _packed(self, name: str, kinds: tuple[int, ...]) -> list[Part]:
+        """Rows of several kinds in one tensor, in which those of a key head are a group."""
+        total = sum(kinds)
+        group, starts = total // self.num_key_heads, _starts(kinds)
+        return [
+            Part(name, rows, within=Within(total, group, start // self.num_key_heads))
+            for rows, start in zip(kinds, starts, strict=True)
+        ]
+
+    def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
+        del norms
+        rows = sum(self.channels) + self.value_rows + 2 * self.num_value_heads
+        return (rows, width), (width, self.value_rows)
+
+    def numbers_per_row(self, width: int) -> int:
+        del width
+        return 2 * sum(self.channels) + 3 * self.value_rows + 2 * self.num_value_heads
+
+    def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> RecurrentSpec:
+        if not dtype.is_floating_point:
+            raise UsageError(
+                "kv_cache_dtype=int8 does not go with layers that keep a state of each request; "
+                "leave it out"
+            )
+        value_heads = share.of(self.num_value_heads, "linear_num_value_heads")
+        return RecurrentSpec(
+            state=(value_heads, self.key_dim, self.value_dim),
+            window=self.num_taps - 1,
+            channels=share.of(sum(self.channels), "channels"),
+            gates=2 * value_heads,
+            dtype=dtype,
+        )
+
+    def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "DeltaNet":
+        return DeltaNet(self, context, layer, norms)
+
+
+class DeltaNet:
+    """Input projections, stacked where they can be, the recurrence, output projection."""
+
+    def __init__(
+        self, spec: DeltaNetSpec, context: BuildContext, layer: str, norms: LayerNorms
+    ) -> None:
+        source, name, width = context.source, f"{layer}.{spec.name}", context.width
+        norm = norms.before(source, layer, norms.mixer, width)
+        assert norm is not None, "gated delta nets stand behind a norm"
+        self.norm = norm
+        inputs, gates, share = spec.projections(name), spec.gates(name), context.share
+        is_one = source.alike(
+            [replace(part, name=f"{part.name}.weight") for part in inputs + gates]
+        )
+        self.inputs = column_linear(source, inputs + gates if is_one else inputs, width, False)
+        self.gates = None if is_one else column_linear(source, gates, width, False)
+        self.output = row_linear(source, f"{name}.out_proj", width, spec.value_rows, False, share)
+        taps = [replace(it, split=ROWS) for it in _stacked(f"{name}.conv1d.weight", spec.channels)]
+        decay, step_bias = (
+            source.vector([Part(f"{name}.{kind}", spec.num_value_heads, ROWS, dtype=torch.float32)])
+            for kind in ("A_log", "dt_bias")
+        )
+        self.heads = DeltaHeads(
+            num_key_heads=share.of(spec.num_key_heads, "linear_num_key_heads"),
+            num_value_heads=share.of(spec.num_value_heads, "linear_num_value_heads"),
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            taps=source.table(taps, spec.num_taps).values,
+            decay=-decay.float().exp(),
+            step_bias=step_bias.float(),
+            norm_weight=rms_norm(source, f"{name}.norm", spec.value_dim, norms.eps).weight,
+            eps=norms.eps,
+        )
+
+    @property
+    def parts(self) -> object:
+        if self.output.reduce is not None:
+            return self
+        gates = None if self.gates is None else self.gates.product
+        return DeltaNetParts(self.norm, self.heads, self.inputs.product, gates, self.output.product)
+
+    def apply(
+        self,
+        ops: Ops,
+        addend: Addend,
+        residual: Tensor | None,
+        inputs: PassInputs,
+        cache: LayerCache,
+        beside: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Mixer`; the states of the requests in `cache` move on."""
+        assert beside is None, "a gated delta net has one input"
+        heads = self.heads
+        if self.gates is None:
+            rows, stream = ops.norm_linear(addend, residual, self.norm, *self.inputs.product)
+            gates = rows[:, -2 * heads.num_value_heads :]
+        else:
+            normed, stream = ops.norm(addend, residual, self.norm)
+            rows, gates = (
+                ops.joined_linear([(normed, None)], *linear.product)
+                for linear in (self.inputs, self.gates)
+            )
+        end = heads.num_channels + heads.num_value_heads * heads.value_dim
+        mixed, z = rows[:, : heads.num_channels], rows[:, heads.num_channels : end]
+        read = ops.delta_net(mixed, gates, z, heads, inputs, cache)
+        return self.output.apply(ops, read), stream
+
+
+def _stacked(name: str, kinds: tuple[int, ...]) -> list[Part]:
+    """Rows of several kinds in one tensor, all of a kind before those of the next."""
+    total = sum(kinds)
+    return [
+        Part(name, rows, within=Within(total, total, start))
+        for rows, start in zip(kinds, _starts(kinds), strict=True)
+    ]
+
+
+def _starts(sizes: tuple[int, ...]) -> list[int]:
+    return [sum(sizes[:index]) for index in range(len(sizes))]

@@ -1,0 +1,126 @@
+"""Inputs of single layers: what a layer is told of its tokens beside the stream (Gemma 4).
+
+A table has some numbers of every token for each layer. They are added to what a projection of the
+embeddings has for the same layer, and enter the layer behind its feed-forward part:
+
+    x = x + norm(projection(gelu(gate x) * input))
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.activation import Activation
+from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.table import Addend, Behind, JoiningAddend, Ops, Product
+from slipstream.layers.embedding import Embedding
+from slipstream.layers.layer import BuildContext, FeedForwardSpec, MatrixShape
+from slipstream.layers.norm import LayerNorms, rms_norm
+from slipstream.layers.parameters import Part
+
+
+@dataclass(frozen=True)
+class LayerInputsSpec:
+    """`size` numbers of each token for each of `num_layers` layers."""
+
+    size: int
+    num_layers: int
+
+    @property
+    def total(self) -> int:
+        return self.size * self.num_layers
+
+    def num_parameters(self, vocab_size: int, width: int) -> int:
+        return self.total * (vocab_size + width)
+
+
+class LayerInputs:
+    """The table, and the projection of the embeddings."""
+
+    def __init__(
+        self, spec: LayerInputsSpec, context: BuildContext, vocab_size: int, eps: float
+    ) -> None:
+        source, width = context.source, context.width
+        name = "model.embed_tokens_per_layer"
+        self.table = Embedding(source, name, vocab_size, spec.total, context.share)
+        self._projection = _whole(context, "model.per_layer_model_projection", spec.total, width)
+        self._norm = rms_norm(source, "model.per_layer_projection_norm", spec.size, eps)
+        self._spec, self._width = spec, width
+
+    def __call__(self, ops: Ops, token_ids: Tensor, embedded: Tensor) -> Tensor:
+        """token_ids [T], embedded [T, H] as it enters the first layer -> [T, layers, size]."""
+        size = self._spec.size
+        of_tokens = self.table(token_ids)
+        scale = torch.tensor(size**0.5, dtype=of_tokens.dtype).item()
+        projected = ops.joined_linear([(embedded, None)], *self._projection) * self._width**-0.5
+        normed, _ = ops.norm(projected.reshape(-1, size), None, self._norm)
+        total = normed.view(len(token_ids), -1) + of_tokens * scale
+        return (total * 2**-0.5).view(len(token_ids), -1, size)
+
+
+@dataclass(frozen=True)
+class LayerInputHalfSpec:
+    """A feed-forward part, and behind it the input of its layer.
+
+    The layer's norm behind the half is that of the input.
+
+    Attributes:
+        layer: the number of its layer, from 0.
+        size: of the input.
+        behind: the norm behind the feed-forward part; None: there is none.
+    """
+
+    feed_forward: FeedForwardSpec
+    layer: int
+    size: int
+    behind: str | None = None
+
+    @property
+    def inner(self) -> tuple[FeedForwardSpec, ...]:
+        return (self.feed_forward,)
+
+    def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
+        own = (self.size, width), (width, self.size)
+        return (*self.feed_forward.matrices(norms, width), *own)
+
+    def numbers_per_row(self, width: int) -> int:
+        return self.feed_forward.numbers_per_row(width) + 2 * self.size + width
+
+    def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "LayerInputHalf":
+        return LayerInputHalf(self, context, layer, norms)
+
+
+class LayerInputHalf:
+    """The feed-forward part, and the matrices in front of the input and behind it."""
+
+    def __init__(
+        self, spec: LayerInputHalfSpec, context: BuildContext, layer: str, norms: LayerNorms
+    ) -> None:
+        source, width, size = context.source, context.width, spec.size
+        self._feed_forward = spec.feed_forward.build(context, layer, norms)
+        behind = norms.before(source, layer, spec.behind, width)
+        self._behind = None if behind is None else Behind(behind)
+        self._gate = _whole(context, f"{layer}.per_layer_input_gate", size, width)
+        self._projection = _whole(context, f"{layer}.per_layer_projection", width, size)
+        self._layer, self.norm = spec.layer, self._feed_forward.norm
+
+    @property
+    def parts(self) -> object:
+        return self
+
+    def apply(
+        self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
+    ) -> tuple[Tensor, Tensor]:
+        """See `FeedForward`."""
+        assert inputs.layer_inputs is not None, "the decoder makes them"
+        made, stream = self._feed_forward.apply(ops, addend, residual, inputs)
+        joining = made if self._behind is None else JoiningAddend(made, self._behind)
+        gate, stream = ops.norm_linear(joining, stream, None, *self._gate)
+        active = ops.activate(gate, Activation.GELU_TANH) * inputs.layer_inputs[:, self._layer]
+        return ops.linear(active, *self._projection), stream
+
+
+def _whole(context: BuildContext, name: str, rows: int, columns: int) -> Product:
+    """A small matrix, which every rank has all of."""
+    return context.source.matrix([Part(f"{name}.weight", rows)], columns), None

@@ -1,0 +1,71 @@
+"""A dense feed-forward part and a mixture of experts side by side (Gemma 4)."""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.table import Addend, Behind, JoiningAddend, Ops
+from slipstream.layers.experts import ExpertsSpec, summed
+from slipstream.layers.layer import BuildContext, FeedForwardSpec, MatrixShape
+from slipstream.layers.norm import LayerNorms
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelExpertsSpec:
+    """norm(dense(x)) + norm(experts(x)) of the stream x, which each norms for itself.
+
+    Attributes:
+        experts_norm: before the experts; the layer's own norm is the dense part's.
+        dense_after, experts_after: the norms behind them.
+    """
+
+    dense: FeedForwardSpec
+    experts: ExpertsSpec
+    experts_norm: str
+    dense_after: str
+    experts_after: str
+
+    @property
+    def inner(self) -> tuple[FeedForwardSpec, ...]:
+        return self.dense, self.experts
+
+    def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
+        return (*self.dense.matrices(norms, width), *self.experts.matrices(norms, width))
+
+    def numbers_per_row(self, width: int) -> int:
+        return sum(part.numbers_per_row(width) for part in self.inner) + 2 * width
+
+    def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "ParallelExperts":
+        return ParallelExperts(self, context, layer, norms)
+
+
+class ParallelExperts:
+    """Both parts, and how each joins their sum."""
+
+    def __init__(
+        self, spec: ParallelExpertsSpec, context: BuildContext, layer: str, norms: LayerNorms
+    ) -> None:
+        source, width = context.source, context.width
+        self._dense = spec.dense.build(context, layer, norms)
+        own = replace(norms, feed_forward=spec.experts_norm)
+        self._experts = spec.experts.build(context, layer, own)
+        self._dense_after, self._experts_after = (
+            norms.of(source, f"{layer}.{name}", width)
+            for name in (spec.dense_after, spec.experts_after)
+        )
+        self.norm = self._dense.norm
+
+    @property
+    def parts(self) -> object:
+        return self
+
+    def apply(
+        self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
+    ) -> tuple[Tensor, Tensor]:
+        """See `FeedForward`."""
+        made, stream = self._dense.apply(ops, addend, residual, inputs)
+        dense, _ = ops.norm(summed(made, stream), None, self._dense_after)
+        chosen, _ = self._experts.apply(ops, stream, None, inputs)
+        joining = JoiningAddend(chosen, Behind(self._experts_after))
+        return ops.norm(joining, dense, None)[1], stream

@@ -1,0 +1,15 @@
+"""DeepSeek-V3, R1 and V3.1, and Kimi-K2: latent attention, and experts in groups."""
+
+from slipstream.models.config_keys import Defaults, read_common
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.expert_keys import read_corrected_experts
+from slipstream.models.latent_keys import latent_decoder
+
+
+def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
+    """The part of a head that turns is called the head's size, where that is said at all."""
+    defaults = Defaults(max_position_embeddings=4096, head_dim=64, rotated=1.0)
+    common = read_common(reader, architecture, defaults)
+    experts = read_corrected_experts(reader, scale=2.5, groups=(8, 4))
+    return latent_decoder(reader, common, experts, num_dense=3)

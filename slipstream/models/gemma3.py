@@ -1,0 +1,49 @@
+"""Gemma 3: five layers with a window to one without, which turn by different angles."""
+
+from dataclasses import replace
+
+from slipstream.layers.rope import RopeConfig
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.gemma_keys import (
+    DEFAULTS,
+    FULL,
+    SLIDING,
+    read_gemma,
+    read_scale,
+    read_slides,
+    read_typed_ropes,
+    scaled,
+    zero_centred,
+)
+from slipstream.models.rope_keys import read_rope
+
+
+def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
+    """The language model alone; what reads pictures is left out."""
+    reader.expect("model_type", "gemma3_text")
+    reader.expect("use_bidirectional_attention", False)
+    reader.expect("attn_logit_softcapping", None)
+    defaults = replace(DEFAULTS, vocab_size=262208)
+    positions = reader.take("max_position_embeddings", int, defaults.max_position_embeddings)
+    ropes = _read_ropes(reader, positions)
+    common = zero_centred(read_gemma(reader, architecture, defaults, ropes[FULL]))
+    attention = replace(common.attention, scale=read_scale(reader), qk_norm=True)
+    window = reader.take("sliding_window", int, 4096)
+    slides = read_slides(reader, common.num_layers, 6)
+    decoder = common.decoder(
+        attention,
+        [window if sliding else None for sliding in slides],
+        ropes=[ropes[SLIDING if sliding else FULL] for sliding in slides],
+    )
+    return scaled(reader, decoder, None)
+
+
+def _read_ropes(reader: ConfigReader, positions: int) -> dict[str, RopeConfig]:
+    """Both, by type; older files stretch the layers without a window alone."""
+    local = RopeConfig(reader.take("rope_local_base_freq", float, 10_000.0))
+    if reader.take("rope_parameters", dict, {}):
+        full = RopeConfig(reader.take("rope_theta", float, 1e6))
+        reader.take("rope_scaling", dict, {})  # as transformers 5 writes it beside the others
+        return read_typed_ropes(reader, positions, {FULL: full, SLIDING: local})
+    return {FULL: read_rope(reader, positions, 1e6), SLIDING: local}

@@ -1,0 +1,114 @@
+"""Gemma 4: two sizes of heads, keys that are values, layers that read another's cache, and in some
+sizes experts beside a dense part (26B-A4B) or inputs of single layers (E2B, E4B)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slipstream.kernels.activation import Activation
+from slipstream.kernels.experts import Routing, Scores
+from slipstream.layers.experts import ExpertNames, ExpertsSpec
+from slipstream.layers.layer import FeedForwardSpec
+from slipstream.layers.layer_inputs import LayerInputHalfSpec, LayerInputsSpec
+from slipstream.layers.mlp import GatedMLPSpec
+from slipstream.layers.parallel_experts import ParallelExpertsSpec
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.gemma4_keys import PATTERN, read_attention, read_ropes
+from slipstream.models.gemma_keys import DEFAULTS, SLIDING, read_gemma, read_slides, scaled
+
+_EXPERT_NAMES = ExpertNames(router="router.proj", experts="experts")
+
+
+def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
+    """The language model alone; what reads pictures and hears sounds is left out."""
+    reader.expect("model_type", "gemma4_text")
+    if reader.take("use_bidirectional_attention", str, "vision") != "vision":  # of pictures alone
+        raise reader.error(
+            "use_bidirectional_attention", "is all; only causal models are supported"
+        )
+    defaults = replace(DEFAULTS, vocab_size=262144)
+    positions = reader.take("max_position_embeddings", int, defaults.max_position_embeddings)
+    rope = read_ropes(reader, positions)[SLIDING]
+    common = read_gemma(reader, architecture, defaults, rope)
+    common = replace(common, norms=replace(common.norms, scalar="layer_scalar"))
+    slides = read_slides(reader, common.num_layers, PATTERN)
+    if reader.take_any("layer_types") is None:
+        slides[-1] = False
+    if slides[-1]:
+        raise reader.error("layer_types", "must end with full_attention")
+    mixers = read_attention(reader, common.attention, positions, slides)
+    lenders = _read_lenders(reader, slides)
+    mixers = [replace(mixer, lender=lender) for mixer, lender in zip(mixers, lenders, strict=True)]
+    dense = common.feed_forward
+    wide = dense
+    if reader.take("use_double_wide_mlp", bool, False):
+        wide = replace(dense, intermediate_size=2 * dense.intermediate_size)
+    experts = _read_experts(reader)
+    feed_forwards = [_beside(experts, dense if lender is None else wide) for lender in lenders]
+    return _with_inputs(reader, scaled(reader, common.of_mixers(mixers, feed_forwards), None))
+
+
+def _read_experts(reader: ConfigReader) -> ExpertsSpec | None:
+    keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    if not reader.take("enable_moe_block", bool, False):
+        for key in keys:  # say nothing
+            reader.take_any(key)
+        return None
+    count, chosen, inner = (reader.take(key, int) for key in keys)
+    return ExpertsSpec(
+        routing=Routing(count, chosen, Scores.CHOSEN_SOFTMAX),
+        intermediate_size=inner,
+        activation=Activation.GELU_TANH,
+        scaled_router=True,
+        gained=True,
+        names=_EXPERT_NAMES,
+    )
+
+
+def _beside(experts: ExpertsSpec | None, dense: GatedMLPSpec) -> FeedForwardSpec:
+    if experts is None:
+        return dense
+    return ParallelExpertsSpec(
+        dense=dense,
+        experts=experts,
+        experts_norm="pre_feedforward_layernorm_2",
+        dense_after="post_feedforward_layernorm_1",
+        experts_after="post_feedforward_layernorm_2",
+    )
+
+
+def _with_inputs(reader: ConfigReader, decoder: DecoderConfig) -> DecoderConfig:
+    """The norm behind the feed-forward part goes into the half, which ends with the input's."""
+    size = reader.take("hidden_size_per_layer_input", int, 256)
+    vocab_size = reader.take("vocab_size_per_layer_input", int, 262144)
+    if not size:
+        return decoder
+    if size < 0 or vocab_size != decoder.vocab_size:
+        raise reader.error(
+            "vocab_size_per_layer_input",
+            f"({vocab_size}) must be vocab_size ({decoder.vocab_size}), and "
+            f"hidden_size_per_layer_input ({size}) at least 0",
+        )
+    layers = []
+    for index, layer in enumerate(decoder.layers):
+        assert layer.feed_forward is not None, "all layers have both halves"
+        behind = layer.norms.feed_forward_after
+        half = LayerInputHalfSpec(layer.feed_forward, index, size, behind)
+        norms = replace(layer.norms, feed_forward_after="post_per_layer_input_norm")
+        layers.append(replace(layer, feed_forward=half, norms=norms))
+    inputs = LayerInputsSpec(size, len(layers))
+    return replace(decoder, layers=tuple(layers), layer_inputs=inputs)
+
+
+def _read_lenders(reader: ConfigReader, slides: Sequence[bool]) -> list[int | None]:
+    """Whose keys and values each layer reads: the last layers read those of the last layer of
+    their type before them that has its own; None: its own."""
+    key, count = "num_kv_shared_layers", len(slides)
+    shared = reader.take(key, int, 0)
+    own = slides[: count - shared]
+    if not 0 <= shared < count or set(own) != set(slides):
+        raise reader.error(
+            key, f"is {shared} of {count} layers, but each type needs a layer with keys of its own"
+        )
+    last = {sliding: index for index, sliding in enumerate(own)}
+    return [None] * len(own) + [last[sliding] for sliding in slides[len(own) :]]

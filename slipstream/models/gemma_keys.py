@@ -1,0 +1,104 @@
+"""What the keys of all Gemmas have in common."""
+
+from dataclasses import replace
+
+from slipstream.kernels.activation import Activation
+from slipstream.layers.norm import LayerNorms
+from slipstream.layers.parameters import require_positive
+from slipstream.layers.rope import RopeConfig
+from slipstream.models.config_keys import CommonKeys, Defaults, read_common, read_layer_types
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.rope_keys import read_rope_parameters
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_TANH = "gelu_pytorch_tanh"
+
+
+# What missing keys mean, but for those that a family changes.
+DEFAULTS = Defaults(
+    max_position_embeddings=131072,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=256,
+    tie_word_embeddings=True,
+    hidden_act=_TANH,
+)
+
+
+def read_gemma(
+    reader: ConfigReader, architecture: str, defaults: Defaults, rope: RopeConfig | None = None
+) -> CommonKeys:
+    """Norms before and behind both halves, and gates of GELU.
+
+    Args:
+        rope: of the first layer, where the family's own keys tell it.
+    """
+    reader.expect("hidden_activation", _TANH)
+    reader.expect("attention_bias", False)
+    common = read_common(reader, architecture, defaults, rope)
+    norms = LayerNorms(
+        common.norms.eps,
+        feed_forward="pre_feedforward_layernorm",
+        mixer_after="post_attention_layernorm",
+        feed_forward_after="post_feedforward_layernorm",
+    )
+    feed_forward = replace(common.feed_forward, activation=Activation.GELU_TANH)
+    return replace(common, norms=norms, feed_forward=feed_forward)
+
+
+def zero_centred(common: CommonKeys) -> CommonKeys:
+    """With norms of 1 + w, as all before Gemma 4 have them."""
+    return replace(common, norms=replace(common.norms, zero_centred=True))
+
+
+def scaled(reader: ConfigReader, decoder: DecoderConfig, softcap: float | None) -> DecoderConfig:
+    """With embeddings times the root of their width, and logits capped.
+
+    Args:
+        softcap: what a missing key means.
+    """
+    softcap = reader.take_optional("final_logit_softcapping", float, softcap)
+    return replace(decoder, embedding_scale=decoder.hidden_size**0.5, logit_softcap=softcap)
+
+
+def read_slides(reader: ConfigReader, num_layers: int, pattern: int) -> list[bool]:
+    """Per layer whether it has a window: by default all but every `pattern`-th."""
+    given = [reader.take(key, int, pattern) for key in _PATTERN_KEYS]
+    pattern = next((each for each in given if each != pattern), pattern)
+    require_positive(sliding_window_pattern=pattern)
+    slides = read_layer_types(reader, num_layers)
+    return slides or [(layer + 1) % pattern > 0 for layer in range(num_layers)]
+
+
+_PATTERN_KEYS = ("sliding_window_pattern", "_sliding_window_pattern")
+
+
+def read_scale(reader: ConfigReader) -> float:
+    """What scores are multiplied by."""
+    scalar = reader.take("query_pre_attn_scalar", float, 256.0)
+    require_positive(query_pre_attn_scalar=scalar)
+    return float(scalar**-0.5)
+
+
+def read_typed_ropes(
+    reader: ConfigReader, max_positions: int, usual: dict[str, RopeConfig]
+) -> dict[str, RopeConfig]:
+    """One rotation for each type of layer, by the type's name.
+
+    Args:
+        usual: what the types without an object mean; of others, theta where it is missing.
+    """
+    values = reader.take("rope_parameters", dict, {})
+    unknown = sorted(set(values) - set(usual))
+    if unknown:
+        raise reader.error(
+            "rope_parameters", f"must have one object for each type of layer, not {unknown[0]!r}"
+        )
+    whole = reader.nested("rope_parameters")
+    return {
+        name: read_rope_parameters(whole.nested(name), max_positions, rope.theta)
+        if values.get(name)
+        else rope
+        for name, rope in usual.items()
+    }

@@ -1,0 +1,51 @@
+"""The language model within a checkpoint of a model that also sees or hears.
+
+Such a checkpoint has the language model's config as an object within its own, and its tensors under
+a longer prefix, beside those of towers and projectors, which nobody reads here.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+_INNER = "text_config"
+_WRAPPED = "ForConditionalGeneration"
+# Of the whole: these count before those of the language model, then those where it has none.
+_OF_THE_WHOLE: Final = ("architectures", "quantization_config", "compression_config")
+_TIED = "tie_word_embeddings"
+_OF_EITHER: Final = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id")
+# Where tensors of the language model stand, and what they are called without the rest.
+_PREFIXES: Final = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_BESIDE: Final = (
+    *("visual.", "vision_tower.", "vision_model.", "vision_embedder.", "audio_tower."),
+    *("embed_vision.", "embed_audio.", "mm_projector.", "multi_modal_projector."),
+)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's config: `config` itself unless it wraps one."""
+    inner, names = config.get(_INNER), config.get("architectures")
+    wraps = isinstance(names, list) and len(names) == 1 and str(names[0]).endswith(_WRAPPED)
+    if not wraps or not isinstance(inner, Mapping):
+        return config
+    whole = {key: config[key] for key in (*_OF_THE_WHOLE, _TIED) if key in config}
+    either = {key: config[key] for key in _OF_EITHER if config.get(key) is not None}
+    own = {key: value for key, value in inner.items() if value is not None}
+    return {**either, **own, **whole}
+
+
+def text_names(names: Iterable[str]) -> dict[str, str]:
+    """What each tensor of the language model is called without the rest, by its stored name; all
+    names are as they are where no tensor has such a prefix."""
+    names = list(names)
+    if not any(name.startswith(tuple(_PREFIXES)) for name in names):
+        return {name: name for name in names}
+    found = {}
+    for name in names:
+        prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
+        if prefix or not name.removeprefix("model.").startswith(_BESIDE):
+            found[name] = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+    return found
