@@ -1,6 +1,6 @@
 """Drafters that know everything, or nothing: a drafting method for tests, found by its module.
 
-A test adds it to the catalogue under a name of its own; `model` says which of the two it is.
+A test adds it to the catalogue under a name of its own; `model` says which of them it is.
 """
 
 from collections.abc import Sequence
@@ -23,26 +23,27 @@ ANSWERS: dict[tuple[int, ...], Sequence[int]] = {}
 
 @dataclass(frozen=True)
 class FakeConfig:
-    right: bool
+    model: str
 
 
 def read_options(options: Options) -> FakeConfig:
-    return FakeConfig(options.take_str("model", None) == "perfect")
+    return FakeConfig(options.take_str("model", None) or "")
 
 
 def load(config: FakeConfig, target: TargetModel) -> LoadedDrafter:
     return LoadedDrafter(
-        build=lambda lent: FakeDrafter(config.right, target.vocab_size, lent.state),
+        build=lambda lent: FakeDrafter(config.model, target.vocab_size, lent.state),
         limits=DrafterLimits(drafts_at_prefill=True, on_device=False),
     )
 
 
 class FakeDrafter(Drafter):
-    """PerfectDrafter (`right`) or WrongDrafter: the answer's own tokens, or others."""
+    """The answer's own tokens ("perfect"), others, or ("in turn") 0, 1, 2 ... of its own tokens and
+    others behind them."""
 
-    def __init__(self, right: bool, vocab_size: int, state: DeviceState) -> None:
+    def __init__(self, model: str, vocab_size: int, state: DeviceState) -> None:
         super().__init__(state)
-        self._shift, self._vocab_size = (0 if right else 1), vocab_size
+        self._model, self._vocab_size, self._turn = model, vocab_size, 0
 
     def prepare(self, batch: Batch) -> Guesses:
         return [self._guess(item.request, item.num_draft_tokens) for item in batch.requests]
@@ -58,5 +59,10 @@ class FakeDrafter(Drafter):
 
     def _guess(self, request: Request, count: int) -> list[int]:
         answer = ANSWERS[tuple(request.token_ids[: request.num_prompt_tokens])]
-        known = request.num_tokens
-        return [(token + self._shift) % self._vocab_size for token in answer[known : known + count]]
+        known, right = request.num_tokens, 0
+        if self._model == "perfect":
+            right = count
+        elif self._model == "in turn":
+            right, self._turn = self._turn % (count + 1), self._turn + 1
+        guess = list(answer[known : known + count])
+        return guess[:right] + [(token + 1) % self._vocab_size for token in guess[right:]]

@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import KeysView, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream.cache.block_pool import BlockPool
+from slipstream.cache.state_places import NO_PLACE, StatePlaces
 from slipstream.cache.window_blocks import WindowBlocks
 
 
@@ -14,12 +15,15 @@ class _Table:
 
     The first `num_final` blocks are full of committed tokens: they may be shared, are in the
     prefix index (or equal a block that is), and are never written or given back before the
-    request ends. `tip` is the digest of the last of them.
+    request ends. `digests` are theirs.
     """
 
     blocks: list[int]
-    num_final: int = 0
-    tip: bytes = b""
+    digests: list[bytes] = field(default_factory=list)
+
+    @property
+    def num_final(self) -> int:
+        return len(self.digests)
 
 
 class BlockManager:
@@ -30,6 +34,8 @@ class BlockManager:
         block_size: tokens in a block.
         enable_prefix_caching: keep the blocks of ended requests for later ones that begin alike.
         window: blocks of layers with a window, where they have blocks of their own.
+        states: checkpoints of the states of requests, where layers keep such and prefixes are
+            cached.
     """
 
     def __init__(
@@ -38,12 +44,13 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool,
         window: WindowBlocks | None = None,
+        states: StatePlaces | None = None,
     ) -> None:
         assert block_size > 0, f"block_size must be at least 1, not {block_size}"
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._window = window
+        self._window, self._states = window, states
         self.num_queried_tokens = 0  # prompt tokens looked up when their request was admitted
         self.num_hit_tokens = 0  # how many of them were found
         self.reset()
@@ -54,6 +61,8 @@ class BlockManager:
         self._tables: dict[str, _Table] = {}
         if self._window is not None:
             self._window.reset()
+        if self._states is not None:
+            self._states.reset()
 
     def forget_prefixes(self) -> None:
         """No later request finds a prefix that was computed before; tables stay as they are.
@@ -64,6 +73,8 @@ class BlockManager:
         self._pool.forget_contents()
         if self._window is not None:
             self._window.forget_contents()
+        if self._states is not None:
+            self._states.forget_contents()
 
     @property
     def num_available(self) -> int:
@@ -123,9 +134,18 @@ class BlockManager:
             if block is None:
                 break
             found.append(block)
-        if self._window is not None:
-            del found[self._window.longest_prefix(self._digests(found)) :]
         return found
+
+    def resumable(self, blocks: Sequence[int]) -> list[int]:
+        """The longest beginning of a chain that `match_prefix` found behind which a request can go
+        on, by what layers keep that blocks alone do not hold."""
+        digests, last = self._digests(blocks), -1
+        while len(digests) != last:
+            last = len(digests)
+            for kept in (self._window, self._states):
+                if kept is not None:
+                    del digests[kept.longest_prefix(digests) :]
+        return [*blocks[:last]]
 
     def can_admit(self, prefix_blocks: Sequence[int], num_tokens: int, reserve: int = 0) -> bool:
         """Whether a table that begins with `prefix_blocks` could cover `num_tokens` tokens, with
@@ -140,24 +160,30 @@ class BlockManager:
         return self._window.can_admit(self._digests(prefix_blocks), wanted, reserve)
 
     def admit(
-        self, request_id: str, prefix_blocks: Sequence[int] = (), num_queried_tokens: int = 0
+        self,
+        request_id: str,
+        prefix_blocks: Sequence[int] = (),
+        num_queried_tokens: int = 0,
+        num_tokens: int = 0,
+        num_shared: int = 0,
     ) -> None:
-        """Start a table with the blocks that `match_prefix` found.
+        """Start a table with blocks that `resumable` left over.
 
         Args:
             num_queried_tokens: prompt tokens to count in the hit statistics; 0 counts neither
                 these nor the hits.
+            num_tokens: that the request has.
+            num_shared: blocks that `match_prefix` found.
         """
         assert request_id not in self._tables, f"request {request_id} already has a table"
-        table = _Table(list(prefix_blocks), len(prefix_blocks))
+        digests = self._digests(prefix_blocks)
         for block in prefix_blocks:
             self._pool.share(block)
-        digests = self._digests(prefix_blocks)
-        if digests:
-            table.tip = digests[-1]
         if self._window is not None:
             self._window.admit(request_id, digests)
-        self._tables[request_id] = table
+        if self._states is not None:
+            self._states.admit(request_id, digests, num_tokens, num_shared)
+        self._tables[request_id] = _Table(list(prefix_blocks), digests)
         if num_queried_tokens and self.enable_prefix_caching:
             self.num_queried_tokens += num_queried_tokens
             self.num_hit_tokens += len(prefix_blocks) * self.block_size
@@ -217,12 +243,14 @@ class BlockManager:
         assert num_tokens <= len(token_ids), f"{request_id}: more tokens than there are"
         assert num_full <= len(table.blocks), f"{request_id}: tokens without a block"
         for number in range(table.num_final, num_full):
-            parent = table.tip if number else self._pool.index.root(namespace)
-            table.tip = self._pool.index.child(parent, self._content(token_ids, number))
-            self._pool.index.add(table.tip, table.blocks[number])
+            parent = table.digests[-1] if number else self._pool.index.root(namespace)
+            digest = self._pool.index.child(parent, self._content(token_ids, number))
+            self._pool.index.add(digest, table.blocks[number])
             if self._window is not None:
-                self._window.add_to_index(request_id, number, table.tip)
-            table.num_final = number + 1
+                self._window.add_to_index(request_id, number, digest)
+            table.digests.append(digest)
+        if self._states is not None:
+            self._states.index(request_id, table.digests)
 
     def free(self, request_id: str) -> None:
         """End a table. What is in the index stays there until its block is needed."""
@@ -232,14 +260,50 @@ class BlockManager:
             self._pool.release(block)
         if self._window is not None:
             self._window.free(request_id)
+        if self._states is not None:
+            self._states.free(request_id)
+
+    # ------------------------------------------------------------------ states of requests
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Checkpoints of states that prefixes can be resumed from."""
+        return 0 if self._states is None else self._states.num_checkpoints
+
+    def checkpoint(self, request_id: str) -> int:
+        """The place of the states that a request has just been admitted with; -1 if there are none
+        or it begins without any."""
+        return NO_PLACE if self._states is None else self._states.latest(request_id)
+
+    def chunk_end(self, request_id: str, start: int, end: int) -> int:
+        """See `StatePlaces.chunk_end`."""
+        return end if self._states is None else self._states.chunk_end(request_id, start, end)
+
+    def plan_checkpoint(
+        self, request_id: str, num_tokens: int, drafts_in_flight: int | None = None
+    ) -> int:
+        """See `StatePlaces.plan`."""
+        if self._states is None:
+            return NO_PLACE
+        return self._states.plan(request_id, num_tokens, drafts_in_flight)
+
+    def take_in(self, request_id: str, num_tokens: int) -> None:
+        """See `StatePlaces.take_in`."""
+        if self._states is not None:
+            self._states.take_in(request_id, num_tokens)
+
+    # ------------------------------------------------------------------ what must hold
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless every block is in its one right place."""
         self._pool.check_invariants(
             Counter(block for table in self._tables.values() for block in table.blocks)
         )
+        num_final = {name: table.num_final for name, table in self._tables.items()}
         if self._window is not None:
-            self._window.check_invariants({it: self._tables[it].num_final for it in self._tables})
+            self._window.check_invariants(num_final)
+        if self._states is not None:
+            self._states.check_invariants(num_final)
         for request_id, table in self._tables.items():
             self._check_table(request_id, table)
 

@@ -57,6 +57,13 @@ class BlockPool:
         else:
             self._free.append(block)
 
+    def forget(self, block: int) -> bool:
+        """Whether one table alone holds this block, which then has no content any more."""
+        alone = self._references[block] == 1
+        if alone and block in self.index:
+            self.index.remove(block)
+        return alone
+
     def forget_contents(self) -> None:
         """Empty the index: evictable blocks become free, and those in tables will when released."""
         self.index.clear()

@@ -28,6 +28,7 @@ class KVSpec:
     window: int | None = None
 
     bytes_per_request = 0
+    bytes_per_draft_token = 0
 
     @property
     def stored_dim(self) -> int:

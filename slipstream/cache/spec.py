@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from slipstream.kernels.pass_inputs import StateInputs
 from slipstream.kernels.preparation import RequestTables
 
 # What the mixer of a layer reads and writes: (keys, values) for attention.
@@ -26,6 +27,9 @@ class CacheSizes:
     Attributes:
         num_blocks, block_size: blocks that all layers share, and tokens in each.
         num_slots: requests that run at once, and one slot for padding.
+        num_drafts: draft tokens of a request that wait to be taken into its states.
+        num_checkpoints: states that are kept beside those of slots.
+        rereads: see `StatePlaces`.
         num_window_blocks: blocks that layers with a window share in place of those; one more
             stands behind them, of zeros, for tokens that no row sees any more. 0: these layers
             keep all tokens.
@@ -36,6 +40,9 @@ class CacheSizes:
     num_slots: int
     device: torch.device
     num_window_blocks: int = 0
+    num_drafts: int = 0
+    num_checkpoints: int = 0
+    rereads: int = 0
 
 
 class CachePool(Protocol):
@@ -60,13 +67,9 @@ class CachePool(Protocol):
 class StatePool(CachePool, Protocol):
     """A pool that keeps a state of each request beside or in place of blocks."""
 
-    def begin(self, slots: Sequence[int]) -> None:
-        """Requests without computed tokens take these slots, new ones or preempted ones. (Where
-        layers keep states no prefix is shared, so no request begins with computed tokens.)"""
-
-    def commit(self, slots: Tensor, num_rows: Tensor) -> None:
-        """Roll the states forward by the first num_rows[r] rows of the last pass; the rows behind
-        them were refused. slots, num_rows: [R] int64."""
+    def begin(self, slots: Sequence[int], places: Sequence[int]) -> None:
+        """Requests take these slots, new ones or preempted ones, each with the state of one of the
+        pool's places, a checkpoint; -1: without computed tokens."""
 
 
 class CacheSpec(Hashable, Protocol):
@@ -81,11 +84,31 @@ class CacheSpec(Hashable, Protocol):
         """Bytes of a state, for every slot, however long its request is."""
 
     @property
+    def bytes_per_draft_token(self) -> int:
+        """Bytes that wait to be taken into a state, for every slot and each of its draft tokens."""
+
+    @property
     def window(self) -> int | None:
         """How many tokens a row reads of what is in blocks, itself included; None: all."""
 
     def allocate(self, num_layers: int, sizes: CacheSizes) -> CachePool:
         """A pool for so many layers of this spec; a `StatePool` where requests have states."""
+
+
+@dataclass(frozen=True)
+class SharedCache:
+    """The cache of a layer that keeps nothing and reads what another one keeps.
+
+    Attributes:
+        lender: which of the layers in the layout that is; it stands before this one.
+    """
+
+    lender: int
+    window: int | None = None
+
+    bytes_per_token = 0
+    bytes_per_request = 0
+    bytes_per_draft_token = 0
 
 
 @dataclass(frozen=True)
@@ -97,7 +120,7 @@ class CacheLayout:
         extra_bytes_per_token: that a drafter keeps of a token beside its layers' caches.
     """
 
-    specs: tuple[CacheSpec, ...]
+    specs: tuple[CacheSpec | SharedCache, ...]
     dtype: torch.dtype
     extra_bytes_per_token: int = 0
 
@@ -106,18 +129,28 @@ class CacheLayout:
         return self.extra_bytes_per_token + sum(spec.bytes_per_token for spec in self.specs)
 
     @property
+    def _windowed(self) -> list[CacheSpec | SharedCache]:
+        """Those with a window on what is in blocks; windows of states are of another kind."""
+        return [it for it in self.specs if it.bytes_per_token and it.window is not None]
+
+    @property
     def windowed_bytes_per_token(self) -> int:
         """Those of layers with a window."""
-        return sum(spec.bytes_per_token for spec in self.specs if spec.window is not None)
+        return sum(spec.bytes_per_token for spec in self._windowed)
 
     def window(self, longest: int) -> int | None:
         """The largest window of any layer, where it is smaller than the `longest` request."""
-        largest = max((spec.window for spec in self.specs if spec.window is not None), default=None)
+        largest = max((spec.window or 0 for spec in self._windowed), default=None)
         return largest if largest is not None and largest < longest else None
 
     @property
     def bytes_per_request(self) -> int:
         return sum(spec.bytes_per_request for spec in self.specs)
+
+    def state_bytes(self, num_drafts: int) -> int:
+        """Bytes for every slot, with so many draft tokens that wait to be taken into its states."""
+        waiting = sum(spec.bytes_per_draft_token for spec in self.specs)
+        return self.bytes_per_request + num_drafts * waiting
 
     @property
     def blocks_resume(self) -> bool:
@@ -136,14 +169,22 @@ class ModelCache:
 
     def __init__(self, layout: CacheLayout, sizes: CacheSizes) -> None:
         self.has_windows = sizes.num_window_blocks > 0
-        counts = Counter(layout.specs)
+        self._sizes = sizes
+        counts = Counter(it for it in layout.specs if not isinstance(it, SharedCache))
         pools = {spec: spec.allocate(count, sizes) for spec, count in counts.items()}
         self._pools = list(pools.values())
         self._states = [
             cast(StatePool, pool) for spec, pool in pools.items() if spec.bytes_per_request
         ]
+        # Of each slot, draft tokens of its last pass that were accepted and are in no state yet.
+        self._pending = torch.zeros(sizes.num_slots, dtype=torch.int64, device=sizes.device)
         own = {spec: iter(pool.layers) for spec, pool in pools.items()}
-        self.layers: list[LayerCache] = [next(own[spec]) for spec in layout.specs]
+        self.layers: list[LayerCache] = []
+        for spec in layout.specs:
+            if isinstance(spec, SharedCache):
+                self.layers.append(self.layers[spec.lender])
+            else:
+                self.layers.append(next(own[spec]))
 
     def keep_path(
         self, tables: RequestTables, slots: Tensor, roots: Tensor, path: Tensor, counts: Tensor
@@ -157,13 +198,39 @@ class ModelCache:
         """Whether any layer keeps a state of each request."""
         return bool(self._states)
 
-    def begin(self, slots: Sequence[int]) -> None:
-        """See `StatePool.begin`."""
+    def begin(self, slots: Sequence[int], checkpoints: Sequence[int]) -> None:
+        """See `StatePool.begin`; checkpoints are counted from 0."""
+        places = [-1 if it < 0 else self._sizes.num_slots + it for it in checkpoints]
         for pool in self._states:
-            pool.begin(slots)
+            pool.begin(slots, places)
+        if self._states:
+            self._pending[list(slots)] = 0
 
-    def commit(self, slots: Tensor, num_rows: Tensor) -> None:
-        """See `StatePool.commit`. Paged kinds need nothing: the count of tokens on the device says
-        which slots hold something, and refused rows are written over."""
-        for pool in self._states:
-            pool.commit(slots, num_rows)
+    def state_inputs(
+        self, slots: Tensor, starts: Tensor, num_known: Tensor, saved: Tensor | None
+    ) -> StateInputs | None:
+        """How states move on in a pass; None where no layer keeps any.
+
+        Args:
+            starts: [R] int64, the token of each request's first row.
+            num_known: see `StateInputs`.
+            saved: [R] int64, the checkpoint that becomes of the state behind the last edge of a
+                block that this pass gets to; -1: none does. None: of no request.
+        """
+        if not self._states:
+            return None
+        pending = self._pending[slots]
+        if saved is None or not self._sizes.num_checkpoints:
+            nowhere = torch.full_like(slots, -1)
+            return StateInputs(slots, num_known, pending, nowhere, slots)
+        size, rereads = self._sizes.block_size, self._sizes.rereads
+        edges = (starts + num_known + rereads) // size * size - rereads
+        save_at = torch.where(saved < 0, -1, edges)
+        return StateInputs(slots, num_known, pending, save_at, saved + self._sizes.num_slots)
+
+    def commit(self, slots: Tensor, num_accepted: Tensor) -> None:
+        """So many draft tokens of the last pass stay; [R] int64 each. Paged kinds need nothing: the
+        count of tokens on the device says which slots hold something, and refused rows are written
+        over."""
+        if self._states:
+            self._pending.index_copy_(0, slots, num_accepted)

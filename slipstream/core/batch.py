@@ -76,6 +76,9 @@ class ScheduledRequest:
         block_table: the request's KV blocks, covering start + num_new_tokens + num_draft_tokens.
         window_table: the same for layers with a window, where those have blocks of their own; the
             null block stands for tokens that no row of the step sees.
+        resumed: the place of the checkpoint that its states begin with, where layers keep such and
+            it is admitted behind a prefix; else -1.
+        saved: the place for the checkpoint of a step that may reach the edge of a block; -1: none.
         admitted: it got its slot in this step (anew, or again after a preemption).
         reaches_end: the last row of this step's known tokens predicts a new token.
     """
@@ -88,6 +91,8 @@ class ScheduledRequest:
     admitted: bool
     reaches_end: bool
     window_table: Sequence[int] = ()
+    resumed: int = -1
+    saved: int = -1
     stops: ChainStops | None = None
     trim: Trim | None = None
 

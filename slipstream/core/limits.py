@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from slipstream.core.request import Request
+
 
 @dataclass(frozen=True)
 class StepLimits:
@@ -49,3 +51,12 @@ class StepLimits:
     def drafts_for(self, acceptable: int) -> int:
         """Draft tokens that are of use where so many may be accepted: a tree is to be whole."""
         return self.num_speculative_tokens if self.drafts_trees and acceptable > 0 else acceptable
+
+    def drafts(self, request: Request) -> bool:
+        """Whether anything is ever drafted for this request."""
+        return min(request.num_speculative_tokens, self.num_speculative_tokens) > 0
+
+    def namespace(self, request: Request) -> str:
+        """What is stored per token of this request, and whose it is: identities hold no NUL."""
+        identity = self.cache_identity if self.drafts(request) else ""
+        return f"{identity}\0{request.cache_salt}" if request.cache_salt else identity

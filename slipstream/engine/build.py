@@ -7,7 +7,8 @@ from importlib import import_module
 import torch
 
 from slipstream.cache.block_manager import BlockManager
-from slipstream.cache.spec import CacheSizes, ModelCache
+from slipstream.cache.spec import CacheLayout, CacheSizes, ModelCache
+from slipstream.cache.state_places import StatePlaces
 from slipstream.cache.window_blocks import WindowBlocks
 from slipstream.core.config import STORED_QUANTIZATIONS, EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
@@ -68,7 +69,7 @@ from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.threads import set_threads
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.speculative.catalogue import kind_of_drafter
-from slipstream.speculative.drafter import DrafterResources, LoadedDrafter
+from slipstream.speculative.drafter import NO_STATES, DrafterResources, LoadedDrafter
 from slipstream.speculative.loading import load_drafter
 from slipstream.speculative.options import TargetModel
 
@@ -169,18 +170,18 @@ def assemble(
 ) -> Engine:
     """The engine around loaded models."""
     limits, device, shape = resolved.limits, resolved.device, network.config
-    size, windows = config.block_size, resolved.num_window_blocks
-    state = DeviceState(limits.max_num_seqs, limits.max_model_len, size, device, windows > 0)
+    size, windowed = config.block_size, resolved.num_window_blocks > 0
+    state = DeviceState(limits.max_num_seqs, limits.max_model_len, size, device, windowed)
     sampling = SamplingState(state.num_slots, shape.vocab_size, device, config.use_fp64_gumbel)
-    layout = shape.cache_layout(resolved.cache_dtype)
+    form, layout = _step_form(resolved, config), shape.cache_layout(resolved.cache_dtype)
     sizes = CacheSizes(resolved.num_blocks, size, state.num_slots, device)
-    cache = ModelCache(layout, replace(sizes, num_window_blocks=windows))
+    own = _target_sizes(resolved, sizes, loaded_drafter.needs.features)
+    cache = ModelCache(layout, own)
     runner = ModelRunner(network, cache, state, stream_layers=loaded_drafter.needs.stream_layers)
-    shares_prefixes = config.enable_prefix_caching and layout.blocks_resume
-    form = _step_form(resolved, config)
+    shares_prefixes = _shares_prefixes(config, layout, own)
     costs = _costs(resolved, config, shape, form)
     policy = _draft_policy(resolved, costs, form)
-    scheduler = Scheduler(limits, _block_manager(resolved, size, shares_prefixes), policy)
+    scheduler = Scheduler(limits, _block_manager(resolved, own, shares_prefixes), policy)
     resources = DrafterResources(
         state=state,
         sampling=sampling,
@@ -221,13 +222,27 @@ def assemble(
     return Engine(resolved, scheduler, step, reader, tokenizer, grammars, costs)
 
 
+def _shares_prefixes(config: EngineConfig, layout: CacheLayout, sizes: CacheSizes) -> bool:
+    """Whether requests begin behind prefixes that others have computed."""
+    resumes = layout.blocks_resume or sizes.num_checkpoints > 0
+    return config.enable_prefix_caching and resumes
+
+
+def _target_sizes(resolved: Resolved, sizes: CacheSizes, rereads: bool) -> CacheSizes:
+    """`sizes` with what the target's layers alone have."""
+    return replace(
+        sizes,
+        num_window_blocks=resolved.num_window_blocks,
+        num_drafts=resolved.limits.num_speculative_tokens,
+        num_checkpoints=resolved.num_checkpoints,
+        rereads=int(rereads),
+    )
+
+
 def _require_attention(drafter: LoadedDrafter) -> None:
     """Raise UsageError for a drafter that cannot go on from blocks alone."""
     if not all(kept.blocks_resume for kept in drafter.layouts):
-        raise UsageError(
-            "drafters whose layers keep a state of each request are not supported; use a draft "
-            "model with attention alone"
-        )
+        raise UsageError(NO_STATES)
 
 
 def _synthetic_rates(resolved: Resolved) -> torch.Tensor | None:
@@ -290,11 +305,15 @@ def _of_drafts(resolved: Resolved) -> frozenset[Uses]:
     return frozenset(use for way, use in uses.items() if way is resolved.verification)
 
 
-def _block_manager(resolved: Resolved, block_size: int, shares_prefixes: bool) -> BlockManager:
-    window = None
+def _block_manager(resolved: Resolved, sizes: CacheSizes, shares_prefixes: bool) -> BlockManager:
+    window = states = None
+    size = sizes.block_size
     if resolved.num_window_blocks:
-        window = WindowBlocks(resolved.num_window_blocks, block_size, resolved.window)
-    return BlockManager(resolved.num_blocks, block_size, shares_prefixes, window)
+        window = WindowBlocks(resolved.num_window_blocks, size, resolved.window)
+    if shares_prefixes and sizes.num_checkpoints:
+        interval = resolved.checkpoint_interval
+        states = StatePlaces(sizes.num_checkpoints, size, interval, sizes.rereads)
+    return BlockManager(resolved.num_blocks, size, shares_prefixes, window, states)
 
 
 def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -1,10 +1,11 @@
 """Resolves the options of an engine to numbers, each with the reason for it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from slipstream.cache.spec import CacheLayout
 from slipstream.core.config import EngineConfig, known_quantization
 from slipstream.core.errors import DraftTooLongError, UsageError
 from slipstream.core.limits import StepLimits
@@ -24,6 +25,7 @@ from slipstream.runner.capability import (
 )
 from slipstream.runner.graphs import captures_graphs
 from slipstream.runner.memory import StepSizes, device_memory, uses_gpu_memory
+from slipstream.speculative.drafter import LoadedDrafter
 from slipstream.speculative.loading import Speculation
 
 _NOT_INVARIANT = (
@@ -40,6 +42,8 @@ class Resolved:
     Attributes:
         num_window_blocks, window: blocks for the target's layers with a window, and how many tokens
             they see at most; 0 where these layers keep all tokens.
+        num_checkpoints: of the states of layers; 0 where they have none.
+        checkpoint_interval: see `StatePlaces`.
         bytes_per_block: of all layers.
         cache_dtype: of the target's keys and values.
         verification: of all requests; None: coupled for those with a seed, rejection for others.
@@ -53,6 +57,8 @@ class Resolved:
     num_blocks: int
     num_window_blocks: int
     window: int
+    num_checkpoints: int
+    checkpoint_interval: int
     bytes_per_block: int
     dtype: torch.dtype
     cache_dtype: torch.dtype
@@ -163,9 +169,6 @@ def resolve(
     rows = _max_num_batched_tokens(config, device, reasons)
     captures = captures_graphs(device, bool(config.enforce_eager) or speculation.enforce_eager)
     count = speculation.num_speculative_tokens
-    windowed = 0
-    if drafter.window is not None:
-        windowed = drafter.window.bytes_per_request(config.block_size, count)
     step = StepSizes(
         network=shape,
         itemsize=dtype.itemsize,
@@ -176,18 +179,21 @@ def resolve(
         draft_probabilities=bool(drafter.layouts) or drafter.limits.keeps_probabilities,
         graphs=captures,
         max_draft_rows=drafter.limits.draft_rows(count),
-        layer_state=sum(layout.bytes_per_request for layout in layouts) + windowed,
+        layer_state=_layer_state(layouts, drafter, config.block_size, count),
     )
-    num_blocks, num_window_blocks = size_cache(config, device_memory(device), step, blocks, reasons)
-    max_model_len = _fit_model_len(config, longest, num_blocks * config.block_size, reasons)
+    counts = size_cache(config, device_memory(device), step, blocks, reasons)
+    max_model_len = _fit_model_len(config, longest, counts.num_blocks, reasons)
+    _require_chains(shape, layouts[0], speculation)
     _note_precision(config, device, reasons)
     _note_accepted_flags(config, device, captures, reasons)
     _require_width(speculation)
     return Resolved(
         limits=_step_limits(config, rows, max_model_len, speculation),
-        num_blocks=num_blocks,
-        num_window_blocks=num_window_blocks,
+        num_blocks=counts.num_blocks,
+        num_window_blocks=counts.num_window_blocks,
         window=blocks.window,
+        num_checkpoints=counts.num_checkpoints,
+        checkpoint_interval=blocks.interval,
         bytes_per_block=blocks.all,
         dtype=dtype,
         cache_dtype=cache_dtype,
@@ -202,6 +208,16 @@ def resolve(
         adaptive=speculation.adaptive,
         reasons=reasons.rows,
     )
+
+
+def _layer_state(
+    layouts: Sequence[CacheLayout], drafter: LoadedDrafter, block_size: int, num_drafts: int
+) -> int:
+    """Bytes that layers keep of each request, however long it is."""
+    states = sum(layout.state_bytes(num_drafts) for layout in layouts)
+    if drafter.window is None:
+        return states
+    return states + drafter.window.bytes_per_request(block_size, num_drafts)
 
 
 def _step_limits(
@@ -220,6 +236,16 @@ def _step_limits(
         tree_depth=drafter.tree_depth,
         adaptive=speculation.adaptive,
     )
+
+
+def _require_chains(shape: DecoderConfig, layout: CacheLayout, speculation: Speculation) -> None:
+    """Raise UsageError where drafts are trees and the target's states follow one chain."""
+    if layout.bytes_per_request and speculation.drafter.limits.tree_depth is not None:
+        raise UsageError(
+            f"{shape.architecture} has layers that keep a state of each request, which follows one "
+            "chain of tokens, so trees of draft tokens are not supported; let the drafter draft "
+            "chains"
+        )
 
 
 def _require_width(speculation: Speculation) -> None:
@@ -250,11 +276,12 @@ def _note_precision(config: EngineConfig, device: torch.device, reasons: Reasons
         reasons.add("batch_invariant", True, invariance_note(device))
 
 
-def _fit_model_len(config: EngineConfig, longest: int, capacity: int, reasons: Reasons) -> int:
+def _fit_model_len(config: EngineConfig, longest: int, num_blocks: int, reasons: Reasons) -> int:
     """A derived limit shrinks to what the cache holds; one that was asked for stays.
 
     Requests that would not fit are then refused one by one, with the numbers.
     """
+    capacity = num_blocks * config.block_size
     if config.max_model_len is not None or longest <= capacity:
         return longest
     reasons.add("max_model_len", capacity, f"reduced from the model's {longest}: KV cache capacity")

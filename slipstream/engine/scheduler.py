@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from slipstream.cache.block_manager import BlockManager
+from slipstream.cache.state_places import NO_PLACE
 from slipstream.core.batch import Batch, Committed, DraftPlan, ScheduledRequest
 from slipstream.core.errors import UsageError
 from slipstream.core.limits import StepLimits
@@ -13,7 +14,7 @@ from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.engine.admission import check_fits
 from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy
 from slipstream.engine.invariants import check_gain, check_places, check_queues, order
-from slipstream.engine.shares import Budget, Share
+from slipstream.engine.shares import Budget, Share, may_go_on
 from slipstream.engine.stop_conditions import NOT_FINITE, append_output
 
 
@@ -163,9 +164,9 @@ class Scheduler:
         if self._waiting and self._free_slots:
             return None
         budget = Budget(self.limits.max_num_batched_tokens - len(items))
-        items = [item for item in items if self._goes_on(item.request)]
+        items = [item for item in items if may_go_on(item.request, self.limits)]
         plans = self._plans([item.request for item in items], surely_gained=1)
-        ahead: list[ScheduledRequest] = []
+        shares: list[tuple[Share, int]] = []  # and the drafts that are under way
         for item, plan in zip(items, plans, strict=True):
             request = item.request
             share = Share(request, 1, budget.take(plan.num_tokens), plan=plan)
@@ -173,18 +174,11 @@ class Scheduler:
             most = min(most, self.limits.max_model_len)
             if not self.block_manager.grow(request.request_id, most):
                 return None
-            ahead.append(self._scheduled(share, reaches_end=True))
-        if not ahead:
-            return None
-        for item in ahead:
-            item.request.steps_in_flight += 1
-        return Batch(tuple(ahead))
-
-    def _goes_on(self, request: Request) -> bool:
-        """Whether one more token may still leave room for another."""
-        if request.num_output_tokens + 1 >= request.max_tokens:
-            return False
-        return request.num_tokens + 1 < self.limits.max_model_len
+            shares.append((share, item.num_draft_tokens))
+        for share, _ in shares:
+            share.request.steps_in_flight += 1
+        ahead = tuple(self._scheduled(share, True, drafts) for share, drafts in shares)
+        return Batch(ahead) if ahead else None
 
     def _secure_known_tokens(self) -> list[Request]:
         """Make every running request's table cover its known tokens; who had to be preempted.
@@ -237,12 +231,13 @@ class Scheduler:
 
     def _extend(self, share: Share, budget: Budget) -> None:
         """The next rows of a prompt, as many as there are rows and blocks behind the window for."""
-        request = share.request
+        request, name = share.request, share.request.request_id
         done = request.num_computed + share.num_new_tokens
-        room = self.block_manager.capacity(request.request_id) - done
-        share.num_new_tokens += budget.take(max(0, min(share.num_uncomputed, room)))
+        end = min(request.num_tokens, self.block_manager.capacity(name), done + budget.left)
+        end = self.block_manager.chunk_end(name, request.num_computed, end)
+        share.num_new_tokens += budget.take(max(0, end - done))
         written = request.num_computed + share.num_new_tokens
-        grown = self.block_manager.grow(request.request_id, request.num_tokens, written)
+        grown = self.block_manager.grow(name, request.num_tokens, written)
         assert grown, "capacity promised the blocks"
 
     def _admit_waiting(self, shares: list[Share], budget: Budget) -> None:
@@ -257,7 +252,8 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Move the first waiting request to a slot, with blocks for all its known tokens."""
-        prefix = self._cached_prefix(request)
+        shared = self._cached_prefix(request)
+        prefix = self.block_manager.resumable(shared)
         # One block stays for each running request: it may need it in the next step, and would
         # then send this one straight back.
         if not self.block_manager.can_admit(prefix, request.num_tokens, reserve=len(self._running)):
@@ -265,7 +261,7 @@ class Scheduler:
         first = request.num_preemptions == 0
         queried = request.num_tokens if first and request.uses_prefix_cache else 0
         name = request.request_id
-        self.block_manager.admit(name, prefix, queried)
+        self.block_manager.admit(name, prefix, queried, request.num_tokens, len(shared))
         request.num_computed = len(prefix) * self.block_manager.block_size
         grown = self.block_manager.grow(name, request.num_tokens, request.num_computed + 1)
         assert grown, "can_admit promised the blocks"
@@ -281,7 +277,7 @@ class Scheduler:
     def _cached_prefix(self, request: Request) -> list[int]:
         if not request.uses_prefix_cache:
             return []
-        return self.block_manager.match_prefix(self._namespace(request), request.token_ids)
+        return self.block_manager.match_prefix(self.limits.namespace(request), request.token_ids)
 
     def _draft_at_prompt_end(self, share: Share, budget: Budget) -> None:
         """Drafts in the step that ends a prompt, if that leaves a single token or the drafter can
@@ -321,15 +317,21 @@ class Scheduler:
             limits.drafter_max_model_len - num_tokens,
         )
 
-    def _scheduled(self, share: Share, reaches_end: bool) -> ScheduledRequest:
-        request = share.request
+    def _scheduled(
+        self, share: Share, reaches_end: bool, drafts_in_flight: int | None = None
+    ) -> ScheduledRequest:
+        """A share as others see it; `drafts_in_flight` as in `StatePlaces.plan`."""
+        request, blocks = share.request, self.block_manager
+        name, taken_in = request.request_id, request.num_computed + share.num_new_tokens
         return ScheduledRequest(
             request=request,
             start=request.num_computed,
             num_new_tokens=share.num_new_tokens,
             num_draft_tokens=share.num_draft_tokens,
-            block_table=self.block_manager.table(request.request_id),
-            window_table=self.block_manager.window_table(request.request_id),
+            block_table=blocks.table(name),
+            window_table=blocks.window_table(name),
+            resumed=blocks.checkpoint(name) if share.admitted else NO_PLACE,
+            saved=blocks.plan_checkpoint(name, taken_in, drafts_in_flight),
             admitted=share.admitted,
             reaches_end=reaches_end,
             stops=share.plan.stops,
@@ -356,8 +358,9 @@ class Scheduler:
             ending = FinishReason.ERROR, NOT_FINITE
         # Without an ending this is num_tokens - 1: the bonus or recovered token is not computed.
         # With one, the output may have been cut inside the accepted drafts.
-        computed = request.num_computed + item.num_new_tokens + gain.num_accepted
-        request.num_computed = min(computed, request.num_tokens)
+        taken_in = request.num_computed + item.num_new_tokens
+        self.block_manager.take_in(request.request_id, taken_in)
+        request.num_computed = min(taken_in + gain.num_accepted, request.num_tokens)
         request.num_steps += bool(gain.token_ids)
         request.drafter_computed = gain.drafter_computed
         if not gain.broken:
@@ -372,21 +375,13 @@ class Scheduler:
     def _index(self, request: Request, drafter_computed: int) -> None:
         """Offer full blocks to later requests, as far as all that belongs in them is there."""
         num_tokens = request.num_computed
-        if self._drafts(request):
+        if self.limits.drafts(request):
             num_tokens = min(num_tokens, drafter_computed)
         self.block_manager.index(
-            request.request_id, self._namespace(request), request.token_ids, num_tokens
+            request.request_id, self.limits.namespace(request), request.token_ids, num_tokens
         )
 
     # ------------------------------------------------------------------ common
-
-    def _drafts(self, request: Request) -> bool:
-        return min(request.num_speculative_tokens, self.limits.num_speculative_tokens) > 0
-
-    def _namespace(self, request: Request) -> str:
-        """What is stored per token, and whose it is: identities hold no NUL."""
-        identity = self.limits.cache_identity if self._drafts(request) else ""
-        return f"{identity}\0{request.cache_salt}" if request.cache_salt else identity
 
     def _give_back(self, request: Request) -> None:
         self.block_manager.free(request.request_id)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from slipstream.core.batch import DraftPlan
+from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
 
 NO_DRAFT = DraftPlan(0)
@@ -38,3 +39,10 @@ class Budget:
         taken = min(wanted, self.left)
         self.left -= taken
         return taken
+
+
+def may_go_on(request: Request, limits: StepLimits) -> bool:
+    """Whether one more token may still leave room for another."""
+    if request.num_output_tokens + 1 >= request.max_tokens:
+        return False
+    return request.num_tokens + 1 < limits.max_model_len

@@ -70,11 +70,16 @@ class BlockBytes:
 
     Attributes:
         window: tokens that the latter see at most; 0: there are none.
+        checkpoint: bytes of the states of a request, for each checkpoint of them; 0: no layer has
+            any.
+        interval: blocks of the target that take about as much as a checkpoint.
     """
 
     kept: int
     windowed: int = 0
     window: int = 0
+    checkpoint: int = 0
+    interval: int = 1
 
     @classmethod
     def of(cls, layouts: Sequence[CacheLayout], block_size: int, longest: int) -> "BlockBytes":
@@ -84,15 +89,27 @@ class BlockBytes:
             longest: tokens of the longest request.
         """
         total = block_size * sum(layout.bytes_per_token for layout in layouts)
-        window = layouts[0].window(longest)
+        window, checkpoint = layouts[0].window(longest), layouts[0].bytes_per_request
+        own = block_size * layouts[0].bytes_per_token
+        interval = max(1, -(-checkpoint // own)) if own else 1
         if window is None:
-            return cls(total)
+            return cls(total, checkpoint=checkpoint, interval=interval)
         windowed = block_size * layouts[0].windowed_bytes_per_token
-        return cls(total - windowed, windowed, window)
+        return cls(total - windowed, windowed, window, checkpoint, interval)
 
     @property
     def all(self) -> int:
         return self.kept + self.windowed
+
+
+@dataclass(frozen=True)
+class CacheCounts:
+    """How many blocks all layers share, how many others those with a window, and how many
+    checkpoints of states there are places for."""
+
+    num_blocks: int
+    num_window_blocks: int = 0
+    num_checkpoints: int = 0
 
 
 def size_cache(
@@ -101,9 +118,8 @@ def size_cache(
     step: StepSizes,
     block: BlockBytes,
     reasons: Reasons,
-) -> tuple[int, int]:
-    """The number of blocks, which fit beside what the largest step needs, and how many others the
-    layers with a window share.
+) -> CacheCounts:
+    """What fits beside what the largest step needs.
 
     Raises:
         UsageError: they do not fit, or there is no room for any.
@@ -111,22 +127,42 @@ def size_cache(
     items = _planned(memory, step, reasons)
     reserved = sum(item.size for item in items)
     if config.num_kv_blocks is None:
-        num_blocks, windowed = _derived(config, memory, step, block, items, reasons)
+        counts = _derived(config, memory, step, block, items, reasons)
     else:
         num_blocks = config.num_kv_blocks
         windowed = _window_blocks(config, step, block, num_blocks)
+        kept = _checkpoints(config, block, num_blocks, 2 * num_blocks * block.all)
+        counts = CacheCounts(num_blocks, windowed, kept)
+    num_blocks, windowed = counts.num_blocks, counts.num_window_blocks
     size = num_blocks * block.all
     if windowed:
         size = num_blocks * block.kept + windowed * block.windowed
         why = f"for layers with a window of {block.window} tokens, whose blocks are given back"
         reasons.add("num_window_blocks", windowed, why)
+    states = counts.num_checkpoints * block.checkpoint
+    if block.checkpoint:
+        why = f"{gigabytes(states)}, as prefixes are resumed from the states of layers"
+        reasons.add("num_state_checkpoints", counts.num_checkpoints, why)
     if items:
-        reasons.add("memory for the KV cache", gigabytes(size), "blocks")
+        reasons.add("memory for the KV cache", gigabytes(size + states), "blocks and checkpoints")
     beside = f" ({gigabytes(reserved)} of it for the tensors of a step)" if reserved else ""
-    most = max(0, memory.free - reserved) // block.all
+    most = max(0, memory.free - reserved - states) // block.all
     remedy = f"at most {most} blocks fit: lower kv_cache_memory or num_kv_blocks"
-    require_memory(memory, size + reserved, f"the KV cache{beside}", remedy)
-    return num_blocks, windowed
+    if states:
+        remedy += f", or num_state_checkpoints, which take {gigabytes(states)}"
+    require_memory(memory, size + states + reserved, f"the KV cache{beside}", remedy)
+    return counts
+
+
+def _checkpoints(config: EngineConfig, block: BlockBytes, num_blocks: int, budget: int) -> int:
+    """Checkpoints of states beside `num_blocks`: two for each request that runs, since one is
+    written while the last one stays, and one for blocks of the same size; in half of the budget."""
+    if not (block.checkpoint and config.enable_prefix_caching):
+        return 0
+    if config.num_state_checkpoints is not None:
+        return config.num_state_checkpoints
+    wanted = 2 * config.max_num_seqs + num_blocks // block.interval
+    return min(wanted, budget // 2 // block.checkpoint)
 
 
 def _window_blocks(
@@ -164,7 +200,7 @@ def _derived(
     block: BlockBytes,
     items: Sequence[Item],
     reasons: Reasons,
-) -> tuple[int, int]:
+) -> CacheCounts:
     """`size_cache` from the bytes that the cache may take, and what requests can use of them."""
     wanted = config.max_num_seqs * -(-step.max_model_len // config.block_size)
     reserved = sum(item.size for item in items)
@@ -175,6 +211,13 @@ def _derived(
         blocks = -(-min(_LEAST_TOKENS, step.max_model_len) // config.block_size)
         if budget < blocks * block.all:
             raise no_room_error(memory, config.gpu_memory_utilization, items, _remedies(config))
+    checkpoints = _checkpoints(config, block, wanted, budget)
+    if checkpoints * block.checkpoint + block.all > budget and config.num_state_checkpoints:
+        raise UsageError(
+            f"num_state_checkpoints ({checkpoints}) take {checkpoints * block.checkpoint} bytes, "
+            f"but the cache has {budget} for them and its blocks; lower it, or give the cache more"
+        )
+    budget -= checkpoints * block.checkpoint
     num_blocks = min(wanted, budget // block.all)  # if all layers kept all tokens
     if num_blocks < 1:
         raise UsageError(
@@ -189,7 +232,7 @@ def _derived(
         num_blocks = min(wanted, left // block.kept) if block.kept else wanted
     enough = "as many as max_num_seqs requests of max_model_len can use"
     reasons.add("num_kv_blocks", num_blocks, enough if num_blocks == wanted else why)
-    return num_blocks, windowed
+    return CacheCounts(num_blocks, windowed, checkpoints)
 
 
 def _remedies(config: EngineConfig) -> list[str]:

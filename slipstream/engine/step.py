@@ -241,7 +241,7 @@ class Step:
         )
         self._sampling.commit(batch.slots, verdict.token_ids, num_tokens, batch.uses)
         if self._runner.has_states:
-            self._runner.commit(batch.slots, batch.num_known_rows + num_accepted)
+            self._runner.commit(batch.slots, num_accepted)
         return Verdict(verdict.token_ids, num_tokens, num_accepted, verdict.path)
 
     def _room(self, slots: Tensor) -> Tensor:
@@ -267,7 +267,8 @@ class Step:
         self._drafter.forget(batch.preempted)
         self._state.apply(batch)
         admitted = [item.request for item in batch.requests if item.admitted]
-        self._runner.begin([request.slot for request in admitted])
+        resumed = [item.resumed for item in batch.requests if item.admitted]
+        self._runner.begin([request.slot for request in admitted], resumed)
         for request in admitted:
             self._sampling.admit(request.slot, request)
         packed = self._pack(batch)
@@ -389,6 +390,7 @@ class Step:
             rereads=[int(self._rereads and item.admitted and item.start > 0) for item in items],
             stops=stops if any(stops) else (),
             trims=trims if any(trims) else (),
+            saved=[item.saved for item in items],
         )
 
 

@@ -32,6 +32,7 @@ class PackedBatch:
             features; None: nowhere.
         stops: when each request's chain ends early (None: it does not); empty where none does.
         trims: which draft tokens of each request are verified (None: all); empty where all are.
+        saved: the place for the checkpoint of each request, -1 for none; empty: none has any.
     """
 
     slots: Sequence[int]
@@ -44,6 +45,7 @@ class PackedBatch:
     rereads: Sequence[int] | None = None
     stops: Sequence[ChainStops | None] = ()
     trims: Sequence[Trim | None] = ()
+    saved: Sequence[int] = ()
 
     @property
     def num_verified(self) -> int:
@@ -54,7 +56,7 @@ class PackedBatch:
         return sum([most if it is None else min(most, it.num_rows) for most, it in pairs])
 
     def columns(self, width: int) -> list[list[int]]:
-        """Rows of numbers, one column per request: six, and `width` more where there are
+        """Rows of numbers, one column per request: seven, and `width` more where there are
         guesses."""
         rows = [
             list(self.slots),
@@ -64,6 +66,7 @@ class PackedBatch:
             list(self.rereads or [0] * len(self.slots)),
             [FACTOR_PARTS if it is None else it.factor for it in self.trims]
             or [FACTOR_PARTS] * len(self.slots),
+            list(self.saved) or [-1] * len(self.slots),
         ]
         if self.guesses is not None:
             padded = [
@@ -100,6 +103,7 @@ class DeviceBatch:
             learn how many; otherwise each request gets as many as it can have at most, and the
             host waits for nothing.
         factors: [R] int64, see `Trim`.
+        saved: [R] int64, see `PackedBatch`.
         num_rows: rows of the target's pass, of which draft tokens get what known ones leave over
             (rows of `rereads` are not counted); None: as many as all requests can have.
         kept: [R] int64, how many of the draft's first tokens are what the drafter proposed; None:
@@ -114,6 +118,7 @@ class DeviceBatch:
     at_end: Tensor
     rereads: Tensor
     factors: Tensor
+    saved: Tensor
     guesses: Tensor
     width: int
     uses: frozenset[Uses]
@@ -131,9 +136,9 @@ class DeviceBatch:
         exact: bool,
         num_rows: int | None = None,
     ) -> "DeviceBatch":
-        """Views of `PackedBatch.columns` [6 or 6 + K, R] int64 on the device."""
-        slots, new, drafts, at_end, rereads, factors = columns[:6].unbind(0)
-        guesses = columns[6:].T.contiguous()
+        """Views of `PackedBatch.columns` [7 or 7 + K, R] int64 on the device."""
+        slots, new, drafts, at_end, rereads, factors, saved = columns[:7].unbind(0)
+        guesses = columns[7:].T.contiguous()
         return cls(
             slots,
             new,
@@ -141,6 +146,7 @@ class DeviceBatch:
             at_end != 0,
             rereads,
             factors,
+            saved,
             guesses,
             width,
             uses,
@@ -205,9 +211,19 @@ class DeviceBatch:
             most, total = most_drafts + 1, self.num_rows
             if total is not None and total >= self.num_requests * most:
                 total = None
-            return PassRows(self.slots, starts, lengths, most, total, tree=tree)
-        starts, lengths = starts - self.rereads, lengths + self.rereads
-        return PassRows(self.slots, starts, lengths, rereads=self.rereads, tree=tree)
+            return PassRows(
+                *(self.slots, starts, lengths, most, total),
+                num_known=self.num_new_tokens,  # nothing is computed again here
+                saved=self.saved,
+                tree=tree,
+            )
+        return PassRows(
+            *(self.slots, starts - self.rereads, lengths + self.rereads),
+            rereads=self.rereads,
+            num_known=self.num_known_rows,
+            saved=self.saved,
+            tree=tree,
+        )
 
     def asking_for(self, num_draft_tokens: Tensor, width: int) -> "DeviceBatch":
         """A copy with other numbers of draft tokens, at most `width`."""

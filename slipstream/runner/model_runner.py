@@ -1,7 +1,7 @@
 """One pass of one model over rows of several requests."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ class ModelRunner:
         stream_layers: layers whose incoming residual stream every pass keeps (`Forward.streams`).
 
     Attributes:
-        has_states: a layer keeps a state of each request, which `commit` rolls forward.
+        has_states: a layer keeps a state of each request, which is told what was accepted.
     """
 
     def __init__(
@@ -54,6 +54,10 @@ class ModelRunner:
     def forward(self, rows: PassRows) -> Forward:
         """Compute `rows`, whose ids stand in the device state, and write their keys and values."""
         layout = lay_out(self._state, rows, self._cache.has_windows)
+        num_known = rows.lengths if rows.num_known is None else rows.num_known
+        states = self._cache.state_inputs(rows.slots, rows.starts, num_known, rows.saved)
+        if states is not None:
+            layout = replace(layout, inputs=replace(layout.inputs, states=states))
         hidden, streams = self._network(
             layout.token_ids, layout.inputs, self._cache.layers, self._stream_layers
         )
@@ -71,13 +75,14 @@ class ModelRunner:
         roots = self._state.num_tokens[slots] - 1
         self._cache.keep_path(self._state.tables, slots, roots, path, counts)
 
-    def begin(self, slots: Sequence[int]) -> None:
-        """Requests without computed tokens take these slots."""
-        self._cache.begin(slots)
+    def begin(self, slots: Sequence[int], checkpoints: Sequence[int]) -> None:
+        """Requests take these slots, each with the states of a checkpoint; -1: without computed
+        tokens, or where blocks are all that there is of them."""
+        self._cache.begin(slots, checkpoints)
 
-    def commit(self, slots: Tensor, num_rows: Tensor) -> None:
-        """Keep the first num_rows[r] rows of each request in the last pass; [R] int64 each."""
-        self._cache.commit(slots, num_rows)
+    def commit(self, slots: Tensor, num_accepted: Tensor) -> None:
+        """Keep the first num_accepted[r] draft rows of each request in the last pass; [R] int64."""
+        self._cache.commit(slots, num_accepted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, vocab_size (of the head)] float32."""

@@ -72,6 +72,9 @@ class PassRows:
         rereads: [R] int64, leading rows of each request that write nothing, because the cache has
             them already and only their features are wanted; None: no request has any. Only of
             exact rows.
+        num_known: [R] int64, leading rows of each request whose tokens stay whatever is refused;
+            None: all. Only states of layers ask for it.
+        saved: see `ModelCache.state_inputs`.
         mask_token: what rows behind the known tokens hold; None: what stands in the state.
         tree: of rows that are nodes of token trees; None where rows are a chain.
         excerpt: what the rows see, where that is not all; `starts` and the roots of trees are then
@@ -84,6 +87,8 @@ class PassRows:
     width: int | None = None
     total: int | None = None
     rereads: Tensor | None = None
+    num_known: Tensor | None = None
+    saved: Tensor | None = None
     mask_token: int | None = None
     tree: TreeRows | None = None
     excerpt: Excerpt | None = None

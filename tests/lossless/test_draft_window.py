@@ -144,8 +144,13 @@ class WindowedHead:
         return self.oracle.drafts(known, count)
 
 
-@pytest.mark.parametrize("shares", [True, False])
-@pytest.mark.parametrize("name", ["eagle3", "p-eagle"])
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        pytest.param("eagle3", True, marks=pytest.mark.full),
+        *(("eagle3", False), ("p-eagle", True), ("p-eagle", False)),
+    ],
+)
 def test_every_draft_of_a_head_sees_the_window(
     name: str, shares: bool, make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

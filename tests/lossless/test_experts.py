@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.drafters.blocks import write_dflash
+from tests.drafters.blocks import write_dflash, write_dflash2, write_dspark
 from tests.drafters.heads import write_eagle1, write_eagle3, write_p_eagle
 from tests.drafters.mtp_heads import write_mtp
 from tests.lossless import test_greedy, test_sampled
@@ -55,6 +55,8 @@ def write_heads(folder: Path, target: str) -> dict[str, str]:
     return {
         "assistant": "",
         "dflash": str(write_dflash(folder / "dflash", target, block=16, draft_vocab=80)),
+        "dflash2": str(write_dflash2(folder / "dflash2", target, block=16)),
+        "dspark": str(write_dspark(folder / "dspark", target, block=16, draft_vocab=80)),
         "eagle": str(write_eagle1(folder / "eagle", target)),
         "eagle3": str(write_eagle3(folder / "eagle3", target, draft_vocab=80, **narrow)),
         "p-eagle": str(write_p_eagle(folder / "p-eagle", target, draft_vocab=80)),

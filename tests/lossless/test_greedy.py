@@ -18,7 +18,7 @@ AXES: dict[str, list[Any]] = {
     "drafter": [
         *("draft_model", "self", "subset", "pard", "medusa", "mlp_speculator"),
         *("ngram", "suffix", "custom", "perfect", "wrong", "eagle", "eagle3", "p-eagle"),
-        *("dflash", "assistant", "mtp", "mtp_modules"),
+        *("dflash", "dflash2", "dspark", "assistant", "mtp", "mtp_modules"),
         *("combination", "host_combination", "uneven_combination"),
     ],
     "k": [1, "auto", 7, 15],
@@ -138,6 +138,8 @@ def speculative_config(
         "wrong": {"method": "fake", "model": "wrong"},
         "assistant": {"model": heads["assistant"]},
         "dflash": {"model": heads["dflash"]},
+        "dflash2": {"model": heads["dflash2"]},
+        "dspark": {"model": heads["dspark"]},
         "eagle": {"model": heads["eagle"]},
         "eagle3": {"model": heads["eagle3"]},
         "p-eagle": {"model": heads["p-eagle"]},

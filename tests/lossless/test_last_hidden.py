@@ -233,7 +233,9 @@ def test_the_row_that_is_kept_is_behind_what_is_read_again() -> None:
     """A mixed step: a hit whose last cached token is read again, a chunk, and a verified draft."""
     state = DeviceState(3, 16, 4, torch.device("cpu"))
     last = LastHidden(state, 2, torch.float32)
-    columns = torch.tensor([[2, 0, 1], [2, 4, 1], [0, 0, 3], [1, 0, 1], [1, 0, 0], [8, 8, 8]])
+    columns = torch.tensor(
+        [[2, 0, 1], [2, 4, 1], [0, 0, 3], [1, 0, 1], [1, 0, 0], [8, 8, 8], [-1, -1, -1]]
+    )
     batch = DeviceBatch.over(columns, 3, frozenset(), exact=True)
     hidden = torch.arange(11.0).unsqueeze(1).expand(-1, 2)  # rows 0-2, 3-6, 7-10
     first, final = torch.tensor([0, 3, 7]), torch.tensor([2, 6, 10])

@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 from slipstream import LLM, SamplingParams
 from tests.checkpoints import write_qwen3
 from tests.drafters.assistants import write_assistant
-from tests.drafters.blocks import write_dflash
+from tests.drafters.blocks import write_dflash, write_dflash2, write_dspark
 from tests.drafters.heads import write_eagle1, write_eagle3, write_p_eagle
 from tests.drafters.mtp_heads import write_mtp
 from tests.last_hidden_checkpoints import mapped_medusa_for, medusa_for, mlp_for
@@ -61,6 +61,11 @@ def heads(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> di
         "dflash_reduced": str(
             write_dflash(folder / "dflash_reduced", pair[0], mask=3, draft_vocab=4)
         ),
+        "dflash2": str(write_dflash2(folder / "dflash2", pair[0], mask=3)),
+        "dspark": str(write_dspark(folder / "dspark", pair[0], mask=3)),
+        "dspark_reduced": str(
+            write_dspark(folder / "dspark_reduced", pair[0], mask=3, draft_vocab=4, head_type="rnn")
+        ),
         "eagle": str(write_eagle1(folder / "eagle", pair[0])),
         "eagle3": str(write_eagle3(folder / "eagle3", pair[0], norm_output=True)),
         "eagle3_reduced": str(write_eagle3(folder / "reduced", pair[0], draft_vocab=4)),
@@ -101,6 +106,9 @@ CASES: dict[str, dict[str, Any]] = {
     "dflash": {"drafter": "dflash", "params": {"temperature": 0.7, "top_p": 0.9}},
     "dflash_reduced": {"drafter": "dflash_reduced"},
     "dflash_greedy_drafts": {"drafter": "dflash_reduced", "draft_sample_method": "greedy"},
+    "dflash2": {"drafter": "dflash2"},
+    "dspark": {"drafter": "dspark", "params": {"temperature": 0.7, "top_p": 0.9}},
+    "dspark_reduced": {"drafter": "dspark_reduced"},
     "eagle": {"drafter": "eagle"},
     "eagle3": {"drafter": "eagle3", "params": {"temperature": 0.7, "top_p": 0.9}},
     "eagle3_reduced": {"drafter": "eagle3_reduced"},
@@ -172,7 +180,9 @@ def check(
         assert p_value(drawn, exact, places) > 0.001, places
 
 
-@pytest.mark.parametrize("name", ["assistant", "assistant_of_parts", "dflash", "dflash_reduced"])
+@pytest.mark.parametrize(
+    "name", ["assistant", "assistant_of_parts", "dflash", "dflash_reduced", "dspark"]
+)
 def test_padded_steps_have_the_targets_distribution(
     name: str, pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

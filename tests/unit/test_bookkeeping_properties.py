@@ -3,7 +3,8 @@
 The pretended engine below runs real schedules against a pretended device: every "forward pass"
 writes, into the place that the block table names, the whole prefix that a key at this place would
 depend on, and checks all that it reads. So a stale block, a block shared too early or a drafter's
-layers that are not there show up as a wrong prefix, whatever went wrong before.
+layers that are not there show up as a wrong prefix, whatever went wrong before. So does a
+checkpoint of states, which holds the prefix that they cover.
 
 The device has its own idea of every request, by slot. In a pipelined world steps are planned and
 launched before the host has seen the results of the one before, so the host's idea lags behind.
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slipstream.cache.block_manager import BlockManager
+from slipstream.cache.state_places import StatePlaces
 from slipstream.cache.window_blocks import WindowBlocks, most_blocks_held
 from slipstream.core.batch import Batch, Committed, ScheduledRequest
 from slipstream.core.errors import UsageError
@@ -61,6 +63,7 @@ class Slot:
     tokens: list[int]
     computed: int  # tokens in the target's cache
     drafter_computed: int  # and in the drafter's
+    taken_in: int = 0  # tokens that the states of its layers cover
 
 
 @dataclass
@@ -101,7 +104,8 @@ class Launched:
 class World:
     """A scheduler, a pretended target and drafter, and the cache that they share.
 
-    With a window the target has layers that keep no more, in `spare` blocks above the fewest.
+    With a window the target has layers that keep no more, in `spare` blocks above the fewest; with
+    places, layers that keep a state of each request.
     """
 
     limits: StepLimits
@@ -111,6 +115,10 @@ class World:
     pipelined: bool = False
     window: int = 0
     spare: int = 0
+    places: int = 0
+    interval: int = 1
+    rereads: int = 0
+    checkpoints: dict[int, Tokens] = field(default_factory=dict)
     window_kv: dict[int, Tokens] = field(default_factory=dict)
     target_kv: dict[int, Tokens] = field(default_factory=dict)
     drafter_kv: dict[int, Tokens] = field(default_factory=dict)
@@ -125,7 +133,12 @@ class World:
         if self.window:
             fewest = most_blocks_held(self.window, self.block_size)
             window = WindowBlocks(fewest + self.spare, self.block_size, self.window)
-        self.blocks = BlockManager(self.num_blocks, self.block_size, self.caching, window)
+        self.states = None
+        if self.places and self.caching:
+            self.states = StatePlaces(self.places, self.block_size, self.interval, self.rereads)
+        self.blocks = BlockManager(
+            self.num_blocks, self.block_size, self.caching, window, self.states
+        )
         self.scheduler = Scheduler(self.limits, self.blocks)
 
     def add(
@@ -233,6 +246,8 @@ class World:
             request = item.request
             if item.admitted:
                 self.slots[request.slot] = Slot([*request.token_ids], item.start, item.start)
+            if item.admitted and self.states is not None:
+                self.resume(item, self.slots[request.slot])
             tables = tuple(item.block_table), tuple(item.window_table)
             shares.append(Share(item, self.slots[request.slot], *tables))
         known = [tuple(share.slot.tokens) for share in shares]
@@ -246,6 +261,9 @@ class World:
             self.read(self.target_kv, share, tokens)
             if self.window:
                 self.read_window(share, tokens)
+        if self.states is not None:
+            for share in shares:
+                self.take_in(share)
         gains = [self.verify(*each, rng) for each in zip(shares, guesses, strict=True)]
         return Launched(batch, known, gains)
 
@@ -291,6 +309,29 @@ class World:
         self.write(self.drafter_kv, share, slot.tokens[:upto], done)
         self.read(self.drafter_kv, share, slot.tokens[:upto])
         slot.drafter_computed = upto
+
+    def resume(self, item: ScheduledRequest, slot: Slot) -> None:
+        """States begin with a checkpoint of all cached tokens, or but for the one that is computed
+        again."""
+        assert (item.resumed >= 0) == (item.start > 0), "blocks without states"
+        if item.start:
+            slot.taken_in = item.start - self.rereads
+            found = self.checkpoints[item.resumed]
+            assert found == Share(item, slot, (), ()).key(slot.tokens, slot.taken_in - 1), (
+                f"request {item.request.request_id} begins with foreign states"
+            )
+            self.seen["resumed"] += 1
+
+    def take_in(self, share: Share) -> None:
+        """The states of a request go on to behind its known tokens."""
+        slot, before = share.slot, share.slot.taken_in
+        slot.taken_in = slot.computed + share.item.num_new_tokens
+        edge = (slot.taken_in + self.rereads) // self.block_size
+        save_at = edge * self.block_size - self.rereads
+        if share.item.saved >= 0 and save_at > before:
+            self.checkpoints[share.item.saved] = share.key(slot.tokens, save_at - 1)
+            self.seen["saved"] += 1
+        self.seen["not saved"] += share.item.saved < 0 and save_at > before
 
     def place(self, share: Share, position: int) -> int:
         block, offset = divmod(position, self.block_size)
@@ -425,6 +466,7 @@ class World:
     def check_end(self) -> None:
         assert self.blocks.num_available == self.blocks.num_blocks
         assert not self.blocks.request_ids
+        assert self.states is None or self.states._pool.num_available == self.places
         for request in self.everyone:
             prompt = request.token_ids[: request.num_prompt_tokens]
             expected = plain_output(request, prompt)
@@ -463,6 +505,9 @@ worlds = st.builds(
     pipelined=st.booleans(),
     window=st.sampled_from([0, 0, 1, 3, 4, 9]),
     spare=st.integers(0, 8),
+    places=st.sampled_from([0, 0, 1, 2, 4, 9, 20]),
+    interval=st.integers(1, 4),
+    rereads=st.integers(0, 1),
 )
 # Prompts that begin alike, so that they meet in the prefix index.
 prompts = st.builds(

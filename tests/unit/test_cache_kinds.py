@@ -1,52 +1,29 @@
 """Caches of several kinds in one model: their sizes, their pools, and what an engine tells them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import pytest
 import torch
-from torch import Tensor
 
+from slipstream.cache.latent import LatentSpec
 from slipstream.cache.paged import KVPool, KVSpec
+from slipstream.cache.recurrent import RecurrentSpec
 from slipstream.cache.spec import CacheLayout, CacheSizes, ModelCache
+from slipstream.core.errors import UsageError
 from slipstream.kernels.preparation import RequestTables
 
 SIZES = CacheSizes(num_blocks=6, block_size=4, num_slots=3, device=torch.device("cpu"))
 SMALL, LARGE = KVSpec(2, 8, torch.float32), KVSpec(1, 16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class SumSpec:
-    """A made-up recurrent kind: each layer keeps one number a request."""
-
-    bytes_per_token = 0
-    bytes_per_request = 4
-    window = None
-
-    def allocate(self, num_layers: int, sizes: CacheSizes) -> "SumPool":
-        return SumPool(num_layers, sizes)
-
-
-class SumPool:
-    def __init__(self, num_layers: int, sizes: CacheSizes) -> None:
-        self.states = torch.full((num_layers, sizes.num_slots), -1.0)
-        self.layers = list(self.states)
-
-    def keep_path(
-        self, tables: RequestTables, slots: Tensor, roots: Tensor, path: Tensor, counts: Tensor
-    ) -> None:
-        raise AssertionError("this kind takes no trees")
-
-    def begin(self, slots: Sequence[int]) -> None:
-        self.states[:, list(slots)] = 0
-
-    def commit(self, slots: Tensor, num_rows: Tensor) -> None:
-        self.states[:, slots] += num_rows
+RECURRENT = RecurrentSpec((4, 3, 5), window=3, channels=20, gates=8, dtype=torch.bfloat16)
 
 
 def test_bytes_are_those_of_all_layers() -> None:
-    layout = CacheLayout((SMALL, SumSpec(), SMALL, LARGE), torch.float32, extra_bytes_per_token=7)
+    layout = CacheLayout((SMALL, RECURRENT, SMALL, LARGE), torch.float32, extra_bytes_per_token=7)
     assert layout.bytes_per_token == 2 * (2 * 2 * 8 * 4) + 2 * 16 * 2 + 7
-    assert layout.bytes_per_request == 4
+    assert layout.bytes_per_request == 4 * 3 * 5 * 4 + 3 * 20 * 2
+    assert layout.state_bytes(5) == layout.bytes_per_request + 5 * (20 + 8) * 2
     assert not layout.blocks_resume
     assert CacheLayout((SMALL, LARGE), torch.float32).blocks_resume
 
@@ -56,6 +33,15 @@ def test_an_int8_head_has_a_scale_behind_its_numbers() -> None:
     assert spec.bytes_per_token == 2 * 2 * (8 + 4)
     keys, values = spec.allocate(1, SIZES).layers[0]
     assert keys.shape == values.shape == (6, 4, 2, 12)
+
+
+def test_latent_layers_keep_one_row_a_token() -> None:
+    spec = LatentSpec(18, torch.bfloat16)
+    assert (spec.bytes_per_token, spec.bytes_per_request) == (36, 0)
+    cache = ModelCache(CacheLayout((spec, SMALL, spec), torch.bfloat16), SIZES)
+    assert [cache.layers[index].shape for index in (0, 2)] == [(6, 4, 18)] * 2
+    with pytest.raises(UsageError, match="int8 is not for latent attention"):
+        LatentSpec(18, torch.int8)
 
 
 def test_layers_keep_their_order_and_equal_ones_share_a_pool() -> None:
@@ -103,16 +89,67 @@ def test_a_path_is_kept_by_the_table_of_each_layer() -> None:
         assert keys[second, 0, 0, 0] == 4 * second + 2  # token 4 <- token 6
 
 
-def test_states_are_begun_and_rolled_forward_by_what_was_kept() -> None:
-    cache = ModelCache(CacheLayout((SMALL, SumSpec(), SumSpec()), torch.float32), SIZES)
+def test_states_have_places_for_slots_and_checkpoints() -> None:
+    sizes = replace(SIZES, num_drafts=2, num_checkpoints=4)
+    cache = ModelCache(CacheLayout((SMALL, RECURRENT, RECURRENT), torch.float32), sizes)
+    for layer in cache.layers[1:]:
+        assert layer.states.shape == (3 + 4, 4, 3, 5)
+        assert layer.windows.shape == (3 + 4, 3, 20)
+        assert layer.drafted.shape == (3, 2, 20)
+        assert layer.drafted_gates.shape == (3, 2, 8)
+        assert (layer.states.dtype, layer.windows.dtype) == (torch.float32, torch.bfloat16)
+        layer.states.fill_(1.0)
+        layer.windows.fill_(1.0)
+        layer.states[5], layer.windows[5] = 2.0, 3.0
+    cache.begin([0, 2], [-1, 2])
+    for layer in cache.layers[1:]:
+        for kept, there in ((layer.states, 2.0), (layer.windows, 3.0)):
+            found = [place.unique().tolist() for place in kept]
+            assert found == [[0.0], [1.0], [there], [1.0], [1.0], [there], [1.0]]
+
+
+def test_accepted_rows_are_pending_until_their_request_goes_on() -> None:
+    cache = ModelCache(CacheLayout((SMALL, RECURRENT), torch.float32), replace(SIZES, num_drafts=5))
     assert cache.has_states
-    cache.begin([0, 2])
+    known = torch.tensor([4, 1])
+
+    def pending() -> list[int]:
+        found = cache.state_inputs(torch.tensor([2, 0]), known, known, None)
+        assert found is not None
+        assert found.num_known is known
+        assert found.save_at.tolist() == [-1, -1]
+        return found.pending.tolist()
+
     cache.commit(torch.tensor([2, 0]), torch.tensor([5, 1]))
-    cache.commit(torch.tensor([2]), torch.tensor([3]))
-    for state in cache.layers[1:]:
-        assert state.tolist() == [1, -1, 8]
-    cache.begin([2])
-    assert cache.layers[1].tolist() == [1, -1, 0]
+    assert pending() == [5, 1]
+    cache.commit(torch.tensor([0]), torch.tensor([3]))
+    assert pending() == [5, 3]
+    cache.begin([2], [-1])
+    assert pending() == [0, 3]
+    paged = ModelCache(CacheLayout((SMALL,), torch.float32), SIZES)
+    assert paged.state_inputs(torch.tensor([2, 0]), known, known, None) is None
+
+
+@pytest.mark.parametrize(("rereads", "save_at"), [(0, [4, -1, 8]), (1, [7, -1, 7])])
+def test_the_last_edge_of_a_pass_is_saved(rereads: int, save_at: list[int]) -> None:
+    """Behind 7, 9 and 8 tokens, with a place for the first and the last request."""
+    sizes = replace(SIZES, num_checkpoints=5, rereads=rereads)
+    cache = ModelCache(CacheLayout((RECURRENT,), torch.float32), sizes)
+    starts, known = torch.tensor([2, 8, 0]), torch.tensor([5, 1, 8])
+    found = cache.state_inputs(torch.arange(3), starts, known, torch.tensor([4, -1, 0]))
+    assert found is not None
+    assert found.save_at.tolist() == save_at
+    assert found.saved[[0, 2]].tolist() == [3 + 4, 3 + 0]
+
+
+def test_drafts_take_little_beside_the_state_of_a_request() -> None:
+    """Geometry of Qwen3.5-9B: 24 such layers, 32 heads of values, 16 of keys, all of 128."""
+    channels = (2 * 16 + 32) * 128
+    spec = RecurrentSpec(
+        (32, 128, 128), window=3, channels=channels, gates=64, dtype=torch.bfloat16
+    )
+    layout = CacheLayout((spec,) * 24, torch.bfloat16)
+    assert layout.state_bytes(7) < 1.06 * layout.state_bytes(0)
 
 
 def test_a_path_is_kept_in_every_pool() -> None:

@@ -58,15 +58,15 @@ def form(*widths: int) -> CapturedForm:
 # ---------------------------------------------------------------------- plans and batches
 
 
-def test_a_plan_is_six_rows_of_numbers() -> None:
+def test_a_plan_is_seven_rows_of_numbers() -> None:
     given = PackedBatch([4, 0], [1, 9], [3, 0], [True, False], 3, GREEDY)
-    assert given.columns(3) == [[4, 0], [1, 9], [3, 0], [1, 0], [0, 0], [8, 8]]
+    assert given.columns(3) == [[4, 0], [1, 9], [3, 0], [1, 0], [0, 0], [8, 8], [-1, -1]]
 
 
 def test_guesses_are_padded_to_the_width() -> None:
     given = plan([4, 0, 1], [2, 0, 1], guesses=[[7, 8], [], [9]])
-    assert given.columns(3)[6:] == [[7, 0, 9], [8, 0, 0], [0, 0, 0]]
-    assert plan([4], [0], guesses=[[]]).columns(0) == [[4], [1], [0], [1], [0], [8]]
+    assert given.columns(3)[7:] == [[7, 0, 9], [8, 0, 0], [0, 0, 0]]
+    assert plan([4], [0], guesses=[[]]).columns(0) == [[4], [1], [0], [1], [0], [8], [-1]]
 
 
 def test_a_turn_is_views_of_the_numbers() -> None:

@@ -124,7 +124,8 @@ def size_both(
     memory: DeviceMemory, block: BlockBytes, step: StepSizes, **options: Any
 ) -> tuple[tuple[int, int], Reasons]:
     reasons = Reasons()
-    return size_cache(EngineConfig(**options), memory, step, block, reasons), reasons
+    counts = size_cache(EngineConfig(**options), memory, step, block, reasons)
+    return (counts.num_blocks, counts.num_window_blocks), reasons
 
 
 def test_the_pool_is_what_is_left_and_every_number_is_told() -> None:

@@ -1,0 +1,225 @@
+"""Prefixes of models with recurrent states are resumed from checkpoints: the text is that of no
+hit, and speculation costs no hits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import LLM, RequestOutput, SamplingParams
+from slipstream.engine.step_results import Launched, StepResult
+from slipstream.runner.device_batch import DeviceBatch
+from slipstream.speculative.catalogue import METHODS
+from slipstream.speculative.drafter import Draft
+from tests import fake_drafters
+from tests.checkpoints import write_qwen3
+from tests.drafters.heads import write_eagle3
+from tests.hybrid_checkpoints import add_module, write_hybrid
+from tests.lossless.pairwise import Case, pairwise_cases
+from tests.lossless.test_greedy import case_name, remember, tokens
+from tests.padded_steps import use_padded_steps
+
+BLOCK, MAX_TOKENS = 4, 19
+AXES: dict[str, list[Any]] = {
+    "drafter": ["none", "in turn", "ngram", "draft_model", "eagle3", "mtp"],
+    "k": [1, 3, 7],
+    "rows": [512, 24],  # 24: prompts come in chunks
+    "blocks": [400, 40],  # 40: requests are preempted
+    "places": [3, 8, None],
+    "steps": ["exact", "padded"],  # padded steps are planned one ahead
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> str:
+    kind = "qwen3_5_text"
+    return str(add_module(write_hybrid(folder / "target", kind), kind))
+
+
+@pytest.fixture(scope="module")
+def drafters(folder: Path) -> dict[str, Any]:
+    shape = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6}
+    alike = write_qwen3(folder / "alike", num_key_value_heads=2, head_dim=16, **shape)
+    return {
+        "in turn": {"method": "fake", "model": "in turn"},
+        "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+        "draft_model": {"model": str(write_qwen3(folder / "draft"))},
+        "eagle3": {"model": str(write_eagle3(folder / "eagle3", alike))},
+        "mtp": {"method": "mtp"},
+    }
+
+
+def make_llm(target: str, speculative: dict[str, Any] | None, case: Case) -> LLM:
+    if speculative is not None:
+        speculative = {**speculative, "num_speculative_tokens": case["k"]}
+    return LLM(
+        target,
+        speculative_config=speculative,
+        skip_tokenizer_init=True,
+        max_num_seqs=3,
+        max_num_batched_tokens=case["rows"],
+        num_kv_blocks=case["blocks"],
+        num_state_checkpoints=case["places"],
+        block_size=BLOCK,
+        max_model_len=320,
+    )
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 96, (count,), generator=generator).tolist()
+
+
+def opening(talk: int, shared: int) -> list[int]:
+    """The first prompt of a talk: every other one begins alike, with so many tokens."""
+    return random_ids(shared, 7 + talk % 2) + random_ids(9 + 4 * talk, talk)
+
+
+class Talks:
+    """Talks of some turns, several at once: each prompt is all that was said, and something new."""
+
+    def __init__(self, target: str, shared: int, count: int = 4, turns: int = 2) -> None:
+        case = {"k": 0, "rows": 512, "blocks": 400, "places": 0}
+        plain = make_llm(target, None, case)
+        self.prompts: list[list[Any]] = []
+        self.expected: list[list[list[int]]] = []
+        said = [opening(talk, shared) for talk in range(count)]
+        for turn in range(turns):
+            self.prompts.append([{"prompt_token_ids": ids} for ids in said])
+            self.expected.append(tokens(plain.generate(self.prompts[-1], GREEDY)))
+            answers = zip(said, self.expected[-1], strict=True)
+            said = [[*ids, *answer, *random_ids(5, turn)] for ids, answer in answers]
+        assert not plain.engine.scheduler.block_manager.num_hit_tokens
+
+    def remember(self) -> None:
+        remember(
+            [prompt for turn in self.prompts for prompt in turn],
+            [answer for turn in self.expected for answer in turn],
+        )
+
+    def run(self, llm: LLM) -> list[RequestOutput]:
+        """All of them, with the text checked."""
+        outputs: list[RequestOutput] = []
+        for prompts, expected in zip(self.prompts, self.expected, strict=True):
+            outputs += llm.generate(prompts, GREEDY)
+            assert tokens(outputs[-len(prompts) :]) == expected
+        llm.engine.scheduler.check_invariants()
+        return outputs
+
+
+@pytest.fixture(scope="module")
+def talks(target: str) -> Talks:
+    return Talks(target, shared=30)
+
+
+@pytest.mark.parametrize("case", pairwise_cases(AXES), ids=case_name)
+def test_text_behind_a_checkpoint_is_that_of_a_fresh_prompt(
+    case: Case,
+    target: str,
+    drafters: dict[str, Any],
+    talks: Talks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
+    talks.remember()
+    if case["steps"] == "padded":
+        use_padded_steps(monkeypatch)
+    llm = make_llm(target, drafters.get(case["drafter"]), case)
+    outputs = talks.run(llm)
+    if case["blocks"] == 40:
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    elif case["places"] is None:
+        assert sum(output.metrics.num_cached_tokens for output in outputs) > 0
+
+
+@pytest.mark.parametrize("steps", ["exact", "padded"])
+def test_speculation_costs_no_hits(
+    steps: str, target: str, drafters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Talks find equal prefixes with and without it, but for 1 % (of the last round's accepted
+    tokens there is no state yet)."""
+    monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
+    talks = Talks(target, shared=200)
+    talks.remember()
+    if steps == "padded":
+        use_padded_steps(monkeypatch)
+    rates = {}
+    for name in ("none", *drafters):
+        case = {"k": 3, "rows": 512, "blocks": 400, "places": None}
+        llm = make_llm(target, drafters.get(name), case)
+        talks.run(llm)
+        blocks = llm.engine.scheduler.block_manager
+        rates[name] = blocks.num_hit_tokens / blocks.num_queried_tokens
+    assert all(rate > 0.99 * rates["none"] for rate in rates.values()), rates
+    assert rates["none"] > 0.5
+
+
+def record_drafts(llm: LLM) -> dict[tuple[int, ...], list[int]]:
+    """What is drafted behind each text from here on."""
+    drafter, seen = llm.engine._step._drafter, {}
+    propose = drafter.propose
+
+    def recorded(batch: DeviceBatch) -> Draft:
+        state = drafter._state
+        texts = [tuple(state.token_ids[it, : state.num_tokens[it]].tolist()) for it in batch.slots]
+        draft = propose(batch)
+        for text, ids, count in zip(texts, draft.token_ids, draft.num_tokens, strict=True):
+            seen[text] = ids[:count].tolist()
+        return draft
+
+    drafter.propose = recorded  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("name", ["draft_model", "eagle3", "mtp"])
+def test_drafts_and_acceptance_behind_a_checkpoint_are_those_without_a_hit(
+    name: str, target: str, drafters: dict[str, Any], talks: Talks
+) -> None:
+    accepted, drafts = [], []
+    for places in (0, None):
+        case = {"k": 3, "rows": 512, "blocks": 400, "places": places}
+        llm = make_llm(target, drafters[name], case)
+        drafts.append(record_drafts(llm))
+        outputs = talks.run(llm)
+        assert bool(sum(output.metrics.num_cached_tokens for output in outputs)) == (places is None)
+        accepted.append([output.metrics.num_accepted_tokens_per_pos for output in outputs])
+    assert accepted[0] == accepted[1]
+    fresh, resumed = drafts
+    assert len(fresh.keys() & resumed.keys()) > 0.9 * len(fresh) > 100
+    assert {text: resumed[text] for text in fresh.keys() & resumed.keys()}.items() <= fresh.items()
+
+
+@pytest.mark.parametrize("steps", ["exact", "padded"])
+def test_a_step_that_fails_is_done_again_without_its_checkpoints(
+    steps: str,
+    target: str,
+    drafters: dict[str, Any],
+    talks: Talks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if steps == "padded":
+        use_padded_steps(monkeypatch)
+    case = {"k": 3, "rows": 512, "blocks": 400, "places": None}
+    llm = make_llm(target, drafters["mtp"], case)
+    scheduler, step = llm.engine.scheduler, llm.engine._step
+    finish, count = step.finish, 0
+
+    def failing(launched: Launched) -> StepResult:
+        nonlocal count
+        count += 1
+        if count == 9:
+            assert scheduler.block_manager.num_checkpoints
+            raise RuntimeError("broken off")
+        return finish(launched)
+
+    monkeypatch.setattr(step, "finish", failing)
+    outputs = talks.run(llm)
+    assert count > 9
+    assert sum(output.metrics.num_cached_tokens for output in outputs) > 0

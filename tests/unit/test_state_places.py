@@ -1,0 +1,161 @@
+"""Which checkpoints of states are kept, for how long, and what is found of them."""
+
+from random import Random
+
+from slipstream.cache.prefix_index import PrefixIndex
+from slipstream.cache.state_places import NO_PLACE, StatePlaces
+from tests.unit.test_bookkeeping_properties import World, limits
+
+SIZE = 4
+CHAIN = [PrefixIndex.root("")]
+for number in range(20):
+    CHAIN.append(PrefixIndex.child(CHAIN[-1], [number]))
+CHAIN = CHAIN[1:]
+
+
+def places(num_places: int = 8, interval: int = 4, rereads: int = 0) -> StatePlaces:
+    return StatePlaces(num_places, SIZE, interval, rereads)
+
+
+def begin(states: StatePlaces, name: str, num_tokens: int, shared: int = 0) -> int:
+    """How many blocks the request is resumed behind."""
+    found = states.longest_prefix(CHAIN[: (num_tokens - 1) // SIZE])
+    states.admit(name, CHAIN[:found], num_tokens, max(found, shared))
+    return found
+
+
+def go_on(states: StatePlaces, name: str, num_tokens: int) -> int:
+    """A step up to so many tokens, all blocks of which are indexed; the place planned for it."""
+    place = states.plan(name, num_tokens)
+    states.take_in(name, num_tokens)
+    states.index(name, CHAIN[: num_tokens // SIZE])
+    states.check_invariants({it: num_tokens // SIZE for it in states._requests})
+    return place
+
+
+def found(states: StatePlaces) -> list[int]:
+    """The edges that have a checkpoint."""
+    return [
+        edge for edge in range(1, 20) if states._pool.index.block_of(CHAIN[edge - 1]) is not None
+    ]
+
+
+def test_a_checkpoint_moves_on_and_stays_where_it_is_of_use() -> None:
+    states = places()
+    assert begin(states, "a", 6) == 0
+    assert go_on(states, "a", 6) != NO_PLACE
+    assert found(states) == [1]
+    assert go_on(states, "a", 7) == NO_PLACE
+    for num_tokens in range(8, 4 * 14 + 1):
+        go_on(states, "a", num_tokens)
+    # The end of the prompt, intervals of 4 blocks, and the last one.
+    assert found(states) == [1, 4, 8, 12, 14]
+    states.free("a")
+    assert found(states) == [1, 4, 8, 12, 14]
+    assert begin(states, "b", 4 * 10 + 1) == 8
+    assert begin(states, "c", 4 * 14 + 1) == 14
+    assert states.latest("b") != states.latest("c")
+
+
+def test_a_pass_keeps_its_last_edge_alone() -> None:
+    states = places()
+    begin(states, "a", 40)
+    go_on(states, "a", 39)
+    assert found(states) == [9]
+    assert states.longest_prefix(CHAIN[:8]) == 0
+
+
+def test_a_token_that_is_computed_again_is_not_in_the_checkpoint() -> None:
+    states = places(rereads=1)
+    begin(states, "a", 40)
+    assert go_on(states, "a", 6) != NO_PLACE  # behind token 3
+    assert states.plan("a", 7) != NO_PLACE  # the 7th is the last of two blocks but for one token
+    states.take_in("a", 7)
+    states.index("a", CHAIN[:1])
+    assert found(states) == [1]
+    states.plan("a", 8)
+    states.take_in("a", 8)
+    states.index("a", CHAIN[:2])
+    assert found(states) == [2]
+
+
+def test_equal_requests_share_a_checkpoint() -> None:
+    states = places()
+    for name in ("a", "b"):
+        begin(states, name, 5)
+        go_on(states, name, 5)
+    assert states.latest("a") == states.latest("b")
+    assert states._pool.num_available == 7
+    go_on(states, "a", 12)
+    states.free("b")
+    assert found(states) == [1, 3]
+
+
+def test_who_needs_a_place_takes_the_one_used_the_longest_ago() -> None:
+    states = places(num_places=3, interval=1)
+    begin(states, "a", 13)
+    for num_tokens in (4, 8, 12):
+        go_on(states, "a", num_tokens)
+    assert found(states) == [1, 2, 3]
+    states.free("a")
+    assert begin(states, "b", 6) == 1  # used just now
+    go_on(states, "b", 17)
+    assert found(states) == [1, 3, 4]
+    states.forget_contents()
+    assert found(states) == []
+    states.free("b")
+    assert states._pool.num_available == 3
+
+
+def test_without_a_place_a_request_goes_on_without_a_checkpoint() -> None:
+    states = places(num_places=1)
+    begin(states, "a", 5)
+    go_on(states, "a", 5)
+    begin(states, "b", 30)
+    assert go_on(states, "b", 29) == NO_PLACE
+    assert found(states) == [1]
+
+
+def test_a_step_under_way_never_writes_a_checkpoint_that_is_there() -> None:
+    states = places()
+    begin(states, "a", 6)
+    kept = go_on(states, "a", 6)
+    states.plan("a", 7)  # with 3 drafts, behind which another step is planned
+    ahead = states.plan("a", 7, drafts_in_flight=3)
+    assert ahead not in (NO_PLACE, kept)
+    states.take_in("a", 7)
+    states.index("a", CHAIN[:1])
+    states.free("a")  # that step is surplus
+    assert found(states) == [1]
+    begin(states, "b", 6)
+    assert states.latest("b") == kept
+    states.check_invariants({"b": 1})
+
+
+def test_a_prompt_is_cut_where_others_part_from_it() -> None:
+    states = places()
+    begin(states, "a", 40)
+    go_on(states, "a", 40)
+    assert begin(states, "b", 27, shared=6) == 0
+    assert states.chunk_end("b", 0, 27) == 24
+    go_on(states, "b", 24)
+    assert states.chunk_end("b", 24, 27) == 27
+    go_on(states, "b", 27)
+    assert found(states) == [6, 10]
+    assert begin(states, "c", 29, shared=7) == 6
+    assert states.chunk_end("c", 24, 29) == 28
+
+
+def test_small_caches_meet_all_of_it() -> None:
+    """Checkpoints are resumed behind preemptions and in pipelines too; see `World`."""
+    world = World(limits(4, 16, 3), 14, 2, True, pipelined=True, places=8, interval=2, rereads=1)
+    rng = Random(0)
+    for number in range(12):
+        world.add([1] * (number % 5) + [number % 2], 12, 3, 0, False)
+        for _ in range(number):
+            world.step(rng)
+    while world.unfinished:
+        world.step(rng)
+    for name in ("resumed", "saved", "preempted", "ahead", "surplus"):
+        assert world.seen[name], name
+    assert world.seen["not saved"] < world.seen["saved"] / 8
