@@ -10,6 +10,8 @@ from slipstream.speculative.method import CheckpointSigns, Method
 # heads say `LlamaForCausalLM` and differ by a key or a tensor, and any model may be a draft model.
 _FOLDERS = (
     "mtp",
+    "dflash2",
+    "dspark",
     "dflash",
     "gemma4_assistant",
     "medusa",

@@ -14,6 +14,11 @@ from slipstream.sampling.verification import sample_draft
 from slipstream.speculative.chains import Chains
 from slipstream.speculative.drafter import Draft, DrafterResources
 
+# Of a place and the token before it, [R] (the target's ids): the logits there [R, V] float32, and
+# the chances [R] that its token is accepted, if the network tells them. Those follow from the
+# tokens before the place alone (`chains.py` says why).
+Places = Callable[[int, Tensor], tuple[Tensor, Tensor | None]]
+
 
 @dataclass(frozen=True)
 class DraftSampling:
@@ -85,6 +90,36 @@ class DraftSampling:
         one_hot, written = self.one_hot(batch, resources), excerpt.skipped is None
         draft = Draft(tokens, wanted, one_hot, probs, self.vocabulary, written=written)
         return chains.finish(draft), chains.num_passes
+
+    def draft_places(
+        self,
+        batch: DeviceBatch,
+        resources: DrafterResources,
+        wanted: Tensor,
+        places: Places,
+    ) -> Draft:
+        """K draft tokens one after the other, from a network that has no rows of its own for them.
+
+        Args:
+            wanted: [R] int64, draft tokens of each request.
+        """
+        state, slots = resources.state, batch.slots
+        known = state.num_tokens[slots]
+        last = state.token_ids[slots, (known - 1).clamp_min(0)]
+        tokens = slots.new_zeros((batch.num_requests, batch.width))
+        probs, chains = self.probabilities(batch), Chains(batch, resources, wanted)
+        for index in range(batch.width):
+            logits, confidences = places(index, last)
+            probs_out, out = None if probs is None else probs[:, index], chains.out(index)
+            picked = self.sample(logits, slots, known + index, batch, resources, probs_out, out)
+            if out is not None and confidences is not None:
+                out.copy_(confidences)
+            last = self.token_ids(picked)
+            tokens[:, index] = last
+            if not chains.take(index):
+                break
+        one_hot = self.one_hot(batch, resources)
+        return chains.finish(Draft(tokens, wanted, one_hot, probs, self.vocabulary))
 
     def sample(
         self,

@@ -22,6 +22,11 @@ from slipstream.sampling.state import SamplingState
 from slipstream.sampling.tree_verification import TreeNodes
 from slipstream.sampling.verification import Verdict
 
+NO_STATES = (
+    "drafters whose layers keep a state of each request are not supported; use a draft model with "
+    "attention alone"
+)
+
 
 @dataclass(frozen=True)
 class Draft:

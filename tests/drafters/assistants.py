@@ -4,16 +4,18 @@ The oracle reads whole texts anew for every draft, and shares nothing with the e
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import write_qwen3
 from tests.drafters.oracles import Target, load, plain_layer, rms, rotate
+from tests.models.parity_cases import Case
 
 WIDTH, INNER, HEADS = 32, 40, 4
 FIT_TEXTS, FIT_LENGTH = 24, 30
@@ -49,7 +51,7 @@ def write_assistant(
     shape = json.loads((Path(target) / "config.json").read_text())
     backbone, vocab = shape["hidden_size"], shape["vocab_size"]
     head_dim, kv_heads = shape["head_dim"], shape["num_key_value_heads"]
-    rope = {"rope_type": "default", "rope_theta": shape["rope_theta"]}
+    rope = {"rope_type": "default", "rope_theta": shape.get("rope_theta")}
     inner = {
         "model_type": "gemma4_text",
         "vocab_size": vocab,
@@ -112,7 +114,7 @@ def _weights(
     def gains(size: int) -> Tensor:
         return 1.0 + 0.3 * torch.randn(size, generator=generator)
 
-    vocab, rows = inner["vocab_size"], HEADS * inner["head_dim"]
+    vocab = inner["vocab_size"]
     weights = {
         "model.embed_tokens.weight": matrix(vocab, WIDTH, 2.0),
         "model.norm.weight": gains(WIDTH),
@@ -120,10 +122,11 @@ def _weights(
         "post_projection.weight": matrix(backbone, WIDTH, 2.0),
     }
     for index in range(inner["num_hidden_layers"]):
-        name = f"model.layers.{index}."
+        name, head_dim = f"model.layers.{index}.", _head_dim(inner, index)
+        rows = HEADS * head_dim
         weights |= {
             f"{name}self_attn.q_proj.weight": matrix(rows, WIDTH),
-            f"{name}self_attn.q_norm.weight": gains(inner["head_dim"]),
+            f"{name}self_attn.q_norm.weight": gains(head_dim),
             f"{name}self_attn.o_proj.weight": matrix(WIDTH, rows),
             f"{name}mlp.gate_proj.weight": matrix(INNER, WIDTH),
             f"{name}mlp.up_proj.weight": matrix(INNER, WIDTH),
@@ -136,6 +139,26 @@ def _weights(
         weights["masked_embedding.centroids.weight"] = matrix(centroids[0], WIDTH)
         weights["masked_embedding.token_ordering"] = torch.randperm(vocab, generator=generator)
     return weights
+
+
+def _head_dim(config: Mapping[str, Any], index: int) -> int:
+    """Of a layer of an assistant."""
+    name = "head_dim" if config["layer_types"][index] == SLIDING else "global_head_dim"
+    size: int = config.get(name, config["head_dim"])
+    return size
+
+
+def turned(x: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """x [T, heads, D]; proportional ropes turn some pairs of the whole head, by its frequencies."""
+    size = x.shape[-1]
+    if rope["rope_type"] != "proportional":
+        return rotate(x, size, rope)
+    frequencies = rope["rope_theta"] ** -(torch.arange(0, size, 2).float() / size)
+    frequencies[int(rope["partial_rotary_factor"] * size / 2) :] = 0.0
+    angles = torch.outer(torch.arange(len(x)).float(), frequencies).unsqueeze(1)
+    one, two = x.chunk(2, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
 
 
 class MixedTarget(Target):
@@ -174,10 +197,65 @@ class MixedTarget(Target):
         return rotate(key, head_dim, self.config), value
 
 
+class Gemma4Target:
+    """A Gemma 4 as transformers has it, and what stands in its cache."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.embedding = self._model.get_input_embeddings().weight.detach()
+        self.head = self._model.get_output_embeddings().weight.detach()
+        self._text: list[int] = []
+
+    def __call__(self, ids: Sequence[int]) -> tuple[list[Tensor], Tensor, Tensor]:
+        """All drafts of a round read one text."""
+        if self._text != list(ids):
+            self._text, self._found = list(ids), self._computed(ids)
+        return self._found
+
+    @torch.no_grad()
+    def _computed(self, ids: Sequence[int]) -> tuple[list[Tensor], Tensor, Tensor]:
+        out = self._model(torch.tensor([list(ids)]), output_hidden_states=True)
+        *streams, hidden = (states[0] for states in out.hidden_states)
+        return streams, hidden, out.logits[0]
+
+    @torch.no_grad()
+    def cache(self, streams: Sequence[Tensor], kind: str) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, heads, D] of the last layer of this kind that has its own."""
+        layers, config = self._model.model.layers, self._model.config
+        own = range(len(layers) - config.num_kv_shared_layers)
+        index = max(i for i in own if config.layer_types[i] == kind)
+        attention = layers[index].self_attn
+        normed = layers[index].input_layernorm(streams[index])
+        heads = (len(normed), -1, attention.head_dim)
+        key = attention.k_proj(normed).view(heads)
+        value = key if attention.v_proj is None else attention.v_proj(normed).view(heads)
+        key, value = attention.k_norm(key), attention.v_norm(value)
+        return turned(key, config.rope_parameters[kind]), value
+
+
+def oracle_of(target: Path | str) -> "MixedTarget | Gemma4Target":
+    config = json.loads((Path(target) / "config.json").read_text())
+    return Gemma4Target(target) if config["model_type"] == "gemma4_text" else MixedTarget(target)
+
+
+def write_gemma4_assistant(folder: Path, target: Path, case: Case) -> str:
+    """Of one sliding and one full layer, for a target of this case."""
+    kept = ("sliding_window", "rope_parameters")
+    config = json.loads((target / "config.json").read_text())
+    own_heads = config["num_key_value_heads"]
+    text = {key: config[key] for key in kept} | {
+        "global_head_dim": case.changes["global_head_dim"],
+        "num_global_key_value_heads": case.changes.get("num_global_key_value_heads", own_heads),
+    }
+    return str(write_assistant(folder, target, kinds=(SLIDING, FULL), text=text))
+
+
 class Assistant:
     """Section 7 of the format reference; `flags` take the place of what text_config says."""
 
-    def __init__(self, folder: Path | str, target: MixedTarget, **flags: Any) -> None:
+    def __init__(
+        self, folder: Path | str, target: MixedTarget | Gemma4Target, **flags: Any
+    ) -> None:
         config, self.weights = load(folder)
         self.config = {**config, **config["text_config"], **flags}
         self.target, self.eps = target, 1e-6
@@ -242,7 +320,7 @@ class Assistant:
     def _attention(
         self, index: int, x: Tensor, streams: Sequence[Tensor], kind: str, known: int
     ) -> Tensor:
-        name, head_dim = f"layers.{index}.self_attn", self.config["head_dim"]
+        name, head_dim = f"layers.{index}.self_attn", _head_dim(self.config, index)
         key, value = self.target.cache(streams, kind)
         if kind == SLIDING:  # it and so many before it, of which it has no key of its own
             seen = max(0, known - self.config["sliding_window"])
@@ -251,7 +329,7 @@ class Assistant:
         query = rms(query, self.eps) * self.weights[f"{name}.q_norm.weight"]
         rope = self.config["rope_parameters"][kind]
         rows = query.expand(known, -1, -1)
-        query = rotate(rows, head_dim, rope)[-1]
+        query = turned(rows, {"rope_type": "default", **rope})[-1]
         groups = HEADS // key.shape[1]
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
         weights = torch.einsum("hd,khd->hk", query, key).softmax(-1)
@@ -262,7 +340,7 @@ class Assistant:
 
 def _fitted_table(folder: Path, target: str | Path) -> Tensor:
     """The lm_head whose logits for the first draft token are nearest to the target's."""
-    model = MixedTarget(target)
+    model = oracle_of(target)
     assistant = Assistant(folder, model)
     texts = torch.randint(
         0, model.head.shape[0], (FIT_TEXTS, FIT_LENGTH), generator=torch.Generator().manual_seed(9)

@@ -4,7 +4,8 @@ The oracle reads whole texts anew for every draft, and shares nothing with the e
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,83 @@ def write_dflash(
     return _save(folder, config, weights)
 
 
+def write_dspark(
+    folder: Path,
+    target: str | Path,
+    *,
+    rank: int = 6,
+    head_type: str = "vanilla",
+    confident: bool = True,
+    **options: Any,
+) -> Path:
+    """A DFlash drafter (`write_dflash`) with a correction of every token by the one before."""
+    write_dflash(folder, target, **options)
+    read, weights = load(folder)
+    config = dict(read)
+    width, vocab = config["hidden_size"], config["vocab_size"]
+    drafted = config.get("draft_vocab_size", vocab)
+    generator = torch.Generator().manual_seed(17)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) / columns**0.5
+
+    shapes = {"gated": (rank, width + rank), "rnn": (3 * rank, width + 2 * rank)}
+    stored = dict(weights.items())
+    if rank:
+        stored["markov_head.markov_w1.weight"] = matrix(vocab, rank) * 3
+        stored["markov_head.markov_w2.weight"] = matrix(drafted, rank) * 3
+    if rank and head_type in shapes:
+        name = "markov_head.gate_proj" if head_type == "gated" else "markov_head.joint_proj"
+        stored[f"{name}.weight"] = matrix(*shapes[head_type])
+        stored[f"{name}.bias"] = matrix(1, shapes[head_type][0])[0]
+    if confident:
+        stored["confidence_head.proj.weight"] = matrix(1, width + rank)
+        stored["confidence_head.proj.bias"] = torch.ones(1)
+    config |= {
+        "architectures": ["Qwen3DSparkModel"],
+        "markov_rank": rank,
+        "markov_head_type": head_type,
+        "enable_confidence_head": confident,
+    }
+    return _save(folder, config, stored)
+
+
+def write_dflash2(folder: Path, target: str | Path, **options: Any) -> Path:
+    """A DFlash drafter (`write_dflash`) with convolutions of 3 taps and a selector of 5 tokens."""
+    write_dflash(folder, target, **options)
+    read, weights = load(folder)
+    config = dict(read)
+    width, vocab, rank, taps, group = config["hidden_size"], config["vocab_size"], 6, 3, 8
+    generator = torch.Generator().manual_seed(18)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    stored = dict(weights.items())
+    for index in range(config["num_hidden_layers"]):
+        for half in ("attention", "mlp"):
+            name = f"layers.{index}.{half}_conv"
+            stored[f"{name}.base_kernel"] = normal(2, taps, width) * 0.2
+            stored[f"{name}.base_kernel"][:, 0] += 1.0
+            rows = 2 * taps * width // group
+            stored[f"{name}.kernel_projection.weight"] = normal(rows, width) * 0.02
+    name = "candidate_selector"
+    stored[f"{name}.predecessor_codebook"] = normal(vocab, rank)
+    stored[f"{name}.successor_codebook"] = normal(vocab, rank)
+    stored[f"{name}.hidden_projection.weight"] = normal(rank, width) / width**0.5
+    config["architectures"] = ["DFlash2DraftModel"]
+    config["dflash_config"] |= {
+        "conv_kernel_size": taps,
+        "conv_group_size": group,
+        "selector_rank": rank,
+        "selector_top_k": 5,
+        "input_embedding_scale": 1.5,
+        "output_multiplier": 0.7,
+        "final_logit_softcapping": 20.0,
+    }
+    return _save(folder, config, stored)
+
+
 def as_wrapped_dflash(folder: Path, **changes: Any) -> Path:
     """The same drafter as the speculators library would write it."""
     config = json.loads((folder / "config.json").read_text())
@@ -177,15 +255,22 @@ class Blocks:
         context = self.context(ids[:-1])
         masks = count - 1 if self.from_anchor else count
         block = torch.tensor([ids[-1], *[self.config["mask_token_id"]] * masks])
-        x = self.embedding[block]
+        x = self.embedding[block] * self.config.get("input_embedding_scale", 1.0)
         for index in range(self.config["num_hidden_layers"]):
             name = f"layers.{index}"
             normed = self.weights.norm(f"{name}.input_layernorm", x, self.eps)
-            x = x + self._attention(index, context, normed)
+            attend = partial(self._attention, index, context)
+            x = x + self.around(f"{name}.attention_conv", normed, attend)
             normed = self.weights.norm(f"{name}.post_attention_layernorm", x, self.eps)
-            x = x + mlp(self.weights, f"{name}.mlp", normed)
+            x = x + self.around(
+                f"{name}.mlp_conv", normed, partial(mlp, self.weights, f"{name}.mlp")
+            )
         x = self.weights.norm("norm", x, self.eps)
         return x if self.from_anchor else x[1:]
+
+    def around(self, name: str, normed: Tensor, half: Callable[[Tensor], Tensor]) -> Tensor:
+        """What half of a layer adds to the stream."""
+        return half(normed)
 
     def drafts(self, ids: Sequence[int], count: int) -> tuple[list[int], list[Tensor]]:
         """Greedy: (draft tokens, the logits of each) behind `ids`."""
@@ -230,6 +315,69 @@ class Blocks:
             torch.ones_like(angles), angles
         )
         return torch.cat((turned.real, turned.imag), -1)
+
+
+class Sparks(Blocks):
+    """Section 12.2: a block whose tokens are corrected in turn."""
+
+    def __init__(self, folder: Path | str, target: Target) -> None:
+        super().__init__(folder, target)
+        self.from_anchor = self.config.get("sample_from_anchor", True)
+
+    def drafts(self, ids: Sequence[int], count: int) -> tuple[list[int], list[Tensor]]:
+        weights, head = self.weights, "markov_head."
+        token, tokens, logits = ids[-1], [], []
+        state = torch.zeros(weights[f"{head}markov_w1.weight"].shape[1])
+        for row in self.hidden(ids, count):
+            read = known = weights[f"{head}markov_w1.weight"][token]
+            if self.config["markov_head_type"] == "gated":
+                read = weights.linear(f"{head}gate_proj", torch.cat((row, known))).sigmoid() * known
+            if self.config["markov_head_type"] == "rnn":
+                joint = weights.linear(f"{head}joint_proj", torch.cat((state, known, row)))
+                gate, new, out = joint.chunk(3)
+                state = gate.sigmoid() * state + (1 - gate.sigmoid()) * new.tanh()
+                read = out.tanh()
+            logits.append(self.head @ row + weights[f"{head}markov_w2.weight"] @ read)
+            token = int(logits[-1].argmax())
+            if "d2t" in weights:
+                token += int(weights["d2t"][token])
+            tokens.append(token)
+        return tokens, logits
+
+
+class Blocks2(Blocks):
+    """Section 12.1: convolutions around the halves of layers, and candidates in each place."""
+
+    def around(self, name: str, normed: Tensor, half: Callable[[Tensor], Tensor]) -> Tensor:
+        base = self.weights[f"{name}.base_kernel"]
+        group = self.config["conv_group_size"]
+        deltas = self.weights.linear(f"{name}.kernel_projection", normed)
+        deltas = deltas.view(len(normed), *base.shape[:2], -1).repeat_interleave(group, -1)
+
+        def convolved(rows: Tensor, side: int) -> Tensor:
+            out = torch.zeros_like(rows)
+            for row in range(len(rows)):
+                for tap in range(min(row + 1, base.shape[1])):
+                    out[row] += (base[side, tap] + deltas[row, side, tap]) * rows[row - tap]
+            return out
+
+        return convolved(half(convolved(normed, 0)), 1)
+
+    def drafts(self, ids: Sequence[int], count: int) -> tuple[list[int], list[Tensor]]:
+        config, weights, name = self.config, self.weights, "candidate_selector."
+        cap, token = config["final_logit_softcapping"], ids[-1]
+        tokens, scores = [], []
+        for row in self.hidden(ids, count):
+            logits = cap * torch.tanh(self.head @ row * config["output_multiplier"] / cap)
+            kept = logits.topk(config["selector_top_k"]).indices
+            before = weights[f"{name}predecessor_codebook"][token]
+            pair = before * weights.linear(f"{name}hidden_projection", row)
+            alone = torch.full_like(logits, -torch.inf)
+            alone[kept] = logits[kept] + weights[f"{name}successor_codebook"][kept] @ pair
+            token = int(alone.argmax())
+            tokens.append(token)
+            scores.append(alone)
+        return tokens, scores
 
 
 def _fitted_head(folder: Path, target: str | Path) -> Tensor:

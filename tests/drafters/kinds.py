@@ -11,7 +11,14 @@ from torch import Tensor
 
 from tests.checkpoints import write_qwen3
 from tests.drafters.assistants import Assistant, MixedTarget, write_assistant
-from tests.drafters.blocks import Blocks, write_dflash
+from tests.drafters.blocks import (
+    Blocks,
+    Blocks2,
+    Sparks,
+    write_dflash,
+    write_dflash2,
+    write_dspark,
+)
 from tests.drafters.heads import write_eagle1, write_eagle3, write_p_eagle
 from tests.drafters.mtp_heads import write_mtp
 from tests.drafters.mtp_oracle import Mtp
@@ -111,6 +118,18 @@ def _dflash(folder: Path, target: str) -> Kind:
     return Kind(target, {"model": str(path)}, Blocks(path, Target(target)), early=True)
 
 
+def _dspark(folder: Path, target: str) -> Kind:
+    # Without a confidence head, whose numbers are no probabilities of the oracle's.
+    options: dict[str, Any] = {"head_type": "gated", "confident": False, "draft_vocab": 80}
+    path = write_dspark(folder, target, block=16, **options)
+    return Kind(target, {"model": str(path)}, Sparks(path, Target(target)), early=True)
+
+
+def _dflash2(folder: Path, target: str) -> Kind:
+    path = write_dflash2(folder, target, block=16)
+    return Kind(target, {"model": str(path)}, Blocks2(path, Target(target)), early=True)
+
+
 def _assistant(folder: Path, target: str) -> Kind:
     path = write_assistant(folder, target, centroids=(16, 4))
     oracle = Assistant(path, MixedTarget(target))
@@ -143,6 +162,8 @@ KINDS: dict[str, Callable[[Path, str], Kind]] = {
     "mtp": _mtp,
     "mtp_modules": _mtp_modules,
     "dflash": _dflash,
+    "dflash2": _dflash2,
+    "dspark": _dspark,
     "assistant": _assistant,
     "medusa": _medusa,
     "mlp_speculator": _mlp_speculator,

@@ -129,6 +129,8 @@ def module_weights(shape: dict[str, Any], style: str, seed: int, modules: int) -
         for part, name in zip(("e", "h", "fc", "norm"), NAMES[style], strict=True):
             tensor = matrix(width, 2 * width) if part == "fc" else _gains(matrix, width)
             weights[f"{name.format(**place)}.weight"] = tensor
+        if "kv_lora_rank" in shape:
+            continue  # the layer is like the target's last one
         name = LAYERS[style].format(**place)
         for part, rows in (("q", heads * head_dim), ("k", kv_rows), ("v", kv_rows)):
             weights[f"{name}.self_attn.{part}_proj.weight"] = matrix(rows, width, 2.0)

@@ -57,6 +57,8 @@ def load(folder: Path | str) -> tuple[Config, Weights]:
 def attention(weights: Weights, name: str, x: Tensor, config: Config) -> Tensor:
     """Causal attention of rows at positions 0, 1 ...; x [T, whatever q_proj takes]. No row sees
     those of `left_out`."""
+    if f"{name}.kv_a_proj_with_mqa.weight" in weights:
+        return latent_attention(weights, name, x, config)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     query, key, value = (
@@ -74,6 +76,30 @@ def attention(weights: Weights, name: str, x: Tensor, config: Config) -> Tensor:
     if "left_out" in config:
         hidden[:, slice(*config["left_out"])] = True
     mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value.transpose(0, 1)
+    return weights.linear(f"{name}.o_proj", mixed.transpose(0, 1).flatten(1))
+
+
+def latent_attention(weights: Weights, name: str, x: Tensor, config: Config) -> Tensor:
+    """Section 6.2 of the reference of models, in the plain form."""
+    heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
+    plain, turned = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    low = weights.norm(f"{name}.q_a_layernorm", weights.linear(f"{name}.q_a_proj", x), 1e-6)
+    query = weights.linear(f"{name}.q_b_proj", low).view(len(x), heads, plain + turned)
+    latent, shared = weights.linear(f"{name}.kv_a_proj_with_mqa", x).split((rank, turned), -1)
+    latent = weights.norm(f"{name}.kv_a_layernorm", latent, 1e-6)
+    both = weights.linear(f"{name}.kv_b_proj", latent).view(len(x), heads, -1)
+    key, value = both[..., :plain], both[..., plain:]
+
+    def pairs_apart(x: Tensor) -> Tensor:
+        return rotate(torch.cat((x[..., 0::2], x[..., 1::2]), -1), turned, config)
+
+    scores = torch.einsum("qhd,khd->hqk", query[..., :plain], key)
+    scores = scores + torch.einsum(
+        "qhd,kd->hqk", pairs_apart(query[..., plain:]), pairs_apart(shared[:, None])[:, 0]
+    )
+    hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+    scores = (scores / (plain + turned) ** 0.5).masked_fill(hidden, -torch.inf)
+    mixed = scores.softmax(-1) @ value.transpose(0, 1)
     return weights.linear(f"{name}.o_proj", mixed.transpose(0, 1).flatten(1))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.sampling import verification
 from slipstream.speculative import draft_sampling
+from slipstream.speculative.dflash.chain import BlockChainDrafter
 from slipstream.speculative.dflash.drafter import DFlashDrafter
 from slipstream.speculative.draft_model.drafter import DraftModelDrafter
 from slipstream.speculative.drafter import Draft
@@ -21,7 +22,7 @@ from slipstream.speculative.p_eagle.drafter import PEagleDrafter
 from slipstream.speculative.pard.drafter import PardDrafter
 from tests.padded_steps import DirectRecorder
 
-CHAINS = (FeatureRowsDrafter, DraftModelDrafter, LastHiddenDrafter)
+CHAINS = (FeatureRowsDrafter, DraftModelDrafter, LastHiddenDrafter, BlockChainDrafter)
 AT_ONCE = (PEagleDrafter, PardDrafter, DFlashDrafter)
 
 

@@ -12,7 +12,7 @@ from slipstream import LLM, CheckpointError, SamplingParams, UsageError
 from tests.checkpoints import write_qwen3
 from tests.drafters import engines
 from tests.drafters.assistants import FULL, SLIDING, write_assistant
-from tests.drafters.blocks import write_dflash
+from tests.drafters.blocks import write_dflash, write_dflash2, write_dspark
 from tests.drafters.broken import edit, make, write_config
 from tests.drafters.heads import write_eagle1, write_eagle3, write_p_eagle
 from tests.drafters.mtp_heads import write_mtp
@@ -24,6 +24,8 @@ WRITERS: dict[str, Callable[..., Path]] = {
     "eagle3": partial(write_eagle3, fit=False),
     "p-eagle": partial(write_p_eagle, fit=False),
     "dflash": partial(write_dflash, own_head=False),
+    "dflash2": write_dflash2,
+    "dspark": write_dspark,
     "mtp": write_mtp,
     "gemma4_assistant": write_assistant,
 }
@@ -91,7 +93,20 @@ CONFIGS: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
         "unknown": ({"spin": 3}, '"spin" is unknown'),
         "unknown nested": ({"dflash_config": {"spin": 3}}, '"dflash_config.spin" is unknown'),
         "windows": ({"layer_types": ["sliding_attention"] * 2}, "make them agree"),
-        "DSpark": ({"architectures": ["DSparkDraftModel"]}, "DSpark drafter, whose Markov head"),
+    },
+    "dspark": {
+        "head type": ({"markov_head_type": "deep"}, "supported are vanilla, gated, rnn"),
+        "rank": ({"markov_rank": 5}, r"markov_w1.weight .* has shape \[96, 6\]"),
+        "no rank": ({"markov_rank": 0}, "needs a markov_rank above 0"),
+        "below": ({"markov_rank": -1}, "must not be below 0"),
+        "unknown": ({"dflash_config": {"spin": 3}}, '"dflash_config.spin" is unknown'),
+    },
+    "dflash2": {
+        "groups": ({"dflash_config": {"conv_group_size": 7}}, "must divide the hidden size 48"),
+        "candidates": ({"dflash_config": {"selector_top_k": 97}}, "above the 96 tokens"),
+        "taps": ({"dflash_config": {"conv_kernel_size": 0}}, '"conv_kernel_size" must be above 0'),
+        "softcap": ({"dflash_config": {"final_logit_softcapping": -1.0}}, "must be above 0"),
+        "other taps": ({"dflash_config": {"conv_kernel_size": 2}}, r"has shape \[6, 48\]"),
     },
     "mtp": {
         "vocabulary": ({"vocab_size": 99}, "vocabulary of 99 tokens and the target has 96"),
@@ -133,13 +148,10 @@ TEXT_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"num_attention_heads": 3}, "must be a multiple"),
     "window": ({"sliding_window": 0}, "sliding_window.* must be positive"),
     "listed": ({"per_layer_config": {"1": {"spin": 3}}}, "per_layer_config.* must give"),
-    "yarn": (
-        {"rope_parameters": {FULL: {**ROPE, "rope_type": "yarn"}}},
-        "only default, linear and proportional",
-    ),
+    "spun": ({"rope_parameters": {FULL: {**ROPE, "rope_type": "spun"}}}, "only default, linear"),
     "turned": (
         {"rope_parameters": {FULL: {**ROPE, "partial_rotary_factor": 0.5}}},
-        "goes with proportional rope",
+        "only 1.0 is supported",
     ),
     "unknown within": ({"spin": 3}, '"text_config.spin" is unknown'),
 }
@@ -214,7 +226,10 @@ TENSORS: list[tuple[str, str | None, dict[str, torch.Tensor], str]] = [
     ("p-eagle", "mask_hidden", {}, r"no tensor mask_hidden, .*; export it again"),
     ("dflash", "hidden_norm.weight", {}, r"no tensor hidden_norm.weight"),
     ("dflash", None, {"extra.weight": ONES}, r"does not use \(extra.weight\)"),
-    ("dflash", None, {"markov_w1": torch.ones(3, 2)}, "DSpark drafter"),
+    ("dspark", "markov_head.markov_w1.weight", {}, r"no tensor markov_head.markov_w1.weight"),
+    ("dspark", None, {"extra.weight": ONES}, r"does not use \(extra.weight\)"),
+    ("dflash2", "candidate_selector.predecessor_codebook", {}, "no tensor candidate_selector.pred"),
+    ("dflash2", "layers.0.mlp_conv.base_kernel", {}, "no tensor model.layers.0.mlp_conv.base_k"),
     ("mtp", None, {"mtp.extra.weight": ONES}, r"does not use \(mtp.extra.weight\)"),
     (
         "mtp",  # the queries come with a gate each, as in Qwen3-Next

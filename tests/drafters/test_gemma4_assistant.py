@@ -1,24 +1,30 @@
 """Assistants that read the target's cache, against an oracle in plain torch."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slipstream import CheckpointError
 from tests.drafters.assistants import (
     FULL,
     SLIDING,
     Assistant,
-    MixedTarget,
+    oracle_of,
     write_assistant,
+    write_gemma4_assistant,
     write_sliding_target,
 )
-from tests.drafters.engines import PROMPT, check_drafts
+from tests.drafters.engines import PROMPT, check_drafts, make
+from tests.models.gemma_cases import GEMMA
+from tests.models.test_parity import write_checkpoint
 from tests.padded_steps import use_padded_steps
 
 
 def oracle(folder: Path, target: str, **flags: Any) -> Assistant:
-    return Assistant(folder, MixedTarget(target), **flags)
+    return Assistant(folder, oracle_of(target), **flags)
 
 
 def check(target: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
@@ -60,6 +66,32 @@ def test_layers_read_the_last_layer_like_them(
     if padded:
         use_padded_steps(monkeypatch)
     check(target, folder, monkeypatch, max_num_seqs=1)
+
+
+@pytest.mark.parametrize("name", ["two-heads", "inputs"])
+def test_drafts_of_gemma_4_are_the_oracles(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sizes of heads and ropes, and caches that the last layers share."""
+    case = next(case for case in GEMMA if str(case) == f"Gemma4-{name}")
+    sizes = {"head_dim": 8, "global_head_dim": 12}  # so small that scores differ little
+    case = replace(case, shard_size=None, changes={**case.changes, **sizes})
+    target = write_checkpoint(case, tmp_path / "target")
+    file = target / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 512}))
+    folder = Path(write_gemma4_assistant(tmp_path / "draft", target, case))
+    if "num_kv_shared_layers" in case.changes:
+        use_padded_steps(monkeypatch)
+    check(str(target), folder, monkeypatch, max_num_seqs=1)
+
+
+def test_windows_wider_than_the_targets_are_refused(tmp_path: Path) -> None:
+    """The target gives back what its own layers no longer see."""
+    target = write_sliding_target(tmp_path / "target")
+    wider = {"sliding_window": 10}
+    folder = write_assistant(tmp_path / "draft", target, kinds=(SLIDING, FULL), text=wider)
+    with pytest.raises(CheckpointError, match="see 10 tokens, and the target's cache has 9"):
+        make(target, folder)
 
 
 FLAGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -37,11 +37,13 @@ def own(target: Path | str, **options: Any) -> LLM:
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("modules", [1, 2])
+@pytest.mark.parametrize("kind", ["glm4_moe", "glm4_moe_lite"])
 def test_glm_drafts_for_itself(
-    modules: int, padded: bool, glm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, modules: int, padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one module that is used again, and with several in turn."""
-    target = write_mixture(tmp_path, "glm4_moe", num_nextn_predict_layers=modules)
+    """With one module that is used again, and with several in turn, over both kinds of caches."""
+    glm = str(write_mixture(tmp_path / "without", kind))
+    target = write_mixture(tmp_path / "with", kind, num_nextn_predict_layers=modules)
     add_mtp(target, "deepseek", modules=modules, own_ends=True)
     expected = run(LLM(glm, skip_tokenizer_init=True, num_kv_blocks=64), GREEDY)
     if padded:

@@ -115,6 +115,9 @@ class Learning:
     def vector(self, parts: Sequence[Part]) -> Tensor:
         return self._stacked(parts, ())
 
+    def alike(self, parts: Sequence[Part]) -> bool:
+        return True
+
     def tied(self, table: Weight) -> Weight:
         return table
 

@@ -2,17 +2,15 @@
 
 from slipstream.speculative.method import CheckpointSigns, Method
 
-_ARCHITECTURES = {"DFlashDraftModel", "DSparkDraftModel", "Qwen3DSparkModel"}
-
 
 def _recognise(signs: CheckpointSigns) -> bool:
-    return "dflash_config" in signs.config or bool(signs.architectures & _ARCHITECTURES)
+    return "dflash_config" in signs.config or "DFlashDraftModel" in signs.architectures
 
 
 METHOD = Method(
     name="dflash",
     module="slipstream.speculative.dflash.drafter",
     recognise=_recognise,
-    library_names=("dflash", "dspark"),
+    library_names=("dflash",),
     is_head=True,
 )

@@ -1,18 +1,24 @@
 """What a DFlash drafter is made of, and whether it fits a target."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 from slipstream.core.errors import CheckpointError
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.speculative.drafter import DrafterLimits, Needs
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.speculative.heads.config import head_reader, is_wrapped, read_layers
+from slipstream.speculative.heads.config import (
+    HeadReader,
+    head_reader,
+    is_wrapped,
+    read_layers,
+)
 from slipstream.speculative.heads.kinds import StreamHeadConfig, stream_fields
 from slipstream.speculative.model_options import ModelOptions
 
+T = TypeVar("T")
 _BLOCK, _MASK = "block_size", "mask_token_id"
 _LAYERS, _ENTERED = "target_layer_ids", "aux_hidden_state_layer_ids"
 _USUAL_BLOCK = 8  # of the speculators library
@@ -103,28 +109,66 @@ class DFlashConfig(StreamHeadConfig):
         return replace(limits, max_speculative_tokens=self.max_drafts)
 
 
+class BlockKeys:
+    """The keys of a drafter of draft blocks, which stand in its config or in `dflash_config` within
+    it; the latter count first."""
+
+    def __init__(self, reader: HeadReader) -> None:
+        self.outer: ConfigReader = reader
+        self.inner = reader.nested("dflash_config")
+
+    def take(self, key: str, kind: type[T]) -> T | None:
+        """The value of `key`, wherever it stands; None where it is missing."""
+        outer, inner = (it.take_optional(key, kind) for it in (self.outer, self.inner))
+        return outer if inner is None else inner
+
+    def take_or(self, key: str, kind: type[T], default: T) -> T:
+        """The value of `key`, or a default where it is missing."""
+        value = self.take(key, kind)
+        return default if value is None else value
+
+    def expect(self, key: str, value: object) -> None:
+        """Refuse another value of `key`, wherever it stands."""
+        self.outer.expect(key, value)
+        self.inner.expect(key, value)
+
+
 def read_dflash_config(checkpoint: HeadCheckpoint) -> DFlashConfig:
     """Keys stand in the config, in `dflash_config` within it, or in a speculators wrapper."""
-    _refuse_variants(checkpoint)
+    return read_block_config(checkpoint, lambda keys: keys.expect("projector_type", "dflash"))
+
+
+def read_block_config(
+    checkpoint: HeadCheckpoint,
+    read_own: Callable[[BlockKeys], None],
+    from_anchor: bool = False,
+    free_windows: bool | None = None,
+) -> DFlashConfig:
+    """What DFlash and the methods that are built upon it have in common.
+
+    Args:
+        read_own: takes the keys that only one method has.
+        from_anchor: what a config means that does not say where a row's token stands.
+        free_windows: whether windows look ahead within a block where the config does not say.
+    """
+    _refuse_beside(checkpoint)
     reader = head_reader(checkpoint)
-    inner = reader.nested("dflash_config")
+    keys = BlockKeys(reader)
     for key, kind in _NOT_READ.items():
         reader.take_optional(key, kind)
-    for key, value in (("projector_type", "dflash"), ("sliding_window_prefix", 0)):
-        reader.expect(key, value)
-        inner.expect(key, value)
-    inner.expect("attention_sink_bias", False)
+    keys.expect("sliding_window_prefix", 0)
+    keys.inner.expect("attention_sink_bias", False)
+    read_own(keys)
     wrapped = is_wrapped(checkpoint.config)
-    block = _either(reader, inner, _BLOCK, int)
-    mask = _either(reader, inner, _MASK, int)
-    from_anchor = [bool(_either(reader, inner, key, bool)) for key in _SHIFTED]
-    entered = _entered_layers(reader, inner)
-    causal = _causal_flag(reader, inner)
+    block, mask = keys.take(_BLOCK, int), keys.take(_MASK, int)
+    stated = [flag for flag in (keys.take(key, bool) for key in _SHIFTED) if flag is not None]
+    entered = _entered_layers(keys)
+    causal = _causal_flag(keys, free_windows)
     draft_vocab_size = reader.take_optional("draft_vocab_size", int)
-    target_hidden_size = _either(reader, inner, "target_hidden_size", int)
+    target_hidden_size = keys.take("target_hidden_size", int)
     target_layers = reader.take_optional("num_target_layers", int)
     reader.take("bias", bool, False)  # the tensors say whether fc has one
-    inner.finish()
+    keys.inner.finish()
     layers = read_layers(reader, checkpoint.tensor_names)
     if block is None and not wrapped:
         raise reader.error(_BLOCK, "is missing; add how many rows its draft blocks have")
@@ -142,7 +186,7 @@ def read_dflash_config(checkpoint: HeadCheckpoint) -> DFlashConfig:
         block_size=block or _USUAL_BLOCK,
         entered_layers=entered,
         causal=_causal_layers(causal, layers.sliding_windows),
-        from_anchor=any(from_anchor),
+        from_anchor=any(stated) if stated else from_anchor,
         target_hidden_size=target_hidden_size,
         target_layers=target_layers,
     )
@@ -150,21 +194,10 @@ def read_dflash_config(checkpoint: HeadCheckpoint) -> DFlashConfig:
 
 
 _SHIFTED = ("sample_from_anchor", "shift_label")
-_DSPARK = ("markov", "confidence_head")
 
 
-def _refuse_variants(checkpoint: HeadCheckpoint) -> None:
-    """Raise CheckpointError for relatives that need more than a block of mask tokens."""
-    config, names = checkpoint.config, checkpoint.tensor_names
-    said = [str(config.get("speculators_model_type")), *map(str, config.get("architectures") or ())]
-    if any("dspark" in name.lower() for name in said) or any(
-        name.removeprefix("model.").startswith(_DSPARK) for name in names
-    ):
-        raise CheckpointError(
-            f"{checkpoint.config_file}: this is a DSpark drafter, whose Markov head corrects each "
-            "token of a draft block by the one before it; only plain DFlash is supported; use a "
-            "DFlash drafter of this target, or one of another kind"
-        )
+def _refuse_beside(checkpoint: HeadCheckpoint) -> None:
+    """Raise CheckpointError for weights in a file that is not read."""
     file = checkpoint.path / "mask_embedding.pt"
     if file.exists():
         raise CheckpointError(
@@ -173,14 +206,10 @@ def _refuse_variants(checkpoint: HeadCheckpoint) -> None:
         )
 
 
-def _either(reader: ConfigReader, inner: ConfigReader, key: str, kind: type[Any]) -> Any:
-    outer, nested = (it.take_optional(key, kind) for it in (reader, inner))
-    return outer if nested is None else nested
-
-
-def _entered_layers(reader: ConfigReader, inner: ConfigReader) -> tuple[int, ...] | None:
+def _entered_layers(keys: BlockKeys) -> tuple[int, ...] | None:
     """`target_layer_ids` name layers whose output is read; the library's list, those entered."""
-    outputs = _either(reader, inner, _LAYERS, list)
+    reader = keys.outer
+    outputs = keys.take(_LAYERS, list)
     entered = reader.take_optional(_ENTERED, list)
     for key, ids in ((_LAYERS, outputs), (_ENTERED, entered)):
         if ids and (not all(type(index) is int for index in ids) or len(set(ids)) < len(ids)):
@@ -191,12 +220,13 @@ def _entered_layers(reader: ConfigReader, inner: ConfigReader) -> tuple[int, ...
     return tuple(entered or behind) or None
 
 
-def _causal_flag(reader: ConfigReader, inner: ConfigReader) -> bool | None:
+def _causal_flag(keys: BlockKeys, free_windows: bool | None) -> bool | None:
     """Whether all layers are causal, if the config says it; None: those with a window are."""
-    free_windows = _either(reader, inner, "sliding_window_non_causal", bool)
-    stated = [_either(reader, inner, key, bool) for key in ("is_causal", "causal")]
+    stated_free = keys.take("sliding_window_non_causal", bool)
+    stated = [keys.take(key, bool) for key in ("is_causal", "causal")]
     found = next((value for value in stated if value is not None), None)
-    return False if found is None and free_windows else found
+    free = free_windows if stated_free is None else stated_free
+    return False if found is None and free else found
 
 
 def _causal_layers(stated: bool | None, windows: Sequence[int | None]) -> tuple[bool, ...]:

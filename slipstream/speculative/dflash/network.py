@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Ops
+from slipstream.kernels.table import Addend, Ops
 from slipstream.layers.attention import Attention
 from slipstream.layers.layer import BuildContext, build_layers
 from slipstream.layers.linear import column_linear
@@ -71,7 +71,7 @@ class DFlashNetwork(HeadNetwork):
         The context stands in `caches` already. The draft blocks' keys and values go to the slots
         of `inputs`, where they mean something until this pass ends.
         """
-        addend: Tensor = self.embedded(token_ids)
+        addend: Addend = self.embedded(token_ids)
         residual: Tensor | None = None
         for layer, cache, causal in zip(self._layers, caches, self._causal, strict=True):
             own = replace(inputs, sees=replace(inputs.sees, causal=causal))

@@ -114,7 +114,7 @@ class DraftNetwork:
             if mask_token is not None:
                 self.mask_token = len(inputs)
                 inputs.append(mask_token)
-            network.embedding.renumber(torch.tensor(inputs, device=device))
+            network.renumber(torch.tensor(inputs, device=device))
         self.drafting = DraftSampling(ids, num_legal_tokens, config.greedy_only)
         longest = config.max_model_len or shape.max_position_embeddings
         self.max_model_len = min(longest, shape.max_position_embeddings, target.load.max_positions)

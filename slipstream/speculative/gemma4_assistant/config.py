@@ -1,6 +1,5 @@
 """What an assistant in the manner of Gemma 4's is made of, and whether it fits a target."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +14,12 @@ from slipstream.layers.parameters import InvalidSizesError
 from slipstream.layers.rope import RopeConfig
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.gemma4_keys import PATTERN, read_attention, read_ropes
+from slipstream.models.gemma_keys import FULL, SLIDING
 from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.kinds import HeadConfig, vocabulary_problem, width_problem
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_PATTERN = 6  # every sixth layer has full attention, unless the layers are listed
 # Of images and sounds, which the assistant does not see, and of the tokens that stand for them.
 _HARMLESS = HARMLESS_KEYS | {
     "audio_token_id",
@@ -126,28 +125,35 @@ def read_assistant_config(checkpoint: HeadCheckpoint) -> AssistantConfig:
 
 def _layer_problem(layer: AttentionSpec, target: DecoderConfig) -> str | None:
     """Why a layer cannot read the target's cache."""
-    heads = layer.num_kv_heads, layer.head_dim
-    if target_layer(layer, target) is None:
+    index = target_layer(layer, target)
+    if index is None:
         return "read the keys of such a layer of the target, which has none"
-    if heads != (target.num_kv_heads, target.head_dim):
+    read = target.layers[index].mixer
+    assert isinstance(read, AttentionSpec)
+    heads, kept = ((it.num_kv_heads, it.head_dim) for it in (layer, read))
+    if heads != kept:
         return (
             f"read {heads[0]} heads of {heads[1]} numbers, and the target's cache has "
-            f"{target.num_kv_heads} of {target.head_dim}"
+            f"{kept[0]} of {kept[1]}"
         )
-    if layer.rope != target.rope:
+    if layer.rope != read.rope:
         return (
             f"rotate their queries by {_shown(layer.rope)}, and the keys in the target's cache are "
-            f"rotated by {_shown(target.rope)}"
+            f"rotated by {_shown(read.rope)}"
         )
+    if (layer.window or 0) > (read.window or 0):
+        return f"see {layer.window} tokens, and the target's cache has {read.window}"
     return None
 
 
 def target_layer(layer: AttentionSpec, target: DecoderConfig) -> int | None:
-    """The layer of the target whose cache is read; None: there is none like it."""
+    """The layer of the target whose cache is read, its own or one that is lent to it; None: there
+    is none like it."""
     alike = [
         index
-        for index, window in enumerate(target.sliding_windows)
-        if (window is None) == (layer.window is None)
+        for index, other in enumerate(target.layers)
+        if isinstance(other.mixer, AttentionSpec)
+        and (other.mixer.window is None) == (layer.window is None)
     ]
     return alike[-1] if alike else None
 
@@ -170,8 +176,16 @@ def _read_layers(text: ConfigReader, checkpoint: HeadCheckpoint) -> DecoderConfi
             "num_kv_shared_layers",
             f"is {shared} of {count} layers, but an assistant has no keys and values of its own",
         )
+    positions = text.take("max_position_embeddings", int, 131072)
     try:
-        attention = _read_attention(text, _read_kinds(text, count))
+        sliding = AttentionSpec(
+            num_heads=text.take("num_attention_heads", int),
+            num_kv_heads=text.take("num_key_value_heads", int),
+            head_dim=text.take("head_dim", int, 256),
+            rope=read_ropes(text, positions)[SLIDING],
+        )
+        slides = [kind == SLIDING for kind in _read_kinds(text, count)]
+        attention = read_attention(text, sliding, positions, slides)
         dense = GatedMLPSpec(text.take("intermediate_size", int))
         norms = LayerNorms(text.take("rms_norm_eps", float, 1e-6))
         return DecoderConfig(
@@ -180,7 +194,7 @@ def _read_layers(text: ConfigReader, checkpoint: HeadCheckpoint) -> DecoderConfi
             hidden_size=text.take("hidden_size", int),
             layers=tuple(LayerSpec(mixer, dense, norms) for mixer in attention),
             rms_norm_eps=norms.eps,
-            max_position_embeddings=text.take("max_position_embeddings", int, 131072),
+            max_position_embeddings=positions,
             tie_word_embeddings=True,
             dtype=checkpoint.weights_dtype or torch.bfloat16,
         )
@@ -189,79 +203,13 @@ def _read_layers(text: ConfigReader, checkpoint: HeadCheckpoint) -> DecoderConfi
 
 
 def _read_kinds(text: ConfigReader, count: int) -> list[str]:
-    usual = [_FULL if (index + 1) % _PATTERN == 0 else _SLIDING for index in range(count)]
-    kinds = text.take("layer_types", list, [*usual[:-1], _FULL])
-    if len(kinds) != count or not count or any(kind not in (_FULL, _SLIDING) for kind in kinds):
+    usual = [FULL if (index + 1) % PATTERN == 0 else SLIDING for index in range(count)]
+    kinds = text.take("layer_types", list, [*usual[:-1], FULL])
+    if len(kinds) != count or not count or any(kind not in (FULL, SLIDING) for kind in kinds):
         raise text.error(
-            "layer_types", f"must name {count} layers, each {_FULL} or {_SLIDING}, not {kinds}"
+            "layer_types", f"must name {count} layers, each {FULL} or {SLIDING}, not {kinds}"
         )
     return kinds
-
-
-def _read_attention(text: ConfigReader, kinds: Collection[str]) -> list[AttentionSpec]:
-    """Layers of full attention may have heads of another size."""
-    heads = text.take("num_attention_heads", int)
-    head_dim = text.take("head_dim", int, 256)
-    kv_heads = text.take("num_key_value_heads", int)
-    wide_dim = text.take("global_head_dim", int, 512)
-    equal = text.take("attention_k_eq_v", bool, False)
-    wide_heads = text.take("num_global_key_value_heads", int, kv_heads)
-    window = text.take("sliding_window", int, 512)
-    listed = text.take_optional("per_layer_config", dict)
-    ropes = _read_ropes(text)
-    if window < 1:
-        raise text.error("sliding_window", f"must be positive, not {window}")
-    layers = []
-    for index, kind in enumerate(kinds):
-        own = {"head_dim": head_dim, "num_key_value_heads": kv_heads}
-        if listed is not None:
-            own |= _read_listed(text, listed, index)
-        elif kind == _FULL:
-            own = {"head_dim": wide_dim, "num_key_value_heads": wide_heads if equal else kv_heads}
-        layers.append(
-            AttentionSpec(
-                num_heads=heads,
-                num_kv_heads=own["num_key_value_heads"],
-                head_dim=own["head_dim"],
-                rope=ropes[kind],
-                window=window if kind == _SLIDING else None,
-            )
-        )
-    return layers
-
-
-def _read_listed(text: ConfigReader, listed: dict[str, Any], index: int) -> dict[str, int]:
-    own = listed.get(str(index), {})
-    known = ("head_dim", "num_key_value_heads")
-    if not isinstance(own, dict) or any(
-        key not in known or type(value) is not int or value < 1 for key, value in own.items()
-    ):
-        raise text.error("per_layer_config", f"must give {' or '.join(known)} a layer, not {own}")
-    return own
-
-
-def _read_ropes(text: ConfigReader) -> dict[str, RopeConfig]:
-    usual = {
-        _SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
-        _FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-    }
-    stated = text.take("rope_parameters", dict, usual)
-    ropes = {}
-    for kind, values in usual.items():
-        own = stated.get(kind, values)
-        reader = ConfigReader(own, text.file, f"text_config.rope_parameters.{kind}.", ())
-        theta, name = reader.take("rope_theta", float), reader.take("rope_type", str, "default")
-        if name not in ("default", "linear", "proportional"):
-            raise reader.error(
-                "rope_type", f"is {name!r}, but only default, linear and proportional are supported"
-            )
-        factor = reader.take("factor", float, 1.0)
-        rotated = reader.take("partial_rotary_factor", float, 1.0)
-        if name != "proportional" and rotated != 1.0:
-            raise reader.error("partial_rotary_factor", f"goes with proportional rope, not {name}")
-        reader.finish()
-        ropes[kind] = RopeConfig(theta, name, factor, rotated=rotated)
-    return ropes
 
 
 def _read_centroids(reader: ConfigReader, vocab_size: int) -> Centroids | None:

@@ -32,12 +32,17 @@ DENSE = {
 }
 # The layers of modules, which are of their target's own kind; other heads are dense for any target.
 WITH_EXPERTS = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
+WITH_STATES = {"qwen3_5_text": "Qwen3_5ForCausalLM"}
 # The speculators library leaves out what equals a default of transformers.
 _SIZES = {
     "hidden_size": 4096,

@@ -17,7 +17,6 @@ from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
 from slipstream.sampling.verification import Verdict
-from slipstream.speculative.chains import Chains
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources
 from slipstream.speculative.heads.method import Head
 
@@ -86,31 +85,17 @@ class LastHiddenDrafter(Drafter):
         self._last.drop([item.request.slot for item in batch.requests if item.admitted])
 
     def propose(self, batch: DeviceBatch) -> Draft:
-        slots, drafting = batch.slots, self._drafting
-        known = self._state.num_tokens[slots]
+        slots = batch.slots
+        newest = (self._state.num_tokens[slots] - 1).clamp_min(0)
         wanted = torch.where(self._last.is_there(slots), batch.num_draft_tokens, 0)
-        tokens = slots.new_zeros((batch.num_requests, batch.width))
-        probs, chains = drafting.probabilities(batch), Chains(batch, self._resources, wanted)
-        newest = (known - 1).clamp_min(0)
-        last = self._state.token_ids[slots, newest]
         state = self._start(self._last.rows(slots), batch, newest)
-        for index in range(batch.width):
+
+        def place(index: int, last: Tensor) -> tuple[Tensor, None]:
+            nonlocal state
             logits, state = self._next(index, state, last)
-            picked = drafting.sample(
-                logits,
-                slots,
-                known + index,
-                batch,
-                self._resources,
-                None if probs is None else probs[:, index],
-                chains.out(index),
-            )
-            last = drafting.token_ids(picked)
-            tokens[:, index] = last
-            if not chains.take(index):
-                break
-        one_hot = drafting.one_hot(batch, self._resources)
-        return chains.finish(Draft(tokens, wanted, one_hot, probs, drafting.vocabulary))
+            return logits, None
+
+        return self._drafting.draft_places(batch, self._resources, wanted, place)
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         self._last.keep(batch, verdict, forward)

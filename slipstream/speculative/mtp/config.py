@@ -8,6 +8,8 @@ import torch
 
 from slipstream.cache.spec import CacheLayout
 from slipstream.core.errors import CheckpointError, counted
+from slipstream.layers.attention import AttentionSpec
+from slipstream.layers.norm import LayerNorms
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder_config import DecoderConfig
@@ -15,6 +17,7 @@ from slipstream.speculative.draft_vocabulary import choose_draft_vocabulary
 from slipstream.speculative.heads.config import (
     DENSE,
     WITH_EXPERTS,
+    WITH_STATES,
     head_reader,
     read_layers,
     with_stored_parts,
@@ -26,15 +29,17 @@ from slipstream.speculative.mtp.checkpoint import ModuleNames, MtpCheckpoint, Mt
 from slipstream.speculative.options import TargetModel
 
 # Parts of a decoder layer that give away one of a kind that cannot run yet.
-_EXPERTS = "a mixture of experts"  # but for models that are known to have them
+# but for models that are known to have them
+_EXPERTS, _LATENT = "a mixture of experts", "latent attention (MLA)"
+_WITH_LATENT = ("deepseek_v3", "glm4_moe_lite")
 _OTHER_LAYERS = {
-    "latent attention (MLA)": (".kv_a_proj_with_mqa.", ".q_a_proj.", ".kv_b_proj."),
+    _LATENT: (".kv_a_proj_with_mqa.", ".q_a_proj.", ".kv_b_proj."),
     _EXPERTS: (".mlp.experts.", ".mlp.gate.", ".mlp.router.", ".mlp.shared_expert"),
     "linear attention": (".linear_attn.",),
     "quantised weights": ("weight_scale", "weight_packed", ".qweight"),
 }
 _OTHER_KEYS = {
-    "kv_lora_rank": "latent attention (MLA)",
+    "kv_lora_rank": _LATENT,
     "n_routed_experts": _EXPERTS,
     "num_experts": _EXPERTS,
 }
@@ -59,6 +64,12 @@ class MtpConfig(DecoderHeadConfig):
         count = counted(len(self.modules), "module")
         return f"{super().features} ({count} of {self.style.name} kind)"
 
+    @property
+    def norms(self) -> LayerNorms:
+        """Those of the modules' layers, like which the others are."""
+        norms = self.layers.layers[0].norms
+        return replace(norms, zero_centred=self.style.zero_centred)
+
     def with_options(self, options: ModelOptions, target: TargetModel) -> Self:
         if options.vocabulary is None:
             return self
@@ -78,12 +89,14 @@ def read_mtp_config(checkpoint: MtpCheckpoint) -> MtpConfig:
     if checkpoint.is_whole_model:
         layers = read_decoder_config(Checkpoint(checkpoint.path, checkpoint.replaced))
     else:
-        layers = read_layers(head_reader(checkpoint, architectures=DENSE | WITH_EXPERTS), ())
+        kinds = DENSE | WITH_EXPERTS | WITH_STATES
+        layers = read_layers(head_reader(checkpoint, architectures=kinds), ())
     layers = with_stored_parts(layers, names, modules[0].layer)
     if len(set(layers.sliding_windows)) > 1:  # windows of some layers are not theirs
         layers = layers.with_fields({"window": None})
-    # The first layers of a model may be dense where all others have experts.
-    layers = replace(layers, layers=layers.layers[-1:] * len(modules))
+    # The first layers of a model may be dense where all others have experts; modules attend.
+    attending = [it for it in layers.layers if isinstance(it.mixer, AttentionSpec)]
+    layers = replace(layers, layers=(*(attending or layers.layers)[-1:],) * len(modules))
     _require_plain_queries(checkpoint, layers, modules)
     return MtpConfig(
         layers=layers,
@@ -115,6 +128,8 @@ def _require_known(checkpoint: MtpCheckpoint) -> None:
     ]
     if inner.get("model_type") in WITH_EXPERTS:
         what = [kind for kind in what if kind != _EXPERTS]
+    if inner.get("model_type") in _WITH_LATENT:
+        what = [kind for kind in what if kind != _LATENT]
     if what:
         raise _unsupported(checkpoint, what[0])
 
@@ -122,8 +137,12 @@ def _require_known(checkpoint: MtpCheckpoint) -> None:
 def _require_plain_queries(
     checkpoint: MtpCheckpoint, layers: DecoderConfig, modules: tuple[ModuleNames, ...]
 ) -> None:
-    """Raise CheckpointError for q_proj that gives a gate beside every query."""
-    rows = layers.num_heads * layers.head_dim
+    """Raise CheckpointError for q_proj that gives a gate beside every query, where the target's
+    does not."""
+    mixer = layers.layers[-1].mixer
+    if not isinstance(mixer, AttentionSpec) or mixer.gated:
+        return
+    rows = mixer.query_rows
     for names in modules if checkpoint.has_weights else ():
         entry = checkpoint.entries.get(f"{names.layer}.self_attn.q_proj.weight")
         if entry is not None and entry.shape[0] == 2 * rows:
@@ -133,6 +152,6 @@ def _require_plain_queries(
 def _unsupported(checkpoint: MtpCheckpoint, what: str) -> CheckpointError:
     return CheckpointError(
         f"the MTP module in {checkpoint.path} has {what}, which is not supported yet: only layers "
-        "of plain attention are, with a dense feed-forward part or the experts of a model that is "
-        "supported itself; use another drafter for this target"
+        "of plain attention are, or of a model's latent attention, with a dense feed-forward part "
+        "or the experts of a model that is supported itself; use another drafter for this target"
     )

@@ -11,7 +11,7 @@ gave at t - 1. Publishers differ in names, order and norms (`checkpoint.py`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from slipstream.kernels.table import Entry, Norm, Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.layer import BuildContext
 from slipstream.layers.linear import Linear, column_linear
-from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import RopeTables
 from slipstream.layers.stack import Stack
@@ -64,23 +63,6 @@ def _copies(checkpoint: MtpCheckpoint, config: MtpConfig) -> list[str]:
     return found
 
 
-class ZeroCentred:
-    """Parameters of a network whose norms multiply by 1 + what is stored.
-
-    The sum is made once: a network whose norms are to learn is built with `MtpStyle.plain`.
-    """
-
-    def __init__(self, source: ParameterSource) -> None:
-        self._source = source
-        self.matrix, self.head = source.matrix, source.head
-        self.table, self.tied = source.table, source.tied
-
-    def vector(self, parts: Sequence[Part]) -> Tensor:
-        """[sum of rows]; what is no norm's is stored as it is."""
-        vector = self._source.vector(parts)
-        return vector + 1 if "norm" in parts[0].name else vector
-
-
 @dataclass(frozen=True)
 class MtpEnds:
     """What stands before and behind a module's decoder layer.
@@ -95,12 +77,12 @@ class MtpEnds:
 
     @staticmethod
     def read(source: ParameterSource, config: MtpConfig, names: ModuleNames) -> "MtpEnds":
-        width, eps = config.layers.hidden_size, config.layers.rms_norm_eps
-        embedding = rms_norm(source, names.embedding_norm, width, eps)
-        feature = rms_norm(source, names.feature_norm, width, eps)
+        width, norms = config.layers.hidden_size, config.norms
+        embedding = norms.of(source, names.embedding_norm, width)
+        feature = norms.of(source, names.feature_norm, width)
         part = Part(names.projection, width)
         projection = column_linear(source, [part], 2 * width, False)
-        last = rms_norm(source, names.final_norm, width, eps)
+        last = norms.of(source, names.final_norm, width)
         both = (feature, embedding) if config.style.feature_first else (embedding, feature)
         return MtpEnds(both, projection, last)
 
@@ -123,8 +105,6 @@ class MtpHead(HeadNetwork):
         self.num_modules = len(config.modules)
         self._feature_first = config.style.feature_first
         self._blanks_first = config.style.blanks_first
-        if config.style.zero_centred:
-            source = ZeroCentred(source)
         ropes = RopeTables(options.max_positions, options.device, shifted=True)
         context = BuildContext(source, layers.hidden_size, ropes)
         all_ends: dict[str, MtpEnds] = {}  # Qwen's modules share all but the layer
@@ -132,7 +112,7 @@ class MtpHead(HeadNetwork):
         for spec, names in zip(layers.layers, config.modules, strict=True):
             ends = all_ends.get(names.projection) or MtpEnds.read(source, config, names)
             all_ends[names.projection] = ends
-            layer = spec.build(context, names.layer)
+            layer = replace(spec, norms=config.norms).build(context, names.layer)
             entry = Entry(ends.projection.product, ends.norms)
             self._modules.append(Stack(ops, [layer], ends.last, entry))
 

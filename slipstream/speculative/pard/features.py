@@ -202,7 +202,7 @@ class FeatureFedRunner(ModelRunner):
     def forward(self, rows: PassRows) -> Forward:
         layout = lay_out(self._state, rows)
         slots = rows.slots[layout.request]
-        embedded = self._decoder.embedding(layout.token_ids)
+        embedded = self._decoder.embed(layout.token_ids)
         embedded = embedded + self._features.read(self._state, slots, layout.inputs.rows.positions)
         hidden, _ = self._decoder(
             layout.token_ids, layout.inputs, self._cache.layers, embedded=embedded

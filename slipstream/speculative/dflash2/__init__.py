@@ -1,0 +1,17 @@
+"""`dflash2`: draft blocks with local convolutions, whose tokens are chosen among candidates."""
+
+from slipstream.speculative.method import CheckpointSigns, Method
+
+
+def _recognise(signs: CheckpointSigns) -> bool:
+    named = "DFlash2DraftModel" in signs.architectures
+    return named or any(name.startswith("candidate_selector.") for name in signs.names)
+
+
+METHOD = Method(
+    name="dflash2",
+    module="slipstream.speculative.dflash2.drafter",
+    recognise=_recognise,
+    library_names=("dflash2",),
+    is_head=True,
+)

@@ -1,0 +1,177 @@
+"""DFlash2: DFlash with convolutions around the halves of its layers, and a selector of candidates.
+
+    half of a layer: h = norm(x);  x += conv_1(half(conv_0(h)))
+    conv_s(y)_r = sum over t of (base_s[t] + delta_s,t(h_r)) * y_(r - t), of rows of r's own block
+    candidates of place i: the k likeliest tokens c by u_i = logits of row i
+    score_i(c) = u_i(c) + sum of P[token before] * (W h_i) * S[c]
+
+A token is drawn from the scores of its place's candidates; others have no chance.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.cache.spec import LayerCache
+from slipstream.kernels.pass_inputs import PassInputs, RowPlaces
+from slipstream.kernels.table import Norm, Ops
+from slipstream.layers.attention import Attention
+from slipstream.layers.linear import Linear, column_linear
+from slipstream.layers.mlp import GatedMLP
+from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.models.loading import LoadOptions
+from slipstream.speculative.dflash.network import DFlashNetwork
+from slipstream.speculative.dflash2.config import DFlash2Config
+from slipstream.speculative.draft_sampling import Places
+
+
+@dataclass(frozen=True, eq=False)
+class BlockConvolutions:
+    """The two convolutions around one half of a layer.
+
+    Attributes:
+        base: [2, taps, H], of the one before it and the one behind it.
+        deltas: H -> 2 * taps * groups, what a row adds to both.
+    """
+
+    base: Tensor
+    deltas: Linear
+
+    @classmethod
+    def read(cls, source: ParameterSource, name: str, config: DFlash2Config) -> "BlockConvolutions":
+        """Those that a checkpoint has under `name`."""
+        width, taps = config.layers.hidden_size, config.taps
+        base = source.table([Part(f"{name}.base_kernel", 2 * taps)], width).values
+        groups = width // config.group_size
+        part = Part(f"{name}.kernel_projection", 2 * taps * groups)
+        deltas = column_linear(source, [part], width, bias=False)
+        return cls(base.view(2, taps, width), deltas)
+
+    def kernels(self, ops: Ops, normed: Tensor) -> Tensor:
+        """normed [T, H] -> [2, taps, T, groups, H / groups], of every row."""
+        _, taps, width = self.base.shape
+        deltas = ops.joined_linear([(normed, None)], *self.deltas.product)
+        deltas = deltas.view(len(normed), 2, taps, -1).permute(1, 2, 0, 3)
+        base = self.base.view(2, taps, 1, deltas.shape[-1], -1)
+        assert base.shape[-1] * base.shape[-2] == width
+        return base + deltas.unsqueeze(-1)
+
+
+def convolve(rows: Tensor, kernels: Tensor, offsets: Tensor) -> Tensor:
+    """rows [T, H] of several blocks, kernels [taps, T, groups, H / groups], offsets [T] int64, each
+    row's place in its block -> [T, H]."""
+    grouped = rows.view(kernels.shape[1:])
+    total = torch.zeros_like(grouped)
+    for tap, kernel in enumerate(kernels):
+        # What comes round from the end stands before the first row, and counts for nothing.
+        before = grouped.roll(tap, 0).masked_fill((offsets < tap).view(-1, 1, 1), 0.0)
+        total = total + kernel * before
+    return total.view_as(rows)
+
+
+def block_offsets(rows: RowPlaces) -> Tensor:
+    """[T] int64, each row's place among the rows of its request."""
+    index = torch.arange(len(rows.positions), device=rows.positions.device)
+    request = torch.searchsorted(rows.query_start[1:], index, right=True)
+    return index - rows.query_start[:-1][request.clamp_max(len(rows.query_start) - 2)]
+
+
+class DFlash2Network(DFlashNetwork):
+    """Features to draft blocks, and the rows of a block to its tokens."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        source: ParameterSource,
+        config: DFlash2Config,
+        target_width: int,
+        options: LoadOptions,
+    ) -> None:
+        super().__init__(ops, source, config, target_width, options)
+        self._config = config
+        layers, vocab_size = config.layers, config.layers.vocab_size
+        self._convolutions = [
+            [
+                BlockConvolutions.read(source, f"model.layers.{index}.{half}_conv", config)
+                for half in ("attention", "mlp")
+            ]
+            for index in range(layers.num_layers)
+        ]
+        name = "candidate_selector"
+        self._before, self._after = (
+            source.table([Part(f"{name}.{book}_codebook", vocab_size)], config.rank).values
+            for book in ("predecessor", "successor")
+        )
+        part = Part(f"{name}.hidden_projection", config.rank)
+        self._projection = column_linear(source, [part], layers.hidden_size, bias=False)
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        return super().embedded(token_ids) * self._config.embedding_scale
+
+    def __call__(
+        self, token_ids: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
+    ) -> Tensor:
+        """See `DFlashNetwork`."""
+        stream, offsets = self.embedded(token_ids), block_offsets(inputs.rows)
+        parts = zip(self._layers, self._convolutions, caches, self._causal, strict=True)
+        for layer, (around_attention, around_mlp), cache, causal in parts:
+            mixer, mlp = layer.mixer, layer.feed_forward
+            assert isinstance(mixer, Attention)
+            assert isinstance(mlp, GatedMLP)
+            assert mixer.norm is not None, "layers norm what they read"
+            assert mlp.norm is not None, "layers norm what they read"
+            own = replace(inputs, sees=replace(inputs.sees, causal=causal))
+            kernels, rows = self._entered(stream, mixer.norm, around_attention, offsets)
+            rows = self._attended(rows, mixer, own, cache)
+            stream = stream + convolve(rows, kernels, offsets)
+            kernels, rows = self._entered(stream, mlp.norm, around_mlp, offsets)
+            rows = self._fed_forward(rows, mlp)
+            stream = stream + convolve(rows, kernels, offsets)
+        return self._ops.norm(stream, None, self._norm)[0]
+
+    def _entered(
+        self, stream: Tensor, norm: Norm, around: BlockConvolutions, offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The kernels of the convolution behind a half, and what enters the half [T, H]."""
+        normed = self._ops.norm(stream, None, norm)[0]
+        entering, leaving = around.kernels(self._ops, normed)
+        return leaving, convolve(normed, entering, offsets)
+
+    def _attended(
+        self, rows: Tensor, mixer: Attention, inputs: PassInputs, cache: LayerCache
+    ) -> Tensor:
+        qkv = self._ops.joined_linear([(rows, None)], *mixer.qkv.product)
+        inputs = inputs.seen_through(mixer.heads.window)
+        mixed = self._ops.attend(qkv, mixer.heads, inputs, cache)
+        return self._ops.joined_linear([(mixed, None)], *mixer.output.product)
+
+    def _fed_forward(self, rows: Tensor, mlp: GatedMLP) -> Tensor:
+        gate, up = self._ops.joined_linear([(rows, None)], *mlp.gate_up.product).chunk(2, -1)
+        return self._ops.joined_linear([(F.silu(gate) * up, None)], *mlp.down.product)
+
+    def places(self, hidden: Tensor) -> Places:
+        """hidden [R, K, H], the rows of the blocks that predict."""
+        config, shape = self._config, hidden.shape[:2]
+        logits = self.head(hidden.flatten(0, 1)) * config.logit_scale
+        if config.softcap:
+            logits = config.softcap * (logits / config.softcap).tanh()
+        best, candidates = logits.topk(config.num_candidates, dim=-1)
+        read = self._ops.joined_linear(
+            [(hidden.flatten(0, 1).contiguous(), None)], *self._projection.product
+        )
+        after = self._after[candidates]  # [R K, k, rank]
+        best, candidates, read, after = (
+            values.view(*shape, *values.shape[1:]) for values in (best, candidates, read, after)
+        )
+        vocab_size = logits.shape[-1]
+
+        def place(index: int, last: Tensor) -> tuple[Tensor, None]:
+            pairs = (self._before[last] * read[:, index]).unsqueeze(1) * after[:, index]
+            scores = best[:, index] + pairs.float().sum(-1)
+            alone = scores.new_full((len(last), vocab_size), -torch.inf)
+            return alone.scatter_(1, candidates[:, index], scores), None
+
+        return place

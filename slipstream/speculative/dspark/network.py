@@ -1,0 +1,99 @@
+"""DSpark: a DFlash block, and heads that choose its tokens one after the other.
+
+    logits_i = lm_head(h_i) + W2 r_i        h_i: row i of the block, behind the final norm
+    r_i = e_i                               "vanilla"; e_i = W1[token before place i]
+    r_i = sigmoid(G [h_i, e_i]) * e_i       "gated"
+    g, c, o = J [s_(i-1), e_i, h_i];  s_i = sigmoid(g) s_(i-1) + (1 - sigmoid(g)) tanh(c)
+    r_i = tanh(o)                           "rnn", with s = 0 before the block
+    confidence_i = sigmoid(C [h_i, e_i])    the chance that the token of place i is accepted
+
+W1 has a row for each token of the target, W2 one for each token that is drafted.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.table import Ops
+from slipstream.layers.embedding import Embedding, LanguageModelHead
+from slipstream.layers.linear import Linear, column_linear
+from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.models.loading import LoadOptions
+from slipstream.speculative.dflash.network import DFlashNetwork
+from slipstream.speculative.draft_sampling import Places
+from slipstream.speculative.dspark.config import DSparkConfig
+
+
+class DSparkNetwork(DFlashNetwork):
+    """Features to draft blocks, and the rows of a block to its tokens."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        source: ParameterSource,
+        config: DSparkConfig,
+        target_width: int,
+        options: LoadOptions,
+    ) -> None:
+        super().__init__(ops, source, config, target_width, options)
+        layers, rank = config.layers, config.rank
+        width, name = layers.hidden_size, "markov_head"
+        self._rank, self._type = rank, config.head_type
+        self._sees_token = config.confidence_sees_token
+        self._first: Embedding | None = None
+        self._mixing: Linear | None = None
+        self._confidence: tuple[Tensor, Tensor] | None = None
+        if rank:
+            self._first = Embedding(source, f"{name}.markov_w1", layers.vocab_size, rank)
+            second = Part(f"{name}.markov_w2.weight", config.draft_vocab_size)
+            self._second = LanguageModelHead(ops, source.head([second], rank))
+        if rank and config.head_type == "gated":
+            part = Part(f"{name}.gate_proj", rank)
+            self._mixing = column_linear(source, [part], width + rank, bias=True)
+        if rank and config.head_type == "rnn":
+            part = Part(f"{name}.joint_proj", 3 * rank)
+            self._mixing = column_linear(source, [part], width + 2 * rank, bias=True)
+        if config.tells_confidence:
+            columns = width + (rank if config.confidence_sees_token else 0)
+            proj = "confidence_head.proj"
+            self._confidence = (
+                source.table([Part(f"{proj}.weight", 1)], columns).values,
+                source.vector([Part(f"{proj}.bias", 1)]),
+            )
+
+    def places(self, hidden: Tensor) -> Places:
+        """hidden [R, K, H], the rows of the blocks that predict."""
+        base = self.head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+        state = hidden.new_zeros((len(hidden), self._rank))
+
+        def place(index: int, last: Tensor) -> tuple[Tensor, Tensor | None]:
+            nonlocal state
+            logits, row = base[:, index], hidden[:, index]
+            if self._first is None:
+                return logits, self._chance([row])
+            token = self._first(last)
+            state, read = self._read(row, token, state)
+            chance = self._chance([row, token] if self._sees_token else [row])
+            return logits + self._second(read), chance
+
+        return place
+
+    def _read(self, row: Tensor, token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """(the next state, what W2 reads), [R, rank] each."""
+        if self._type == "vanilla":
+            return state, token
+        if self._type == "gated":
+            return state, self._mixed([row, token]).sigmoid() * token
+        gate, new, out = self._mixed([state, token, row]).chunk(3, dim=-1)
+        return torch.lerp(new.tanh(), state, gate.sigmoid()), out.tanh()
+
+    def _mixed(self, sides: list[Tensor]) -> Tensor:
+        assert self._mixing is not None, "heads of this type have a projection"
+        return self._ops.joined_linear([(side, None) for side in sides], *self._mixing.product)
+
+    def _chance(self, sides: list[Tensor]) -> Tensor | None:
+        """[R] float32."""
+        if self._confidence is None:
+            return None
+        weight, bias = (values.float() for values in self._confidence)
+        return F.linear(torch.cat(sides, -1).float(), weight, bias).squeeze(-1).sigmoid()
