@@ -1,5 +1,6 @@
 """A checkpoint's properties, from its configs and tensor headers; no weights are read."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -160,26 +161,53 @@ class CheckpointFacts:
 
     def _sizes(self) -> dict[str, Any]:
         dtype = self.checkpoint.weights_dtype if self.config is None else self.config.dtype
-        known = self.head.sizes if self.head is not None and self.config is None else {}
-        sizes = {name: getattr(self.config, name, known.get(name)) for name in _SIZES}
+        known: Mapping[str, int | None] = {}
+        if self.config is not None:
+            known = _latent_sizes(self.config)
+        elif self.head is not None:
+            known = self.head.sizes
+        sizes = {
+            name: known[name] if name in known else getattr(self.config, name, None)
+            for name in (*_SIZES, "latent_size")
+        }
         return {"dtype": None if dtype is None else str(dtype).removeprefix("torch."), **sizes}
 
     def _cache_sizes(self) -> dict[str, int | None]:
         """Bytes of a token in all layers and of a block; how much of a token is only kept for the
-        last `window` tokens, by a target."""
+        last `window` tokens, by a target; what layers keep of a request, however long it is."""
         shape, per_token, windowed, window = self.config, 0, 0, None
+        state = per_draft = 0
         keeps_none = self.head is not None and not self.head.keeps_blocks
         if shape is not None and not keeps_none:
             layout = shape.cache_layout(shape.dtype)
             window = layout.window(shape.max_position_embeddings)
             per_token = layout.bytes_per_token
             windowed = layout.windowed_bytes_per_token if window else 0
+            state, per_draft = (
+                layout.bytes_per_request,
+                layout.state_bytes(1) - layout.state_bytes(0),
+            )
         return {
             "kv_bytes_per_token": per_token,
             "kv_bytes_per_block": per_token * BLOCK_SIZE,
             "kv_bytes_in_windows": windowed,
             "window": window,
+            "state_bytes_per_request": state,
+            "state_bytes_per_draft_token": per_draft,
         }
+
+
+def _latent_sizes(config: "DecoderConfig") -> dict[str, int | None]:
+    """The sizes of heads of latent attention, whose keys and values are made of one row a token."""
+    latent = config.latent_attention
+    if latent is None:
+        return {}
+    return {
+        "num_heads": latent.num_heads,
+        "num_kv_heads": None,
+        "head_dim": latent.plain_dim + latent.rotary_dim,
+        "latent_size": latent.latent_rows,
+    }
 
 
 def read_facts(name: str) -> CheckpointFacts:

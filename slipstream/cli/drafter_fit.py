@@ -37,6 +37,8 @@ class Fit:
 
 def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
     """Compare vocabularies, sizes and context lengths."""
+    from slipstream.speculative.drafter import NO_STATES
+
     problems: list[str] = []
     notes: list[str] = []
     share = _relative_size(draft, target)
@@ -47,6 +49,8 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
     assert draft.config is not None, "a language model has one"
     if draft.num_parameters is None:
         problems.append(f"{draft.checkpoint.path} has no weights; download them")
+    if not draft.config.cache_layout(draft.config.dtype).blocks_resume:
+        problems.append(NO_STATES)
     mismatch = _vocabulary_problem(draft, draft.config, target, target.config)
     if mismatch:
         problems.append(mismatch)

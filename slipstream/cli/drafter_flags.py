@@ -44,8 +44,9 @@ class DrafterFlags:
     )
     spec_method: str | None = flag(
         None,
-        "draft_model, pard, eagle, eagle3, p-eagle, mtp, dflash, medusa, mlp_speculator, "
-        "gemma4_assistant, ngram, suffix, custom or combination. [found from the drafter]",
+        "draft_model, pard, eagle, eagle3, p-eagle, mtp, dflash, dflash2, dspark, medusa, "
+        "mlp_speculator, gemma4_assistant, ngram, suffix, custom or combination. "
+        "[found from the drafter]",
     )
     drafter_quantization: str | None = flag(
         None,

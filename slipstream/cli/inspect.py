@@ -128,22 +128,32 @@ def _shape_rows(facts: dict[str, Any]) -> dict[str, str]:
             rows["vocabulary"] = f"{facts['vocab_size']} tokens"
         return {**rows, "KV cache": "none"}
     yes_no = {True: "yes", False: "no"}
-    heads, kv_heads = facts["num_heads"], facts["num_kv_heads"]
+    kept = f"{facts['num_kv_heads']} key-value heads"
+    if facts["latent_size"] is not None:
+        kept = f"which share a latent row of {facts['latent_size']} numbers a token"
     per_token, per_block = facts["kv_bytes_per_token"], facts["kv_bytes_per_block"]
     cache = f"{_bytes(per_token)} per token, {_bytes(per_block)} per block of {BLOCK_SIZE}"
     if facts["window"]:
         within = _bytes(facts["kv_bytes_in_windows"])
         cache += f"; {within} per token are kept for the last {facts['window']} tokens only"
+    states = {}
+    if facts["state_bytes_per_request"]:
+        state, drafted = facts["state_bytes_per_request"], facts["state_bytes_per_draft_token"]
+        states["recurrent states"] = (
+            f"{_bytes(state)} per request and per checkpoint of a prefix, {_bytes(drafted)} per "
+            "draft token of a request"
+        )
     return {
         "layers": str(facts["num_layers"]),
         "hidden size": f"{facts['hidden_size']}, feed-forward {facts['intermediate_size']}",
-        "heads": f"{heads} of dimension {facts['head_dim']}, {kv_heads} key-value heads",
+        "heads": f"{facts['num_heads']} of dimension {facts['head_dim']}, {kept}",
         "vocabulary": f"{facts['vocab_size']} tokens",
         "context": f"{facts['max_position_embeddings']} tokens",
         "tied embeddings": yes_no[facts["tie_word_embeddings"]],
         "EOS ids": ", ".join(map(str, facts["eos_token_ids"])) or "none",
         "chat template": yes_no[facts["has_chat_template"]],
         "KV cache": cache,
+        **states,
     }
 
 

@@ -42,7 +42,8 @@ REFUSED: Final[Mapping[str, str]] = {
         dbo-decode-token-threshold dbo-prefill-token-threshold enable-dbo!""",
     "embeddings, scores and models that denoise are not served; serve a model that generates": """
         diffusion-config enable-flash-late-interaction! io-processor-plugin pooler-config""",
-    "no layers with a recurrent state are served, so there is nothing to set; leave it out": """
+    "recurrent states are float32, and copied at edges of blocks; --num-state-checkpoints sets "
+    "how many copies are kept": """
         enable-mamba-cache-stochastic-rounding! gdn-prefill-backend mamba-backend mamba-block-size
         mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds mamba-ssm-cache-dtype""",
     "the server loads no code of others; --drafter takes a class of your own, and a proxy can "

@@ -213,6 +213,11 @@ class _EngineTotals:
             ("num_requests_running", "Samples that have a place", scheduler.num_running),
             ("num_requests_waiting", "Samples that wait for a place", scheduler.num_waiting),
             ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it", blocks.usage),
+            (
+                "state_checkpoints",
+                "Checkpoints of recurrent states that prefixes can be resumed from",
+                blocks.num_checkpoints,
+            ),
             ("num_speculative_tokens", "K: most draft tokens", limits.num_speculative_tokens),
             ("spec_decode_current_k", "Draft tokens a draft, in the last step", self._current_k),
         )

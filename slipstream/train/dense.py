@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.core.errors import UsageError
 from slipstream.kernels.composition import Parts, compose, split_heads
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.pass_inputs import CAUSAL, PassInputs, RowPlaces, Visibility
 from slipstream.kernels.reference.attention import rotate
-from slipstream.kernels.reference.dense import add_norm, gated_activation
+from slipstream.kernels.reference.dense import activated, add_norm, gated_activation
 from slipstream.kernels.reference.experts import experts
 from slipstream.kernels.table import ExpertsParts, Heads, Norm, Ops
 
@@ -164,6 +165,8 @@ def _attention(
 ) -> Tensor:
     """[B, Hq, Q, D] of one pass."""
     groups = heads.num_heads // heads.num_kv_heads
+    if heads.softcap is not None:
+        raise UsageError("targets whose scores are capped cannot be trained on; use another target")
     if heads.sinks is not None:
         mask = _with_sinks(mask, heads.sinks, query.shape[2], key)
         # A key of zeros whose score the mask gives, and a value of zeros.
@@ -232,10 +235,13 @@ DENSE: Ops = replace(
             logits=_logits,
             norm=_norm,
             add_norm=_add_norm,
+            activation=activated,
             gated_activation=gated_activation,
             experts=_experts,
             rotate_and_store=_unused,
             paged_attention=_unused,
+            latent_attention=_unused,
+            delta_net=_unused,
         ),
     ),
     attend=_attend,

@@ -66,6 +66,9 @@ class Trainable:
     def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
         return self.matrix(parts, columns)
 
+    def alike(self, parts: Sequence[Part]) -> bool:
+        return True
+
     def tied(self, table: Weight) -> Weight:
         return table
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.speculative.mtp.checkpoint import MtpCheckpoint
 from slipstream.speculative.mtp.config import MtpConfig, read_mtp_config
 from slipstream.speculative.mtp.network import MtpHead
@@ -52,7 +53,13 @@ class MtpRecipe(ChainRecipe[MtpConfig]):
     @classmethod
     def configure(cls, plan: RunPlan) -> tuple[dict[str, Any], MtpConfig]:
         config = _module_config(plan)
-        return config, read_mtp_config(planned_checkpoint(MtpCheckpoint, config))
+        try:
+            return config, read_mtp_config(planned_checkpoint(MtpCheckpoint, config))
+        except CheckpointError as error:
+            raise UsageError(
+                f"no MTP module can be made like the layers of {plan.target.path} ({error}); train "
+                "a drafter of another kind for it, such as eagle3"
+            ) from error
 
     def positions(self, batch: Batch) -> Iterator[DraftPosition]:
         return unroll(self.network, 1, batch, self.num_draft_tokens)

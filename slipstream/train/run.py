@@ -23,7 +23,7 @@ from slipstream.train.recipe import Recipe, recipe_class
 from slipstream.train.sequences import Sequences
 from slipstream.train.settings import TrainSettings
 from slipstream.train.state import StateFile
-from slipstream.train.target import Target, load_target
+from slipstream.train.target import Target, load_target, require_trainable
 from slipstream.train.trainer import OnReport, StopRequests, Trainer, no_stop_requests
 from slipstream.train.vocabulary import require_draft_vocabulary
 
@@ -113,6 +113,7 @@ def make_plan(settings: TrainSettings, recipe: type[Recipe[Any]]) -> tuple[RunPl
     device, _ = choose_device(settings.device)
     target = Checkpoint(resolve_checkpoint(settings.target, settings.revision))
     shape = read_decoder_config(target)
+    require_trainable(target, shape)
     data = Data(settings, target, shape.vocab_size)
     plan = RunPlan(
         settings,

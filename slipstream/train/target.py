@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
+from slipstream.layers.attention import AttentionSpec
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
@@ -82,10 +83,10 @@ class Target:
     def distribution(self, hidden: Tensor, vocabulary: DraftVocabulary) -> TargetDistribution:
         """Predictions from hidden states [N, H]."""
         top, kept, totals = [], [], []
-        weight, token_ids = self.network.head.weight, vocabulary.token_ids
+        head, token_ids = self.network.head, vocabulary.token_ids
         for rows in torch.split(hidden, _ROWS_AT_ONCE):
             with torch.autocast(self.device.type, enabled=False):
-                logits = weight.logits(rows)
+                logits = head(rows)
             top.append(logits.argmax(-1))
             chosen = logits if token_ids is None else logits[:, token_ids]
             kept.append(chosen.to(self.dtype))
@@ -102,17 +103,29 @@ def load_target(
     device: torch.device,
     max_positions: int,
 ) -> Target:
-    """The network with its weights, which may be quantised.
+    """The network with its weights, which may be quantised."""
+    options = LoadOptions(dtype, device, "auto", max_positions)
+    network = load_decoder(checkpoint, options, config, DENSE)
+    return Target(checkpoint.path, config, network, dtype)
 
-    Raises:
-        UsageError: a target whose features depend on how long requests may be.
-    """
+
+def require_trainable(checkpoint: Checkpoint, config: DecoderConfig) -> None:
+    """Raise UsageError for a target with other layers than drafters are trained beside, and for one
+    whose features depend on how long requests may be."""
+    mixers = [layer.mixer for layer in config.layers if layer.mixer is not None]
+    if not all(isinstance(mixer, AttentionSpec) for mixer in mixers):
+        raise UsageError(
+            f"{checkpoint.path} has layers other than attention over keys and values, beside which "
+            "drafters cannot be trained so far; take another target"
+        )
+    if any(mixer.lender is not None for mixer in mixers if isinstance(mixer, AttentionSpec)):
+        raise UsageError(
+            f"{checkpoint.path} has layers that read the cache of another, beside which drafters "
+            "cannot be trained so far; take another target"
+        )
     if config.rope.depends_on_length:
         raise UsageError(
             f"{checkpoint.path} has rope of the kind {config.rope.kind}, which depends on the most "
             "tokens of a request, so a drafter would learn other features than it gets; take a "
             "target with another kind"
         )
-    options = LoadOptions(dtype, device, "auto", max_positions)
-    network = load_decoder(checkpoint, options, config, DENSE)
-    return Target(checkpoint.path, config, network, dtype)

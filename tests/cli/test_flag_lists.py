@@ -14,8 +14,8 @@ ENGINE = """
     --enforce-eager --engine-seed --generation-config --gpu-memory-utilization --hf-overrides
     --hf-token --kv-cache-dtype --kv-cache-memory --kv-cache-memory-bytes --load-format
     --max-model-len --max-num-batched-tokens --max-num-seqs --no-enable-prefix-caching
-    --no-enforce-eager --num-gpu-blocks-override --num-kv-blocks --override-generation-config
-    --quantization --revision --threads --tokenizer -q
+    --no-enforce-eager --num-gpu-blocks-override --num-kv-blocks --num-state-checkpoints
+    --override-generation-config --quantization --revision --threads --tokenizer -q
 """
 DRAFTER = """
     --drafter --drafter-quantization --no-speculation --num-speculative-tokens --spec-method

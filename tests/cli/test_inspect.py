@@ -22,7 +22,9 @@ from tests.drafters.heads import (
     write_p_eagle,
 )
 from tests.drafters.mtp_heads import add_mtp, write_mtp
+from tests.hybrid_checkpoints import write_hybrid
 from tests.last_hidden_checkpoints import medusa_for, medusa_tensors, mlp_for, write_medusa
+from tests.mixture_checkpoints import write_mixture
 from tests.quantized_checkpoints import gptq, write_quantized
 
 
@@ -50,6 +52,7 @@ def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> Non
         "num_heads": 6,
         "num_kv_heads": 2,
         "head_dim": 16,
+        "latent_size": None,
         "vocab_size": 96,
         "max_position_embeddings": 256,
         "tie_word_embeddings": True,
@@ -60,6 +63,8 @@ def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> Non
         "kv_bytes_per_block": 16 * 2 * 2 * 2 * 16 * 4,
         "kv_bytes_in_windows": 0,
         "window": None,
+        "state_bytes_per_request": 0,
+        "state_bytes_per_draft_token": 0,
         "kernels": document["kernels"],
     }
     words = slipstream("inspect", tiny_target).out
@@ -74,6 +79,36 @@ def test_layers_with_a_window_keep_less(slipstream: CommandLine, tmp_path: Path)
     assert (document["kv_bytes_in_windows"], document["window"]) == (2 * 256, 9)
     words = " ".join(slipstream("inspect", target).out.split())
     assert "512 bytes per token are kept for the last 9 tokens only" in words
+
+
+def test_layers_with_states_keep_the_same_of_any_request(
+    slipstream: CommandLine, tmp_path: Path
+) -> None:
+    target = write_hybrid(tmp_path / "target", "qwen3_5_text")
+    document = json.loads(slipstream("inspect", target, "--json").out)
+    channels = 2 * 2 * 16 + 4 * 8
+    assert document["state_bytes_per_request"] == 3 * 4 * (4 * 16 * 8 + 3 * channels)
+    assert document["state_bytes_per_draft_token"] == 3 * 4 * (channels + 2 * 4)
+    words = " ".join(slipstream("inspect", target).out.split())
+    assert "recurrent states 9.38 KiB per request and per checkpoint of a prefix, 1.22 KiB" in words
+
+
+def test_latent_attention(slipstream: CommandLine, tmp_path: Path) -> None:
+    target = str(write_mixture(tmp_path / "target", "glm4_moe_lite"))
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    document = json.loads(slipstream("inspect", target, "--json").out)
+    size = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    assert (document["latent_size"], document["num_kv_heads"]) == (size, None)
+    assert document["head_dim"] == config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    assert document["kv_bytes_per_token"] == 4 * size * config["num_hidden_layers"]
+    assert f"share a latent row of {size} numbers a token" in slipstream("inspect", target).out
+
+
+def test_a_model_with_states_is_no_drafter(slipstream: CommandLine, tmp_path: Path) -> None:
+    target = write_hybrid(tmp_path / "target", "qwen3_5_text")
+    ran = slipstream("inspect", target, "--target", target)
+    assert ran.code == 1
+    assert "layers keep a state of each request are not supported" in ran.out
 
 
 def test_a_mixture_of_experts(slipstream: CommandLine, tmp_path: Path) -> None:

@@ -6,11 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.core.errors import UsageError
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.train.run import run_training
+from slipstream.train.vocabulary import DraftVocabulary
 from tests.drafters.oracles import Target
 from tests.mixture_checkpoints import FAMILIES, with_packed_experts, write_mixture
+from tests.models.small_cases import SMALL
+from tests.models.test_parity import oracle, oracle_logits, write_checkpoint
 from tests.quantized_checkpoints import gptq, write_quantized, write_whole
 from tests.train.small_runs import run_drafting, settings, teacher, write_own_words
 
@@ -39,7 +43,7 @@ def test_a_quantised_target_teaches_what_its_numbers_mean(
     assert speculated == plain
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "glm4_moe_lite"])
 def test_a_target_with_experts_is_the_one_of_transformers(kind: str, tmp_path: Path) -> None:
     """Sinks, windows, YaRN, partial rope, and every way of routing among them."""
     target = write_mixture(tmp_path, kind)
@@ -49,6 +53,36 @@ def test_a_target_with_experts_is_the_one_of_transformers(kind: str, tmp_path: P
         streams, hidden, _ = Target(target)(ids)
         for ours, theirs in zip((*found.streams, found.hidden), (*streams, hidden), strict=True):
             torch.testing.assert_close(ours[index], theirs, atol=1e-4, rtol=0)
+
+
+def test_a_target_teaches_its_scaled_logits(tmp_path: Path) -> None:
+    case = next(case for case in SMALL if case.architecture == "Granite")
+    target = teacher(str(write_checkpoint(case, tmp_path)))
+    ids = IDS[0].tolist()
+    vocabulary = DraftVocabulary(None, target.config.vocab_size)
+    found = target.distribution(target.states(IDS[:1], ()).hidden[0], vocabulary)
+    expected = oracle_logits(oracle(tmp_path), ids)
+    torch.testing.assert_close(found.logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "message"),
+    [
+        ("eagle3", "glm4_moe_lite", "other than attention over keys and values"),
+        ("mtp", "granite", "no MTP module can be made like the layers of .*attention_multiplier"),
+    ],
+)
+def test_layers_that_no_drafter_is_trained_for_are_refused_at_once(
+    kind: str, family: str, message: str, own_words: Path, tmp_path: Path
+) -> None:
+    if family == "granite":
+        case = next(case for case in SMALL if case.architecture == "Granite")
+        target = write_checkpoint(case, tmp_path / "target")
+    else:
+        target = write_mixture(tmp_path / "target", family)
+    with pytest.raises(UsageError, match=message):
+        run_training(settings(kind, str(target), own_words, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")
