@@ -4,15 +4,16 @@
         [--draft-vocab-sizes 16384] [--batch-sizes 1,8] [--threads 2] [--quick] [--json FILE]
 
 Without checkpoints it writes a pair of twins (`benchmarks/write_twins.py`) of the geometry of
-Qwen3-0.6B. Greedy, bf16 activations; of every form the engines take turns in --rounds rounds, each
-in a process of its own, over the same prompts of --prompt tokens of a fixed text.
+Qwen3-0.6B or another. Where layers keep states of requests only plain decoding is measured. Greedy,
+bf16 activations; of every form the engines take turns in --rounds rounds, each in a process of its
+own, over the same prompts of --prompt tokens of a fixed text.
 
     form      of all matrices of target and draft: bf16, or a `quantization`
     ms/token  of each request: (time of --new-tokens + 8 tokens - time of 8) / --new-tokens
     tokens/s  of all requests together
     AL        1 + accepted draft tokens per draft
-    limit     bytes that a step reads (matrices, and keys and values of the mean context) over the
-              read bandwidth, by AL: the least that a token can take
+    limit     bytes of a step (matrices, keys and values of the mean context, states twice: they
+              are written too) over the read bandwidth, by AL: the least that a token can take
     share     limit / ms a token
     of plain  ms a token over that of plain decoding, of the same form and batch
     prefill   seconds of a prompt of --prefill tokens and one output token
@@ -38,6 +39,7 @@ from benchmarks.cpu_bandwidth import measured_apart
 from benchmarks.cpu_bars import Bar, best, ratio, table
 from benchmarks.cpu_own import (
     coverage,
+    keeps_states,
     matrix_bytes,
     own_entry,
     resident_bytes,
@@ -114,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work = Path(given.work or folder)
         if given.target is None:
             given.target, given.draft = write_twins(work / "twins", given.geometry, 4)
+            given.draft = None if keeps_states(given.target) else given.draft
         report = _measure(given, work)
         # Bytes and bars are told by the checkpoints, which may go with the folder.
         _print(report)

@@ -59,8 +59,8 @@ def coverage(target: Path, size: int, text: Path, tokens: list[list[int]]) -> fl
 
 
 def round_bytes(job: Job, batch: int, context: int) -> float:
-    """What one step reads: matrices, and the keys and values of `context` tokens a request. Of
-    experts, those that independent choices of its rows touch."""
+    """What one step reads: matrices, and the keys and values of `context` tokens a request; of
+    experts, those that independent choices of its rows touch. States are read and written."""
     rows = batch * (job.num_speculative_tokens + 1 if job.draft is not None else 1)
     target = _pass_bytes(Path(job.target), _quantization(job), None, rows)
     total = target + batch * _kv_bytes(Path(job.target), context)
@@ -99,10 +99,16 @@ def _pass_bytes(folder: Path, quantization: str | None, head: int | None, rows: 
 
 
 def _kv_bytes(folder: Path, context: int) -> int:
-    """Keys and values of a request in bf16, as far as layers see them."""
-    config = read_decoder_config(Checkpoint(folder))
-    seen = sum(min(context, window or context) for window in config.sliding_windows)
-    return 2 * seen * config.num_kv_heads * config.head_dim * torch.bfloat16.itemsize
+    """Keys and values of a request in bf16, as far as layers see them, and its states twice."""
+    layout = read_decoder_config(Checkpoint(folder)).cache_layout(torch.bfloat16)
+    seen = [min(context, spec.window or context) * spec.bytes_per_token for spec in layout.specs]
+    return sum(seen) + 2 * layout.bytes_per_request
+
+
+def keeps_states(folder: Path) -> bool:
+    """Whether layers of a checkpoint keep a state of each request, as no draft model may."""
+    layout = read_decoder_config(Checkpoint(folder)).cache_layout(torch.bfloat16)
+    return layout.bytes_per_request > 0
 
 
 def _quantization(job: Job) -> str | None:

@@ -17,6 +17,7 @@ import torch
 from benchmarks.expert_spread import distinct_experts
 from benchmarks.geometries import HEADS, geometry_named, head_matrix_parameters, write_config
 from slipstream import LLM, SamplingParams
+from slipstream.cache.spec import CacheLayout
 from slipstream.core.outputs import RequestOutput
 from slipstream.engine.prompts import TokensPrompt
 from slipstream.models.catalogue import read_decoder_config
@@ -24,6 +25,7 @@ from slipstream.models.quantized.catalogue import read_quantization
 from slipstream.models.traffic import pass_bytes
 
 READ_BYTES_PER_MS = 4.35e9
+OWN_MODULES = "mtp"  # as a draft: the MTP modules of the target's own checkpoint
 HEADROOM = 64  # positions behind the longest output
 
 
@@ -32,7 +34,7 @@ class Setup:
     """One engine.
 
     Attributes:
-        target, draft: geometries; without a draft, plain decoding.
+        target, draft: geometries, or `OWN_MODULES` for the draft; without one, plain decoding.
         acceptance_length: forced; None judges the drafts for real.
         draft_vocab_size: tokens that are drafted over; None for all.
         mask_token: the draft gives all its tokens in one pass, over this token; None: one by one.
@@ -115,6 +117,7 @@ class Row:
     limit: float
     tokens_per_s: float
     experts: float | None = None
+    states: int = 0
     plain_ratio: float | None = None
     bar: float | None = None
     vllm: float | None = None
@@ -124,20 +127,48 @@ def _shown(geometry: str, quantization: str | None) -> str:
     return geometry if quantization is None else f"{geometry} in {quantization}"
 
 
-def limit_ms(setup: Setup, batch: int = 1, experts: float | None = None) -> float:
-    """The time that reading the matrices of one step takes, K passes of the draft included.
+def limit_ms(
+    setup: Setup, batch: int = 1, experts: float | None = None, context: float = 0
+) -> float:
+    """The time that reading the matrices of one step takes, K passes of the draft included; of a
+    target that keeps states, with their bytes and those of the cache.
 
     Args:
         experts: distinct ones of a layer that the step's rows touch; None: as many as independent
             choices would.
+        context: tokens of a request.
     """
     rows = batch * (setup.num_speculative_tokens + 1)
     read = _read_bytes(setup.target, setup.quantization, setup.dtype, None, rows, experts)
-    if setup.draft is not None:
+    if setup.draft == OWN_MODULES:
+        read += setup.num_passes * _module_bytes(setup, batch)
+    elif setup.draft is not None:
         head = setup.draft_vocab_size
         draft = _read_bytes(setup.draft, setup.drafter_quantization, setup.dtype, head, batch)
         read += setup.num_passes * draft
+    states = state_bytes(setup, batch)
+    if states:
+        read += states + batch * context * _layout(setup).bytes_per_token
     return read / READ_BYTES_PER_MS
+
+
+def state_bytes(setup: Setup, batch: int) -> int:
+    """What a step reads and writes of states and of the draft rows that wait to be taken in."""
+    return 2 * batch * _layout(setup).state_bytes(setup.num_speculative_tokens)
+
+
+def _layout(setup: Setup) -> CacheLayout:
+    config = read_decoder_config(geometry_named(setup.target))
+    return config.cache_layout(getattr(torch, setup.dtype))
+
+
+def _module_bytes(setup: Setup, rows: int) -> float:
+    """What one pass of a module reads: a layer as the target's last, what joins token and feature,
+    and the target's head."""
+    config, dtype = read_decoder_config(geometry_named(setup.target)), getattr(torch, setup.dtype)
+    module = replace(config, layers=config.layers[-1:])
+    joining: int = 2 * config.hidden_size**2 * dtype.itemsize
+    return pass_bytes(module, rows, dtype) + joining
 
 
 def _read_bytes(
@@ -184,9 +215,10 @@ def make_engine(setup: Setup, method: Method, folder: Path) -> LLM:
     longest = method.prompt + method.long + setup.num_speculative_tokens + HEADROOM
     speculation: dict[str, Any] | None = None
     if setup.draft is not None:
-        draft = write_config(folder / "draft", setup.draft)
-        given = {
-            "model": str(draft),
+        own = setup.draft == OWN_MODULES
+        given: dict[str, Any] = {
+            "method": OWN_MODULES if own else None,
+            "model": None if own else str(write_config(folder / "draft", setup.draft)),
             "num_speculative_tokens": setup.num_speculative_tokens,
             "draft_vocab_size": setup.draft_vocab_size,
             "pard_token": setup.mask_token,
@@ -264,9 +296,10 @@ def measure_batch(
         al=al,
         step=step,
         split=_split(pairs),
-        limit=limit_ms(setup, batch, experts),
+        limit=limit_ms(setup, batch, experts, method.prompt + (method.short + method.long) / 2),
         tokens_per_s=batch * al / step * 1e3,
         experts=experts,
+        states=state_bytes(setup, batch),
     )
 
 

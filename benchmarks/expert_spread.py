@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from slipstream import LLM, SamplingParams
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference.experts import route
+from slipstream.kernels.table import Addend
 from slipstream.layers.experts import Experts
 
 _FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -49,10 +51,12 @@ def _recorded() -> Iterator[dict[int, list[Tensor]]]:
     found: dict[int, list[Tensor]] = {}
     plain = Experts.apply
 
-    def recording(self: Experts, ops: Any, addend: Tensor, residual: Tensor | None) -> Any:
+    def recording(
+        self: Experts, ops: Any, addend: Addend, residual: Tensor | None, inputs: PassInputs
+    ) -> Any:
         normed, _ = ops.norm(addend, residual, self.norm)
         found.setdefault(id(self), []).append(route(normed, self.parts.router)[0].cpu())  # type: ignore[attr-defined]
-        return plain(self, ops, addend, residual)
+        return plain(self, ops, addend, residual, inputs)
 
     Experts.apply = recording  # type: ignore[method-assign]
     try:

@@ -7,6 +7,8 @@
     python -m benchmarks.gpu_decode --suite heads         # drafting heads, parallel drafting
     python -m benchmarks.gpu_decode --suite moe --only "gpt-oss-120b plain"
     python -m benchmarks.gpu_decode --suite nvfp4         # Llama-70B in four-bit floats
+    python -m benchmarks.gpu_decode --suite latent        # GLM-4.7-Flash
+    python -m benchmarks.gpu_decode --suite states        # Qwen3.5: gated delta nets, MTP
 
 Geometries are named as in `benchmarks/geometries.py`; NAME:3 is the first 3 layers of one. Weights
 are random. With `--load-format dummy` no draft would be accepted, so the verdict is drawn with the
@@ -18,10 +20,12 @@ experts are twins, since the text of dummies hardly moves on; their heads are ra
             random prompts of exactly --prompt tokens, no prefix caching; median of --repeat
     draft, target, rest
             means per step by time stamps on the device, over the same steps
-    limit   bytes of the matrices that a step reads / 4.35 TB/s (measured read limit of one H200)
+    limit   bytes of the matrices that a step reads / 4.35 TB/s (measured read limit of one H200);
+            of targets that keep states with those, read and written, and with cached tokens
     experts distinct experts of a layer that a step's rows touched, which the limit counts: those
             that the rows of the texts choose, mean over layers and eight places
     share   limit / step
+    states  MB of states that a step reads and writes
     plain   tokens/s over those of plain decoding in this run (--with-plain)
 
 Each configuration has an engine of its own, which is gone before the next is made. With --json the
@@ -37,7 +41,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from benchmarks.decode_timing import Method, Row, Setup, measure, release
+from benchmarks.decode_timing import (
+    OWN_MODULES,
+    Method,
+    Row,
+    Setup,
+    limit_ms,
+    measure,
+    release,
+)
 
 
 @dataclass(frozen=True)
@@ -122,7 +134,35 @@ def float4_bars() -> tuple[Bar, ...]:
     )
 
 
-SUITES = {"bars": bars, "heads": head_bars, "moe": expert_bars, "nvfp4": float4_bars}
+def latent_bars() -> tuple[Bar, ...]:
+    """Latent attention, with experts: at batch 1 the bar is 55 percent of the limit."""
+    plain = Setup(target="glm-4.7-flash", load_format="twin", options={})
+    at_once = limit_ms(plain) / 0.55
+    return (Bar(plain, {1: (at_once, None), 8: (None, None), 32: (None, None)}),)
+
+
+def state_bars() -> tuple[Bar, ...]:
+    """Gated delta nets, plain and with the MTP module; at batch 1 the bars are 75 percent of the
+    limit, and 55 with experts."""
+    dense = Setup(target="qwen3.5-9b", options={})
+    experts = Setup(target="qwen3.5-35b-a3b", load_format="twin", options={})
+    found = []
+    for setup, share in ((dense, 0.75), (experts, 0.55)):
+        drafted = replace(setup, draft=OWN_MODULES, num_speculative_tokens=3, acceptance_length=2.8)
+        for given in (setup, drafted):
+            bar = limit_ms(given) / share
+            found.append(Bar(given, {1: (bar, None), 8: (None, None), 32: (None, None)}))
+    return tuple(found)
+
+
+SUITES = {
+    "bars": bars,
+    "heads": head_bars,
+    "moe": expert_bars,
+    "nvfp4": float4_bars,
+    "latent": latent_bars,
+    "states": state_bars,
+}
 HEADINGS = "batch  K    AL   step ms   draft  target  verify    rest   limit  share  tokens/s"
 
 
@@ -135,6 +175,8 @@ def show(row: Row) -> None:
     )
     if row.experts is not None:
         line += f"  experts {row.experts:.1f}"
+    if row.states:
+        line += f"  states {row.states / 1e6:.1f} MB"
     if row.plain_ratio is not None:
         line += f"  plain x {row.plain_ratio:.2f}"
     if row.bar is not None:

@@ -11,6 +11,7 @@ real; the text means nothing.
 """
 
 import argparse
+import itertools
 import json
 import shutil
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from torch import Tensor
 from benchmarks.geometries import GEOMETRIES, geometry_named, write_config
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.reference import REFERENCE
-from slipstream.layers.parameters import Fused, Part
+from slipstream.layers.parameters import FusedExperts, Part
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
@@ -49,15 +50,17 @@ class Recorder:
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
         drawn = self._source.matrix(parts, columns)
-        if parts[0].fused is None:
+        fused = parts[0].fused
+        if not isinstance(fused, FusedExperts):
             return self._keep(parts, drawn)
-        self._keep_experts(parts[0].fused, parts, drawn)
+        self._keep_experts(fused, parts, drawn)
         return drawn.new_zeros(()).expand(drawn.shape)  # nobody multiplies by it
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
-        return self._keep(parts, self._source.vector(parts))
+        # What is added to numbers as they are read is not in a file.
+        return self._keep(parts, self._source.vector(parts) - parts[0].offset)
 
-    def _keep_experts(self, fused: Fused, parts: Sequence[Part], drawn: Tensor) -> None:
+    def _keep_experts(self, fused: FusedExperts, parts: Sequence[Part], drawn: Tensor) -> None:
         form = None
         if self._stored is not None:
             form = stored_rounding(self._stored, parts[0].name, drawn.shape[1])
@@ -74,18 +77,27 @@ class Recorder:
 
     def _keep(self, parts: Sequence[Part], parameter: Tensor) -> Tensor:
         fused = parts[0].fused
-        if fused is not None:
+        if isinstance(fused, FusedExperts):
             self.tensors[fused.name] = _fused(fused, parts, parameter)
             return parameter
         shares = torch.split(parameter, [part.rows for part in parts])
         for part, rows in zip(parts, shares, strict=True):
             if part.name in _TABLES:
                 rows[self._num_tokens :] *= 0.5
-            self.tensors[part.name] = rows
+            if part.within is None:
+                self.tensors[part.name] = rows
+                continue
+            whole = self.tensors.get(part.name)
+            if whole is None:
+                whole = rows.new_empty(part.tensor_rows, *rows.shape[1:])
+                self.tensors[part.name] = whole
+            ends = itertools.accumulate(stop - start for start, stop in part.spans)
+            for (start, stop), end in zip(part.spans, ends, strict=True):
+                whole[start:stop] = rows[end - stop + start : end]
         return parameter
 
 
-def _fused(fused: Fused, parts: Sequence[Part], rows: Tensor) -> Tensor:
+def _fused(fused: FusedExperts, parts: Sequence[Part], rows: Tensor) -> Tensor:
     """Rows [E n, ...], expert by expert and part by part -> [E, n, ...] as files have them."""
     tail = rows.shape[1:]
     if fused.alternating:

@@ -1,4 +1,4 @@
-"""A checkpoint of Qwen3 or gpt-oss as a GGUF file of llama.cpp, without its tokenizer.
+"""A checkpoint of Qwen3, Qwen3.5 or gpt-oss as a GGUF file of llama.cpp, without its tokenizer.
 
 Matrices go over as they are (bf16, or MXFP4 of fused experts); `llama.py` has the library round
 them. Sources: https://github.com/ggml-org/llama.cpp, `convert_hf_to_gguf.py` and `ggml-common.h`.
@@ -29,9 +29,25 @@ _LAYER = {
     "mlp.down_proj": "ffn_down",
     "mlp.router": "ffn_gate_inp",
 }
-_OF_GPT_OSS = {"post_attention_layernorm": "post_attention_norm", "self_attn.sinks": "attn_sinks"}
+_OF_QWEN3_5 = {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
+_OF_GPT_OSS = {"post_attention_layernorm": "post_attention_norm"}
+_WHOLE_NAMES = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+}
 _EXPERTS = "mlp.experts."
-_ARCHITECTURES = {"qwen3": "qwen3", "gpt_oss": "gpt-oss"}
+_OF_FAMILY = {"gpt_oss": _OF_GPT_OSS, "qwen3_5_text": _OF_QWEN3_5}
+_ARCHITECTURES = {"qwen3": "qwen3", "gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35"}
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -45,11 +61,15 @@ def write_gguf(checkpoint: Path, file: Path) -> None:
     _write_shape(writer, config)
     if config["model_type"] == "gpt_oss":
         _write_experts(writer, config)
+    if config["model_type"] == "qwen3_5_text":
+        _write_states(writer, config)
     for name, numbers in _renamed_tensors(checkpoint, config["model_type"]):
         if name == "output.weight" and config["tie_word_embeddings"]:
             continue
         if numbers.dtype == np.uint8:
             writer.add_tensor(name, numbers, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+        elif numbers.dtype == np.float32:
+            writer.add_tensor(name, numbers)
         elif numbers.ndim == 1 or name.endswith(".bias"):
             writer.add_tensor(name, _float32(numbers))
         else:
@@ -90,23 +110,54 @@ def _write_experts(writer: Any, config: dict[str, Any]) -> None:
     writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
 
 
+def _write_states(writer: Any, config: dict[str, Any]) -> None:
+    """Of gated delta nets, three to one layer of attention."""
+    heads, dim = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    if (config["linear_num_key_heads"], config["linear_key_head_dim"]) != (heads, dim):
+        raise ValueError(
+            "delta nets whose key heads are others than their value heads' are not "
+            "converted to GGUF"
+        )
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(dim)
+    writer.add_ssm_group_count(heads)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * dim)
+    writer.add_full_attention_interval(config["full_attention_interval"])
+    writer.add_rope_dimension_count(int(config["head_dim"] * config["partial_rotary_factor"]))
+    writer.add_rope_dimension_sections([11, 11, 10, 0])  # alike where there is text alone
+
+
+def _as_wanted(name: str, numbers: Array) -> Array:
+    """A tensor of Qwen3.5 as llama.cpp has it: norms that multiply by 1 + w are w here, rates of
+    decay are logarithms, and taps are in float32."""
+    if name.endswith("A_log"):
+        return np.asarray(-np.exp(_float32(numbers)))
+    if name.endswith("conv1d.weight"):
+        return np.asarray(_float32(numbers)).reshape(len(numbers), -1)
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return np.asarray(_float32(numbers) + 1)
+    return numbers
+
+
 def _renamed_tensors(checkpoint: Path, family: str) -> Iterator[tuple[str, Array]]:
     """All tensors under their names in GGUF."""
-    names = {**_LAYER, **(_OF_GPT_OSS if family == "gpt_oss" else {})}
+    names = {**_LAYER, **_OF_FAMILY.get(family, {})}
     scales = {name: numbers for name, numbers in _tensors(checkpoint) if name.endswith("_scales")}
     for name, numbers in _tensors(checkpoint):
         if f".{_EXPERTS}" in name:
             if not name.endswith("_scales"):
                 yield from _experts(name, numbers, scales)
             continue
+        if family == "qwen3_5_text":
+            numbers = _as_wanted(name, numbers)
         stem, _, ending = name.rpartition(".")
-        if ending == "sinks":
-            stem, ending = name, "weight"
         if stem in _OUTSIDE:
             yield f"{_OUTSIDE[stem]}.{ending}", numbers
-        else:
-            _, _, layer, rest = stem.split(".", 3)
-            yield f"blk.{layer}.{names[rest]}.{ending}", numbers
+            continue
+        _, _, layer, rest = name.split(".", 3)
+        own = _WHOLE_NAMES.get(rest) or f"{names[rest.rpartition('.')[0]]}.{ending}"
+        yield f"blk.{layer}.{own}", numbers
 
 
 def _experts(name: str, numbers: Array, scales: dict[str, Array]) -> Iterator[tuple[str, Array]]:

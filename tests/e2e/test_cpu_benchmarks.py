@@ -11,7 +11,7 @@ from benchmarks import cpu_decode, demo_drafters, peers_cpu
 from benchmarks.cpu_bandwidth import measured_apart
 from benchmarks.cpu_bars import Bar
 from benchmarks.cpu_own import coverage, round_bytes, trimmed, write_draft_text
-from benchmarks.geometries import GEOMETRIES, write_config
+from benchmarks.geometries import GEOMETRIES, geometry_named, write_config
 from benchmarks.peers import catalogue
 from benchmarks.peers.process import Entry, Peer, PeerError
 from benchmarks.peers.protocol import Job
@@ -44,13 +44,19 @@ def test_a_written_draft_is_accepted(twins: tuple[Path, Path]) -> None:
     assert drafted.metrics.num_accepted_tokens > drafted.metrics.num_drafts / 2
 
 
-def test_written_experts_are_those_of_the_twin_in_memory(
+def test_written_layers_are_those_of_the_twin_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = {**GEOMETRIES["tiny-moe"], "vocab_size": 4096}
     plain = {key: value for key, value in small.items() if key != "quantization_config"}
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    for name, geometry in (("stored", small), ("bf16", plain)):
+    states = {
+        **geometry_named("qwen3.5-0.8b:4"),
+        **{key: small[key] for key in ("vocab_size", "hidden_size", "intermediate_size")},
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), 16),
+    }
+    for name, geometry in (("stored", small), ("bf16", plain), ("states", states)):
         monkeypatch.setitem(GEOMETRIES, "tiny-moe", geometry)
         target, _ = write_twins(tmp_path / name, "tiny-moe", 1)
         read, drawn = (

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.decode_timing import Method, Setup, limit_ms, make_engine
+from benchmarks.decode_timing import Method, Setup, limit_ms, make_engine, state_bytes
 from benchmarks.expert_spread import distinct_experts
-from benchmarks.gpu_decode import bars, expert_bars, float4_bars, main
+from benchmarks.gpu_decode import bars, expert_bars, float4_bars, main, state_bars
 from benchmarks.verification_cost import main as verification_cost
 from slipstream.engine.draft_policy import FixedPolicy
 
@@ -71,6 +71,21 @@ def test_limits_of_mixtures_count_the_experts_that_independent_rows_touch() -> N
     assert limit_ms(float4_bars()[0].setup) == pytest.approx(9.33, abs=0.05)
     all_of_them = limit_ms(expert_bars()[0].setup, 1, experts=32.0)
     assert all_of_them == pytest.approx(limits[0][-1], abs=0.01)
+
+
+def test_limits_count_states_and_the_cache_beside_them() -> None:
+    plain, drafted = (bar.setup for bar in state_bars()[:2])
+    assert limit_ms(plain) == pytest.approx(3.67, abs=0.01)
+    assert state_bytes(plain, 8) == 8 * 2 * 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert state_bytes(drafted, 8) < 1.05 * state_bytes(plain, 8)
+    tokens = 1000 * 8 * 2 * 4 * 256 * 2  # of 8 layers: keys and values
+    assert limit_ms(plain, 1, context=1000) - limit_ms(plain) == pytest.approx(tokens / 4.35e9)
+    assert limit_ms(bars()[0].setup, 1, context=1000) == limit_ms(bars()[0].setup)
+    # Three passes of the module: a layer of attention, two widths to one, and the head.
+    layer = (2 * 4096 + 2 * 1024 + 4096 + 3 * 12288) * 4096
+    module = 2 * (layer + 2 * 4096**2 + 248320 * 4096)
+    more = 3 * module + state_bytes(drafted, 1) - state_bytes(plain, 1)
+    assert limit_ms(drafted) - limit_ms(plain) == pytest.approx(more / 4.35e9)
 
 
 def test_experts_that_texts_touch_are_counted(
