@@ -14,9 +14,11 @@ from slipstream.cli.bench_advise import advise
 from slipstream.cli.bench_offline import latency, throughput
 from slipstream.cli.bench_serve import serve as bench_serve
 from slipstream.cli.bench_sweep import sweep
+from slipstream.cli.cached_models import list_models
 from slipstream.cli.chat import chat
+from slipstream.cli.doctor import doctor
 from slipstream.cli.errors import run
-from slipstream.cli.flags import DebugFlag, VllmCommand, add_commands
+from slipstream.cli.flags import DebugFlag, GroupedHelp, VllmCommand, add_commands, flattened
 from slipstream.cli.generate import generate
 from slipstream.cli.inspect import inspect
 from slipstream.cli.serve import serve
@@ -40,6 +42,8 @@ app = typer.Typer(
 add_commands(app, generate, chat)
 add_commands(app, serve, kind=VllmCommand)
 add_commands(app, inspect)
+app.command("list", cls=GroupedHelp)(flattened(list_models))
+add_commands(app, doctor)
 bench_app = typer.Typer(
     name="bench",
     help="Measure a server under load, or an engine in this process.",

@@ -65,6 +65,8 @@ FLAGS = {
         --ssl-certfile --ssl-keyfile --tool-call-parser --reasoning-parser --uds
     """,
     "inspect": f"{COMMON} --costs --drafter --json --target",
+    "list": f"{COMMON} --download-dir --json",
+    "doctor": f"{COMMON} --json",
     "bench serve": f"""
         {BENCH} --api-key --backend --base-url --burstiness --compare-texts --endpoint --extra-body
         --goodput --header --host --max-concurrency --metric-percentiles --model

@@ -1,0 +1,114 @@
+"""`slipstream list`: the models that are on this machine, and whether they can be served."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from slipstream.cli.checkpoint_facts import DRAFT_MODEL, CheckpointFacts, read_facts
+from slipstream.cli.terminal import stderr_console, stdout_console
+from slipstream.core.errors import CheckpointError, SlipstreamError
+from slipstream.core.flags import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListFlags:
+    """Where to look, and how to report."""
+
+    download_dir: str | None = flag(
+        None, "The folder of downloaded models. [the hub's own cache]", metavar="<folder>"
+    )
+    json: bool = flag(False, "Print one JSON document.")
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """One model of this machine.
+
+    Attributes:
+        name: what MODEL or --drafter takes.
+        num_bytes: of its weights; None without any.
+        kind: what it is, in words; for what is not read here, None.
+        problem: why it is not read here; None for what is.
+    """
+
+    name: str
+    revision: str | None
+    num_bytes: int | None
+    kind: str | None
+    problem: str | None
+
+
+def list_models(*, flags: ListFlags) -> None:
+    """Tell which models are on this machine: the bundled ones, and those in the hub's cache."""
+    with stderr_console().status("reading the headers of what is here"):
+        models = [*_bundled(), *_downloaded(flags.download_dir)]
+    if flags.json:
+        print(json.dumps([asdict(model) for model in models], ensure_ascii=False, indent=2))
+        return
+    table = Table("model", "size", "kind", box=None, pad_edge=False)
+    for model in models:
+        at = f"@{model.revision}" if model.revision else ""
+        size = "" if model.num_bytes is None else f"{model.num_bytes / 1e6:,.0f} MB"
+        table.add_row(model.name + at, size, model.kind or f"not read here: {model.problem}")
+    stdout_console().print(table)
+
+
+def _bundled() -> Iterator[CachedModel]:
+    from slipstream.models.checkpoint import bundled_names
+
+    for name in bundled_names():
+        yield _described(name, None, name)
+
+
+def _downloaded(folder: str | None) -> Iterator[CachedModel]:
+    """What lies in the hub's cache; nothing where there is no cache, or no client of the hub.
+
+    Raises:
+        CheckpointError: `folder` was named, and is no cache of the hub's.
+    """
+    try:
+        from huggingface_hub import CacheNotFound, scan_cache_dir
+    except ImportError:
+        if folder is not None:
+            raise CheckpointError(
+                "downloads are kept by the package huggingface_hub: install slipstream[hub]"
+            ) from None
+        return
+    try:
+        found = scan_cache_dir(folder)
+    except (CacheNotFound, ValueError) as error:
+        if folder is not None:
+            raise CheckpointError(
+                f"--download-dir {folder} is not a folder of downloads ({error}); name another"
+            ) from None
+        return
+    for repo in sorted(found.repos, key=lambda repo: repo.repo_id):
+        if repo.repo_type != "model":
+            continue
+        several = len(repo.revisions) > 1  # then their names tell them apart
+        for revision in sorted(repo.revisions, key=lambda it: -it.last_modified):
+            name = revision.commit_hash[:8] if several else None
+            yield _described(repo.repo_id, name, revision.snapshot_path)
+
+
+def _described(name: str, revision: str | None, place: str | Path) -> CachedModel:
+    try:
+        facts = read_facts(str(place))
+    except SlipstreamError as error:
+        what = str(error).split("; ")[0]  # behind it come remedies, and lists of what is read
+        return CachedModel(name, revision, None, None, what.replace(f"{place}/", "").replace(str(place), "it"))
+    return CachedModel(name, revision, facts.num_bytes, _kind(facts), None)
+
+
+def _kind(facts: CheckpointFacts) -> str:
+    """Architecture, format, and what it drafts with or for."""
+    if facts.kind != DRAFT_MODEL:
+        return f"drafter, method {facts.kind}"
+    config = facts.config
+    parts = ["" if config is None else config.architecture, facts.quantization]
+    if facts.own_drafter is not None:
+        parts.append(f"own drafter: {facts.own_drafter}")
+    return ", ".join(part for part in parts if part)
