@@ -1,0 +1,202 @@
+"""The types that tensors in GGUF files have: blocks of numbers in a row, and what they stand for.
+
+Every row is a whole number of blocks. Source: https://github.com/ggml-org/llama.cpp, the structs
+`block_*` of `ggml/src/ggml-common.h`, whose names and order of bytes are these, little endian.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.formats.float4 import MAGNITUDES
+
+_NIBBLES = 16  # bytes of 32 numbers in four bits
+_K = 256  # numbers of a block of the K types
+_SLICE = 1 << 22  # numbers that are in float32 at a time, with a few copies
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """One type.
+
+    Attributes:
+        number: of the type in files.
+        numbers: in a block.
+        nbytes: of a block.
+        decode: blocks [B, nbytes] uint8 -> [B, numbers] float32, rounded in the order of llama.cpp.
+        floats: the dtype of types that store plain floats, one a block; None of those that round.
+    """
+
+    name: str
+    number: int
+    numbers: int
+    nbytes: int
+    decode: Callable[[Tensor], Tensor]
+    floats: torch.dtype | None = None
+
+    @property
+    def bits(self) -> float:
+        """Bits of a number, its share of the scales included."""
+        return 8 * self.nbytes / self.numbers
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row of so many columns, which are whole blocks."""
+        return columns // self.numbers * self.nbytes
+
+    def columns(self, row_bytes: int) -> int:
+        """Columns of a row of so many bytes."""
+        return row_bytes // self.nbytes * self.numbers
+
+    def dequantised(self, raw: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """raw [N, bytes of a row] uint8 -> [N, K] in `dtype`, rounded to it once."""
+        rows, row_bytes = raw.shape
+        out = torch.empty((rows, self.columns(row_bytes)), dtype=dtype, device=raw.device)
+        step = max(1, _SLICE // max(1, out.shape[1]))
+        for start in range(0, rows, step):
+            some = raw[start : start + step]
+            out[start : start + step] = self.decode(some.reshape(-1, self.nbytes)).view(
+                len(some), -1
+            )
+        return out
+
+
+def _halves(blocks: Tensor, place: int, count: int = 1) -> Tensor:
+    """[B, count] float32, float16 numbers from byte `place` on."""
+    return blocks[:, place : place + 2 * count].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """[..., n] uint8 -> [..., 2 n] uint8: all lower halves, then all upper ones."""
+    return torch.cat((packed & 15, packed >> 4), -1)
+
+
+def _fifth_bits(blocks: Tensor, place: int) -> Tensor:
+    """[B, 32] uint8: bit i of a word of four bytes, as 16 or 0."""
+    bits = blocks[:, place : place + 4].unsqueeze(-1) >> torch.arange(8, device=blocks.device)
+    return (bits & 1).flatten(1).to(torch.uint8) << 4
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return (_nibbles(blocks[:, 2:]).float() - 8) * _halves(blocks, 0)
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[:, 4:]).float() * _halves(blocks, 0) + _halves(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    values = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
+    return (values.float() - 16) * _halves(blocks, 0)
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    values = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
+    return values.float() * _halves(blocks, 0) + _halves(blocks, 2)
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].contiguous().view(torch.int8).float() * _halves(blocks, 0)
+
+
+def k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """packed [B, 12] uint8 of Q4_K and Q5_K -> the scales and the minima of eight groups of 32,
+    each [B, 8] uint8 of six bits."""
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), 1)
+    minima = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), 1)
+    return scales, minima
+
+
+def _scaled_with_minima(blocks: Tensor, values: Tensor) -> Tensor:
+    """values [B, 8, 32] of Q4_K or Q5_K, with what their first 16 bytes say."""
+    scales, minima = k_scales(blocks[:, 4:16])
+    scale, minimum = _halves(blocks, 0) * scales.float(), _halves(blocks, 2) * minima.float()
+    numbers = scale.unsqueeze(-1) * values.float() - minimum.unsqueeze(-1)
+    return numbers.flatten(1)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    return _scaled_with_minima(blocks, _nibbles(blocks[:, 16:].view(-1, 4, 32)).view(-1, 8, 32))
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    lower = _nibbles(blocks[:, 48:].view(-1, 4, 32)).view(-1, 8, 32)
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(8, 1)
+    upper = (blocks[:, 16:48].unsqueeze(1) >> shifts) & 1
+    return _scaled_with_minima(blocks, lower | (upper << 4))
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    # In each half of 128: numbers 0-31 and 32-63 are lower halves of bytes, the others upper ones.
+    lower = _nibbles(blocks[:, :128].view(-1, 2, 64)).view(-1, 2, 4, 32)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(4, 1)
+    upper = (blocks[:, 128:192].view(-1, 2, 1, 32) >> shifts) & 3
+    values = (lower | (upper << 4)).float() - 32
+    scales = _halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
+    return (values.view(-1, 16, 16) * scales.unsqueeze(-1)).flatten(1)
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    magnitudes = torch.tensor(MAGNITUDES, device=blocks.device)
+    table = torch.cat([magnitudes, -magnitudes])
+    powers = blocks[:, :1].contiguous().view(torch.float8_e8m0fnu).float()
+    return table[_nibbles(blocks[:, 1:]).long()] * powers
+
+
+def _floats(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda blocks: blocks.contiguous().view(dtype).float()
+
+
+def _plain(name: str, number: int, dtype: torch.dtype) -> BlockType:
+    return BlockType(name, number, 1, dtype.itemsize, _floats(dtype), dtype)
+
+
+F32: Final = _plain("F32", 0, torch.float32)
+F16: Final = _plain("F16", 1, torch.float16)
+BF16: Final = _plain("BF16", 30, torch.bfloat16)
+Q4_0: Final = BlockType("Q4_0", 2, 32, 2 + _NIBBLES, _q4_0)
+Q4_1: Final = BlockType("Q4_1", 3, 32, 4 + _NIBBLES, _q4_1)
+Q5_0: Final = BlockType("Q5_0", 6, 32, 6 + _NIBBLES, _q5_0)
+Q5_1: Final = BlockType("Q5_1", 7, 32, 8 + _NIBBLES, _q5_1)
+Q8_0: Final = BlockType("Q8_0", 8, 32, 34, _q8_0)
+Q4_K: Final = BlockType("Q4_K", 12, _K, 144, _q4_k)
+Q5_K: Final = BlockType("Q5_K", 13, _K, 176, _q5_k)
+Q6_K: Final = BlockType("Q6_K", 14, _K, 210, _q6_k)
+MXFP4: Final = BlockType("MXFP4", 39, 32, 1 + _NIBBLES, _mxfp4)
+
+BLOCK_TYPES: Final = {
+    kind.number: kind
+    for kind in (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4)
+}
+"""The types that are read, by their numbers in files."""
+BY_NAME: Final = {kind.name: kind for kind in BLOCK_TYPES.values()}
+
+OTHER_TYPES: Final = {
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    40: "NVFP4",
+    41: "Q1_0",
+    42: "Q2_0",
+}
+"""Names of types that are not read, for messages."""

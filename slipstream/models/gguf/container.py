@@ -1,0 +1,228 @@
+"""Reading GGUF files: strictly, their headers alone, and never more memory than they fill.
+
+A file has a magic word, a version, counts, pairs of metadata, descriptions of tensors, and the
+tensors' bytes, each beginning at a multiple of the alignment. Source:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from slipstream.core.errors import CheckpointError
+from slipstream.models.gguf.blocks import BLOCK_TYPES, OTHER_TYPES, BlockType
+from slipstream.models.gguf.header import DAMAGED, HeaderReader, Value
+from slipstream.models.safetensors_file import TensorEntry, require_content
+
+_VERSIONS = (2, 3)
+_MAX_DIMENSIONS = 4
+_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 16
+_BIG_ENDIAN = 1 << 24  # versions are below it, unless their bytes are turned round
+_SPLIT_NAME: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+_KEPT = 8  # headers of files that were read last
+# Of a tensor, at least: the length of its name, its dimensions and one size, type and offset.
+_LEAST_TENSOR_BYTES = 32
+_LEAST_PAIR_BYTES = 13  # of metadata: the length of a key, a type and a value
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor, as a file describes it.
+
+    Attributes:
+        kind: of its numbers.
+        shape: the slowest dimension first, so that a matrix is [rows, columns].
+        offset: of its first byte from the start of the file.
+    """
+
+    name: str
+    kind: BlockType
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+    def entry(self, name: str) -> TensorEntry:
+        """Where its bytes lie, under another name: plain floats of `shape`, or bytes, as many in
+        the last dimension as a row has."""
+        dtype, shape = self.kind.floats, self.shape
+        if dtype is None:
+            dtype, shape = torch.uint8, (*shape[:-1], self.kind.row_bytes(shape[-1]))
+        return TensorEntry(name, dtype, shape, self.file, self.offset, self.nbytes)
+
+
+@dataclass(frozen=True)
+class Container:
+    """What the header of a GGUF file says, or those of all parts of a split one.
+
+    Attributes:
+        path: of the file, the first one where it is split.
+        metadata: of that file.
+        tensors: by name, of all files.
+    """
+
+    path: Path
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, GgufTensor]
+
+
+def read_container(path: Path) -> Container:
+    """The header of a GGUF file, and those of the other parts of a split one.
+
+    What has been read is not read again while the files stay as they are.
+
+    Raises:
+        CheckpointError: for all that is not as the format has it, for types of numbers that are
+            not read, and for parts that are missing.
+    """
+    first, *others = split_paths(path)
+    container = _read(first)
+    count = container.metadata.get("split.count", 0)
+    if count not in (0, 1) if not others else count != 1 + len(others):
+        raise CheckpointError(
+            f"{first} is one of {count} parts, which its name does not tell; give all of them the "
+            "names that they were published with (...-00001-of-00003.gguf)"
+        )
+    tensors = dict(container.tensors)
+    for index, part in enumerate(others, 1):
+        more = _read(part)
+        if more.metadata.get("split.no") != index:
+            raise CheckpointError(f"{part} is not the part that its name tells; {DAMAGED}")
+        doubled = sorted(tensors.keys() & more.tensors.keys())
+        if doubled:
+            raise CheckpointError(f"{part} has tensor {doubled[0]} of a part before it; {DAMAGED}")
+        tensors |= more.tensors
+    return replace(container, tensors=tensors) if others else container
+
+
+def split_paths(path: Path) -> list[Path]:
+    """All parts of a split file, by the name of any of them; of another file itself."""
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if match is None or int(match[3]) < 2:
+        return [path]
+    parts = range(1, int(match[3]) + 1)
+    return [path.with_name(f"{match[1]}-{part:05}-of-{match[3]}.gguf") for part in parts]
+
+
+def _read(file: Path) -> Container:
+    try:
+        stat = file.stat()
+    except OSError as error:
+        raise CheckpointError(f"cannot open {file}: {error.strerror}") from error
+    return _read_as_it_is(file, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(_KEPT)
+def _read_as_it_is(file: Path, size: int, changed: int) -> Container:
+    """The header of one file of so many bytes, last changed then."""
+    del changed
+    require_content(file)
+    with HeaderReader(file, size) as header:
+        if header.take(4, "its first word") != b"GGUF":
+            raise CheckpointError(f"{file} is no GGUF file, by its first bytes; {DAMAGED}")
+        _require_version(file, header.integer("I", "its version"))
+        num_tensors = header.count(_LEAST_TENSOR_BYTES, "tensors")
+        num_pairs = header.count(_LEAST_PAIR_BYTES, "pairs of metadata")
+        metadata = header.metadata(num_pairs)
+        alignment = _alignment(file, metadata)
+        tensors = [_tensor(file, header) for _ in range(num_tensors)]
+        start = _padded(header.position, alignment)
+    by_name: dict[str, GgufTensor] = {}
+    for tensor in tensors:
+        if tensor.name in by_name:
+            raise CheckpointError(f"{file} describes tensor {tensor.name} twice; {DAMAGED}")
+        by_name[tensor.name] = replace(tensor, offset=start + tensor.offset)
+    _check_layout(file, list(by_name.values()), start, size, alignment)
+    return Container(file, metadata, by_name)
+
+
+def _require_version(file: Path, version: int) -> None:
+    if version in _VERSIONS:
+        return
+    if version >= _BIG_ENDIAN:
+        raise CheckpointError(
+            f"{file} is for machines with the other order of bytes (big endian); use the file for "
+            "little endian"
+        )
+    raise CheckpointError(
+        f"{file} has version {version} of the GGUF format; only "
+        f"{' and '.join(map(str, _VERSIONS))} are read: convert it again with a llama.cpp of today"
+    )
+
+
+def _alignment(file: Path, metadata: Mapping[str, Value]) -> int:
+    value = metadata.get("general.alignment", _ALIGNMENT)
+    if type(value) is int and 8 <= value <= _MAX_ALIGNMENT and value & (value - 1) == 0:
+        return value
+    raise CheckpointError(
+        f"{file}: general.alignment must be a power of two from 8 to {_MAX_ALIGNMENT}, not "
+        f"{value!r}; {DAMAGED}"
+    )
+
+
+def _padded(position: int, alignment: int) -> int:
+    return -(-position // alignment) * alignment
+
+
+def _tensor(file: Path, header: HeaderReader) -> GgufTensor:
+    """A tensor whose offset is still that in the data."""
+    name = header.text("the name of a tensor")
+    where = f"tensor {name} in {file}"
+    dimensions = header.integer("I", where)
+    if not 1 <= dimensions <= _MAX_DIMENSIONS:
+        raise CheckpointError(f"{where} has {dimensions} dimensions; {DAMAGED}")
+    shape = tuple(header.integer("Q", where) for _ in range(dimensions))[::-1]
+    kind = _kind(where, header.integer("I", where))
+    offset = header.integer("Q", where)
+    if 0 in shape:
+        raise CheckpointError(f"{where} has the shape {list(shape)}; {DAMAGED}")
+    if shape[-1] % kind.numbers:
+        raise CheckpointError(
+            f"{where} has rows of {shape[-1]} numbers, which are no whole blocks of {kind.name} "
+            f"({kind.numbers} numbers); {DAMAGED}"
+        )
+    nbytes = prod(shape) // kind.numbers * kind.nbytes
+    return GgufTensor(name, kind, shape, file, offset, nbytes)
+
+
+def _kind(where: str, number: int) -> BlockType:
+    kind = BLOCK_TYPES.get(number)
+    if kind is None:
+        name = OTHER_TYPES.get(number, f"number {number}")
+        raise CheckpointError(
+            f"{where} is of the type {name}; read are "
+            f"{', '.join(known.name for known in BLOCK_TYPES.values())}. Use a file in one of "
+            "them, such as Q4_K_M or Q8_0"
+        )
+    return kind
+
+
+def _check_layout(
+    file: Path, tensors: list[GgufTensor], start: int, size: int, alignment: int
+) -> None:
+    """The tensors must follow each other, but for alignment, up to the end of the file."""
+    position, previous = start, "the header"
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if tensor.offset != position:
+            relation = "overlaps" if tensor.offset < position else "leaves a gap after"
+            raise CheckpointError(
+                f"tensor {tensor.name} in {file} starts at byte {tensor.offset} and {relation} "
+                f"{previous}, behind which byte {position} is next; {DAMAGED}"
+            )
+        end, previous = tensor.offset + tensor.nbytes, f"tensor {tensor.name}"
+        if end > size:
+            raise CheckpointError(
+                f"{file} is truncated: tensor {tensor.name} ends at byte {end}, but the file has "
+                f"{size}; {DAMAGED}"
+            )
+        position = _padded(end, alignment)
+    if size > position:
+        raise CheckpointError(
+            f"{file} has {size - position} bytes after {previous}, its last part; {DAMAGED}"
+        )

@@ -1,0 +1,181 @@
+"""The numbers, texts and lists that a GGUF header is made of, little endian."""
+
+import struct
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+
+from slipstream.core.errors import CheckpointError
+
+Value = bool | int | float | str | list[int] | list[float] | list[str]
+"""What a key of the metadata may have; lists of booleans are integers."""
+
+DAMAGED: Final = "copy or download the file again"
+
+_MAX_BYTES = 64 << 20  # of a header: several times those of the largest vocabularies
+_STEP = 1 << 20  # bytes that are read at once
+_MAX_KEY = 1 << 16
+_STRING, _LIST = 8, 9
+_LENGTH = struct.Struct("<Q")
+# Letters of `struct` and of numpy's dtypes, by the numbers of the types.
+_SCALARS: Final = {
+    **{0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B"},
+    **{10: "Q", 11: "q", 12: "d"},
+}
+_BOOL = 7
+
+
+class HeaderReader:
+    """Reads a header from the front to the back, no more of the file than is asked for.
+
+    Args:
+        size: of the file.
+
+    Raises:
+        CheckpointError: what is asked for is not there, or not as the format has it.
+
+    Attributes:
+        position: of the byte that comes next.
+    """
+
+    def __init__(self, file: Path, size: int) -> None:
+        self.position = 0
+        self._path, self._size = file, size
+        self._bytes = bytearray()
+        try:
+            self._file = file.open("rb", buffering=0)
+        except OSError as error:
+            raise CheckpointError(f"cannot open {file}: {error.strerror}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def take(self, count: int, what: str) -> bytes:
+        """The next bytes, so many of them."""
+        start = self._pass(count, what)
+        return bytes(self._bytes[start : start + count])
+
+    def integer(self, letter: str, what: str) -> int:
+        """An integer of a type by its letter of `struct`."""
+        form = struct.Struct("<" + letter)
+        start = self._pass(form.size, what)
+        return int(form.unpack_from(self._bytes, start)[0])
+
+    def count(self, least: int, what: str) -> int:
+        """How many there are of something that takes at least so many bytes of the header."""
+        number = self.integer("Q", f"the number of {what}")
+        self._require(number * least, f"{number} {what}")
+        return number
+
+    def text(self, what: str, most: int = _MAX_BYTES) -> str:
+        """A text of at most so many bytes."""
+        length = self.integer("Q", what)
+        if length > most:
+            raise CheckpointError(f"{self._path}: {what} has {length} bytes; {DAMAGED}")
+        start = self._pass(length, what)
+        return self._decoded(start, start + length, what)
+
+    def metadata(self, count: int) -> dict[str, Value]:
+        """So many pairs of a key and a value."""
+        found: dict[str, Value] = {}
+        for _ in range(count):
+            key = self.text("a key of its metadata", _MAX_KEY)
+            if key in found:
+                raise CheckpointError(f"{self._path} has the key {key} twice; {DAMAGED}")
+            found[key] = self._value(key)
+        return found
+
+    def _value(self, key: str) -> Value:
+        kind = self.integer("I", key)
+        if kind == _STRING:
+            return self.text(key)
+        if kind == _LIST:
+            return self._list(key)
+        form = self._scalar(key, kind)
+        start = self._pass(form.size, key)
+        value = form.unpack_from(self._bytes, start)[0]
+        return bool(value) if kind == _BOOL else value
+
+    def _list(self, key: str) -> list[int] | list[float] | list[str]:
+        kind = self.integer("I", key)
+        if kind == _STRING:
+            return self._texts(key)
+        form = self._scalar(key, kind)
+        count = self.count(form.size, f"values of {key}")
+        start = self._pass(count * form.size, key)
+        numbers = np.frombuffer(self._bytes, "<" + _SCALARS[kind].replace("B", "u1"), count, start)
+        values: list[int] | list[float] = numbers.tolist()
+        return values
+
+    def _texts(self, key: str) -> list[str]:
+        count = self.count(_LENGTH.size, f"values of {key}")
+        texts = []
+        position, held = self.position, len(self._bytes)
+        for _ in range(count):  # hundreds of thousands: what can be is done here in place
+            start = position + 8
+            if start > held:
+                self._require(start - self.position, key)
+                held = len(self._bytes)
+            position = start + _LENGTH.unpack_from(self._bytes, position)[0]
+            if position > held:
+                self._require(position - self.position, key)
+                held = len(self._bytes)
+            texts.append(self._decoded(start, position, key))
+        self.position = position
+        return texts
+
+    def _scalar(self, key: str, kind: int) -> struct.Struct:
+        letter = _SCALARS.get(kind)
+        if letter is None:
+            raise CheckpointError(
+                f"{self._path}: {key} has a value of the type {kind}, which is not one that is "
+                f"read; {DAMAGED}"
+            )
+        return struct.Struct("<" + letter)
+
+    def _decoded(self, start: int, stop: int, what: str) -> str:
+        try:
+            return self._bytes[start:stop].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(
+                f"{self._path}: {what} is no text in UTF-8 ({error.reason}); {DAMAGED}"
+            ) from error
+
+    def _pass(self, count: int, what: str) -> int:
+        """Where the next so many bytes begin, which are there, and are passed by."""
+        start = self.position
+        self._require(count, what)
+        self.position = start + count
+        return start
+
+    def _require(self, count: int, what: str) -> None:
+        """Have so many bytes from the position on in memory."""
+        end = self.position + count
+        if end > self._size:
+            raise CheckpointError(
+                f"{self._path} is truncated: {what} would end at byte {end}, but the file has "
+                f"{self._size}; {DAMAGED}"
+            )
+        if end > _MAX_BYTES:
+            raise CheckpointError(
+                f"{self._path} has a header of more than {_MAX_BYTES >> 20} MiB ({what}), which no "
+                f"model has; {DAMAGED}"
+            )
+        while len(self._bytes) < end:
+            some = self._file.read(_STEP)
+            if not some:
+                raise CheckpointError(
+                    f"{self._path} ended inside its header; it has changed since it was opened, or "
+                    "is on a failing disk"
+                )
+            self._bytes += some
