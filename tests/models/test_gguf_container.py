@@ -176,27 +176,28 @@ def test_no_damage_raises_anything_else(file: Path) -> None:
     header = read_container(file).tensors["a.weight"].offset
     refused = 0
     tracemalloc.start()
-    for _ in range(1500):
+    for index in range(800):
         content = bytearray(whole)
         for _ in range(chance.randint(1, 3)):
-            place = chance.randrange(header)
+            place = chance.randrange(min(header, len(content)))
             kind = chance.randrange(5)
             if kind == 0:
                 content[place] ^= 1 << chance.randrange(8)
             elif kind == 1:
                 content[place : place + 8] = chance.choice((b"\xff" * 8, bytes(8), b"\0\0\0\1" * 2))
             elif kind == 2:
-                del content[chance.randrange(len(whole)) :]
+                del content[1 + chance.randrange(len(whole)) :]
             elif kind == 3:
-                del content[place : place + chance.randrange(9)]
+                del content[place + 1 : place + chance.randrange(9)]
             else:
                 content[place:place] = content[place : place + chance.randrange(9)]
-        file.write_bytes(content)
+        damaged = file.with_name(f"{index}.gguf")  # a new name, so that none is remembered
+        damaged.write_bytes(content)
         try:
-            read_container(file)
+            read_container(damaged)
         except CheckpointError:
             refused += 1
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert refused > 1000
+    assert refused > 500
     assert peak < 4 << 20
