@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, Final, cast
 
 from slipstream.core.errors import CheckpointError
@@ -71,6 +72,8 @@ def read_decoder_config(
     config = decoder_config(reader)
     reader.finish()
     read_quantization(source.config if isinstance(source, Checkpoint) else source, reader.file)
+    if config.tie_word_embeddings and isinstance(source, Checkpoint) and source.has_own_head:
+        return replace(config, tie_word_embeddings=False)
     return config
 
 

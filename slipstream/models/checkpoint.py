@@ -17,6 +17,7 @@ from slipstream.models.config_overrides import overridden
 from slipstream.models.safetensors_file import (
     WEIGHT_DTYPES,
     TensorEntry,
+    hold_same_numbers,
     read_entries,
     require_content,
 )
@@ -24,6 +25,7 @@ from slipstream.models.wrappers import text_config, text_names
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 _HUB_PICKLED = ["pytorch_model*.bin", "warp_model.bin", "*.pt"]
@@ -183,6 +185,14 @@ class Checkpoint:
     def size_bytes(self) -> int:
         """What the tensors take as they are stored."""
         return sum(entry.nbytes for entry in self.entries.values())
+
+    @cached_property
+    def has_own_head(self) -> bool:
+        """Whether a head is stored whose numbers are not those of the embeddings: it counts then,
+        also where config.json says that both are tied, as it does for transformers."""
+        entries = self.entries if self.has_weights else {}
+        head, table = entries.get(_HEAD), entries.get(_EMBEDDINGS)
+        return head is not None and table is not None and not hold_same_numbers(head, table)
 
     @cached_property
     def weights_dtype(self) -> torch.dtype | None:

@@ -23,6 +23,7 @@ _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SLICE_BYTES = 16 << 20  # that are read at once, converted where needed, and checked
 _CACHED = 1 << 20  # bytes that stay in a core's cache
+_COMPARED = 1 << 10  # rows at a time
 _DAMAGED = "copy or download the file again"
 _POINTER = b"version https://git-lfs"
 
@@ -110,6 +111,23 @@ def read_into(entry: TensorEntry, destination: Tensor, *, raw: bool = False) -> 
     with _opened(entry.file) as file:
         file.seek(entry.offset)
         _read_slices(file, entry, flat)
+
+
+def hold_same_numbers(one: TensorEntry, other: TensorEntry) -> bool:
+    """Whether two matrices [N, K] are stored with the same numbers, whatever their dtypes."""
+    are_floats = {one.dtype, other.dtype} <= set(WEIGHT_DTYPES)
+    if not are_floats or one.shape != other.shape or len(one.shape) != 2:
+        return False
+    rows = one.shape[0]
+    for start in range(0, rows, _COMPARED):
+        found = []
+        for entry in (one, other):
+            part = entry.row_range(start, min(start + _COMPARED, rows))
+            found.append(torch.empty(part.shape, dtype=torch.float32))
+            read_into(part, found[-1])
+        if not torch.equal(*found):
+            return False
+    return True
 
 
 def require_finite(entry: TensorEntry, values: Tensor) -> None:

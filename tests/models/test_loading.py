@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -182,9 +183,26 @@ def test_of_many_surplus_tensors_some_are_named(folder: Path) -> None:
     [ATTENTION + "rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "lm_head.weight"],
 )
 def test_what_follows_from_the_rest_may_be_there(folder: Path, name: str) -> None:
-    store(folder, {**stored(folder), name: torch.full((3, 2), 7.0)})
+    tensors = stored(folder)
+    copy, other = tensors[EMBEDDING].clone(), torch.full((3, 2), 7.0)
+    store(folder, {**tensors, name: copy if name == "lm_head.weight" else other})
     network = load(folder)
     assert network.head.weight is network.embedding.weight
+
+
+@pytest.mark.parametrize("changed_row", [0, VOCAB_SIZE - 1])
+def test_a_stored_head_counts_where_it_is_no_copy(folder: Path, changed_row: int) -> None:
+    """Though config.json says that both are tied; transformers reads such files so."""
+    tensors = stored(folder)
+    head = tensors[EMBEDDING].clone()
+    head[changed_row] += 0.5
+    store(folder, {**tensors, "lm_head.weight": head})
+    assert torch.equal(floats(load(folder).head.weight), head)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(theirs.get_output_embeddings().weight, head)
+    store(folder, {**tensors, "lm_head.weight": torch.full((3, 2), 7.0)})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight .* has shape \[3, 2\]"):
+        load(folder)
 
 
 def test_a_head_of_its_own_is_used_when_untied(tmp_path: Path) -> None:
