@@ -86,6 +86,20 @@ def test_what_holds_no_modules(config: dict[str, str], tiny_target: str) -> None
         LLM(tiny_target, speculative_config=config, skip_tokenizer_init=True)
 
 
+@pytest.mark.parametrize(
+    ("style", "key"),
+    [("qwen", "mtp_num_hidden_layers"), ("deepseek", "num_nextn_predict_layers")],
+)
+def test_another_number_of_modules_than_the_config_says(
+    style: str, key: str, tmp_path: Path
+) -> None:
+    target = add_mtp(write_qwen3(tmp_path), style, modules=2)
+    for stated in (1, 3):
+        write_config(target, **{key: stated})
+        with pytest.raises(CheckpointError, match=f"2 MTP modules, and .* {key}={stated}"):
+            LLM(str(target), speculative_config={"method": "mtp"}, skip_tokenizer_init=True)
+
+
 def test_tensors_that_nobody_reads(tmp_path: Path) -> None:
     target = add_mtp(write_qwen3(tmp_path / "target"), "deepseek")
     edit(target, **{"model.layers.2.extra.weight": torch.ones(3)})

@@ -13,6 +13,7 @@ from slipstream.layers.norm import LayerNorms
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.modules_beside import OWN_DRAFTER_KEYS
 from slipstream.speculative.draft_vocabulary import choose_draft_vocabulary
 from slipstream.speculative.heads.config import (
     DENSE,
@@ -86,6 +87,7 @@ def read_mtp_config(checkpoint: MtpCheckpoint) -> MtpConfig:
     """Raises CheckpointError for layers of a kind that cannot run, and for unknown keys."""
     style, modules, names = checkpoint.style, checkpoint.modules, checkpoint.tensor_names
     _require_known(checkpoint)
+    _require_count(checkpoint)
     if checkpoint.is_whole_model:
         layers = read_decoder_config(Checkpoint(checkpoint.path, checkpoint.replaced))
     else:
@@ -132,6 +134,19 @@ def _require_known(checkpoint: MtpCheckpoint) -> None:
         what = [kind for kind in what if kind != _LATENT]
     if what:
         raise _unsupported(checkpoint, what[0])
+
+
+def _require_count(checkpoint: MtpCheckpoint) -> None:
+    """Raise CheckpointError for a config.json that states another number of modules than there
+    are."""
+    count = len(checkpoint.modules)
+    for key in sorted(OWN_DRAFTER_KEYS) if checkpoint.has_weights else ():
+        stated = checkpoint.config.get(key)
+        if type(stated) is int and stated not in (0, count):
+            raise CheckpointError(
+                f"{checkpoint.path} holds {counted(count, 'MTP module')}, and its config.json says "
+                f"{key}={stated}; download what is missing, or correct config.json"
+            )
 
 
 def _require_plain_queries(
