@@ -124,6 +124,7 @@ def size_cache(
     Raises:
         UsageError: they do not fit, or there is no room for any.
     """
+    _require_states(config, block)
     items = _planned(memory, step, reasons)
     reserved = sum(item.size for item in items)
     if config.num_kv_blocks is None:
@@ -131,7 +132,10 @@ def size_cache(
     else:
         num_blocks = config.num_kv_blocks
         windowed = _window_blocks(config, step, block, num_blocks)
-        kept = _checkpoints(config, block, num_blocks, 2 * num_blocks * block.all)
+        budget = 2 * num_blocks * block.all
+        if not block.all:
+            budget, _ = default_cache_bytes(memory, config.gpu_memory_utilization, reserved)
+        kept = _checkpoints(config, block, num_blocks, budget)
         counts = CacheCounts(num_blocks, windowed, kept)
     num_blocks, windowed = counts.num_blocks, counts.num_window_blocks
     size = num_blocks * block.all
@@ -146,12 +150,30 @@ def size_cache(
     if items:
         reasons.add("memory for the KV cache", gigabytes(size + states), "blocks and checkpoints")
     beside = f" ({gigabytes(reserved)} of it for the tensors of a step)" if reserved else ""
-    most = max(0, memory.free - reserved - states) // block.all
-    remedy = f"at most {most} blocks fit: lower kv_cache_memory or num_kv_blocks"
+    remedy = "lower max_num_seqs"
+    if block.all:
+        most = max(0, memory.free - reserved - states) // block.all
+        remedy = f"at most {most} blocks fit: lower kv_cache_memory or num_kv_blocks"
     if states:
         remedy += f", or num_state_checkpoints, which take {gigabytes(states)}"
     require_memory(memory, size + states + reserved, f"the KV cache{beside}", remedy)
     return counts
+
+
+def _require_states(config: EngineConfig, block: BlockBytes) -> None:
+    """Raise UsageError for checkpoints that nothing would be resumed from."""
+    if not config.num_state_checkpoints:
+        return
+    if not block.checkpoint:
+        raise UsageError(
+            f"num_state_checkpoints={config.num_state_checkpoints} is for models that keep a "
+            "recurrent state of each request, and no layer of this one does; leave it out"
+        )
+    if not config.enable_prefix_caching:
+        raise UsageError(
+            f"num_state_checkpoints={config.num_state_checkpoints} has prefixes resumed, which "
+            "enable_prefix_caching=False forbids; leave out one of them"
+        )
 
 
 def _checkpoints(config: EngineConfig, block: BlockBytes, num_blocks: int, budget: int) -> int:
@@ -218,7 +240,8 @@ def _derived(
             f"but the cache has {budget} for them and its blocks; lower it, or give the cache more"
         )
     budget -= checkpoints * block.checkpoint
-    num_blocks = min(wanted, budget // block.all)  # if all layers kept all tokens
+    # If all layers kept all tokens. Without any that does, blocks take no memory.
+    num_blocks = min(wanted, budget // block.all) if block.all else wanted
     if num_blocks < 1:
         raise UsageError(
             f"kv_cache_memory of {budget} bytes is less than one block of {block.all} bytes; "

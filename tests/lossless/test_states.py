@@ -33,6 +33,7 @@ from tests.lossless.test_greedy import (
     remember,
     tokens,
 )
+from tests.models.delta_cases import DELTA
 from tests.padded_steps import use_packed_steps, use_padded_steps
 
 AXES: dict[str, list[Any]] = {
@@ -137,6 +138,18 @@ def test_after_every_round_the_state_is_that_of_a_fresh_prompt(
                 assert_same(layer.states[slot], fresh[0])
                 assert_same(layer.windows[slot], fresh[1])
     assert seen == set(range(k + 1))
+
+
+def test_a_model_without_any_attention(tmp_path: Path) -> None:
+    """Its blocks keep nothing, and its prefixes are resumed from checkpoints alone."""
+    target = write_hybrid(tmp_path, "qwen3_5_text", layer_types=[DELTA] * 4)
+    prompts, roomy = make_prompts(3), {"rows": 512, "blocks": 400}
+    expected = tokens(make_llm(target, None, roomy).generate(prompts, GREEDY))
+    config = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}
+    llm = make_llm(target, config, {"rows": 24, "blocks": 400, "prefix": True})
+    for _ in range(2):
+        assert tokens(outputs := llm.generate(prompts, GREEDY)) == expected
+    assert sum(output.metrics.num_cached_tokens for output in outputs) > 0
 
 
 def assert_same(found: Tensor, wanted: Tensor) -> None:

@@ -9,6 +9,8 @@ import torch
 
 from benchmarks.geometries import GEOMETRIES
 from slipstream import LLM, UsageError
+from slipstream.cache.recurrent import RecurrentSpec
+from slipstream.cache.spec import CacheLayout
 from slipstream.core.config import EngineConfig
 from slipstream.engine import sizing
 from slipstream.engine.sizing import BlockBytes, Reasons, WeightRoom, size_cache
@@ -140,6 +142,39 @@ def test_the_pool_is_what_is_left_and_every_number_is_told() -> None:
 
 def test_the_pool_is_no_larger_than_requests_can_use() -> None:
     assert size(H200)[0] == 64 * 4096 // 16
+
+
+# Mamba2 of 24 layers: 64 heads of 64 numbers, each with 128 of a state; x, B and C are convolved.
+MAMBA2 = RecurrentSpec(
+    (64, 64, 128), window=3, channels=64 * 64 + 2 * 8 * 128, gates=64, dtype=torch.bfloat16
+)
+
+
+@pytest.mark.parametrize("memory", [CPU_MEMORY, H200], ids=["cpu", "gpu"])
+def test_a_model_of_states_alone_has_blocks_without_bytes(memory: DeviceMemory) -> None:
+    """They count tokens, and half of the memory is for checkpoints."""
+    layout = CacheLayout((MAMBA2,) * 24, torch.bfloat16)
+    block = BlockBytes.of([layout], 16, STEP.max_model_len)
+    assert (block.all, block.checkpoint) == (0, layout.bytes_per_request)
+    reasons = Reasons()
+    config = EngineConfig(kv_cache_memory=16 * GB)
+    counts = size_cache(config, memory, STEP, block, reasons)
+    assert counts.num_blocks == 64 * 4096 // 16
+    assert counts.num_checkpoints == 8 * GB // layout.bytes_per_request
+    few = size_cache(EngineConfig(num_kv_blocks=8), memory, STEP, block, reasons)
+    assert (few.num_blocks, few.num_checkpoints > 0) == (8, True)
+    many = EngineConfig(num_kv_blocks=8, num_state_checkpoints=10**6)
+    with pytest.raises(UsageError, match="lower max_num_seqs, or num_state_checkpoints, which"):
+        size_cache(many, memory, STEP, block, reasons)
+
+
+def test_checkpoints_that_nothing_is_resumed_from_are_refused() -> None:
+    states = BlockBytes(PER_BLOCK, checkpoint=GB // 100)
+    size_both(CPU_MEMORY, BlockBytes(PER_BLOCK), STEP, num_state_checkpoints=0)
+    with pytest.raises(UsageError, match="no layer of this one does; leave it out"):
+        size_both(CPU_MEMORY, BlockBytes(PER_BLOCK), STEP, num_state_checkpoints=4)
+    with pytest.raises(UsageError, match="enable_prefix_caching=False forbids"):
+        size_both(CPU_MEMORY, states, STEP, num_state_checkpoints=4, enable_prefix_caching=False)
 
 
 # gpt-oss-20b: 12 layers with a window of 128, and 12 that keep all tokens.
