@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -223,8 +224,9 @@ def serve(
     try:
         llm, seconds = open_llm(config, run.verbose)
         let_connect(sock)  # before the address is printed
-        _announce(listen, options, sock, seconds)
-        tell_defaults(llm.engine.resolved.sampling_defaults)
+        with suppress(OSError):  # a full disk behind stderr must not keep it from serving
+            _announce(listen, options, sock, seconds)
+            tell_defaults(llm.engine.resolved.sampling_defaults)
         code = start_server(llm.engine, config, options, sock, page_routes())
     finally:
         sock.close()

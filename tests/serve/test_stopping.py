@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 NUM_STREAMS = 4
 
@@ -158,3 +159,29 @@ def test_a_drain_has_its_time() -> None:
         assert b"the server stopped" in stream.read()
         assert server.exit_code() == 1
         assert "Traceback" not in server.log()
+
+
+def test_a_full_disk_behind_its_log_does_not_keep_it_from_serving() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = ["serve", "demo", "--port", str(port), "--threads", "1", "--no-speculation"]
+    with Path("/dev/full").open("w") as full:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "slipstream", *command], stdout=full, stderr=full
+        )
+    try:
+        status = 0
+        while server.poll() is None and status != 200:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            with suppress(OSError):
+                connection.request("GET", "/health")
+                status = connection.getresponse().status
+            connection.close()
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(0.1)
+        assert status == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
+        server.wait()
