@@ -12,7 +12,6 @@ from torch import Tensor
 from slipstream.models.gguf.blocks import F32, BlockType
 
 ALIGNMENT = 32
-_SCALES = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}  # bytes where halves begin
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def random_blocks(
     if kind.name == "MXFP4":
         blocks[:, 0] = 118 + blocks[:, 0] % 8
         return Stored(kind, raw)
-    for place in _SCALES.get(kind.name, (0, 2)):
+    for place in kind.scales:
         halves = torch.randn((len(blocks), 1), generator=generator) * scale / 8
         blocks[:, place : place + 2] = halves.half().view(torch.uint8)
     return Stored(kind, raw)
@@ -66,7 +65,8 @@ def write_gguf(
     tensors: Mapping[str, Stored],
     version: int = 3,
 ) -> Path:
-    """Write a file; integers become uint32 (int32 where negative), floats float32."""
+    """Write a file; integers become uint32 (int32 in lists or where negative), floats
+    float32."""
     head = [b"GGUF", struct.pack("<IQQ", version, len(tensors), len(metadata))]
     head += [_text(key) + _value(value) for key, value in metadata.items()]
     offset, data = 0, []
@@ -114,7 +114,9 @@ def _value(value: Any) -> bytes:
 
 
 def _list(values: list[Any]) -> bytes:
-    head = struct.pack("<IQ", _typed(values[0])[0] if values else 5, len(values))
+    if all(type(value) is int for value in values):
+        return struct.pack("<IQ", 5, len(values)) + _numbers("i", values)
+    head = struct.pack("<IQ", _typed(values[0])[0], len(values))
     return head + b"".join(_typed(value)[1] for value in values)
 
 

@@ -180,7 +180,7 @@ def read_workload(
         raise UsageError("--max-tokens must be at least 2: one token has no time per token")
     encoder = None
     if dataset.wants_tokenizer:
-        from slipstream.models.checkpoint import HubAccess, reaching_hub
+        from slipstream.models.hub import HubAccess, reaching_hub
 
         with reaching_hub(HubAccess(engine.download_dir, engine.hf_token)):
             encoder = model_tokenizer(engine.model, engine.revision)

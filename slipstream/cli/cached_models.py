@@ -99,7 +99,9 @@ def _described(name: str, revision: str | None, place: str | Path) -> CachedMode
         facts = read_facts(str(place))
     except SlipstreamError as error:
         what = str(error).split("; ")[0]  # behind it come remedies, and lists of what is read
-        return CachedModel(name, revision, None, None, what.replace(f"{place}/", "").replace(str(place), "it"))
+        return CachedModel(
+            name, revision, None, None, what.replace(f"{place}/", "").replace(str(place), "it")
+        )
     return CachedModel(name, revision, facts.num_bytes, _kind(facts), None)
 
 

@@ -265,8 +265,8 @@ def kernel_backend() -> str:
 
 def _has_chat_template(checkpoint: "Checkpoint") -> bool:
     from slipstream.models.chat_template import ChatTemplate
-    from slipstream.models.tokenizer import Tokenizer
+    from slipstream.models.tokenizer import Tokenizer, has_tokenizer
 
-    if not (checkpoint.path / "tokenizer.json").is_file():
+    if not has_tokenizer(checkpoint.path):
         return False
     return ChatTemplate(Tokenizer(checkpoint.path)).exists

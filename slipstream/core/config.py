@@ -27,7 +27,7 @@ QUANTIZATIONS = (
 )
 # Formats of checkpoints, which are read off their config.json: a name must be that of the format.
 STORED_QUANTIZATIONS = (
-    *("awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin"),
+    *("awq", "awq_marlin", "compressed-tensors", "gguf", "gptq", "gptq_marlin"),
     *("modelopt", "modelopt_fp4", "quark"),
 )
 _OTHER_NAMES = {"w8a8": "int8-dynamic"}

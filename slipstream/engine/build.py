@@ -38,15 +38,14 @@ from slipstream.kernels.registry import kernels_for
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import (
     Checkpoint,
-    HubAccess,
     Replaced,
-    reaching_hub,
     resolve_checkpoint,
 )
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.generation_config import generation_folder, read_sampling_defaults
 from slipstream.models.harmony import find_harmony
+from slipstream.models.hub import HubAccess, reaching_hub
 from slipstream.models.loading import (
     LoadOptions,
     ProgressBar,

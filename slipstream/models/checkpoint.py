@@ -2,9 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +12,12 @@ import torch
 
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.config_overrides import overridden
+from slipstream.models.gguf.config import read_config, sampling_defaults
+from slipstream.models.gguf.container import Container, read_container
+from slipstream.models.gguf.files import is_gguf, model_in, require_first, split_tag
+from slipstream.models.gguf.names import renamed_entries
+from slipstream.models.gguf.repository import fetch_model
+from slipstream.models.hub import download
 from slipstream.models.safetensors_file import (
     WEIGHT_DTYPES,
     TensorEntry,
@@ -29,52 +33,17 @@ _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 _HUB_PICKLED = ["pytorch_model*.bin", "warp_model.bin", "*.pt"]
-_GGUF = (
-    "in the GGUF format, which is not read here; give the directory or hub name of the checkpoint "
-    "in safetensors that it was made from, and round it with --quantization if it should be small"
-)
-# What the hub's client raises, by class: what is wrong, and what to do.
-_HUB_PROBLEMS = {
-    "GatedRepoError": "its owner wants consent to terms: give it on its page, and --hf-token here",
-    "RepositoryNotFoundError": "the hub has no such model, or a private one: check the spelling, "
-    "or give --hf-token",
-    "RevisionNotFoundError": "the hub has the model, but not this revision: check --revision",
-}
 # Second copies of the weights in other layouts, which would double the download.
 _HUB_IGNORED = ["consolidated*", "*/*.safetensors", "*/*.json", "original/*"]
-
-
-@dataclass(frozen=True)
-class HubAccess:
-    """How the hub is reached.
-
-    Attributes:
-        folder: where downloads are kept; None: in the hub's own cache.
-        token: None: that of `hf auth login`, if there is one.
-    """
-
-    folder: str | None = None
-    token: str | None = field(default=None, repr=False)
-
-
-_ANYHOW = HubAccess()
-_HUB = ContextVar("_HUB", default=_ANYHOW)
-
-
-@contextmanager
-def reaching_hub(access: HubAccess) -> Iterator[None]:
-    """Downloads within are made so, those of drafters as well."""
-    before = _HUB.set(access)
-    try:
-        yield
-    finally:
-        _HUB.reset(before)
 
 
 def resolve_checkpoint(
     name_or_path: str | Path, revision: str | None = None, pickled: bool = False
 ) -> Path:
-    """The directory of a bundled demo, a local directory, or a hub name (downloaded when needed).
+    """Where a checkpoint lies: a bundled demo, a directory, a GGUF file, or a hub name, which is
+    downloaded when needed.
+
+    The path is that of a directory, or of a GGUF file, which may be all that a directory holds.
 
     Args:
         revision: branch, tag or commit of a hub name.
@@ -84,23 +53,32 @@ def resolve_checkpoint(
     bundled = _bundled(name)
     path = Path(name).expanduser()
     local = bundled if bundled is not None and bundled.is_dir() else path
-    if name and local.is_dir():  # an empty name would be the working directory
+    if name and (local.is_dir() or local.is_file()):  # no name would be the working directory
         if revision is not None:
-            raise UsageError(f"{name} is a directory here, so it has no revision; leave it out")
-        return local
-    if ".gguf" in name.lower() or "-gguf" in name.lower():
-        raise CheckpointError(f"{name} is {_GGUF}")
-    if path.is_file():
-        raise CheckpointError(f"{path} is a file; give the model directory that holds it")
+            raise UsageError(f"{name} is here and has no revision; leave it out")
+        return _local(local)
     if bundled is not None:
         raise CheckpointError(
             f"{name} is not bundled with this installation (there is: "
             f"{', '.join(bundled_names()) or 'no demo at all'}); give a model directory or a hub "
             f"name"
         )
-    if not _HUB_NAME.fullmatch(name):
-        raise CheckpointError(f"there is no model directory {name!r}; check the path")
+    tagged = split_tag(name)
+    if is_gguf(path) or not _HUB_NAME.fullmatch(name if tagged is None else tagged[0]):
+        kind = "GGUF file" if is_gguf(path) else "model directory"
+        raise CheckpointError(f"there is no {kind} {name!r}; check the path")
+    if tagged is not None:
+        return fetch_model(*tagged, revision)
     return _download(name, revision, pickled)
+
+
+def _local(path: Path) -> Path:
+    """A path that is there, of the GGUF model where a directory has one."""
+    if path.is_dir():
+        return model_in(path) or path
+    if not is_gguf(path):
+        raise CheckpointError(f"{path} is a file; give the model directory that holds it")
+    return require_first(path)
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
@@ -138,22 +116,35 @@ _NOTHING = Replaced()
 
 
 class Checkpoint:
-    """One model directory. Every part is read when it is first asked for."""
+    """One model directory, or GGUF file. Every part is read when it is first asked for."""
 
     def __init__(self, path: Path, replaced: Replaced = _NOTHING) -> None:
         self.path, self.replaced = Path(path), replaced
+        self._is_gguf = is_gguf(self.path) and self.path.is_file()
 
     @property
     def config_file(self) -> Path:
+        """The file with the config, the whole checkpoint itself in GGUF."""
+        if self._is_gguf:
+            return self.path
         return (self.replaced.config_folder or self.path) / "config.json"
 
     @property
     def generation_file(self) -> Path:
+        if self._is_gguf and self.replaced.generation_folder is None:
+            return self.path
         return (self.replaced.generation_folder or self.path) / "generation_config.json"
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The content of config.json, of its language model alone where it wraps one."""
+        if self._is_gguf:
+            if self.replaced.config_folder is not None:
+                raise UsageError(
+                    f"{self.path} has its config in itself; leave out hf_config_path, or change "
+                    "single keys of it (hf_overrides)"
+                )
+            return overridden(read_config(self.container), self.replaced.config)
         if not self.config_file.is_file():
             raise CheckpointError(_why_no_config(self.config_file.parent))
         content = overridden(read_json_object(self.config_file), self.replaced.config)
@@ -163,11 +154,15 @@ class Checkpoint:
     def generation_config(self) -> dict[str, Any]:
         """The content of generation_config.json; empty without one."""
         file = self.generation_file
+        if file == self.path:
+            return sampling_defaults(self.container.metadata)
         return read_json_object(file) if file.is_file() else {}
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
         """The tensors by name, over all files, those of the language model alone."""
+        if self._is_gguf:
+            return renamed_entries(self.container)
         if (self.path / _SINGLE).is_file():
             entries = read_entries(self.path / _SINGLE)
         elif (self.path / _INDEX).is_file():
@@ -179,7 +174,12 @@ class Checkpoint:
     @property
     def has_weights(self) -> bool:
         """Whether the weights are there at all; a config alone can still be looked at."""
-        return any((self.path / name).is_file() for name in (_SINGLE, _INDEX))
+        return self._is_gguf or any((self.path / name).is_file() for name in (_SINGLE, _INDEX))
+
+    @property
+    def container(self) -> Container:
+        """What the header of a GGUF file says; for such checkpoints alone."""
+        return read_container(self.path)
 
     @property
     def size_bytes(self) -> int:
@@ -235,8 +235,6 @@ def _why_no_config(folder: Path) -> str:
             f"{folder} is a LoRA adapter, which is not applied here; merge it into {base} (peft: "
             "merge_and_unload, then save_pretrained), and give the merged model"
         )
-    if any(folder.glob("*.gguf")):
-        return f"{folder} is {_GGUF}"
     return f"{folder} has no config.json; give the directory of a Hugging Face checkpoint"
 
 
@@ -260,36 +258,8 @@ def _demo_directory() -> Path:
 
 
 def _download(name: str, revision: str | None, pickled: bool) -> Path:
-    unknown = f"{name} is neither a directory (in {Path.cwd()}) nor a bundled demo"
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise CheckpointError(
-            f"{unknown}, and hub names need the package huggingface_hub: install slipstream[hub], "
-            f"or give the path of a model directory"
-        ) from error
-    try:
-        directory = snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=[*_HUB_PATTERNS, *(_HUB_PICKLED if pickled else ())],
-            ignore_patterns=_HUB_IGNORED,
-            cache_dir=_HUB.get().folder,
-            token=_HUB.get().token,
-        )
-    except Exception as error:  # whatever the hub's client, its transport or the disk raises
-        at = f" at revision {revision}" if revision else ""
-        for kind in type(error).__mro__:
-            if kind.__name__ in _HUB_PROBLEMS:
-                raise CheckpointError(
-                    f"{unknown}, and the hub did not give it{at}: {_HUB_PROBLEMS[kind.__name__]}"
-                ) from error
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{unknown}, and it could not be fetched from the hub{at} ({reason}); check the name "
-            f"and the network, or give the path of a model directory"
-        ) from error
-    return Path(directory)
+    wanted = [*_HUB_PATTERNS, *(_HUB_PICKLED if pickled else ())]
+    return download(name, revision, wanted, _HUB_IGNORED)
 
 
 def _sharded_entries(directory: Path, index_file: Path) -> dict[str, TensorEntry]:

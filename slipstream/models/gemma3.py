@@ -27,7 +27,9 @@ def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
     defaults = replace(DEFAULTS, vocab_size=262208)
     positions = reader.take("max_position_embeddings", int, defaults.max_position_embeddings)
     ropes = _read_ropes(reader, positions)
-    common = zero_centred(read_gemma(reader, architecture, defaults, ropes[FULL]))
+    common = read_gemma(reader, architecture, defaults, ropes[FULL])
+    if reader.take("zero_centred_norms", bool, True):  # files in GGUF have added 1 to them
+        common = zero_centred(common)
     attention = replace(common.attention, scale=read_scale(reader), qk_norm=True)
     window = reader.take("sliding_window", int, 4096)
     slides = read_slides(reader, common.num_layers, 6)

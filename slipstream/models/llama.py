@@ -15,8 +15,9 @@ def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
     if any(read_layer_types(reader, common.num_layers) or ()):
         raise reader.error("layer_types", f"has sliding_attention, which {architecture} has not")
     bias = reader.take("attention_bias", bool, False)
+    paired = reader.take("rope_interleave", bool, False)
     feed_forward = replace(common.feed_forward, bias=reader.take("mlp_bias", bool, False))
     return common.decoder(
-        replace(common.attention, qkv_bias=bias, output_bias=bias),
+        replace(common.attention, qkv_bias=bias, output_bias=bias, paired=paired),
         feed_forwards=[feed_forward] * common.num_layers,
     )

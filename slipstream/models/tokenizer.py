@@ -1,4 +1,4 @@
-"""Text to token ids and back, as the checkpoint's tokenizer.json says."""
+"""Text to token ids and back, as the checkpoint's tokenizer.json says, or its GGUF file."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.checkpoint import read_json_object
+from slipstream.models.gguf.files import is_gguf
+from slipstream.models.gguf.tokenizer import has_vocabulary, read_settings, read_tokenizer
 from slipstream.models.safetensors_file import require_content
 
 if TYPE_CHECKING:
@@ -24,15 +26,20 @@ NAMED_TOKENS = (
 )
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Whether a model directory, or a GGUF file, has a tokenizer."""
+    return has_vocabulary(path) if is_gguf(path) else (path / "tokenizer.json").is_file()
+
+
 class Tokenizer:
-    """The tokenizer of a model directory.
+    """The tokenizer of a model directory, or of a GGUF file.
 
     `clean_up_tokenization_spaces` of tokenizer_config.json is never applied: it takes spaces out
     of what the model said (transformers has it off by default and refuses it for BPE). Truncation
     and padding that tokenizer.json may ask for are off: a prompt is encoded as it is.
 
     Attributes:
-        path: the model directory.
+        path: the model directory or file.
         settings: the content of tokenizer_config.json; empty without one.
         special_tokens: text of the named special tokens ("bos_token", ...), for chat templates.
         special_token_ids: what `skip_special_tokens` leaves out.
@@ -41,9 +48,13 @@ class Tokenizer:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self.settings = _optional(self.path / "tokenizer_config.json")
+        if is_gguf(self.path):
+            self.settings = read_settings(self.path)
+            self._backend = read_tokenizer(self.path)
+        else:
+            self.settings = _optional(self.path / "tokenizer_config.json")
+            self._backend = _load(self.path)
         self.special_tokens = _special_tokens(self.path, self.settings)
-        self._backend = _load(self.path)
         self._check_added_tokens()
         self._mark_special()
         added = self._backend.get_added_tokens_decoder()

@@ -102,7 +102,7 @@ def sums_float8(device: torch.device, stored: StoredQuantization) -> bool:
 
 def require_stored(device: torch.device, name: str, stored: StoredQuantization) -> None:
     """Raise UsageError where the device has no kernels for the matrices of a checkpoint."""
-    if device.type != "cuda":
+    if device.type != "cuda" or stored.becomes_floats:
         return
     kinds = stored.kinds
     if not kinds <= _KEPT_ON_GPU or (Float8Matrix in kinds and not stored.rounds_activations):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.weight import Weight
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.tokenizer import Tokenizer, has_tokenizer
 from slipstream.train.plan import RunPlan
 from slipstream.train.sequences import Sequences
 
@@ -95,7 +95,7 @@ def choose_mask_token(plan: RunPlan, vocab_size: int) -> int:
                 f"--mask-token {token} is none of the {vocab_size} ids of the vocabulary"
             )
         return token
-    if not (path / "tokenizer.json").is_file():
+    if not has_tokenizer(path):
         return vocab_size
     return max(Tokenizer(path).vocabulary().values()) + 1
 

@@ -14,12 +14,11 @@ from slipstream.core.errors import CheckpointError
 from slipstream.models import checkpoint as module
 from slipstream.models.checkpoint import (
     Checkpoint,
-    HubAccess,
     Replaced,
-    reaching_hub,
     read_json_object,
     resolve_checkpoint,
 )
+from slipstream.models.hub import HubAccess, reaching_hub
 from slipstream.models.tokenizer import Tokenizer
 
 
@@ -142,20 +141,6 @@ def test_what_the_hub_does_not_give(
     FakeHub(tmp_path, error).install(monkeypatch)
     with pytest.raises(CheckpointError, match=rf"^a/b is neither .*, and the hub .*{words}"):
         resolve_checkpoint("a/b")
-
-
-@pytest.mark.parametrize("name", ["model-Q4_K_M.gguf", "org/Qwen3-8B-GGUF", "a/b-GGUF:Q4_K_M"])
-def test_gguf_is_told_by_its_name(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub = FakeHub(tmp_path).install(monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=f"^{name} is in the GGUF format, .* safetensors"):
-        resolve_checkpoint(name)
-    assert hub.asked == []
-    with pytest.raises(CheckpointError, match="is in the GGUF format"):
-        _ = Checkpoint(tmp_path).config
 
 
 def test_a_lora_adapter_is_called_so(tmp_path: Path) -> None:

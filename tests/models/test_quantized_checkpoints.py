@@ -456,7 +456,10 @@ GROUP = ("config_groups", "group_0")
 WEIGHTS = (*GROUP, "weights")
 INPUTS = (*GROUP, "input_activations")
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"quant_method": "aqlm"}, "quant_method\" is 'aqlm'; supported are awq, comp.*fp8, gptq"),
+    (
+        {"quant_method": "aqlm"},
+        "quant_method\" is 'aqlm'; supported are awq, comp.*fp8, gguf, gptq",
+    ),
     ({"bits": 4}, 'quant_method" is None'),
     (changed(gptq(), bits=3), 'bits" is 3, but 4 and 8'),
     (changed(gptq(), group_size=0), 'group_size" is 0, but must be pos'),

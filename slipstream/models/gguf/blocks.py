@@ -15,6 +15,7 @@ from slipstream.kernels.formats.float4 import MAGNITUDES
 
 _NIBBLES = 16  # bytes of 32 numbers in four bits
 _K = 256  # numbers of a block of the K types
+_HALF_EXPONENT = 0x7C  # in the upper byte of float16, all bits set in NaN and infinity
 _SLICE = 1 << 22  # numbers that are in float32 at a time, with a few copies
 
 
@@ -28,6 +29,7 @@ class BlockType:
         nbytes: of a block.
         decode: blocks [B, nbytes] uint8 -> [B, numbers] float32, rounded in the order of llama.cpp.
         floats: the dtype of types that store plain floats, one a block; None of those that round.
+        scales: bytes at which a block has numbers in float16.
     """
 
     name: str
@@ -36,6 +38,7 @@ class BlockType:
     nbytes: int
     decode: Callable[[Tensor], Tensor]
     floats: torch.dtype | None = None
+    scales: tuple[int, ...] = ()
 
     @property
     def bits(self) -> float:
@@ -49,6 +52,15 @@ class BlockType:
     def columns(self, row_bytes: int) -> int:
         """Columns of a row of so many bytes."""
         return row_bytes // self.nbytes * self.numbers
+
+    def is_finite(self, raw: Tensor) -> bool:
+        """Whether raw [N, bytes of a row] uint8, of a type that rounds, has no scale that is NaN or
+        infinite."""
+        blocks = raw.view(-1, self.nbytes)
+        if not self.scales:  # a power of two, of which 255 is NaN
+            return not bool((blocks[:, 0] == 255).any())
+        ends = (blocks[:, place + 1] & _HALF_EXPONENT for place in self.scales)
+        return not any(bool((end == _HALF_EXPONENT).any()) for end in ends)
 
     def dequantised(self, raw: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """raw [N, bytes of a row] uint8 -> [N, K] in `dtype`, rounded to it once."""
@@ -157,14 +169,14 @@ def _plain(name: str, number: int, dtype: torch.dtype) -> BlockType:
 F32: Final = _plain("F32", 0, torch.float32)
 F16: Final = _plain("F16", 1, torch.float16)
 BF16: Final = _plain("BF16", 30, torch.bfloat16)
-Q4_0: Final = BlockType("Q4_0", 2, 32, 2 + _NIBBLES, _q4_0)
-Q4_1: Final = BlockType("Q4_1", 3, 32, 4 + _NIBBLES, _q4_1)
-Q5_0: Final = BlockType("Q5_0", 6, 32, 6 + _NIBBLES, _q5_0)
-Q5_1: Final = BlockType("Q5_1", 7, 32, 8 + _NIBBLES, _q5_1)
-Q8_0: Final = BlockType("Q8_0", 8, 32, 34, _q8_0)
-Q4_K: Final = BlockType("Q4_K", 12, _K, 144, _q4_k)
-Q5_K: Final = BlockType("Q5_K", 13, _K, 176, _q5_k)
-Q6_K: Final = BlockType("Q6_K", 14, _K, 210, _q6_k)
+Q4_0: Final = BlockType("Q4_0", 2, 32, 2 + _NIBBLES, _q4_0, scales=(0,))
+Q4_1: Final = BlockType("Q4_1", 3, 32, 4 + _NIBBLES, _q4_1, scales=(0, 2))
+Q5_0: Final = BlockType("Q5_0", 6, 32, 6 + _NIBBLES, _q5_0, scales=(0,))
+Q5_1: Final = BlockType("Q5_1", 7, 32, 8 + _NIBBLES, _q5_1, scales=(0, 2))
+Q8_0: Final = BlockType("Q8_0", 8, 32, 34, _q8_0, scales=(0,))
+Q4_K: Final = BlockType("Q4_K", 12, _K, 144, _q4_k, scales=(0, 2))
+Q5_K: Final = BlockType("Q5_K", 13, _K, 176, _q5_k, scales=(0, 2))
+Q6_K: Final = BlockType("Q6_K", 14, _K, 210, _q6_k, scales=(208,))
 MXFP4: Final = BlockType("MXFP4", 39, 32, 1 + _NIBBLES, _mxfp4)
 
 BLOCK_TYPES: Final = {

@@ -194,9 +194,12 @@ class StoredQuantization(ABC):
     Attributes:
         fused_endings: of the tensors that hold the matrices of all experts of a layer: each has the
             name of the unquantised one, `_` and an ending. Empty: experts are stored one by one.
+        becomes_floats: matrices that a device has no kernels for become floats there; otherwise
+            the checkpoint is refused on a GPU.
     """
 
     fused_endings: tuple[str, ...] = ()
+    becomes_floats: bool = False
 
     @property
     @abstractmethod
@@ -235,6 +238,10 @@ class StoredQuantization(ABC):
     @abstractmethod
     def bits(self, module: str) -> int:
         """Bits of a stored number in a module of this name."""
+
+    def count(self, module: str, nbytes: int) -> int:
+        """Numbers that so many bytes of values hold, in a module of this name."""
+        return nbytes * 8 // self.bits(module)
 
     @abstractmethod
     def kind(self, module: str) -> type[Weight]:

@@ -236,5 +236,5 @@ def stored_bytes(
             widened = "scale" in ending and entry.dtype.itemsize > 1
             total += count * torch.float32.itemsize if widened else entry.nbytes
         elif ending in _VALUES:
-            total += entry.nbytes * 8 // stored.bits(module) * itemsize
+            total += stored.count(module, entry.nbytes) * itemsize
     return total

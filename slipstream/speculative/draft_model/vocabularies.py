@@ -15,7 +15,7 @@ from typing import Any
 
 from slipstream.core.errors import CheckpointError
 from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.tokenizer import Tokenizer, has_tokenizer
 
 logger = logging.getLogger("slipstream")
 
@@ -51,7 +51,7 @@ def map_tokens(target: Path, target_size: int, draft: Checkpoint, draft_size: in
             the others.
     """
     for path in (target, draft.path):
-        if not (path / "tokenizer.json").is_file():
+        if not has_tokenizer(path):
             raise CheckpointError(
                 f"use_heterogeneous_vocab compares the tokenizers, but {path} has no "
                 "tokenizer.json; add it, or use a drafter of the target's own tokenizer"
@@ -75,7 +75,8 @@ def map_tokens(target: Path, target_size: int, draft: Checkpoint, draft_size: in
 
 def _fallback(draft: Checkpoint, draft_size: int) -> int:
     tokenizer = Tokenizer(draft.path)
-    unknown = tokenizer.special_tokens.get("unk_token") or _model(draft.path).get("unk_token")
+    content = json.loads(tokenizer.to_json())
+    unknown = tokenizer.special_tokens.get("unk_token") or content["model"].get("unk_token")
     found = None if unknown is None else tokenizer.token_to_id(str(unknown))
     for token in (found, *draft.eos_token_ids, tokenizer.eos_token_id):
         if token is not None and token < draft_size:
@@ -92,7 +93,7 @@ def _meanings(path: Path, size: int) -> dict[_Meaning, int]:
     Spelled-out tokens come before SentencePiece's bytes <0x..>, and smaller ids before larger.
     """
     tokenizer = Tokenizer(path)
-    byte_level = _is_byte_level(path)
+    byte_level = _is_byte_level(tokenizer)
     tokens = sorted(tokenizer.vocabulary().items(), key=lambda item: (_is_byte(item[0]), item[1]))
     found: dict[_Meaning, int] = {}
     for text, token in tokens:
@@ -106,14 +107,9 @@ def _meanings(path: Path, size: int) -> dict[_Meaning, int]:
     return found
 
 
-def _model(path: Path) -> dict[str, Any]:
-    model = json.loads((path / "tokenizer.json").read_text("utf-8")).get("model")
-    return model if isinstance(model, dict) else {}
-
-
-def _is_byte_level(path: Path) -> bool:
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
     """Whether tokens are spelled in the alphabet of bytes that GPT-2 introduced."""
-    content = json.loads((path / "tokenizer.json").read_text("utf-8"))
+    content = json.loads(tokenizer.to_json())
     parts = (content.get("pre_tokenizer"), content.get("decoder"))
     return any(kind == "ByteLevel" for part in parts for kind in _kinds(part))
 
@@ -163,8 +159,7 @@ def require_same_vocabulary(target: Path, target_size: int, draft: Path, draft_s
 
     The vocabularies' sizes may differ by padding only: ids that no token has.
     """
-    ours, theirs = target / "tokenizer.json", draft / "tokenizer.json"
-    if not ours.is_file() or not theirs.is_file():
+    if not has_tokenizer(target) or not has_tokenizer(draft):
         if target_size != draft_size:
             raise CheckpointError(
                 f"the drafter's vocabulary has {draft_size} entries and the target's "
@@ -180,12 +175,16 @@ def require_same_vocabulary(target: Path, target_size: int, draft: Path, draft_s
 
 def vocabularies_agree(target: Path, draft: Path) -> bool:
     """Whether every token is known to have the same id in both."""
-    ours, theirs = target / "tokenizer.json", draft / "tokenizer.json"
-    if not ours.is_file() or not theirs.is_file():
+    if not has_tokenizer(target) or not has_tokenizer(draft):
         return False
-    if ours.read_bytes() == theirs.read_bytes():
+    ours, theirs = target / "tokenizer.json", draft / "tokenizer.json"
+    if target == draft or _same_bytes(ours, theirs):
         return True
     return Tokenizer(target).vocabulary() == Tokenizer(draft).vocabulary()
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def _difference(target: dict[str, int], draft: dict[str, int]) -> str:

@@ -1,0 +1,162 @@
+"""Families of models in GGUF files: what their keys and tensors are called in config.json and in
+safetensors.
+
+Sources: https://github.com/ggml-org/llama.cpp, `convert_hf_to_gguf.py` and `src/models`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from slipstream.models.config_reader import ConfigReader
+
+Config = dict[str, Any]
+
+OUTSIDE: Final = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+"""Modules outside of layers."""
+
+_LAYER: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_EXPERTS: Final = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `general.architecture`.
+
+    Attributes:
+        architecture, model_type: of config.json.
+        read: takes the keys that the family has of its own; gives those of config.json, of which
+            some may stand in the place of common ones.
+        layer: modules of a layer, the numbers of experts in the place of braces.
+        rename: whole tensors of a layer, where the ending changes.
+    """
+
+    architecture: str
+    model_type: str
+    read: Callable[[ConfigReader, Config], Config]
+    layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
+    rename: Mapping[str, str] = field(default_factory=dict)
+
+
+def _llama(reader: ConfigReader, common: Config) -> Config:
+    """Rows of queries and keys stand in pairs, which its rotation takes."""
+    del common
+    reader.expect("expert_count", 0)
+    reader.take("expert_used_count", int, 0)
+    return {"rope_interleave": True}
+
+
+def _qwen(reader: ConfigReader, common: Config) -> Config:
+    del reader, common
+    return {}
+
+
+def _qwen3_moe(reader: ConfigReader, common: Config) -> Config:
+    reader.expect("expert_gating_func", 1, default=1)  # softmax
+    reader.expect("expert_weights_scale", 1.0)
+    inner = reader.take("expert_feed_forward_length", int)
+    return {
+        "num_experts": reader.take("expert_count", int),
+        "num_experts_per_tok": reader.take("expert_used_count", int),
+        "moe_intermediate_size": inner,
+        "intermediate_size": common["intermediate_size"] or inner,
+        "norm_topk_prob": True,
+    }
+
+
+def _gpt_oss(reader: ConfigReader, common: Config) -> Config:
+    scaling = common["rope_scaling"]
+    return {
+        "num_local_experts": reader.take("expert_count", int),
+        "num_experts_per_tok": reader.take("expert_used_count", int),
+        "intermediate_size": reader.take("expert_feed_forward_length", int),
+        "sliding_window": reader.take("attention.sliding_window", int),
+        **_slides(reader, common, 2),
+        "rope_scaling": {**scaling, "truncate": False} if scaling else None,
+    }
+
+
+_LAYERS_OF_27B = 62  # whose scores alone are not scaled by the size of a head
+
+
+def _gemma3(reader: ConfigReader, common: Config) -> Config:
+    heads, width = common["num_attention_heads"], common["hidden_size"]
+    largest = common["num_hidden_layers"] == _LAYERS_OF_27B
+    slides = {"sliding_window": reader.take("attention.sliding_window", int)}
+    return {
+        **slides,
+        **_slides(reader, common, 6),
+        "rope_local_base_freq": reader.take("rope.freq_base_swa", float, 10_000.0),
+        "query_pre_attn_scalar": width // heads if largest and heads else common["head_dim"],
+        "final_logit_softcapping": reader.take("final_logit_softcapping", float, 0.0) or None,
+        "zero_centred_norms": False,  # 1 has been added to them
+    }
+
+
+def _slides(reader: ConfigReader, common: Config, usual: int) -> Config:
+    """The types of layers: all but every n-th have a window, or as a list tells."""
+    key = "attention.sliding_window_pattern"
+    given = reader.take_any(key)
+    count = common["num_hidden_layers"]
+    if isinstance(given, list):
+        if len(given) < count or not all(value in (0, 1) for value in given):
+            raise reader.error(key, "must have 0 or 1 for each layer")
+        windows = [bool(value) for value in given[:count]]
+    else:
+        step = reader.take(key, int, usual)
+        windows = [step > 0 and (layer + 1) % step > 0 for layer in range(min(count, 1 << 12))]
+    names = ["sliding_attention" if window else "full_attention" for window in windows]
+    return {"layer_types": names}
+
+
+FAMILIES: Final = {
+    "gemma3": Family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        _gemma3,
+        {
+            **_LAYER,
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+    ),
+    "gpt-oss": Family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        _gpt_oss,
+        {
+            **_LAYER,
+            **_EXPERTS,
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        },
+        {"attn_sinks.weight": "self_attn.sinks"},
+    ),
+    "llama": Family("LlamaForCausalLM", "llama", _llama),
+    "qwen2": Family("Qwen2ForCausalLM", "qwen2", _qwen),
+    "qwen3": Family("Qwen3ForCausalLM", "qwen3", _qwen),
+    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, {**_LAYER, **_EXPERTS}),
+}
+"""By `general.architecture`. A new one is a function and an entry here."""

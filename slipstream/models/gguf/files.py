@@ -1,0 +1,82 @@
+"""Where GGUF files lie: named by themselves, in a directory, or in a repository of the hub."""
+
+import re
+from pathlib import Path
+from typing import Final
+
+from slipstream.core.errors import CheckpointError
+from slipstream.models.gguf.container import split_paths
+
+EXTENSION: Final = ".gguf"
+USUAL: Final = "Q4_K_M"
+"""What is taken of a repository where the name has no tag."""
+
+_TAGGED = re.compile(r"(?P<name>[^:]+):(?P<tag>[\w.-]+)")
+_REPOSITORY = re.compile(r".+-gguf", re.IGNORECASE)
+_PROJECTOR = "mmproj"  # of models that see: a file beside that of the model
+_SHOWN = 12
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is meant to be that of a GGUF file."""
+    return path.name.lower().endswith(EXTENSION)
+
+
+def split_tag(name: str) -> tuple[str, str | None] | None:
+    """The hub name and the tag of what a user names; None where no GGUF file is meant."""
+    match = _TAGGED.fullmatch(name)
+    if match is not None:
+        return match["name"], match["tag"]
+    return (name, None) if _REPOSITORY.fullmatch(name) else None
+
+
+def patterns(tag: str) -> list[str]:
+    """Patterns for the files of a repository that a tag means, in the spellings that there are."""
+    return [
+        pattern
+        for spelling in dict.fromkeys((tag, tag.lower(), tag.upper()))
+        for pattern in (
+            f"*[-._]{spelling}{EXTENSION}",
+            f"*[-._]{spelling}-?????-of-?????{EXTENSION}",
+            f"{spelling}/*{EXTENSION}",
+            f"{spelling}{EXTENSION}",
+            f"{spelling}-?????-of-?????{EXTENSION}",
+        )
+    ]
+
+
+def models_among(files: list[Path], tag: str | None = None) -> list[Path]:
+    """The models among files, the first part of each: those that a tag means, or all."""
+    found = [file for file in files if is_gguf(file) and _PROJECTOR not in file.name.lower()]
+    if tag is not None:
+        found = [file for file in found if any(map(file.match, patterns(tag)))]
+    return sorted({split_paths(file)[0] for file in found})
+
+
+def model_in(folder: Path, tag: str | None = None) -> Path | None:
+    """The one GGUF model in a directory; None if there is none, or a checkpoint of another kind.
+
+    Raises:
+        CheckpointError: there are several.
+    """
+    if tag is None and any(folder.glob("*.safetensors")):
+        return None
+    found = models_among([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")], tag)
+    if len(found) > 1:
+        raise CheckpointError(f"{folder} holds several GGUF models; name one: {listed(found)}")
+    return found[0] if found else None
+
+
+def require_first(path: Path) -> Path:
+    """The path of a GGUF file; CheckpointError for a later part of a split one."""
+    first = split_paths(path)[0]
+    if first != path:
+        raise CheckpointError(f"{path} is a later part of a split file; give {first.name}")
+    return path
+
+
+def listed(files: list[Path]) -> str:
+    """The first names of files, for messages."""
+    names = [file.name for file in files]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

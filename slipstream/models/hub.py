@@ -1,0 +1,106 @@
+"""Fetching checkpoints from the hub, with its own client."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from slipstream.core.errors import CheckpointError
+
+T = TypeVar("T")
+
+# What the hub's client raises, by class: what is wrong, and what to do.
+_HUB_PROBLEMS = {
+    "GatedRepoError": "its owner wants consent to terms: give it on its page, and --hf-token here",
+    "RepositoryNotFoundError": "the hub has no such model, or a private one: check the spelling, "
+    "or give --hf-token",
+    "RevisionNotFoundError": "the hub has the model, but not this revision: check --revision",
+}
+
+
+@dataclass(frozen=True)
+class HubAccess:
+    """How the hub is reached.
+
+    Attributes:
+        folder: where downloads are kept; None: in the hub's own cache.
+        token: None: that of `hf auth login`, if there is one.
+    """
+
+    folder: str | None = None
+    token: str | None = field(default=None, repr=False)
+
+
+_ANYHOW = HubAccess()
+_HUB = ContextVar("_HUB", default=_ANYHOW)
+
+
+@contextmanager
+def reaching_hub(access: HubAccess) -> Iterator[None]:
+    """Downloads within are made so, those of drafters as well."""
+    before = _HUB.set(access)
+    try:
+        yield
+    finally:
+        _HUB.reset(before)
+
+
+def download(
+    name: str, revision: str | None, wanted: Sequence[str], ignored: Sequence[str] = ()
+) -> Path:
+    """The folder with the files of a repository that match a pattern, fetched where needed.
+
+    Raises:
+        CheckpointError: the hub, its client or the network does not give them.
+    """
+
+    def fetch() -> str:
+        from huggingface_hub import snapshot_download
+
+        access = _HUB.get()
+        return snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=list(wanted),
+            ignore_patterns=list(ignored),
+            cache_dir=access.folder,
+            token=access.token,
+        )
+
+    return Path(_asked(fetch, name, revision))
+
+
+def list_files(name: str, revision: str | None) -> list[str]:
+    """The paths of all files in a repository; errors as `download`."""
+
+    def fetch() -> list[str]:
+        from huggingface_hub import list_repo_files
+
+        return list(list_repo_files(name, revision=revision, token=_HUB.get().token))
+
+    return _asked(fetch, name, revision)
+
+
+def _asked(fetch: Callable[[], T], name: str, revision: str | None) -> T:
+    unknown = f"{name} is neither a directory (in {Path.cwd()}) nor a bundled demo"
+    try:
+        return fetch()
+    except ImportError as error:
+        raise CheckpointError(
+            f"{unknown}, and hub names need the package huggingface_hub: install slipstream[hub], "
+            f"or give the path of a model directory"
+        ) from error
+    except Exception as error:  # whatever the hub's client, its transport or the disk raises
+        at = f" at revision {revision}" if revision else ""
+        for kind in type(error).__mro__:
+            if kind.__name__ in _HUB_PROBLEMS:
+                raise CheckpointError(
+                    f"{unknown}, and the hub did not give it{at}: {_HUB_PROBLEMS[kind.__name__]}"
+                ) from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{unknown}, and it could not be fetched from the hub{at} ({reason}); check the name "
+            f"and the network, or give the path of a model directory"
+        ) from error
