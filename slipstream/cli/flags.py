@@ -5,10 +5,10 @@ A default instance of the dataclass sets the defaults of its options for that co
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand
@@ -16,6 +16,10 @@ from typer.core import TyperCommand
 from slipstream.cli.errors import DebugState
 from slipstream.cli.vllm_line import rewritten, unknown_flag
 from slipstream.core.flags import Flag, check_fields, flag, flag_of, kinds_of, spelled
+
+T = TypeVar("T")
+
+_LINE, _SETTLED = "slipstream.line", "slipstream.settled"
 
 
 def _note_debug(context: typer.Context, debug: bool) -> bool:
@@ -45,14 +49,14 @@ class RunFlags:
 
 
 def add_commands(
-    app: typer.Typer, *commands: Callable[..., None], kind: "type[GroupedHelp] | None" = None
+    app: typer.Typer, *commands: Callable[..., Any], kind: "type[GroupedHelp] | None" = None
 ) -> None:
     """Register commands by their names; they take --debug besides their own flags."""
     for command in commands:
         app.command(cls=kind or GroupedHelp)(flattened(command))
 
 
-def flattened(command: Callable[..., None]) -> Callable[..., None]:
+def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
     """The command as Typer wants it: one parameter for each option."""
     parameters = inspect.signature(command).parameters
     groups = {
@@ -62,11 +66,11 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     options.append(_keyword("debug", DebugFlag, False))
     options.append(_keyword("context", typer.Context, MISSING))
 
-    def call(context: typer.Context, debug: bool = False, **values: Any) -> None:
+    def call(context: typer.Context, debug: bool = False, **values: Any) -> Any:
         del debug  # its callback did the work
         taken = {name: group.take(values) for name, group in groups.items()}
         given = {name: Given(context) for name in parameters.keys() - groups.keys()}
-        command(**taken, **given)
+        return command(**taken, **given)
 
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     call.__annotations__ = {option.name: option.annotation for option in options}
@@ -75,10 +79,17 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
 
 class Given:
-    """A parameter of a command that tells which of its flags were given."""
+    """A parameter of a command that tells which of its flags were given.
+
+    Attributes:
+        line: the arguments as they were given.
+        settled: those arguments without names of other engines and files of flags.
+    """
 
     def __init__(self, context: typer.Context) -> None:
         self._context = context
+        self.line: Sequence[str] = context.meta.get(_LINE, ())
+        self.settled: Sequence[str] = context.meta.get(_SETTLED, ())
 
     def __call__(self, group: str, field: str) -> bool:
         """Whether the command line has the flag of this field of a parameter's dataclass."""
@@ -229,4 +240,17 @@ class VllmCommand(GroupedHelp):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the command line; UsageError for a flag that is unknown or refused."""
-        return super().parse_args(ctx, rewritten(args, self.get_params(ctx)))
+        ctx.meta[_LINE] = (*args,)
+        ctx.meta[_SETTLED] = settled = rewritten(args, self.get_params(ctx))
+        return super().parse_args(ctx, [*settled])
+
+
+def parsed(command: Callable[..., T], arguments: Sequence[str]) -> T:
+    """Call a function with the arguments of a command line, which is read as vLLM's is.
+
+    Raises:
+        UsageError: they are not valid.
+    """
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    add_commands(app, command, kind=VllmCommand)
+    return cast(T, app([*arguments], standalone_mode=False, obj=DebugState()))

@@ -16,6 +16,7 @@ from slipstream.cli.bench_serve import serve as bench_serve
 from slipstream.cli.bench_sweep import sweep
 from slipstream.cli.cached_models import list_models
 from slipstream.cli.chat import chat
+from slipstream.cli.deploy import deploy
 from slipstream.cli.doctor import doctor
 from slipstream.cli.errors import run
 from slipstream.cli.flags import DebugFlag, GroupedHelp, VllmCommand, add_commands, flattened
@@ -40,7 +41,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 add_commands(app, generate, chat)
-add_commands(app, serve, kind=VllmCommand)
+add_commands(app, serve, deploy, kind=VllmCommand)
 add_commands(app, inspect)
 app.command("list", cls=GroupedHelp)(flattened(list_models))
 add_commands(app, doctor)

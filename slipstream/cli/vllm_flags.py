@@ -17,19 +17,20 @@ from slipstream.core.flags import parse_object
 _DECLARED: Final = """
     allow-credentials allowed-headers allowed-methods allowed-origins api-key async-scheduling
     attention-backend block-size chat-template chat-template-content-format compilation-config
-    config-format cudagraph-capture-sizes default-chat-template-kwargs disable-fastapi-docs
-    disable-log-stats disable-uvicorn-access-log download-dir dtype enable-chunked-prefill
-    enable-force-include-usage enable-log-outputs enable-log-requests enable-prefix-caching
-    enforce-eager generation-config gpu-memory-utilization hf-config-path hf-overrides hf-token host
-    kv-cache-dtype kv-cache-memory-bytes load-format log-config-file logprobs-mode
-    max-cudagraph-capture-size max-log-len max-logprobs max-model-len max-num-batched-tokens
-    max-num-seqs num-gpu-blocks-override optimization-level override-generation-config port
-    prefix-caching-hash-algo profiler-config quantization reasoning-parser response-role
-    return-tokens-as-token-ids revision root-path safetensors-load-strategy scheduling-policy
-    served-model-name skip-tokenizer-init spec-method spec-model spec-tokens speculative-config
-    ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers ssl-keyfile stream-interval
-    tensor-parallel-size tokenizer tokenizer-mode tokenizer-revision tool-call-parser
-    trust-remote-code trust-request-chat-template uds use-fp64-gumbel uvicorn-log-level
+    config-format cudagraph-capture-sizes data-parallel-size default-chat-template-kwargs
+    disable-fastapi-docs disable-log-stats disable-uvicorn-access-log download-dir dtype
+    enable-chunked-prefill enable-force-include-usage enable-log-outputs enable-log-requests
+    enable-prefix-caching enforce-eager generation-config gpu-memory-utilization hf-config-path
+    hf-overrides hf-token host kv-cache-dtype kv-cache-memory-bytes load-format log-config-file
+    logprobs-mode max-cudagraph-capture-size max-log-len max-logprobs max-model-len
+    max-num-batched-tokens max-num-seqs num-gpu-blocks-override optimization-level
+    override-generation-config port prefix-caching-hash-algo profiler-config quantization
+    reasoning-parser response-role return-tokens-as-token-ids revision root-path
+    safetensors-load-strategy scheduling-policy served-model-name skip-tokenizer-init spec-method
+    spec-model spec-tokens speculative-config ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers
+    ssl-keyfile stream-interval tensor-parallel-size tokenizer tokenizer-mode tokenizer-revision
+    tool-call-parser trust-remote-code trust-request-chat-template uds use-fp64-gumbel
+    uvicorn-log-level
 """
 DECLARED: Final = tuple(f"--{name}" for name in _DECLARED.split())
 """vLLM's flags that `slipstream serve` has by the same name."""
@@ -38,7 +39,6 @@ SHORT: Final = {
     "-ac": "--attention-config",
     "-dc": "--diffusion-config",
     "-dcp": "--decode-context-parallel-size",
-    "-dp": "--data-parallel-size",
     "-dpa": "--data-parallel-address",
     "-dpb": "--data-parallel-backend",
     "-dpe": "--data-parallel-external-lb",
@@ -195,7 +195,6 @@ _ALREADY: Final[Mapping[str, Already]] = {
         "weights stay on their device; --quantization makes them smaller", _NONE
     ),
     "data-parallel-rank": Already(ONE_GPU, ("0",)),
-    "data-parallel-size": Already(ONE_GPU, _ONE),
     "data-parallel-size-local": Already(ONE_GPU, _ONE),
     "data-parallel-start-rank": Already(ONE_GPU, ("0",)),
     "decode-context-parallel-size": Already(ONE_GPU, _ONE),

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Final
 
 ONE_GPU = (
-    "a server runs on one GPU or CPU; start one server for each device, and a proxy before them"
+    "an engine runs on one GPU or CPU; --data-parallel-size serves by several on this machine, and "
+    "slipstream deploy by those of a cluster"
 )
 
 READ_IN_PARTS: Final = (

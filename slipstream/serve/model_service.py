@@ -50,6 +50,7 @@ class ModelService:
         reasoning_parser: a name of `OUTPUT_FORMATS`, or `OFF`; found from the checkpoint when None.
         chat_template: replaces the checkpoint's.
         answers: how requests are read and answers written, where a request does not say.
+        replica: tells this server from others with the same model; ids of responses have it.
     """
 
     names: Sequence[str]
@@ -60,6 +61,7 @@ class ModelService:
     reasoning_parser: str | None = None
     chat_template: str | None = None
     answers: AnswerOptions = field(default_factory=AnswerOptions)
+    replica: str = ""
     created: int = field(default_factory=lambda: int(time()))
     # Parsing holds the interpreter's lock, so more threads would only make others wait longer.
     _parser: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "parse"))

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
@@ -76,6 +77,7 @@ class ServerOptions:
         profiles: folder for traces; clients may profile the engine if there is one.
         answers, log: how answers are written, and what is logged.
         show_document: /openapi.json exists.
+        replica: tells this server from others with the same model; ids of responses have it.
 
     Raises:
         UsageError: the root path is not a path.
@@ -93,12 +95,30 @@ class ServerOptions:
     answers: AnswerOptions = field(default_factory=AnswerOptions)
     log: LogOptions = field(default_factory=LogOptions)
     show_document: bool = True
+    replica: str = ""
 
     def __post_init__(self) -> None:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path[-1] == "/"):
             raise UsageError(
                 f"--root-path must begin with a slash and not end with one, not {self.root_path!r}"
             )
+
+
+class Work(Protocol):
+    """What runs beside a server's connections."""
+
+    @property
+    def num_open(self) -> int:
+        """Answers that are not complete."""
+
+    def start(self) -> None:
+        """Begin; called on the event loop."""
+
+    async def drain(self) -> None:
+        """Take on nothing new; returns when nothing is open."""
+
+    async def stop(self) -> None:
+        """End everything now."""
 
 
 def start_server(
@@ -118,9 +138,22 @@ def start_server(
         sock: to listen on.
         pages: routes besides those of the protocol, such as the playground's.
     """
+    server, _ = engine_server(engine, config, options, pages)
+    server.run(sockets=[sock])
+    return server.exit_code
+
+
+def engine_server(
+    engine: Engine,
+    config: EngineConfig,
+    options: ServerOptions,
+    pages: Sequence[Route] = (),
+    more_observers: Sequence[Observer] = (),
+) -> tuple["DrainingServer", EngineThread]:
+    """A server that is not started, and the thread that it runs the engine on."""
     set_up_logs(options.log)
     metrics = ServerMetrics(engine, options.names[0], options.log.metrics_prefix == "vllm")
-    observers: list[Observer] = [metrics, ActivityLog(options.log)]
+    observers: list[Observer] = [metrics, ActivityLog(options.log), *more_observers]
     thread = EngineThread(engine, options.limits, observers)
     service = ModelService(
         names=options.names,
@@ -131,6 +164,7 @@ def start_server(
         reasoning_parser=options.reasoning_parser,
         chat_template=options.chat_template,
         answers=options.answers,
+        replica=options.replica,
     )
     if engine.tokenizer is not None:
         _ = service.output_format  # flags that do not fit the model are told now
@@ -150,10 +184,7 @@ def start_server(
         app = RootPath(app, options.root_path)
     share_arenas()
     freeze_garbage_collection()
-    _allow_open_files(options.limits.max_connections + _SPARE_FILES)
-    server = _Server(_uvicorn_config(app, options), thread, gate, options.limits.drain_timeout)
-    server.run(sockets=[sock])
-    return server.exit_code
+    return DrainingServer(app, options, thread, gate), thread
 
 
 def guarded(
@@ -193,33 +224,33 @@ def _uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
     )
 
 
-class _Server(uvicorn.Server):
-    """Drains before it stops."""
+class DrainingServer(uvicorn.Server):
+    """Drains before it stops.
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        thread: EngineThread,
-        gate: DrainGate,
-        drain_timeout: float | None,
-    ) -> None:
-        super().__init__(config)
-        self._engine_thread, self._gate, self._drain_timeout = thread, gate, drain_timeout
+    Args:
+        work: runs as long as the server.
+        gate: within the application.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServerOptions, work: Work, gate: DrainGate) -> None:
+        _allow_open_files(options.limits.max_connections + _SPARE_FILES)
+        super().__init__(_uvicorn_config(app, options))
+        self._work, self._gate, self._drain_timeout = work, gate, options.limits.drain_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []  # draining, then stopping
         self._num_signals = 0
         self.exit_code = 0
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Run the engine's thread as long as the server."""
+        """Run the work as long as the server."""
         self._loop = asyncio.get_running_loop()
-        self._engine_thread.start()
+        self._work.start()
         memory = asyncio.create_task(return_memory(lambda: self._gate.empty, self._work_done))
         try:
             await super().serve(sockets)
         finally:
             memory.cancel()
-            await self._engine_thread.stop()
+            await self._work.stop()
 
     def _work_done(self) -> tuple[int, int]:
         return self.server_state.total_requests, len(self.server_state.connections)
@@ -234,27 +265,28 @@ class _Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._begin_ending)
 
     def _begin_ending(self) -> None:
-        ending = self._stop() if self._tasks else self._drain()
+        ending = self._stop() if self._tasks else self.drain()
         self._tasks.append(asyncio.create_task(ending))
 
-    async def _drain(self) -> None:
+    async def drain(self) -> None:
+        """Let running requests finish and refuse new ones, then end the server."""
         logger.info(
             "stopping: %d running requests may finish (a second signal stops at once)",
-            self._engine_thread.num_open,
+            self._work.num_open,
         )
         try:
             async with asyncio.timeout(self._drain_timeout):
                 await self._gate.close()
-                await self._engine_thread.drain()
+                await self._work.drain()
         except TimeoutError:
             await self._stop()
         self.should_exit = True
 
     async def _stop(self) -> None:
         """End all requests; their clients get an error."""
-        logger.warning("%d requests are cut off", self._engine_thread.num_open)
+        logger.warning("%d requests are cut off", self._work.num_open)
         self.exit_code, self.config.timeout_graceful_shutdown = 1, _LAST_FLUSH_SECONDS
-        await self._engine_thread.stop()
+        await self._work.stop()
         self.should_exit = True
 
 

@@ -53,6 +53,8 @@ EFFECTS: dict[str, tuple[str, str, Any]] = {
     "--compilation-config": ('{"cudagraph_mode":"NONE"}', "config.enforce_eager", True),
     "--attention-backend": ("CPU_ATTN", "config.attention_backend", "CPU_ATTN"),
     "--tensor-parallel-size": ("1", "config.tensor_parallel_size", 1),
+    # Several replicas: tests/deploy/test_command.py.
+    "--data-parallel-size": ("1", "config.model", "demo"),
     "--quantization": ("int8", "config.quantization", "int8"),
     "--load-format": ("dummy", "config.load_format", "dummy"),
     "--download-dir": ("d", "config.download_dir", "d"),
@@ -218,7 +220,7 @@ def test_a_flag_that_is_refused_is_named_with_the_reason(name: str) -> None:
         ("--disable-prefix-caching", "did you mean --no-enable-prefix-caching?"),
         ("--min-num-seqs 2", "see slipstream serve --help"),
         ("--temperature 1", "see slipstream serve --help"),
-        ("-dp 2", "--data-parallel-size 2 is not supported, 1 is: a server runs on one"),
+        ("-dpn 2", "--data-parallel-rank 2 is not supported, 0 is: an engine runs on one"),
         ("--quantization-config.a 1", "--quantization-config is not supported"),
         ("--port.a 1", "--port takes no keys"),
         ("-sc {} -sc.method ngram", "whole and by its keys"),

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream import LLM
-from slipstream.cli.serve import ListenFlags
+from slipstream.cli.listen import ListenFlags
 from slipstream.core.config import EngineConfig
 from slipstream.core.flags import flag_of
 from slipstream.serve.limits import ServeLimits

@@ -73,7 +73,8 @@ class ResponsesAnswer(Answer[Increments]):
     ) -> None:
         self._increments = Increments(reader)
         super().__init__(service, body, generation, [self._increments])
-        self.id = f"{self.id_prefix}{uuid4().hex}"  # others must not guess it, nor give it again
+        # Others must not guess it, nor give it again.
+        self.id = f"{self.id_prefix}{service.replica}{uuid4().hex}"
         self._params, self._conversation = params, conversation
         self._store = store if store is not None and store.keeps else None
         num_top = MOST_INT if params.logprob_token_ids else params.logprobs

@@ -1,0 +1,389 @@
+"""The application that clients talk to: it passes each request to a replica, and the answer back.
+
+Replicas come and go while requests run. One that is refused, because its replica is about to stop,
+goes to another; one whose replica dies before anything of the answer was sent on is sent to another
+once; after that the client is told, in the form of its protocol.
+"""
+
+import asyncio
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from time import monotonic
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from slipstream.deploy.merged_metrics import merged
+from slipstream.deploy.prompts import Prompt, read_prompt
+from slipstream.deploy.routing import Replica, Routing
+from slipstream.deploy.upstream import Answer, LostError, Upstream
+from slipstream.serve.errors import MESSAGES_PATH, as_api_error, is_messages
+from slipstream.serve.limits import RequestError
+from slipstream.serve.sse import ClientDisconnectedError, cancel_on_disconnect, error_event
+
+logger = logging.getLogger("slipstream.serve")
+
+_TO_ALL = ("/reset_prefix_cache", "/start_profile", "/stop_profile")
+_OF_SERVE = "/-/"  # paths that Ray Serve's own proxy answers
+_REFUSED = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
+_SUSPECT_SECONDS = 3.0  # in which a replica that did not answer is left alone
+_NUMBER = re.compile(rb'"sequence_number":(\d+)')
+_GATHERING_SECONDS = 10.0
+
+
+class NoReplicaError(RequestError):
+    """There is no replica."""
+
+    status, code = HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"
+    message = "no replica is ready; try again in a while"
+
+
+class ReplicaLostError(RequestError):
+    """Replicas died while they answered."""
+
+    status, code = HTTPStatus.SERVICE_UNAVAILABLE, "replica_lost"
+    message = "the replica that was answering has died; send the request again"
+
+
+@dataclass
+class Counts:
+    """What the front has seen.
+
+    Attributes:
+        retried: requests that were sent to another replica after the first had died.
+        refused: those that went elsewhere because their replica was about to stop or full.
+        lost: answers that broke off.
+    """
+
+    retried: int = 0
+    refused: int = 0
+    lost: int = 0
+    sent: Counter[str] = field(default_factory=Counter)
+
+    def page(self) -> str:
+        """In Prometheus's text format."""
+        lines = []
+        for name, text, value in (
+            ("requests_retried", "Requests sent again because a replica had died", self.retried),
+            ("requests_rerouted", "Requests that a stopping or full replica refused", self.refused),
+            ("answers_lost", "Answers that broke off with their replica", self.lost),
+        ):
+            full = f"slipstream:front_{name}"
+            lines += [f"# HELP {full}_total {text}", f"# TYPE {full}_total counter"]
+            lines.append(f"{full}_total {value}.0")
+        full = "slipstream:front_requests_total"
+        lines += [f"# HELP {full} Requests sent to a replica", f"# TYPE {full} counter"]
+        lines += [f'{full}{{replica="{name}"}} {count}.0' for name, count in self.sent.items()]
+        return "\n".join([*lines, ""])
+
+
+@dataclass
+class _Request:
+    """A request, whole.
+
+    Attributes:
+        begun: something of the answer was sent on.
+        last: the last part of a stream that was sent on.
+    """
+
+    path: str
+    method: str
+    target: bytes
+    headers: Sequence[tuple[bytes, bytes]]
+    body: bytes
+    prompt: Prompt
+    send: Send
+    begun: bool = False
+    last: bytes = b""
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is worth waiting for a replica."""
+        return self.method == "POST" and self.path != "/ping"
+
+
+class Front:
+    """Passes requests on.
+
+    Args:
+        app: answers the paths of Ray Serve's proxy; None where there is no such proxy.
+        routing: a method of `Routing`.
+        wait_timeout: seconds that a request waits while no replica can take it.
+    """
+
+    def __init__(
+        self, app: ASGIApp | None = None, routing: str = "prefix", wait_timeout: float = 60.0
+    ) -> None:
+        self._app, self._wait_timeout = app, wait_timeout
+        self.routing, self.counts = Routing(routing), Counts()
+        self._upstreams: dict[str, Upstream] = {}
+        self._suspects: dict[str, float] = {}  # until when
+        self._changed = asyncio.Event()
+        self._open: set[Answer] = set()
+        self._stopped = False
+
+    @property
+    def num_open(self) -> int:
+        """Answers that are not complete."""
+        return len(self._open)
+
+    def stop(self) -> None:
+        """Break all answers off; their clients are told."""
+        self._stopped = True
+        for answer in [*self._open]:
+            answer.close()
+        self._changed.set()
+
+    def update(self, replicas: Iterable[Replica]) -> None:
+        """These replicas run; called on the event loop."""
+        self.routing.update(replicas)
+        running = {it.id: it for it in self.routing.replicas}
+        for name in self._upstreams.keys() - running.keys():
+            self._upstreams.pop(name).close()
+        for name in running.keys() - self._upstreams.keys():
+            self._upstreams[name] = Upstream(running[name].host, running[name].port)
+        self._suspects = {name: it for name, it in self._suspects.items() if name in running}
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith(_OF_SERVE):
+            if self._app is not None:
+                await self._app(scope, receive, send)
+            return
+        path: str = scope["path"]
+        body = await _whole(receive)
+        if body is None:
+            return
+        query = scope.get("query_string", b"")
+        target = scope.get("raw_path") or path.encode()
+        request = _Request(
+            path=path,
+            method=scope["method"],
+            target=target + (b"?" + query if query else b""),
+            headers=scope["headers"],
+            body=body,
+            prompt=read_prompt(path, body),
+            send=send,
+        )
+        work = self._forward
+        if path in ("/metrics", "/load", *_TO_ALL):
+            work = self._ask_all
+        try:
+            await cancel_on_disconnect(receive, work(request))
+        except ClientDisconnectedError:
+            return
+        except RequestError as error:
+            await self._tell(request, error, scope, receive)
+
+    # ------------------------------------------------------------------ one replica
+
+    async def _forward(self, request: _Request) -> None:
+        """Have a replica answer; NoReplicaError or ReplicaLostError if none does."""
+        # Whoever asks for the state of things wants it now.
+        deadline = monotonic() + (self._wait_timeout if request.generates else 0)
+        without: set[str] = set()
+        dead = 0
+        while True:
+            replica = self._choose(request.prompt, without)
+            if replica is None:
+                await self._wait(deadline, without)
+                continue
+            without.add(replica.id)
+            try:
+                if await self._send(replica, request, is_last=self._full(without)):
+                    return
+                self.counts.refused += 1
+            except LostError:
+                self._suspects[replica.id] = monotonic() + _SUSPECT_SECONDS
+                dead += 1
+                if request.begun or dead > 1 or self._stopped:
+                    self.counts.lost += 1
+                    raise ReplicaLostError from None
+                self.counts.retried += 1
+
+    def _choose(self, prompt: Prompt, without: set[str]) -> Replica | None:
+        now = monotonic()
+        suspects = {name for name, until in self._suspects.items() if until > now}
+        return self.routing.choose(prompt, without | suspects)
+
+    def _full(self, without: set[str]) -> bool:
+        """Whether no other replica is left to ask."""
+        return all(it.id in without for it in self.routing.replicas)
+
+    async def _wait(self, deadline: float, without: set[str]) -> None:
+        """Wait for a change of the replicas; NoReplicaError at the deadline."""
+        left = deadline - monotonic()
+        if left <= 0 or self._stopped:
+            raise NoReplicaError
+        pause = min([left, *(until - monotonic() for until in self._suspects.values())])
+        try:
+            async with asyncio.timeout(max(pause, 0.05)):
+                await self._changed.wait()
+        except TimeoutError:
+            # What refused may have room by now; what died has been found out about.
+            without.clear()
+
+    async def _send(self, replica: Replica, request: _Request, is_last: bool) -> bool:
+        """Pass the request on, and the answer back; whether the replica took it.
+
+        Raises:
+            LostError: it died.
+        """
+        upstream, prompt = self._upstreams[replica.id], request.prompt
+        self.routing.begin(replica, prompt)
+        self.counts.sent[replica.id] += 1
+        answer: Answer | None = None
+        try:
+            answer = await upstream.ask(
+                request.method, request.target, request.headers, request.body
+            )
+            self._open.add(answer)
+            full = answer.status == HTTPStatus.TOO_MANY_REQUESTS and is_last
+            if answer.status in _REFUSED and not full:
+                return False
+            await _pass_on(answer, request)
+        except BaseException:
+            if answer is not None:
+                answer.close()
+            raise
+        finally:
+            self.routing.end(replica)
+            if answer is not None:
+                self._open.discard(answer)
+                upstream.done(answer)
+        return True
+
+    async def _tell(
+        self, request: _Request, error: RequestError, scope: Scope, receive: Receive
+    ) -> None:
+        """The client learns why there is no answer, or no more of it."""
+        logger.warning("%s %s: %s", request.method, request.path, error)
+        if not request.begun:
+            response = as_api_error(error).response(request.path)
+            await response(scope, receive, request.send)
+            return
+        event = lost_event(request.path, error, request.last)
+        await request.send({"type": "http.response.body", "body": event, "more_body": False})
+
+    # ------------------------------------------------------------------ all replicas
+
+    async def _ask_all(self, request: _Request) -> None:
+        """Ask every replica; the first answer that is an error, or one for all."""
+        pages: dict[str, bytes] = {}
+        asked = [self._page(it, request) for it in self.routing.replicas]
+        for name, status, headers, page in await asyncio.gather(*asked):
+            if status >= HTTPStatus.BAD_REQUEST:
+                await _respond(request.send, status, headers, page)
+                return
+            if status:
+                pages[name] = page
+        if not pages and request.path != "/metrics":
+            raise NoReplicaError
+        first = next(iter(pages.values()), b"")
+        kind, whole = "application/json", first
+        if request.path == "/metrics":
+            kind = "text/plain; version=0.0.4; charset=utf-8"
+            text = merged({name: page.decode() for name, page in pages.items()})
+            whole = (text + self.counts.page()).encode()
+        elif request.path == "/load":
+            total = sum(json.loads(page)["server_load"] for page in pages.values())
+            whole = json.dumps({"server_load": total}).encode()
+        response = Response(whole, media_type=kind)
+        await response({"type": "http"}, _nothing, request.send)
+
+    async def _page(
+        self, replica: Replica, request: _Request
+    ) -> tuple[str, int, Sequence[tuple[bytes, bytes]], bytes]:
+        """A replica's whole answer; status 0 if it is gone."""
+        upstream = self._upstreams[replica.id]
+        try:
+            async with asyncio.timeout(_GATHERING_SECONDS):
+                answer = await upstream.ask(
+                    request.method, request.target, request.headers, request.body
+                )
+                page = b"".join([part async for part in answer.body()])
+        except (LostError, TimeoutError):
+            return replica.id, 0, (), b""
+        upstream.done(answer)
+        return replica.id, answer.status, answer.headers, page
+
+
+async def _pass_on(answer: Answer, request: _Request) -> None:
+    """The answer to the client: a stream event by event, anything else when it is whole."""
+    kinds = [value for name, value in answer.headers if name.lower() == b"content-type"]
+    if not kinds or not kinds[0].startswith(b"text/event-stream"):
+        whole = b"".join([part async for part in answer.body()])
+        request.begun = True
+        await _respond(request.send, answer.status, answer.headers, whole)
+        return
+    tail = b""
+    async for part in answer.body():
+        # An event that breaks off is not passed on: the one that tells of it must be readable.
+        end = part.rfind(b"\n\n") + 2
+        if end < 2:
+            tail += part
+            continue
+        event, tail = tail + part[:end], part[end:]
+        if not request.begun:
+            request.begun = True
+            start = {"status": answer.status, "headers": answer.headers}
+            await request.send({"type": "http.response.start", **start})
+        request.last = event
+        await request.send({"type": "http.response.body", "body": event, "more_body": True})
+    if not request.begun:
+        await _respond(request.send, answer.status, answer.headers, tail)
+        return
+    await request.send({"type": "http.response.body", "body": tail, "more_body": False})
+
+
+async def _respond(
+    send: Send, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes
+) -> None:
+    kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+    kept.append((b"content-length", b"%d" % len(body)))
+    await send({"type": "http.response.start", "status": status, "headers": kept})
+    await send({"type": "http.response.body", "body": body})
+
+
+def lost_event(path: str, error: Exception, last: bytes) -> bytes:
+    """The event that ends a stream whose replica has died, as the protocol of its path has it.
+
+    Args:
+        last: the last part of the stream, with the number of its last event.
+    """
+    told = as_api_error(error)
+    if is_messages(path):
+        return b"event: error\ndata: " + told.body(MESSAGES_PATH) + b"\n\n"
+    if path.startswith("/v1/responses"):
+        numbers = _NUMBER.findall(last)
+        data = {
+            "type": "error",
+            "code": "server_error",
+            "message": told.message,
+            "param": None,
+            "sequence_number": int(numbers[-1]) + 1 if numbers else 0,
+        }
+        return b"event: error\ndata: " + json.dumps(data).encode() + b"\n\n"
+    return error_event(error)
+
+
+async def _whole(receive: Receive) -> bytes | None:
+    """The request's body; None if the client has left."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _nothing() -> dict[str, str]:
+    return {"type": "http.disconnect"}

@@ -1,0 +1,147 @@
+"""A deployment on this machine: Ray in the background, the front in this process."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import ray
+from ray import serve
+
+from slipstream.core.errors import SlipstreamError
+from slipstream.deploy.application import NAME, build
+from slipstream.deploy.directory import DIRECTORY
+from slipstream.deploy.front import Front
+from slipstream.deploy.plan import Plan
+from slipstream.runner.capability import choose_device
+from slipstream.runner.memory import uses_gpu_memory
+from slipstream.serve.logs import RequestIds, set_up_logs
+from slipstream.serve.memory import freeze_garbage_collection
+from slipstream.serve.middleware import BodyLimits, DrainGate
+from slipstream.serve.run import DrainingServer
+
+logger = logging.getLogger("slipstream.serve")
+
+_OBJECT_STORE = 80 << 20  # bytes, the least that Ray takes: requests do not come by it
+_RAY_CPUS = 1  # besides the replicas'
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_LOG_TO_STDERR": "0"}
+
+
+class DeployError(SlipstreamError):
+    """The replicas do not start."""
+
+
+def serve_locally(
+    plan: Plan, sock: socket.socket, reread: Callable[[], Plan], started: Callable[[], None]
+) -> int:
+    """Serve by local replicas until a signal ends it; the exit code, as of `start_server`.
+
+    SIGHUP replaces the replicas one by one, while the others serve.
+
+    Args:
+        sock: to listen on.
+        reread: the plan that SIGHUP puts in place of this one.
+        started: called when all replicas are ready.
+    """
+    with _ray(plan):
+        plan = _fitted(plan)
+        _deploy(plan)
+        started()
+        set_up_logs(plan.server.log)
+        front = Front(None, plan.replicas.routing, plan.replicas.wait_timeout)
+        gate = DrainGate(BodyLimits(front, plan.server.limits))
+        work = _FrontWork(front, lambda: _deploy(_fitted(reread())))
+        freeze_garbage_collection()
+        server = DrainingServer(RequestIds(gate), plan.server, work, gate)
+        server.run(sockets=[sock])
+    return server.exit_code
+
+
+class _FrontWork:
+    """Runs beside the front's connections.
+
+    Args:
+        update: puts new replicas in place of the old ones; slow.
+    """
+
+    def __init__(self, front: Front, update: Callable[[], None]) -> None:
+        self._front, self._update = front, update
+        self._updating = threading.Lock()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that replicas answer."""
+        return self._front.num_open
+
+    def start(self) -> None:
+        """Follow the replicas, and wait for SIGHUP."""
+        DIRECTORY.follow(self._front.update)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._begin_update)
+
+    async def drain(self) -> None:
+        """Nothing: the gate waits for what is open."""
+
+    async def stop(self) -> None:
+        """Break all answers off."""
+        self._front.stop()
+
+    def _begin_update(self) -> None:
+        threading.Thread(target=self._run_update, name="update", daemon=True).start()
+
+    def _run_update(self) -> None:
+        with self._updating:
+            logger.info("replacing the replicas")
+            try:
+                self._update()
+            except Exception:  # the old replicas go on
+                logger.exception("the replicas could not be replaced")
+            else:
+                logger.info("the replicas are replaced")
+
+
+@contextmanager
+def _ray(plan: Plan) -> Iterator[None]:
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    options = plan.replicas
+    ray.init(
+        num_cpus=int(options.most * options.replica_cpus) + _RAY_CPUS,
+        object_store_memory=_OBJECT_STORE,
+        include_dashboard=False,
+        configure_logging=False,
+    )
+    try:
+        serve.start(proxy_location="Disabled")
+        yield
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def _fitted(plan: Plan) -> Plan:
+    """The plan with what follows from this machine: GPUs, or a share of the cores."""
+    options, config = plan.replicas, plan.config
+    gpus = options.replica_gpus
+    if gpus is None:
+        gpus = int(uses_gpu_memory(choose_device(config.device)[0]))
+    if not gpus and config.threads is None:
+        cores = len(os.sched_getaffinity(0))
+        config = replace(config, threads=max(cores // options.most, 1))
+    return replace(plan, config=config, replicas=replace(options, replica_gpus=gpus))
+
+
+def _deploy(plan: Plan) -> None:
+    """Have these replicas run, and no others; DeployError where they do not start."""
+    try:
+        handle = serve.run(build(plan), name=NAME, route_prefix="/")
+        handle.ready.remote().result()
+    except Exception as error:
+        reasons = [line for line in str(error).splitlines() if "Error: " in line]
+        told = reasons[-1].partition("Error: ")[2] if reasons else str(error)
+        raise DeployError(f"the replicas do not start: {told}") from error

@@ -1,0 +1,137 @@
+"""Which replica answers a request: pure logic over what was sent where."""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from slipstream.deploy.prompts import BLOCK, Prompt
+
+_CHARACTERS_PER_TOKEN = 4
+# A replica may have so many requests more than the least busy one before it loses requests whose
+# beginning it has, and so many times as many.
+_MORE, _TIMES = 4, 1.5
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A replica that runs.
+
+    Attributes:
+        id: begins with 12 hexadecimal digits that are its own.
+        host, port: where its server listens.
+        cache_tokens: that its prefix cache holds.
+        num_open: requests that it last reported, whoever sent them.
+    """
+
+    id: str
+    host: str
+    port: int
+    cache_tokens: int = 1 << 16
+    num_open: int = 0
+
+
+@dataclass
+class _Sent:
+    """What was sent to one replica.
+
+    Attributes:
+        keys: of prompts, the least recent first: about what its cache holds.
+        open: requests that are being answered.
+        total: requests so far, less those that the others had before it came.
+    """
+
+    keys: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    open: int = 0
+    total: int = 0
+
+
+class Routing:
+    """Chooses replicas.
+
+    The replica that was sent the longest beginning of the prompt answers, unless it is much busier
+    than others; without one, the least busy. A beginning counts if it is half of what comes behind
+    instructions and tools, which would draw all prompts to one replica, or if it reaches over the
+    first message of a conversation that goes on.
+
+    Args:
+        method: "prefix", "load" or "round_robin".
+    """
+
+    def __init__(self, method: str = "prefix") -> None:
+        self._method = method
+        self._replicas: Mapping[str, Replica] = {}
+        self._sent: dict[str, _Sent] = {}
+        self._turn = 0
+
+    @property
+    def replicas(self) -> Collection[Replica]:
+        """Those that run."""
+        return self._replicas.values()
+
+    def totals(self) -> dict[str, int]:
+        """Requests that each replica was sent; a new one starts with the least of the others."""
+        return {name: self._sent[name].total for name in self._replicas}
+
+    def update(self, replicas: Iterable[Replica]) -> None:
+        """These replicas run, and no others."""
+        self._replicas = {it.id: it for it in replicas}
+        least = min((it.total for it in self._sent.values()), default=0)
+        for name in self._replicas:
+            self._sent.setdefault(name, _Sent(total=least))
+        for name in self._sent.keys() - self._replicas.keys():
+            if not self._sent[name].open:
+                del self._sent[name]
+
+    def choose(self, prompt: Prompt, without: Collection[str] = ()) -> Replica | None:
+        """The replica to answer a request; None if there is none but those `without`.
+
+        `begin` follows where the request is sent there.
+        """
+        able = [it for it in self._replicas.values() if it.id not in without]
+        if not able:
+            return None
+        for replica in able:
+            if prompt.replica is not None and replica.id.startswith(prompt.replica):
+                return replica
+        if self._method == "round_robin":
+            self._turn += 1
+            return able[self._turn % len(able)]
+        if self._method == "prefix" and prompt.keys:
+            least = min(map(self._load, able))
+            free = [it for it in able if self._load(it) <= max(least + _MORE, least * _TIMES)]
+            matched = {it.id: self._matched(it, prompt) for it in free}
+            longest = max(matched.values())
+            if longest:
+                able = [it for it in free if matched[it.id] == longest]
+        return min(able, key=lambda it: (self._load(it), self._sent[it.id].total))
+
+    def begin(self, replica: Replica, prompt: Prompt) -> None:
+        """A request is sent to a replica."""
+        sent = self._sent.setdefault(replica.id, _Sent())
+        sent.open += 1
+        sent.total += 1
+        for key in reversed(prompt.keys):  # a beginning is kept longer than what follows it
+            sent.keys[key] = None
+            sent.keys.move_to_end(key)
+        most = max(replica.cache_tokens * _CHARACTERS_PER_TOKEN // BLOCK, 1)
+        while len(sent.keys) > most:
+            sent.keys.popitem(last=False)
+
+    def end(self, replica: Replica) -> None:
+        """A request that was sent to a replica is over."""
+        sent = self._sent[replica.id]
+        sent.open -= 1
+        if not sent.open and replica.id not in self._replicas:
+            del self._sent[replica.id]
+
+    def _load(self, replica: Replica) -> int:
+        """Requests that it has; what others sent is known a little late."""
+        return max(self._sent[replica.id].open, replica.num_open)
+
+    def _matched(self, replica: Replica, prompt: Prompt) -> int:
+        """Keys of the prompt that were sent to a replica, if they are enough to count."""
+        keys = self._sent[replica.id].keys
+        count = next((i for i, key in enumerate(prompt.keys) if key not in keys), len(prompt.keys))
+        own, most = count - prompt.common, len(prompt.keys) - prompt.common
+        enough = 0 < prompt.opening <= count or (own > 0 and own * 2 >= most)
+        return count if enough else 0

@@ -1,0 +1,215 @@
+"""A small HTTP/1.1 client for the front: bytes are passed on as they come."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from time import monotonic
+from typing import cast
+
+import httptools
+
+Headers = list[tuple[bytes, bytes]]
+
+_CONNECT_SECONDS = 2.0
+_IDLE_SECONDS = 5.0  # less than servers keep connections
+_MOST_UNREAD = 1 << 18  # bytes
+# Of one connection, not of the message; `date` is written by every server on the way.
+_HOP = frozenset(
+    (b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect", b"date")
+)
+
+
+class LostError(Exception):
+    """The server is gone, or was never there."""
+
+
+class Answer(asyncio.Protocol):
+    """One connection, and the answer that comes by it.
+
+    Attributes:
+        status, headers: complete when `head` is set.
+    """
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._idle_since = 0.0
+        self._closed = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self.status, self.headers = 0, cast(Headers, [])
+        self._parts: list[bytes] = []
+        self._unread = 0
+        self.received = False  # anything at all
+        self._has_head = self._complete = self._bare = False
+
+    # ------------------------------------------------------------------ asyncio's and httptools'
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closed = True
+        self._wake()
+
+    def data_received(self, data: bytes) -> None:
+        self.received = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.close()
+        if self._unread > _MOST_UNREAD and self._transport is not None:
+            self._transport.pause_reading()
+        self._wake()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header that is not of the connection."""
+        if name.lower() not in _HOP:
+            self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """The status is known, too."""
+        self.status, self._has_head = self._parser.get_status_code(), True
+        if self._bare:  # no length that the parser reads would be true
+            self._complete = self._closed = True
+
+    def on_body(self, body: bytes) -> None:
+        """Keep a part of the body."""
+        self._parts.append(body)
+        self._unread += len(body)
+
+    def on_message_complete(self) -> None:
+        """The answer is whole."""
+        self._complete = True
+
+    # ------------------------------------------------------------------ the front's
+
+    async def ask(self, request: bytes) -> None:
+        """Send a request and wait for the answer's head; LostError if the server is gone."""
+        if self._closed or self._transport is None:
+            raise LostError
+        self._clear()
+        self._bare = request.startswith(b"HEAD ")
+        self._transport.write(request)
+        while not self._has_head:
+            await self._more()
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """The parts of the body, those that came together as one; LostError if it breaks off."""
+        while True:
+            if self._parts:
+                part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+                self._parts.clear()
+                if self._unread > _MOST_UNREAD and self._transport is not None:
+                    self._transport.resume_reading()
+                self._unread = 0
+                yield part
+            elif self._complete:
+                return
+            else:
+                await self._more()
+
+    @property
+    def reusable(self) -> bool:
+        """Whether the next request can come by this connection."""
+        fresh = monotonic() - self._idle_since < _IDLE_SECONDS
+        return not self._closed and self._complete and fresh
+
+    def rest(self) -> None:
+        """The answer was read; the connection waits for another request."""
+        self._idle_since = monotonic()
+
+    def close(self) -> None:
+        """End the connection, and so the request."""
+        self._closed = True
+        if self._transport is not None:
+            self._transport.abort()
+        self._wake()
+
+    async def _more(self) -> None:
+        if self._closed:
+            raise LostError
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Upstream:
+    """One server, by a few connections that are used again."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._idle: deque[Answer] = deque(maxlen=64)
+
+    async def ask(
+        self, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes
+    ) -> Answer:
+        """Send a request; the answer with its head. Give it back with `done`.
+
+        Raises:
+            LostError: the server is gone; nothing came from it.
+        """
+        request = self._request(method, target, headers, body)
+        while self._idle:
+            answer = self._idle.pop()
+            if not answer.reusable:
+                answer.close()
+                continue
+            try:
+                return await self._asked(answer, request)
+            except LostError:
+                if answer.received:
+                    raise
+                # An idle connection may be closed just when it is used.
+        return await self._asked(await self._connect(), request)
+
+    def done(self, answer: Answer) -> None:
+        """An answer was read to its end, or is not wanted any more."""
+        answer.rest()
+        if answer.reusable:
+            self._idle.append(answer)
+        else:
+            answer.close()
+
+    def close(self) -> None:
+        """Close the connections that are idle."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _asked(self, answer: Answer, request: bytes) -> Answer:
+        try:
+            await answer.ask(request)
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    async def _connect(self) -> Answer:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                _, answer = await loop.create_connection(Answer, self._host, self._port)
+        except OSError as error:  # TimeoutError is one
+            raise LostError from error
+        return answer
+
+    def _request(
+        self, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes
+    ) -> bytes:
+        lines = [method.encode("ascii") + b" " + target + b" HTTP/1.1"]
+        lines += [
+            name + b": " + value
+            for name, value in headers
+            if name not in _HOP and name != b"content-length"
+        ]
+        if body or method not in ("GET", "HEAD", "OPTIONS"):
+            lines.append(b"content-length: %d" % len(body))
+        return b"\r\n".join([*lines, b"", body])
