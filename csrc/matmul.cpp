@@ -1,9 +1,12 @@
 // The door of packed weights and their products.
 #include "matmul.h"
 
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings.h"
+#include "matmul_blocks.h"
 #include "matmul_pack.h"
 #include "rounding.h"
 #include "tensor.h"
@@ -89,6 +92,26 @@ std::unique_ptr<Matrix> pack_nv(const Array& values, const Array& scales, const 
     return pack_nvfp4(from, by, factor, rows, columns);
 }
 
+// Rows of blocks [N, bytes of a row] of parts of a weight, one below the other; null where their
+// types do not go together.
+std::unique_ptr<Matrix> pack_gguf(const std::vector<Array>& parts,
+                                  const std::vector<std::string>& types) {
+    require(!parts.empty() && parts.size() == types.size(), "each part has a type");
+    std::vector<BlockRows> rows;
+    for (size_t i = 0; i < parts.size(); ++i) {
+        const Array& part = parts[i];
+        const BlockType* type = block_type(types[i].c_str());
+        require(type != nullptr, "blocks of this type are not packed");
+        require(part.ndim() == 2 && part.shape(1) % type->bytes == 0, "rows are whole blocks");
+        rows.push_back({type, contiguous<const uint8_t>(part, Number::u8, "blocks"),
+                        static_cast<int64_t>(part.shape(0)),
+                        static_cast<int64_t>(part.shape(1)) / type->bytes});
+        require(rows[i].columns() == rows[0].columns(), "parts have as many columns");
+    }
+    nb::gil_scoped_release released;
+    return pack_blocks(rows);
+}
+
 std::unique_ptr<Matrix> round_i8(const Array& values, bool one_digit) {
     const Floats from = floats(values);
     require(from.columns <= most_int8_columns, "sums of so many int8 columns may overflow");
@@ -137,16 +160,23 @@ std::unique_ptr<Matrix> part(const Matrix& weight, int64_t start, int64_t stop) 
 }
 
 void run_look_up(const Matrix& table, const Array& ids, const Array& out) {
-    require(table.storage == Storage::f32 || table.storage == Storage::bf16,
-            "only float tables are looked up");
+    const bool is_floats = table.storage == Storage::f32 || table.storage == Storage::bf16;
+    require(is_floats || table.of_blocks, "rounded weights are no tables");
     const auto* from = contiguous<const int64_t>(ids, Number::i64, "ids");
-    const Number type = table.storage == Storage::f32 ? Number::f32 : Number::bf16;
+    const Number type = !is_floats ? number_of(out)
+                        : table.storage == Storage::f32 ? Number::f32
+                                                        : Number::bf16;
+    require(type == Number::f32 || type == Number::bf16, "rows are float32 or bfloat16");
     auto* to = contiguous<void>(out, type, "out");
     require(static_cast<int64_t>(out.size()) == static_cast<int64_t>(ids.size()) * table.columns,
             "out: [ids, K]");
     for (size_t i = 0; i < ids.size(); ++i)
         require(from[i] >= 0 && from[i] < table.rows, "an id is not a row of the table");
     nb::gil_scoped_release released;
+    if (!is_floats) {
+        look_up_blocks(table, from, static_cast<int64_t>(ids.size()), to, type == Number::bf16);
+        return;
+    }
     matmul_kernels.active().look_up(table, from, static_cast<int64_t>(ids.size()), to,
                                     table.columns);
 }
@@ -159,7 +189,7 @@ void bind_matmul(nb::module_& module) {
         .def_ro("columns", &Matrix::columns)
         .def_prop_ro("nbytes",
                      [](const Matrix& m) {
-                         return m.num_blocks() * (m.block_bytes() +
+                         return m.num_blocks() * (m.block_bytes() + m.factor_count() * 2 +
                                                   (m.scales ? block_rows * 4 : 0));
                      })
         .def("part", part, nb::arg("start"), nb::arg("stop"))
@@ -175,6 +205,7 @@ void bind_matmul(nb::module_& module) {
                nb::arg("zeros").none(), nb::arg("group"));
     module.def("pack_mxfp4", pack_mx, nb::arg("values"), nb::arg("scales"));
     module.def("pack_nvfp4", pack_nv, nb::arg("values"), nb::arg("scales"), nb::arg("factors"));
+    module.def("pack_blocks", pack_gguf, nb::arg("parts"), nb::arg("types"));
     module.def("round_to_int8", round_i8, nb::arg("values"), nb::arg("one_digit"));
     module.def("round_to_int4", round_i4, nb::arg("values"), nb::arg("group"),
                nb::arg("has_zeros"));

@@ -20,11 +20,16 @@ namespace slipstream {
 // table makes integers with a zero of 12 of them. Groups of 32 columns have a power of two (e8m0),
 // groups of 16 a float16, as scale.
 //
+// i6 and g8 are integers of six and eight bits in groups, as blocks of GGUF files have them, with
+// zeros of 32 and 128. Their groups, and those of i4 in such blocks, have a float16 as scale, or a
+// signed byte times a float16 that several groups share; and where q has no zero, but a group a
+// number that is added to each, a minimum of the kind of its scale: q * scale + minimum.
+//
 // Rows that meet integers are integers themselves: divided by a scale, rounded, and written in one
 // to three digits of base 128, each a row of signed bytes. All sums of a group are then exact. The
 // scale is a row's own; where the weight is e2m1, a power of two for each group, so that what is not
 // much smaller than the group's largest number stays what it is.
-enum class Storage { f32, bf16, i8, i4, mxfp4, nvfp4 };
+enum class Storage { f32, bf16, i8, i4, i6, g8, mxfp4, nvfp4 };
 
 constexpr bool is_e2m1(Storage storage) {
     return storage == Storage::mxfp4 || storage == Storage::nvfp4;
@@ -44,7 +49,8 @@ struct TileShape {
 };
 
 // A step is one column of f32, two of bf16, four of i8, and eight of four bits: four in the low
-// halves of a lane's bytes, the next four in the high halves.
+// halves of a lane's bytes, the next four in the high halves. Of six bits, two steps have the lower
+// four of 16 columns, and the third the upper two: of columns 4 n + i at the bits 2 n of byte i.
 constexpr TileShape tile_shape(Storage storage) {
     switch (storage) {
         case Storage::f32: return {16, 16, 4};
@@ -53,28 +59,38 @@ constexpr TileShape tile_shape(Storage storage) {
         case Storage::i4:
         case Storage::mxfp4: return {32, 4, 4};
         case Storage::nvfp4: return {16, 2, 4};
+        case Storage::i6: return {16, 3, 4};
+        case Storage::g8: return {32, 8, 4};
     }
     return {};
 }
 
 // The integer that stands for 0 where no group has a zero of its own.
 constexpr int zero_of(Storage storage) {
-    return storage == Storage::i8 ? 128 : storage == Storage::i4 ? 8 : 12;
+    switch (storage) {
+        case Storage::i8:
+        case Storage::g8: return 128;
+        case Storage::i6: return 32;
+        case Storage::i4: return 8;
+        default: return 12;
+    }
 }
-
-// Of a group's scale: float16, or e8m0.
-constexpr int scale_bytes(Storage storage) { return storage == Storage::mxfp4 ? 1 : 2; }
 
 struct Matrix {
     Storage storage;
     int64_t rows, columns;      // N and K
     int64_t group = 0;          // columns that share a scale; 0 where a row has one
     bool has_zeros = false;     // groups have zeros of their own
+    bool of_blocks = false;     // from a GGUF file: rows can be looked up
+    bool has_minima = false;    // groups have numbers that are added to each
+    int64_t factor_groups = 0;  // groups whose scales and minima are bytes times shared float16s
     bool one_digit = false;     // rows that it meets are rounded to int8
     std::shared_ptr<Buffer> values;  // shared with parts of the weight
     std::shared_ptr<Buffer> scales;  // float32 [rows, padded]: of i8; of i4 powers of two; of nvfp4
                                      // another factor of a row; or null
-    int64_t first_block = 0;         // of `values`
+    std::shared_ptr<Buffer> factors;  // float16 [blocks, groups / factor_groups, scales then minima
+                                      // if there are some, 64]; or null
+    int64_t first_block = 0;          // of `values`
 
     // Whether it meets rows of this type: floats meet their own, integers both.
     bool takes(bool x_is_bf16) const {
@@ -90,9 +106,19 @@ struct Matrix {
         return group ? group / tile_shape(storage).columns : num_tiles();
     }
     int64_t num_groups() const { return num_tiles() / tiles_per_group(); }
-    // Behind the tiles of each group of a block: 64 scales, then 64 zeros (bytes).
+    // Of a group's scale, and of its minimum: float16, e8m0, or a byte plus 128.
+    int64_t scale_bytes() const { return storage == Storage::mxfp4 || factor_groups ? 1 : 2; }
+    // Behind the tiles of each group of a block: 64 scales, then 64 minima or zeros (bytes), or none.
     int64_t group_tail_bytes() const {
-        return group ? block_rows * (scale_bytes(storage) + has_zeros) : 0;
+        return group ? block_rows * (scale_bytes() * (1 + has_minima) + has_zeros) : 0;
+    }
+    // Of a block.
+    int64_t factor_count() const {
+        return factor_groups ? num_groups() / factor_groups * (1 + has_minima) * block_rows : 0;
+    }
+    uint16_t* block_factors(int64_t index) const {
+        if (!factors) return nullptr;
+        return reinterpret_cast<uint16_t*>(factors->data()) + (first_block + index) * factor_count();
     }
     int64_t group_bytes() const {
         return tiles_per_group() * tile_shape(storage).block_bytes() + group_tail_bytes();

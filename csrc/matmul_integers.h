@@ -30,15 +30,18 @@ inline F16 join_digits(const int32_t* sums, const int32_t* x_sums, int digits) {
     return value;
 }
 
-// ---- four bits --------------------------------------------------------------------------------
+// ---- in groups --------------------------------------------------------------------------------
 
-// Zeros of 16 rows of the weight, of a group.
-struct GroupZeros {
-    I16 each;
-    bool are_own;  // or all the same, which is in the offsets of what they meet
+// Scales, and zeros or minima, of 16 rows of the weight, of a group.
+struct GroupScales {
+    F16 scales;
+    enum { common_zero, zeros, minima } kind;  // a common zero is in the offsets of what they meet
+    I16 zero;
+    F16 minimum;
 
-    I16 times(int32_t offset) const {
-        return are_own ? each * integers(offset) : integers(offset);
+    // What a row's sums have too much.
+    I16 excess(int32_t offset) const {
+        return kind == zeros ? zero * integers(offset) : integers(kind == minima ? 0 : offset);
     }
 };
 
@@ -56,19 +59,55 @@ inline Quads high_integers(Quads both) {
     return is_e2m1(storage) ? look_up_high(e2m1_integers, both) : high_halves(both);
 }
 
-// A block of a weight in four bits: groups of `tiles` tiles, each with its scales and zeros behind it.
+// Eight columns of 16 rows, from step `pair` of a panel's tile on.
+struct QuadPair {
+    Quads first, second;
+};
 template <Storage storage>
-struct FourBitBlock {
+inline QuadPair pair_at(const char* panel, int pair) {
+    if constexpr (storage == Storage::g8)
+        return {load_quads(panel + pair * 128), load_quads(panel + pair * 128 + 64)};
+    const Quads both = load_quads(panel + pair * 64);
+    const QuadPair found = {low_integers<storage>(both), high_integers<storage>(both)};
+    if constexpr (storage == Storage::i6) {
+        const Quads upper = load_quads(panel + 128);
+        if (pair) return {with_upper<2>(found.first, upper), with_upper<3>(found.second, upper)};
+        return {with_upper<0>(found.first, upper), with_upper<1>(found.second, upper)};
+    }
+    return found;
+}
+
+// Sixteen float16 numbers.
+inline F16 load_halves(const void* halves) {
+#if defined(__AVX512F__)
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(halves)))};
+#else
+    float values[lanes];
+    for (int i = 0; i < lanes; ++i) {
+        uint16_t half;
+        std::memcpy(&half, static_cast<const char*>(halves) + i * 2, 2);
+        values[i] = from_float16(half);
+    }
+    return load(values);
+#endif
+}
+
+// A block of a weight in groups of `tiles` tiles, each with its scales, minima and zeros behind it.
+template <Storage storage>
+struct GroupedBlock {
     static constexpr TileShape shape = tile_shape(storage);
 
     const char* data;
-    int64_t groups, tiles, group_bytes, tail;
-    bool has_zeros;
+    const uint16_t* factors;
+    int64_t groups, tiles, group_bytes, tail, factor_groups;
+    bool has_zeros, has_minima;
 
-    FourBitBlock(const Matrix& weight, int64_t block)
-        : data(weight.block(block)), groups(weight.num_groups()), tiles(weight.tiles_per_group()),
+    GroupedBlock(const Matrix& weight, int64_t block)
+        : data(weight.block(block)), factors(weight.block_factors(block)),
+          groups(weight.num_groups()), tiles(weight.tiles_per_group()),
           group_bytes(weight.group_bytes()), tail(group_bytes - weight.group_tail_bytes()),
-          has_zeros(weight.has_zeros) {}
+          factor_groups(weight.factor_groups), has_zeros(weight.has_zeros),
+          has_minima(weight.has_minima) {}
 
     const char* group(int64_t index) const { return data + index * group_bytes; }
     const char* tile(int64_t index, int64_t tile, int panel) const {
@@ -76,50 +115,55 @@ struct FourBitBlock {
     }
 
     // Of rows n .. n + 16.
-    F16 scales(int64_t index, int n) const {
+    GroupScales scales(int64_t index, int n) const {
+        const char* from = group(index) + tail;
         if constexpr (storage == Storage::mxfp4) {
             // The byte is the exponent of a float32, but 2^-127 is below the normal ones.
-            const char* bytes = group(index) + tail + n;
-            const I16 exponents = load_bytes(reinterpret_cast<const uint8_t*>(bytes));
-            return as_floats(maximum(shift_left<23>(exponents), integers(0x400000)));
+            const I16 exponents = load_bytes(reinterpret_cast<const uint8_t*>(from + n));
+            const F16 powers = as_floats(maximum(shift_left<23>(exponents), integers(0x400000)));
+            return {powers, GroupScales::common_zero, integers(0), zero()};
         }
-        const char* halves = group(index) + tail + n * 2;
-#if defined(__AVX512F__)
-        return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)))};
-#else
-        float values[lanes];
-        for (int i = 0; i < lanes; ++i) {
-            uint16_t half;
-            std::memcpy(&half, halves + i * 2, 2);
-            values[i] = from_float16(half);
-        }
-        return load(values);
-#endif
+        const F16 first = numbers(from, index, 0, n);
+        if (has_minima)
+            return {first, GroupScales::minima, integers(0), numbers(from, index, 1, n)};
+        if (!has_zeros) return {first, GroupScales::common_zero, integers(0), zero()};
+        const char* bytes = from + block_rows * 2 + n;
+        return {first, GroupScales::zeros, load_bytes(reinterpret_cast<const uint8_t*>(bytes)),
+                zero()};
     }
-    GroupZeros zeros(int64_t index, int n) const {
-        if (!has_zeros) return {integers(0), false};
-        const char* bytes = group(index) + tail + block_rows * 2 + n;
-        return {load_bytes(reinterpret_cast<const uint8_t*>(bytes)), true};
+
+  private:
+    // Scales (part 0) or minima (part 1).
+    F16 numbers(const char* from, int64_t index, int part, int n) const {
+        if (!factors) return load_halves(from + (part * block_rows + n) * 2);
+        const char* bytes = from + part * block_rows + n;
+        const I16 whole = load_bytes(reinterpret_cast<const uint8_t*>(bytes)) - integers(128);
+        const int64_t place = index / factor_groups * (1 + has_minima) + part;
+        return floats(whole) * load_halves(factors + place * block_rows + n);
     }
 };
 
-// What the sums of a row's digits with a group stand for, but for the weight's scales and those of
-// whole rows. Two digits and their zeros fit into 32 bits, exactly; a third joins in floats.
+// value += what the sums of a row's digits with a group stand for, but for the scales of whole rows.
+// Two digits and their zeros fit into 32 bits, exactly; a third joins in floats.
 template <Storage storage, int digits>
-inline F16 join_group(I16 first, I16 second, I16 third, const GroupZeros& zeros,
-                      const RoundedRows& rows, int64_t row, int64_t index) {
+inline F16 add_group(F16 value, I16 first, I16 second, I16 third, const GroupScales& by,
+                     const RoundedRows& rows, int64_t row, int64_t index) {
     I16 whole = first;
     if constexpr (digits > 1) whole = shift_left<7>(first) + second;
-    F16 joined = floats(whole - zeros.times(rows.offsets[row * rows.groups + index]));
+    const int32_t offset = rows.offsets[row * rows.groups + index];
+    F16 joined = floats(whole - by.excess(offset));
+    float x_sum = static_cast<float>(offset);
     if constexpr (digits == 3) {
         const int32_t last = rows.sums[(row * digits + 2) * rows.groups + index];
-        const F16 rest =
-            floats(third - zeros.times(zeros.are_own ? last : zero_of(storage) * last));
+        const bool is_common = by.kind == GroupScales::common_zero;
+        const F16 rest = floats(third - by.excess(is_common ? zero_of(storage) * last : last));
         joined = fma(joined, broadcast(128.0f), rest);
+        x_sum = x_sum * 128.0f + static_cast<float>(last);
     }
     if constexpr (is_e2m1(storage))
         joined = joined * broadcast(rows.scales[row * rows.groups + index]);
-    return joined;
+    value = fma(by.scales, joined, value);
+    return by.kind == GroupScales::minima ? fma(by.minimum, broadcast(x_sum), value) : value;
 }
 
 }  // namespace slipstream::SLIPSTREAM_LEVEL

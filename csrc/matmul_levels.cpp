@@ -1,12 +1,12 @@
 // Products with packed weights. Compiled once for each level of instructions.
 #include "matmul.h"
-#include "matmul_four_bits.h"
+#include "matmul_groups.h"
 #include "matmul_integers.h"
 #include "matmul_rows.h"
 #include "simd.h"
 #include "threads.h"
 #if defined(__AMX_BF16__)
-#include "matmul_four_bits_tiles.h"
+#include "matmul_groups_tiles.h"
 #include "matmul_tiles.h"
 #else
 #include "matmul_dot.h"
@@ -64,20 +64,20 @@ void run_int8(const Calls<RoundedRows>& calls) {
 }
 
 template <Storage storage, int digits>
-void run_four_bits(const Calls<RoundedRows>& calls) {
+void run_groups(const Calls<RoundedRows>& calls) {
     calls.for_parts([](const auto& part, [[maybe_unused]] ProductUnit& unit) {
         const RoundedRows& rows = part.rows;
         const int64_t row = part.first / digits, num_rows = part.count / digits;
-        const FourBitBlock<storage> block(*part.call.weight, part.block);
+        const GroupedBlock<storage> block(*part.call.weight, part.block);
         auto* values = static_cast<float*>(
             scratch(Scratch::values, num_rows * block_rows * sizeof(float)));
         // Sums are exact, so the way to them does not show in the result.
 #if defined(__AMX_BF16__)
         if (rows.lines.count > most_direct_lines)
-            FourBitTiles<storage, digits>(block, rows, unit).multiply(row, num_rows, values);
+            GroupedTiles<storage, digits>(block, rows, unit).multiply(row, num_rows, values);
         else
 #endif
-            FourBitRows<storage, digits>(block, rows).multiply(row, num_rows, values);
+            GroupedRows<storage, digits>(block, rows).multiply(row, num_rows, values);
         for (int64_t i = 0; i < num_rows; ++i) {
             float* of_row = values + i * block_rows;
             if constexpr (is_e2m1(storage)) finish_by_groups(part.call, part.block, row + i, of_row);
@@ -87,11 +87,11 @@ void run_four_bits(const Calls<RoundedRows>& calls) {
 }
 
 template <Storage storage>
-void run_four_bits(const Calls<RoundedRows>& calls) {
+void run_groups(const Calls<RoundedRows>& calls) {
     switch (calls.rows(0).digits) {
-        case 1: run_four_bits<storage, 1>(calls); break;
-        case 2: run_four_bits<storage, 2>(calls); break;
-        case 3: run_four_bits<storage, 3>(calls); break;
+        case 1: run_groups<storage, 1>(calls); break;
+        case 2: run_groups<storage, 2>(calls); break;
+        case 3: run_groups<storage, 3>(calls); break;
     }
 }
 
@@ -144,9 +144,11 @@ void run(const MatmulCall* calls, int64_t count) {
         case Storage::f32: run_f32({calls, count}); break;
         case Storage::bf16: run_bf16({calls, count}); break;
         case Storage::i8: run_int8({calls, count}); break;
-        case Storage::i4: run_four_bits<Storage::i4>({calls, count}); break;
-        case Storage::mxfp4: run_four_bits<Storage::mxfp4>({calls, count}); break;
-        case Storage::nvfp4: run_four_bits<Storage::nvfp4>({calls, count}); break;
+        case Storage::i4: run_groups<Storage::i4>({calls, count}); break;
+        case Storage::i6: run_groups<Storage::i6>({calls, count}); break;
+        case Storage::g8: run_groups<Storage::g8>({calls, count}); break;
+        case Storage::mxfp4: run_groups<Storage::mxfp4>({calls, count}); break;
+        case Storage::nvfp4: run_groups<Storage::nvfp4>({calls, count}); break;
     }
 }
 

@@ -43,12 +43,6 @@ uint32_t spread(uint32_t bits) {
     return (bits | bits << 4) & 0x0f0f0f0f;
 }
 
-// Behind the tiles of a group, in the block of a row: scales, and zeros where there are some.
-char* group_tail(const Matrix& matrix, int64_t row, int64_t group) {
-    return matrix.block(row / block_rows) + (group + 1) * matrix.group_bytes() -
-           matrix.group_tail_bytes();
-}
-
 // A row's scales as float16 times a power of two, behind their groups' tiles. The largest becomes
 // 2^15 to 2^16: float16 numbers from files stay what they are.
 void put_scales(const Matrix& matrix, int64_t row, const float* scales, const uint8_t* zeros) {
@@ -97,10 +91,15 @@ void copy_row(const Matrix& from, int64_t source, const Matrix& to, int64_t goal
         const char* old = group_tail(from, source, group);
         char* copy = group_tail(to, goal, group);
         const int64_t old_place = source % block_rows, place = goal % block_rows;
-        const int64_t size = scale_bytes(from.storage);
-        std::memcpy(copy + place * size, old + old_place * size, size);
+        const int64_t size = from.scale_bytes();
+        for (int part = 0; part <= from.has_minima; ++part)
+            std::memcpy(copy + (part * block_rows + place) * size,
+                        old + (part * block_rows + old_place) * size, size);
         if (from.has_zeros) copy[block_rows * size + place] = old[block_rows * size + old_place];
     }
+    for (int64_t at = 0; at < from.factor_count(); at += block_rows)
+        to.block_factors(goal / block_rows)[at + goal % block_rows] =
+            from.block_factors(source / block_rows)[at + source % block_rows];
     if (from.scales) to.row_scales()[goal] = from.row_scales()[source];
 }
 
@@ -108,15 +107,27 @@ void copy_row(const Matrix& from, int64_t source, const Matrix& to, int64_t goal
 
 std::unique_ptr<Matrix> empty_matrix(Storage storage, int64_t rows, int64_t columns, int64_t group,
                                      bool has_zeros) {
-    auto matrix = std::make_unique<Matrix>();
-    matrix->storage = storage;
-    matrix->rows = rows;
-    matrix->columns = columns;
-    matrix->group = group;
-    matrix->has_zeros = has_zeros;
+    Matrix form{};
+    form.storage = storage;
+    form.rows = rows;
+    form.columns = columns;
+    form.group = group;
+    form.has_zeros = has_zeros;
+    return empty_matrix(form);
+}
+
+std::unique_ptr<Matrix> empty_matrix(const Matrix& form) {
+    auto matrix = std::make_unique<Matrix>(form);
+    const Storage storage = form.storage;
+    matrix->first_block = 0;
     matrix->values = std::make_shared<Buffer>(matrix->num_blocks() * matrix->block_bytes());
-    if (storage == Storage::i8 || storage == Storage::i4 || storage == Storage::nvfp4)
-        matrix->scales = std::make_shared<Buffer>(padded(rows) * sizeof(float));
+    matrix->scales = nullptr;
+    if (storage != Storage::f32 && storage != Storage::bf16 && storage != Storage::mxfp4)
+        matrix->scales = std::make_shared<Buffer>(padded(form.rows) * sizeof(float));
+    matrix->factors = nullptr;
+    if (form.factor_groups)
+        matrix->factors = std::make_shared<Buffer>(matrix->num_blocks() * matrix->factor_count() *
+                                                   int64_t{sizeof(uint16_t)});
     return matrix;
 }
 
@@ -206,9 +217,9 @@ std::unique_ptr<Matrix> pack_nvfp4(const uint8_t* values, const float* scales, c
 }
 
 std::unique_ptr<Matrix> select_rows(const Matrix& weight, const int64_t* ids, int64_t count) {
-    auto matrix = empty_matrix(weight.storage, count, weight.columns, weight.group,
-                               weight.has_zeros);
-    matrix->one_digit = weight.one_digit;
+    Matrix form = weight;
+    form.rows = count;
+    auto matrix = empty_matrix(form);
     for_panels(*matrix, [&](const PanelRows& panel) {
         for (int64_t row = panel.first; row < panel.first + panel.count; ++row)
             copy_row(weight, ids[row], *matrix, row);

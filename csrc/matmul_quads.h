@@ -21,6 +21,14 @@ struct Quads {
 inline Quads load_quads(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline Quads low_halves(Quads x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
 inline Quads high_halves(Quads x) { return low_halves({_mm512_srli_epi16(x.v, 4)}); }
+// Bytes of four bits, and above them the two at bits 2 n of `upper`, for n below 4.
+template <int n>
+inline Quads with_upper(Quads halves, Quads upper) {
+    const __m512i at_four = n < 2 ? _mm512_slli_epi16(upper.v, n < 2 ? 4 - 2 * n : 0)
+                                  : _mm512_srli_epi16(upper.v, n < 2 ? 0 : 2 * n - 4);
+    // halves or (at_four and 0x30)
+    return {_mm512_ternarylogic_epi32(halves.v, at_four, _mm512_set1_epi8(0x30), 0xf8)};
+}
 // Bytes of a table of sixteen, by the low and by the high halves of bytes.
 inline __m512i table_of(const uint8_t* bytes) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
@@ -41,7 +49,7 @@ inline Quads look_up_high(const uint8_t* table, Quads x) {
     return {_mm512_shuffle_epi8(table_of(table), high_halves(x).v)};
 }
 #endif
-// sum += lanes' bytes times the four signed bytes of `x`. The bytes of halves are below 32.
+// sum += lanes' bytes times the four signed bytes of `x`. The bytes of halves are below 64.
 template <bool are_halves>
 inline I16 add_quads(I16 sum, Quads quads, int32_t x) {
     return {_mm512_dpbusd_epi32(sum.v, quads.v, _mm512_set1_epi32(x))};
@@ -60,6 +68,16 @@ inline __m256i low_halves(__m256i x) { return _mm256_and_si256(x, _mm256_set1_ep
 inline __m256i high_halves(__m256i x) { return low_halves(_mm256_srli_epi16(x, 4)); }
 inline Quads low_halves(Quads x) { return {low_halves(x.a), low_halves(x.b)}; }
 inline Quads high_halves(Quads x) { return {high_halves(x.a), high_halves(x.b)}; }
+template <int n>
+inline __m256i with_upper(__m256i halves, __m256i upper) {
+    const __m256i at_four = n < 2 ? _mm256_slli_epi16(upper, n < 2 ? 4 - 2 * n : 0)
+                                  : _mm256_srli_epi16(upper, n < 2 ? 0 : 2 * n - 4);
+    return _mm256_or_si256(halves, _mm256_and_si256(at_four, _mm256_set1_epi8(0x30)));
+}
+template <int n>
+inline Quads with_upper(Quads halves, Quads upper) {
+    return {with_upper<n>(halves.a, upper.a), with_upper<n>(halves.b, upper.b)};
+}
 inline Quads look_up(const uint8_t* table, Quads indices) {
     const __m256i entries =
         _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
@@ -67,7 +85,7 @@ inline Quads look_up(const uint8_t* table, Quads indices) {
 }
 inline Quads look_up_low(const uint8_t* table, Quads x) { return look_up(table, low_halves(x)); }
 inline Quads look_up_high(const uint8_t* table, Quads x) { return look_up(table, high_halves(x)); }
-// Pairs of products fit into 16 bits while one factor has five.
+// Pairs of products fit into 16 bits while one factor has six.
 inline __m256i add_halves(__m256i sum, __m256i halves, __m256i x, int16_t unit) {
     const __m256i pairs = _mm256_maddubs_epi16(halves, x);
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(unit)));
@@ -102,6 +120,10 @@ inline Quads low_halves(Quads x) {
 }
 inline Quads high_halves(Quads x) {
     return each_byte([&](int i) { return x.v[i] >> 4; });
+}
+template <int n>
+inline Quads with_upper(Quads halves, Quads upper) {
+    return each_byte([&](int i) { return halves.v[i] | (upper.v[i] >> 2 * n & 3) << 4; });
 }
 inline Quads look_up_low(const uint8_t* table, Quads x) {
     return each_byte([&](int i) { return table[x.v[i] & 15]; });

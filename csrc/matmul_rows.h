@@ -176,7 +176,7 @@ struct RoundedRows {
     int64_t groups;
     float* scales;     // [rows]; [rows, groups] where the weight is e2m1, whose table they halve
     int32_t* sums;     // [lines, groups], of the numbers of a group
-    int32_t* offsets;  // [rows, groups] of four bits: of the first one or two digits joined, times the
+    int32_t* offsets;  // [rows, groups] of groups: of the first one or two digits joined, times the
                        // zero that all weights have, if they do
 
     static int64_t bytes(const MatmulCall& call) {
@@ -247,7 +247,9 @@ struct RoundedRows {
     template <typename Divide>
     void write(const MatmulCall& call, int64_t row, int64_t group, Divide&& divide) const {
         const int64_t depth = lines.depth, in_group = lines.columns / groups;
-        const int32_t zero_of_all = call.weight->has_zeros ? 1 : zero_of(call.weight->storage);
+        const int32_t zero_of_all = call.weight->has_zeros || call.weight->has_minima
+                                        ? 1
+                                        : zero_of(call.weight->storage);
         int32_t total[3] = {};
         for (int64_t k = group * in_group; k < (group + 1) * in_group; k += lanes) {
             int8_t parts[3][lanes];

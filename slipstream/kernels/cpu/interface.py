@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.errors import UsageError
 
-INTERFACE = "dddd0308ed0a7ceb"
+INTERFACE = "e7564ff0e3fd67c0"
 """Digest of the functions that the modules here call; set it anew with them: the message of
 `require_current` tells it."""
 

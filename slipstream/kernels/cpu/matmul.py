@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.devices import CPP_DTYPES
+from slipstream.kernels.formats.blocks import BlockMatrix
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.int4 import Int4Matrix, ToInt4
 from slipstream.kernels.formats.int8 import Int8Matrix, ToInt8
@@ -25,7 +26,8 @@ class CpuMatrix(Weight):
     """A weight as the C++ kernels read it: one stream of blocks of 64 rows.
 
     Args:
-        table_dtype: dtype of the numbers that were packed; None where they were rounded.
+        table_dtype: that rows are looked up in: that of the numbers that were packed, or either for
+            the blocks of a GGUF file; None where they were rounded.
     """
 
     def __init__(self, handle: "cpp.Matrix", table_dtype: torch.dtype | None) -> None:
@@ -123,6 +125,14 @@ def _(weight: Mxfp4Matrix) -> Weight:
 def _(weight: Nvfp4Matrix) -> Weight:
     values, scales = weight.values.contiguous(), weight.scales.float()
     return CpuMatrix(cpp.pack_nvfp4(values, scales, weight.global_scales.contiguous()), None)
+
+
+@_packed.register
+def _(weight: BlockMatrix) -> Weight:
+    raw = [part.raw.contiguous() for part in weight.parts]
+    handle = cpp.pack_blocks(raw, [part.type.name for part in weight.parts])
+    # Types whose scales are of several kinds are no one stream.
+    return weight if handle is None else CpuMatrix(handle, weight.table_dtype)
 
 
 def rounded(matrix: Tensor, form: Rounding) -> Weight:

@@ -1,4 +1,4 @@
-// Four-bit weights times digits in vector instructions, straight from their bytes: a group's sums are
+// Weights in groups times digits in vector instructions, straight from their bytes: a group's sums are
 // folded into the rows' values in registers. Compiled for each level.
 #pragma once
 
@@ -8,9 +8,9 @@
 namespace slipstream::SLIPSTREAM_LEVEL {
 
 template <Storage storage, int digits>
-class FourBitRows {
+class GroupedRows {
   public:
-    FourBitRows(const FourBitBlock<storage>& block, const RoundedRows& rows)
+    GroupedRows(const GroupedBlock<storage>& block, const RoundedRows& rows)
         : block_(block), rows_(rows), is_deep_(rows.lines.depth == 64),
           line_step_(in_tiles ? rows.lines.depth : rows.lines.columns),
           tile_step_(in_tiles ? rows.lines.count * rows.lines.depth : rows.lines.depth) {}
@@ -18,7 +18,7 @@ class FourBitRows {
     // values [count][64] = rows first .. first + count times the block, but for the rows' scales.
     void multiply(int64_t first, int64_t count, float* values) const {
         for (int64_t group = 0; group < block_.groups; ++group) {
-            look_ahead<block_rows * scale_bytes(storage)>(block_.group(group) + block_.tail);
+            look_ahead<block_rows * 2>(block_.group(group) + block_.tail);
             for (int64_t row = 0; row < count; row += most_rows)
                 some_rows(group, first + row, count - row, values + row * block_rows);
         }
@@ -26,6 +26,7 @@ class FourBitRows {
 
   private:
     static constexpr TileShape shape = tile_shape(storage);
+    static constexpr bool are_small = storage != Storage::g8;  // below 64
 
     // Rows whose sums, of each digit, fit into the registers beside what they meet, and panels that
     // they are taken with.
@@ -68,29 +69,28 @@ class FourBitRows {
             const char* from = block_.tile(group, tile, panel);
             // What the first rows asked for is there for the others.
             look_ahead<panels * shape.panel_bytes()>(from);
-            for (int step = 0; step < shape.steps; ++step)
+            for (int pair = 0; pair < shape.columns / 8; ++pair)
                 for (int p = 0; p < panels; ++p) {
-                    const Quads both = load_quads(from + (p * shape.steps + step) * 64);
-                    const Quads first = low_integers<storage>(both);
-                    const Quads second = high_integers<storage>(both);
+                    const auto [first, second] =
+                        pair_at<storage>(from + p * shape.panel_bytes(), pair);
                     for (int line = 0; line < num_lines; ++line) {
-                        const int8_t* quads = x + line * line_step_ + step * 8;
-                        sums[line][p] = add_quads<true>(sums[line][p], first, quad_at(quads));
-                        sums[line][p] = add_quads<true>(sums[line][p], second, quad_at(quads + 4));
+                        const int8_t* quads = x + line * line_step_ + pair * 8;
+                        sums[line][p] = add_quads<are_small>(sums[line][p], first, quad_at(quads));
+                        sums[line][p] =
+                            add_quads<are_small>(sums[line][p], second, quad_at(quads + 4));
                     }
                 }
         }
         for (int p = 0; p < panels; ++p) {
             const int n = p * panel_rows, in_block = panel * panel_rows + n;
-            const F16 scales = block_.scales(group, in_block);
-            const GroupZeros zeros = block_.zeros(group, in_block);
+            const GroupScales scales = block_.scales(group, in_block);
             for (int r = 0; r < R; ++r) {
                 const int line = r * digits;
-                const F16 joined =
-                    join_group<storage, digits>(sums[line][p], sums[line + (digits > 1)][p],
-                                       sums[line + digits - 1][p], zeros, rows_, row + r, group);
                 float* value = values + r * block_rows + n;
-                store(value, fma(scales, joined, group ? load(value) : zero()));
+                store(value, add_group<storage, digits>(
+                                 group ? load(value) : zero(), sums[line][p],
+                                 sums[line + (digits > 1)][p], sums[line + digits - 1][p], scales,
+                                 rows_, row + r, group));
             }
         }
     }
@@ -102,7 +102,7 @@ class FourBitRows {
         return rows_.lines.values + line * line_step_ + column;
     }
 
-    const FourBitBlock<storage>& block_;
+    const GroupedBlock<storage>& block_;
     const RoundedRows& rows_;
     const bool is_deep_;
     const int64_t line_step_, tile_step_;

@@ -1,4 +1,4 @@
-// Four-bit weights in the matrix unit, which takes bytes: groups are unpacked one by one.
+// Weights in groups in the matrix unit, which takes bytes: groups are unpacked one by one.
 #pragma once
 
 #include "matmul_integers.h"
@@ -6,13 +6,13 @@
 
 namespace slipstream::SLIPSTREAM_LEVEL {
 
-// So many lines are done sooner by `FourBitRows`.
+// So many lines are done sooner by `GroupedRows`.
 constexpr int64_t most_direct_lines = 10;
 
 template <Storage storage, int digits>
-class FourBitTiles {
+class GroupedTiles {
   public:
-    FourBitTiles(const FourBitBlock<storage>& block, const RoundedRows& rows, ProductUnit& unit)
+    GroupedTiles(const GroupedBlock<storage>& block, const RoundedRows& rows, ProductUnit& unit)
         : block_(block), rows_(rows), unit_(unit) {}
 
     // values [count][64] = rows first .. first + count times the block, but for the rows' scales.
@@ -58,40 +58,37 @@ class FourBitTiles {
     // A group as bytes: [tile of the lines' depth][4 panels][steps of 4 columns][16][4].
     void unpack(int64_t group, uint8_t* to) const {
         const int halves = rows_.lines.depth / shape.columns;
-        look_ahead<block_rows * scale_bytes(storage)>(block_.group(group) + block_.tail);
+        look_ahead<block_rows * 2>(block_.group(group) + block_.tail);
         for (int64_t tile = 0; tile < block_.tiles; tile += halves)
             for (int panel = 0; panel < block_panels; ++panel)
                 for (int half = 0; half < halves; ++half) {
                     const char* from = block_.tile(group, tile + half, panel);
                     look_ahead<shape.panel_bytes()>(from);
-                    for (int step = 0; step < shape.steps; ++step, from += 64, to += 128) {
-                        const Quads both = load_quads(from);
-                        const Quads first = low_integers<storage>(both);
-                        const Quads second = high_integers<storage>(both);
+                    for (int pair = 0; pair < shape.columns / 8; ++pair, to += 128) {
+                        const auto [first, second] = pair_at<storage>(from, pair);
                         _mm512_storeu_si512(to, first.v);
                         _mm512_storeu_si512(to + 64, second.v);
                     }
                 }
     }
 
-    // values += scale * (sums - zero * sum of x).
+    // values += scale * (sums - zero * sum of x), or + minimum * sum of x.
     void fold(const Part& part) const {
         for (int n = 0; n < block_rows; n += lanes) {
-            const F16 scales = block_.scales(part.group, n);
-            const GroupZeros zeros = block_.zeros(part.group, n);
+            const GroupScales scales = block_.scales(part.group, n);
             for (int64_t row = 0; row < part.count; ++row) {
                 const int32_t* of = part.sums + row * digits * block_rows + n;
-                const F16 joined =
-                    join_group<storage, digits>(load(of), load(of + (digits > 1) * block_rows),
-                                       load(of + (digits - 1) * block_rows), zeros, rows_,
-                                       part.first + row, part.group);
                 float* value = part.values + row * block_rows + n;
-                store(value, fma(scales, joined, part.group ? load(value) : zero()));
+                store(value, add_group<storage, digits>(
+                                 part.group ? load(value) : zero(), load(of),
+                                 load(of + (digits > 1) * block_rows),
+                                 load(of + (digits - 1) * block_rows), scales, rows_,
+                                 part.first + row, part.group));
             }
         }
     }
 
-    const FourBitBlock<storage>& block_;
+    const GroupedBlock<storage>& block_;
     const RoundedRows& rows_;
     ProductUnit& unit_;
 };

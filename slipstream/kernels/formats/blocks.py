@@ -1,0 +1,126 @@
+"""Weights in the blocks of GGUF files: they stay the bytes that they are."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import UsageError
+from slipstream.kernels.formats.weight import Weight, chosen_rows, joined_rows
+
+
+class BlockType(Protocol):
+    """How a block stands for numbers.
+
+    Attributes:
+        numbers: in a block.
+        nbytes: of a block.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def numbers(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def dequantised(self, raw: Tensor) -> Tensor:
+        """raw [N, bytes of a row] uint8 -> [N, K] float32, rounded as the type is defined."""
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Rows of one type: raw [N, bytes of a row] uint8."""
+
+    raw: Tensor
+    type: BlockType
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMatrix(Weight):
+    """A weight [N, K] of blocks, whose rows may be of several types.
+
+    Attributes:
+        parts: one below the other, at least one, with as many columns.
+        table_dtype: that rows are looked up in; None: they are not.
+    """
+
+    parts: tuple[Blocks, ...]
+    table_dtype: torch.dtype | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        first = self.parts[0]
+        blocks = first.raw.shape[1] // first.type.nbytes
+        return sum(len(part.raw) for part in self.parts), blocks * first.type.numbers
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.raw.nbytes for part in self.parts)
+
+    def select(self, index: Tensor) -> Self:
+        ends = torch.tensor([len(part.raw) for part in self.parts], device=index.device).cumsum(0)
+        places = torch.searchsorted(ends, index, right=True)
+        changes = (places.diff().nonzero().flatten() + 1).tolist()
+        starts = [0, *ends.tolist()]
+        chosen = []
+        for first, last in pairwise([0, *changes, len(index)]):
+            place = int(places[first])
+            part = self.parts[place]
+            raw = chosen_rows(part.raw, index[first:last] - starts[place])
+            chosen.append(Blocks(raw, part.type))
+        return self._with(chosen)
+
+    def rows(self, start: int, stop: int | None = None) -> Self:
+        return self._with(self._rows(start, self.shape[0] if stop is None else stop))
+
+    def _rows(self, start: int, stop: int) -> Iterator[Blocks]:
+        for part in self.parts:
+            own = part.raw[max(start, 0) : max(stop, 0)]
+            start, stop = start - len(part.raw), stop - len(part.raw)
+            if len(own):
+                yield Blocks(own, part.type)
+
+    def columns(self, start: int, stop: int) -> Self:
+        for part in self.parts:
+            if start % part.type.numbers or stop % part.type.numbers:
+                raise UsageError(
+                    f"{part.type.name} weights cannot be cut between columns {start} and {stop}; "
+                    "use a number of ranks whose shares are whole blocks"
+                )
+        return self._with(
+            Blocks(part.raw[:, _place(part.type, start) : _place(part.type, stop)], part.type)
+            for part in self.parts
+        )
+
+    @classmethod
+    def stack(cls, weights: Sequence[Self]) -> Self:
+        """Neighbours of one type are joined; others stay beside each other."""
+        parts: list[Blocks] = []
+        for part in (part for weight in weights for part in weight.parts):
+            if parts and parts[-1].type is part.type:
+                parts[-1] = Blocks(joined_rows([parts[-1].raw, part.raw]), part.type)
+            else:
+                parts.append(part)
+        return weights[0]._with(parts)
+
+    def to(self, device: torch.device) -> Self:
+        return self._with(Blocks(part.raw.to(device), part.type) for part in self.parts)
+
+    def dequantised(self) -> Tensor:
+        return torch.cat([part.type.dequantised(part.raw.contiguous()) for part in self.parts])
+
+    def look_up(self, index: Tensor) -> Tensor:
+        assert self.table_dtype is not None, "this matrix is no table"
+        rows = self.select(index.flatten().long()).dequantised().to(self.table_dtype)
+        return rows.view(*index.shape, self.shape[1])
+
+    def _with(self, parts: Iterator[Blocks] | Sequence[Blocks]) -> Self:
+        return replace(self, parts=tuple(parts))
+
+
+def _place(kind: BlockType, column: int) -> int:
+    """The byte of a row where a column's block begins."""
+    return column // kind.numbers * kind.nbytes
