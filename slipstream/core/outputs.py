@@ -129,6 +129,10 @@ class RequestMetrics:
             self.plain_seconds,
         )
 
+    def restore(self, earlier: "RequestMetrics") -> None:
+        """Take back what was counted since this snapshot, which becomes a part of these metrics."""
+        vars(self).update(vars(earlier))
+
     def add(self, other: "RequestMetrics", sign: int = 1) -> None:
         """Add the counts of speculation and of steps, or with sign -1 take them away."""
         for name in _SUMS:

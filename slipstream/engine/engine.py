@@ -20,7 +20,7 @@ from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.metrics import EngineMetrics, StepEstimate
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.resolve import Resolved
-from slipstream.engine.samples import Sample, SampleMark, Submission
+from slipstream.engine.samples import Sample, StepMark, Submission
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.step import Step
 from slipstream.engine.step_results import Launched, StepResult
@@ -54,7 +54,7 @@ class Engine:
         self._owners: dict[str, tuple[Submission, Sample]] = {}  # by the sample's request id
         self._arrivals = 0
         self._launched: Launched | None = None
-        self._marks: list[SampleMark] = []  # of the step that is being taken in
+        self._mark: StepMark | None = None  # of the step that is being taken in
         self._estimate = StepEstimate(1, 0.0)  # of that step
         self._isolation = Isolation(scheduler)
 
@@ -169,16 +169,17 @@ class Engine:
                 return []
             launched = self._step.launch(self._scheduler.schedule())
         self._launched = self._step.launch_ahead(launched)
-        self._marks = [
-            self._owners[item.request.request_id][1].mark()
+        owners = [
+            self._owners[item.request.request_id]
             for item in launched.batch.requests
             if not item.request.finished
         ]
+        self._mark = StepMark.of(self.metrics, owners)
         result = self._step.finish(launched)
         self.metrics.count_step(result.report)
         self._scheduler.policy.observe(result.report)
         changed = self._take_all(result)
-        self._marks.clear()
+        self._mark = None
         for submission in changed:
             if submission.finished:
                 self._close(submission)
@@ -239,11 +240,9 @@ class Engine:
         Afterwards no unfinished request has anything on the device.
         """
         self._launched = None
-        for mark in self._marks:
-            request = mark.sample.request
-            if self._owners[request.request_id][0].error is None:
-                mark.restore(self._detokenizer(request.params))
-        self._marks.clear()
+        if self._mark is not None:
+            self._mark.restore(self._detokenizer)
+            self._mark = None
         took_part = [it for it in self._unfinished() if it.has_place]
         self._step.reset(took_part)
         for request in took_part:
@@ -263,6 +262,7 @@ class Engine:
     def _probe(self) -> None:
         """Run a small request alone; raises what a step raises."""
         held, self._isolation = self._isolation, Isolation(self._scheduler)
+        counted = self.metrics.snapshot()
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         try:
             self.add(_PROBE, EncodedPrompt(None, [0], ()), params)
@@ -271,6 +271,7 @@ class Engine:
         finally:
             self.abort(_PROBE)
             self._isolation = held
+            self.metrics.restore(counted)
 
     def _renew_guide(self, request: Request) -> None:
         """A step that failed may have left a grammar further on than the output is."""

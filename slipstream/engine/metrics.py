@@ -1,6 +1,6 @@
 """Counts and times of an engine since it started."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slipstream.core.batch import Committed, StepReport
 from slipstream.core.outputs import RequestMetrics
@@ -75,6 +75,16 @@ class EngineMetrics:
     verify_seconds: float = 0.0
     rest_seconds: float = 0.0
     speculation: RequestMetrics = field(default_factory=RequestMetrics)
+
+    def snapshot(self) -> "EngineMetrics":
+        """A copy that later steps leave alone."""
+        return replace(self, speculation=self.speculation.snapshot())
+
+    def restore(self, earlier: "EngineMetrics") -> None:
+        """Take back what was counted since this snapshot, which becomes a part of these metrics."""
+        speculation = self.speculation
+        speculation.restore(earlier.speculation)
+        vars(self).update(vars(earlier) | {"speculation": speculation})
 
     def count_step(self, report: StepReport) -> None:
         times = report.times

@@ -1,6 +1,6 @@
 """The outputs of a request: text, logprobs, counts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -16,7 +16,7 @@ from slipstream.core.outputs import (
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.detokenizer import Detokenizer
-from slipstream.engine.metrics import StepEstimate
+from slipstream.engine.metrics import EngineMetrics, StepEstimate
 
 Candidates = Mapping[int, Logprob]
 
@@ -171,3 +171,35 @@ class Submission:
             finished=self.finished,
             metrics=self.metrics.snapshot(),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StepMark:
+    """All that a step changes while its results are taken in, as it was before.
+
+    Attributes:
+        metrics: of the engine, with their counts.
+        samples: those in the step that are unfinished, with the counts of their requests.
+    """
+
+    metrics: tuple[EngineMetrics, EngineMetrics]
+    samples: Sequence[tuple[Submission, RequestMetrics, SampleMark]]
+
+    @classmethod
+    def of(cls, metrics: EngineMetrics, samples: Sequence[tuple[Submission, Sample]]) -> "StepMark":
+        """The present state."""
+        marks = [(owner, owner.metrics.snapshot(), sample.mark()) for owner, sample in samples]
+        return cls((metrics, metrics.snapshot()), marks)
+
+    def restore(self, detokenizer: Callable[[SamplingParams], Detokenizer | None]) -> None:
+        """Undo the step; who has failed in it stays as it is, but for what was counted.
+
+        Args:
+            detokenizer: makes a new one.
+        """
+        metrics, counted = self.metrics
+        metrics.restore(counted)
+        for submission, counts, mark in self.samples:
+            submission.metrics.restore(counts)
+            if submission.error is None:
+                mark.restore(detokenizer(submission.params))

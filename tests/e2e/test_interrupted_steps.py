@@ -4,6 +4,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from types import FrameType
 from typing import Any
 
@@ -160,3 +161,36 @@ def test_streams_survive_a_step_that_is_lost(
         drain(first)
     check_same(drain(second), expected)
     check_all_free(llm)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("once")])
+def test_a_step_that_is_taken_back_is_not_counted(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """However far its results had been taken in: metrics go on adding up."""
+    engine, before = llm.engine, deepcopy(llm.metrics)
+    take_all, errors = engine._take_all, iter([error])
+    first, second = llm.stream(FIRST, GREEDY), llm.stream(SECOND, GREEDY)
+    next(first)
+    next(second)
+
+    def lose_one(result: Any) -> Any:
+        changed = take_all(result)
+        if (lost := next(errors, None)) is not None:
+            raise lost
+        return changed
+
+    monkeypatch.setattr(engine, "_take_all", lose_one)
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            drain(first)
+    outputs = [drain(stream) for stream in (first, second) if stream.gi_frame is not None]
+    for output in outputs:
+        counted = output.metrics
+        assert counted.num_steps + counted.num_accepted_tokens == GREEDY.max_tokens
+        assert sum(counted.num_accepted_tokens_per_pos) == counted.num_accepted_tokens
+    if len(outputs) == 2:  # nobody went away
+        drafted = sum(output.metrics.num_draft_tokens for output in outputs)
+        counted = llm.metrics
+        assert counted.speculation.num_draft_tokens - before.speculation.num_draft_tokens == drafted
+        assert counted.num_output_tokens - before.num_output_tokens == 2 * 48

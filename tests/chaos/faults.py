@@ -1,0 +1,121 @@
+"""Faults that are put in on purpose, to see that a run of chaos finds them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from slipstream.cache.block_pool import BlockPool
+from slipstream.cache.prefix_index import PrefixIndex
+from slipstream.cache.state_places import StatePlaces
+from slipstream.core.batch import Batch, Committed
+from slipstream.core.outputs import RequestMetrics
+from slipstream.core.request import Request
+from slipstream.engine.metrics import EngineMetrics
+from slipstream.engine.scheduler import Scheduler
+
+Patch = pytest.MonkeyPatch
+
+
+def leaked_block(patch: Patch) -> None:
+    """A block that two requests share is lost when the first of them ends."""
+    release = BlockPool.release
+
+    def leaking(pool: BlockPool, block: int) -> None:
+        shared = pool._references[block] > 1
+        release(pool, block)
+        if shared:
+            pool._references[block] += 1
+
+    patch.setattr(BlockPool, "release", leaking)
+
+
+def lost_token(patch: Patch) -> None:
+    """The last token of a step that accepted two drafts or more is lost on the host."""
+    commit = Scheduler.commit
+
+    def losing(scheduler: Scheduler, batch: Batch, committed: Sequence[Committed]) -> None:
+        commit(scheduler, batch, committed)
+        for item, gain in zip(batch.requests, committed, strict=True):
+            if gain.num_accepted > 1 and item.request.finished:
+                item.request.token_ids.pop()
+
+    patch.setattr(Scheduler, "commit", losing)
+
+
+def wrong_al(patch: Patch) -> None:
+    """A draft that was accepted as a whole counts as one token longer."""
+    count_draft = RequestMetrics.count_draft
+
+    def counting(self: RequestMetrics, drafted: int, accepted: int, places: Any = None) -> None:
+        count_draft(self, drafted, accepted, places)
+        self.num_accepted_tokens += bool(drafted) and accepted == drafted
+
+    patch.setattr(RequestMetrics, "count_draft", counting)
+
+
+def late_checkpoint(patch: Patch) -> None:
+    """The host takes a checkpoint of states for one block further on than it is."""
+    _replace(patch, StatePlaces, "_edge", lambda edge, *_: edge + 1 if edge > 1 else edge)
+
+
+def stale_block(patch: Patch) -> None:
+    """Blocks that differ in their last token alone are taken for equal."""
+    child = PrefixIndex.child
+
+    def blind(parent: bytes, token_ids: Sequence[int]) -> bytes:
+        return child(parent, token_ids[:-1])
+
+    patch.setattr(PrefixIndex, "child", staticmethod(blind))
+
+
+def moved_seed(patch: Patch) -> None:
+    """A request that is preempted goes on with other noise."""
+    lose_place = Request.lose_place
+
+    def losing(request: Request) -> None:
+        lose_place(request)
+        request.seed += 1
+
+    patch.setattr(Request, "lose_place", losing)
+
+
+def early_index(patch: Patch) -> None:
+    """Blocks are shared before the drafter has computed its part of them."""
+
+    def index(self: Scheduler, request: Request, drafter_computed: int) -> None:
+        self.block_manager.index(
+            request.request_id,
+            self.limits.namespace(request),
+            request.token_ids,
+            request.num_computed,
+        )
+
+    patch.setattr(Scheduler, "_index", index)
+
+
+def counted_twice(patch: Patch) -> None:
+    """A step that is taken back stays counted."""
+    for metrics in (RequestMetrics, EngineMetrics):
+        patch.setattr(metrics, "restore", lambda *_: None)
+
+
+def _replace(patch: Patch, owner: type, name: str, change: Callable[..., Any]) -> None:
+    known = getattr(owner, name)
+
+    def changed(*arguments: Any) -> Any:
+        return change(known(*arguments), *arguments)
+
+    patch.setattr(owner, name, changed)
+
+
+FAULTS: dict[str, Callable[[Patch], None]] = {
+    "leaked-block": leaked_block,
+    "lost-token": lost_token,
+    "wrong-al": wrong_al,
+    "late-checkpoint": late_checkpoint,
+    "stale-block": stale_block,
+    "moved-seed": moved_seed,
+    "early-index": early_index,
+    "counted-twice": counted_twice,
+}

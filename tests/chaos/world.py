@@ -1,0 +1,306 @@
+"""Runs a case: every operation on a real engine, with all that has to hold checked behind it."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slipstream.core.errors import UsageError
+from slipstream.engine.engine import Engine
+from slipstream.engine.prompts import PromptEncoder
+from slipstream.engine.samples import Submission
+from slipstream.engine.step_results import Launched, StepResult
+from tests import fake_drafters
+from tests.chaos.case import ALL_WISHES, MAX_MODEL_LEN, Case, Operation
+from tests.chaos.checks import check_answer, check_counts, check_engine, check_metrics
+from tests.chaos.models import Answers, Models, params_of, timeless
+from tests.chaos.traps import Traps
+from tests.e2e.test_interrupted_steps import broken_off
+
+OPERATIONS = (
+    *("add", "step", "abort", "reset", "preempt", "poison"),
+    *("interrupt", "error", "interrupt line", "error line"),
+)
+MOST_LIVE = 9  # requests at once; beyond that nobody is added
+MOST_STEPS = 3000  # to an engine's last token
+
+
+class BrokenError(Exception):
+    """Something does not hold.
+
+    Attributes:
+        done: operations of the case up to it.
+        seen: as of `World`.
+    """
+
+    def __init__(self, done: int, seen: Counter[str], cause: BaseException) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}")
+        self.done, self.seen = done, seen
+
+
+@dataclass
+class Asked:
+    """A request, and what is known of it."""
+
+    operation: Operation
+    submission: Submission
+    max_tokens: int
+
+
+class World:
+    """An engine, its requests, and what they are to say.
+
+    Attributes:
+        seen: how often each kind of thing happened.
+    """
+
+    def __init__(self, models: Models, answers: Answers, case: Case) -> None:
+        self._answers, self._settings = answers, case.settings
+        self.seen: Counter[str] = Counter()
+        llm = models.build(case.settings)
+        self.engine: Engine = llm.engine
+        self._encoder = PromptEncoder(self.engine.tokenizer, self.engine.resolved.vocab_size)
+        self._live: list[Asked] = []
+        self._number = self._faults_due = 0
+        self._slack = 0  # counts of requests that errors have just ended may be off by so many
+        self._ended = Counter[str]()  # metrics of requests that ended
+        self._traps = Traps(self.engine)
+        self._make_timeless()
+        self._spare_probes()
+        fake_drafters.ANSWERS.clear()
+        fake_drafters.ANSWERS[0,] = [0]  # the engine's own probe
+
+    # ------------------------------------------------------------------ operations
+
+    def do(self, operation: Operation) -> None:
+        """One operation, and the checks behind it."""
+        kind = operation.do
+        if kind == "add" and len(self._live) < MOST_LIVE:
+            self._add(operation)
+        elif kind == "abort":
+            self._with_one(operation.which, self._abort)
+        elif kind == "reset":
+            self.engine.reset_prefix_cache()
+        elif kind == "preempt":
+            self._preempt()
+        elif kind == "poison":
+            self._with_one(operation.which, self._poison)
+        elif kind in ("interrupt", "error"):
+            error = _error(kind)
+            with self._traps.at_seam(operation.which, error):
+                self._broken_step(error)
+            if self._traps.sprung:
+                self.seen[f"{kind} sprung"] += 1
+        elif kind.endswith("line") and not self._traps.poisoned:
+            error = _error(kind.split()[0])
+            with broken_off(operation.which, error):
+                self._broken_step(error)
+        else:
+            self._step()
+        self.seen[kind] += 1
+        self.check()
+
+    def drain(self) -> None:
+        """Steps until everybody has ended, each checked."""
+        for _ in range(MOST_STEPS):
+            if not self.engine.has_unfinished:
+                assert not self._live, "a request ended without a word"
+                return
+            self._step()
+            self.seen["step"] += 1
+            self.check()
+        raise AssertionError(f"after {MOST_STEPS} steps requests are still unfinished")
+
+    def _add(self, operation: Operation) -> None:
+        room = MAX_MODEL_LEN - 1
+        prompt = self._answers.prompt(self._settings, operation.which, operation.length)[:room]
+        params = params_of(ALL_WISHES[operation.wish], operation.max_tokens)
+        if self._settings.drafter == "none" and params.num_speculative_tokens:
+            params = replace(params, num_speculative_tokens=None)
+        encoded = self._encoder.encode({"prompt_token_ids": prompt}, params)
+        encoded = replace(encoded, cache_salt=operation.salt, priority=operation.priority)
+        self._remember(prompt)
+        self._number += 1
+        try:
+            submission = self.engine.add(str(self._number), encoded, params)
+        except UsageError:  # as shorter settings may do
+            self.seen["refused"] += 1
+            return
+        assert params.max_tokens is not None
+        self._live.append(Asked(operation, submission, params.max_tokens))
+
+    def _remember(self, prompt: list[int]) -> None:
+        if self._settings.drafter in ("perfect", "in turn"):
+            settings = self._settings
+            plain = self._answers.of(settings.target, settings.int8, prompt, "greedy")
+            fake_drafters.ANSWERS[tuple(prompt)] = [*prompt, *plain[0].token_ids]
+
+    def _with_one(self, which: int, act: Callable[[Asked], None]) -> None:
+        if self._live:
+            act(self._live[which % len(self._live)])
+
+    def _abort(self, asked: Asked) -> None:
+        self.engine.abort(asked.submission.request_id)
+        assert asked.submission.finished
+
+    def _poison(self, asked: Asked) -> None:
+        """Not while requests are tried: one that has stood its trial is not suspected again."""
+        isolation = self.engine._isolation
+        if isolation.holds_any or isolation._trial is not None:
+            return
+        self._traps.poisoned.add(asked.submission.request_id)
+
+    def _preempt(self) -> None:
+        """As though the cache had run out of blocks for whoever runs."""
+        scheduler: Any = self.engine.scheduler
+        plan = scheduler._secure_known_tokens
+
+        def preempting() -> list[Any]:
+            running = scheduler.running
+            forced = [scheduler._preempt(running[-1])] if running else []
+            return [*forced, *plan()]
+
+        scheduler._secure_known_tokens = preempting
+        try:
+            self._step()
+        finally:
+            del scheduler._secure_known_tokens
+
+    def _step(self) -> None:
+        self.engine.step()
+
+    def _broken_step(self, error: BaseException) -> None:
+        self._faults_due += isinstance(error, Exception)
+        try:
+            self._step()
+        except KeyboardInterrupt as caught:
+            if caught is not error:  # it is that of whoever runs this
+                raise
+
+    # ------------------------------------------------------------------ checks
+
+    def check(self) -> None:
+        """All that has to hold between two operations."""
+        check_engine(self.engine)
+        for asked in [*self._live]:
+            self._check_asked(asked)
+        self._check_totals()
+
+    def _check_asked(self, asked: Asked) -> None:
+        submission, settings = asked.submission, self._settings
+        longest = self.engine.resolved.limits.num_positions * len(submission.samples)
+        ended = any(sample.request.finished for sample in submission.samples)
+        check_counts(submission, longest if ended else 0)
+        if submission.finished:
+            self._take_leave(asked)
+        if submission.error is not None or not submission.finished:
+            return
+        params = submission.params
+        if params.temperature == 0 or params.seed is not None:
+            prompt = submission.prompt_token_ids
+            plain = self._answers.of(settings.target, settings.int8, prompt, asked.operation.wish)
+            check_answer(submission.output().outputs, plain, asked.max_tokens, whole=False)
+        if settings.drafter == "self" and asked.operation.wish in ("greedy", "two greedy"):
+            counted = submission.metrics
+            assert counted.num_accepted_tokens == counted.num_draft_tokens, (
+                f"{submission.request_id}: the target refused what it had drafted itself"
+            )
+
+    def _take_leave(self, asked: Asked) -> None:
+        submission = asked.submission
+        self._live.remove(asked)
+        poisoned = submission.request_id in self._traps.poisoned
+        self._traps.poisoned.discard(submission.request_id)
+        if submission.error is not None:
+            self.seen["ended by errors"] += 1
+            if not poisoned:
+                assert self._faults_due > 0, f"nobody broke a step: {submission.error!r}"
+                self._faults_due -= 1
+            places = self.engine.resolved.limits.num_speculative_tokens + 1
+            self._slack += places * len(submission.samples)
+        self.seen["finished"] += submission.error is None
+        self.seen["prefix hits"] += bool(submission.metrics.num_cached_tokens)
+        self.seen["preempted"] += submission.metrics.num_preemptions
+        self.seen["drafted"] += submission.metrics.num_draft_tokens
+        self.seen["accepted"] += submission.metrics.num_accepted_tokens
+        self.seen["tokens"] += sum(it.request.num_output_tokens for it in submission.samples)
+        self._ended.update(_totals(submission))
+
+    def _check_totals(self) -> None:
+        """The engine's counts are those of its requests."""
+        counted = self.engine.metrics
+        check_metrics(counted.speculation)
+        sums = Counter(self._ended)
+        for asked in self._live:
+            sums.update(_totals(asked.submission))
+        drafts = counted.speculation
+        own = {
+            "drafted": drafts.num_draft_tokens,
+            "accepted": drafts.num_accepted_tokens,
+            "tokens": counted.num_output_tokens,
+        }
+        off = {name: count - sums[name] for name, count in own.items()}
+        assert all(abs(count) <= self._slack for count in off.values()), (
+            f"{own} of all, {dict(sums)} of requests"
+        )
+        self._ended.update(off)
+        self._slack = 0
+
+    # ------------------------------------------------------------------ the engine, watched
+
+    def _make_timeless(self) -> None:
+        step: Any = self.engine._step
+        finish = step.finish
+
+        def finished(launched: Launched) -> StepResult:
+            result: StepResult = finish(launched)
+            return replace(result, report=replace(result.report, times=timeless(result.report)))
+
+        step.finish = finished
+
+    def _spare_probes(self) -> None:
+        """A second fault while a first one is looked into means that all steps fail."""
+        engine: Any = self.engine
+        probe = engine._probe
+
+        def spared() -> None:
+            self._traps.disarm()
+            probe()
+
+        engine._probe = spared
+
+
+def _totals(submission: Submission) -> dict[str, int]:
+    counted = submission.metrics
+    return {
+        "drafted": counted.num_draft_tokens,
+        "accepted": counted.num_accepted_tokens,
+        "tokens": sum(sample.num_taken for sample in submission.samples),
+    }
+
+
+def _error(kind: str) -> BaseException:
+    return KeyboardInterrupt() if kind == "interrupt" else RuntimeError("broken off")
+
+
+def run(case: Case, models: Models, answers: Answers) -> Counter[str]:
+    """Run a case to its end and let everybody finish; what happened how often.
+
+    Raises:
+        BrokenError: something does not hold.
+        UsageError: the engine refuses the settings.
+    """
+    logging.getLogger("slipstream").setLevel(logging.ERROR)
+    world = World(models, answers, case)
+    done = 0
+    try:
+        for operation in case.operations:
+            done += 1
+            world.do(operation)
+        world.drain()
+    except UsageError:
+        raise
+    except Exception as error:
+        raise BrokenError(done, world.seen, error) from error
+    return world.seen
