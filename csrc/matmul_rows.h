@@ -28,6 +28,11 @@ struct Lines {
         const int64_t first = line / 16 * 16;
         return values + first * columns + (tile * together(first) + line - first) * depth;
     }
+    // Where a column of a line lies; depths are powers of two.
+    Number* number(int64_t line, int64_t column) const {
+        if (!in_tiles) return values + line * columns + column;
+        return at(line, column >> __builtin_ctz(depth)) + (column & (depth - 1));
+    }
     // How many of the 16 lines from `first` on there are.
     int together(int64_t first) const {
         return static_cast<int>(count - first < 16 ? count - first : 16);
@@ -119,10 +124,12 @@ struct PackedRows {
     }
 };
 
-// Sixteen numbers in digits, at to[digit][..16].
-inline void write_digits(F16 x, int digits, int8_t (*to)[lanes]) {
+// Sixteen whole numbers in digits, the highest first: to memory at to[digit], and added to totals.
+template <int digits>
+inline void write_digits(F16 x, int8_t* const (&to)[digits], I16 (&totals)[digits]) {
 #if defined(__AVX512F__)
     __m512i whole = _mm512_cvtps_epi32(x.v);
+#pragma GCC unroll 3
     for (int digit = digits - 1; digit >= 0; --digit) {
         __m512i low = whole;
         if (digit) {
@@ -132,19 +139,32 @@ inline void write_digits(F16 x, int digits, int8_t (*to)[lanes]) {
             whole = _mm512_srai_epi32(_mm512_sub_epi32(whole, low), 7);
         }
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to[digit]), _mm512_cvtepi32_epi8(low));
+        totals[digit] = totals[digit] + I16{low};
     }
 #else
     float values[lanes];
     store(values, x);
-    int32_t whole[lanes];
+    int32_t whole[lanes], low[lanes];
     for (int i = 0; i < lanes; ++i) whole[i] = static_cast<int32_t>(values[i]);
-    for (int digit = digits - 1; digit > 0; --digit)
+    for (int digit = digits - 1; digit >= 0; --digit) {
         for (int i = 0; i < lanes; ++i) {
-            const int32_t low = ((whole[i] + 64) & 127) - 64;
-            to[digit][i] = static_cast<int8_t>(low);
-            whole[i] = (whole[i] - low) >> 7;
+            low[i] = digit ? ((whole[i] + 64) & 127) - 64 : whole[i];
+            to[digit][i] = static_cast<int8_t>(low[i]);
+            whole[i] = (whole[i] - low[i]) >> 7;
         }
-    for (int i = 0; i < lanes; ++i) to[0][i] = static_cast<int8_t>(whole[i]);
+        totals[digit] = totals[digit] + load(low);
+    }
+#endif
+}
+
+inline int32_t sum(I16 x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32(x.v);
+#else
+    int32_t values[lanes], total = 0;
+    store(values, x);
+    for (int i = 0; i < lanes; ++i) total += values[i];
+    return total;
 #endif
 }
 
@@ -246,25 +266,32 @@ struct RoundedRows {
 
     template <typename Divide>
     void write(const MatmulCall& call, int64_t row, int64_t group, Divide&& divide) const {
-        const int64_t depth = lines.depth, in_group = lines.columns / groups;
+        switch (digits) {
+            case 1: write_as<1>(call, row, group, divide); break;
+            case 2: write_as<2>(call, row, group, divide); break;
+            case 3: write_as<3>(call, row, group, divide); break;
+        }
+    }
+
+    template <int digits, typename Divide>
+    void write_as(const MatmulCall& call, int64_t row, int64_t group, Divide&& divide) const {
+        const int64_t in_group = lines.columns / groups;
         const int32_t zero_of_all = call.weight->has_zeros || call.weight->has_minima
                                         ? 1
                                         : zero_of(call.weight->storage);
-        int32_t total[3] = {};
+        I16 totals[digits];
+        for (int digit = 0; digit < digits; ++digit) totals[digit] = integers(0);
         for (int64_t k = group * in_group; k < (group + 1) * in_group; k += lanes) {
-            int8_t parts[3][lanes];
-            write_digits(round(divide(numbers_at(call, row, k))), digits, parts);
-            for (int digit = 0; digit < digits; ++digit) {
-                int8_t* to = lines.at(row * digits + digit, k / depth) + k % depth;
-                std::memcpy(to, parts[digit], lanes);
-                for (int i = 0; i < lanes; ++i) total[digit] += parts[digit][i];
-            }
+            int8_t* to[digits];
+            for (int digit = 0; digit < digits; ++digit)
+                to[digit] = lines.number(row * digits + digit, k);
+            write_digits<digits>(round(divide(numbers_at(call, row, k))), to, totals);
         }
-        for (int digit = 0; digit < digits; ++digit)
-            sums[(row * digits + digit) * groups + group] = total[digit];
+        int32_t* total = sums + row * digits * groups + group;
+        for (int digit = 0; digit < digits; ++digit) total[digit * groups] = sum(totals[digit]);
         if (call.weight->group)
             offsets[row * groups + group] =
-                zero_of_all * (digits == 1 ? total[0] : total[0] * 128 + total[1]);
+                zero_of_all * (digits == 1 ? total[0] : total[0] * 128 + total[groups]);
     }
 };
 
