@@ -13,7 +13,8 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import LoadOptions, decoder_bytes, load_decoder
 from tests.float4_checkpoints import modelopt, mxfp4_numbers, packed_mxfp4, packed_nvfp4, quark
-from tests.models.expert_cases import mixture, of_gpt_oss
+from tests.models.expert_cases import mixture, of_glm, of_gpt_oss
+from tests.models.latent_cases import YARN, latent
 from tests.models.parity_cases import Case, shape
 from tests.models.test_parity import CPU, load, make_prompts, runner_logits, write_checkpoint
 from tests.quantized_checkpoints import (
@@ -96,6 +97,28 @@ def copied(folder: Path, to: Path) -> Path:
     for name in ("config.json", "model.safetensors"):
         (to / name).write_bytes((folder / name).read_bytes())
     return to
+
+
+# Several blocks of 128 x 128 in most matrices, whose edges are none of heads.
+DEEPSEEK = Case(
+    "DeepseekV3",
+    "fp8",
+    {
+        **latent(3, 160, 144, 136, (40, 8, 24)),
+        **of_glm(4, 2, n_group=2, topk_group=1, first_k_dense_replace=1),
+        "rope_parameters": YARN,
+    },
+)
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_latent_attention_in_blocks_of_fp8(tmp_path: Path) -> None:
+    """As DeepSeek-V3 is published: kv_b_proj too, of which two matrices are made."""
+    folder = write_checkpoint(DEEPSEEK, tmp_path / "m")
+    meant = quantised(folder, FORMATS["fp8"], lambda it: "proj" in it, {})
+    stored = load_file(folder / "model.safetensors")
+    assert stored["model.layers.0.self_attn.kv_b_proj.weight_scale_inv"].shape == (2, 2)
+    assert_same_logits(folder, write_whole(tmp_path / "whole", folder, meant))
 
 
 @pytest.mark.usefixtures("plain_torch")
