@@ -29,10 +29,11 @@ class GroupedRows {
     static constexpr bool are_small = storage != Storage::g8;  // below 64
 
     // Rows whose sums, of each digit, fit into the registers beside what they meet, and panels that
-    // they are taken with.
+    // they are taken with. Each number of x is loaded once for all of these panels, and many rows
+    // wait for that rather than for weights, which are taken apart once more for the next rows.
 #if defined(__AVX512F__)
-    static constexpr int most_rows = digits == 1 ? 8 : 12 / digits;
-    static constexpr int panels_of(int rows) { return rows * digits <= 2 ? 4 : rows * digits <= 6 ? 2 : 1; }
+    static constexpr int most_rows = digits == 1 ? 8 : digits == 2 ? 3 : 4;
+    static constexpr int panels_of(int rows) { return rows * digits <= 4 ? 4 : rows * digits <= 6 ? 2 : 1; }
 #else
     static constexpr int most_rows = digits == 1 ? 4 : digits == 2 ? 2 : 1;
     static constexpr int panels_of(int) { return 1; }
