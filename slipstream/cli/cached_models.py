@@ -69,6 +69,8 @@ def _downloaded(folder: str | None) -> Iterator[CachedModel]:
     Raises:
         CheckpointError: `folder` was named, and is no cache of the hub's.
     """
+    from slipstream.models.gguf.files import models_among, split_stem
+
     try:
         from huggingface_hub import CacheNotFound, scan_cache_dir
     except ImportError:
@@ -91,7 +93,12 @@ def _downloaded(folder: str | None) -> Iterator[CachedModel]:
         several = len(repo.revisions) > 1  # then their names tell them apart
         for revision in sorted(repo.revisions, key=lambda it: -it.last_modified):
             name = revision.commit_hash[:8] if several else None
-            yield _described(repo.repo_id, name, revision.snapshot_path)
+            models = models_among([Path(file.file_path) for file in revision.files])
+            for model in models:  # of which a repository may have many
+                tag = split_stem(model)
+                yield _described(f"{repo.repo_id}:{tag}", name, model)
+            if not models:
+                yield _described(repo.repo_id, name, revision.snapshot_path)
 
 
 def _described(name: str, revision: str | None, place: str | Path) -> CachedModel:

@@ -1,6 +1,6 @@
 """A checkpoint's properties, from its configs and tensor headers; no weights are read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 from slipstream.core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import torch
+
     from slipstream.models.checkpoint import Checkpoint
     from slipstream.models.decoder_config import DecoderConfig
+    from slipstream.models.gguf.summary import TypeBytes
     from slipstream.speculative.heads.kinds import HeadConfig
 
 BLOCK_SIZE = 16
@@ -76,6 +79,7 @@ class CheckpointFacts:
         head: for a drafting head, its facts; None for a language model.
         own_drafter: the drafter that a language model's checkpoint includes, in words.
         quantization: the format of quantised weight matrices, in words.
+        types: what a GGUF file stores, and what becomes of it; empty for other checkpoints.
     """
 
     checkpoint: "Checkpoint"
@@ -87,6 +91,7 @@ class CheckpointFacts:
     head: "HeadConfig | None" = None
     own_drafter: str | None = None
     quantization: str | None = None
+    types: "Sequence[TypeBytes]" = ()
 
     @property
     def experts(self) -> "ExpertFacts | None":
@@ -151,6 +156,7 @@ class CheckpointFacts:
             "num_parameters": self.num_parameters,
             "num_bytes": self.num_bytes,
             "quantization": self.quantization,
+            "types": [asdict(each) for each in self.types],
             **self._sizes(),
             "experts": None if self.experts is None else asdict(self.experts),
             "eos_token_ids": list(self.checkpoint.eos_token_ids),
@@ -250,17 +256,31 @@ def read_facts(name: str) -> CheckpointFacts:
         head,
         describe_own_head(of_head) if head is None else None,
         None if stored is None else stored.description,
+        _types(checkpoint, config),
     )
+
+
+def _types(checkpoint: "Checkpoint", config: "DecoderConfig | None") -> "Sequence[TypeBytes]":
+    from slipstream.models.gguf.files import is_gguf
+    from slipstream.models.gguf.summary import types_by_bytes
+    from slipstream.runner.capability import kept_formats
+
+    if config is None or not is_gguf(checkpoint.path):
+        return ()
+    return types_by_bytes(checkpoint.container, config.dtype, kept_formats(_device()))
 
 
 def kernel_backend() -> str:
     """The name of the kernels that this machine uses."""
-    import torch
-
     from slipstream.kernels.registry import kernels_for
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return kernels_for(device).network.backend
+    return kernels_for(_device()).network.backend
+
+
+def _device() -> "torch.device":
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _has_chat_template(checkpoint: "Checkpoint") -> bool:

@@ -94,11 +94,23 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
         "parameters": weights,
         **_expert_rows(facts["experts"]),
         "quantised": facts["quantization"],
+        **_type_rows(facts["types"]),
         "dtype": facts["dtype"],
         **_shape_rows(facts),
         "kernels": facts["kernels"],
     }
     return {name: row for name, row in rows.items() if row is not None}
+
+
+def _type_rows(types: list[dict[str, Any]]) -> dict[str, str]:
+    """What the tensors of a GGUF file are multiplied as."""
+    rows: dict[str, list[str]] = {}
+    for each in types:
+        becomes = each["becomes"]
+        name = "as stored" if becomes is None else f"as {becomes}"
+        note = ", rounded" if each["rounded"] else ""
+        rows.setdefault(name, []).append(f"{each['type']} ({_bytes(each['num_bytes'])}{note})")
+    return {name: ", ".join(parts) for name, parts in rows.items()}
 
 
 def _expert_rows(experts: dict[str, Any] | None) -> dict[str, str]:

@@ -234,6 +234,8 @@ def _open(
 
 def _tell_stored(checkpoint: Checkpoint, stored: StoredQuantization, options: LoadOptions) -> None:
     rest = "what is not quantised stays so"
+    if stored.becomes_floats and not stored.kinds <= options.kept:
+        rest = f"what no kernel multiplies as stored becomes {options.dtype}"
     if options.quantization is not None:
         rest = f"what is not multiplied as stored is rounded to {options.quantization}"
     logger.info("%s: stored as %s; %s", checkpoint.path.name, stored.description, rest)

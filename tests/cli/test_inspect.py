@@ -45,6 +45,7 @@ def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> Non
         "num_parameters": 96 * 48 + 48 + 2 * layer,
         "num_bytes": 4 * (96 * 48 + 48 + 2 * layer),
         "quantization": None,
+        "types": [],
         "dtype": "float32",
         "num_layers": 2,
         "hidden_size": 48,

@@ -1,7 +1,10 @@
 """GGUF models compute what the checkpoints do that they were made from."""
 
 import json
+import math
+import random
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,12 @@ from slipstream.models.gguf.blocks import BLOCK_TYPES, F32, MXFP4, Q4_0, Q4_K, Q
 from slipstream.models.gguf.stored import PACKED, BlockMatrix
 from slipstream.models.loading import LoadOptions, decoder_bytes, load_decoder
 from slipstream.models.quantized.catalogue import read_quantization, require_format
+from slipstream.models.tokenizer import Tokenizer
 from tests.gguf_checkpoints import as_gguf, converted
 from tests.gguf_files import Stored, floats, random_blocks, write_gguf, write_split
 from tests.models.expert_cases import mixture, of_gpt_oss
 from tests.models.parity_cases import DEFAULT, LINEAR, LLAMA3, TIED, YARN, Case, shape
+from tests.models.test_gguf_tokenizer import byte_level
 from tests.models.test_parity import (
     CPU,
     MAX_POSITIONS,
@@ -268,3 +273,34 @@ def test_what_a_user_puts_in_the_place_of_metadata(llama: Path, tmp_path: Path) 
     own.mkdir()
     (own / "generation_config.json").write_text(json.dumps({"top_p": 0.5}))
     assert Checkpoint(file, Replaced(generation_folder=own)).generation_config == {"top_p": 0.5}
+
+
+def test_no_metadata_raises_anything_else(tmp_path: Path) -> None:
+    """Keys that are left out, or have values of any type, in the place of one after the other."""
+    checkpoint = write_checkpoint(Case("Gemma3", "two-ropes", _GEMMA3), tmp_path)
+    tokenizer = Checkpoint(byte_level(tmp_path / "vocabulary.gguf")).container.metadata
+    metadata, tensors = converted(checkpoint)
+    metadata |= {**tokenizer, "gemma3.rope.scaling.type": "yarn"}
+    stored = {name: floats(values) for name, values in tensors.items()}
+    values = [None, -1, 0, 1 << 31, "x", "", [], [1, 2], ["a", ""], 1e30, -0.0, math.nan, True]
+    refused = 0
+    pairs = random.Random(4).sample(list(product(metadata, values)), 120)
+    for index, (key, value) in enumerate(pairs):
+        changed = {name: old for name, old in metadata.items() if name != key}
+        if value is not None:
+            changed[key] = value
+        file = write_gguf(tmp_path / f"{index}.gguf", changed, stored)
+        for read in (read_whole, Tokenizer):
+            try:
+                read(file)
+            except CheckpointError:
+                refused += 1
+        file.unlink()
+    assert refused > 50
+
+
+def read_whole(file: Path) -> None:
+    checkpoint = Checkpoint(file)
+    read_decoder_config(checkpoint)
+    assert checkpoint.size_bytes > 0
+    assert all(token >= 0 for token in checkpoint.eos_token_ids)

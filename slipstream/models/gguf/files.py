@@ -13,6 +13,7 @@ USUAL: Final = "Q4_K_M"
 
 _TAGGED = re.compile(r"(?P<name>[^:]+):(?P<tag>[\w.-]+)")
 _REPOSITORY = re.compile(r".+-gguf", re.IGNORECASE)
+_NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
 _PROJECTOR = "mmproj"  # of models that see: a file beside that of the model
 _SHOWN = 12
 
@@ -65,6 +66,11 @@ def model_in(folder: Path, tag: str | None = None) -> Path | None:
     if len(found) > 1:
         raise CheckpointError(f"{folder} holds several GGUF models; name one: {listed(found)}")
     return found[0] if found else None
+
+
+def split_stem(path: Path) -> str:
+    """A model's file name without its ending and the number of a part; a tag that means it."""
+    return _NUMBER.sub("", path.name[: -len(EXTENSION)])
 
 
 def require_first(path: Path) -> Path:

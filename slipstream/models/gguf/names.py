@@ -9,6 +9,8 @@ from slipstream.models.gguf.families import FAMILIES, OUTSIDE, Family
 from slipstream.models.safetensors_file import TensorEntry
 
 _IN_LAYER = re.compile(r"blk\.(\d+)\.((\w+)\.(weight|bias))")
+_OF_EXPERT = re.compile(r"\.experts\.\d+\.")
+_MOST_EXPERTS = 4096  # several times those of any model: each gets a name
 # What the metadata's reader takes, and no layer.
 _OF_CONFIG = ("rope_freqs.weight",)
 
@@ -54,18 +56,17 @@ def _names(tensor: GgufTensor, family: Family) -> list[str]:
     if match[2] in family.rename:
         return [f"{layer}.{family.rename[match[2]]}"]
     name = family.layer.get(match[3])
-    if name is None:
-        return [tensor.name]
-    if "{}" not in name:
+    if name is not None and "{}" not in name:
         return [f"{layer}.{name}.{match[4]}"]
+    if name is None or len(tensor.shape) < 2 or tensor.shape[0] > _MOST_EXPERTS:
+        return [tensor.name]
     return [f"{layer}.{name.format(index)}.{match[4]}" for index in range(tensor.shape[0])]
 
 
 def _split(tensor: GgufTensor, names: list[str]) -> Iterator[TensorEntry]:
     """A tensor, or one for each name, of which the first dimension has one."""
-    if len(names) == 1 and "{" not in names[0]:
-        entry = tensor.entry(names[0])
-        yield entry
+    if _OF_EXPERT.search(names[0]) is None:
+        yield tensor.entry(names[0])
         return
     whole = tensor.entry(tensor.name)
     for index, name in enumerate(names):

@@ -1,0 +1,59 @@
+"""GGUF files on the command line: described, and served with a drafter that is one as well."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.gguf.blocks import Q4_0, Q4_K
+from tests.cli.conftest import CommandLine
+from tests.gguf_checkpoints import as_gguf
+from tests.models.parity_cases import TIED, Case, shape
+from tests.models.test_gguf_tokenizer import byte_level
+from tests.models.test_parity import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A target in Q4_K and a draft model in Q4_0, of one vocabulary."""
+    folder = tmp_path_factory.mktemp("gguf")
+    tokenizer = Checkpoint(byte_level(folder / "vocabulary.gguf")).container.metadata
+    files = []
+    for name, kind, layers in (("target", Q4_K, 2), ("draft", Q4_0, 1)):
+        sizes = {**shape(4, 2, 256), **TIED, "intermediate_size": 256, "num_hidden_layers": layers}
+        checkpoint = write_checkpoint(Case("Llama", name, sizes, seed=layers), folder / name)
+        metadata = {key.replace(".", "__"): value for key, value in tokenizer.items()}
+        files.append(as_gguf(checkpoint, folder / f"{name}.gguf", kind, **metadata))
+    return files
+
+
+def test_a_file_is_described(models: list[Path], slipstream: CommandLine) -> None:
+    facts = json.loads(slipstream("inspect", str(models[0]), "--json").out)
+    assert facts["architecture"] == "LlamaForCausalLM"
+    assert facts["quantization"] == "GGUF, Q4_K"
+    assert facts["dtype"] == "bfloat16"
+    assert facts["eos_token_ids"] == [0]
+    assert facts["has_chat_template"]
+    blocks, plain = facts["types"]
+    assert (blocks["type"], blocks["becomes"], blocks["rounded"]) == ("Q4_K", "bfloat16", True)
+    assert plain["type"] == "F32"
+    words = slipstream("inspect", str(models[1])).out
+    assert "as stored" in words
+    assert "Q4_0 (" in words
+    fits = slipstream("inspect", str(models[1]), "--target", str(models[0])).out
+    assert "fits" in fits
+    assert "does not fit" not in fits
+
+
+def test_a_draft_model_in_gguf_changes_no_text(models: list[Path]) -> None:
+    target, draft = map(str, models)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts = ["the other in", "<tool> ... the"]
+    texts = []
+    for drafter in (None, {"model": draft, "num_speculative_tokens": 3}):
+        llm = LLM(target, speculative_config=drafter, dtype="float32", num_kv_blocks=64)
+        texts.append([out.outputs[0].token_ids for out in llm.generate(prompts, params)])
+    assert texts[0] == texts[1]
+    assert [len(ids) for ids in texts[0]] == [24, 24]
