@@ -1,7 +1,9 @@
 """`slipstream deploy`: several replicas of the server, on this machine or on a cluster."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -11,12 +13,34 @@ from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.flags import Given, parsed
 from slipstream.cli.listen import ListenFlags, MissingPackagesError, announce, checked_options
 from slipstream.core.config import EngineConfig
+from slipstream.core.errors import UsageError
+from slipstream.core.flags import flag, given_flags
 from slipstream.deploy.options import ReplicaOptions
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.options import AnswerOptions, LogOptions
 
 if TYPE_CHECKING:
+    from ray.serve import Application
+
     from slipstream.deploy.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFlags:
+    """A deployment on a cluster, which another program makes."""
+
+    manifest: Path | None = flag(
+        None,
+        "Write a RayService for KubeRay to this file instead of serving; kubectl apply -f FILE "
+        "makes it, and later replaces the replicas one by one.",
+        panel="Kubernetes",
+        metavar="<file>",
+    )
+    image: str = flag("slipstream:cpu", "Of its containers: with the extra deploy and the model.")
+    name: str = flag("slipstream", "Of the RayService.")
+
+
+_ELSEWHERE = ("--uds", "--ssl-certfile")  # a cluster's ingress has them
 
 
 def deploy(
@@ -28,6 +52,7 @@ def deploy(
     limits: ServeLimits,
     log: LogOptions,
     replicas: ReplicaOptions,
+    cluster: ClusterFlags,
     given: Given,
 ) -> None:
     """Serve a model by several replicas on Ray Serve, behind one address.
@@ -45,7 +70,11 @@ def deploy(
         limits=limits,
         log=log,
         replicas=replicas,
+        cluster=cluster,
     )
+    if cluster.manifest is not None:
+        _write_manifest(plan, listen, cluster, given.settled)
+        return
     raise typer.Exit(run_locally(plan, listen, lambda: parsed(_plan, given.line)))
 
 
@@ -58,12 +87,63 @@ def _plan(
     limits: ServeLimits,
     log: LogOptions,
     replicas: ReplicaOptions,
+    cluster: ClusterFlags,
 ) -> "Plan":
+    """What a command line deploys."""
+    del cluster
     config = drafter.apply(engine)
     server = checked_options(config, listen, limits, answers, log)
     from slipstream.deploy.plan import Plan
 
     return Plan(config=config, server=server, replicas=replicas)
+
+
+def application(args: Mapping[str, Sequence[str]]) -> "Application":
+    """The application of a command line, as Ray Serve builds it on a cluster.
+
+    Args:
+        args: `arguments` of `slipstream deploy`.
+    """
+    from slipstream.deploy.application import build
+
+    plan = parsed(_plan, args["arguments"])
+    return build(replace(plan, local=False))
+
+
+def _write_manifest(
+    plan: "Plan", listen: ListenFlags, cluster: ClusterFlags, arguments: Sequence[str]
+) -> None:
+    assert cluster.manifest is not None
+    for name in given_flags(listen):
+        if name in _ELSEWHERE:
+            raise UsageError(
+                f"{name} does not go with --manifest; give it to the cluster's ingress"
+            )
+    if any(it.startswith("--api-key") for it in arguments):
+        raise UsageError(
+            "--api-key would be readable in the manifest; leave it out, and set SLIPSTREAM_API_KEY "
+            "in the containers' environment from a secret"
+        )
+    try:
+        from slipstream.deploy.manifest import ray_service
+    except ModuleNotFoundError as error:
+        raise _missing(error) from error
+    kept, names = [], {"--manifest", "--image", "--name"}
+    words = iter(arguments)
+    for word in words:
+        if word in names:
+            next(words)
+        else:
+            kept.append(word)
+    text = ray_service(plan, kept, cluster.name, cluster.image, listen.port)
+    cluster.manifest.write_text(text, "utf-8")
+
+
+def _missing(error: ModuleNotFoundError) -> MissingPackagesError:
+    return MissingPackagesError(
+        f"several replicas need the package {error.name}; install it with: pip install "
+        "'slipstream[deploy]'"
+    )
 
 
 def run_locally(plan: "Plan", listen: ListenFlags, reread: "Callable[[], Plan]") -> int:
@@ -75,10 +155,7 @@ def run_locally(plan: "Plan", listen: ListenFlags, reread: "Callable[[], Plan]")
     try:
         from slipstream.deploy.local import serve_locally
     except ModuleNotFoundError as error:
-        raise MissingPackagesError(
-            f"several replicas need the package {error.name}; install it with: pip install "
-            "'slipstream[deploy]'"
-        ) from error
+        raise _missing(error) from error
     from slipstream.serve.listening import bind
     from slipstream.serve.listening import listen as let_connect
 

@@ -27,7 +27,7 @@ def deployment_options(plan: Plan) -> dict[str, Any]:
     found: dict[str, Any] = {
         "ray_actor_options": {"num_cpus": cpus, "num_gpus": gpus},
         "max_ongoing_requests": 1 << 20,  # the server has limits of its own
-        "health_check_period_s": 2.0,
+        "health_check_period_s": 1.0,
         "health_check_timeout_s": 20.0,
         "graceful_shutdown_wait_loop_s": 0.1,
         "graceful_shutdown_timeout_s": draining + _MARGIN,

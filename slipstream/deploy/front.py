@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from time import monotonic
@@ -21,9 +21,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from slipstream.deploy.merged_metrics import merged
 from slipstream.deploy.prompts import Prompt, read_prompt
 from slipstream.deploy.routing import Replica, Routing
-from slipstream.deploy.upstream import Answer, LostError, Upstream
+from slipstream.deploy.upstream import Answer, Headers, LostError, Upstream
 from slipstream.serve.errors import MESSAGES_PATH, as_api_error, is_messages
 from slipstream.serve.limits import RequestError
+from slipstream.serve.logs import current_request_id
 from slipstream.serve.sse import ClientDisconnectedError, cancel_on_disconnect, error_event
 
 logger = logging.getLogger("slipstream.serve")
@@ -31,7 +32,9 @@ logger = logging.getLogger("slipstream.serve")
 _TO_ALL = ("/reset_prefix_cache", "/start_profile", "/stop_profile")
 _OF_SERVE = "/-/"  # paths that Ray Serve's own proxy answers
 _REFUSED = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
+_PAUSE_SECONDS = 0.5  # before replicas that refused are asked again
 _SUSPECT_SECONDS = 3.0  # in which a replica that did not answer is left alone
+_ID = b"x-request-id"
 _NUMBER = re.compile(rb'"sequence_number":(\d+)')
 _GATHERING_SECONDS = 10.0
 
@@ -94,7 +97,7 @@ class _Request:
     path: str
     method: str
     target: bytes
-    headers: Sequence[tuple[bytes, bytes]]
+    headers: Headers
     body: bytes
     prompt: Prompt
     send: Send
@@ -166,7 +169,7 @@ class Front:
             path=path,
             method=scope["method"],
             target=target + (b"?" + query if query else b""),
-            headers=scope["headers"],
+            headers=_with_id(scope["headers"]),
             body=body,
             prompt=read_prompt(path, body),
             send=send,
@@ -221,13 +224,11 @@ class Front:
         left = deadline - monotonic()
         if left <= 0 or self._stopped:
             raise NoReplicaError
-        pause = min([left, *(until - monotonic() for until in self._suspects.values())])
         try:
-            async with asyncio.timeout(max(pause, 0.05)):
+            async with asyncio.timeout(min(left, _PAUSE_SECONDS)):
                 await self._changed.wait()
         except TimeoutError:
-            # What refused may have room by now; what died has been found out about.
-            without.clear()
+            without.clear()  # what refused may have room by now
 
     async def _send(self, replica: Replica, request: _Request, is_last: bool) -> bool:
         """Pass the request on, and the answer back; whether the replica took it.
@@ -297,9 +298,7 @@ class Front:
         response = Response(whole, media_type=kind)
         await response({"type": "http"}, _nothing, request.send)
 
-    async def _page(
-        self, replica: Replica, request: _Request
-    ) -> tuple[str, int, Sequence[tuple[bytes, bytes]], bytes]:
+    async def _page(self, replica: Replica, request: _Request) -> tuple[str, int, Headers, bytes]:
         """A replica's whole answer; status 0 if it is gone."""
         upstream = self._upstreams[replica.id]
         try:
@@ -309,7 +308,7 @@ class Front:
                 )
                 page = b"".join([part async for part in answer.body()])
         except (LostError, TimeoutError):
-            return replica.id, 0, (), b""
+            return replica.id, 0, [], b""
         upstream.done(answer)
         return replica.id, answer.status, answer.headers, page
 
@@ -332,7 +331,7 @@ async def _pass_on(answer: Answer, request: _Request) -> None:
         event, tail = tail + part[:end], part[end:]
         if not request.begun:
             request.begun = True
-            start = {"status": answer.status, "headers": answer.headers}
+            start = {"status": answer.status, "headers": _own(answer.headers)}
             await request.send({"type": "http.response.start", **start})
         request.last = event
         await request.send({"type": "http.response.body", "body": event, "more_body": True})
@@ -342,10 +341,8 @@ async def _pass_on(answer: Answer, request: _Request) -> None:
     await request.send({"type": "http.response.body", "body": tail, "more_body": False})
 
 
-async def _respond(
-    send: Send, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes
-) -> None:
-    kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+async def _respond(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    kept = [it for it in _own(headers) if it[0].lower() != b"content-length"]
     kept.append((b"content-length", b"%d" % len(body)))
     await send({"type": "http.response.start", "status": status, "headers": kept})
     await send({"type": "http.response.body", "body": body})
@@ -371,6 +368,19 @@ def lost_event(path: str, error: Exception, last: bytes) -> bytes:
         }
         return b"event: error\ndata: " + json.dumps(data).encode() + b"\n\n"
     return error_event(error)
+
+
+def _with_id(headers: Headers) -> Headers:
+    """A request's headers with the id that it has here, for the replica's log."""
+    request_id = current_request_id()
+    if not request_id:
+        return headers
+    return [*(it for it in headers if it[0] != _ID), (_ID, request_id.encode("ascii"))]
+
+
+def _own(headers: Headers) -> Headers:
+    """An answer's headers, but for the id where it is added here."""
+    return [it for it in headers if it[0].lower() != _ID] if current_request_id() else headers
 
 
 async def _whole(receive: Receive) -> bytes | None:

@@ -29,7 +29,11 @@ logger = logging.getLogger("slipstream.serve")
 
 _OBJECT_STORE = 80 << 20  # bytes, the least that Ray takes: requests do not come by it
 _RAY_CPUS = 1  # besides the replicas'
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_LOG_TO_STDERR": "0"}
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_worker_niceness": "0",  # replicas are no background work
+}
 
 
 class DeployError(SlipstreamError):
@@ -107,7 +111,7 @@ class _FrontWork:
 
 @contextmanager
 def _ray(plan: Plan) -> Iterator[None]:
-    for name, value in _QUIET.items():
+    for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     options = plan.replicas
     ray.init(

@@ -1,14 +1,19 @@
 """`slipstream deploy` and `serve --data-parallel-size`, up to where Ray begins."""
 
+import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import slipstream.cli.deploy
 from slipstream.cli.errors import run
+from slipstream.cli.flags import parsed
 from slipstream.cli.main import app
 from slipstream.deploy.plan import Plan
+from slipstream.deploy.proxy import SETTINGS
 
 
 @pytest.fixture
@@ -66,3 +71,67 @@ def test_wrong_flags_are_refused(
     assert run(app, line.split()) == 2
     assert told in capsys.readouterr().err
     assert not planned
+
+
+def written(tmp_path: Path, *flags: str) -> dict[str, Any]:
+    """The manifest of a command line."""
+    file = tmp_path / "service.yaml"
+    assert run(app, ["deploy", "demo", *flags, "--manifest", str(file)]) == 0
+    found: dict[str, Any] = yaml.safe_load(file.read_text())
+    return found
+
+
+def test_a_manifest_holds_the_command_line(tmp_path: Path, planned: list[Plan]) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text("max-num-seqs: 3\n")
+    manifest = written(
+        tmp_path, *("--replicas", "2", "--max-replicas", "4", "--replica-gpus", "2"),
+        *("--routing", "load", "--port", "8100", "--config", str(file), "--name", "a-b"),
+    )  # fmt: skip
+    assert not planned
+    assert manifest["metadata"] == {"name": "a-b"}
+    spec = manifest["spec"]
+    (made,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    plan = parsed(slipstream.cli.deploy._plan, made["args"]["arguments"])
+    assert (plan.replicas.replicas, plan.replicas.routing) == (2, "load")
+    assert plan.config.max_num_seqs == 3
+    (workers,) = spec["rayClusterConfig"]["workerGroupSpecs"]
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (2, 4)
+    (container,) = workers["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    (settings,) = [it["value"] for it in container["env"] if it["name"] == SETTINGS]
+    assert json.loads(settings)["routing"] == "load"
+
+
+def test_what_a_manifest_cannot_hold_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, told in (
+        (["--name", "a b"], "metadata.name"),
+        (["--image", "a b"], "containers.0.image"),
+        (["--uds", "socket"], "--uds does not go with --manifest"),
+        (["--api-key", "secret"], "set SLIPSTREAM_API_KEY"),
+    ):
+        line = ["deploy", "demo", *flags, "--manifest", str(tmp_path / "service.yaml")]
+        assert run(app, line) == 2
+        assert told in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed: the extra deploy"
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_ray_takes_what_is_written(tmp_path: Path) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from slipstream.deploy.application import NAME, deployment_options
+
+    manifest = written(tmp_path, "--max-replicas", "2", "--replica-gpus", "2")
+    config = ServeDeploySchema.model_validate(yaml.safe_load(manifest["spec"]["serveConfigV2"]))
+    assert config.applications[0].import_path == "slipstream.cli.deploy:application"
+    made = slipstream.cli.deploy.application(config.applications[0].args)
+    assert made._bound_deployment.name == NAME
+    plan = parsed(slipstream.cli.deploy._plan, config.applications[0].args["arguments"])
+    options = deployment_options(plan)
+    assert options["placement_group_bundles"] == [{"CPU": 1.0, "GPU": 2.0}]
