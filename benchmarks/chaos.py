@@ -1,7 +1,7 @@
 """Chaos of the engine: random operations on random engines, everything checked behind each.
 
     python -m benchmarks.chaos [--operations 100000] [--seed 0] [--length 250] [--target NAME ...]
-                               [--fault NAME] [--out build/chaos] [--every 30]
+                               [--drafter NAME ...] [--fault NAME] [--out build/chaos] [--every 30]
 
 Each seed is a case: settings of an engine and a list of operations (tests/chaos/case.py), run on
 tiny models. A line of progress tells the next seed, from which a run goes on. A case that fails is
@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from slipstream.core.errors import UsageError
-from tests.chaos.case import SERVED, Case, random_case
+from tests.chaos.case import ALL_DRAFTERS, SERVED, Case, random_case
 from tests.chaos.faults import FAULTS
 from tests.chaos.models import Answers, Models
 from tests.chaos.shrink import alike, shrink, write_test
@@ -111,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--length", type=int, default=250, help="operations of a case")
     parser.add_argument("--target", nargs="+", choices=SERVED, default=list(SERVED))
+    parser.add_argument("--drafter", nargs="+", choices=ALL_DRAFTERS, default=ALL_DRAFTERS)
     parser.add_argument("--fault", choices=FAULTS)
     parser.add_argument("--out", type=Path, default=Path("build/chaos"))
     parser.add_argument("--every", type=float, default=30, help="seconds between two lines")
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found: list[dict[str, object]] = []
         seed, told = options.seed, chaos.began
         while chaos.num_operations < options.operations:
-            case = random_case(seed, options.length, options.target)
+            case = random_case(seed, options.length, options.target, options.drafter)
             broken = chaos.run(case)
             if broken is not None:
                 at = chaos.num_operations

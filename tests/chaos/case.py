@@ -147,17 +147,25 @@ def _changed(value: Any, plain: Any) -> Mapping[str, Any]:
     return {name: each for name, each in asdict(value).items() if each != usual[name]}
 
 
-def random_case(seed: int, length: int, targets: Sequence[str] = tuple(SERVED)) -> Case:
-    """A case of so many operations."""
+ALL_DRAFTERS = tuple(dict.fromkeys(name for served in SERVED.values() for name in served))
+
+
+def random_case(
+    seed: int,
+    length: int,
+    targets: Sequence[str] = tuple(SERVED),
+    drafters: Sequence[str] = ALL_DRAFTERS,
+) -> Case:
+    """A case of so many operations, over some of these targets and of these drafters."""
     rng = Random(seed)
-    settings = _random_settings(rng, targets)
+    settings = _random_settings(rng, targets, drafters)
     operations = tuple(_random_operation(rng, settings) for _ in range(length))
     return Case(settings, operations)
 
 
-def _random_settings(rng: Random, targets: Sequence[str]) -> Settings:
+def _random_settings(rng: Random, targets: Sequence[str], drafters: Sequence[str]) -> Settings:
     target = rng.choice(targets)
-    drafter = rng.choice(SERVED[target])
+    drafter = rng.choice([name for name in SERVED[target] if name in drafters] or ["none"])
     size = rng.choice(BLOCK_SIZES)
     fewest = -(-MAX_MODEL_LEN // size)
     counts: list[int | str] = [1, 3, 3, 7, "auto"]

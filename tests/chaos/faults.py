@@ -1,18 +1,20 @@
 """Faults that are put in on purpose, to see that a run of chaos finds them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from slipstream.cache.block_pool import BlockPool
 from slipstream.cache.prefix_index import PrefixIndex
-from slipstream.cache.state_places import StatePlaces
+from slipstream.cache.spec import ModelCache
 from slipstream.core.batch import Batch, Committed
 from slipstream.core.outputs import RequestMetrics
 from slipstream.core.request import Request
 from slipstream.engine.metrics import EngineMetrics
 from slipstream.engine.scheduler import Scheduler
+from slipstream.kernels.pass_inputs import StateInputs
 
 Patch = pytest.MonkeyPatch
 
@@ -55,8 +57,16 @@ def wrong_al(patch: Patch) -> None:
 
 
 def late_checkpoint(patch: Patch) -> None:
-    """The host takes a checkpoint of states for one block further on than it is."""
-    _replace(patch, StatePlaces, "_edge", lambda edge, *_: edge + 1 if edge > 1 else edge)
+    """A checkpoint of states is written one row behind its edge."""
+    state_inputs = ModelCache.state_inputs
+
+    def late(cache: ModelCache, *arguments: Any) -> StateInputs | None:
+        found = state_inputs(cache, *arguments)
+        if found is None:
+            return found
+        return replace(found, save_at=found.save_at + (found.save_at > 0))
+
+    patch.setattr(ModelCache, "state_inputs", late)
 
 
 def stale_block(patch: Patch) -> None:
@@ -80,33 +90,10 @@ def moved_seed(patch: Patch) -> None:
     patch.setattr(Request, "lose_place", losing)
 
 
-def early_index(patch: Patch) -> None:
-    """Blocks are shared before the drafter has computed its part of them."""
-
-    def index(self: Scheduler, request: Request, drafter_computed: int) -> None:
-        self.block_manager.index(
-            request.request_id,
-            self.limits.namespace(request),
-            request.token_ids,
-            request.num_computed,
-        )
-
-    patch.setattr(Scheduler, "_index", index)
-
-
 def counted_twice(patch: Patch) -> None:
     """A step that is taken back stays counted."""
     for metrics in (RequestMetrics, EngineMetrics):
         patch.setattr(metrics, "restore", lambda *_: None)
-
-
-def _replace(patch: Patch, owner: type, name: str, change: Callable[..., Any]) -> None:
-    known = getattr(owner, name)
-
-    def changed(*arguments: Any) -> Any:
-        return change(known(*arguments), *arguments)
-
-    patch.setattr(owner, name, changed)
 
 
 FAULTS: dict[str, Callable[[Patch], None]] = {
@@ -116,6 +103,5 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "late-checkpoint": late_checkpoint,
     "stale-block": stale_block,
     "moved-seed": moved_seed,
-    "early-index": early_index,
     "counted-twice": counted_twice,
 }
