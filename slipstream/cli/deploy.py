@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,8 +20,6 @@ from slipstream.serve.limits import ServeLimits
 from slipstream.serve.options import AnswerOptions, LogOptions
 
 if TYPE_CHECKING:
-    from ray.serve import Application
-
     from slipstream.deploy.plan import Plan
 
 
@@ -98,7 +96,7 @@ def _plan(
     return Plan(config=config, server=server, replicas=replicas)
 
 
-def application(args: Mapping[str, Sequence[str]]) -> "Application":
+def application(args: Mapping[str, Sequence[str]]) -> Any:
     """The application of a command line, as Ray Serve builds it on a cluster.
 
     Args:

@@ -1,4 +1,4 @@
-"""Chains and trees of EAGLE-3 heads for targets with latent attention: the text is that of plain decoding.
+"""EAGLE-3 chains and trees for targets with latent attention: the text is plain decoding's.
 
 Trees are verified with a mask among their rows, and the accepted path's latent rows are moved.
 """
