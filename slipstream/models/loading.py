@@ -38,6 +38,7 @@ from slipstream.models.quantized.catalogue import read_quantization
 from slipstream.models.quantized.module import StoredQuantization
 from slipstream.models.quantized.random_source import RandomQuantizedSource, stored_rounding
 from slipstream.models.quantized.source import QuantizedSource, stored_bytes
+from slipstream.models.safetensors_file import TensorEntry
 from slipstream.models.twin import TwinSource, require_twin
 
 __all__ = [
@@ -154,6 +155,9 @@ def load_decoder(
     name = f"loading {checkpoint.path.name}"
     beside = own_drafter_tensors(checkpoint.entries)  # which only a drafter reads
     total = checkpoint.size_bytes - sum(checkpoint.entries[tensor].nbytes for tensor in beside)
+    if stored is not None:
+        modules = {tensor.rpartition(".")[0] for tensor in checkpoint.entries}
+        stored.require_modules(modules, checkpoint.path)
     with options.progress_bar(name, total, "bytes") as progress:
         source = _open(checkpoint, stored, options, progress)
         network = _build(ops, config, source, options)
@@ -188,13 +192,23 @@ def decoder_bytes(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOp
     if options.load_format in RANDOM_FORMATS or not checkpoint.has_weights:
         form = partial(_kept_rounding, stored, kept)
         return weight_bytes(config, options.dtype, options.quantization, form)
-    if options.quantization is not None:
-        kept |= {Float8Matrix, Float8BlockMatrix}  # of as many bits as what they are rounded to
-    size = stored_bytes(checkpoint, stored, options.dtype.itemsize, kept)
+    beside = own_drafter_tensors(checkpoint.entries)
+    own = {name: it for name, it in checkpoint.entries.items() if name not in beside}
+    size = tensor_bytes(own, stored, options)
     precision = PRECISIONS[options.quantization] if options.quantization else None
     if precision is not None and precision.head is not None and config.tie_word_embeddings:
         size += int(head_bytes(config, options.dtype, options.quantization))  # a rounded copy
     return size
+
+
+def tensor_bytes(
+    entries: Mapping[str, TensorEntry], stored: StoredQuantization, options: LoadOptions
+) -> int:
+    """Bytes of these tensors of a quantised checkpoint once they are loaded."""
+    kept = _kept(options)
+    if options.quantization is not None:
+        kept |= {Float8Matrix, Float8BlockMatrix}  # of as many bits as what they are rounded to
+    return stored_bytes(entries, stored, options.dtype.itemsize, kept)
 
 
 def _kept(options: LoadOptions) -> frozenset[type[Weight]]:
@@ -219,6 +233,13 @@ def _open(
         return CheckpointSource(
             checkpoint, options.dtype, options.device, progress, share=options.share
         )
+    return open_quantized(checkpoint, stored, options, progress)
+
+
+def open_quantized(
+    checkpoint: Checkpoint, stored: StoredQuantization, options: LoadOptions, progress: Progress
+) -> QuantizedSource:
+    """The tensors of a quantised checkpoint, whose entries may be some of its directory's."""
     return QuantizedSource(
         checkpoint,
         stored,

@@ -24,7 +24,7 @@ OWN_DRAFTER_KEYS: Final = frozenset(
 """Keys of a model's config.json that say how many modules lie beside it."""
 
 _PREFIXES = ("mtp.", "mtp_layers.")
-_PROJECTION = re.compile(r"layers\.(\d+)\.eh_proj\.weight")
+_PROJECTION = re.compile(r"layers\.(\d+)\.eh_proj\.(?:weight|weight_packed|qweight)")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 

@@ -238,7 +238,7 @@ def test_settings_that_are_refused_by_name(settings: dict[str, Any], message: st
 def test_columns_that_are_no_whole_groups(style: Format, group: int, tmp_path: Path) -> None:
     stored = read_quantization({"quantization_config": style.config})
     assert stored is not None
-    module = StoredModule("gate_proj", tmp_path, {}, lambda _: None, Room(1, CPU))
+    module = StoredModule("gate_proj", tmp_path, {}, lambda name, entry: None, Room(1, CPU))
     with pytest.raises(
         CheckpointError, match=rf"has 40 columns in gate_proj, .* groups of {group}"
     ):

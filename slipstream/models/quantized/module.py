@@ -45,7 +45,7 @@ class StoredModule:
         name: the module's name in the checkpoint.
         path: the checkpoint's directory.
         entries: the module's tensors, by the last part of their names.
-        taken: called with each entry that is read.
+        taken: called with each entry that is read, behind its name in the checkpoint's entries.
         room: where tensors are read to.
         separator: what stands between the module's name and an ending.
     """
@@ -55,7 +55,7 @@ class StoredModule:
         name: str,
         path: Path,
         entries: Mapping[str, TensorEntry],
-        taken: Callable[[TensorEntry], None],
+        taken: Callable[[str, TensorEntry], None],
         room: Room,
         separator: str = ".",
     ) -> None:
@@ -92,7 +92,7 @@ class StoredModule:
         else:
             tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._room.device)
         read_into(entry, tensor, raw=True)
-        self._taken(entry)
+        self._taken(self.full_name(ending), entry)
         return tensor
 
     def take_in_turns(
@@ -115,7 +115,7 @@ class StoredModule:
         for index in range(count):
             read_into(entry.row_range(index, index + 1), some, raw=True)
             tensor[index].copy_(some.view(rows // turns, turns, *rest).transpose(0, 1))
-        self._taken(entry)
+        self._taken(self.full_name(ending), entry)
         return tensor.flatten(0, 2)
 
     def _entry(
@@ -165,7 +165,7 @@ class StoredModule:
         """Accept tensors that may be there and do not change the matrix."""
         for ending in endings:
             if ending in self._entries:
-                self._taken(self._entries[ending])
+                self._taken(self.full_name(ending), self._entries[ending])
 
     def require_groups(self, columns: int, group: int) -> None:
         """Raise CheckpointError unless so many columns are whole groups."""

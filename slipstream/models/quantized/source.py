@@ -1,7 +1,7 @@
 """The matrices of a quantised checkpoint, with the numbers that it stores."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 import torch
@@ -51,7 +51,6 @@ class QuantizedSource(CheckpointSource):
         for name, entry in checkpoint.entries.items():
             module, _, ending = name.rpartition(".")
             self._by_module.setdefault(module, {})[ending] = entry
-        stored.require_modules(self._by_module, checkpoint.path)
 
     def floats(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
         """[sum of rows, columns], floats whatever is stored."""
@@ -192,8 +191,8 @@ class QuantizedSource(CheckpointSource):
     def _whole(self, weight: Weight) -> DenseMatrix:
         return DenseMatrix(whole_numbers(weight, self._whole_dtype, self._device))
 
-    def _take(self, entry: TensorEntry) -> None:
-        self._unused.discard(entry.name)
+    def _take(self, name: str, entry: TensorEntry) -> None:
+        self._unused.discard(name)
         self._progress(entry.nbytes)
 
     def _is_zero(self, name: str) -> bool:
@@ -214,19 +213,19 @@ def whole_numbers(weight: Weight, dtype: torch.dtype, device: torch.device) -> t
 
 
 def stored_bytes(
-    checkpoint: Checkpoint,
+    entries: Mapping[str, TensorEntry],
     stored: StoredQuantization,
     itemsize: int,
     kept: Collection[type[Weight]],
 ) -> int:
-    """What the tensors of a quantised checkpoint take in memory.
+    """What these tensors of a quantised checkpoint take in memory.
 
     Args:
         itemsize: bytes of a number that is not quantised, or cannot stay so.
         kept: classes of the matrices that stay what they are.
     """
     total = 0
-    for name, entry in checkpoint.entries.items():
+    for name, entry in entries.items():
         module, _, last = name.rpartition(".")
         ending = last.rpartition("_")[2] if last.endswith(stored.fused_endings or "/") else last
         count = prod(entry.shape)

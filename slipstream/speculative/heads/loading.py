@@ -13,9 +13,10 @@ from slipstream.kernels.table import Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.loading import RANDOM_FORMATS, LoadOptions
+from slipstream.models.loading import RANDOM_FORMATS, LoadOptions, open_quantized, tensor_bytes
 from slipstream.models.parameter_sources import CheckpointSource, DummySource, TensorSource
 from slipstream.models.precision import in_precision
+from slipstream.models.quantized.module import StoredQuantization
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint, fill
 from slipstream.speculative.heads.kinds import DRAFT_IDS, EMBEDDING, HEAD, DecoderHeadConfig
 
@@ -96,11 +97,13 @@ def load_head(
     options: LoadOptions,
     build: Callable[[Ops, ParameterSource], T],
     ignored: Sequence[str] = (),
+    stored: StoredQuantization | None = None,
 ) -> T:
     """The network that `build` makes of the checkpoint's tensors.
 
     Args:
         ignored: tensors that may be there and are read elsewhere, or not at all.
+        stored: how matrices are stored that are no floats; None: all are floats.
 
     Raises:
         CheckpointError: a tensor is missing, of another shape, or of no use to the network.
@@ -112,14 +115,23 @@ def load_head(
 
     if options.load_format in RANDOM_FORMATS:  # a twin has no head that predicts it
         return built(DummySource(options.dtype, options.device, options.seed))
-    size = sum(
-        entry.nbytes // entry.dtype.itemsize * options.dtype.itemsize
-        for entry in checkpoint.entries.values()
-    )
+    if stored is None:
+        size = sum(
+            entry.nbytes // entry.dtype.itemsize * options.dtype.itemsize
+            for entry in checkpoint.entries.values()
+        )
+    else:
+        options.stored_check(checkpoint.path.name, stored)
+        size = tensor_bytes(checkpoint.entries, stored, options)
     options.memory_check(checkpoint.path.name, size, {})
     name = f"loading {checkpoint.path.name}"
     with options.progress_bar(name, checkpoint.size_bytes, "bytes") as progress:
-        source = CheckpointSource(checkpoint, options.dtype, options.device, progress, read=fill)
+        if stored is None:
+            source = CheckpointSource(
+                checkpoint, options.dtype, options.device, progress, read=fill
+            )
+        else:
+            source = open_quantized(checkpoint, stored, options, progress)
         network = built(source)
     source.finish(ignored)
     return network

@@ -13,8 +13,10 @@ from slipstream.models.modules_beside import (
     appended_layers,
     own_drafter_tensors,
 )
+from slipstream.models.quantized.catalogue import read_quantization
+from slipstream.models.quantized.module import StoredQuantization
 from slipstream.models.safetensors_file import TensorEntry
-from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint, PickledEntry
 from slipstream.speculative.heads.config import is_wrapped
 from slipstream.speculative.heads.kinds import EMBEDDING, HEAD
 from slipstream.speculative.mtp import holds_language_model, is_module_config
@@ -126,6 +128,16 @@ class MtpCheckpoint(HeadCheckpoint):
         if self.has_weights:
             return holds_language_model(HeadCheckpoint(self.path).tensor_names)
         return not is_wrapped(self.config) and not is_module_config(self.config)
+
+    @cached_property
+    def quantization(self) -> StoredQuantization | None:
+        """How matrices of modules within a quantised model are stored, where they are no floats;
+        None for all others. CheckpointError for a format that is not supported."""
+        if not self.is_whole_model or not self.has_weights:
+            return None
+        if any(isinstance(entry, PickledEntry) for entry in self.entries.values()):
+            return None
+        return read_quantization(self.config, self.config_file)
 
     @property
     def may_be_head(self) -> bool:

@@ -32,12 +32,13 @@ from slipstream.speculative.options import TargetModel
 # Parts of a decoder layer that give away one of a kind that cannot run yet.
 # but for models that are known to have them
 _EXPERTS, _LATENT = "a mixture of experts", "latent attention (MLA)"
+_QUANTISED = "quantised weights"
 _WITH_LATENT = ("deepseek_v3", "glm4_moe_lite")
 _OTHER_LAYERS = {
     _LATENT: (".kv_a_proj_with_mqa.", ".q_a_proj.", ".kv_b_proj."),
     _EXPERTS: (".mlp.experts.", ".mlp.gate.", ".mlp.router.", ".mlp.shared_expert"),
     "linear attention": (".linear_attn.",),
-    "quantised weights": ("weight_scale", "weight_packed", ".qweight"),
+    _QUANTISED: ("weight_scale", "weight_packed", ".qweight"),
 }
 _OTHER_KEYS = {
     "kv_lora_rank": _LATENT,
@@ -132,6 +133,8 @@ def _require_known(checkpoint: MtpCheckpoint) -> None:
         what = [kind for kind in what if kind != _EXPERTS]
     if inner.get("model_type") in _WITH_LATENT:
         what = [kind for kind in what if kind != _LATENT]
+    if checkpoint.quantization is not None:
+        what = [kind for kind in what if kind != _QUANTISED]
     if what:
         raise _unsupported(checkpoint, what[0])
 

@@ -43,7 +43,8 @@ def load_mtp(
     def build(ops: Ops, source: ParameterSource) -> MtpHead:
         return MtpHead(ops, source, config, options)
 
-    return load_head(checkpoint, options, build, ignored=_copies(checkpoint, config))
+    copies = _copies(checkpoint, config)
+    return load_head(checkpoint, options, build, ignored=copies, stored=checkpoint.quantization)
 
 
 def _copies(checkpoint: MtpCheckpoint, config: MtpConfig) -> list[str]:
