@@ -60,7 +60,7 @@ def write_mtp(
             weights[f"{name}.shared_head.head.weight"] = model.head.clone()
     config = {**shape, COUNT_KEYS.get(style, "num_nextn_predict_layers"): modules}
     if style == "speculators":
-        config = as_wrapped(shape)
+        config = as_wrapped(shape, modules)
     else:
         config["architectures"] = [MTP_TYPES[style]]
     config |= changes
@@ -86,7 +86,7 @@ def add_mtp(folder: Path, style: str, **options: Any) -> Path:
     return folder
 
 
-def as_wrapped(shape: dict[str, Any]) -> dict[str, Any]:
+def as_wrapped(shape: dict[str, Any], modules: int) -> dict[str, Any]:
     """The config.json of the speculators library."""
     return {
         "architectures": ["MTPDraftModel"],
@@ -98,7 +98,7 @@ def as_wrapped(shape: dict[str, Any]) -> dict[str, Any]:
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
             "verifier": {"name_or_path": "target", "architectures": shape["architectures"]},
         },
-        "num_nextn_predict_layers": 1,
+        "num_nextn_predict_layers": modules,
         "transformer_layer_config": shape,
     }
 
