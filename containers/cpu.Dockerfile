@@ -13,8 +13,10 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 FROM python:3.12-slim-bookworm
 # The build of torch for CPUs: the plain one brings gigabytes of CUDA libraries.
 RUN pip install --no-cache-dir 'torch>=2.11,<=2.13.0' --index-url https://download.pytorch.org/whl/cpu
+# With serve,hub,deploy it is an image for `slipstream deploy --manifest`.
+ARG EXTRAS=serve,hub
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
-    pip install --no-cache-dir "$(echo /wheels/slipstream-*.whl)[serve,hub]"
+    pip install --no-cache-dir "$(echo /wheels/slipstream-*.whl)[${EXTRAS}]"
 RUN useradd --create-home --uid 10001 slipstream && install -d -o slipstream /models
 USER 10001
 ENV HF_HOME=/models

@@ -7,8 +7,10 @@ FROM python:3.12-slim-bookworm
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 # CUDA's libraries come with torch; the driver is the host's.
 RUN pip install --no-cache-dir 'torch>=2.11,<=2.13.0'
+# With serve,hub,deploy it is an image for `slipstream deploy --manifest`.
+ARG EXTRAS=serve,hub
 RUN --mount=type=bind,target=/source,rw \
-    pip install --no-cache-dir '/source[serve,hub]'
+    pip install --no-cache-dir "/source[${EXTRAS}]"
 RUN useradd --create-home --uid 10001 slipstream && install -d -o slipstream /models
 USER 10001
 ENV HF_HOME=/models TRITON_CACHE_DIR=/models/triton

@@ -222,8 +222,8 @@ def _require_template(llm: "LLM") -> None:
 
     if not ChatTemplate(llm.tokenizer).exists:
         raise UsageError(
-            f"{llm.tokenizer.path} has no chat template, so it cannot chat; use generate, or put a "
-            "chat_template.jinja into it"
+            f"{llm.tokenizer.path} has no chat template, so it cannot chat; use generate, or give "
+            "one to slipstream serve by --chat-template"
         )
 
 

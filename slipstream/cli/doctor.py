@@ -16,6 +16,7 @@ from slipstream.core.flags import flag
 
 _PURPOSES = {
     "serve": "slipstream serve",
+    "deploy": "several replicas",
     "hub": "models by their names on the hub",
     "structured": "JSON, regexes and grammars",
     "train": "slipstream train",

@@ -10,6 +10,7 @@ from pathlib import Path
 # A package of each optional part: where it is missing, so is the part.
 _EXTRAS = {
     "serve": ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance"),
+    "deploy": ("ray", "jsonschema"),
     "hub": ("huggingface_hub",),
     "structured": ("llguidance",),
     "train": ("matplotlib", "safetensors"),

@@ -38,5 +38,10 @@ class Directory:
             self._listener = tell
             tell(self._replicas)
 
+    def leave(self) -> None:
+        """Tell nobody any more: the event loop ends, and replicas still do."""
+        with self._lock:
+            self._listener = None
+
 
 DIRECTORY = Directory()

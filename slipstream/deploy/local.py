@@ -93,6 +93,7 @@ class _FrontWork:
 
     async def stop(self) -> None:
         """Break all answers off."""
+        DIRECTORY.leave()
         self._front.stop()
 
     def _begin_update(self) -> None:
@@ -113,6 +114,8 @@ class _FrontWork:
 def _ray(plan: Plan) -> Iterator[None]:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # It tells of port 8000, where its own proxy would listen.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     options = plan.replicas
     ray.init(
         num_cpus=int(options.most * options.replica_cpus) + _RAY_CPUS,

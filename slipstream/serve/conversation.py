@@ -97,8 +97,8 @@ def require_template(template: ChatTemplate) -> None:
     """Raise ApiError if the model has no chat template."""
     if not template.exists:
         raise bad_request(
-            "this model has no chat template, so it cannot chat; use /v1/completions, or put a "
-            "chat_template.jinja into its directory",
+            "this model has no chat template, so it cannot chat; use /v1/completions, or start "
+            "the server with --chat-template",
             "messages",
         )
 

@@ -58,6 +58,7 @@ def test_the_doctor_says_it_in_words(
         (replace(MACHINE, processor=replace(PROCESSOR, level=None)), "C++ compiler"),
         (replace(MACHINE, processor=replace(PROCESSOR, nodes=2)), "numactl"),
         (replace(MACHINE, missing={"serve": ("uvicorn",)}), "'slipstream[serve]'"),
+        (replace(MACHINE, missing={"deploy": ("ray",)}), "'slipstream[deploy]'"),
         (replace(MACHINE, cuda="13.0", gpus=(H200,)), "pip install triton"),
         (
             replace(MACHINE, cuda="13.0", triton="3.6", gpus=(replace(H200, capability=(7, 5)),)),

@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.types import Message, Scope
 
+from slipstream.deploy.directory import Directory
 from slipstream.deploy.front import Front
 from slipstream.deploy.merged_metrics import merged
 from slipstream.deploy.routing import Replica
@@ -245,3 +246,17 @@ def test_families_of_metrics_stand_together() -> None:
         *("# HELP n_total N", "# TYPE n_total counter"),
         *('n_total{replica="a"} 3.0', 'n_total{replica="b"} 3.0'),
     ]
+
+
+def test_replicas_that_change_when_the_event_loop_has_ended_do_no_harm() -> None:
+    directory, told = Directory(), list[int]()
+
+    async def serve() -> None:
+        directory.follow(lambda replicas: told.append(len(replicas)))
+        directory.update([Replica(id="a" * 12, host="127.0.0.1", port=1)])
+        await asyncio.sleep(0)
+        directory.leave()
+
+    asyncio.run(serve())
+    directory.update([])
+    assert told == [0, 1]

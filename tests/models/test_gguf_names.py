@@ -51,6 +51,7 @@ def test_a_file_or_the_directory_of_one(tmp_path: Path) -> None:
     (file,) = touched(tmp_path, "model-Q4_K_M.GGUF")
     assert resolve_checkpoint(file) == file
     touched(tmp_path, "mmproj-model-f16.gguf", "config.json")
+    assert resolve_checkpoint(tmp_path) == file
     (own,) = touched(tmp_path / "one", "model.gguf")
     assert resolve_checkpoint(tmp_path / "one") == own
     with pytest.raises(UsageError, match=r"model.gguf is here and has no revision"):

@@ -62,7 +62,7 @@ def model_in(folder: Path, tag: str | None = None) -> Path | None:
     """
     if tag is None and any(folder.glob("*.safetensors")):
         return None
-    found = models_among([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")], tag)
+    found = models_among([*folder.glob("*"), *folder.glob("*/*")], tag)
     if len(found) > 1:
         raise CheckpointError(f"{folder} holds several GGUF models; name one: {listed(found)}")
     return found[0] if found else None
