@@ -23,9 +23,9 @@ class Embedding:
         share: Share = WHOLE,
     ) -> None:
         self.vocab_size, self.ranks = vocab_size, share
-        table = source.table([Part(f"{name}.weight", vocab_size, ROWS)], width)
-        self.weight: Weight = table
-        self.dtype, self.device = table.values.dtype, table.values.device
+        self.weight = source.embedding([Part(f"{name}.weight", vocab_size, ROWS)], width)
+        assert self.weight.table_dtype is not None, "rows of embeddings are looked up"
+        self.dtype, self.device = self.weight.table_dtype, self.weight.table_device
 
     def renumber(self, token_ids: Tensor) -> None:
         """Give id i the row that token_ids[i] had; token_ids [n] int64. The weight is a copy."""

@@ -189,8 +189,11 @@ class ParameterSource(Protocol):
         """A matrix whose products are logits: four bits would be too few for it."""
 
     def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
-        """[sum of rows, columns] in the model's dtype, however it is stored: its rows are
-        looked up, or an op takes parts of it."""
+        """[sum of rows, columns] in the model's dtype, however it is stored: an op takes parts of
+        it."""
+
+    def embedding(self, parts: Sequence[Part], columns: int) -> Weight:
+        """[sum of rows, columns] whose rows are looked up, in the model's dtype."""
 
     def tied(self, table: Weight) -> Weight:
         """The factor of products that has the numbers of a table; the table itself if it can be."""

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from slipstream.core.errors import UsageError
+from slipstream.kernels.formats.blocks import BlockMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
 from slipstream.kernels.formats.int4 import Int4Matrix
@@ -57,7 +58,7 @@ logger = logging.getLogger("slipstream")
 RANDOM_FORMATS = ("dummy", "twin")  # of `load_format`
 # Classes of the matrices that C++ and plain torch multiply as they are stored.
 KEPT_FORMATS: Final[frozenset[type[Weight]]] = frozenset(
-    {Int8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix}
+    {Int8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix, BlockMatrix}
 )
 
 # (name, size, unit) -> a context whose function is called with each amount that is done.
@@ -212,7 +213,12 @@ def tensor_bytes(
 
 
 def _kept(options: LoadOptions) -> frozenset[type[Weight]]:
-    return options.kept | ({Float8Matrix} if options.quantization == "fp8" else set())
+    if options.quantization is None:
+        return options.kept
+    # Blocks are rounded further where that is asked for.
+    return (options.kept - {BlockMatrix}) | (
+        {Float8Matrix} if options.quantization == "fp8" else set()
+    )
 
 
 def _kept_rounding(

@@ -106,6 +106,11 @@ class PreparedSource:
             return self._tensors.floats(parts, columns)
         return DenseMatrix(self._tensors.matrix(parts, columns))
 
+    def embedding(self, parts: Sequence[Part], columns: int) -> Weight:
+        if isinstance(self._tensors, QuantizedSource):
+            return self._ops.pack(self._tensors.embedding(parts, columns))
+        return DenseMatrix(self._tensors.matrix(parts, columns))
+
     def tied(self, table: Weight) -> Weight:
         return self._prepared(table, None if self._precision is None else self._precision.head)
 
@@ -248,6 +253,9 @@ class _Shapes:
         table = _unfilled(parts, columns)
         self.tables.append(table.values)
         return table
+
+    def embedding(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
+        return self.table(parts, columns)
 
     def tied(self, table: Weight) -> Weight:
         return table

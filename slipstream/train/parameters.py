@@ -66,6 +66,9 @@ class Trainable:
     def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
         return self.matrix(parts, columns)
 
+    def embedding(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
+        return self.table(parts, columns)
+
     def alike(self, parts: Sequence[Part]) -> bool:
         return True
 

@@ -110,7 +110,7 @@ class Learning:
     def matrix(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
         return DenseMatrix(self._stacked(parts, (columns,)))
 
-    table = head = matrix
+    table = embedding = head = matrix
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         return self._stacked(parts, ())

@@ -57,6 +57,10 @@ class BlockMatrix(Weight):
         return sum(len(part.raw) for part in self.parts), blocks * first.type.numbers
 
     @property
+    def table_device(self) -> torch.device:  # type: ignore[override]
+        return self.parts[0].raw.device
+
+    @property
     def nbytes(self) -> int:
         return sum(part.raw.nbytes for part in self.parts)
 
@@ -111,6 +115,9 @@ class BlockMatrix(Weight):
 
     def dequantised(self) -> Tensor:
         return torch.cat([part.type.dequantised(part.raw.contiguous()) for part in self.parts])
+
+    def as_table(self, dtype: torch.dtype) -> Self:
+        return replace(self, table_dtype=dtype)
 
     def look_up(self, index: Tensor) -> Tensor:
         assert self.table_dtype is not None, "this matrix is no table"

@@ -31,6 +31,10 @@ class DenseMatrix(RowScaled):
     def table_dtype(self) -> torch.dtype:  # type: ignore[override]
         return self.values.dtype
 
+    @property
+    def table_device(self) -> torch.device:  # type: ignore[override]
+        return self.values.device
+
     def look_up(self, index: Tensor) -> Tensor:
         rows: Tensor = F.embedding(index, self.values)
         return rows

@@ -28,10 +28,12 @@ class Weight(ABC):
     Attributes:
         floats: W as it is stored where nothing was rounded; None for formats of fewer bits.
         table_dtype: dtype of the rows that `look_up` gives; None where rows cannot be looked up.
+        table_device: where they lie.
     """
 
     floats: Tensor | None = None
     table_dtype: torch.dtype | None = None
+    table_device: torch.device = torch.device("cpu")
 
     @property
     @abstractmethod
@@ -84,6 +86,11 @@ class Weight(ABC):
         """x [T, K], bias [N] or None -> x W^T + bias, [T, N] in the dtype of x."""
         product = self.logits(x).to(x.dtype)
         return product if bias is None else product + bias
+
+    def as_table(self, dtype: torch.dtype) -> "Weight | None":
+        """This matrix as one whose rows are looked up in `dtype`; None for most rounded ones."""
+        del dtype
+        return None
 
     def look_up(self, index: Tensor) -> Tensor:
         """index [...] integers -> [..., K], rows in `table_dtype`."""

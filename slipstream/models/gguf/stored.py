@@ -1,86 +1,21 @@
 """Matrices in the blocks of GGUF files, as one more way in which checkpoints store them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Self
 
 import torch
 from torch import Tensor
 
-from slipstream.core.errors import UsageError
-from slipstream.kernels.formats.int4 import Int4Matrix
+from slipstream.kernels.formats.blocks import BlockMatrix, Blocks
+from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
-from slipstream.kernels.formats.weight import Rounding, Weight, chosen_rows, joined_rows
+from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.gguf.blocks import BY_NAME, MXFP4, Q4_0, BlockType
+from slipstream.models.gguf.blocks import BY_NAME, MXFP4, BlockType
 from slipstream.models.quantized.module import StoredModule, StoredQuantization
 
 HARMLESS = {"quant_method"}
 _TABLE = "model.embed_tokens"  # whose rows are looked up
-
-
-@dataclass(frozen=True, eq=False)
-class BlockMatrix(Weight):
-    """A weight [N, K] as a file has it, which is nowhere multiplied by: it becomes floats.
-
-    Attributes:
-        raw: [N, bytes of a row] uint8.
-    """
-
-    raw: Tensor
-    type: BlockType
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.raw), self.type.columns(self.raw.shape[1])
-
-    @property
-    def nbytes(self) -> int:
-        return self.raw.nbytes
-
-    def select(self, index: Tensor) -> Self:
-        return self._with(chosen_rows(self.raw, index))
-
-    def rows(self, start: int, stop: int | None = None) -> Self:
-        return self._with(self.raw[start:stop])
-
-    def columns(self, start: int, stop: int) -> Self:
-        if start % self.type.numbers or stop % self.type.numbers:
-            raise UsageError(
-                f"{self.type.name} weights cannot be cut between columns {start} and {stop}; use a "
-                "number of ranks whose shares are whole blocks"
-            )
-        place = slice(self.type.row_bytes(start), self.type.row_bytes(stop))
-        return self._with(self.raw[:, place].contiguous())
-
-    @classmethod
-    def stack(cls, weights: Sequence[Self]) -> Self | None:
-        first = weights[0]
-        if any(weight.type is not first.type for weight in weights):
-            return None
-        return first._with(joined_rows([weight.raw for weight in weights]))
-
-    def to(self, device: torch.device) -> Self:
-        return self._with(self.raw.to(device))
-
-    def dequantised(self) -> Tensor:
-        return self.type.dequantised(self.raw)
-
-    def _with(self, raw: Tensor) -> Self:
-        return type(self)(raw, self.type)
-
-
-@dataclass(frozen=True)
-class Packing:
-    """What kernels multiply by in the place of blocks of a type, with the numbers that these have.
-
-    Attributes:
-        kind: its class, one of those that devices keep (`KEPT_FORMATS`).
-        pack: of the raw bytes [N, bytes of a row] uint8, whose scales are finite.
-    """
-
-    kind: type[Weight]
-    pack: Callable[[Tensor], Weight]
 
 
 def _pairs(halves: Tensor) -> Tensor:
@@ -89,26 +24,20 @@ def _pairs(halves: Tensor) -> Tensor:
     return (columns[..., 0::2] | (columns[..., 1::2] << 4)).flatten(1)
 
 
-def _q4_0(raw: Tensor) -> Int4Matrix:
-    blocks = raw.view(len(raw), -1, Q4_0.nbytes)
-    scales = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).float()
-    return Int4Matrix(_pairs(blocks[..., 2:]), scales, None, Q4_0.numbers)
-
-
 def _mxfp4(raw: Tensor) -> Mxfp4Matrix:
     blocks = raw.view(len(raw), -1, MXFP4.nbytes)
     return Mxfp4Matrix(_pairs(blocks[..., 1:]), blocks[..., 0].contiguous())
 
 
-PACKED: Final[Mapping[str, Packing]] = {
-    "MXFP4": Packing(Mxfp4Matrix, _mxfp4),
-    "Q4_0": Packing(Int4Matrix, _q4_0),
-}
-"""By the name of the type; blocks of others become floats."""
+def form_of(kind: BlockType, is_table: bool) -> type[Weight]:
+    """The class of the matrices that a type's blocks become where a device keeps such."""
+    if kind is MXFP4:  # whose rows no class looks up
+        return DenseMatrix if is_table else Mxfp4Matrix
+    return BlockMatrix if kind.floats is None else DenseMatrix
 
 
 @dataclass(frozen=True)
-class Blocks(StoredQuantization):
+class BlockTypes(StoredQuantization):
     """The types of the modules of one file.
 
     Attributes:
@@ -135,8 +64,7 @@ class Blocks(StoredQuantization):
         return self.types[module].columns(nbytes)
 
     def kind(self, module: str) -> type[Weight]:
-        packing = PACKED.get(self.types[module].name) if module != _TABLE else None
-        return BlockMatrix if packing is None else packing.kind
+        return form_of(self.types[module], module == _TABLE)
 
     def rounding(self, module: str) -> Rounding | None:
         """None: random weights are not rounded."""
@@ -153,10 +81,9 @@ class Blocks(StoredQuantization):
                 f"holds NaN or infinity in {module.full_name('weight')}, so no text can be made "
                 "with it; copy or download the file again"
             )
-        packing = PACKED.get(kind.name) if module.name != _TABLE else None
-        return BlockMatrix(raw, kind) if packing is None else packing.pack(raw)
+        return _mxfp4(raw) if kind is MXFP4 else BlockMatrix((Blocks(raw, kind),))
 
 
-def read_settings(reader: ConfigReader) -> Blocks:
+def read_settings(reader: ConfigReader) -> BlockTypes:
     """Read what `config.py` makes of a file's tensors."""
-    return Blocks({name: BY_NAME[kind] for name, kind in reader.take("types", dict).items()})
+    return BlockTypes({name: BY_NAME[kind] for name, kind in reader.take("types", dict).items()})

@@ -8,7 +8,7 @@ import torch
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.gguf.blocks import BlockType
 from slipstream.models.gguf.container import Container
-from slipstream.models.gguf.stored import PACKED
+from slipstream.models.gguf.stored import form_of
 
 _TABLE = "token_embd.weight"  # whose rows are looked up
 
@@ -19,7 +19,7 @@ class TypeBytes:
 
     Attributes:
         num_bytes: in the file.
-        becomes: None: they are multiplied as they are stored; else the dtype that they get.
+        becomes: None: they stay what is stored; else the dtype that they get.
         rounded: whether that dtype has other numbers than the file.
     """
 
@@ -36,13 +36,12 @@ def types_by_bytes(
 
     Args:
         dtype: of the model's parameters.
-        kept: classes of the matrices that the device multiplies by as they are stored.
+        kept: classes of the matrices that stay what is stored on the device.
     """
     sizes: dict[tuple[BlockType, bool], int] = {}
     for tensor in container.tensors.values():
-        packing = PACKED.get(tensor.kind.name)
-        stays = packing is not None and packing.kind in kept and tensor.name != _TABLE
-        key = tensor.kind, stays
+        form = form_of(tensor.kind, is_table=tensor.name == _TABLE)
+        key = tensor.kind, form in kept
         sizes[key] = sizes.get(key, 0) + tensor.nbytes
     name = str(dtype).removeprefix("torch.")
     found = [

@@ -57,6 +57,12 @@ class QuantizedSource(CheckpointSource):
         weight = self.weight(parts, columns)
         return DenseMatrix(whole_numbers(weight, self._dtype, self._device))
 
+    def embedding(self, parts: Sequence[Part], columns: int) -> Weight:
+        """[sum of rows, columns] whose rows are looked up: blocks if they are kept, else floats."""
+        found = self.weight(parts, columns)
+        table = found.as_table(self._dtype)
+        return table or DenseMatrix(whole_numbers(found, self._dtype, self._device))
+
     def weight(self, parts: Sequence[Part], columns: int) -> Weight:
         """[sum of rows, columns], a factor of products, as few bits as are stored.
 
