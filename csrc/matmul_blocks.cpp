@@ -1,7 +1,9 @@
 #include "matmul_blocks.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <utility>
 
 #include "float16.h"
 #include "matmul_pack.h"
@@ -139,23 +141,32 @@ Matrix common_form(const std::vector<BlockRows>& parts) {
     return form;
 }
 
-// A float16 times a power of two that it can bear.
-uint16_t scaled(uint16_t half, float by) { return to_float16(from_float16(half) * by); }
+// A float16 times a power of two; false where a float16 cannot hold it.
+bool scale(uint16_t half, float by, uint16_t* out) {
+    const float number = from_float16(half) * by;
+    *out = to_float16(number);
+    return from_float16(*out) == number;
+}
 
-// Numbers of a block as the weight's form has them: the same numbers in other words.
-void fit(const BlockType& type, const Matrix& form, BlockNumbers* numbers) {
+// Numbers of a block as the weight's form has them: the same numbers in other words. False where
+// the form has no room for them.
+bool fit(const BlockType& type, const Matrix& form, BlockNumbers* numbers) {
     if (form.has_minima && !type.has_minima) {
         // (q - zero) * scale = q * scale - zero * scale, where zeros are powers of two.
         const auto by = static_cast<float>(-type.zero);
+        const uint16_t* scales = numbers->scales[0];
+        bool fits = true;
         for (int i = 0; i < type.columns / type.group; ++i)
-            numbers->scales[1][i] =
-                type.has_factors ? numbers->scales[0][i] : scaled(numbers->scales[0][i], by);
-        if (type.has_factors) numbers->factors[1] = scaled(numbers->factors[0], by);
+            if (type.has_factors) numbers->scales[1][i] = scales[i];
+            else fits = scale(scales[i], by, &numbers->scales[1][i]) && fits;
+        if (type.has_factors) fits = scale(numbers->factors[0], by, &numbers->factors[1]);
+        return fits;
     } else if (!form.has_minima) {
         const int more = zero_of(form.storage) - type.zero;
         for (int i = 0; more && i < type.columns; ++i)
             numbers->integers[i] = static_cast<uint8_t>(numbers->integers[i] + more);
     }
+    return true;
 }
 
 // Integers of a tile's columns in a row's lane.
@@ -197,17 +208,18 @@ void get_integers(Storage storage, const char* lane, uint8_t* to) {
     }
 }
 
-// A row's blocks into the weight.
-void put_row(const BlockRows& part, int64_t source, const Matrix& matrix, int64_t row) {
+// A row's blocks into the weight; false where it has no room for their numbers.
+bool put_row(const BlockRows& part, int64_t source, const Matrix& matrix, int64_t row) {
     const BlockType& type = *part.type;
     const int64_t place = row % block_rows, tile_columns = tile_shape(matrix.storage).columns;
     const int64_t groups = type.columns / matrix.group, repeats = type.group / matrix.group;
     const int parts = 1 + matrix.has_minima;
     const uint8_t* block = part.blocks + source * part.row_blocks * type.bytes;
     BlockNumbers numbers;
+    bool fits = true;
     for (int64_t index = 0; index < part.row_blocks; ++index, block += type.bytes) {
         type.read(block, &numbers);
-        fit(type, matrix, &numbers);
+        fits = fit(type, matrix, &numbers) && fits;
         const int64_t first_tile = index * type.columns / tile_columns;
         for (int64_t tile = 0; tile < type.columns / tile_columns; ++tile)
             put_integers(matrix.storage, numbers.integers + tile * tile_columns,
@@ -225,6 +237,7 @@ void put_row(const BlockRows& part, int64_t source, const Matrix& matrix, int64_
                 numbers.factors[i];
     }
     matrix.row_scales()[row] = 1.0f;
+    return fits;
 }
 
 // The scale (part 0) or the minimum (1) of a row's group.
@@ -279,15 +292,16 @@ std::unique_ptr<Matrix> pack_blocks(const std::vector<BlockRows>& parts) {
     const Matrix form = common_form(parts);
     if (!form.rows) return nullptr;
     auto matrix = empty_matrix(form);
+    std::atomic<bool> fits = true;
     for_panels(*matrix, [&](const PanelRows& panel) {
         size_t index = 0;
         int64_t start = 0;
         for (int64_t row = panel.first; row < panel.first + panel.count; ++row) {
             while (row >= start + parts[index].rows) start += parts[index++].rows;
-            put_row(parts[index], row - start, *matrix, row);
+            if (!put_row(parts[index], row - start, *matrix, row)) fits = false;
         }
     });
-    return matrix;
+    return fits ? std::move(matrix) : nullptr;
 }
 
 void look_up_blocks(const Matrix& table, const int64_t* ids, int64_t count, void* out,

@@ -39,7 +39,7 @@ struct BlockRows {
     int64_t columns() const { return row_blocks * type->columns; }
 };
 
-// One below the other, with the numbers that they have; null where their types do not go together.
+// One below the other, with the numbers that they have; null where no form holds those of all.
 std::unique_ptr<Matrix> pack_blocks(const std::vector<BlockRows>& parts);
 
 // Rows ids[i] of a weight that was packed so to out + i * columns, rounded to float32 as the file's type defines,

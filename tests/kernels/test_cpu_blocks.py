@@ -120,13 +120,55 @@ def test_packed_weights_take_the_bytes_of_the_file() -> None:
         assert whole.nbytes <= matmul.pack(whole).nbytes <= whole.nbytes + extra, types
 
 
-def test_types_without_a_common_form_stay_blocks() -> None:
+def test_types_without_a_common_form_are_packed_apart() -> None:
     whole = BlockMatrix.stack([matrix("Q4_K", 4, 256), matrix("Q8_0", 4, 256)])
     assert [part.type for part in whole.parts] == [Q4_K, Q8_0]
+    require_apart(whole)
+
+
+@pytest.mark.parametrize(("types", "scale"), [("Q4_1 Q8_0", 512), ("Q4_K Q6_K", 2048)])
+def test_numbers_that_a_common_form_has_no_room_for_are_packed_apart(
+    level: str, types: str, scale: float
+) -> None:
+    """A scale times minus the integer that stands for zero is more than a float16 can be."""
+    whole = matrix(types, 4, 256)
+    assert isinstance(matmul.pack(whole), matmul.CpuMatrix)
+    large = whole.parts[1]
+    place = large.type.scales[0]  # type: ignore[attr-defined]
+    halves = large.raw[:, place : place + 2]
+    halves[:] = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
+    exact = torch.tensor([scale / 2], dtype=torch.float16).view(torch.uint8)
+    halves[1:] = exact
+    require_apart(whole)
+    halves[:] = exact
+    assert isinstance(matmul.pack(whole), matmul.CpuMatrix)
+
+
+def require_apart(whole: BlockMatrix) -> None:
+    """Its parts are packed, each by itself, and multiplied as if they were one."""
     packed = matmul.pack(whole)
-    assert packed is whole
-    x = inputs(2, 256, torch.float32)
-    assert torch.allclose(packed.logits(x), x @ whole.dequantised().T, atol=1e-5)
+    assert isinstance(packed, matmul.CpuMatrices)
+    assert packed.shape == whole.shape
+    assert packed.nbytes >= whole.nbytes
+    x, bias = inputs(2, 256, torch.float32), torch.arange(float(whole.shape[0]))
+    expected = x @ whole.dequantised().T
+    size = float(expected.abs().max())
+    assert torch.allclose(packed.logits(x), expected, rtol=0, atol=2e-6 * size)
+    assert torch.equal(packed.linear(x, None), packed.logits(x))
+    assert torch.equal(packed.linear(x, bias), packed.logits(x) + bias)
+    index = torch.tensor([7, 0, 1, 6, 6])
+    assert torch.equal(packed.select(index).logits(x), packed.logits(x)[:, index])
+    assert torch.equal(packed.rows(3, 6).logits(x), packed.logits(x)[:, 3:6])
+    assert packed.select(index[:0]).shape == (0, 256)
+
+
+def test_no_rows_can_be_chosen() -> None:
+    whole = matrix("Q4_K Q6_K", 4, 256)
+    none = torch.empty(0, dtype=torch.int64)
+    for part in (whole.select(none), whole.rows(3, 3)):
+        assert part.shape == (0, 256)
+        assert part.dequantised().shape == (0, 256)
+    assert whole.look_up(none.view(2, 0)).shape == (2, 0, 256)
 
 
 def test_largest_numbers_do_not_overflow(level: str) -> None:

@@ -1,5 +1,7 @@
 """Weights packed for the C++ kernels, and their products."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import singledispatch
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.devices import CPP_DTYPES
-from slipstream.kernels.formats.blocks import BlockMatrix
+from slipstream.kernels.formats.blocks import BlockMatrix, runs
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.int4 import Int4Matrix, ToInt4
 from slipstream.kernels.formats.int8 import Int8Matrix, ToInt8
@@ -67,6 +69,47 @@ class CpuMatrix(Weight):
         out = torch.empty((x.shape[0], self._shape[0]))
         cpp.matmul(self.handle, x, None, out)
         return out
+
+
+class CpuMatrices(Weight):
+    """Weights one below the other that are no one stream, such as of types without a common form.
+
+    Args:
+        parts: at least one, with as many columns.
+    """
+
+    def __init__(self, parts: Sequence[Weight]) -> None:
+        self._parts = parts
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(self._lengths), self._parts[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [part.shape[0] for part in self._parts]
+
+    def select(self, index: Tensor) -> "CpuMatrices":
+        found = [self._parts[place].select(own) for place, own in runs(self._lengths, index.long())]
+        return CpuMatrices(found or [self._parts[0].select(index.long())])
+
+    def rows(self, start: int, stop: int | None = None) -> "CpuMatrices":
+        return self.select(torch.arange(start, self.shape[0] if stop is None else stop))
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        products, start = [], 0
+        for part in self._parts:
+            stop = start + part.shape[0]
+            products.append(part.linear(x, None if bias is None else bias[start:stop]))
+            start = stop
+        return torch.cat(products, 1)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return torch.cat([part.logits(x) for part in self._parts], 1)
 
 
 def handle_of(weight: Weight) -> "cpp.Matrix | None":
@@ -131,8 +174,11 @@ def _(weight: Nvfp4Matrix) -> Weight:
 def _(weight: BlockMatrix) -> Weight:
     raw = [part.raw.contiguous() for part in weight.parts]
     handle = cpp.pack_blocks(raw, [part.type.name for part in weight.parts])
-    # Types whose scales are of several kinds are no one stream.
-    return weight if handle is None else CpuMatrix(handle, weight.table_dtype)
+    if handle is not None:
+        return CpuMatrix(handle, weight.table_dtype)
+    if len(weight.parts) == 1:
+        return weight
+    return CpuMatrices([_packed(replace(weight, parts=(part,))) for part in weight.parts])
 
 
 def rounded(matrix: Tensor, form: Rounding) -> Weight:

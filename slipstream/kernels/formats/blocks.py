@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby
 from typing import Protocol, Self
 
 import torch
@@ -65,17 +65,10 @@ class BlockMatrix(Weight):
         return sum(part.raw.nbytes for part in self.parts)
 
     def select(self, index: Tensor) -> Self:
-        ends = torch.tensor([len(part.raw) for part in self.parts], device=index.device).cumsum(0)
-        places = torch.searchsorted(ends, index, right=True)
-        changes = (places.diff().nonzero().flatten() + 1).tolist()
-        starts = [0, *ends.tolist()]
-        chosen = []
-        for first, last in pairwise([0, *changes, len(index)]):
-            place = int(places[first])
-            part = self.parts[place]
-            raw = chosen_rows(part.raw, index[first:last] - starts[place])
-            chosen.append(Blocks(raw, part.type))
-        return self._with(chosen)
+        return self._with(
+            Blocks(chosen_rows(self.parts[place].raw, own), self.parts[place].type)
+            for place, own in runs([len(part.raw) for part in self.parts], index)
+        )
 
     def rows(self, start: int, stop: int | None = None) -> Self:
         return self._with(self._rows(start, self.shape[0] if stop is None else stop))
@@ -125,7 +118,20 @@ class BlockMatrix(Weight):
         return rows.view(*index.shape, self.shape[1])
 
     def _with(self, parts: Iterator[Blocks] | Sequence[Blocks]) -> Self:
-        return replace(self, parts=tuple(parts))
+        none = Blocks(self.parts[0].raw[:0], self.parts[0].type)
+        return replace(self, parts=tuple(parts) or (none,))
+
+
+def runs(lengths: Sequence[int], index: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """index [n] int64, of rows of parts that are one below the other -> neighbours of one part:
+    its place and the rows within it."""
+    ends = torch.tensor(lengths, device=index.device).cumsum(0)
+    places: list[int] = torch.searchsorted(ends, index, right=True).tolist()
+    start = 0
+    for place, same in groupby(places):
+        stop = start + len(list(same))
+        yield place, index[start:stop] - sum(lengths[:place])
+        start = stop
 
 
 def _place(kind: BlockType, column: int) -> int:
