@@ -44,7 +44,10 @@ class Plan:
     @property
     def max_tokens(self) -> int:
         """Of one prompt and its output, with room for drafts behind it."""
-        return max(self.prompt + SHORT + max(self.decode.values()), self.prefill + WARM_UP) + 24
+        return (
+            max(self.prompt + SHORT + max(self.decode.values(), default=0), self.prefill + WARM_UP)
+            + 24
+        )
 
 
 PREFILL = "prefill"

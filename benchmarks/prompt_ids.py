@@ -9,7 +9,11 @@ TEXT = Path(__file__).parent.parent / "slipstream" / "demo" / "prompts" / "held_
 
 
 class PromptText:
-    """Hands out windows, each beginning where the last one ended; behind the end, at the start."""
+    """Hands out windows, each beginning where the last one ended; behind the end, at the start.
+
+    Args:
+        checkpoint: a directory, or a GGUF file.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
         entries = [json.loads(line) for line in TEXT.read_text("utf-8").splitlines()]

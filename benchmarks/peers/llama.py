@@ -2,7 +2,8 @@
 
 Drafting is a loop of this file, since the Python package has none with a draft model: K greedy
 passes of the draft, one pass of the target over all guesses, and the caches cut back. Only argmax
-and this bookkeeping are Python. A job's form is Q8_0 for int8 and Q4_0, head included, for int4.
+and this bookkeeping are Python. A job's form is Q8_0 for int8 and Q4_0, head included, for int4;
+checkpoints that are GGUF files are taken as they are.
 """
 
 import ctypes
@@ -14,7 +15,6 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from benchmarks.peers.gguf_file import write_gguf
 from benchmarks.peers.protocol import Job, Output, Prompts, serve
 
 _FORMS = {"int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}
@@ -187,13 +187,20 @@ class Llama:
 
 
 def converted(job: Job, checkpoint: str) -> Path:
-    """The file of a checkpoint in a form; `prepare` writes it."""
+    """The file of a checkpoint in a form; `prepare` writes it where it is none."""
+    if checkpoint.endswith(".gguf"):
+        return Path(checkpoint)
     return Path(job.work) / "gguf" / f"{Path(checkpoint).name}-{job.form}.gguf"
 
 
 def prepare(job: Job) -> None:
     """Convert what is not yet converted, rounding the file in bf16."""
     for checkpoint in job.checkpoints:
+        if converted(job, checkpoint) == Path(checkpoint):
+            continue
+        # What is there already is measured without the package that writes such files.
+        from benchmarks.peers.gguf_file import write_gguf
+
         whole = converted(job, checkpoint).with_name(f"{Path(checkpoint).name}-bf16.gguf")
         whole.parent.mkdir(parents=True, exist_ok=True)
         if not whole.exists():

@@ -25,7 +25,8 @@ class Job:
     """What an engine is to load.
 
     Attributes:
-        target, draft: directories in the layout of Hugging Face; without a draft, plain decoding.
+        target, draft: GGUF files or directories in the layout of Hugging Face; without a draft,
+            plain decoding.
         num_speculative_tokens: K.
         form: "bf16", "int8" or "int4", of all matrices.
         threads: that compute.
