@@ -4,10 +4,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from slipstream.cli.checkpoint_facts import DRAFT_MODEL, CheckpointFacts, read_facts
+from slipstream.cli.errors import say
 from slipstream.cli.terminal import stderr_console, stdout_console
 from slipstream.core.errors import CheckpointError, SlipstreamError
 from slipstream.core.flags import flag
@@ -64,32 +66,10 @@ def _bundled() -> Iterator[CachedModel]:
 
 
 def _downloaded(folder: str | None) -> Iterator[CachedModel]:
-    """What lies in the hub's cache; nothing where there is no cache, or no client of the hub.
-
-    Raises:
-        CheckpointError: `folder` was named, and is no cache of the hub's.
-    """
+    """What lies in the hub's cache."""
     from slipstream.models.gguf.files import models_among, split_stem
 
-    try:
-        from huggingface_hub import CacheNotFound, scan_cache_dir
-    except ImportError:
-        if folder is not None:
-            raise CheckpointError(
-                "downloads are kept by the package huggingface_hub: install slipstream[hub]"
-            ) from None
-        return
-    try:
-        found = scan_cache_dir(folder)
-    except (CacheNotFound, ValueError) as error:
-        if folder is not None:
-            raise CheckpointError(
-                f"--download-dir {folder} is not a folder of downloads ({error}); name another"
-            ) from None
-        return
-    for repo in sorted(found.repos, key=lambda repo: repo.repo_id):
-        if repo.repo_type != "model":
-            continue
+    for repo in _repositories(folder):
         several = len(repo.revisions) > 1  # then their names tell them apart
         for revision in sorted(repo.revisions, key=lambda it: -it.last_modified):
             name = revision.commit_hash[:8] if several else None
@@ -99,6 +79,34 @@ def _downloaded(folder: str | None) -> Iterator[CachedModel]:
                 yield _described(f"{repo.repo_id}:{tag}", name, model)
             if not models:
                 yield _described(repo.repo_id, name, revision.snapshot_path)
+
+
+def _repositories(folder: str | None) -> list[Any]:
+    """The models of the hub's cache; none where there is no cache, or no client of the hub.
+
+    Raises:
+        CheckpointError: `folder` was named, and is no cache of the hub's.
+    """
+    try:
+        from huggingface_hub import CacheNotFound, scan_cache_dir
+    except ImportError:
+        if folder is not None:
+            raise CheckpointError(
+                "downloads are kept by the package huggingface_hub: install slipstream[hub]"
+            ) from None
+        return []
+    try:
+        found = scan_cache_dir(folder)
+    except (CacheNotFound, ValueError) as error:
+        if folder is not None:
+            raise CheckpointError(
+                f"--download-dir {folder} is not a folder of downloads ({error}); name another"
+            ) from None
+        return []
+    for warning in found.warnings:  # whole repositories are left out then
+        say(f"not listed: {str(warning).splitlines()[0]}; download it again")
+    models = [repo for repo in found.repos if repo.repo_type == "model"]
+    return sorted(models, key=lambda repo: repo.repo_id)
 
 
 def _described(name: str, revision: str | None, place: str | Path) -> CachedModel:

@@ -12,8 +12,10 @@ import typer
 from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.flags import Given, parsed
 from slipstream.cli.listen import ListenFlags, MissingPackagesError, announce, checked_options
+from slipstream.cli.paths import require_writable
+from slipstream.cli.terminal import stderr_console
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import UsageError, counted
 from slipstream.core.flags import flag, given_flags
 from slipstream.deploy.options import ReplicaOptions
 from slipstream.serve.limits import ServeLimits
@@ -134,7 +136,9 @@ def _write_manifest(
         else:
             kept.append(word)
     text = ray_service(plan, kept, cluster.name, cluster.image, listen.port)
+    require_writable("--manifest", cluster.manifest)
     cluster.manifest.write_text(text, "utf-8")
+    print(f"written: {cluster.manifest}; kubectl apply -f {cluster.manifest} makes the service")
 
 
 def _missing(error: ModuleNotFoundError) -> MissingPackagesError:
@@ -159,6 +163,8 @@ def run_locally(plan: "Plan", listen: ListenFlags, reread: "Callable[[], Plan]")
 
     sock = bind(listen.host, listen.port, listen.uds)
     began = perf_counter()
+    with suppress(OSError):
+        stderr_console().print(f"starting {counted(plan.replicas.replicas, 'replica')} on Ray")
 
     def started() -> None:
         let_connect(sock)

@@ -235,7 +235,10 @@ def _why_no_config(folder: Path) -> str:
             f"{folder} is a LoRA adapter, which is not applied here; merge it into {base} (peft: "
             "merge_and_unload, then save_pretrained), and give the merged model"
         )
-    return f"{folder} has no config.json; give the directory of a Hugging Face checkpoint"
+    return (
+        f"{folder} has no config.json; give the directory of a Hugging Face checkpoint, or for a "
+        "GGUF file of the hub its tag behind the name (owner/name:Q4_K_M)"
+    )
 
 
 def _bundled(name: str) -> Path | None:

@@ -103,6 +103,15 @@ def test_the_list_has_the_bundled_models_and_downloads(
     assert "not read here" in words
 
 
+def test_an_interrupted_download_is_told_of(slipstream: CommandLine, tmp_path: Path) -> None:
+    snapshot = add_download(tmp_path, "half/model")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/absent")
+    ran = slipstream("list", "--download-dir", str(tmp_path))
+    assert ran.code == 0
+    assert "not listed" in ran.err
+    assert "half--model" in ran.err
+
+
 def test_a_folder_that_holds_no_downloads_is_refused(
     slipstream: CommandLine, tmp_path: Path
 ) -> None:

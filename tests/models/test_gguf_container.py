@@ -91,7 +91,7 @@ def test_all_parts_of_a_split_file_are_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot open .*00002-of-00003.gguf: No such file"):
         read_container(files[0])
     renamed = files[0].rename(tmp_path / "model.gguf")
-    with pytest.raises(CheckpointError, match="is one of 3 parts, which its name does not tell"):
+    with pytest.raises(CheckpointError, match="is one of 3 parts by its header"):
         read_container(renamed)
 
 
@@ -105,7 +105,7 @@ def test_all_parts_of_a_split_file_are_read(tmp_path: Path) -> None:
         (struct.pack("<QQ", 5, 8), struct.pack("<QQ", 5, 1 << 60), r"truncated: \d+ pairs"),
         (b"an.integer\4", b"an.integer\x63", "an.integer has a value of the type 99"),
         (b"texts\x09\0\0\0\x08", b"texts\x09\0\0\0\x09", "texts has a value of the type 9"),
-        (b"an.integer", b"a.negative", "has the key a.negative twice"),
+        (b"an.integer", b"a.negative", "has the key 'a.negative' twice"),
         (b"an.integer", b"an.intege\xff", "a key of its metadata is no text in UTF-8"),
         (b"c.weight", b"a.weight", "describes tensor a.weight twice"),
         (b"c.weight\2", b"c.weight\0", "tensor c.weight .* has 0 dimensions"),

@@ -84,7 +84,8 @@ def test_the_language_model_of_a_wrapper_gives_its_logits(wrapped: tuple[Path, A
     for prompt, found in zip(prompts, runner_logits(load(folder), prompts, (50, 7)), strict=True):
         with torch.inference_mode():
             expected = model(torch.tensor([prompt])).logits[0]
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        # Relative as well: numbers are above 1, and libraries order sums by the processor.
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_the_language_model_of_gemma_3_under_either_prefix(tmp_path: Path) -> None:

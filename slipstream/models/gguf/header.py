@@ -91,7 +91,7 @@ class HeaderReader:
         for _ in range(count):
             key = self.text("a key of its metadata", _MAX_KEY)
             if key in found:
-                raise CheckpointError(f"{self._path} has the key {key} twice; {DAMAGED}")
+                raise CheckpointError(f"{self._path} has the key {key!r} twice; {DAMAGED}")
             found[key] = self._value(key)
         return found
 
