@@ -94,7 +94,8 @@ class World:
                 self.seen[f"{kind} sprung"] += 1
         elif kind.endswith("line") and not self._traps.poisoned:
             error = _error(kind.split()[0])
-            with broken_off(operation.which, error):
+            # The first line of a step is its `try`, where an interrupt may come but no error.
+            with broken_off(operation.which + isinstance(error, Exception), error):
                 self._broken_step(error)
         else:
             self._step()

@@ -108,6 +108,28 @@ def test_a_surer_text_is_guessed_further() -> None:
     assert automaton.guess(phrase[:6], 8).token_ids == [16, 17, 18, 19, 2, 10]
 
 
+@pytest.mark.parametrize("part", ["_exactly", "_new_state", "_count_suffixes"])
+def test_an_interrupted_text_is_taken_in_anew(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chaos found it (seed 5186): half of a state made every later step of a request fail."""
+    text = [1, 2, 1, 3, 1, 2, 2, 1, 3]
+    limits = GuessLimits(depth=6, spec_factor=2.0, min_prob=0.0)
+    whole, broken = SuffixAutomaton(limits), SuffixAutomaton(limits)
+    whole.add(text)
+    broken.extend(text[:3])
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, part, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            broken.extend(text[3:])
+    broken.extend(text[broken.num_tokens :])
+    assert broken.num_tokens == len(text)
+    for length in range(1, len(text)):
+        assert broken.guess(text[:length], 4) == whole.guess(text[:length], 4)
+
+
 @pytest.mark.parametrize(("outputs", "tokens"), [(1, 999), (2, 999), (5, 999), (99, 20), (4, 11)])
 def test_the_store_keeps_the_newest_outputs_within_its_bounds(outputs: int, tokens: int) -> None:
     options = {"max_cached_requests": outputs, "max_cached_tokens": tokens}

@@ -58,6 +58,10 @@ class SuffixAutomaton:
     def __init__(self, limits: GuessLimits) -> None:
         self._depth, self._min_prob = limits.depth, limits.min_prob
         self._most = limits.most_tokens()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Know no text."""
         self._next: list[dict[int, int]] = [{}]
         self._link, self._length = [-1], [0]
         self._count = [0]  # of the places where a state's strings end
@@ -73,16 +77,24 @@ class SuffixAutomaton:
         self.extend(text)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Continue the growing text."""
+        """Continue the growing text. If this is interrupted, all texts are forgotten: half of a
+        state could not be made whole again."""
+        try:
+            for token in tokens:
+                self._extend(token)
+            self.num_tokens += len(tokens)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _extend(self, token: int) -> None:
         links, lengths = self._link, self._length
-        for token in tokens:
-            self._whole = self._append(self._whole, token)
-            before, state = self._recent, self._next[self._recent][token]
-            while lengths[links[state]] >= self._depth:
-                state = links[state]
-            self._recent = state
-            self._count_suffixes(state, before, token)
-        self.num_tokens += len(tokens)
+        self._whole = self._append(self._whole, token)
+        before, state = self._recent, self._next[self._recent][token]
+        while lengths[links[state]] >= self._depth:
+            state = links[state]
+        self._recent = state
+        self._count_suffixes(state, before, token)
 
     def guess(self, context: Sequence[int], most: int, better_than: Guess = NOTHING) -> Guess:
         """At most `most` tokens behind `context`: of all its suffixes that came before, the guess
