@@ -47,22 +47,27 @@ TRAIN = f"""
     --num-speculative-tokens --place-decay --share-embedding --share-head --steps --validate-every
     --validation --warmup --weight-decay -k
 """
+SERVE = f"""
+    {COMMON} {ENGINE} {DRAFTER}
+    --allow-synthetic --allowed-origins --api-key --chat-template --cors-origin
+    --default-chat-template-kwargs --drain-timeout --enable-profiling
+    --host --keep-alive-timeout --log-json --log-level --log-prompts --max-body-bytes
+    --metrics-prefix
+    --max-connections --max-header-bytes --max-json-values --max-queue
+    --max-stored-bytes --max-stored-responses --max-waiting --port
+    --receive-timeout --request-timeout --root-path --send-timeout --served-model-name
+    --ssl-certfile --ssl-keyfile --tool-call-parser --reasoning-parser --uds
+"""
 FLAGS = {
     "generate": f"""
         {COMMON} {RUN} {ENGINE} {DRAFTER} {SAMPLING} --choice --grammar --json --json-object
         --json-schema --logprobs --n --prompt --prompt-file --prompt-logprobs --regex -n
     """,
     "chat": f"{COMMON} {RUN} {ENGINE} {DRAFTER} {SAMPLING} --system",
-    "serve": f"""
-        {COMMON} {RUN} {ENGINE} {DRAFTER}
-        --allow-synthetic --allowed-origins --api-key --chat-template --cors-origin
-        --default-chat-template-kwargs --drain-timeout --enable-profiling
-        --host --keep-alive-timeout --log-json --log-level --log-prompts --max-body-bytes
-        --metrics-prefix
-        --max-connections --max-header-bytes --max-json-values --max-queue
-        --max-stored-bytes --max-stored-responses --max-waiting --port
-        --receive-timeout --request-timeout --root-path --send-timeout --served-model-name
-        --ssl-certfile --ssl-keyfile --tool-call-parser --reasoning-parser --uds
+    "serve": f"{SERVE} {RUN} --data-parallel-size -dp",
+    "deploy": f"""
+        {SERVE} --image --manifest --max-replicas --name --replica-cpus --replica-gpus --replicas
+        --routing --target-queue-time --wait-timeout
     """,
     "inspect": f"{COMMON} --costs --drafter --json --target",
     "list": f"{COMMON} --download-dir --json",
