@@ -159,4 +159,4 @@ FAMILIES: Final = {
     "qwen3": Family("Qwen3ForCausalLM", "qwen3", _qwen),
     "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, {**_LAYER, **_EXPERTS}),
 }
-"""By `general.architecture`. A new one is a function and an entry here."""
+"""The families, by `general.architecture`. A new one is a function and an entry here."""

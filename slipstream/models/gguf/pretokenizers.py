@@ -79,4 +79,4 @@ PRE_TOKENIZERS: Final = {
     ),
     "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}")),
 }
-"""By name; "" where a file has none."""
+"""The patterns, by name; "" where a file has none."""

@@ -168,7 +168,7 @@ def _merges(words: dict[str, int], scores: list[float]) -> list[tuple[str, str]]
 
 
 _KINDS = {"gpt2": _byte_level, "llama": _sentence_piece}
-"""By `tokenizer.ggml.model`."""
+"""The readers of vocabularies, by `tokenizer.ggml.model`."""
 
 
 def _add_special(backend: "tokenizers.Tokenizer", container: Container) -> None:
