@@ -51,7 +51,9 @@ def test_the_suite_takes_no_options_of_one_configuration(
     with pytest.raises(SystemExit):
         main(["--suite", "bars", "--draft-vocab-size", "9"])
     assert "--suite has its own draft-vocab-size" in capsys.readouterr().err
-    assert main(["--suite", "bars", "--only", "no such thing"]) == 0
+    with pytest.raises(SystemExit):
+        main(["--suite", "bars", "--only", "no such thing"])
+    assert "'no such thing' is in no title of the suite: qwen3-8b plain" in capsys.readouterr().err
 
 
 def test_limits_are_those_of_the_bars() -> None:
