@@ -14,15 +14,17 @@ def every_case(axes: dict[str, list[Any]]) -> list[Case]:
 def pairwise_cases(axes: dict[str, list[Any]]) -> list[Case]:
     """Greedily pick the case with the most pairs that are still missing. Deterministic."""
     candidates = every_case(axes)
-    missing = {pair for case in candidates for pair in _pairs(case)}
+    bits: dict[Any, int] = {}  # of each pair of values
+    pairs = [_pairs(case, bits) for case in candidates]
+    missing = (1 << len(bits)) - 1
     chosen: list[Case] = []
     while missing:
-        best = max(candidates, key=lambda case: len(missing & _pairs(case)))
-        missing -= _pairs(best)
-        chosen.append(best)
+        best = max(range(len(candidates)), key=lambda index: (missing & pairs[index]).bit_count())
+        missing &= ~pairs[best]
+        chosen.append(candidates[best])
     return chosen
 
 
-def _pairs(case: Case) -> set[tuple[tuple[str, str], tuple[str, str]]]:
-    items = [(name, repr(value)) for name, value in case.items()]
-    return set(combinations(items, 2))
+def _pairs(case: Case, bits: dict[Any, int]) -> int:
+    items = combinations([(name, repr(value)) for name, value in case.items()], 2)
+    return sum(bits.setdefault(pair, 1 << len(bits)) for pair in items)
