@@ -13,12 +13,15 @@ import torch
 from slipstream.engine.drafting.kept_costs import CACHE
 from slipstream.kernels import registry
 from slipstream.kernels.registry import kernels_for
+from tests import pairwise
 from tests.tiny_models import TinyModels
 
 # Triton reads this when it is first imported, which some test modules do through transformers:
 # without a GPU its kernels are tested under its interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+NOT_FULL = "not full"  # as scripts/test selects an ordinary run
 
 torch.set_num_threads(1)
 try:  # GPU machines run the tests that need nothing but what the engine needs
@@ -33,6 +36,21 @@ else:
 def pytest_report_header() -> str:
     """Which kernels are tested."""
     return f"kernels: {kernels_for(torch.device('cpu')).network.backend}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give tests of a matrix their cases: so that pytest makes none of the rest for nothing."""
+    for mark in metafunc.definition.iter_markers("matrix"):
+        cases = pairwise.pairwise_cases(*mark.args)
+        others = []
+        if mark.kwargs.get("whole") and metafunc.config.option.markexpr != NOT_FULL:
+            others = [case for case in pairwise.every_case(*mark.args) if case not in cases]
+        full = [pytest.param(case, marks=pytest.mark.full) for case in others]
+        metafunc.parametrize("case", [*cases, *full], ids=pairwise.case_name)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    pairwise.thin_out(items)
 
 
 @pytest.fixture

@@ -48,6 +48,13 @@ def use_packed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.runner.graphs.WANTED_BEFORE_CAPTURE", 1)
 
 
+def use_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines run "exact" steps, as on a CPU, "padded" or "packed" ones."""
+    {"exact": lambda _: None, "padded": use_padded_steps, "packed": use_packed_steps}[kind](
+        monkeypatch
+    )
+
+
 def packed_rows(llm: LLM) -> list[tuple[int, int, int]]:
     """(bucket, width, rows) of the packed steps that an engine has run."""
     graphs = llm.engine._step._graphs

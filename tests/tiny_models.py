@@ -88,6 +88,11 @@ class TinyModels:
             "mtp_modules": str(write_mtp(folder / "modules", target, "deepseek", modules=2)),
         }
 
+    @property
+    def all(self) -> tuple[str, str, dict[str, str]]:
+        """(target, draft, heads)."""
+        return self.target, self.draft, self.heads
+
     def of_architecture(self, name: str, keep_layers: int | None = None) -> str:
         """A random three-layer model of the architecture, or its first layers."""
         folder = self.folder / name / str(keep_layers)

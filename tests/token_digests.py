@@ -28,10 +28,10 @@ import torch
 
 from slipstream import LLM, RequestOutput, SamplingParams
 from tests.json_schemas import SCHEMAS
-from tests.lossless.pairwise import Case, pairwise_cases
 from tests.lossless.test_greedy import make_llm, make_prompts, speculative_config
 from tests.lossless.test_trees import SAMPLINGS, TREES
 from tests.padded_steps import use_padded_steps
+from tests.pairwise import Case, pairwise_cases
 from tests.quantized_checkpoints import (
     awq,
     float8,

@@ -11,10 +11,8 @@ from slipstream.sampling import verification
 from slipstream.speculative import draft_sampling
 from slipstream.speculative.catalogue import METHODS
 from tests import fake_drafters
-from tests.lossless.pairwise import Case, pairwise_cases
 from tests.lossless.test_greedy import AXES as GREEDY_AXES
 from tests.lossless.test_greedy import (
-    case_name,
     make_llm,
     make_prompts,
     remember,
@@ -30,6 +28,7 @@ from tests.lossless.test_sampled import (
     pair,
 )
 from tests.padded_steps import use_packed_steps
+from tests.pairwise import Case
 from tests.stopping_policy import StoppingPolicy, TrimmingPolicy, use_stopping_policy
 
 __all__ = ["heads", "pair"]
@@ -59,7 +58,7 @@ def ended_by(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[StoppingPolicy]
     return use_stopping_policy(monkeypatch, KINDS[kind])
 
 
-@pytest.mark.parametrize("case", pairwise_cases(AXES), ids=case_name)
+@pytest.mark.matrix(AXES)
 def test_greedy_output_is_the_plain_output(
     case: Case,
     tiny_target: str,

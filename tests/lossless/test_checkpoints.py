@@ -16,9 +16,9 @@ from tests import fake_drafters
 from tests.checkpoints import write_qwen3
 from tests.drafters.heads import write_eagle3
 from tests.hybrid_checkpoints import add_module, write_hybrid
-from tests.lossless.pairwise import Case, pairwise_cases
-from tests.lossless.test_greedy import case_name, remember, tokens
-from tests.padded_steps import use_padded_steps
+from tests.lossless.test_greedy import remember, tokens
+from tests.padded_steps import use_steps
+from tests.pairwise import Case
 
 BLOCK, MAX_TOKENS = 4, 19
 AXES: dict[str, list[Any]] = {
@@ -120,7 +120,7 @@ def talks(target: str) -> Talks:
     return Talks(target, shared=30)
 
 
-@pytest.mark.parametrize("case", pairwise_cases(AXES), ids=case_name)
+@pytest.mark.matrix(AXES)
 def test_text_behind_a_checkpoint_is_that_of_a_fresh_prompt(
     case: Case,
     target: str,
@@ -130,8 +130,7 @@ def test_text_behind_a_checkpoint_is_that_of_a_fresh_prompt(
 ) -> None:
     monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
     talks.remember()
-    if case["steps"] == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(case["steps"], monkeypatch)
     llm = make_llm(target, drafters.get(case["drafter"]), case)
     outputs = talks.run(llm)
     if case["blocks"] == 40:
@@ -149,8 +148,7 @@ def test_speculation_costs_no_hits(
     monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
     talks = Talks(target, shared=200)
     talks.remember()
-    if steps == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(steps, monkeypatch)
     rates = {}
     for name in ("none", *drafters):
         case = {"k": 3, "rows": 512, "blocks": 400, "places": None}
@@ -206,8 +204,7 @@ def test_a_step_that_fails_is_done_again_without_its_checkpoints(
     talks: Talks,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if steps == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(steps, monkeypatch)
     case = {"k": 3, "rows": 512, "blocks": 400, "places": None}
     llm = make_llm(target, drafters["mtp"], case)
     scheduler, step = llm.engine.scheduler, llm.engine._step

@@ -12,11 +12,17 @@ import torch
 
 from slipstream import LLM, RequestOutput, SamplingParams, StructuredOutput
 from slipstream.kernels.registry import kernels_for
-from tests.lossless.pairwise import Case, every_case, pairwise_cases
 from tests.lossless.test_greedy import AXES as SHAPES
-from tests.lossless.test_greedy import case_name, make_llm, make_prompts, speculative_config
+from tests.lossless.test_greedy import (
+    assert_case_came_about,
+    make_llm,
+    make_prompts,
+    speculative_config,
+)
 from tests.lossless.test_trees import TREES
-from tests.padded_steps import use_padded_steps
+from tests.padded_steps import use_steps
+from tests.pairwise import Case
+from tests.tiny_models import TinyModels
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.9},
@@ -36,9 +42,6 @@ AXES = {
     "k": [1, 4],
     "sampling": list(SAMPLINGS),
 }
-SMALL = pairwise_cases(AXES)
-TRIED = SMALL[::2]
-WHOLE = [case for case in every_case(AXES) if case not in TRIED]
 MAX_TOKENS = 40
 
 # Torch's matmuls depend on the number of rows.
@@ -46,32 +49,11 @@ IS_BIT_EXACT = kernels_for(torch.device("cpu")).network.backend != "reference"
 needs_cpp = pytest.mark.skipif(not IS_BIT_EXACT, reason="the C++ kernels are not built")
 
 
-@pytest.mark.parametrize("case", TRIED, ids=case_name)
+@pytest.mark.matrix(AXES, whole=True)
 def test_a_seed_gives_the_text_of_plain_decoding(
-    case: Case,
-    tiny_target: str,
-    tiny_draft: str,
-    tiny_heads: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    case: Case, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(case, tiny_target, tiny_draft, tiny_heads, monkeypatch)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", WHOLE, ids=case_name)
-def test_a_seed_gives_the_text_of_plain_decoding_in_every_case(
-    case: Case,
-    tiny_target: str,
-    tiny_draft: str,
-    tiny_heads: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    check(case, tiny_target, tiny_draft, tiny_heads, monkeypatch)
-
-
-def check(
-    case: Case, target: str, draft: str, heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    target, draft, heads = tiny_models.all
     prompts = make_prompts(case["batch"])
     params = [
         SamplingParams(
@@ -82,18 +64,14 @@ def check(
     plain = make_llm(target, None, {**case, "rows": 512, "blocks": 400})
     expected = texts(plain.generate(prompts, params))
 
-    if case["steps"] == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(case["steps"], monkeypatch)
     llm = make_llm(target, speculative_config(case, target, draft, heads), case)
     if case["prefix"]:
         llm.generate(prompts, params)
     outputs = llm.generate(prompts, params)
     assert texts(outputs) == expected
     assert all(output.metrics.num_drafts > 0 for output in outputs)
-    if case["blocks"] == 16 and case["batch"] == 8:
-        assert sum(output.metrics.num_preemptions for output in outputs) > 0
-    if case["prefix"] and case["blocks"] == 400:
-        assert all(output.metrics.num_cached_tokens > 0 for output in outputs)
+    assert_case_came_about(case, outputs)
 
 
 def texts(outputs: list[RequestOutput]) -> list[list[list[int]]]:

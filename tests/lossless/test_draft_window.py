@@ -24,7 +24,7 @@ from tests.drafters.heads import write_p_eagle
 from tests.drafters.oracles import MASK, Eagle3, Head, PEagle, Target
 from tests.drafters.recording import assert_drafts_are, record_drafts
 from tests.lossless.test_greedy import make_prompts, tokens
-from tests.padded_steps import use_padded_steps
+from tests.padded_steps import use_steps
 from tests.qwen3_oracle import Qwen3Oracle
 
 WINDOW, BLOCK, FIRST = 8, 4, 4
@@ -86,8 +86,7 @@ def test_greedy_output_is_the_plain_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Texts longer than the window, chunks of prompts, preemption, and the same prompts again."""
-    if steps == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(steps, monkeypatch)
     k = 1 if name in ("draft_model", "eagle3") and steps == "exact" else 4
     llm = make(CONFIGS[name], k, max_num_batched_tokens=40, num_kv_blocks=60)
     prompts = make_prompts(8)
@@ -124,8 +123,7 @@ def test_every_draft_sees_the_first_tokens_and_the_window(
     steps: str, make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draft has one layer, whose keys follow from the tokens alone."""
-    if steps == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(steps, monkeypatch)
     drafted = record_drafts(monkeypatch)
     make(CONFIGS["draft_model"], max_num_batched_tokens=40).generate(make_prompts(8), GREEDY)
     assert max(len(item.known) for item in drafted) > 80
@@ -220,8 +218,7 @@ def test_a_long_prompt_costs_a_draft_model_no_more_than_its_window(
     steps: str, make: Maker, counted: CountedRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And all requests that join in a step do so in one pass."""
-    if steps == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(steps, monkeypatch)
     llm = make(CONFIGS["draft_model"], max_num_batched_tokens=40)
     prompts: list[Any] = [
         {"prompt_token_ids": [*range(1, 90)]},

@@ -14,17 +14,16 @@ import torch
 from slipstream import SamplingParams
 from slipstream.speculative.catalogue import METHODS
 from tests import fake_drafters
-from tests.lossless.pairwise import Case, pairwise_cases
 from tests.lossless.test_greedy import (
     MAX_TOKENS,
-    case_name,
     make_llm,
     make_prompts,
     remember,
     tokens,
 )
 from tests.mixture_checkpoints import FAMILIES, write_mixture
-from tests.padded_steps import use_padded_steps
+from tests.padded_steps import use_steps
+from tests.pairwise import Case
 
 AXES: dict[str, list[Any]] = {
     "target": list(FAMILIES),
@@ -54,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[st
     return made
 
 
-@pytest.mark.parametrize("case", pairwise_cases(AXES), ids=case_name)
+@pytest.mark.matrix(AXES)
 def test_greedy_output_is_the_plain_output(
     case: Case, models: Callable[[str], tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,8 +71,7 @@ def test_greedy_output_is_the_plain_output(
         "wrong": {"method": "fake", "model": "wrong"},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     }
-    if case["steps"] == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(case["steps"], monkeypatch)
     llm = make_llm(target, {**drafters[case["drafter"]], "num_speculative_tokens": case["k"]}, case)
     if case["prefix"]:
         llm.generate(prompts, GREEDY)

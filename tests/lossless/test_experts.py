@@ -14,8 +14,8 @@ from tests.drafters.heads import write_eagle1, write_eagle3, write_p_eagle
 from tests.drafters.mtp_heads import write_mtp
 from tests.lossless import test_greedy, test_sampled
 from tests.lossless import test_trees as test_trees_of_dense_targets
-from tests.lossless.pairwise import Case, pairwise_cases
 from tests.mixture_checkpoints import write_mixture
+from tests.pairwise import Case
 
 # Gemma's assistants are for targets of their own kind; the others differ from these on the host.
 LEFT_OUT = ("assistant", "subset", "custom", "host_combination", "uneven_combination")
@@ -65,7 +65,7 @@ def write_heads(folder: Path, target: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("case", pairwise_cases(AXES), ids=test_greedy.case_name)
+@pytest.mark.matrix(AXES)
 def test_greedy_output_is_the_plain_output(
     case: Case, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,9 @@ from slipstream.speculative.catalogue import METHODS
 from tests import fake_drafters
 from tests.draft_traffic import learn_costs_while_running
 from tests.last_hidden_checkpoints import medusa_for, mlp_for
-from tests.lossless.pairwise import Case, every_case, pairwise_cases
-from tests.padded_steps import packed_rows, use_packed_steps, use_padded_steps
+from tests.padded_steps import packed_rows, use_steps
+from tests.pairwise import Case
+from tests.tiny_models import TinyModels
 
 AXES: dict[str, list[Any]] = {
     "drafter": [
@@ -29,58 +30,28 @@ AXES: dict[str, list[Any]] = {
     "penalties": [False, True],
     "steps": ["exact", "padded"],  # as on a CPU, and as where steps are captured
 }
-SMALL = pairwise_cases(AXES)
-WHOLE = [case for case in every_case(AXES) if case not in SMALL]
 MAX_TOKENS = 40
 
 
-def case_name(case: Case) -> str:
-    return "-".join(f"{name}={value}" for name, value in case.items())
-
-
-@pytest.mark.parametrize("case", SMALL, ids=case_name)
+@pytest.mark.matrix(AXES, whole=True)
 def test_greedy_output_is_the_plain_output(
-    case: Case,
-    tiny_target: str,
-    tiny_draft: str,
-    tiny_heads: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    case: Case, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(case, tiny_target, tiny_draft, tiny_heads, monkeypatch)
+    check(case, *tiny_models.all, monkeypatch)
 
 
 @pytest.mark.parametrize("drafter", AXES["drafter"])
 def test_greedy_output_of_packed_steps_is_the_plain_output(
-    drafter: str,
-    tiny_target: str,
-    tiny_draft: str,
-    tiny_heads: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    drafter: str, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests draft different numbers of tokens."""
     case = {"drafter": drafter, "k": 7, "batch": 8, "rows": 512, "blocks": 400, "prefix": False}
     case.update(penalties=drafter > "eagle", steps="packed")
-    check(case, tiny_target, tiny_draft, tiny_heads, monkeypatch)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", WHOLE, ids=case_name)
-def test_greedy_output_is_the_plain_output_in_every_case(
-    case: Case,
-    tiny_target: str,
-    tiny_draft: str,
-    tiny_heads: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    check(case, tiny_target, tiny_draft, tiny_heads, monkeypatch)
+    check(case, *tiny_models.all, monkeypatch)
 
 
 def check(
-    case: Case,
-    tiny_target: str,
-    tiny_draft: str,
-    tiny_heads: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    case: Case, target: str, draft: str, heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
     prompts = make_prompts(case["batch"])
@@ -91,16 +62,13 @@ def check(
         repetition_penalty=1.3 if case["penalties"] else 1.0,
         presence_penalty=0.4 if case["penalties"] else 0.0,
     )
-    plain = make_llm(tiny_target, None, {**case, "rows": 512, "blocks": 400})
+    plain = make_llm(target, None, {**case, "rows": 512, "blocks": 400})
     expected = tokens(plain.generate(prompts, params))
     remember(prompts, expected)
 
     learn_costs_while_running(monkeypatch)
-    if case["steps"] == "padded":
-        use_padded_steps(monkeypatch)
-    if case["steps"] == "packed":
-        use_packed_steps(monkeypatch)
-    llm = make_llm(tiny_target, speculative_config(case, tiny_target, tiny_draft, tiny_heads), case)
+    use_steps(case["steps"], monkeypatch)
+    llm = make_llm(target, speculative_config(case, target, draft, heads), case)
     if case["prefix"]:
         llm.generate(prompts, params)
     asked: Any = params
@@ -115,6 +83,11 @@ def check(
         assert llm.metrics.speculation.num_drafts > 0
     else:
         assert all(output.metrics.num_drafts > 0 for output in outputs)
+    assert_case_came_about(case, outputs)
+
+
+def assert_case_came_about(case: Case, outputs: list[RequestOutput]) -> None:
+    """Requests were preempted, and found their prefix, where the case is about that."""
     if case["blocks"] == 16 and case["batch"] == 8:
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
     if case["prefix"] and case["blocks"] == 400:

@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
 from tests.checkpoints import write_qwen3
-from tests.lossless.pairwise import Case, pairwise_cases
-from tests.lossless.test_greedy import MAX_TOKENS, case_name, make_llm, make_prompts, tokens
+from tests.lossless.test_greedy import MAX_TOKENS, make_llm, make_prompts, tokens
 from tests.lossless.test_sampled import (
     LENGTH,
     PROMPT,
@@ -20,7 +19,8 @@ from tests.lossless.test_sampled import (
     exact_distribution,
     p_value,
 )
-from tests.padded_steps import use_padded_steps
+from tests.padded_steps import use_steps
+from tests.pairwise import Case
 from tests.tokenizers import write_tokenizer
 
 AXES: dict[str, list[Any]] = {
@@ -66,7 +66,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return write_pair(tmp_path_factory.mktemp("pair"), [*range(95, 20, -1)])
 
 
-@pytest.mark.parametrize("case", pairwise_cases(AXES), ids=case_name)
+@pytest.mark.matrix(AXES)
 def test_greedy_output_is_the_plain_output(
     case: Case, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,8 +75,7 @@ def test_greedy_output_is_the_plain_output(
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     plain = make_llm(target, None, {**case, "rows": 512, "blocks": 400})
     expected = tokens(plain.generate(prompts, params))
-    if case["steps"] == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(case["steps"], monkeypatch)
     config = {
         "model": draft,
         "num_speculative_tokens": case["k"],

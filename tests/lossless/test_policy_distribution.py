@@ -13,7 +13,7 @@ from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.drafting.policy import AdaptivePolicy
 from tests.draft_traffic import Costs, learn_costs_while_running
 from tests.lossless.test_sampled import draw, exact_distribution, heads, p_value, pair
-from tests.padded_steps import use_padded_steps
+from tests.padded_steps import use_steps
 from tests.stopping_policy import StoppingPolicy
 
 __all__ = ["heads", "pair"]
@@ -74,8 +74,7 @@ def test_the_policy_biases_nothing(
         "__init__",
         lambda self, limits, widths, _, form: made(self, limits, widths, costs, form),
     )
-    if steps == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(steps, monkeypatch)
     chosen: set[int] = set()
 
     def noted(policy: AdaptivePolicy, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:

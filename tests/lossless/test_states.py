@@ -24,17 +24,16 @@ from tests.checkpoints import write_qwen3
 from tests.drafters.blocks import write_dflash
 from tests.drafters.heads import write_eagle3
 from tests.hybrid_checkpoints import FAMILIES, add_module, write_hybrid
-from tests.lossless.pairwise import Case, pairwise_cases
 from tests.lossless.test_greedy import (
     MAX_TOKENS,
-    case_name,
     make_llm,
     make_prompts,
     remember,
     tokens,
 )
 from tests.models.delta_cases import DELTA
-from tests.padded_steps import use_packed_steps, use_padded_steps
+from tests.padded_steps import use_steps
+from tests.pairwise import Case
 
 AXES: dict[str, list[Any]] = {
     "target": list(FAMILIES),
@@ -80,7 +79,7 @@ def drafters(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("case", pairwise_cases(AXES), ids=case_name)
+@pytest.mark.matrix(AXES)
 def test_output_is_the_plain_output(
     case: Case,
     models: Callable[[str], str],
@@ -95,10 +94,7 @@ def test_output_is_the_plain_output(
     remember(prompts, expected)
     assert min(len(set(text)) for text in expected) > 3  # no text stands still
 
-    if case["steps"] == "padded":
-        use_padded_steps(monkeypatch)
-    if case["steps"] == "packed":
-        use_packed_steps(monkeypatch)
+    use_steps(case["steps"], monkeypatch)
     config = {**drafters[case["drafter"]], "num_speculative_tokens": case["k"]}
     llm = make_llm(target, config, case)
     if case["prefix"]:
@@ -120,8 +116,7 @@ def test_after_every_round_the_state_is_that_of_a_fresh_prompt(
     target, (prompt,) = models("qwen3_5_text"), make_prompts(1)
     case = {"rows": 24, "blocks": 400}
     remember([prompt], tokens(make_llm(target, None, case).generate([prompt], GREEDY)))
-    if steps == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(steps, monkeypatch)
     config = {"method": "fake", "model": "in turn", "num_speculative_tokens": k}
     engine = make_llm(target, config, case).engine
     engine.add("a", EncodedPrompt(None, prompt["prompt_token_ids"], ()), GREEDY)

@@ -12,10 +12,10 @@ import pytest
 from slipstream import LLM, RequestOutput, SamplingParams, StructuredOutput
 from slipstream.speculative.catalogue import METHODS
 from tests import fake_drafters
-from tests.lossless.pairwise import Case, pairwise_cases
-from tests.lossless.test_greedy import case_name, make_prompts, remember, speculative_config
+from tests.lossless.test_greedy import make_prompts, remember, speculative_config
 from tests.lossless.test_padded import check_empty
-from tests.padded_steps import use_padded_steps
+from tests.padded_steps import use_steps
+from tests.pairwise import Case
 from tests.tokenizers import write_byte_tokenizer
 
 pytest.importorskip("llguidance")
@@ -68,7 +68,6 @@ AXES: dict[str, list[Any]] = {
     "penalties": [False, True],
     "steps": ["exact", "padded"],
 }
-CASES = pairwise_cases(AXES)
 MAX_TOKENS = 150
 
 
@@ -82,7 +81,7 @@ def plain(tiny_target: str, words: str) -> LLM:
     return make_llm(tiny_target, words, None)
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_name)
+@pytest.mark.matrix(AXES)
 def test_greedy_output_is_that_of_plain_decoding(
     case: Case,
     tiny_target: str,
@@ -94,8 +93,7 @@ def test_greedy_output_is_that_of_plain_decoding(
 ) -> None:
     prompts, params = make_prompts(case["batch"]), greedy(case)
     expected = plain_outputs(plain, case["batch"], case["penalties"])
-    if case["steps"] == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(case["steps"], monkeypatch)
     monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
     remember(prompts, [list(output.outputs[0].token_ids) for output in expected])
     config = drafter_of(case, tiny_target, tiny_draft, tiny_heads)

@@ -10,9 +10,15 @@ import pytest
 
 from slipstream import LLM, RequestOutput, SamplingParams
 from slipstream.engine.prompts import EncodedPrompt
-from tests.lossless.pairwise import Case, every_case, pairwise_cases
-from tests.lossless.test_greedy import MAX_TOKENS, case_name, make_llm, make_prompts, tokens
-from tests.padded_steps import use_padded_steps
+from tests.lossless.test_greedy import (
+    MAX_TOKENS,
+    assert_case_came_about,
+    make_llm,
+    make_prompts,
+    tokens,
+)
+from tests.padded_steps import use_steps
+from tests.pairwise import Case
 
 TREES: dict[str, dict[str, Any]] = {
     "chain": {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"},
@@ -47,8 +53,6 @@ AXES: dict[str, list[Any]] = {
     "sampling": ["greedy", "penalties", "seeded", "everything"],
     "steps": ["exact", "padded"],
 }
-SMALL = pairwise_cases(AXES)
-WHOLE = [case for case in every_case(AXES) if case not in SMALL]
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "penalties": {"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 0.4},
@@ -66,16 +70,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", SMALL, ids=case_name)
+@pytest.mark.matrix(AXES, whole=True)
 def test_output_is_the_plain_output(
-    case: Case, tiny_target: str, tiny_heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check(case, tiny_target, tiny_heads, monkeypatch)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", WHOLE, ids=case_name)
-def test_output_is_the_plain_output_in_every_case(
     case: Case, tiny_target: str, tiny_heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(case, tiny_target, tiny_heads, monkeypatch)
@@ -87,8 +83,7 @@ def check(case: Case, target: str, heads: dict[str, str], monkeypatch: pytest.Mo
     plain = make_llm(target, None, {**case, "rows": 512, "blocks": 400})
     expected = tokens(plain.generate(prompts, params))
 
-    if case["steps"] == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(case["steps"], monkeypatch)
     llm = make_llm(target, {"model": heads[case["head"]], **TREES[case["tree"]]}, case)
     if case["prefix"]:
         llm.generate(prompts, params)
@@ -99,10 +94,7 @@ def check(case: Case, target: str, heads: dict[str, str], monkeypatch: pytest.Mo
     assert any(drafted) if case["rows"] == 24 else all(drafted)
     accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
     assert accepted > 0 or case["batch"] == 1
-    if case["blocks"] == 16 and case["batch"] == 8:
-        assert sum(output.metrics.num_preemptions for output in outputs) > 0
-    if case["prefix"] and case["blocks"] == 400:
-        assert all(output.metrics.num_cached_tokens > 0 for output in outputs)
+    assert_case_came_about(case, outputs)
 
 
 @pytest.mark.parametrize("steps", ["exact", "padded"])
@@ -115,8 +107,7 @@ def test_words_and_stop_tokens_are_looked_for_along_the_way(
     free = step_by_step(plain, prompts, (), greedy())
     words = tuple(tuple(text[at : at + 2]) for text in free for at in (9, 20, 30))
     early = greedy(min_tokens=12, stop_token_ids=[text[5] for text in free])
-    if steps == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(steps, monkeypatch)
     tree = {"model": tiny_heads["eagle3"], **TREES["static"]}
     trees = make_llm(tiny_target, tree, {"rows": 512, "blocks": 400})
     for banned, params in ((words, greedy()), ((), early)):
@@ -176,8 +167,7 @@ def test_trees_are_cut_at_max_model_len(
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     expected = run(LLM(tiny_target, **options), prompt, params).outputs[0].token_ids
     assert 9 + len(expected) == length
-    if steps == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(steps, monkeypatch)
     speculative = {"model": tiny_heads["eagle"], **TREES[tree]}
     llm = LLM(tiny_target, speculative_config=speculative, **options)
     assert run(llm, prompt, params).outputs[0].token_ids == expected
@@ -206,8 +196,7 @@ def test_logprobs_are_those_of_the_way(
     params = greedy(logprobs=2, repetition_penalty=1.2)
     plain = make_llm(tiny_target, None, {"rows": 512, "blocks": 400})
     expected = plain.generate(prompts, params)
-    if steps == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(steps, monkeypatch)
     tree = {"model": tiny_heads["eagle3"], **TREES["wide"]}
     outputs = make_llm(tiny_target, tree, {"rows": 512, "blocks": 400}).generate(prompts, params)
     assert sum(output.metrics.num_accepted_tokens for output in outputs) > 0

@@ -14,12 +14,12 @@ from tests.checkpoints import write_qwen3
 from tests.drafters.assistants import FULL, SLIDING, write_assistant, write_sliding_target
 from tests.drafters.blocks import write_dflash
 from tests.drafters.heads import write_eagle3
-from tests.lossless.pairwise import Case, pairwise_cases
 from tests.models.expert_cases import of_gpt_oss
 from tests.models.parity_cases import Case as ModelCase
 from tests.models.parity_cases import shape
 from tests.models.test_parity import VOCAB_SIZE, write_checkpoint
-from tests.padded_steps import use_padded_steps
+from tests.padded_steps import use_steps
+from tests.pairwise import Case
 
 WINDOW, BLOCK = 9, 4
 AXES: dict[str, list[Any]] = {
@@ -30,7 +30,6 @@ AXES: dict[str, list[Any]] = {
     "prefix": [False, True],
     "steps": ["exact", "padded"],
 }
-CASES = pairwise_cases(AXES)
 # The penalty keeps tiny models from saying one word for ever.
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, repetition_penalty=1.3)
 
@@ -110,12 +109,11 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.matrix(AXES)
 def test_text_is_that_of_one_table(
     case: Case, models: Models, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if case["steps"] == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(case["steps"], monkeypatch)
     llm = make_llm(models, case)
     assert llm.engine.resolved.num_window_blocks
     if case["prefix"]:
@@ -166,8 +164,7 @@ def test_gpt_oss(drafter: str, steps: str, tmp_path: Path, monkeypatch: pytest.M
     """Windows in every other layer, sinks, experts; a draft model keeps all tokens of its own."""
     case = ModelCase("GptOss", "windows", {**shape(4, 2, 48, 8), **of_gpt_oss(4, 2)}, seed=3)
     target = str(write_checkpoint(case, tmp_path / "target"))
-    if steps == "padded":
-        use_padded_steps(monkeypatch)
+    use_steps(steps, monkeypatch)
     drafters: dict[str, dict[str, Any]] = {
         "itself": {"model": target},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1},
