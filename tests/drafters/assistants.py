@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import write_qwen3
-from tests.drafters.oracles import Target, load, plain_layer, rms, rotate
+from tests.drafters.oracles import Read, Reader, Target, load, plain_layer, rms, rotate
 from tests.models.parity_cases import Case
 
 WIDTH, INNER, HEADS = 32, 40, 4
@@ -164,7 +164,7 @@ def turned(x: Tensor, rope: Mapping[str, Any]) -> Tensor:
 class MixedTarget(Target):
     """A target whose layers have windows or none, and what stands in its cache."""
 
-    def __call__(self, ids: Sequence[int]) -> tuple[list[Tensor], Tensor, Tensor]:
+    def read(self, ids: Sequence[int]) -> Read:
         x = self.embedding[torch.tensor(ids)]
         streams = [x]
         for index, kind in enumerate(self.kinds):
@@ -197,23 +197,17 @@ class MixedTarget(Target):
         return rotate(key, head_dim, self.config), value
 
 
-class Gemma4Target:
+class Gemma4Target(Reader):
     """A Gemma 4 as transformers has it, and what stands in its cache."""
 
     def __init__(self, folder: Path | str) -> None:
+        super().__init__()
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.embedding = self._model.get_input_embeddings().weight.detach()
         self.head = self._model.get_output_embeddings().weight.detach()
-        self._text: list[int] = []
-
-    def __call__(self, ids: Sequence[int]) -> tuple[list[Tensor], Tensor, Tensor]:
-        """All drafts of a round read one text."""
-        if self._text != list(ids):
-            self._text, self._found = list(ids), self._computed(ids)
-        return self._found
 
     @torch.no_grad()
-    def _computed(self, ids: Sequence[int]) -> tuple[list[Tensor], Tensor, Tensor]:
+    def read(self, ids: Sequence[int]) -> Read:
         out = self._model(torch.tensor([list(ids)]), output_hidden_states=True)
         *streams, hidden = (states[0] for states in out.hidden_states)
         return streams, hidden, out.logits[0]

@@ -6,6 +6,7 @@ have the names of the files; `Weights` forgives a leading `model.` and the two n
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 Config = Mapping[str, Any]
+Read = tuple[list[Tensor], Tensor, Tensor]
 
 
 class Weights:
@@ -168,13 +170,35 @@ def mixture(weights: Weights, name: str, x: Tensor, config: Config) -> Tensor:
     return out
 
 
-class Target:
-    """The streams that enter each layer and leave the last, the final hidden state, the logits.
+class Reader:
+    """Reads texts with a causal model: the streams that enter each layer and leave the last, the
+    final hidden state, the logits.
 
-    Models with experts are run by transformers.
+    Rows follow from the tokens up to them alone, so the beginning of a text that was read shortly
+    before is not read again.
     """
 
+    def __init__(self) -> None:
+        self._known: deque[tuple[list[int], Read]] = deque(maxlen=8)
+
+    def __call__(self, ids: Sequence[int]) -> Read:
+        for text, (streams, hidden, logits) in self._known:
+            if text[: len(ids)] == list(ids):
+                rows = slice(len(ids))
+                return [stream[rows] for stream in streams], hidden[rows], logits[rows]
+        read = self.read(ids)
+        self._known.appendleft((list(ids), read))
+        return read
+
+    def read(self, ids: Sequence[int]) -> Read:
+        raise NotImplementedError
+
+
+class Target(Reader):
+    """Models with experts are run by transformers."""
+
     def __init__(self, folder: Path | str) -> None:
+        super().__init__()
         self.config, self.weights = load(folder)
         tied = self.config["tie_word_embeddings"]
         self.embedding = self.weights["embed_tokens.weight"]
@@ -182,7 +206,7 @@ class Target:
         has_experts = any(".experts." in name for name, _ in self.weights.items())
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder) if has_experts else None
 
-    def __call__(self, ids: Sequence[int]) -> tuple[list[Tensor], Tensor, Tensor]:
+    def read(self, ids: Sequence[int]) -> Read:
         if self._model is not None:
             return self._of_transformers(ids)
         x = self.embedding[torch.tensor(ids)]
@@ -194,7 +218,7 @@ class Target:
         return streams, hidden, hidden @ self.head.T
 
     @torch.no_grad()
-    def _of_transformers(self, ids: Sequence[int]) -> tuple[list[Tensor], Tensor, Tensor]:
+    def _of_transformers(self, ids: Sequence[int]) -> Read:
         entering: list[Tensor] = []
         hook = self._model.model.norm.register_forward_pre_hook(
             lambda _, inputs: entering.append(inputs[0][0])

@@ -11,6 +11,7 @@ from slipstream.sampling import verification
 from slipstream.speculative import draft_sampling
 from slipstream.speculative.catalogue import METHODS
 from tests import fake_drafters
+from tests.lossless.counted_pair import Heads
 from tests.lossless.test_greedy import AXES as GREEDY_AXES
 from tests.lossless.test_greedy import (
     make_llm,
@@ -23,15 +24,12 @@ from tests.lossless.test_sampled import (
     CASES,
     draw,
     exact_distribution,
-    heads,
     p_value,
-    pair,
 )
 from tests.padded_steps import use_packed_steps
 from tests.pairwise import Case
 from tests.stopping_policy import StoppingPolicy, TrimmingPolicy, use_stopping_policy
 
-__all__ = ["heads", "pair"]
 LOOKUPS = ("ngram", "suffix", "custom", "perfect", "wrong")
 AXES: dict[str, list[Any]] = {
     "drafter": [name for name in GREEDY_AXES["drafter"] if name not in LOOKUPS],
@@ -108,7 +106,7 @@ def test_sampled_output_has_the_targets_distribution(
     name: str,
     kind: str,
     pair: tuple[str, str],
-    heads: dict[str, str],
+    heads: Heads,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert least_p_value(name, kind, pair, heads, monkeypatch) > 0.001
@@ -116,7 +114,7 @@ def test_sampled_output_has_the_targets_distribution(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_statistic_sees_a_place_that_is_dropped_for_its_token(
-    kind: str, pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    kind: str, pair: tuple[str, str], heads: Heads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the probability of the token that was drawn."""
 
@@ -135,7 +133,7 @@ def least_p_value(
     name: str,
     kind: str,
     pair: tuple[str, str],
-    heads: dict[str, str],
+    heads: Heads,
     monkeypatch: pytest.MonkeyPatch,
 ) -> float:
     """Of pairs of tokens within and across steps."""

@@ -14,6 +14,7 @@ from tests.drafters.heads import write_eagle1, write_eagle3, write_p_eagle
 from tests.drafters.mtp_heads import write_mtp
 from tests.lossless import test_greedy, test_sampled
 from tests.lossless import test_trees as test_trees_of_dense_targets
+from tests.lossless.counted_pair import VOCAB
 from tests.mixture_checkpoints import write_mixture
 from tests.pairwise import Case
 
@@ -85,7 +86,7 @@ def test_trees(
 
 
 SIZES: dict[str, Any] = {
-    "vocab_size": test_sampled.VOCAB,
+    "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_attention_heads": 2,

@@ -9,13 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
 from tests.checkpoints import write_qwen3
+from tests.lossless.counted_pair import SHAPE, VOCAB
 from tests.lossless.test_greedy import MAX_TOKENS, make_llm, make_prompts, tokens
 from tests.lossless.test_sampled import (
     LENGTH,
     PROMPT,
     SAMPLES,
-    SHAPE,
-    VOCAB,
     exact_distribution,
     p_value,
 )

@@ -12,11 +12,10 @@ from slipstream.core.batch import DraftPlan, StepReport
 from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.drafting.policy import AdaptivePolicy
 from tests.draft_traffic import Costs, learn_costs_while_running
-from tests.lossless.test_sampled import draw, exact_distribution, heads, p_value, pair
+from tests.lossless.counted_pair import Heads
+from tests.lossless.test_sampled import draw, exact_distribution, p_value
 from tests.padded_steps import use_steps
 from tests.stopping_policy import StoppingPolicy
-
-__all__ = ["heads", "pair"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class NosyPolicy(StoppingPolicy):
 
 @pytest.mark.parametrize("drafter", ["draft", "ngram+draft"])
 def test_a_nosy_policy_biases_nothing(
-    drafter: str, pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    drafter: str, pair: tuple[str, str], heads: Heads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[NosyPolicy] = []
 
@@ -64,7 +63,7 @@ def test_a_nosy_policy_biases_nothing(
 
 @pytest.mark.parametrize("steps", ["exact", "padded"])
 def test_the_policy_biases_nothing(
-    steps: str, pair: tuple[str, str], heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    steps: str, pair: tuple[str, str], heads: Heads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learn_costs_while_running(monkeypatch)
     plan, made = AdaptivePolicy.plan, AdaptivePolicy.__init__
@@ -87,7 +86,7 @@ def test_the_policy_biases_nothing(
     assert chosen >= {1, 2}
 
 
-def check(case: dict[str, Any], pair: tuple[str, str], heads: dict[str, str]) -> None:
+def check(case: dict[str, Any], pair: tuple[str, str], heads: Heads) -> None:
     exact = exact_distribution(pair[0], {"temperature": 1.0})
     drawn = draw(pair, case, {"temperature": 1.0}, heads)
     for places in ((0, 1), (1, 2), (2, 3)):

@@ -22,7 +22,8 @@ from slipstream.models.tokenizer import Tokenizer
 from tests.checkpoints import write_qwen3
 from tests.drafters.heads import write_eagle1, write_eagle3
 from tests.last_hidden_checkpoints import mapped_medusa_for
-from tests.lossless.test_sampled import NGRAM, SHAPE
+from tests.lossless.counted_pair import SHAPE
+from tests.lossless.test_sampled import NGRAM
 from tests.padded_steps import use_padded_steps
 from tests.stopping_policy import use_stopping_policy
 from tests.tokenizers import write_byte_tokenizer
