@@ -1,0 +1,51 @@
+"""What Triton's interpreter does otherwise in tests: sums of one order, and quicker calls."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from triton import language as tl
+from triton.runtime import interpreter
+
+
+@contextmanager
+def products_are_wide() -> Iterator[None]:
+    """Products in float64, so that a row's bits do not depend on NumPy's library.
+
+    The interpreter multiplies by `numpy.matmul` in float32, whose library orders the sums of a row
+    by the shape of the whole product, on some processors. Float64 holds the products of float16
+    numbers and nearly all of their sums as they are, so that rounding the result to float32 gives
+    the same bits in any order.
+    """
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def wide(self: Any, a: Any, b: Any, add: Any, *options: Any) -> Any:
+        nothing = interpreter.TensorHandle(np.zeros(1), tl.float64)
+        product = multiply(self, a, b, nothing, *options).data
+        return interpreter.TensorHandle(product.astype(add.data.dtype) + add.data, add.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", wide)
+        yield
+
+
+@cache
+def _builtins(package: Any) -> list[str]:
+    return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+
+def list_builtins_once() -> None:
+    """At every call of a function the interpreter goes through all names of the language, to replace
+    those of built-in functions: a third of its time. Which names those are does not change."""
+
+    def patch(package: Any, *rest: Any) -> None:
+        for name in _builtins(package):
+            member = getattr(package, name)
+            if tl.core.is_builtin(member):
+                interpreter._patch_attr(package, name, member, *rest)
+
+    interpreter._patch_builtin = patch
