@@ -39,8 +39,8 @@ def _builtins(package: Any) -> list[str]:
 
 
 def list_builtins_once() -> None:
-    """At every call of a function the interpreter goes through all names of the language, to replace
-    those of built-in functions: a third of its time. Which names those are does not change."""
+    """At every call the interpreter goes through all names of the language, a third of its time, to
+    replace those of built-in functions. Which names those are does not change."""
 
     def patch(package: Any, *rest: Any) -> None:
         for name in _builtins(package):
