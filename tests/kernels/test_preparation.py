@@ -276,7 +276,10 @@ def test_drafts_are_trimmed_as_by_the_reference(requests: int, width: int, colum
     rates = torch.rand(16, generator=generator)
     given = [it.to(DEVICE) for it in (confidences, wanted, factors, rates, known)]
     all_rows = int(known.sum() + wanted.sum())
-    for num_rows in {all_rows, all_rows // 2, all_rows + 5, int(known.sum())}:
+    totals = {all_rows, all_rows // 2, all_rows + 5, int(known.sum())}
+    if requests > 16 and column == "triton" and not torch.cuda.is_available():
+        totals = {all_rows // 2}  # the interpreter takes seconds for each
+    for num_rows in totals:
         ours = ops_of(column).trim_drafts(*given, num_rows)
         assert torch.equal(ours, REFERENCE.trim_drafts(*given, num_rows))
         assert (ours <= given[1]).all()
