@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from time import monotonic
 from typing import Any
 
@@ -114,6 +115,7 @@ class Findings:
     faults: list[str] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)  # seconds, bytes
     restart_seconds: list[float] = field(default_factory=list)
+    wait_seconds: list[float] = field(default_factory=list)  # for whole answers
 
     def growth(self, warm: float) -> float:
         """Share by which the most memory behind `warm` seconds is above the most before them."""
@@ -166,6 +168,7 @@ class Soak:
         except (ValueError, KeyError, TimeoutError) as error:
             self.found.faults.append(f"{path}: {type(error).__name__} {error}")
             return "wrong"
+        self.found.wait_seconds.append(monotonic() - began)
         if text != self._texts[_key(path, body)]:
             self.found.faults.append(f"another text for {_key(path, body)}: {text!r}")
             return "wrong"
@@ -258,6 +261,8 @@ class Soak:
             "mischief": dict(self._mischief.counts),
             "resident_megabytes": round(self.found.memory[-1][1] / 1e6, 1),
             "memory_growth": growth,
+            "longest_wait_seconds": round(max(self.found.wait_seconds, default=0.0), 1),
+            "median_wait_seconds": round(median(self.found.wait_seconds or [0.0]), 2),
             "slowest_restart_seconds": round(max(self.found.restart_seconds, default=0.0), 1),
             "faults": self.found.faults[:20],
             "num_faults": len(self.found.faults),
@@ -300,8 +305,11 @@ def _fake_clock(options: argparse.Namespace) -> dict[str, str]:
     return {
         "LD_PRELOAD": options.faketime,
         "FAKETIME_TIMESTAMP_FILE": str(clock_file(options.seed)),
-        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_CACHE_DURATION": "1",  # or every look at a clock reads the file
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        # Waits with a timeout would end at once else, so that threads that wait for Python's lock
+        # spin and everybody is some ten times slower.
+        "FAKETIME_FORCE_MONOTONIC_FIX": "0",
     }
 
 
