@@ -49,7 +49,10 @@ class Process:
     """`slipstream serve demo` on a port that stays when it is started again."""
 
     def __init__(self, options: list[str], environment: dict[str, str] | None = None) -> None:
-        self._options, self._environment = options, {**os.environ, **(environment or {})}
+        # Python takes a file of bytecode that a full disk has cut for a whole one.
+        fixed = {"PYTHONDONTWRITEBYTECODE": "1"}
+        self._options = options
+        self._environment = {**os.environ, **(environment or {}), **fixed}
         with socket.socket() as free:
             free.bind((HOST, 0))
             self.port = int(free.getsockname()[1])
