@@ -106,16 +106,20 @@ class LLM:
         return _finished(self._run(*encoded, whole=True))
 
     def stream(
-        self, prompts: Prompts, sampling_params: Params | None = None
+        self, prompts: Prompts, sampling_params: Params | None = None, whole: bool = False
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a snapshot of each request whenever it gains tokens.
+
+        Args:
+            whole: yield only what has ended, each output as soon as it has: many snapshots of
+                many requests take time.
 
         Request ids count up in the order of the prompts, over the life of this LLM. Text is only
         shown once it will stay: what may begin a stop string waits.
         Requests are queued at the first `next`; leaving the iteration early aborts what is
         unfinished. Several streams of one LLM may be open at once: their requests share steps.
         """
-        return self._run(*self._encoded(prompts, sampling_params))
+        return self._run(*self._encoded(prompts, sampling_params), whole=whole)
 
     def stream_chat(
         self,

@@ -87,10 +87,13 @@ class Data:
         """
         if self._packed is not None:
             return self._packed
-        found = Sequences.made_from(file, self.source) if file.is_file() else None
+        # More time for answers makes more sequences of the same answers and others.
+        minutes = self._settings.generate_minutes
+        source = self.source if minutes is None else f"{self.source} {minutes:g}"
+        found = Sequences.made_from(file, source) if file.is_file() else None
         if found is None:
             found = self._pack(answers, progress_bar)
-            found.save(file, self.source)
+            found.save(file, source)
         return found
 
     def _pack(self, answers: Path, progress_bar: ProgressBar) -> Sequences:

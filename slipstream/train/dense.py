@@ -112,7 +112,8 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return add_norm(x.to(residual.dtype), residual, weight, eps)
+    # A drafter's stream may begin with the target's rounded embeddings.
+    return add_norm(x.to(weight.dtype), residual.to(weight.dtype), weight, eps)
 
 
 def _rotated(x: Tensor, norm: Norm | None, heads: Heads, rows: DenseRows) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.models.tokenizer import Tokenizer
 
 try:
     from safetensors import SafetensorError, safe_open
@@ -119,6 +120,8 @@ def write_checkpoint(
 
 def copy_tokenizer(target: Path, folder: Path) -> None:
     """Copy the tokenizer's files, for a drafter that is a language model."""
+    if target.is_file():  # GGUF, which has none
+        write_text(folder / "tokenizer.json", Tokenizer(target).to_json())
     for name in _TOKENIZER_FILES:
         source = target / name
         if source.is_file():

@@ -5,6 +5,8 @@ A drafter has to predict the target's own text, which differs from that of any c
 """
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,14 +14,17 @@ from slipstream.core.errors import UsageError, counted
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.llm import LLM
 from slipstream.engine.prompts import TokensPrompt
+from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.chat_template import ChatTemplate
+from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.train.files import append_line, write_text
 from slipstream.train.sequences import Document
 from slipstream.train.settings import DataSettings
 from slipstream.train.texts import Entry
 
-_AT_ONCE = 512  # prompts that the engine has at once
+_QUEUED = 2048  # prompts that the engine is given together, so that few are waited for at the end
+_RUNNING = 64
 
 
 def generate_answers(
@@ -33,11 +38,15 @@ def generate_answers(
 ) -> list[Document]:
     """Every prompt with the target's answer; texts are continued from their beginning.
 
+    Where the settings limit the time, only the prompts that were answered.
+
     Args:
         length: of a sequence.
         file: keeps the answers, so that an interrupted run continues with the rest.
         source: identifies data and settings; kept answers to others are dropped.
         progress: is called with the number of prompts just done.
+
+    Raises UsageError if no answer ended in time.
     """
     prompts = [_prompt(entry, settings, length, tokenizer) for entry in entries]
     answers = list(_read_kept(file, source))[: len(prompts)]
@@ -49,10 +58,14 @@ def generate_answers(
             append_line(file, json.dumps(answer))  # kept even if the process is killed
             answers.append(answer)
             progress(1)
+    if not answers:
+        raise UsageError(
+            f"no answer ended within --generate-minutes {settings.generate_minutes:g}; give more"
+        )
     return [
         # The prompt is learned if it is text too, and not somebody's message.
         Document([*prompt, *answer], [not entry.messages] * len(prompt) + [True] * len(answer))
-        for entry, prompt, answer in zip(entries, prompts, answers, strict=True)
+        for entry, prompt, answer in zip(entries, prompts, answers, strict=False)
     ]
 
 
@@ -89,34 +102,44 @@ def _answers(
     prompts: Sequence[list[int]], num_kept: int, settings: DataSettings
 ) -> Iterator[list[int]]:
     """Answers to the prompts after the kept ones, in order, each as soon as possible."""
+    end = time.monotonic() + 60 * (settings.generate_minutes or math.inf)
+    checkpoint = Checkpoint(resolve_checkpoint(settings.target, settings.revision))
+    longest, most_tokens = max(map(len, prompts)), settings.answers.tokens
     llm = LLM(
         settings.target,
         revision=settings.revision,
         device=settings.device,
         dtype=settings.dtype,
         skip_tokenizer_init=True,
+        max_num_seqs=settings.generate_batch or _RUNNING,
+        # The cache takes no more than that, so that several processes may share a GPU.
+        max_model_len=min(
+            longest + most_tokens, read_decoder_config(checkpoint).max_position_embeddings
+        ),
     )
     temperatures = settings.answers.temperatures
     following = num_kept
-    for start in range(num_kept, len(prompts), _AT_ONCE):
-        part = prompts[start : start + _AT_ONCE]
+    for start in range(num_kept, len(prompts), _QUEUED):
+        part = prompts[start : start + _QUEUED]
         params = [
             SamplingParams(
                 temperature=temperatures[number % len(temperatures)],
-                max_tokens=settings.answers.tokens,
+                max_tokens=most_tokens,
                 seed=settings.seed + number,
             )
             for number in range(start, start + len(part))
         ]
         done: dict[int, list[int]] = {}
-        for output in llm.stream([TokensPrompt(prompt_token_ids=ids) for ids in part], params):
-            if output.finished:
-                output.require_sound()
-                # The engine counts its requests from 0.
-                done[num_kept + int(output.request_id)] = list(output.outputs[0].token_ids)
-                while following in done:
-                    yield done.pop(following)
-                    following += 1
+        asked = [TokensPrompt(prompt_token_ids=ids) for ids in part]
+        for output in llm.stream(asked, params, whole=True):
+            output.require_sound()
+            # The engine counts its requests from 0.
+            done[num_kept + int(output.request_id)] = list(output.outputs[0].token_ids)
+            while following in done:
+                yield done.pop(following)
+                following += 1
+            if time.monotonic() > end:
+                return
 
 
 def _read_kept(file: Path, source: str) -> Iterator[list[int]]:

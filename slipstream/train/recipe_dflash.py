@@ -27,7 +27,7 @@ from slipstream.train.target import Target
 from slipstream.train.vocabulary import mask_token_of_head
 
 _LAYERS = 4
-_BLOCKS = 16  # of a sequence, trained in one pass
+_BLOCKS = 16  # of a sequence, trained in one pass; in long ones one for so many tokens
 
 
 class DFlashRecipe(ChainRecipe[DFlashConfig]):
@@ -63,7 +63,8 @@ class DFlashRecipe(ChainRecipe[DFlashConfig]):
 
     def random_positions(self, batch: Batch, generator: torch.Generator) -> Iterator[DraftPosition]:
         count = batch.shape[1] - self.num_draft_tokens - 1
-        drawn = torch.randperm(count, generator=generator)[:_BLOCKS] + 1
+        blocks = max(_BLOCKS, batch.shape[1] // _BLOCKS)
+        drawn = torch.randperm(count, generator=generator)[:blocks] + 1
         return self.blocks(batch, drawn.sort().values)
 
     def blocks(self, batch: Batch, anchors: Tensor) -> Iterator[DraftPosition]:

@@ -112,8 +112,8 @@ def initialise_head(trained: Trainable, target: Target, vocabulary: DraftVocabul
     if "lm_head.weight" in named:
         trained.put("lm_head.weight", vocabulary.rows(network.head.weight))
     if "embed_tokens.weight" in named:
-        table = network.embedding.weight.floats
-        assert table is not None, "training keeps its weights unrounded"
+        weight = network.embedding.weight
+        table = weight.dequantised() if weight.floats is None else weight.floats
         trained.put("embed_tokens.weight", table)
 
 

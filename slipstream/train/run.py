@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from slipstream.core.errors import UsageError
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
@@ -23,14 +21,12 @@ from slipstream.train.recipe import Recipe, recipe_class
 from slipstream.train.sequences import Sequences
 from slipstream.train.settings import TrainSettings
 from slipstream.train.state import StateFile
-from slipstream.train.target import Target, load_target, require_trainable
+from slipstream.train.target import SMALL_TARGET, Target, load_target, require_trainable
 from slipstream.train.trainer import OnReport, StopRequests, Trainer, no_stop_requests
 from slipstream.train.vocabulary import require_draft_vocabulary
 
 _DATA, _ANSWERS, _FEATURES = "sequences.safetensors", "answers.jsonl", "features"
 _MAX_VALIDATION = 256  # sequences; more would hardly change the figures
-# Targets with more parameters run once over the text rather than in every epoch.
-_SMALL_TARGET = 200_000_000
 _FEATURE_GB = 20.0
 
 
@@ -95,7 +91,7 @@ def run_training(
         on_report,
     )
     acceptance = trainer.train(stop_requests)
-    recipe.export(settings.out, plan.target.weights_dtype or torch.bfloat16)
+    recipe.export(settings.out, plan.shape.dtype)
     write_card(recipe, command, acceptance, metrics, trainer.tokens_per_step)
     metrics.draw()
     return Trained(recipe, settings.out, acceptance, time.perf_counter() - began)
@@ -147,7 +143,7 @@ def _training_features(
     settings, layers = plan.settings, recipe.stream_layers
     on_disk = settings.features == "disk"
     if settings.features == "auto":
-        on_disk = plan.shape.num_matrix_parameters > _SMALL_TARGET
+        on_disk = plan.shape.num_matrix_parameters > SMALL_TARGET
     if not on_disk:
         return OnlineFeatures(sequences, target, layers)
     count = count_that_fits(sequences, target, len(layers), settings.max_feature_gb or _FEATURE_GB)

@@ -17,6 +17,13 @@ from slipstream.core.flags import (
 
 LOSS_OPTIONS = ("place_decay", "drop_rate")
 """Settings of the loss that some recipes do not read."""
+_ANSWERING = (
+    "generate_tokens",
+    "generate_prompt_tokens",
+    "temperatures",
+    "generate_minutes",
+    "generate_batch",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +117,15 @@ class DataSettings:
     temperatures: tuple[float, ...] | None = flag(
         None, "Sampling temperatures of the answers, used in turn. [0,1]", parse=parse_floats
     )
+    generate_minutes: float | None = flag(
+        None,
+        "Minutes for the answers, loading included; prompts without one by then are left out, "
+        "and the same command with more minutes continues.",
+        above=0,
+    )
+    generate_batch: int | None = flag(
+        None, "Prompts that the target answers at once. [64]", at_least=1
+    )
     max_length: int | None = flag(
         None, "Tokens per training sequence. [512, or the length of packed ones]", at_least=16
     )
@@ -127,7 +143,7 @@ class DataSettings:
         found = self.temperatures
         valid = found is None or (bool(found) and all(0 <= value < math.inf for value in found))
         _require(valid, "temperatures", "must be numbers from 0 up")
-        for name in ("generate_tokens", "generate_prompt_tokens", "temperatures"):
+        for name in _ANSWERING:
             used = self.generate or getattr(self, name) is None
             _require(used, name, "says how the target answers; give --generate as well")
 

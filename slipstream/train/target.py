@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
+from slipstream.kernels.formats.weight import Weight
 from slipstream.layers.attention import AttentionSpec
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.loading import LoadOptions, load_decoder
+from slipstream.models.loading import KEPT_FORMATS, LoadOptions, load_decoder
 from slipstream.train.dense import DENSE, DenseContext
 from slipstream.train.vocabulary import DraftVocabulary
 
+SMALL_TARGET = 200_000_000
+"""Parameters up to which features are computed with every batch rather than kept."""
 # Rows whose logits over the whole vocabulary are in memory at once.
 _ROWS_AT_ONCE = 4096
 
@@ -103,8 +106,13 @@ def load_target(
     device: torch.device,
     max_positions: int,
 ) -> Target:
-    """The network with its weights, which may be quantised."""
-    options = LoadOptions(dtype, device, "auto", max_positions)
+    """The network with its weights, which may be quantised.
+
+    Those of a small target become floats, since it runs over every batch.
+    """
+    small = config.num_matrix_parameters <= SMALL_TARGET
+    kept = frozenset[type[Weight]]() if small else KEPT_FORMATS
+    options = LoadOptions(dtype, device, "auto", max_positions, kept=kept)
     network = load_decoder(checkpoint, options, config, DENSE)
     return Target(checkpoint.path, config, network, dtype)
 

@@ -126,8 +126,8 @@ def test_the_target_answers_prompts_and_an_interrupted_run_asks_for_the_rest(
 def test_answers_are_kept_as_soon_as_they_are_known(
     taught_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: LLM, *arguments: Any) -> Iterator[RequestOutput]:
-        for output in stream(self, *arguments):
+    def interrupted(self: LLM, *arguments: Any, **options: Any) -> Iterator[RequestOutput]:
+        for output in stream(self, *arguments, **options):
             yield output
             if output.finished and output.request_id == "0":
                 raise KeyboardInterrupt
@@ -147,8 +147,8 @@ def test_answers_are_kept_as_soon_as_they_are_known(
 def test_an_answer_that_ended_with_an_error_ends_the_run(
     taught_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: LLM, *arguments: Any) -> Iterator[RequestOutput]:
-        for output in stream(self, *arguments):
+    def broken(self: LLM, *arguments: Any, **options: Any) -> Iterator[RequestOutput]:
+        for output in stream(self, *arguments, **options):
             sample = replace(output.outputs[0], finish_reason="error", stop_reason="not finite")
             yield replace(output, outputs=[sample]) if output.finished else output
 

@@ -1,0 +1,1 @@
+"""Heads for a real model, from its own answers to the prompts of ShareGPT."""
